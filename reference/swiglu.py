@@ -1,0 +1,175 @@
+"""Gated activations: ``y = act(gate) * up``, and the MLP built from them.
+
+SwiGLU is ``act = silu``; GeGLU is ``act = gelu`` (erf) or ``gelu_tanh``. Source: Shazeer, "GLU
+Variants Improve Transformer", arXiv:2002.05202, equations 5 and 6; the tanh form is from Hendrycks
+and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415, section 2.
+
+At infinity the functions take their limits: act(-inf) = -0, act'(-inf) = 0, act'(inf) = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .precision import Precision, Steps, steps
+
+__all__ = ["Activation", "swiglu", "swiglu_backward", "swiglu_mlp", "swiglu_mlp_backward"]
+
+Array = npt.NDArray[Any]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
+SATURATED = 1e4  # beyond +-1e4 every derivative here equals its limit, in float64 too
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _gate(g: Array, activation: Activation, p: Steps) -> tuple[Array, Array]:
+    """(c, dc) with act(g) = g * c(g), c rising from 0 to 1, and dc its derivative; g finite."""
+    if activation == "silu":  # c = sigmoid(g)
+        with np.errstate(over="ignore"):
+            c = p.step(1.0 / p.step(1.0 + p.step(np.exp(-g))))
+            complement = p.step(1.0 / p.step(1.0 + p.step(np.exp(g))))  # 1 - c without cancellation
+        return c, p.step(c * complement)
+    if activation == "gelu":  # c = Phi(g), the normal distribution function
+        c = p.step(0.5 * p.step(_erfc(-g / math.sqrt(2.0))))
+        return c, p.step(p.step(np.exp(p.step(-0.5 * np.square(g)))) / math.sqrt(2.0 * math.pi))
+    if activation == "gelu_tanh":  # c = (1 + tanh z) / 2 = sigmoid(2 z)
+        z = p.step(SQRT_2_OVER_PI * p.step(g + p.step(GELU_CUBIC * p.step(g**3))))
+        c, dc = _gate(p.step(2.0 * z), "silu", p)
+        slope = p.step(2.0 * SQRT_2_OVER_PI * p.step(1.0 + p.step(3.0 * GELU_CUBIC * np.square(g))))
+        return c, p.step(dc * slope)
+    raise ValueError(f"activation must be 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
+
+
+def _activate(g: Array, activation: Activation, p: Steps) -> Array:
+    c, _ = _gate(np.clip(g, -SATURATED, SATURATED), activation, p)
+    return p.step(np.multiply(g, c, out=np.full_like(g, -0.0), where=g != -np.inf))
+
+
+def _activate_backward(g: Array, activation: Activation, p: Steps) -> Array:
+    """act'(g) = c + g * c'."""
+    g = np.clip(g, -SATURATED, SATURATED)
+    c, dc = _gate(g, activation, p)
+    return p.step(c + p.step(g * dc))
+
+
+def _split(gate: Array, up: Array | None) -> tuple[Array, Array]:
+    """The packed form holds gate in the first half of the last axis, up in the second."""
+    if up is not None:
+        return gate, up
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+def swiglu(
+    gate: Array,
+    up: Array | None = None,
+    *,
+    activation: Activation = "silu",
+    precision: Precision = "rounded",
+) -> Array:
+    """``act(gate) * up``.
+
+    Parameters
+    ----------
+    gate : (..., d), or packed (..., 2 * d) with gate in the first half
+    up : (..., d), or None when packed
+    activation : ``"silu"`` g * sigmoid(g); ``"gelu"`` g * (1 + erf(g / sqrt 2)) / 2; ``"gelu_tanh"``
+        g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g**3))) / 2
+
+    Returns
+    -------
+    (..., d) in gate's dtype
+    """
+    p = steps(precision, gate.dtype)
+    g, u = _split(gate, up)
+    return p.store(_activate(p.load(g), activation, p) * p.load(u))
+
+
+def swiglu_backward(
+    dy: Array,
+    gate: Array,
+    up: Array | None = None,
+    *,
+    activation: Activation = "silu",
+    precision: Precision = "rounded",
+) -> Array | tuple[Array, Array]:
+    """``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``.
+
+    Returns
+    -------
+    dgate, dup, or one packed (..., 2 * d) array when the forward was packed
+    """
+    p = steps(precision, gate.dtype)
+    g, u = _split(gate, up)
+    g64, dy64 = p.load(g), p.load(dy)
+    dgate = p.step(dy64 * p.load(u)) * _activate_backward(g64, activation, p)
+    dup = dy64 * _activate(g64, activation, p)
+    if up is None:
+        return p.store(np.concatenate([dgate, dup], axis=-1))
+    return p.store(dgate), p.store(dup)
+
+
+def swiglu_mlp(
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    activation: Activation = "silu",
+    precision: Precision = "rounded",
+) -> Array:
+    """``(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T``, the MLP of Llama-like models.
+
+    Parameters
+    ----------
+    x : (..., hidden)
+    w_gate, w_up : (ffn, hidden)
+    w_down : (hidden_out, ffn)
+
+    Returns
+    -------
+    (..., hidden_out) in x's dtype
+    """
+    p = steps(precision, x.dtype)
+    gate = p.step(p.load(x) @ p.load(w_gate).T)
+    up = p.step(p.load(x) @ p.load(w_up).T)
+    h = p.step(_activate(gate, activation, p) * up)
+    return p.store(h @ p.load(w_down).T)
+
+
+def swiglu_mlp_backward(
+    dy: Array,
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    activation: Activation = "silu",
+    precision: Precision = "rounded",
+) -> tuple[Array, Array, Array, Array]:
+    """Gradients of :func:`swiglu_mlp`; gate and up are computed again from x.
+
+    Returns
+    -------
+    dx, dw_gate, dw_up, dw_down
+        each in the shape of its tensor and in x's dtype
+    """
+    p = steps(precision, x.dtype)
+    x2 = p.load(x).reshape(-1, x.shape[-1])
+    dy2 = p.load(dy).reshape(-1, dy.shape[-1])
+    gate = p.step(x2 @ p.load(w_gate).T)
+    up = p.step(x2 @ p.load(w_up).T)
+    act = _activate(gate, activation, p)
+    dh = p.step(dy2 @ p.load(w_down))
+    dgate = p.step(p.step(dh * up) * _activate_backward(gate, activation, p))
+    dup = p.step(dh * act)
+    dx = p.step(dgate @ p.load(w_gate)) + p.step(dup @ p.load(w_up))
+    dw_down = dy2.T @ p.step(act * up)
+    return p.store(dx.reshape(x.shape)), p.store(dgate.T @ x2), p.store(dup.T @ x2), p.store(dw_down)

@@ -1,0 +1,254 @@
+"""The references of RMSNorm, SwiGLU and the MLP, checked against their definitions alone.
+
+Gradients: the derivative of ``sum(cotangent * f)`` along a random direction by central differences
+in float64. Rounding modes: bit for bit against the definition written out step by step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gpu_ops.reference import rmsnorm as ref_rmsnorm
+from gpu_ops.reference import swiglu as ref_swiglu
+
+Array = npt.NDArray[Any]
+STEP = 1e-5  # central differences in float64: truncation and rounding errors both near 1e-10
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float16, float32, float64 = np.dtype("float16"), np.dtype("float32"), np.dtype("float64")
+
+
+def check_gradients(
+    function: Callable[..., Sequence[Array]],
+    inputs: Sequence[Array],
+    cotangents: Sequence[Array],
+    gradients: Sequence[Array],
+    rng: np.random.Generator,
+) -> None:
+    """Compare every gradient with a directional difference in its own input alone."""
+    for index, (point, gradient) in enumerate(zip(inputs, gradients, strict=True)):
+        assert gradient.shape == point.shape
+        direction = rng.standard_normal(point.shape)
+
+        def value(step: float, index: int = index, direction: Array = direction) -> float:
+            moved = list(inputs)
+            moved[index] = moved[index] + step * direction
+            return math.fsum(
+                float(np.sum(c * out)) for c, out in zip(cotangents, function(*moved), strict=True)
+            )
+
+        difference = (value(STEP) - value(-STEP)) / (2 * STEP)
+        assert difference == pytest.approx(float(np.sum(gradient * direction)), rel=1e-7, abs=1e-8), index
+
+
+# --- RMSNorm ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+@pytest.mark.parametrize("casting", ["llama", "gemma", "fp32"])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 3, 16)])
+def test_rmsnorm_backward_is_the_derivative(
+    shape: tuple[int, ...], casting: Any, weight_offset: float
+) -> None:
+    rng = np.random.default_rng(len(shape))
+    x, dy = rng.standard_normal(shape), rng.standard_normal(shape)
+    weight = rng.standard_normal(shape[-1])
+    options: dict[str, Any] = {"weight_offset": weight_offset, "casting": casting}
+    _, rstd = ref_rmsnorm.rmsnorm(x, weight, eps=1e-3, return_rstd=True, **options)
+    dx, dweight = ref_rmsnorm.rmsnorm_backward(dy, x, weight, rstd, **options)
+    assert dx.dtype == dweight.dtype == float64
+    check_gradients(
+        lambda a, w: [ref_rmsnorm.rmsnorm(a, w, eps=1e-3, **options)], [x, weight], [dy], [dx, dweight], rng
+    )
+
+
+def test_rmsnorm_backward_with_residual_is_the_derivative() -> None:
+    rng = np.random.default_rng(1)
+    x, residual, dy, ds = (rng.standard_normal((4, 9)) for _ in range(4))
+    weight = rng.standard_normal(9)
+    _, s, rstd = ref_rmsnorm.rmsnorm(x, weight, residual=residual, return_rstd=True)
+    dx, dweight = ref_rmsnorm.rmsnorm_backward(dy, s, weight, rstd, dresidual=ds)
+    check_gradients(
+        lambda a, r, w: ref_rmsnorm.rmsnorm(a, w, residual=r),
+        [x, residual, weight],
+        [dy, ds],
+        [dx, dx, dweight],
+        rng,
+    )
+
+
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [float16, bfloat16, float32], ids=str)
+def test_casting_modes_round_where_they_say(dtype: np.dtype[Any], weight_offset: float) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((64, 48)).astype(dtype)
+    weight = (1 + 0.1 * rng.standard_normal(48)).astype(dtype)
+    wide = x.astype(float64)
+    n = wide / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-6)
+    gain = weight_offset + weight.astype(float64)
+
+    expected = {
+        # n, then offset + weight, then their product, each in x's dtype: NumPy multiplies in that dtype
+        "llama": n.astype(dtype) * gain.astype(dtype),
+        "gemma": (n * gain).astype(dtype),
+        "fp32": (n * gain).astype(dtype),
+    }
+    for casting, want in expected.items():
+        got = ref_rmsnorm.rmsnorm(x, weight, weight_offset=weight_offset, casting=casting)  # type: ignore[arg-type]
+        assert isinstance(got, np.ndarray)
+        assert got.dtype == dtype
+        # 1 / sqrt against a division: a last bit of float64 may differ, which no narrower dtype shows here
+        assert got.tobytes() == want.tobytes(), casting
+    assert expected["llama"].tobytes() != expected["fp32"].tobytes()
+
+
+def test_unrounded_casting_modes_agree() -> None:
+    rng = np.random.default_rng(3)
+    x, weight = rng.standard_normal((5, 8)).astype(float16), rng.standard_normal(8).astype(float16)
+    llama, gemma, fp32 = (
+        ref_rmsnorm.rmsnorm(x, weight, casting=c, precision="float64")
+        for c in ("llama", "gemma", "fp32")  # type: ignore[arg-type]
+    )
+    assert isinstance(llama, np.ndarray)
+    assert llama.dtype == float64
+    np.testing.assert_array_equal(llama, gemma)
+    np.testing.assert_array_equal(llama, fp32)
+
+
+def test_rmsnorm_result_order_and_dtypes() -> None:
+    x, weight = np.ones((2, 3, 4), bfloat16), np.ones(4, bfloat16)
+    y, s, rstd = ref_rmsnorm.rmsnorm(x, weight, residual=x, return_rstd=True)
+    assert (y.dtype, s.dtype, rstd.dtype) == (bfloat16, bfloat16, float32)
+    assert (y.shape, s.shape, rstd.shape) == ((2, 3, 4), (2, 3, 4), (2, 3))
+    np.testing.assert_array_equal(s.astype(float32), 2.0)
+    np.testing.assert_allclose(rstd, 0.5, rtol=1e-6)
+
+
+def test_rmsnorm_is_of_the_rounded_sum() -> None:
+    # 2048 + 1 is not a float16: s must round to 2048, and the norm see 2048
+    x, residual = np.full((1, 2), 2048, float16), np.ones((1, 2), float16)
+    _, s, rstd = ref_rmsnorm.rmsnorm(x, np.ones(2, float16), residual=residual, return_rstd=True)
+    np.testing.assert_array_equal(s.astype(float32), 2048)
+    assert rstd[0] == np.float32(1 / math.sqrt(2048.0**2 + 1e-6))
+
+
+def test_quant_int8_codes_scale_and_rowsum() -> None:
+    x = np.array([[3.0, -4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], float32)
+    q, scale, rowsum = ref_rmsnorm.rmsnorm_quant_int8(x, np.ones(4, float32), eps=1e-12)
+    # the largest magnitude maps to 127 whatever the norm: codes depend on ratios alone
+    np.testing.assert_array_equal(q, [[95, -127, 0, 32], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(rowsum, [0, 0])
+    rms = math.sqrt(26 / 4)
+    np.testing.assert_allclose(scale, [4 / rms / 127, 1e-5 / 127], rtol=1e-6)
+    assert (q.dtype, scale.dtype, rowsum.dtype) == (np.int8, float32, np.int32)
+
+
+def test_quant_int8_rounds_halves_to_even() -> None:
+    # rows of +-1 have rms 1 and the largest weight is 127, so the codes are the weights, rounded
+    weight = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    q, scale, rowsum = ref_rmsnorm.rmsnorm_quant_int8(np.array([[1.0] * 6, [-1.0] * 6]), weight, eps=0.0)
+    np.testing.assert_array_equal(q, [[127, 0, 2, 2, 0, -2], [-127, 0, -2, -2, 0, 2]])
+    np.testing.assert_array_equal(scale, 1.0)
+    np.testing.assert_array_equal(rowsum, [129, -129])
+
+
+def test_quant_int8_of_nan_and_infinity() -> None:
+    x = np.ones((2, 3), float32)
+    x[0, 1] = np.nan
+    weight = np.ones(3, float32)
+    q, scale, rowsum = ref_rmsnorm.rmsnorm_quant_int8(x, weight)
+    np.testing.assert_array_equal(q, [[0, 0, 0], [127, 127, 127]])
+    assert np.isnan(scale[0])
+    np.testing.assert_array_equal(rowsum, [0, 381])
+    weight[2] = np.inf
+    q, scale, _ = ref_rmsnorm.rmsnorm_quant_int8(x[1:], weight)
+    np.testing.assert_array_equal(q, 0)
+    assert np.isposinf(scale[0])
+
+
+def test_quant_int8_llama_quantises_the_rounded_product() -> None:
+    rng = np.random.default_rng(4)
+    x, weight = rng.standard_normal((16, 32)).astype(bfloat16), rng.standard_normal(32).astype(bfloat16)
+    y = ref_rmsnorm.rmsnorm(x, weight, casting="llama").astype(float64)  # type: ignore[union-attr]
+    absmax = np.abs(y).max(axis=-1, keepdims=True)
+    q, scale, rowsum = ref_rmsnorm.rmsnorm_quant_int8(x, weight, casting="llama")
+    np.testing.assert_array_equal(q, np.rint(y * (127 / absmax)))
+    np.testing.assert_array_equal(scale, (absmax[:, 0] / 127).astype(float32))
+    np.testing.assert_array_equal(rowsum, q.astype(np.int64).sum(axis=-1))
+
+
+# --- SwiGLU ----------------------------------------------------------------------------------------
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_swiglu_backward_is_the_derivative(activation: Any) -> None:
+    rng = np.random.default_rng(5)
+    gate, up, dy = (scale * rng.standard_normal((4, 11)) for scale in (3, 1, 1))
+    dgate, dup = ref_swiglu.swiglu_backward(dy, gate, up, activation=activation)
+    check_gradients(
+        lambda g, u: [ref_swiglu.swiglu(g, u, activation=activation)], [gate, up], [dy], [dgate, dup], rng
+    )
+    packed = np.concatenate([gate, up], axis=-1)
+    np.testing.assert_array_equal(
+        ref_swiglu.swiglu(packed, activation=activation), ref_swiglu.swiglu(gate, up, activation=activation)
+    )
+    np.testing.assert_array_equal(
+        ref_swiglu.swiglu_backward(dy, packed, activation=activation), np.concatenate([dgate, dup], axis=-1)
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_swiglu_mlp_backward_is_the_derivative(activation: Any) -> None:
+    rng = np.random.default_rng(6)
+    x, w_gate, w_up = rng.standard_normal((2, 3, 5)), rng.standard_normal((7, 5)), rng.standard_normal((7, 5))
+    w_down, dy = rng.standard_normal((4, 7)), rng.standard_normal((2, 3, 4))
+    gradients = ref_swiglu.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down, activation=activation)
+    check_gradients(
+        lambda *a: [ref_swiglu.swiglu_mlp(*a, activation=activation)],
+        [x, w_gate, w_up, w_down],
+        [dy],
+        gradients,
+        rng,
+    )
+
+
+@pytest.mark.parametrize("value", [-3.0, -0.5, 0.0, 0.1, 1.0, 2.7])
+def test_activations_at_known_points(value: float) -> None:
+    one = np.ones(1)
+
+    def act(name: Any) -> float:
+        return float(ref_swiglu.swiglu(np.array([value]), one, activation=name)[0])
+
+    assert act("silu") == pytest.approx(value / (1 + math.exp(-value)), rel=1e-14, abs=1e-300)
+    phi = 0.5 * (1 + math.erf(value / math.sqrt(2)))
+    assert act("gelu") == pytest.approx(value * phi, rel=1e-13, abs=1e-300)
+    inner = math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
+    assert act("gelu_tanh") == pytest.approx(0.5 * value * (1 + math.tanh(inner)), rel=1e-13, abs=1e-300)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_take_their_limits(activation: Any) -> None:
+    gate = np.array([-np.inf, -1e30, 1e30, np.inf, np.nan])
+    y = ref_swiglu.swiglu(gate, np.ones(5), activation=activation)
+    np.testing.assert_array_equal(y, [0.0, 0.0, 1e30, np.inf, np.nan])
+    assert np.signbit(y[:2]).all()
+    dgate, dup = ref_swiglu.swiglu_backward(np.ones(5), gate, np.ones(5), activation=activation)
+    np.testing.assert_array_equal(dgate, [0.0, 0.0, 1.0, 1.0, np.nan])
+    np.testing.assert_array_equal(dup, y)
+
+
+def test_unknown_options_are_refused() -> None:
+    one = np.ones((1, 1))
+    with pytest.raises(ValueError, match="activation"):
+        ref_swiglu.swiglu(one, one, activation="relu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="casting"):
+        ref_rmsnorm.rmsnorm(one, one[0], casting="none")  # type: ignore[arg-type]
