@@ -1,7 +1,7 @@
 """Builds the sdist and, from it, the wheel, and proves what a user who installs them gets.
 
-- both hold exactly the package files of the working tree, as real files under ``gpu_ops/``, and no link: top-level
-  ``kernels`` or ``reference`` in site-packages would overwrite other people's packages of these names;
+- both hold exactly the package files of the working tree, as real files under ``gpu_ops/``, and no link:
+  top-level ``kernels`` or ``reference`` in site-packages would overwrite other people's packages;
 - the wheel installs in a clean virtual environment and computes from an empty folder.
 
     python scripts/check_wheel.py [--no-install]
@@ -97,7 +97,8 @@ def main() -> None:
     wanted = tree_files()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        subprocess.run([sys.executable, "-m", "build", "--outdir", work, ROOT], check=True, stdout=subprocess.DEVNULL)
+        build = [sys.executable, "-m", "build", "--outdir", work, ROOT]
+        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         (sdist,), (wheel,) = work.glob("*.tar.gz"), work.glob("*.whl")
         check_sdist(sdist, wanted)
         check_wheel(wheel, wanted)
