@@ -1,0 +1,139 @@
+"""Ternary weights: quantise to -1, 0, +1, pack, unpack, multiply. The definition of correct."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .precision import Precision, steps
+from .ternary_layouts import decode, encode
+
+__all__ = ["quantize_activations", "ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
+
+Array = npt.NDArray[Any]
+Method = Literal["absmean", "absmax", "twn", "percentile", "meanstd", "manual"]
+
+_EPS = 1e-5
+# What ``threshold`` means to a method, when it is not given: a factor, a percentile, a count of std.
+_DEFAULT_THRESHOLD = {"absmax": 0.7, "twn": 0.7, "percentile": 50.0, "meanstd": 0.0}
+
+
+def ternary_quantize(
+    w: Array,
+    *,
+    method: Method = "absmean",
+    group_size: int | None = None,
+    threshold: float | None = None,
+    precision: Precision = "rounded",
+) -> tuple[Array, Array]:
+    """Trits (N, K) int8 and scale float32 with ``w`` about ``scale * trits``.
+
+    absmean (BitNet b1.58): ``scale = max(mean|w|, 1e-5)``, ``t = clip(round_half_even(w / scale), -1, 1)``.
+    The others: ``t = sign(w)`` where ``|w| > d``, ``scale = mean|w|`` over those (1 if none), with
+
+    ===========  ==================================================
+    absmax       d = threshold * max|w|, threshold 0.7
+    twn          d = threshold * mean|w|, threshold 0.7 (TWN paper)
+    percentile   d = percentile of |w|, threshold 50
+    meanstd      d = mean|w| + threshold * std|w|, threshold 0
+    manual       d = threshold
+    ===========  ==================================================
+
+    Statistics are over the tensor (group_size None; scale ()), a row (-1; scale (N,)) or groups of
+    ``group_size`` along K (scale (N, K / group_size)).
+    """
+    st = steps(precision, w.dtype)
+    n, k = w.shape
+    size = n * k if group_size is None else k if group_size == -1 else group_size
+    scopes = (n * k) // size if size else (n if group_size == -1 else 1)
+    groups = st.load(w).reshape(scopes, size)
+    magnitude = np.abs(groups)
+    to = np.float64 if precision == "float64" else np.float32
+
+    if method == "absmean":
+        mean = st.step(magnitude.mean(axis=1)) if size else np.zeros(scopes)
+        scale = np.maximum(mean, _EPS).astype(to)
+        # w / scale with the scale that is returned, so that the pair satisfies its own definition.
+        trits = np.clip(np.rint(st.step(groups / scale[:, None].astype(np.float64))), -1, 1)
+    else:
+        value = _DEFAULT_THRESHOLD[method] if threshold is None and method != "manual" else threshold
+        assert value is not None
+        limit = st.step(_limit(method, magnitude, value)) if size else np.zeros(scopes)
+        kept = magnitude > limit[:, None]
+        count = kept.sum(axis=1)
+        total = st.step(np.where(kept, magnitude, 0.0).sum(axis=1))
+        scale = np.where(count > 0, total / np.maximum(count, 1), 1.0).astype(to)
+        trits = np.where(kept, np.sign(groups), 0.0)
+
+    shape = () if group_size is None else (n,) if group_size == -1 else (n, k // group_size)
+    return trits.astype(np.int8).reshape(n, k), scale.reshape(shape)
+
+
+def _limit(method: Method, magnitude: Array, value: float) -> Array:
+    if method == "absmax":
+        return np.asarray(value * magnitude.max(axis=1))
+    if method == "twn":
+        return np.asarray(value * magnitude.mean(axis=1))
+    if method == "percentile":
+        return np.asarray(np.percentile(magnitude, value, axis=1))
+    if method == "meanstd":
+        return np.asarray(magnitude.mean(axis=1) + value * magnitude.std(axis=1))
+    return np.full(len(magnitude), value)
+
+
+def ternary_pack(trits: Array, format: str, *, scale: Array | float | None = None) -> Array:
+    """One uint8 array; see :mod:`ternary_formats` for the formats."""
+    return encode(trits, format, scale=scale)
+
+
+def ternary_unpack(packed: Array, shape: tuple[int, int], format: str, *, strict: bool = True) -> Array:
+    """Trits (N, K) int8."""
+    return decode(packed, shape, format, strict=strict)
+
+
+def quantize_activations(x: Array) -> tuple[Array, Array]:
+    """Per token: ``s = 127 / max(max|x|, 1e-5)``, ``q = clip(round_half_even(x * s), -128, 127)``.
+
+    Returns q int8 shaped like x and ``1 / s`` float64 shaped like x without its last axis. A token
+    with a NaN or an infinity gets q = 0 and a scale of NaN, so that it shows in the result.
+    """
+    x64 = x.astype(np.float64)
+    absmax = np.maximum(np.abs(x64).max(axis=-1, initial=0.0), _EPS)
+    finite = np.isfinite(absmax)
+    s = 127.0 / np.where(finite, absmax, 1.0)
+    q = np.clip(np.rint(np.where(finite[..., None], x64, 0.0) * s[..., None]), -128, 127)
+    return q.astype(np.int8), np.where(finite, absmax / 127.0, np.nan)
+
+
+def ternary_matmul(
+    x: Array,
+    trits: Array,
+    scale: Array,
+    *,
+    activations: Literal["int8", "native"] = "int8",
+    precision: Precision = "rounded",
+) -> Array:
+    """``y[..., n] = sum_k x[..., k] * scale * trits[n, k]``, in x's dtype, shape (..., N).
+
+    ``activations="int8"`` quantises each token of x first (:func:`quantize_activations`); the sum over
+    k is then exact, in integers, and only the scales are floating point. ``"native"`` keeps x.
+    """
+    st = steps(precision, x.dtype)
+    n, k = trits.shape
+    group = k // scale.shape[1] if scale.ndim == 2 and scale.shape[1] else k
+    tokens = x.reshape(-1, k) if k else np.zeros((int(np.prod(x.shape[:-1])), 0), x.dtype)
+    scales = np.broadcast_to(scale.reshape(n, -1) if scale.ndim else scale, (n, k // group if group else 1))
+    if activations == "int8":
+        left, token_scale = quantize_activations(tokens)
+        left = left.astype(np.int64)
+    else:
+        left, token_scale = st.load(tokens), np.ones(len(tokens))
+    y = np.zeros((len(tokens), n))
+    for g in range(scales.shape[1]):
+        part = slice(g * group, (g + 1) * group)
+        total = left[:, part] @ trits[:, part].T.astype(left.dtype)
+        y = st.step(y + st.step(total * scales[:, g].astype(np.float64)))
+    y = st.step(y * token_scale[:, None])
+    return st.store(y.reshape(*x.shape[:-1], n))
