@@ -1,0 +1,205 @@
+"""Attention in NumPy: the definition of correct for the forward pass.
+
+Writes the whole ``(seqlen_q, seqlen_k)`` score matrix down, as the formula does. Backward lives in
+``attention_backward.py``, masks in ``attention_mask.py``, the shared mathematics in ``attention_core.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .attention_backward import attention_backward, attention_varlen_backward
+from .attention_core import Options, matmul_visible, repeat_heads, softmax_rows, to_bhsd
+from .attention_mask import BlockMaskLike
+from .precision import Precision, Steps, steps
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_decode",
+    "attention_varlen",
+    "attention_varlen_backward",
+]
+
+Array = npt.NDArray[Any]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMaskLike | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    precision: Precision = "rounded",
+) -> Any:
+    """``softmax(mask(softcap(softmax_scale * q k^T) + alibi + bias)) v``.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, nheads, head_dim)
+    k : (batch, seqlen_k, nheads_kv, head_dim)
+    v : (batch, seqlen_k, nheads_kv, head_dim_v)
+        With ``layout="bhsd"`` axes 1 and 2 are swapped, in the output too.
+    causal : query ``i`` sees keys up to ``i + seqlen_k - seqlen_q`` (bottom-right aligned).
+    window_size : (left, right) keys visible around that diagonal; -1 is unlimited.
+    softmax_scale : factor on ``q k^T``; ``head_dim ** -0.5`` when None.
+    softcap : with ``softcap > 0`` scores become ``softcap * tanh(score / softcap)``.
+    sinks : (nheads,) one logit per head that takes part in the denominator only.
+    alibi_slopes : (nheads,) or (batch, nheads): adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
+    bias : broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks.
+    block_mask : object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen.
+    return_lse : also return the natural log of each row's softmax denominator.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, nheads, head_dim_v), dtype of ``q``
+    lse : (batch, nheads, seqlen_q), float32 (float64 for float64 inputs), only with ``return_lse``
+
+    A query that sees no key gets ``out`` 0 and ``lse`` -inf (with sinks: the sink's logit).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gpu_ops.reference.attention import attention
+    >>> q = k = np.zeros((1, 2, 1, 4), np.float32)
+    >>> v = np.array([2.0, 4.0], np.float32).reshape(1, 2, 1, 1)
+    >>> attention(q, k, v, causal=True).ravel()  # the first query sees one key, the second both
+    array([2., 3.], dtype=float32)
+    """
+    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
+    s = steps(precision, q.dtype)
+    out, lse = _forward(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout), options, s)
+    out = to_bhsd(s.store(out), layout)
+    return (out, s.store(lse, np.float32)) if return_lse else out
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    return_lse: bool = False,
+    precision: Precision = "rounded",
+) -> Any:
+    """Attention within each of several sequences laid end to end.
+
+    Parameters
+    ----------
+    q : (total_q, nheads, head_dim)
+    k : (total_k, nheads_kv, head_dim)
+    v : (total_k, nheads_kv, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,)
+        Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
+    max_seqlen_q, max_seqlen_k : longest sequence; kernels size their grids by it, the result does not
+        depend on it.
+
+    The other options are those of :func:`attention`; ``alibi_slopes`` may be (batch, nheads).
+
+    Returns
+    -------
+    out : (total_q, nheads, head_dim_v)
+    lse : (nheads, total_q), only with ``return_lse``
+    """
+    s = steps(precision, q.dtype)
+    out = np.zeros((*q.shape[:2], v.shape[2]))
+    lse = np.full(q.shape[1::-1], -np.inf)
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        keys = slice(int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1]))
+        options = Options(causal, window_size, softmax_scale, softcap, sinks, _slopes_of(alibi_slopes, b))
+        one = [to_bhsd(x[None], "bshd") for x in (q[rows], k[keys], v[keys])]
+        out_b, lse_b = _forward(one[0], one[1], one[2], options, s)
+        out[rows], lse[:, rows] = to_bhsd(out_b, "bshd")[0], lse_b[0]
+    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+
+
+def attention_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    seqused_k: Array,
+    block_table: Array | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    return_lse: bool = False,
+    precision: Precision = "rounded",
+) -> Any:
+    """Attention of a few new queries over the used part of a key/value cache.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, nheads, head_dim)
+    k_cache, v_cache : (batch, max_seqlen, nheads_kv, head_dim), or with ``block_table`` pages
+        (num_pages, page_size, nheads_kv, head_dim); values may have their own head_dim_v.
+    seqused_k : (batch,) how many keys of each sequence are in use; the rest is never read.
+    block_table : (batch, max_pages) page numbers of each sequence in order; entries past the need are
+        not looked at.
+
+    The other options are those of :func:`attention` with ``seqlen_k = seqused_k[b]``: causal puts the
+    last query on the last used key.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, nheads, head_dim_v)
+    lse : (batch, nheads, seqlen_q), only with ``return_lse``
+    """
+    s = steps(precision, q.dtype)
+    batch, seqlen_q, nheads, _ = q.shape
+    out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[3]))
+    lse = np.full((batch, nheads, seqlen_q), -np.inf)
+    for b in range(batch):
+        used = [_used(cache, b, int(seqused_k[b]), block_table) for cache in (k_cache, v_cache)]
+        options = Options(causal, window_size, softmax_scale, softcap, sinks, _slopes_of(alibi_slopes, b))
+        one = [to_bhsd(x[None], "bshd") for x in (q[b], *used)]
+        out_b, lse_b = _forward(one[0], one[1], one[2], options, s)
+        out[b], lse[b] = to_bhsd(out_b, "bshd")[0], lse_b[0]
+    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+
+
+def _forward(q: Array, k: Array, v: Array, options: Options, s: Steps) -> tuple[Array, Array]:
+    """``out`` and ``lse`` of "bhsd" arrays in float64, before the last rounding."""
+    nheads = q.shape[1]
+    with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the caller's data, are results here
+        rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
+        out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible)
+    return s.step(out), rows.lse
+
+
+def _slopes_of(alibi_slopes: Array | None, b: int) -> Array | None:
+    return alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+
+
+def _used(cache: Array, b: int, seqlen: int, block_table: Array | None) -> Array:
+    """The used keys (or values) of sequence ``b``: (seqlen, nheads_kv, head_dim)."""
+    if block_table is None:
+        return cache[b, :seqlen]
+    page_size = cache.shape[1]
+    pages = block_table[b, : -(-seqlen // page_size)]
+    return cache[pages].reshape(-1, *cache.shape[2:])[:seqlen]

@@ -1,0 +1,162 @@
+"""Gradients of attention in NumPy: the definition of correct for the backward pass.
+
+With ``P`` the probabilities and ``delta_i = sum_d dout_id out_id``::
+
+    dP = dout v^T                dS = P * (dP - delta)             dv = P^T dout
+    dbias = dS                   dZ = dS * (1 - tanh(z / softcap)^2) * softmax_scale
+    dq = dZ k                    dk = dZ^T q                       dsink = -sum_i P_sink,i delta_i
+
+(Dao et al., "FlashAttention", 2022, appendix B.4; a sink is a column whose value is 0.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .attention_core import Options, matmul_visible, repeat_heads, softmax_rows, sum_groups, to_bhsd
+from .attention_mask import BlockMaskLike
+from .precision import Precision, Steps, steps
+
+__all__ = ["attention_backward", "attention_varlen_backward"]
+
+Array = npt.NDArray[Any]
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMaskLike | None = None,
+    layout: str = "bshd",
+    return_extra: bool = False,
+    precision: Precision = "rounded",
+) -> Any:
+    """Gradients of ``sum(dout * attention(q, k, v, ...))``.
+
+    Parameters
+    ----------
+    dout : like the output of :func:`attention`
+    q, k, v, and every option : as given to :func:`attention`
+    out, lse : results of :func:`attention`; kernels read them, this reference computes its own
+    return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, where given
+
+    Returns
+    -------
+    dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
+    extra : ``{"bias": dbias, "sinks": dsinks}``, only with ``return_extra``. dbias has the shape and dtype
+        of ``bias``; dsinks is float32 (float64 for float64 inputs).
+
+    Queries that see no key give and get zero gradients.
+    """
+    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
+    s = steps(precision, q.dtype)
+    one = [to_bhsd(x, layout) for x in (dout, q, k, v)]
+    grads = _backward(one[0], one[1], one[2], one[3], options, s)
+    dq, dk, dv = (to_bhsd(s.store(x), layout) for x in (grads.dq, grads.dk, grads.dv))
+    if not return_extra:
+        return dq, dk, dv
+    extra = {}
+    if bias is not None:
+        dbias = _sum_to_shape(grads.dscores, bias.shape)
+        extra["bias"] = dbias if precision == "float64" else dbias.astype(bias.dtype)
+    if sinks is not None:
+        extra["sinks"] = s.store(grads.dsinks, np.float32)
+    return dq, dk, dv, extra
+
+
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    return_extra: bool = False,
+    precision: Precision = "rounded",
+) -> Any:
+    """Gradients of ``sum(dout * attention_varlen(q, k, v, ...))``; see :func:`attention_backward`.
+
+    Returns
+    -------
+    dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
+    extra : ``{"sinks": dsinks}`` where given, only with ``return_extra``
+    """
+    s = steps(precision, q.dtype)
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    dsinks = np.zeros(q.shape[1])
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        keys = slice(int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1]))
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        options = Options(causal, window_size, softmax_scale, softcap, sinks, slopes)
+        one = [to_bhsd(x[None], "bshd") for x in (dout[rows], q[rows], k[keys], v[keys])]
+        grads = _backward(one[0], one[1], one[2], one[3], options, s)
+        dq[rows], dk[keys], dv[keys] = (to_bhsd(x, "bshd")[0] for x in (grads.dq, grads.dk, grads.dv))
+        dsinks += grads.dsinks
+    result = (s.store(dq), s.store(dk), s.store(dv))
+    if not return_extra:
+        return result
+    return *result, {} if sinks is None else {"sinks": s.store(dsinks, np.float32)}
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Arrays with layout "bhsd" in float64, before the last rounding."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dscores: Array  # (batch, nheads, seqlen_q, seqlen_k): also the gradient of a full-size bias
+    dsinks: Array  # (nheads,)
+
+
+def _backward(dout: Array, q: Array, k: Array, v: Array, options: Options, s: Steps) -> _Gradients:
+    nheads, nheads_kv = q.shape[1], k.shape[1]
+    dout, q = s.load(dout), s.load(q)
+    k, v = (s.load(repeat_heads(x, nheads)) for x in (k, v))
+    with np.errstate(all="ignore"):  # NaN or overflow in the caller's data is a result here
+        rows = softmax_rows(q, k, options, s)
+        out = s.step(matmul_visible(rows.probs, v, rows.visible))
+        delta = s.step((dout * out).sum(axis=-1))
+        dprobs = s.step(dout @ v.swapaxes(-1, -2))
+        dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
+        dproducts = s.step(s.step(dscores * rows.cap_slope) * options.scale(q.shape[-1]))
+        dproducts = np.where(rows.visible, dproducts, 0.0)  # cap_slope of a masked NaN
+        seen_by = rows.visible.swapaxes(-1, -2)
+        dq = matmul_visible(dproducts, k, rows.visible)
+        dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by))
+        dv = s.step(matmul_visible(rows.probs.swapaxes(-1, -2), dout, seen_by))
+        dsinks = -(rows.sink_probs * delta).sum(axis=(0, 2))
+    return _Gradients(s.step(dq), sum_groups(dk, nheads_kv), sum_groups(dv, nheads_kv), dscores, dsinks)
+
+
+def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Adjoint of broadcasting from ``shape``."""
+    x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
+    return np.asarray(x.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True))

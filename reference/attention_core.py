@@ -1,0 +1,125 @@
+"""The mathematics of attention on ``(batch, nheads, seqlen, head_dim)`` arrays in float64.
+
+Forward and backward of the public functions both start from :func:`softmax_rows`; what a query does
+not see contributes nothing, whatever it holds: a NaN behind a mask stays behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .attention_mask import BlockMaskLike, alibi_bias, visible_keys
+from .precision import Steps
+
+__all__ = ["Options", "Rows", "matmul_visible", "repeat_heads", "softmax_rows", "sum_groups", "to_bhsd"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that decide the scores, named as in the public functions."""
+
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+    bias: Array | None = None
+    block_mask: BlockMaskLike | None = None
+
+    def scale(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One softmax row per query; all fields are float64, ``visible`` is bool."""
+
+    probs: Array  # (batch, nheads, seqlen_q, seqlen_k); 0 where not visible
+    sink_probs: Array  # (batch, nheads, seqlen_q); the share the sink takes, 0 without sinks
+    lse: Array  # (batch, nheads, seqlen_q)
+    visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
+    cap_slope: Array | float  # d softcap(s) / d s: 1 - tanh(s / softcap)**2, or 1.0
+
+
+def to_bhsd(x: Array, layout: str) -> Array:
+    """Swap seqlen and heads of a "bshd" array (its own inverse)."""
+    return x.swapaxes(1, 2) if layout == "bshd" else x
+
+
+def repeat_heads(x: Array, nheads: int) -> Array:
+    """GQA / MQA: query head ``h`` reads key head ``h // (nheads // nheads_kv)``."""
+    return np.repeat(x, nheads // x.shape[1], axis=1)
+
+
+def sum_groups(x: Array, nheads_kv: int) -> Array:
+    """Adjoint of :func:`repeat_heads`."""
+    batch, nheads, seqlen, head_dim = x.shape
+    return np.asarray(x.reshape(batch, nheads_kv, nheads // nheads_kv, seqlen, head_dim).sum(axis=2))
+
+
+def matmul_visible(weights: Array, values: Array, visible: Array) -> Array:
+    """``weights @ values`` where a row of ``values`` counts only for the rows that see it.
+
+    ``weights`` is 0 where not visible, which is enough for finite values. Rows of ``values`` that
+    hold a NaN or an infinity are added one by one behind the mask, since ``0 * NaN`` is not 0.
+    """
+    finite = np.asarray(np.isfinite(values).all(axis=-1, keepdims=True))
+    result: Array = weights @ np.where(finite, values, 0.0)
+    for j in np.flatnonzero(~finite.all(axis=(0, 1))):
+        term = weights[..., j, None] * np.where(finite, 0.0, values)[..., j, None, :]
+        result = result + np.where(visible[..., j, None], term, 0.0)
+    return result
+
+
+def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
+    """Scores, masks and softmax. ``k`` has as many heads as ``q``.
+
+    ``s = softcap(softmax_scale * q.k) + ALiBi + bias``, masked entries -inf; then
+    ``lse = ln(sum exp(s) + exp(sink))`` and ``probs = exp(s - lse)``.
+    """
+    step = steps.step
+    shape = (*q.shape[:3], k.shape[2])
+    bias = None if options.bias is None else steps.load(options.bias)
+    visible = visible_keys(
+        shape,
+        causal=options.causal,
+        window_size=options.window_size,
+        bias=bias,
+        block_mask=options.block_mask,
+    )
+
+    scores = step(step(q @ k.swapaxes(-1, -2)) * options.scale(q.shape[-1]))
+    cap_slope: Array | float = 1.0
+    if options.softcap > 0:
+        tanh = step(np.tanh(step(scores / options.softcap)))
+        scores = step(options.softcap * tanh)
+        cap_slope = step(1.0 - tanh * tanh)
+    if options.alibi_slopes is not None:
+        scores = step(scores + step(alibi_bias(steps.load(options.alibi_slopes), *shape[2:])))
+    if bias is not None:
+        scores = step(scores + bias)
+    scores = np.where(visible, scores, -np.inf)
+
+    # The sink is one more logit of every row: a column without a value.
+    sinks = np.full(shape[1], -np.inf) if options.sinks is None else steps.load(options.sinks)
+    sink = sinks[None, :, None]
+    row_max = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
+    row_max = step(np.where(row_max == -np.inf, 0.0, row_max))  # nothing visible: keep -inf - -inf away
+    numerator = step(np.exp(step(scores - row_max[..., None])))
+    sink_numerator = step(np.exp(step(sink - row_max)))
+    row_sum = step(numerator.sum(axis=-1) + sink_numerator)
+    divisor = np.where(row_sum == 0.0, 1.0, row_sum)
+    return Rows(
+        probs=np.where(visible, step(numerator / divisor[..., None]), 0.0),
+        sink_probs=step(sink_numerator / divisor),
+        lse=step(row_max + step(np.log(row_sum))),
+        visible=visible,
+        cap_slope=cap_slope,
+    )

@@ -1,0 +1,79 @@
+"""Which keys a query sees, and the position term ALiBi adds to its scores.
+
+The diagonal of attention is bottom-right aligned: the last query sits on the last key, so query
+``i`` sits on key ``i + seqlen_k - seqlen_q``. All position rules count from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BlockMaskLike", "alibi_bias", "distance", "expand_block_mask", "visible_keys"]
+
+Array = npt.NDArray[Any]
+
+
+class BlockMaskLike(Protocol):
+    """What a block mask must carry (``gpu_ops.BlockMask`` does)."""
+
+    @property
+    def visible(self) -> Any: ...
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_k(self) -> int: ...
+
+
+def distance(seqlen_q: int, seqlen_k: int) -> Array:
+    """How far key ``j`` lies to the left of query ``i``: ``i + seqlen_k - seqlen_q - j``."""
+    query = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+    return query - np.arange(seqlen_k)[None, :]
+
+
+def expand_block_mask(block_mask: BlockMaskLike, seqlen_q: int, seqlen_k: int) -> Array:
+    """The dense form ``(..., seqlen_q, seqlen_k)``; blocks count from query 0 and key 0."""
+    visible = np.asarray(block_mask.visible, dtype=bool)
+    blocks = (-(-seqlen_q // block_mask.block_q), -(-seqlen_k // block_mask.block_k))
+    visible = np.broadcast_to(visible, (*visible.shape[:-2], *blocks))
+    block_of_query = np.arange(seqlen_q) // block_mask.block_q
+    block_of_key = np.arange(seqlen_k) // block_mask.block_k
+    return visible[..., block_of_query[:, None], block_of_key[None, :]]
+
+
+def visible_keys(
+    shape: tuple[int, int, int, int],
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    bias: Array | None,
+    block_mask: BlockMaskLike | None,
+) -> Array:
+    """Bool ``(batch, nheads, seqlen_q, seqlen_k)``: every mask, and -inf in ``bias``, intersected."""
+    seqlen_q, seqlen_k = shape[2:]
+    left, right = window_size
+    d = distance(seqlen_q, seqlen_k)
+    visible = np.ones((seqlen_q, seqlen_k), dtype=bool)
+    if causal:
+        visible &= d >= 0
+    if left >= 0:
+        visible &= d <= left
+    if right >= 0:
+        visible &= d >= -right
+    visible = np.broadcast_to(visible, shape)
+    if bias is not None:
+        visible = visible & (bias != -np.inf)
+    if block_mask is not None:
+        visible = visible & expand_block_mask(block_mask, seqlen_q, seqlen_k)
+    return visible
+
+
+def alibi_bias(slopes: Array, seqlen_q: int, seqlen_k: int) -> Array:
+    """``-slope * |i + seqlen_k - seqlen_q - j|`` as ``(batch or 1, nheads, seqlen_q, seqlen_k)``.
+
+    Press, Smith and Lewis, "Train Short, Test Long" (2022), with the distance taken on both sides.
+    """
+    per_batch = slopes if slopes.ndim == 2 else slopes[None]
+    return -per_batch[:, :, None, None] * np.abs(distance(seqlen_q, seqlen_k))

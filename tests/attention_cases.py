@@ -1,0 +1,160 @@
+"""Problems for the attention tests: arrays and options drawn from named factors.
+
+``pairwise(FACTORS)`` yields few rows that together hold every pair of factor levels, so that every
+option meets every other one without testing the whole product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gpu_ops import BlockMask
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "left": {"window_size": (3, 0)},
+    "band": {"window_size": (2, 1)},
+    "right": {"window_size": (-1, 2)},
+    "causal_left": {"causal": True, "window_size": (4, 9)},
+    "beyond": {"window_size": (-1, 0), "causal": True},
+}
+
+# Levels of every option; the first is the default.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "mask": tuple(MASKS),
+    "seqlens": ((5, 7), (7, 5), (6, 6), (1, 9)),
+    "heads": ((4, 4), (4, 2), (3, 1)),  # MHA, GQA, MQA
+    "head_dims": ((4, 4), (4, 6), (5, 3)),
+    "softmax_scale": (None, 0.3),
+    "softcap": (0.0, 1.5),
+    "sinks": (False, True),
+    "alibi": (None, "heads", "batch_heads"),
+    "bias": (None, "full", "keys", "masks"),
+    "block_mask": (None, "shared", "each"),
+    "layout": ("bshd", "bhsd"),
+}
+
+
+@dataclass
+class Problem:
+    """Inputs of one call. ``options`` go to attention as they are."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    options: dict[str, Any]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.q, self.k, self.v
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Rows such that every two levels of different factors appear together in some row."""
+    rng = np.random.default_rng(seed)
+    names = list(factors)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
+
+    def pairs(row: dict[str, int]) -> set[Any]:
+        return set(itertools.combinations(row.items(), 2)) & missing
+
+    rows = []
+    while missing:
+        candidates = []
+        for _ in range(30):
+            row = {n: int(rng.integers(len(factors[n]))) for n in names}
+            (a, i), (b, j) = sorted(missing)[rng.integers(len(missing))]
+            row[a], row[b] = i, j
+            candidates.append(row)
+        best = max(candidates, key=lambda row: len(pairs(row)))
+        missing -= pairs(best)
+        rows.append({n: factors[n][i] for n, i in best.items()})
+    return rows
+
+
+def row_id(row: Mapping[str, Any]) -> str:
+    """A readable pytest id: the levels that are not the default."""
+    changed = {n: v for n, v in row.items() if v != FACTORS[n][0]}
+    return "-".join(f"{n}={v}" for n, v in changed.items()).replace(" ", "") or "default"
+
+
+def make(
+    *,
+    mask: str = "full",
+    seqlens: tuple[int, int] = (5, 7),
+    heads: tuple[int, int] = (4, 4),
+    head_dims: tuple[int, int] = (4, 4),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    alibi: str | None = None,
+    bias: str | None = None,
+    block_mask: str | None = None,
+    layout: str = "bshd",
+    batch: int = 2,
+    dtype: str = "float64",
+    blocks: tuple[int, int] = (2, 3),
+    seed: int = 0,
+    **extra: Any,
+) -> Problem:
+    """Standard-normal inputs with the given options; ``extra`` options are passed through."""
+    rng = np.random.default_rng(seed)
+    native = DTYPES[dtype]
+    wide = np.float64 if dtype == "float64" else np.float32  # dtype of the side inputs
+    (seqlen_q, seqlen_k), (nheads, nheads_kv), (head_dim, head_dim_v) = seqlens, heads, head_dims
+
+    def normal(*shape: int) -> np.ndarray:
+        x = rng.standard_normal(shape).astype(native)
+        return x if layout == "bshd" else np.ascontiguousarray(x.swapaxes(1, 2))
+
+    q = normal(batch, seqlen_q, nheads, head_dim)
+    k = normal(batch, seqlen_k, nheads_kv, head_dim)
+    v = normal(batch, seqlen_k, nheads_kv, head_dim_v)
+    dout = normal(batch, seqlen_q, nheads, head_dim_v)
+
+    options: dict[str, Any] = {**MASKS[mask], **extra}
+    if layout != "bshd":
+        options["layout"] = layout
+    if softmax_scale is not None:
+        options["softmax_scale"] = softmax_scale
+    if softcap:
+        options["softcap"] = softcap
+    if sinks:
+        options["sinks"] = rng.standard_normal(nheads).astype(wide)
+    if alibi is not None:
+        shape = (nheads,) if alibi == "heads" else (batch, nheads)
+        options["alibi_slopes"] = rng.uniform(0.05, 0.5, shape).astype(wide)
+    if bias == "full":
+        options["bias"] = rng.standard_normal((batch, nheads, seqlen_q, seqlen_k)).astype(native)
+    elif bias == "keys":
+        options["bias"] = rng.standard_normal((batch, 1, 1, seqlen_k)).astype(wide)
+    elif bias == "masks":
+        values = rng.standard_normal((nheads, seqlen_q, seqlen_k)).astype(wide)
+        values[rng.random(values.shape) < 0.3] = -np.inf
+        values[:, seqlen_q // 2] = -np.inf  # one query sees nothing
+        options["bias"] = values
+    if block_mask is not None:
+        lead = () if block_mask == "shared" else (batch, nheads)
+        shape = (*lead, -(-seqlen_q // blocks[0]), -(-seqlen_k // blocks[1]))
+        options["block_mask"] = BlockMask(rng.random(shape) < 0.6, *blocks)
+    return Problem(q, k, v, dout, options)
