@@ -1,0 +1,242 @@
+"""A Llama-style decoder layer on real text, through gpu_ops, checked against the same layer in plain NumPy.
+
+The text is the help pages that every Python carries (pydoc's topics), its bytes are the tokens, and the
+weights come from a fixed seed, so the run needs no download and is the same everywhere:
+
+    x -> rmsnorm -> q, k, v projections -> rope -> causal attention -> output projection
+      -> + x, rmsnorm (one fused op) -> swiglu_mlp -> + residual
+
+    python scripts/examples/decoder_layer.py --seqlen 4096 --dtype bfloat16
+
+Prints time, working memory and error of each op. Exits with 1 when an op leaves its tolerance: on the same
+inputs its error may be at most twice that of textbook NumPy code in the same dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import gpu_ops
+from gpu_ops.reference import attention as reference_attention
+from gpu_ops.reference import rmsnorm as reference_rmsnorm
+from gpu_ops.reference import rope as reference_rope
+from gpu_ops.reference import swiglu as reference_swiglu
+
+Array = np.ndarray[Any, Any]
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def linear(x: Array, weight: Array) -> Array:
+    """``x @ weight.T``. NumPy has no fast 16-bit matmul: it multiplies in float32 and rounds once."""
+    if x.dtype == np.float64:
+        return x @ weight.T
+    return (x.astype(np.float32) @ weight.astype(np.float32).T).astype(x.dtype)
+
+
+def reference_linear(x: Array, weight: Array, *, precision: str) -> Array:
+    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    return y if precision == "float64" else y.astype(x.dtype)
+
+
+OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # name: (ours, the definition)
+    "linear": (linear, reference_linear),
+    "rmsnorm": (gpu_ops.rmsnorm, reference_rmsnorm.rmsnorm),
+    "rope": (gpu_ops.rope, reference_rope.rope),
+    "attention": (gpu_ops.attention, reference_attention.attention),
+    "swiglu_mlp": (gpu_ops.swiglu_mlp, reference_swiglu.swiglu_mlp),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int
+    nheads: int
+    nheads_kv: int
+    ffn: int
+    rope_theta: float = 500_000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.nheads
+
+
+def make_weights(config: Config, dtype: Any, seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+
+    def matrix(out_features: int, in_features: int) -> Array:
+        return (rng.standard_normal((out_features, in_features)) / np.sqrt(in_features)).astype(dtype)
+
+    kv = config.nheads_kv * config.head_dim
+    return {
+        "embedding": rng.standard_normal((256, config.hidden)).astype(dtype),
+        "norm_1": (1 + 0.1 * rng.standard_normal(config.hidden)).astype(dtype),
+        "q": matrix(config.hidden, config.hidden),
+        "k": matrix(kv, config.hidden),
+        "v": matrix(kv, config.hidden),
+        "o": matrix(config.hidden, config.hidden),
+        "norm_2": (1 + 0.1 * rng.standard_normal(config.hidden)).astype(dtype),
+        "gate": matrix(config.ffn, config.hidden),
+        "up": matrix(config.ffn, config.hidden),
+        "down": matrix(config.hidden, config.ffn),
+    }
+
+
+def text_tokens(seqlen: int) -> Array:
+    """The first bytes of Python's own help pages, repeated if they do not suffice."""
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    return np.resize(np.frombuffer(text, np.uint8), seqlen)[None]
+
+
+def decoder_layer(call: Callable[..., Any], x: Array, w: dict[str, Array], config: Config) -> Array:
+    """The layer. ``call(label, op, *arrays, **options)`` runs an op of :data:`OPS` in some way."""
+    batch, seqlen, _ = x.shape
+    h = call("rmsnorm", "rmsnorm", x, w["norm_1"])
+    q = call("q projection", "linear", h, w["q"]).reshape(batch, seqlen, config.nheads, config.head_dim)
+    k = call("k projection", "linear", h, w["k"]).reshape(batch, seqlen, config.nheads_kv, config.head_dim)
+    v = call("v projection", "linear", h, w["v"]).reshape(batch, seqlen, config.nheads_kv, config.head_dim)
+    q, k = call("rope (q, k)", "rope", q, k, theta=config.rope_theta)
+    a = call("attention, causal", "attention", q, k, v, causal=True)
+    a = call("output projection", "linear", a.reshape(batch, seqlen, config.hidden), w["o"])
+    h, x = call("residual + rmsnorm", "rmsnorm", a, w["norm_2"], residual=x)
+    return x + call("swiglu_mlp", "swiglu_mlp", h, w["gate"], w["up"], w["down"])
+
+
+@dataclass
+class Row:
+    label: str
+    milliseconds: float
+    peak: int
+    reference_peak: int
+    error: float
+    allowed: float
+
+    @property
+    def fails(self) -> bool:
+        return not self.error <= self.allowed  # NaN fails
+
+
+def tolerance(exact: list[Array], naive: list[Array], dtype: Any) -> float:
+    """Twice the error of textbook code in this dtype, plus two roundings of values around 0.3."""
+    reached = max(max_error(n, e) for n, e in zip(naive, exact, strict=True))
+    rounding = max(
+        float(np.abs(((e.astype(dtype) + dtype(0.3)) - dtype(0.3)).astype(np.float64) - e.astype(dtype)).max())
+        for e in exact
+    )
+    return 2 * reached + 2 * rounding
+
+
+def max_error(x: Array, exact: Array) -> float:
+    return float(np.abs(x.astype(np.float64) - exact).max())
+
+
+def peak_bytes(run: Callable[[], Any]) -> tuple[list[Array], int]:
+    """The results, and the most memory NumPy held at once beyond inputs and results."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    result = run()
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    arrays = list(result) if isinstance(result, tuple) else [result]
+    return arrays, max(0, peak - sum(a.nbytes for a in arrays))
+
+
+def measured(rows: list[Row], repeats: int, dtype: Any) -> Callable[..., Any]:
+    """Runs each op through gpu_ops: timed, measured, and compared with its definition on the same inputs."""
+
+    def call(label: str, op: str, *arrays: Array, **options: Any) -> Any:
+        ours, definition = OPS[op]
+        result = ours(*arrays, **options)  # compiles, or loads what was compiled before
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            ours(*arrays, **options)
+            times.append(time.perf_counter() - start)
+        found, peak = peak_bytes(lambda: ours(*arrays, **options))
+        exact, reference_peak = peak_bytes(lambda: definition(*arrays, precision="float64", **options))
+        naive, _ = peak_bytes(lambda: definition(*arrays, precision="naive", **options))
+        error = max(max_error(f, e) for f, e in zip(found, exact, strict=True))
+        milliseconds = 1e3 * float(np.median(times))
+        rows.append(Row(label, milliseconds, peak, reference_peak, error, tolerance(exact, naive, dtype)))
+        return result
+
+    return call
+
+
+def through_reference(precision: str) -> Callable[..., Any]:
+    return lambda label, op, *arrays, **options: OPS[op][1](*arrays, precision=precision, **options)
+
+
+def run(config: Config, seqlen: int, dtype: Any, repeats: int, seed: int) -> list[Row]:
+    """One row per op, and one for the whole layer."""
+    w = make_weights(config, dtype, seed)
+    x = w["embedding"][text_tokens(seqlen)]
+    rows: list[Row] = []
+    y = decoder_layer(measured(rows, repeats, dtype), x, w, config)
+    in_float64 = {name: array.astype(np.float64) for name, array in w.items()}
+    exact = decoder_layer(through_reference("float64"), x.astype(np.float64), in_float64, config)
+    naive = decoder_layer(through_reference("naive"), x, w, config)
+    total = sum(row.milliseconds for row in rows)
+    peak, reference_peak = max(r.peak for r in rows), max(r.reference_peak for r in rows)
+    allowed = tolerance([exact], [naive], dtype)
+    return [*rows, Row("whole layer", total, peak, reference_peak, max_error(y, exact), allowed)]
+
+
+def report(rows: list[Row], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption="memory: peak beyond inputs and outputs, ours and the plain NumPy formula's")
+    table.add_column("op")
+    for name in ("time", "memory", "plain NumPy", "max error", "allowed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row is rows[-1]:
+            table.add_section()
+        table.add_row(
+            row.label,
+            f"{row.milliseconds:.2f} ms",
+            f"{row.peak / 2**20:.1f} MB",
+            f"{row.reference_peak / 2**20:.1f} MB",
+            f"[{'red' if row.fails else 'green'}]{row.error:.1e}[/]",
+            f"{row.allowed:.1e}",
+        )
+    Console().print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--nheads", type=int, default=8)
+    parser.add_argument("--nheads-kv", type=int, default=2)
+    parser.add_argument("--ffn", type=int, default=1408)
+    parser.add_argument("--seqlen", type=int, default=1024)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    o = parser.parse_args(argv)
+    if o.hidden % o.nheads or o.nheads % o.nheads_kv or o.hidden // o.nheads % 2:
+        parser.error("hidden must be nheads x an even head_dim, and nheads a multiple of nheads_kv")
+    if min(o.seqlen, o.repeats, o.ffn) < 1:
+        parser.error("seqlen, repeats and ffn must be at least 1")
+    config = Config(o.hidden, o.nheads, o.nheads_kv, o.ffn)
+    rows = run(config, o.seqlen, DTYPES[o.dtype], o.repeats, o.seed)
+    shape = f"hidden {o.hidden}, {o.nheads}/{o.nheads_kv} heads of {config.head_dim}, ffn {o.ffn}"
+    report(rows, f"decoder layer, {shape}, {o.seqlen} tokens, {o.dtype}")
+    failed = [row.label for row in rows if row.fails]
+    if failed:
+        print(f"outside the tolerance: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
