@@ -237,6 +237,17 @@ def test_a_visible_nan_value_reaches_its_rows_only():
     np.testing.assert_allclose(poisoned[0, [0, 1, 4, 5]], out[0, [0, 1, 4, 5]], rtol=1e-13)
 
 
+def test_a_nan_query_reaches_the_gradients_of_what_it_sees_only():
+    p = make(mask="causal", seqlens=(6, 6), batch=1, heads=(4, 2))
+    grads = attention_backward(p.dout, *p.arrays, None, None, **p.options)
+    p.q[:, 1] = p.dout[:, 1] = np.nan
+    poisoned = attention_backward(p.dout, *p.arrays, None, None, **p.options)
+    for gradient, before, touched in zip(poisoned, grads, ([1], [0, 1], [0, 1]), strict=True):
+        assert np.isnan(gradient[:, touched]).all()
+        others = np.setdiff1d(np.arange(6), touched)
+        np.testing.assert_allclose(gradient[:, others], before[:, others], rtol=1e-12, atol=1e-14)
+
+
 def test_unseen_blocks_and_unused_cache_may_hold_anything():
     p = make(seqlens=(4, 6))
     mask = BlockMask(np.array([[True, False, True]]), 4, 2)
