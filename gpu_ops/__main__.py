@@ -1,0 +1,161 @@
+"""``python -m gpu_ops`` shows what this machine offers; ``python -m gpu_ops warmup`` compiles ahead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gpu_ops import __version__
+from gpu_ops.environment import Environment, environment
+
+_DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gpu_ops", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"gpu_ops {__version__}")
+    parser.add_argument("--json", action="store_true", help="the environment as JSON, for a bug report")
+    commands = parser.add_subparsers(dest="command")
+    ahead = commands.add_parser("warmup", help="compile every CPU kernel now, so that no first call waits")
+    ahead.add_argument("--jobs", type=_positive, help="processes that compile (default: one per core)")
+    ahead.add_argument("--dtype", action="append", help="only variants of this dtype; may be repeated")
+    ahead.add_argument("--kernel", action="append", help="only kernels named like this; may be repeated")
+    options = parser.parse_args(argv)
+    if options.command == "warmup":
+        return warmup(options.jobs, options.kernel or [], options.dtype or [])
+    found = environment()
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found, Console())
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def show(found: Environment, console: Console) -> None:
+    """Print the environment as tables."""
+    memory = f"{found.cpu.memory_bytes / 2**30:.0f} GiB"
+    devices = _table("devices")
+    devices.add_row("cpu", escape(found.cpu.model), f"{found.cpu.threads} threads, {memory}")
+    for card in found.cuda_devices:
+        kind = "sm_{}{}".format(*card.compute_capability)
+        facts = f"{kind}, {card.memory_bytes / 2**30:.0f} GiB, preset {card.preset or 'none: too old'}"
+        devices.add_row(f"cuda {card.index}", escape(card.name), facts)
+    if found.cuda_missing:
+        devices.add_row("cuda", "[yellow]none[/]", escape(found.cuda_missing))
+    if found.driver:
+        devices.add_row("driver", escape(found.driver), "")
+    devices.add_row("preset", found.preset or "none", escape(found.preset_reason))
+    console.print(devices)
+
+    backends = _table("backends, best first")
+    for row in found.backends:
+        state = "[green]ready[/]" if row.missing is None else f"[yellow]no[/]: {escape(row.missing)}"
+        backends.add_row(row.device, row.backend, state)
+    console.print(backends)
+
+    for title, pairs in (
+        ("versions", found.versions),
+        ("compiled kernels are kept in", found.caches),
+        ("set in the environment", found.variables),
+    ):
+        if pairs:
+            table = _table(title)
+            for name, value in pairs.items():
+                table.add_row(name, escape(value))
+            console.print(table)
+
+
+def _table(title: str) -> Table:
+    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2)}
+    return Table(title=title, show_header=False, **look)
+
+
+def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
+    """Compile the chosen variants in parallel processes, with a progress bar; 1 when one fails."""
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from gpu_ops.environment import cache_folder
+
+    console = Console()
+    labels = [
+        label
+        for label, parts in _variants().items()
+        if (not kernels or any(word in label for word in kernels))
+        and (not dtypes or any(word in parts for word in dtypes))
+    ]
+    if not labels:
+        console.print("no kernel matches; without --kernel and --dtype all are compiled")
+        return 1
+    folder = cache_folder()
+    if folder is None:
+        console.print("[red]no cache folder is writable[/]: set GPU_OPS_CACHE_DIR to one that is")
+        return 1
+    start = time.perf_counter()
+    failed: dict[str, str] = {}
+    workers = min(jobs or environment().cpu.threads, len(labels))
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Processes, not threads: Numba compiles under one lock. Spawned, so that they start without ours.
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    with pool, Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+        task = progress.add_task("", total=len(labels))
+        running = {pool.submit(_compile, label): label for label in labels}
+        for done in as_completed(running):
+            label, error = running[done], done.exception()
+            if error is not None:
+                failed[label] = f"{type(error).__name__}: {error}"
+            progress.update(task, advance=1, description=label)
+    for label, reason in failed.items():
+        console.print(f"[red]{escape(label)}[/]: {escape(reason)}", highlight=False)
+    seconds = time.perf_counter() - start
+    console.print(f"{len(labels) - len(failed)} of {len(labels)} kernels ready in {seconds:.0f} s: {folder}")
+    return 1 if failed else 0
+
+
+def _variants() -> dict[str, tuple[str, ...]]:
+    """Every kernel variant by its label, with the variant's parts (dtypes and the like)."""
+    return {k.label(v): tuple(map(str, v if isinstance(v, tuple) else (v,))) for k, v in _all_variants()}
+
+
+def _all_variants() -> list[tuple[Any, Any]]:
+    import importlib
+    import pkgutil
+
+    from gpu_ops.kernels import numba_cpu
+    from gpu_ops.kernels.numba_cpu import jit
+
+    for module in pkgutil.iter_modules(numba_cpu.__path__):
+        importlib.import_module(f"{numba_cpu.__name__}.{module.name}")
+    return list(jit.all_variants())
+
+
+def _compile(label: str) -> None:
+    """In a worker process: compile one variant, or load it from the cache."""
+    from gpu_ops.kernels import progress
+
+    progress.PATIENCE = 1e6  # no lines of their own: the bar tells already
+    for kernel, variant in _all_variants():
+        if kernel.label(variant) == label:
+            kernel[variant]
+            return
+    raise LookupError(f"no kernel variant {label}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

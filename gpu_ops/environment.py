@@ -1,0 +1,235 @@
+"""What gpu_ops finds on this machine: processors, CUDA devices, backends, versions, cache folders.
+
+Plain data; ``python -m gpu_ops`` prints it. Every probe is safe on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.dispatch import BACKENDS, unavailable
+from gpu_ops.errors import OptionError
+from gpu_ops.presets import DevicePreset, select_preset
+
+__all__ = ["Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
+
+# Distributions worth naming in a bug report. cupy and numba-cuda are optional; torch is never used, only met.
+_PACKAGES = (
+    "gpu-ops",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "ml_dtypes",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "numba-cuda",
+    "nvidia-ml-py",
+    "torch",
+)
+
+# Folders that hold compiled kernels: who writes there, the variable that moves it, the default.
+_CACHES = (("CuPy", "CUPY_CACHE_DIR", "~/.cupy/kernel_cache"),)
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The host processor; ``threads`` is what this process may use (affinity), not what the chip has."""
+
+    model: str
+    threads: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A CUDA device as the driver reports it, and the preset it gets (``None``: older than any preset)."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    memory_bytes: int
+    preset: str | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One cell of the dispatch table; ``missing`` says why it cannot run here, ``None`` when it can."""
+
+    device: str
+    backend: str
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Everything ``python -m gpu_ops`` shows."""
+
+    cpu: Cpu
+    cuda_devices: tuple[CudaDevice, ...]
+    cuda_missing: str | None
+    driver: str | None
+    preset: str | None
+    preset_reason: str
+    backends: tuple[Backend, ...]
+    versions: dict[str, str]
+    caches: dict[str, str]
+    variables: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def environment() -> Environment:
+    """Probe the machine. Imports NVML's binding when it is installed; starts no CUDA context.
+
+    Examples
+    --------
+    >>> from gpu_ops.environment import environment
+    >>> environment().cpu.threads >= 1
+    True
+    """
+    devices, missing, driver = _cuda_devices()
+    preset, reason = _preset(devices)
+    return Environment(
+        cpu=Cpu(_cpu_model(), _threads(), _memory()),
+        cuda_devices=devices,
+        cuda_missing=missing,
+        driver=driver,
+        preset=None if preset is None else preset.name,
+        preset_reason=reason,
+        backends=_backends(),
+        versions=_versions(),
+        caches=_caches(),
+        variables={k: v for k, v in sorted(os.environ.items()) if k.startswith("GPU_OPS_")},
+    )
+
+
+def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str | None, str | None]:
+    """Devices, why there are none, and the driver's version. NVML needs no CUDA context and no toolkit."""
+    if importlib.util.find_spec("pynvml") is None:
+        return (), "NVML's binding is not installed (pip install nvidia-ml-py)", None
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return (), f"no NVIDIA driver answers ({error})", None
+    try:
+        version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        driver = f"{nvml.nvmlSystemGetDriverVersion()} (CUDA {version // 1000}.{version % 1000 // 10})"
+        devices = tuple(_nvml_device(nvml, i) for i in range(nvml.nvmlDeviceGetCount()))
+        return devices, None if devices else "the NVIDIA driver reports no device", driver
+    except nvml.NVMLError as error:
+        return (), f"the NVIDIA driver refuses ({error})", None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_device(nvml: Any, index: int) -> CudaDevice:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = str(nvml.nvmlDeviceGetName(handle))
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    preset = _preset_of(name, (major, minor))
+    return CudaDevice(index, name, (major, minor), memory, None if preset is None else preset.name)
+
+
+def _preset_of(name: str, capability: tuple[int, int]) -> DevicePreset | None:
+    """The card's own row, else the generic one of its compute capability, else none."""
+    for key in (name, capability):
+        try:
+            return select_preset(key)
+        except OptionError:
+            continue
+    return None
+
+
+def _preset(devices: tuple[CudaDevice, ...]) -> tuple[DevicePreset | None, str]:
+    if wanted := os.environ.get("GPU_OPS_ARCH"):
+        try:
+            return select_preset(wanted), f"GPU_OPS_ARCH={wanted}"
+        except OptionError as error:
+            return None, str(error)
+    if not devices:
+        return None, "no CUDA device; GPU_OPS_ARCH=sm_86 selects one without the card"
+    first = devices[0]
+    if first.preset is None:
+        return None, "compute capability {}.{} is older than any preset".format(*first.compute_capability)
+    return select_preset(first.preset), f"device 0 is a {first.name}"
+
+
+def _backends() -> tuple[Backend, ...]:
+    pairs = [(device, name) for device, names in BACKENDS.items() for name in names]
+    rows = [Backend(device, name, unavailable(device, name)) for device, name in pairs]
+    if "cuda" not in BACKENDS:
+        rows.append(Backend("cuda", "raw, numba", "this version has no CUDA kernels yet"))
+    return tuple(rows)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if "gpu-ops" not in found:  # run from a checkout that is not installed
+        import gpu_ops
+
+        found["gpu-ops"] = f"{gpu_ops.__version__} (not installed)"
+    return found
+
+
+def _caches() -> dict[str, str]:
+    folder = cache_folder()
+    rows = {"gpu_ops, CPU kernels": str(folder or "nowhere writable: compiled anew in every process")}
+    for owner, variable, default in _CACHES:
+        if importlib.util.find_spec(owner.lower()) is not None:
+            rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())
+    return rows
+
+
+def cache_folder() -> Path | None:
+    """Where compiled CPU kernels are kept; ``None`` when no folder is writable."""
+    from gpu_ops.kernels.numba_cpu import jit
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the warning is what the caller says in its own words
+        return jit.cache_dir()
+
+
+def _cpu_model() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("model name", "cpu model", "hardware"):
+            return " ".join(value.split())
+    return platform.processor() or platform.machine()
+
+
+def _threads() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> int:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
