@@ -1,0 +1,166 @@
+"""Arrays in and out: any array library's arrays as NumPy views, results back in the caller's library.
+
+Zero-copy where the protocol allows. Accepted: NumPy arrays, and objects with ``__dlpack__`` on the
+CPU (torch, JAX, ...). bfloat16 is ``ml_dtypes.bfloat16``; NumPy cannot exchange it by DLPack, so it
+crosses as 16-bit integers of the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.errors import DeviceError, DTypeError, ShapeError
+
+__all__ = ["Array", "Arrays", "as_rows"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_DLPACK_CPU = 1
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Arrays:
+    """The arrays of one call. The first one read decides the library of the results."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self._library: str | None = None
+        self._read: dict[str, Array] = {}
+
+    def read(self, name: str, x: Any) -> Array:
+        """A read-only use of ``x`` as a NumPy view (last axis contiguous, or a copy that is)."""
+        view = self._view(name, x)
+        if not view.dtype.isnative:
+            raise DTypeError(
+                f"{self.op}: {name} is byte-swapped ({view.dtype.str}); "
+                f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
+            )
+        if view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+            view = np.ascontiguousarray(view)  # kernels need unit stride on the last axis only
+        self._read[name] = view
+        return view
+
+    def write(
+        self,
+        name: str,
+        out: Any,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        *,
+        in_place: str | None = None,
+        rows: bool = False,
+    ) -> Array | None:
+        """Check an ``out`` argument; a writable view of it, or None when the caller gave none.
+
+        ``out`` may not share memory with an input, except exactly with the one named ``in_place``.
+        ``rows``: its leading axes must merge into one without a copy.
+        """
+        if out is None:
+            return None
+        view = self._view(name, out)
+        if view.shape != shape:
+            raise ShapeError(f"{self.op}: {name} has shape {view.shape}, expected exactly {shape}")
+        if view.dtype != np.dtype(dtype):
+            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
+        if not view.flags.writeable:
+            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array or omit {name}=")
+        if view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+            raise ShapeError(
+                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
+                f"pass a C-contiguous array or omit {name}="
+            )
+        if rows and not _merges(view):
+            raise ShapeError(
+                f"{self.op}: the leading axes of {name} (strides {view.strides}) do not merge into rows; "
+                f"pass a C-contiguous array or omit {name}="
+            )
+        for other, x in self._read.items():
+            if _overlap(view, x) and not (other == in_place and _same(view, x)):
+                allowed = f"{name}={in_place} is allowed, any other overlap" if in_place else "which"
+                raise ShapeError(
+                    f"{self.op}: {name} shares memory with {other}, {allowed} would be overwritten while "
+                    f"it is read; pass a separate array or omit {name}="
+                )
+        return view
+
+    def give(self, x: Array) -> Any:
+        """``x`` in the caller's library, sharing memory where that library can."""
+        if self._library is None:
+            return x
+        library = sys.modules[self._library]
+        if x.dtype == _BFLOAT16:
+            if self._library == "torch":
+                return library.from_dlpack(x.view(np.int16)).view(library.bfloat16)
+            return library.numpy.asarray(x)  # JAX knows ml_dtypes' bfloat16
+        if self._library == "jax":
+            return library.numpy.from_dlpack(x)
+        return library.from_dlpack(x)
+
+    def _view(self, name: str, x: Any) -> Array:
+        if isinstance(x, np.ndarray):
+            if isinstance(x, np.ma.MaskedArray):
+                raise DTypeError(f"{self.op}: {name} is a masked array; fill it first: {name}.filled(value)")
+            return np.asarray(x)
+        if hasattr(x, "__cuda_array_interface__"):
+            raise self._not_on_cpu(name, "a CUDA device")
+        if not hasattr(x, "__dlpack__"):
+            raise DTypeError(
+                f"{self.op}: {name} is {type(x).__name__}, not an array; pass a NumPy array or an object with "
+                f"__dlpack__ (for a list: numpy.asarray({name}))"
+            )
+        if x.__dlpack_device__()[0] != _DLPACK_CPU:
+            raise self._not_on_cpu(name, f"device {tuple(x.__dlpack_device__())}")
+        root = type(x).__module__.partition(".")[0]
+        library = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(root)
+        if not self._read:
+            self._library = library
+        return self._from_dlpack(name, x, library)
+
+    def _from_dlpack(self, name: str, x: Any, library: str | None) -> Array:
+        try:
+            if library == "torch" and x.dtype == sys.modules["torch"].bfloat16:
+                return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(_BFLOAT16)
+            if library == "jax":
+                return np.asarray(x)
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            hint = f"; detach it first: {name}.detach()" if getattr(x, "requires_grad", False) else ""
+            raise DTypeError(f"{self.op}: {name} cannot be shared through DLPack: {error}{hint}") from error
+
+    def _not_on_cpu(self, name: str, where: str) -> DeviceError:
+        return DeviceError(
+            f"{self.op}: {name} is on {where}; this version of gpu_ops runs on the CPU only. "
+            f"Copy it to the host first (cupy.asnumpy({name}), {name}.cpu())"
+        )
+
+
+def as_rows(x: Array) -> Array:
+    """``x`` as (rows, last axis): a view where the strides allow, else a copy (inputs only)."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _merges(x: Array) -> bool:
+    try:
+        x.reshape((math.prod(x.shape[:-1]), x.shape[-1]), copy=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _same(a: Array, b: Array) -> bool:
+    return a.__array_interface__["data"] == b.__array_interface__["data"] and a.strides == b.strides
+
+
+def _overlap(a: Array, b: Array) -> bool:
+    if not np.may_share_memory(a, b):  # disjoint address ranges: the common case, cheap
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True

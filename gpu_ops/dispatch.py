@@ -1,0 +1,125 @@
+"""Which device and which backend run a call, and why.
+
+===========  ==========================  ==============================================================
+device       backends, best first        what it is
+===========  ==========================  ==============================================================
+``cpu``      ``numba``, ``reference``    compiled kernels on all cores; NumPy, the definition of correct
+===========  ==========================  ==============================================================
+
+``device=`` and ``backend=`` decide; else the environment variables ``GPU_OPS_DEVICE`` and
+``GPU_OPS_BACKEND``; else the first backend that can run the problem. An explicit choice that cannot
+run raises; an automatic one moves on, and :func:`explain` tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec
+
+from gpu_ops.checks import one_of
+from gpu_ops.errors import DeviceError, OptionError
+
+__all__ = ["BACKENDS", "Choice", "Plan", "choose", "explain", "op", "unavailable"]
+
+BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("numba", "reference")}
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A device and a backend, with the reason for each one passed over."""
+
+    device: str
+    backend: str
+    reason: str
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would do: printable, and runnable once. Made by validation, before anything is touched."""
+
+    op: str
+    choice: Choice
+    problem: str
+    config: str
+    run: Callable[[], Any]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.op}: {self.problem}",
+            f"  runs on   {self.choice.device}, backend {self.choice.backend} ({self.choice.reason})",
+            f"  config    {self.config}",
+        ]
+        lines += [f"  not       {name}: {why}" for name, why in self.choice.passed_over.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def unavailable(device: str, backend: str) -> str | None:
+    """Why a backend cannot run on this machine at all; None when it can."""
+    if backend == "numba" and importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed (pip install numba)"
+    return None
+
+
+def choose(
+    op: str, device: str | None, backend: str | None, *, cannot: dict[str, str] | None = None
+) -> Choice:
+    """Pick device and backend; ``cannot`` maps a backend to why it cannot run this problem."""
+    device = one_of(op, "device", device or os.environ.get("GPU_OPS_DEVICE") or "cpu", BACKENDS)
+    wanted = backend or os.environ.get("GPU_OPS_BACKEND")
+    refused: dict[str, str] = {}
+    for name in BACKENDS[device]:
+        why = unavailable(device, name) or (cannot or {}).get(name)
+        if why is None and wanted in (None, name):
+            reason = "asked for" if wanted else "first choice" if not refused else "next choice"
+            return Choice(device, name, reason, refused)
+        refused[name] = why or "not asked for"
+    wanted = one_of(op, "backend", wanted, BACKENDS[device]) if wanted else None
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items() if wanted in (None, name))
+    raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")
+
+
+def op(planner: Callable[P, Plan]) -> Callable[P, Any]:
+    """Make a public function of a planner: it validates and returns a :class:`Plan`; the function runs it."""
+
+    @functools.wraps(planner)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return planner(*args, **kwargs).run()
+
+    signature = inspect.signature(planner)
+    public.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
+    public.plan = planner  # type: ignore[attr-defined]
+    return public
+
+
+def explain(op: str, *arrays: Any, **options: Any) -> Plan:
+    """What ``op`` would do with these arguments: device, backend, tiles, and why. Runs nothing.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x = np.ones((4, 64), np.float32)
+    >>> print(gpu_ops.explain("rmsnorm", x, np.ones(64, np.float32), backend="reference"))
+    rmsnorm: 4 rows of 64 float32, casting fp32
+      runs on   cpu, backend reference (asked for)
+      config    NumPy, float64
+      not       numba: not asked for
+    """
+    import gpu_ops
+
+    function = getattr(gpu_ops, op, None) if isinstance(op, str) else None
+    planner = getattr(function, "plan", None)
+    if planner is None:
+        names = [n for n in gpu_ops.__all__ if hasattr(getattr(gpu_ops, n), "plan")]
+        raise OptionError(f"explain: {op!r} is not an op; ops: {', '.join(names)}")
+    plan: Plan = planner(*arrays, **options)
+    return plan

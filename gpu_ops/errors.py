@@ -1,0 +1,56 @@
+"""Typed errors. Each is also the standard exception a NumPy user would expect.
+
+A message says what was given, what is allowed and what to do next.
+"""
+
+__all__ = [
+    "DTypeError",
+    "DeviceError",
+    "FormatError",
+    "GpuOpsError",
+    "KernelCompileError",
+    "OptionError",
+    "OutOfMemoryError",
+    "ShapeError",
+]
+
+
+class GpuOpsError(Exception):
+    """Base of every error that gpu_ops raises on purpose."""
+
+
+class ShapeError(GpuOpsError, ValueError):
+    """An array has the wrong number of axes, an axis the wrong length, or ``out`` the wrong shape."""
+
+
+class DTypeError(GpuOpsError, TypeError):
+    """An argument is no array, or its dtype is not one the op takes."""
+
+
+class OptionError(GpuOpsError, ValueError):
+    """A keyword option is unknown, out of range, or contradicts another one."""
+
+
+class DeviceError(GpuOpsError, RuntimeError):
+    """Arrays lie on different devices, or the requested device or backend cannot run the problem."""
+
+
+class FormatError(GpuOpsError, ValueError):
+    """Packed data does not follow its format."""
+
+
+class OutOfMemoryError(GpuOpsError, MemoryError):
+    """A buffer did not fit. ``required`` and ``available`` are bytes."""
+
+    def __init__(self, message: str, required: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.required = required
+        self.available = available
+
+
+class KernelCompileError(GpuOpsError, RuntimeError):
+    """A kernel did not compile. ``log`` is the compiler's output."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(f"{message}\n{log}" if log else message)
+        self.log = log

@@ -1,0 +1,252 @@
+"""RMSNorm with an optional fused residual add, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.errors import ShapeError
+from gpu_ops.reference.rmsnorm import Casting
+
+__all__ = ["rmsnorm", "rmsnorm_backward"]
+
+
+@op
+def rmsnorm(
+    x: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    residual: Any = None,
+    weight_offset: float = 0.0,
+    casting: str = "fp32",
+    return_rstd: bool = False,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Root mean square layer norm over the last axis: ``y = s * rstd * (weight_offset + weight)``.
+
+    ``s = x`` or ``x + residual`` rounded to x's dtype; ``rstd = 1 / sqrt(mean(s**2) + eps)``.
+
+    Parameters
+    ----------
+    x : array (..., cols)
+        float16, bfloat16, float32 or float64.
+    weight : array (cols,)
+        Same dtype as ``x``.
+    eps : float
+        Added to the mean square; > 0.
+    residual : array like x, optional
+        Added to ``x`` first; the sum is returned too, for the next residual add.
+    weight_offset : float
+        0 for Llama-like models, 1 for Gemma.
+    casting : {"fp32", "llama", "gemma"}
+        Where rounding to x's dtype happens. ``fp32`` and ``gemma``: once, at the end. ``llama``:
+        ``s * rstd`` is rounded before it is multiplied with the weight, as in Hugging Face's Llama.
+    return_rstd : bool
+        Also return ``rstd`` (shape of x without its last axis; float32, float64 for float64).
+    out : array like x, optional
+        Receives y. ``out=x`` works in place.
+
+    Returns
+    -------
+    y, or (y, s) with ``residual``; ``rstd`` comes last with ``return_rstd=True``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Moves each element once:
+    2 * rows * cols elements (4 with residual).
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x = np.array([[3.0, 4.0]], np.float32)
+    >>> gpu_ops.rmsnorm(x, np.ones(2, np.float32)).round(4)
+    array([[0.8485, 1.1314]], dtype=float32)
+    """
+    name = "rmsnorm"
+    arrays = Arrays(name)
+    x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
+    residual_ = None if residual is None else arrays.read("residual", residual)
+    dtype = _validate(name, x_, weight_, residual=residual_)
+    eps = checks.number(name, "eps", eps, above=0.0)
+    weight_offset = checks.number(name, "weight_offset", weight_offset)
+    mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
+    return_rstd = checks.flag(name, "return_rstd", return_rstd)
+    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="x", rows=True)
+    choice = choose(name, device, backend)
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+
+    def run() -> Any:
+        y: Array
+        s: Array | None = None
+        if choice.backend == "reference":
+            from gpu_ops.reference import rmsnorm as reference
+
+            y, *rest = reference.rmsnorm(
+                x_,
+                weight_,
+                eps=eps,
+                residual=residual_,
+                weight_offset=weight_offset,
+                casting=mode,
+                return_rstd=True,
+            )
+            rstd = rest[-1]
+            s = rest[0] if residual_ is not None else None
+            if out_ is not None:
+                out_[...] = y
+        else:
+            from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+
+            y = np.empty(x_.shape, x_.dtype) if out_ is None else out_
+            s = None if residual_ is None else np.empty(x_.shape, x_.dtype)
+            rstd = np.empty(x_.shape[:-1], _statistics(x_))
+            kernels.forward(
+                as_rows(x_),
+                weight_,
+                None if residual_ is None else as_rows(residual_),
+                as_rows(y),
+                None if s is None else as_rows(s),
+                rstd.reshape(-1),
+                eps=eps,
+                weight_offset=weight_offset,
+                llama=mode == "llama",
+            )
+        results = [arrays.give(y) if out is None else out]
+        results += [] if s is None else [arrays.give(s)]
+        results += [arrays.give(rstd)] if return_rstd else []
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return Plan(
+        name, choice, f"{rows} rows of {cols} {dtype}, casting {mode}", _config(choice, rows, cols), run
+    )
+
+
+@op
+def rmsnorm_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    rstd: Any,
+    *,
+    dresidual: Any = None,
+    weight_offset: float = 0.0,
+    casting: str = "fp32",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Gradients of :func:`rmsnorm`.
+
+    With ``n = x * rstd`` and ``m = dy * (weight_offset + weight)``:
+    ``dx = rstd * (m - n * mean(m * n)) + dresidual`` and ``dweight = sum over rows of dy * n``.
+
+    Parameters
+    ----------
+    dy : array (..., cols)
+        Gradient of y.
+    x : array like dy
+        What was normalised: the input, or ``s`` when the forward call had a residual.
+    weight : array (cols,)
+    rstd : array (...)
+        As returned by the forward call with ``return_rstd=True``.
+    dresidual : array like dy, optional
+        Gradient of ``s`` from the residual stream, added to dx. The sum is the
+        gradient of both x and residual.
+    weight_offset, casting
+        As in the forward call.
+    out : array like dy, optional
+        Receives dx. ``out=dy`` works in place.
+
+    Returns
+    -------
+    dx : array like x
+    dweight : array (cols,), float32 (float64 for float64)
+        Added up in a fixed order: the same bits every time.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x, w = np.array([[3.0, 4.0]]), np.ones(2)
+    >>> y, rstd = gpu_ops.rmsnorm(x, w, return_rstd=True)
+    >>> dx, dw = gpu_ops.rmsnorm_backward(np.ones((1, 2)), x, w, rstd)
+    >>> dw.round(4)
+    array([0.8485, 1.1314])
+    """
+    name = "rmsnorm_backward"
+    arrays = Arrays(name)
+    dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
+    weight_, rstd_ = arrays.read("weight", weight), arrays.read("rstd", rstd)
+    dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
+    dtype = _validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
+    checks.exactly(name, "rstd", rstd_, x_.shape[:-1], _statistics(x_))
+    weight_offset = checks.number(name, "weight_offset", weight_offset)
+    mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
+    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
+    choice = choose(name, device, backend)
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+
+    def run() -> Any:
+        dx: Array
+        if choice.backend == "reference":
+            from gpu_ops.reference import rmsnorm as reference
+
+            dx, dweight = reference.rmsnorm_backward(
+                dy_, x_, weight_, rstd_, dresidual=dresidual_, weight_offset=weight_offset, casting=mode
+            )
+            if out_ is not None:
+                out_[...] = dx
+        else:
+            from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+
+            dx = np.empty(x_.shape, x_.dtype) if out_ is None else out_
+            dweight = kernels.backward(
+                as_rows(dy_),
+                as_rows(x_),
+                weight_,
+                np.ascontiguousarray(rstd_).reshape(-1),
+                None if dresidual_ is None else as_rows(dresidual_),
+                as_rows(dx),
+                weight_offset=weight_offset,
+                llama=mode == "llama",
+            )
+        return (arrays.give(dx) if out is None else out), arrays.give(dweight)
+
+    return Plan(
+        name, choice, f"{rows} rows of {cols} {dtype}, casting {mode}", _config(choice, rows, cols), run
+    )
+
+
+def _validate(name: str, x: Array, weight: Array, **like_x: Array | None) -> str:
+    """Shapes and dtypes; the dtype's name."""
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"{name}: x has shape {x.shape}; the last axis is normalised and must not be empty")
+    checks.exactly(name, "weight", weight, x.shape[-1:])
+    for other, array in like_x.items():
+        if array is not None:
+            checks.exactly(name, other, array, x.shape)
+    return checks.float_dtype(name, x=x, weight=weight, **like_x)
+
+
+def _statistics(x: Array) -> np.dtype[Any]:
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def _config(choice: Any, rows: int, cols: int) -> str:
+    if choice.backend == "reference":
+        return "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+
+    return kernels.config(rows, cols)

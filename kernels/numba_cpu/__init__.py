@@ -1,0 +1,9 @@
+"""CPU kernels: Numba, one module per op, beside the few modules they share.
+
+=============  ======================================================================================
+``jit``        compiles a kernel once per variant and keeps it on disk
+``parallel``   runs a compiled kernel on all cores
+``dtype``      loads and stores of float16 / bfloat16 as bits; rows of strided arrays
+``fastmath``   exp, exp2, sigmoid, ... as polynomials that LLVM turns into vector code
+=============  ======================================================================================
+"""

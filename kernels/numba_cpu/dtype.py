@@ -1,0 +1,204 @@
+"""Elements and rows: how kernels read and write every dtype and any strides.
+
+========  ================  ===================
+dtype     enters a kernel   computed in
+========  ================  ===================
+float16   int16 bits        float32
+bfloat16  uint16 bits       float32
+float32   float32           float32
+float64   float64           float64
+========  ================  ===================
+
+The integer type tells the two 16-bit formats apart, so one generic kernel body serves all four:
+``load(row, i)`` widens, ``store(row, i, value)`` rounds to nearest even, ``like(value, 0.5)`` is a
+constant in the computing type (a bare Python constant would widen float32 maths to float64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.core.cgutils import unpack_tuple
+from numba.core.typing import signature
+from numba.extending import intrinsic, overload
+from numba.np.arrayobj import make_array, populate_array
+
+_BITS = {np.dtype(np.float16): np.int16, np.dtype(ml_dtypes.bfloat16): np.uint16}
+
+
+def bits(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A 16-bit float array as the integer view that kernels take; others unchanged."""
+    as_integer = _BITS.get(x.dtype)
+    return x if as_integer is None else x.view(as_integer)
+
+
+def _row(x: Any, index: Any, readonly: bool) -> Any:
+    view = types.Array(x.dtype, 1, "C", readonly=readonly)
+
+    def codegen(context, builder, sig, args):
+        source = make_array(sig.args[0])(context, builder, args[0])
+        shape = unpack_tuple(builder, source.shape)
+        strides = unpack_tuple(builder, source.strides)
+        indices = unpack_tuple(builder, args[1])
+        offset = context.get_constant(types.intp, 0)
+        for i, stride in zip(indices, strides[:-1], strict=True):
+            offset = builder.add(offset, builder.mul(i, stride))
+        bytes_pointer = builder.bitcast(source.data, context.get_value_type(types.voidptr))
+        data = builder.bitcast(builder.gep(bytes_pointer, [offset]), source.data.type)
+        result = make_array(sig.return_type)(context, builder)
+        populate_array(
+            result,
+            data=data,
+            shape=[shape[-1]],
+            strides=[source.itemsize],
+            itemsize=source.itemsize,
+            meminfo=None,
+            parent=None,
+        )
+        return result._getvalue()
+
+    return signature(view, x, index), codegen
+
+
+@intrinsic
+def read_row(typingctx, x, index):
+    """``x[*index]`` for all axes but the last: a contiguous read-only view (the last axis has unit stride).
+
+    Plain indexing of an any-strides array would give an any-strides row, which LLVM cannot vectorise.
+    """
+    return _row(x, index, readonly=True)
+
+
+@intrinsic
+def write_row(typingctx, x, index):
+    """:func:`read_row` for an output."""
+    return _row(x, index, readonly=False)
+
+
+def _bitcast(to: types.Type) -> Any:
+    @intrinsic
+    def cast(typingctx, value):
+        def codegen(context, builder, sig, args):
+            value, target = args[0], context.get_value_type(to)
+            if isinstance(sig.args[0], types.Integer) and sig.args[0].bitwidth > to.bitwidth:
+                # Numba widens integer arithmetic to 64 bits; LLVM narrows it again in vector code.
+                value = builder.trunc(value, ir.IntType(to.bitwidth))
+            return builder.bitcast(value, target)
+
+        return signature(to, value), codegen
+
+    return cast
+
+
+as_float32 = _bitcast(types.float32)
+as_uint32 = _bitcast(types.uint32)
+as_float64 = _bitcast(types.float64)
+as_int64 = _bitcast(types.int64)
+
+
+def load(x, i):
+    """Element ``i`` of a 1-D row in the computing type."""
+    raise TypeError("compiled code only")
+
+
+def store(x, i, value):
+    """Round ``value`` to the row's dtype and write it."""
+    raise TypeError("compiled code only")
+
+
+def rounded(x, value):
+    """``value`` rounded to the dtype of row ``x``, still in the computing type."""
+    raise TypeError("compiled code only")
+
+
+def like(value, constant):
+    """``constant`` in the type of ``value``."""
+    raise TypeError("compiled code only")
+
+
+@overload(load)
+def _load(x, i):
+    if x.dtype == types.int16:
+        return lambda x, i: float32_of_float16(x[i])
+    if x.dtype == types.uint16:
+        return lambda x, i: float32_of_bfloat16(x[i])
+    return lambda x, i: x[i]
+
+
+@overload(store)
+def _store(x, i, value):
+    if x.dtype == types.int16:
+
+        def store_float16(x, i, value):
+            x[i] = float16_of_float32(np.float32(value))
+
+        return store_float16
+    if x.dtype == types.uint16:
+
+        def store_bfloat16(x, i, value):
+            x[i] = bfloat16_of_float32(np.float32(value))
+
+        return store_bfloat16
+
+    def store_native(x, i, value):
+        x[i] = value
+
+    return store_native
+
+
+@overload(rounded)
+def _rounded(x, value):
+    if x.dtype == types.int16:
+        return lambda x, value: float32_of_float16(float16_of_float32(np.float32(value)))
+    if x.dtype == types.uint16:
+        return lambda x, value: float32_of_bfloat16(bfloat16_of_float32(np.float32(value)))
+    return lambda x, value: value
+
+
+@overload(like)
+def _like(value, constant):
+    if value == types.float64:
+        return lambda value, constant: np.float64(constant)
+    return lambda value, constant: np.float32(constant)
+
+
+@njit
+def float32_of_bfloat16(x):
+    return as_float32(np.uint32(x) << np.uint32(16))
+
+
+@njit
+def bfloat16_of_float32(x):
+    u = as_uint32(x)
+    rounded = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet_nan = (u >> np.uint32(16)) | np.uint32(0x40)  # rounding could carry a NaN's payload into inf
+    return np.uint16(quiet_nan if (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else rounded)
+
+
+@njit
+def float32_of_float16(x):
+    h = np.uint32(np.uint16(x))
+    # The exponent bias differs by 112; multiplying by 2^112 also makes subnormals right.
+    magnitude = as_float32((h & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
+    u = as_uint32(magnitude)
+    u |= np.uint32(0x7F800000) if magnitude >= np.float32(65536.0) else np.uint32(0)  # inf and NaN
+    return as_float32(u | ((h & np.uint32(0x8000)) << np.uint32(16)))
+
+
+@njit
+def float16_of_float32(x):
+    u = as_uint32(x)
+    a = u & np.uint32(0x7FFFFFFF)
+    # Normal: rebias the exponent and round to even. The constant is ((15 - 127) << 23) + 0xFFF mod 2^32.
+    normal = (a + np.uint32(0xC8000FFF) + ((a >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
+    # Subnormal: adding 0.5 leaves the rounded result in the low mantissa bits.
+    subnormal = as_uint32(as_float32(a) + np.float32(0.5)) - np.uint32(0x3F000000)
+    special = np.uint32(0x7E00) if a > np.uint32(0x7F800000) else np.uint32(0x7C00)
+    h = subnormal if a < np.uint32(0x38800000) else normal
+    h = special if a >= np.uint32(0x47800000) else h
+    return np.int16(h | ((u >> np.uint32(16)) & np.uint32(0x8000)))

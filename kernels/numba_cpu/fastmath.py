@@ -1,0 +1,142 @@
+"""exp2 and exp as polynomials: plain arithmetic that LLVM turns into vector code.
+
+NumPy's and libm's exp are scalar calls inside a Numba loop, five times slower. Split the argument into
+an integer n and a remainder in [-1/2, 1/2] (in units of log 2); a polynomial gives the remainder's part
+and n goes straight into the exponent bits.
+
+===========  =======  =================================================
+dtype        degree   largest relative error of the polynomial
+===========  =======  =================================================
+float32      6        2.5e-9 (so rounding dominates: about 1e-7 in all)
+float64      11       4.2e-18
+===========  =======  =================================================
+
+Results too small for a normal number are 0, -inf gives 0, +inf gives inf, NaN stays NaN.
+
+Adding a large constant rounds to an integer; the ``reassoc`` fast-math flag would fold that away and
+give garbage, so a kernel that uses this module must not have it (jit.CONTRACT is fine).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.dtype import as_float32, as_float64, as_int64, as_uint32
+
+_ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
+_ROUND64 = 1.5 * 2.0**52
+_LOG2E = 1.4426950408889634
+_LN2_HI32, _LN2_LO32 = np.float32(0.693145751953125), np.float32(1.4286068203094172e-06)
+_LN2_HI64, _LN2_LO64 = 0.6931471803691238, 1.9082149292705877e-10
+
+
+def exp2(x):
+    """2**x for float32 or float64."""
+    raise TypeError("compiled code only")
+
+
+def exp(x):
+    """e**x for float32 or float64."""
+    raise TypeError("compiled code only")
+
+
+@overload(exp2)
+def _exp2(x):
+    return (lambda x: exp2_float64(x)) if x == types.float64 else (lambda x: exp2_float32(x))
+
+
+@overload(exp)
+def _exp(x):
+    return (lambda x: exp_float64(x)) if x == types.float64 else (lambda x: exp_float32(x))
+
+
+@njit
+def _clamp(x, low, high):
+    """NaN passes through, unlike min(max(...))."""
+    return low if x < low else (high if x > high else x)
+
+
+@njit
+def _scale32(p, rounded):
+    return p * as_float32((as_uint32(rounded) + np.uint32(127)) << np.uint32(23))
+
+
+@njit
+def _scale64(p, rounded):
+    return p * as_float64((as_int64(rounded) + np.int64(1023)) << np.int64(52))
+
+
+@njit
+def exp2_float32(x):
+    x = _clamp(x, np.float32(-127.0), np.float32(128.0))  # their exponent bits read 0 and inf
+    rounded = x + _ROUND32
+    f = x - (rounded - _ROUND32)
+    p = np.float32(0.00015461444698564868)
+    p = p * f + np.float32(0.001340042817761575)
+    p = p * f + np.float32(0.009618056678524655)
+    p = p * f + np.float32(0.05550327226670302)
+    p = p * f + np.float32(0.24022650922288757)
+    p = p * f + np.float32(0.6931472067028326)
+    p = p * f + np.float32(1.0)
+    return _scale32(p, rounded)
+
+
+@njit
+def exp2_float64(x):
+    x = _clamp(x, -1023.0, 1024.0)
+    rounded = x + _ROUND64
+    f = x - (rounded - _ROUND64)
+    p = 4.45562673806549e-10
+    p = p * f + 7.074192559576437e-09
+    p = p * f + 1.0178058437521037e-07
+    p = p * f + 1.321543255347277e-06
+    p = p * f + 1.5252733838008908e-05
+    p = p * f + 0.00015403530463664982
+    p = p * f + 0.001333355814641074
+    p = p * f + 0.00961812910758734
+    p = p * f + 0.055504108664821604
+    p = p * f + 0.24022650695910158
+    p = p * f + 0.6931471805599453
+    p = p * f + 1.0
+    return _scale64(p, rounded)
+
+
+@njit
+def exp_float32(x):
+    x = _clamp(x, np.float32(-88.1), np.float32(88.8))
+    rounded = x * np.float32(_LOG2E) + _ROUND32
+    n = rounded - _ROUND32
+    r = x - n * _LN2_HI32 - n * _LN2_LO32
+    p = np.float32(0.0013941108433972451)
+    p = p * r + np.float32(0.008375126398153337)
+    p = p * r + np.float32(0.041666352896775165)
+    p = p * r + np.float32(0.16666415514653277)
+    p = p * r + np.float32(0.5000000047117757)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    return _scale32(p, rounded)
+
+
+@njit
+def exp_float64(x):
+    x = _clamp(x, -709.4, 710.0)
+    rounded = x * _LOG2E + _ROUND64
+    n = rounded - _ROUND64
+    r = x - n * _LN2_HI64 - n * _LN2_LO64
+    p = 2.0958715906344595e-09
+    p = p * r + 2.5111953971307783e-08
+    p = p * r + 2.755714613723696e-07
+    p = p * r + 2.7557235697483464e-06
+    p = p * r + 2.4801587452759796e-05
+    p = p * r + 0.00019841269894825146
+    p = p * r + 0.0013888888888832424
+    p = p * r + 0.008333333333317934
+    p = p * r + 0.04166666666666675
+    p = p * r + 0.16666666666666682
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return _scale64(p, rounded)

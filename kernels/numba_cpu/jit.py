@@ -1,0 +1,234 @@
+"""Compile CPU kernels: once per variant, kept on disk, with a visible line when it takes a while.
+
+A :class:`Kernel` is a Python function plus the signature of each *variant* (usually a dtype). Indexing
+compiles on first use: ``rmsnorm_forward["float32"]`` is a callable that releases the GIL.
+
+The disk cache is our own because Numba's key is the kernel's own file alone (an edited helper would
+keep serving stale machine code) and its index file lets two racing processes name the same data
+file. Here one file holds one compiled variant, in a folder named by a hash of every source file of
+this package, the compiler versions and the CPU; files are published by an atomic rename and carry a
+checksum, so a torn or foreign file is compiled anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import caching, types
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
+
+from gpu_ops.kernels.progress import visible
+
+__all__ = [
+    "CONTRACT",
+    "FLOATS",
+    "KERNELS",
+    "REASSOC",
+    "Kernel",
+    "all_variants",
+    "build_id",
+    "cache_dir",
+    "compute",
+    "kernel",
+    "read",
+    "scalar",
+    "types",
+    "write",
+]
+
+# Reductions vectorise only when additions may be reordered; NaN and inf keep their meaning.
+REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
+CONTRACT = frozenset({"contract"})
+
+KERNELS: list[Kernel] = []
+
+_NUMBA_TYPE = {
+    "float16": types.int16,  # bits: see dtype.py
+    "bfloat16": types.uint16,
+    "float32": types.float32,
+    "float64": types.float64,
+}
+FLOATS = tuple(_NUMBA_TYPE)
+
+
+def scalar(dtype: str) -> types.Type:
+    """The Numba type in which elements of ``dtype`` enter a kernel."""
+    return _NUMBA_TYPE.get(dtype) or getattr(types, dtype)
+
+
+def compute(dtype: str) -> types.Type:
+    """The type a kernel computes in: float64 for float64, else float32."""
+    return types.float64 if dtype == "float64" else types.float32
+
+
+def read(dtype: str, ndim: int) -> types.Array:
+    """An input of any strides (the kernels' rule: unit stride on the last axis)."""
+    return types.Array(scalar(dtype), ndim, "A", readonly=True, aligned=True)
+
+
+def write(dtype: str, ndim: int) -> types.Array:
+    """An output or a scratch array, same rule."""
+    return types.Array(scalar(dtype), ndim, "A", readonly=False, aligned=True)
+
+
+def kernel(
+    signature: Callable[..., tuple[types.Type, ...]],
+    variants: tuple[Any, ...] = FLOATS,
+    fastmath: frozenset[str] = CONTRACT,
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorate a kernel ``f(state, n_tasks, *arguments)``; ``signature(variant)`` types the arguments."""
+
+    def wrap(function: Callable[..., None]) -> Kernel:
+        return Kernel(function, signature, variants, fastmath)
+
+    return wrap
+
+
+class Kernel:
+    """A CPU kernel and its compiled variants."""
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        signature: Callable[..., tuple[types.Type, ...]],
+        variants: tuple[Any, ...],
+        fastmath: frozenset[str],
+    ) -> None:
+        self.name = function.__name__
+        self.variants = variants
+        self._function = function
+        self._signature = signature
+        self._fastmath = fastmath
+        self._compiled: dict[Any, Callable[..., None]] = {}
+        self._lock = threading.Lock()
+        KERNELS.append(self)
+
+    def __getitem__(self, variant: Any) -> Callable[..., None]:
+        compiled = self._compiled.get(variant)
+        return compiled if compiled is not None else self._compile(variant)
+
+    def label(self, variant: Any) -> str:
+        parts = variant if isinstance(variant, tuple) else (variant,)
+        return "-".join([self.name, *map(str, parts)])
+
+    def _compile(self, variant: Any) -> Callable[..., None]:
+        with self._lock:
+            if variant not in self._compiled:
+                dispatcher = numba.njit(nogil=True, error_model="numpy", fastmath=set(self._fastmath))(
+                    self._function
+                )
+                label = self.label(variant)
+                dispatcher._cache = DiskCache(label)
+                parts = variant if isinstance(variant, tuple) else (variant,)
+                arguments = self._signature(*parts)
+                with visible(f"gpu_ops: compiling {label} for this CPU (once; then from {cache_dir()})"):
+                    dispatcher.compile((types.int64[::1], types.int64, *arguments))
+                dispatcher.disable_compile()
+                self._compiled[variant] = dispatcher
+            return self._compiled[variant]
+
+
+def all_variants() -> Iterator[tuple[Kernel, Any]]:
+    """Every (kernel, variant) of the imported modules: what a warm-up compiles."""
+    for k in KERNELS:
+        for variant in k.variants:
+            yield k, variant
+
+
+class DiskCache(caching._Cache):
+    """One compiled variant in one file: 32 bytes of SHA-256, then the pickled compile result."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._impl = caching.CompileResultCacheImpl
+
+    @property
+    def cache_path(self) -> str:
+        return str(cache_dir() or "")
+
+    def enable(self) -> None: ...
+
+    def disable(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        folder = cache_dir()
+        if folder is None:
+            return None
+        target_context.refresh()
+        try:
+            blob = (folder / f"{self._label}.nbc").read_bytes()
+            if hashlib.sha256(blob[32:]).digest() != blob[:32]:
+                return None
+            from numba.core.compiler import CompileResult
+
+            return CompileResult._rebuild(target_context, *pickle.loads(blob[32:]))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # any damage means: compile anew and replace the file
+            warnings.warn(f"gpu_ops: ignoring the cached kernel {self._label}: {error!r}", stacklevel=2)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        folder = cache_dir()
+        if folder is None:
+            return
+        payload = dumps(data._reduce())
+        try:
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{self._label}")
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
+            Path(temporary).replace(folder / f"{self._label}.nbc")
+        except OSError as error:  # disk full or folder gone: the kernel in memory is still good
+            warnings.warn(f"gpu_ops: kernel {self._label} not cached: {error}", stacklevel=2)
+
+
+@cache
+def cache_dir() -> Path | None:
+    """The folder of this build's kernels; None (with one warning) when no folder is writable."""
+    try:
+        folder = _cache_root() / "numba_cpu" / build_id()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"gpu_ops: cannot write the kernel cache ({error}); kernels are compiled anew in every "
+            "process. Set GPU_OPS_CACHE_DIR to a writable folder.",
+            stacklevel=2,
+        )
+        return None
+    return folder
+
+
+def _cache_root() -> Path:
+    ours = os.environ.get("GPU_OPS_CACHE_DIR")
+    if ours:
+        return Path(ours)
+    users = os.environ.get("XDG_CACHE_HOME")
+    return (Path(users) if users else Path.home() / ".cache") / "gpu_ops"
+
+
+@cache
+def build_id() -> str:
+    """Hash of everything that shapes machine code: our sources, the compilers, the CPU."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("**/*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    target = cpu_target.target_context.codegen().magic_tuple()
+    digest.update(repr((numba.__version__, llvmlite.__version__, sys.version, target)).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,62 @@
+"""How precisely a reference function computes.
+
+Every reference function takes ``precision``:
+
+==============  ====================================================================================
+``"rounded"``   computed in float64, results rounded once to the dtypes of the public contract (default)
+``"float64"``   computed in float64, results left in float64: what kernels are compared with
+``"naive"``     every intermediate rounded to the input's dtype, as textbook code in that dtype does:
+                the yardstick for how much error a dtype deserves
+==============  ====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Precision", "Steps", "steps"]
+
+Precision = Literal["rounded", "float64", "naive"]
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The three places where a dtype shows: reading an input, an intermediate, a result."""
+
+    load: Callable[[Any], Array]
+    step: Callable[[Any], Array]
+    store: Callable[..., Array]
+
+
+def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
+    """Rounding rules for inputs of ``dtype``.
+
+    ``store(x)`` rounds a result to the input dtype, ``store(x, np.float32)`` to the dtype the
+    contract gives it (lse, rstd, dweight: float32, or float64 for float64 inputs).
+    """
+    native = np.dtype(dtype)
+
+    def load(x: Any) -> Array:
+        return np.asarray(x, dtype=np.float64)
+
+    def identity(x: Any) -> Array:
+        return np.asarray(x, dtype=np.float64)
+
+    def rounded(x: Any) -> Array:
+        return np.asarray(x).astype(native).astype(np.float64)
+
+    def store(x: Any, to: npt.DTypeLike | None = None) -> Array:
+        if precision == "float64":
+            return np.asarray(x, dtype=np.float64)
+        target = native if to is None or native == np.float64 else np.dtype(to)
+        return np.asarray(x).astype(target)
+
+    if precision not in ("rounded", "float64", "naive"):
+        raise ValueError(f"precision must be 'rounded', 'float64' or 'naive', got {precision!r}")
+    return Steps(load=load, step=rounded if precision == "naive" else identity, store=store)
