@@ -1,0 +1,101 @@
+"""Ternary matmul: 2-bit weights against a dense matmul with the same weights in NumPy and torch.
+
+``python perf/bench_ternary.py --device cpu --dtype float32 --seqlen 1 16 128`` (seqlen: tokens)
+
+The peers get their weights dense and ready: what a user without packed weights would run. Their memory
+traffic is 16 times ours (8 times with bfloat16 in torch), which is the point of the op.
+"""
+
+from __future__ import annotations
+
+if __package__ in (None, ""):  # run as a file: the repository root takes perf/'s place on the path
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import functools
+from typing import Any
+
+import numpy as np
+
+import gpu_ops
+from gpu_ops.reference.precision import Precision
+from gpu_ops.reference.ternary import ternary_matmul as reference_matmul
+from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
+
+WEIGHTS = ((4096, 4096), (14336, 4096), (4096, 14336))  # Llama-3-8B: attention output, MLP up, MLP down
+SAMPLED = (16, 256)
+SMALL = (3, 64, 128)
+
+
+def cases(config: Config) -> list[Case]:
+    tokens = config.seqlens or ((1, 16) if config.quick else (1, 4, 16, 128))
+    found = []
+    for dtype in config.dtypes or ("float32", "bfloat16"):
+        for n, k in WEIGHTS[:1] if config.quick else WEIGHTS:
+            for m in tokens:
+                found.append(case(m, n, k, dtype, "int8"))
+                if m == min(tokens):
+                    found.append(case(m, n, k, dtype, "native"))
+    return found
+
+
+def case(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
+    itemsize = DTYPES[dtype].itemsize
+
+    def ours(x: Inputs) -> Call:
+        return functools.partial(gpu_ops.ternary_matmul, x["x"], x["w"], activations=activations)
+
+    def against(x: Inputs, precision: Precision) -> Any:
+        w = x["w"]
+        return reference_matmul(x["x"], w.trits(), w.scale, activations=activations, precision=precision)
+
+    return Case(
+        op="ternary",
+        name=f"matmul, {activations} activations",
+        shape=f"{m} x {k} x {n}",
+        dtype=dtype,
+        flops=2.0 * m * n * k,
+        bytes=n * k / 4 + itemsize * float(m * (n + k)),
+        make=maker(data, m, n, k, DTYPES[dtype]),
+        make_small=maker(data, *SMALL, DTYPES[dtype]),
+        ours=ours,
+        naive=naive,
+        torch=torch_matmul,
+        reference=against,
+        bandwidth="read",
+        sample=sample_part,
+        dense_bytes=4.0 * n * k,
+        note="naive: dense float32 weights in NumPy; torch: dense weights in the case's dtype",
+    )
+
+
+def data(rng: np.random.Generator, m: int, n: int, k: int, dtype: np.dtype[Any]) -> Inputs:
+    w = normal(rng, (n, k), np.dtype(np.float32), k**-0.5)
+    return {"x": normal(rng, (m, k), dtype), "w": gpu_ops.ternary_quantize(w)}
+
+
+def sample_part(x: Inputs, result: Any) -> tuple[Inputs, Any]:
+    """The last tokens and output features: every element is a sum of its own."""
+    tokens, features = (slice(-count, None) for count in SAMPLED)
+    part = gpu_ops.TernaryMatrix.from_trits(x["w"].trits()[features], x["w"].scale)
+    return {"x": x["x"][tokens], "w": part}, result[tokens, features]
+
+
+def naive(x: Inputs) -> Call:
+    dtype, weights = x["x"].dtype, x["w"].dequantize(np.float32).T
+    return lambda: (x["x"].astype(np.float32, copy=False) @ weights).astype(dtype, copy=False)
+
+
+def torch_matmul(x: Inputs) -> Call:
+    import torch
+
+    rows, weights = torch_view(x["x"]), torch_view(x["w"].dequantize(x["x"].dtype))
+    return lambda: torch.nn.functional.linear(rows, weights)
+
+
+if __name__ == "__main__":
+    from perf.cli import run_as_script
+
+    run_as_script("ternary")

@@ -1,0 +1,179 @@
+"""The facts about this machine and this checkout that a result needs beside it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    "gpu_ops",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "ml_dtypes",
+    "numba-cuda",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "torch",
+)
+
+
+def describe(device: str = "cpu") -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "device": device,
+        "cpu": cpu_model(),
+        "cores": available_cores(),
+        "threads": threads(),
+        "caches": caches(),
+        "memory_bytes": memory_total(),
+        "mhz": clock_mhz(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("GPU_OPS_", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_"))
+        },
+        "commit": commit(),
+    }
+    if device == "cuda":
+        facts["gpu"] = gpu()
+    return facts
+
+
+def label(facts: dict[str, Any]) -> str:
+    """Names the machine: a comparison across two of these is not about the code."""
+    if facts.get("gpu"):
+        return str(facts["gpu"]["name"])
+    return f"{facts['cpu']}, {facts['threads']} threads"
+
+
+def available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads() -> int:
+    """Threads that gpu_ops uses on the CPU; the torch peer is set to the same number."""
+    from gpu_ops.kernels.numba_cpu.parallel import thread_count
+
+    return thread_count()
+
+
+def cpu_model() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.lower().startswith(("model name", "cpu model", "hardware")):
+            return " ".join(line.split(":", 1)[1].split())
+    return platform.processor() or platform.machine()
+
+
+def clock_mhz() -> float | None:
+    """The present clock of the first core, where the system tells."""
+    scaled = _lines("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
+    if scaled:
+        return float(scaled[0]) / 1000
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("cpu MHz"):
+            return float(line.split(":", 1)[1])
+    return None
+
+
+def caches() -> dict[str, int]:
+    """Bytes of each data or unified cache that the first core sees, by level: ``{"L1": 49152, ...}``."""
+    found: dict[str, int] = {}
+    base = Path("/sys/devices/system/cpu/cpu0/cache")
+    for index in sorted(base.glob("index*")) if base.is_dir() else []:
+        kind, level, size = (_lines(index / name) for name in ("type", "level", "size"))
+        if kind and level and size and kind[0] != "Instruction":
+            found[f"L{level[0]}"] = parse_size(size[0])
+    return found
+
+
+def last_level_cache() -> int:
+    """Bytes; 32 MiB where the system does not say."""
+    return max(caches().values(), default=32 << 20)
+
+
+def parse_size(text: str) -> int:
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
+    return int(text[:-1]) * unit if unit else int(text)
+
+
+def memory_total() -> int:
+    return _meminfo("MemTotal")
+
+
+def memory_available() -> int:
+    return _meminfo("MemAvailable") or memory_total()
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The checked-out commit, with ``+changes`` when tracked files differ from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def gpu() -> dict[str, Any] | None:
+    """Name, driver, memory and clocks through NVML; None where there is no usable GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, no permission: all mean "nothing to tell"
+        return None
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
+    return {
+        "name": name.decode() if isinstance(name, bytes) else name,
+        "driver": driver.decode() if isinstance(driver, bytes) else driver,
+        "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+    }
+
+
+def _meminfo(field: str) -> int:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    if sys.platform != "win32" and field == "MemTotal":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

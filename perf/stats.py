@@ -1,0 +1,38 @@
+"""Summaries of repeated timings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: median, 20th and 80th percentile, fastest, and how many calls."""
+
+    median: float
+    p20: float
+    p80: float
+    fastest: float
+    calls: int
+    first: float = 0.0
+    """The very first call, where kernels are compiled or loaded; not part of the rest."""
+    sets: int = 1
+    """How many copies of the inputs the calls rotated over."""
+
+
+def summarise(samples: Sequence[float], *, first: float = 0.0, sets: int = 1) -> Timing:
+    if not len(samples):
+        raise ValueError("no samples to summarise")
+    p20, median, p80 = np.percentile(np.asarray(samples, dtype=np.float64), [20, 50, 80])
+    return Timing(
+        median=float(median),
+        p20=float(p20),
+        p80=float(p80),
+        fastest=float(min(samples)),
+        calls=len(samples),
+        first=first,
+        sets=sets,
+    )
