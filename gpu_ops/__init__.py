@@ -6,6 +6,8 @@ Importing this package imports neither Numba nor CUDA: each op loads what it nee
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -86,8 +88,6 @@ def __getattr__(name: str) -> Any:
     if where is None:
         raise AttributeError(f"module 'gpu_ops' has no attribute {name!r}")
     module = importlib.import_module(f"gpu_ops.{where}")
-    # A function may bear its module's name (gpu_ops.attention): the import above bound the module
-    # to that name, so bind the function over it.
     value = module if name == where == "errors" else getattr(module, name)
     globals()[name] = value
     return value
@@ -95,3 +95,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """A function may bear its module's name (gpu_ops.rope), and every import of that module, from anywhere,
+    makes the import system bind the module to the name: bind the function instead.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and _WHERE.get(name) == name:
+            value = getattr(value, name, value)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

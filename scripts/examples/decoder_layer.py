@@ -31,6 +31,7 @@ from gpu_ops.reference import attention as reference_attention
 from gpu_ops.reference import rmsnorm as reference_rmsnorm
 from gpu_ops.reference import rope as reference_rope
 from gpu_ops.reference import swiglu as reference_swiglu
+from gpu_ops.reference.tolerance import tolerance
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -125,18 +126,10 @@ class Row:
         return not self.error <= self.allowed  # NaN fails
 
 
-def tolerance(exact: list[Array], naive: list[Array], dtype: Any) -> float:
-    """Twice the error of textbook code in this dtype, plus two roundings of values around 0.3."""
-    reached = max(max_error(n, e) for n, e in zip(naive, exact, strict=True))
-    rounding = 0.0
-    for e in exact:
-        low = e.astype(dtype)
-        rounding = max(rounding, max_error((low + dtype(0.3)) - dtype(0.3), low.astype(np.float64)))
-    return 2 * reached + 2 * rounding
-
-
-def max_error(x: Array, exact: Array) -> float:
-    return float(np.abs(x.astype(np.float64) - exact).max())
+def compare(found: list[Array], exact: list[Array], naive: list[Array], dtype: Any) -> tuple[float, float]:
+    """The largest error of all results, and what the rule of gpu_ops.reference.tolerance allows for them."""
+    error = max(float(np.abs(f.astype(np.float64) - e).max()) for f, e in zip(found, exact, strict=True))
+    return error, max(tolerance(e, n, dtype) for e, n in zip(exact, naive, strict=True))
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[list[Array], int]:
@@ -164,9 +157,8 @@ def measured(rows: list[Row], repeats: int, dtype: Any) -> Callable[..., Any]:
         found, peak = peak_bytes(lambda: ours(*arrays, **options))
         exact, reference_peak = peak_bytes(lambda: definition(*arrays, precision="float64", **options))
         naive, _ = peak_bytes(lambda: definition(*arrays, precision="naive", **options))
-        error = max(max_error(f, e) for f, e in zip(found, exact, strict=True))
-        milliseconds = 1e3 * float(np.median(times))
-        rows.append(Row(label, milliseconds, peak, reference_peak, error, tolerance(exact, naive, dtype)))
+        error, allowed = compare(found, exact, naive, dtype)
+        rows.append(Row(label, 1e3 * float(np.median(times)), peak, reference_peak, error, allowed))
         return result
 
     return call
@@ -187,8 +179,8 @@ def run(config: Config, seqlen: int, dtype: Any, repeats: int, seed: int) -> lis
     naive = decoder_layer(through_reference("naive"), x, w, config)
     total = sum(row.milliseconds for row in rows)
     peak, reference_peak = max(r.peak for r in rows), max(r.reference_peak for r in rows)
-    allowed = tolerance([exact], [naive], dtype)
-    return [*rows, Row("whole layer", total, peak, reference_peak, max_error(y, exact), allowed)]
+    error, allowed = compare([y], [exact], [naive], dtype)
+    return [*rows, Row("whole layer", total, peak, reference_peak, error, allowed)]
 
 
 def report(rows: list[Row], title: str) -> None:

@@ -1,0 +1,63 @@
+"""``import gpu_ops`` is quick, loads nothing heavy, and its names hold in any order of imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import gpu_ops
+
+HEAVY = {"numba", "llvmlite", "cupy", "cuda", "rich", "torch", "jax", "ml_dtypes", "pynvml", "scipy"}
+
+
+def python(code: str) -> str:
+    """Standard output of ``code`` in a fresh interpreter."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_import_is_quick_and_loads_nothing_heavy():
+    code = (
+        "import sys, time, json; before = set(sys.modules); start = time.perf_counter(); import gpu_ops; "
+        "seconds = time.perf_counter() - start; "
+        "print(json.dumps([seconds, sorted({m.partition('.')[0] for m in set(sys.modules) - before})]))"
+    )
+    runs = [json.loads(python(code)) for _ in range(5)]
+    assert min(seconds for seconds, _ in runs) < 0.15
+    assert not HEAVY & set(runs[0][1])
+
+
+def test_looking_around_loads_nothing_heavy():
+    code = "import sys, gpu_ops; dir(gpu_ops); gpu_ops.__all__; gpu_ops.errors.ShapeError; print(*sys.modules)"
+    assert not HEAVY & {name.partition(".")[0] for name in python(code).split()}
+
+
+@pytest.mark.parametrize("module", sorted({m for n, m in gpu_ops._WHERE.items() if n == m and n != "errors"}))
+@pytest.mark.parametrize("how", ["import gpu_ops.{0}", "from gpu_ops.{0} import *", "from gpu_ops import {0}"])
+def test_a_function_is_never_shadowed_by_its_module(module, how):
+    """``import gpu_ops.rope`` binds a module to ``gpu_ops.rope``, unless the package sees to it."""
+    code = how.format(module) + f"; import gpu_ops; print(callable(gpu_ops.{module}))"
+    assert python(code) == "True"
+
+
+def test_every_public_name_resolves_and_is_listed():
+    for name in gpu_ops.__all__:
+        assert getattr(gpu_ops, name) is getattr(gpu_ops, name)
+        assert name in dir(gpu_ops)
+    assert set(gpu_ops._WHERE) | {"__version__"} == set(gpu_ops.__all__)
+    assert gpu_ops.__all__ == sorted(gpu_ops.__all__)
+
+
+def test_star_import_gives_exactly_the_public_names():
+    code = "import json; before = set(dir()); from gpu_ops import *; print(json.dumps([*(set(dir()) - before)]))"
+    assert set(json.loads(python(code))) - {"before"} == set(gpu_ops.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        _ = gpu_ops.atention
+    assert not hasattr(gpu_ops, "flash_attention")
