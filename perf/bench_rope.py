@@ -33,9 +33,8 @@ def cases(config: Config) -> list[Case]:
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for seqlen in seqlens:
             found.append(case("half-split", seqlen, dtype))
-            found.append(case("half-split, in place", seqlen, dtype))
             if not config.quick:
-                found.append(case("interleaved", seqlen, dtype))
+                found += [case(name, seqlen, dtype) for name in ("half-split, in place", "interleaved")]
             found.append(case("backward", seqlen, dtype))
     return found
 

@@ -34,7 +34,9 @@ def cases(config: Config) -> list[Case]:
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for count in tokens:
-            found += [forward(count, dtype), forward_out(count, dtype), backward(count, dtype)]
+            found += [forward(count, dtype), backward(count, dtype)]
+            if not config.quick:
+                found.append(forward_out(count, dtype))
         found += [mlp(count, dtype) for count in mlp_tokens]
         if not config.quick:
             found += [mlp_backward(count, dtype) for count in mlp_tokens if count > 1]

@@ -24,7 +24,6 @@ from perf.memory import Growth, Probe
 from perf.stats import Timing, summarise
 
 MAX_SETS = 64
-PAUSE = 0.03
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Effort:
     slice_seconds: float = 0.15
     slow_seconds: float = 12.0
     """A contender slower than this in all takes part in fewer rounds (two at least)."""
-    pause: float = PAUSE
+    pause: float = 0.03
 
 
 THOROUGH = Effort()
-QUICK = Effort(rounds=5, slice_seconds=0.04, slow_seconds=1.0)
+QUICK = Effort(rounds=5, slice_seconds=0.04, slow_seconds=0.8, pause=0.02)
 
 
 @dataclass

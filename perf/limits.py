@@ -70,19 +70,16 @@ def buffer_size(quick: bool) -> int:
 
 
 def bandwidths(buffer: int, threads: int, repetitions: int) -> tuple[float, float]:
-    words = buffer // 8 // threads * threads
-    source = np.arange(1, words + 1, dtype=np.uint64)
-    target = np.ones_like(source)  # touched here, so that no page fault is timed
-    bounds = [(words * i // threads, words * (i + 1) // threads) for i in range(threads)]
-
+    """Of one buffer, as large as the inputs that the cases rotate over: its first half copied onto its
+    second, and all of it read."""
+    words = buffer // 8 // (2 * threads) * (2 * threads)
+    whole = np.arange(1, words + 1, dtype=np.uint64)  # touched here, so that no page fault is timed
+    slices = np.split(whole, threads)
+    sources, targets = (np.split(half, threads) for half in np.split(whole, 2))
     with ThreadPoolExecutor(threads) as pool:
-
-        def each(work: Callable[[tuple[int, int]], Any]) -> None:
-            list(pool.map(work, bounds))
-
-        copy = best(lambda: each(lambda b: np.copyto(target[b[0] : b[1]], source[b[0] : b[1]])), repetitions)
-        read = best(lambda: each(lambda b: np.bitwise_or.reduce(source[b[0] : b[1]])), repetitions)
-    return 16 * words / copy, 8 * words / read
+        read = best(lambda: list(pool.map(np.bitwise_or.reduce, slices)), repetitions)
+        copy = best(lambda: list(pool.map(np.copyto, targets, sources)), repetitions)
+    return 8 * words / copy, 8 * words / read
 
 
 def numpy_matmul(size: int, repetitions: int) -> float:
