@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     config = Config(args.device, args.quick, tuple(args.dtype), tuple(args.seqlen), not args.no_torch)
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
+    os.environ["GPU_OPS_DEVICE"] = config.device  # NumPy arrays may otherwise be sent to a GPU
     names = list(ops or args.op or bench_names())
     console = report.make_console()
 

@@ -268,6 +268,12 @@ def test_other_json_is_refused(tmp_path):
         compare.load(path)
 
 
+def test_plot_writes_a_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install matplotlib")
+    path = report.plot(saved_run(tmp_path), tmp_path / "speed.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 # --- memory ---
 
 
