@@ -92,11 +92,12 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from gpu_ops.environment import cache_folder
+    from gpu_ops.warmup import compile_variant, variants
 
     console = Console()
     labels = [
         label
-        for label, parts in _variants().items()
+        for label, parts in variants().items()
         if (not kernels or any(word in label for word in kernels))
         and (not dtypes or any(word in parts for word in dtypes))
     ]
@@ -115,7 +116,7 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     with pool, Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
         task = progress.add_task("", total=len(labels))
-        running = {pool.submit(_compile, label): label for label in labels}
+        running = {pool.submit(compile_variant, label): label for label in labels}
         for done in as_completed(running):
             label, error = running[done], done.exception()
             if error is not None:
@@ -126,35 +127,6 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
     seconds = time.perf_counter() - start
     console.print(f"{len(labels) - len(failed)} of {len(labels)} kernels ready in {seconds:.0f} s: {folder}")
     return 1 if failed else 0
-
-
-def _variants() -> dict[str, tuple[str, ...]]:
-    """Every kernel variant by its label, with the variant's parts (dtypes and the like)."""
-    return {k.label(v): tuple(map(str, v if isinstance(v, tuple) else (v,))) for k, v in _all_variants()}
-
-
-def _all_variants() -> list[tuple[Any, Any]]:
-    import importlib
-    import pkgutil
-
-    from gpu_ops.kernels import numba_cpu
-    from gpu_ops.kernels.numba_cpu import jit
-
-    for module in pkgutil.iter_modules(numba_cpu.__path__):
-        importlib.import_module(f"{numba_cpu.__name__}.{module.name}")
-    return list(jit.all_variants())
-
-
-def _compile(label: str) -> None:
-    """In a worker process: compile one variant, or load it from the cache."""
-    from gpu_ops.kernels import progress
-
-    progress.PATIENCE = 1e6  # no lines of their own: the bar tells already
-    for kernel, variant in _all_variants():
-        if kernel.label(variant) == label:
-            kernel[variant]
-            return
-    raise LookupError(f"no kernel variant {label}")
 
 
 if __name__ == "__main__":

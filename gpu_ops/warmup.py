@@ -1,0 +1,38 @@
+"""Compiling the CPU kernels ahead: which there are, and one at a time.
+
+A module of its own because worker processes import what they run by name, and cannot import ``__main__``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+__all__ = ["compile_variant", "variants"]
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Every kernel variant by its label, with the parts that make the variant (dtypes and the like)."""
+    return {k.label(v): tuple(map(str, v if isinstance(v, tuple) else (v,))) for k, v in _all_variants()}
+
+
+def compile_variant(label: str) -> None:
+    """Compile one variant into the cache folder, or load it from there."""
+    from gpu_ops.kernels import progress
+
+    progress.PATIENCE = 1e6  # no lines of their own: the warm-up shows a bar
+    for kernel, variant in _all_variants():
+        if kernel.label(variant) == label:
+            kernel[variant]
+            return
+    raise LookupError(f"no kernel variant {label}")
+
+
+def _all_variants() -> list[tuple[Any, Any]]:
+    from gpu_ops.kernels import numba_cpu
+    from gpu_ops.kernels.numba_cpu import jit
+
+    for module in pkgutil.iter_modules(numba_cpu.__path__):
+        importlib.import_module(f"{numba_cpu.__name__}.{module.name}")
+    return list(jit.all_variants())

@@ -1,0 +1,149 @@
+"""The folder of compiled kernels: shared by processes, repaired when damaged, optional when unwritable."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Runs one op and prints where its kernel came from: "compiled" when it was saved, "loaded" when it was read.
+CALL = """
+import numpy as np, gpu_ops
+from gpu_ops.kernels.numba_cpu import jit
+saved, load = [], jit.DiskCache.load_overload
+def watched(self, *a):
+    found = load(self, *a)
+    print(self._label, "compiled" if found is None else "loaded")
+    return found
+jit.DiskCache.load_overload = watched
+x, w = np.linspace(-1, 1, 96, dtype=np.float32).reshape(3, 32), np.ones(32, np.float32)
+y, want = gpu_ops.rmsnorm(x, w), gpu_ops.rmsnorm(x, w, backend="reference")
+assert np.abs(y - want).max() < 1e-6
+"""
+COMPILED, LOADED = "rmsnorm_forward-float32 compiled", "rmsnorm_forward-float32 loaded"
+
+
+def start(cache, code=CALL, root=ROOT, **env):
+    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(cache), **env}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process):
+    """(standard output, standard error) of a process that must succeed."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out.strip(), err
+
+
+def entries(cache):
+    return sorted(Path(cache).rglob("*.nbc"))
+
+
+def test_compiled_once_then_loaded(tmp_path):
+    assert finish(start(tmp_path))[0] == COMPILED
+    assert [e.name for e in entries(tmp_path)] == ["rmsnorm_forward-float32.nbc"]
+    assert finish(start(tmp_path))[0] == LOADED
+
+
+def test_two_processes_warm_one_folder_at_once(tmp_path):
+    both = [start(tmp_path) for _ in range(2)]
+    for process in both:
+        assert finish(process)[1].count("Warning") == 0
+    assert len(entries(tmp_path)) == 1
+    leftovers = [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".nbc"]
+    assert not leftovers
+    assert finish(start(tmp_path))[0] == LOADED
+
+
+def damage_cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+def damage_other(path):
+    """A file of another version: its checksum holds, what is in it does not."""
+    import hashlib
+    import pickle
+
+    payload = pickle.dumps({"not": "a compile result"})
+    path.write_bytes(hashlib.sha256(payload).digest() + payload)
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other])
+def test_a_damaged_entry_is_compiled_anew_and_replaced(tmp_path, damage):
+    finish(start(tmp_path))
+    (entry,) = entries(tmp_path)
+    damage(entry)
+    assert finish(start(tmp_path))[0] == COMPILED
+    assert finish(start(tmp_path))[0] == LOADED
+
+
+@pytest.mark.parametrize("kind", ["below a file", "not permitted"])
+def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
+    if kind == "below a file":
+        (tmp_path / "file").write_text("in the way")
+        cache = tmp_path / "file" / "cache"
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root may write anywhere: run as another user")
+        cache = tmp_path / "closed"
+        cache.mkdir(mode=0o500)
+    out, err = finish(start(cache))
+    assert out == COMPILED
+    assert err.count("UserWarning") == 1
+    assert "GPU_OPS_CACHE_DIR" in err
+
+
+def test_changed_source_is_compiled_anew(tmp_path):
+    """Any module of the kernels' package counts: a helper's edit must not serve the old machine code."""
+    import shutil
+
+    cache, tree = tmp_path / "cache", tmp_path / "tree"
+    for name in ("gpu_ops", "kernels", "reference"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    assert finish(start(cache, root=tree))[0] == COMPILED
+    assert finish(start(cache, root=tree))[0] == LOADED
+    helper = tree / "kernels" / "numba_cpu" / "dtype.py"
+    helper.write_text(helper.read_text() + "\n# changed\n")
+    assert finish(start(cache, root=tree))[0] == COMPILED
+    assert len(entries(cache)) == 2
+    assert finish(start(cache))[0] == LOADED  # the unchanged tree still finds its own
+
+
+def test_default_folder_follows_xdg(tmp_path):
+    code = "from gpu_ops.kernels.numba_cpu.jit import cache_dir; print(cache_dir())"
+    out, _ = finish(start("", code, XDG_CACHE_HOME=str(tmp_path)))
+    assert Path(out).is_relative_to(tmp_path / "gpu_ops" / "numba_cpu")
+
+
+def test_warmup_fills_the_folder(tmp_path):
+    """``python -m gpu_ops warmup`` compiles in two processes; a call then compiles nothing."""
+    command = [sys.executable, "-m", "gpu_ops", "warmup", "--jobs", "2", "--kernel", "rmsnorm_", "--dtype", "float32"]
+    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "kernels ready" in run.stdout
+    assert {e.stem for e in entries(tmp_path)} >= {"rmsnorm_forward-float32", "rmsnorm_backward-float32"}
+    assert finish(start(tmp_path))[0] == LOADED
+
+
+def test_warmup_names_what_it_does_not_know(tmp_path):
+    command = [sys.executable, "-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 1
+    assert "no kernel matches" in run.stdout

@@ -1,0 +1,139 @@
+"""Ops from many Python threads at once, and across forks: same results, no deadlock, no abort."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.calls import OPS, call, results
+
+THREADS, ROUNDS = 8, 20
+
+
+def same(found, expected):
+    return all(np.array_equal(f, e) for f, e in zip(results(found), results(expected), strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_eight_threads_at_once(op):
+    """Every thread's results are bit-equal to the ones computed alone."""
+    one = call(op)
+    expected = one()
+    barrier, wrong = threading.Barrier(THREADS), []
+
+    def work():
+        barrier.wait()
+        for _ in range(ROUNDS):
+            if not same(one(), expected):
+                wrong.append(op)
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert not wrong
+
+
+def test_different_ops_at_once():
+    """Ops interleave: a pool thread that helps one call may not disturb another."""
+    calls = [call(op) for op in OPS]
+    expected = [one() for one in calls]
+    wrong = []
+
+    def work(first):
+        for i in range(2 * len(calls)):
+            which = (first + i) % len(calls)
+            if not same(calls[which](), expected[which]):
+                wrong.append(calls[which].op)
+
+    threads = [threading.Thread(target=work, args=(2 * i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert not wrong
+
+
+def test_first_calls_of_one_kernel_race(tmp_path):
+    """Eight threads meet at a kernel that nobody has compiled yet: it is compiled once, all are served."""
+    code = """
+import threading, numpy as np, gpu_ops
+from gpu_ops.kernels.numba_cpu import jit
+compiled = []
+load = jit.DiskCache.save_overload
+jit.DiskCache.save_overload = lambda self, *a: (compiled.append(self._label), load(self, *a))
+x, w = np.linspace(-1, 1, 96, dtype=np.float32).reshape(3, 32), np.ones(32, np.float32)
+want = gpu_ops.rmsnorm(x, w, backend="reference")
+found = []
+threads = [threading.Thread(target=lambda: found.append(gpu_ops.rmsnorm(x, w))) for _ in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert len(found) == 8 and all(np.abs(y - want).max() < 1e-6 for y in found)
+assert compiled == ["rmsnorm_forward-float32"], compiled
+"""
+    run_alone(code, tmp_path)
+
+
+FORK = """
+import os, sys, threading, time, numpy as np, gpu_ops
+rng = np.random.default_rng(0)
+x, w = rng.standard_normal((512, 256)).astype(np.float32), np.ones(256, np.float32)
+want = gpu_ops.rmsnorm(x, w)                     # the pool's threads exist now
+stop = threading.Event()
+def busy():
+    while not stop.is_set():
+        gpu_ops.rmsnorm(x, w)
+threads = [threading.Thread(target=busy) for _ in range(3)]
+for t in threads: t.start()
+for i in range(10):
+    child = os.fork()                            # in the middle of launches
+    if child == 0:
+        ok = all(np.array_equal(gpu_ops.rmsnorm(x, w), want) for _ in range(5))
+        os._exit(0 if ok else 1)
+    for _ in range(600):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid: break
+        time.sleep(0.05)
+    else:
+        os.kill(child, 9); os.waitpid(child, 0); stop.set(); sys.exit(f"child {i} hangs")
+    assert status == 0, f"child {i}: status {status}"
+    assert np.array_equal(gpu_ops.rmsnorm(x, w), want)  # the parent goes on
+stop.set()
+for t in threads: t.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork (Linux, macOS)")
+def test_fork_in_the_middle(tmp_path):
+    """Children forked while other threads launch compute on their own; the parent goes on."""
+    run_alone(FORK, tmp_path, *("-W", "ignore::DeprecationWarning"))
+
+
+def test_results_after_the_interpreter_began_to_exit(tmp_path):
+    """An atexit hook may still call ops: the pool takes no more work then, the caller does it alone."""
+    code = """
+import atexit, numpy as np, gpu_ops
+x, w = np.ones((4096, 64), np.float32), np.ones(64, np.float32)
+want = gpu_ops.rmsnorm(x, w)
+atexit.register(lambda: print("equal" if np.array_equal(gpu_ops.rmsnorm(x, w), want) else "different"))
+"""
+    assert run_alone(code, tmp_path).strip() == "equal"
+
+
+def run_alone(code, tmp_path, *flags):
+    """``code`` in a fresh interpreter, from the repository root, with a kernel cache of its own."""
+    start = time.monotonic()
+    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, *flags, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, f"after {time.monotonic() - start:.0f} s: {run.stderr[-2000:]}"
+    return run.stdout
