@@ -1,0 +1,227 @@
+"""Gated activations, SwiGLU and GeGLU, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.errors import OptionError, ShapeError
+
+__all__ = ["ACTIVATIONS", "Activation", "swiglu", "swiglu_backward"]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+
+
+@op
+def swiglu(
+    gate: Any,
+    up: Any = None,
+    *,
+    activation: Activation = "silu",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Gated activation ``y = act(gate) * up``.
+
+    Parameters
+    ----------
+    gate : array (..., d), or (..., 2 * d) without ``up``
+        float16, bfloat16, float32 or float64. Packed form: gate in the first half of the last axis, up in the second.
+    up : array like gate, optional
+    activation : {"silu", "gelu", "gelu_tanh"}
+        ``silu`` (SwiGLU): ``g / (1 + exp(-g))``. ``gelu`` (GeGLU): ``g * (1 + erf(g / sqrt(2))) / 2``.
+        ``gelu_tanh``: ``g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2``.
+    out : array (..., d), optional
+        Receives y. ``out=gate`` works in place in the split form.
+
+    Returns
+    -------
+    array (..., d), rounded once from float32 (float64 for float64).
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    Shazeer, "GLU Variants Improve Transformer", 2020, equation 5. Moves 3 * d elements per row.
+    ``act(-inf)`` is -0 and ``act(inf)`` is inf.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> gate, up = np.array([0.0, 1.0, -2.0]), np.array([1.0, 2.0, 3.0])
+    >>> gpu_ops.swiglu(gate, up).round(4)
+    array([ 0.    ,  1.4621, -0.7152])
+    >>> gpu_ops.swiglu(np.concatenate([gate, up])).round(4)
+    array([ 0.    ,  1.4621, -0.7152])
+    """
+    name = "swiglu"
+    arrays = Arrays(name)
+    gate_, up_ = arrays.read("gate", gate), None if up is None else arrays.read("up", up)
+    dtype = checks.float_dtype(name, gate=gate_, up=up_)
+    g, u = _split(name, gate_, up_)
+    activation = _activation(name, activation)
+    out_ = arrays.write("out", out, g.shape, g.dtype, in_place=None if up is None else "gate", rows=True)
+    choice = choose(name, device, backend)
+
+    def run() -> Any:
+        y: Array
+        if choice.backend == "reference":
+            from gpu_ops.reference import swiglu as reference
+
+            y = reference.swiglu(gate_, up_, activation=activation)
+            if out_ is not None:
+                out_[...] = y
+        else:
+            from gpu_ops.kernels.numba_cpu import swiglu as kernels
+
+            y = np.empty(g.shape, g.dtype) if out_ is None else out_
+            kernels.forward(
+                as_rows(g), as_rows(u), as_rows(y), dtype=dtype, activation=activation, in_place=out is gate
+            )
+        return arrays.give(y) if out is None else out
+
+    return Plan(name, choice, _problem(g, dtype, activation), _config(choice, g), run)
+
+
+@op
+def swiglu_backward(
+    dy: Any,
+    gate: Any,
+    up: Any = None,
+    *,
+    activation: Activation = "silu",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Gradients of :func:`swiglu`: ``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``.
+
+    Parameters
+    ----------
+    dy : array (..., d)
+        Gradient of y.
+    gate, up, activation
+        As in the forward call.
+    out : pair of arrays like (gate, up), or one array like the packed gate, optional
+        Receives the gradients. ``out=(gate, up)``, or packed ``out=gate``, works in place.
+
+    Returns
+    -------
+    (dgate, dup), or one packed array (..., 2 * d) when ``gate`` was packed; in gate's dtype.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> dgate, dup = gpu_ops.swiglu_backward(np.ones(2), np.array([0.0, 1.0]), np.array([2.0, 2.0]))
+    >>> dgate.round(4), dup.round(4)
+    (array([1.    , 1.8553]), array([0.    , 0.7311]))
+    """
+    name = "swiglu_backward"
+    arrays = Arrays(name)
+    dy_, gate_ = arrays.read("dy", dy), arrays.read("gate", gate)
+    up_ = None if up is None else arrays.read("up", up)
+    dtype = checks.float_dtype(name, gate=gate_, up=up_, dy=dy_)
+    g, u = _split(name, gate_, up_)
+    checks.exactly(name, "dy", dy_, g.shape)
+    activation = _activation(name, activation)
+    outs = _outs(name, arrays, gate_, up_, out)
+    choice = choose(name, device, backend)
+
+    def run() -> Any:
+        results: list[Array]
+        if choice.backend == "reference":
+            from gpu_ops.reference import swiglu as reference
+
+            computed = reference.swiglu_backward(dy_, gate_, up_, activation=activation)
+            results = [computed] if isinstance(computed, np.ndarray) else list(computed)
+            for target, x in zip(outs or [], results, strict=bool(outs)):
+                target[...] = x
+        else:
+            from gpu_ops.kernels.numba_cpu import swiglu as kernels
+
+            results = outs or [np.empty(x.shape, x.dtype) for x in ([gate_] if up_ is None else [gate_, up_])]
+            dgate, dup = _split(name, results[0], None if up_ is None else results[1])
+            kernels.backward(
+                as_rows(dy_),
+                as_rows(g),
+                as_rows(u),
+                as_rows(dgate),
+                as_rows(dup),
+                dtype=dtype,
+                activation=activation,
+                in_place=out is gate or (isinstance(out, (tuple, list)) and out[0] is gate and out[1] is up),
+            )
+        if out is not None:
+            return out
+        given = tuple(arrays.give(x) for x in results)
+        return given[0] if up_ is None else given
+
+    return Plan(name, choice, _problem(g, dtype, activation), _config(choice, g), run)
+
+
+def _split(name: str, gate: Array, up: Array | None) -> tuple[Array, Array]:
+    """gate and up as arrays of one shape; views of the halves of a packed array."""
+    if gate.ndim == 0:
+        raise ShapeError(f"{name}: gate has no axes; expected (..., d), or packed (..., 2 * d) without up")
+    if up is not None:
+        checks.exactly(name, "up", up, gate.shape)
+        return gate, up
+    if gate.shape[-1] % 2:
+        raise ShapeError(
+            f"{name}: packed gate has shape {gate.shape}; without up its last axis holds gate and up and must be "
+            "even. Pass up= for the split form"
+        )
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+def _activation(name: str, activation: Any) -> Activation:
+    checks.one_of(name, "activation", activation, ACTIVATIONS)
+    return activation  # type: ignore[no-any-return]
+
+
+def _outs(name: str, arrays: Arrays, gate: Array, up: Array | None, out: Any) -> list[Array]:
+    """Writable views of ``out``: none, one packed, or dgate and dup."""
+    if out is None:
+        return []
+    if up is None:
+        return [_given(arrays.write("out", out, gate.shape, gate.dtype, in_place="gate", rows=True))]
+    if not isinstance(out, (tuple, list)) or len(out) != 2 or any(o is None for o in out):
+        raise OptionError(
+            f"{name}: out must be a pair of arrays, for dgate and dup; got {type(out).__name__}"
+        )
+    dgate = _given(arrays.write("out[0]", out[0], gate.shape, gate.dtype, in_place="gate", rows=True))
+    arrays.read("out[0]", out[0])  # so that the second may not overlap the first
+    return [dgate, _given(arrays.write("out[1]", out[1], up.shape, up.dtype, in_place="up", rows=True))]
+
+
+def _given(out: Array | None) -> Array:
+    assert out is not None  # Arrays.write returns None only for None
+    return out
+
+
+def _problem(g: Array, dtype: str, activation: str) -> str:
+    return f"{math.prod(g.shape[:-1])} rows of {g.shape[-1]} {dtype}, {activation}"
+
+
+def _config(choice: Choice, g: Array) -> str:
+    if choice.backend == "reference":
+        return "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import swiglu as kernels
+
+    return kernels.config(math.prod(g.shape[:-1]), g.shape[-1])
