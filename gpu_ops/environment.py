@@ -6,7 +6,6 @@ Plain data; ``python -m gpu_ops`` prints it. Every probe is safe on a machine wi
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -118,7 +117,8 @@ def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str | None, str | None]:
     """Devices, why there are none, and the driver's version. NVML needs no CUDA context and no toolkit."""
     if importlib.util.find_spec("pynvml") is None:
         return (), "NVML's binding is not installed (pip install nvidia-ml-py)", None
-    nvml = importlib.import_module("pynvml")
+    import pynvml as nvml
+
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -1,0 +1,192 @@
+"""The house rules that a reader relies on: everything about an op is found by its name, and nothing leaks."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from tests.calls import OPS
+
+ROOT = Path(__file__).resolve().parent.parent
+STEMS = ("attention", "rope", "rmsnorm", "swiglu", "ternary")
+PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
+CODE = ("gpu_ops", "kernels", "reference", "tests", "perf", "scripts")
+MAX_LINES = {".py": 350, ".cu": 450, ".cuh": 450}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def sources(*folders):
+    """Source files below the given folders of the repository; links are not followed."""
+    for folder in folders:
+        for directory, _, names in os.walk(ROOT / folder):
+            if "__pycache__" not in directory:
+                yield from (Path(directory, n) for n in sorted(names) if Path(n).suffix in MAX_LINES)
+
+
+def modules():
+    """Names of all modules of the package, kernels and references included."""
+    return sorted(
+        m.name
+        for m in pkgutil.walk_packages(gpu_ops.__path__, "gpu_ops.")
+        if not m.name.endswith(".__main__") and not m.ispkg
+    )
+
+
+def reference_of(op):
+    """The reference function of a public op: same name, in a module of the same stem."""
+    stem = op.partition("_")[0]
+    for module in modules():
+        if module.startswith(f"gpu_ops.reference.{stem}"):
+            found = vars(importlib.import_module(module)).get(op)
+            if found is not None:
+                return found
+    return None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_is_found_by_its_stem(op):
+    stem = op.partition("_")[0]
+    assert stem in STEMS
+    assert gpu_ops._WHERE[op].startswith(stem)
+    assert reference_of(op) is not None, f"no reference function named {op} in reference/{stem}*.py"
+    assert re.search(rf"`{op}`", README), f"README's table has no row for {op}"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_stem_has_its_files(stem):
+    assert (ROOT / "gpu_ops" / f"{stem}.py").is_file()
+    assert (ROOT / "reference" / f"{stem}.py").is_file()
+    assert (ROOT / "perf" / f"bench_{stem}.py").is_file()
+    assert list((ROOT / "kernels" / "numba_cpu").glob(f"{stem}*.py"))
+    assert list((ROOT / "tests").glob(f"test_{stem}*.py"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_public_signature_is_the_references_plus_where_to_run(op):
+    public = inspect.signature(getattr(gpu_ops, op)).parameters
+    reference = dict(inspect.signature(reference_of(op)).parameters)
+    reference.pop("precision", None)
+    missing = [name for name in reference if name not in public]
+    assert not missing, f"{op} lacks {missing}"
+    assert set(public) - set(reference) <= {"device", "backend", "out", "deterministic", "return_extra"}
+    for name, parameter in reference.items():
+        assert public[name].kind == parameter.kind, f"{op}: {name} is {public[name].kind}"
+        assert public[name].default == parameter.default, f"{op}: default of {name}"
+    shared = [name for name in public if name in reference]
+    positional = [n for n in shared if public[n].kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == [n for n in reference if n in positional], f"{op}: order of the arrays"
+
+
+@pytest.mark.parametrize("link", ["kernels", "reference"])
+def test_links_are_relative(link):
+    path = ROOT / "gpu_ops" / link
+    assert path.is_symlink(), f"{path} is not a link: check out with core.symlinks=true"
+    assert path.readlink() == Path("..", link)
+
+
+@pytest.mark.parametrize("name", ["kernels", "reference"])
+def test_top_level_import_is_refused(name):
+    """Else every module would exist twice, with two kernel caches."""
+    command = [sys.executable, "-c", f"import {name}"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert f"from gpu_ops import {name}" in run.stderr
+
+
+def test_every_folder_of_modules_is_a_package():
+    """The finder packs folders without __init__.py too, but import systems and checkers treat them otherwise."""
+    for path in sources("gpu_ops", "kernels", "reference"):
+        if path.suffix == ".py":
+            assert (path.parent / "__init__.py").is_file(), f"{path.parent} has no __init__.py"
+
+
+@pytest.mark.parametrize("path", list(sources(*CODE)), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_short(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES[path.suffix], f"{lines} lines: split by job"
+
+
+def imports(path):
+    """(line, top-level module or gpu_ops.<package>) of every import in a file, nested ones included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module] if node.module != "gpu_ops" else [f"gpu_ops.{a.name}" for a in node.names]
+        for name in names:
+            parts = name.split(".")
+            yield node.lineno, ".".join(parts[:2]) if parts[0] == "gpu_ops" else parts[0]
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("reference", {"numpy", "ml_dtypes", "gpu_ops.reference"}),
+        ("kernels", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"}),
+        ("gpu_ops", {"numpy", "ml_dtypes", "rich", "pynvml", "gpu_ops"}),
+    ],
+)
+def test_dependencies_point_one_way(folder, allowed):
+    for path in sources(folder):
+        if path.suffix != ".py":
+            continue
+        for line, name in imports(path):
+            inside = folder == "gpu_ops" and name.startswith("gpu_ops.")
+            if name not in sys.stdlib_module_names and name not in allowed and not inside:
+                pytest.fail(f"{path.relative_to(ROOT)}:{line} imports {name}")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name):
+    thing = getattr(gpu_ops, name)
+    text = inspect.getdoc(thing)
+    assert text, f"{name} has no docstring"
+    if name not in OPS:
+        return
+    forward = getattr(gpu_ops, name.removesuffix("_backward"))  # a backward's options are its forward's
+    sections = ["Parameters", "Returns", "Raises", "Examples"] if thing is forward else ["Examples"]
+    for section in sections:
+        assert re.search(rf"^{section}\n-+$", text, re.M), f"{name}: no section {section}"
+    known = {"device", "backend"} | (set() if thing is forward else set(inspect.signature(forward).parameters))
+    missing = [p for p in inspect.signature(thing).parameters if p not in known and not re.search(rf"\b{p}\b", text)]
+    assert not missing, f"{name} does not mention {missing}"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_examples_in_docstrings_run(module):
+    found = importlib.import_module(module)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for test in finder.find(found, module):
+        test.globs.setdefault("np", np)
+        report = []
+        runner.run(test, out=report.append)
+        assert runner.failures == 0, "".join(report)
+
+
+def test_public_functions_have_a_running_example():
+    """A docstring's example counts only if doctest sees it: ``op`` wraps functions, which can hide them."""
+    for op in OPS:
+        function = getattr(gpu_ops, op)
+        module = importlib.import_module(function.__module__)
+        tests = {t.name.rpartition(".")[2]: t for t in doctest.DocTestFinder().find(module, module.__name__)}
+        assert op in tests, f"doctest does not find {op}"
+        assert tests[op].examples, f"{op} has no example"
+
+
+def test_version_is_the_changelogs():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{gpu_ops.__version__}]" in changelog
