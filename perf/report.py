@@ -43,7 +43,7 @@ def print_header(console: Console, machine: dict[str, Any], limits: Limits, conf
     if load > 0.5 * machine["cores"]:
         console.print(
             f"[yellow]the machine was busy when this started: load {load:.1f} on {machine['cores']} cores. "
-            "Ratios hold better than times.[/]"
+            "Do not quote figures of this run.[/]"
         )
 
 
