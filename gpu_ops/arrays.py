@@ -114,8 +114,12 @@ class Arrays:
                 f"{self.op}: {name} is {type(x).__name__}, not an array; pass a NumPy array or an object with "
                 f"__dlpack__ (for a list: numpy.asarray({name}))"
             )
-        if x.__dlpack_device__()[0] != _DLPACK_CPU:
-            raise self._not_on_cpu(name, f"device {tuple(x.__dlpack_device__())}")
+        try:
+            device = tuple(x.__dlpack_device__())
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # torch's meta tensors, for one
+            raise DeviceError(f"{self.op}: {name} has no data that can be shared: {error}") from error
+        if device[0] != _DLPACK_CPU:
+            raise self._not_on_cpu(name, f"device {device}")
         root = type(x).__module__.partition(".")[0]
         library = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(root)
         if not self._read:
@@ -124,6 +128,8 @@ class Arrays:
 
     def _from_dlpack(self, name: str, x: Any, library: str | None) -> Array:
         try:
+            if getattr(x, "requires_grad", False):  # a view of other bits would drop it silently
+                raise TypeError("it requires grad, and gpu_ops records none")
             if library == "torch" and x.dtype == sys.modules["torch"].bfloat16:
                 return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(_BFLOAT16)
             if library == "jax":

@@ -1,0 +1,277 @@
+"""Arrays of other kinds: read-only, strided, unaligned, foreign through DLPack, torch, JAX; and what is refused."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpu_ops import errors
+from tests.calls import OPS, call, results
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Ops whose first array is one of floats, and the name of that array.
+FLOAT_OPS = [op for op in OPS if op not in ("ternary_pack", "ternary_unpack")]
+
+
+def plain_arrays(one):
+    """The NumPy arrays among a call's arguments and options."""
+    return {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
+
+
+def every_array(one, change):
+    return one.having(**{name: change(x) for name, x in plain_arrays(one).items()})
+
+
+def assert_same(found, expected):
+    for f, e in zip(results(found), results(expected), strict=True):
+        assert np.array_equal(np.asarray(f), np.asarray(e))
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def every_other(x):
+    """A view with a stride of two elements on every axis."""
+    big = np.zeros([2 * n for n in x.shape], x.dtype)
+    view = big[tuple(slice(None, None, 2) for _ in x.shape)]
+    view[...] = x
+    return view
+
+
+def backwards(x):
+    """A view with negative strides."""
+    flip = tuple(slice(None, None, -1) for _ in x.shape)
+    return x[flip].copy()[flip]
+
+
+def fortran(x):
+    return np.asfortranarray(x)
+
+
+def unaligned(x):
+    """A view that starts one byte into its buffer."""
+    buffer = np.zeros(x.nbytes + 1, np.uint8)
+    view = buffer[1:].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def subclass(x):
+    class Labelled(np.ndarray):
+        pass
+
+    return x.view(Labelled)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "change", [read_only, every_other, backwards, fortran, unaligned, subclass], ids=lambda f: f.__name__
+)
+def test_views_of_every_kind(op, change):
+    """Any NumPy view gives what its contiguous copy gives, and is left as it was."""
+    one = call(op)
+    changed = every_array(one, change)
+    assert_same(changed(), one())
+    for name, x in plain_arrays(changed).items():
+        assert np.array_equal(x, plain_arrays(one)[name]), f"{name} was written to"
+
+
+@pytest.mark.parametrize("op", FLOAT_OPS)
+def test_inputs_are_left_as_they_were(op):
+    one = call(op)
+    before = {name: x.copy() for name, x in plain_arrays(one).items()}
+    one()
+    assert all(np.array_equal(x, before[name]) for name, x in plain_arrays(one).items())
+
+
+def test_broadcast_views():
+    """Zero strides: one row repeated without memory."""
+    one = call("rmsnorm")
+    x = np.broadcast_to(one.arrays["x"][:1], (1000, 16))
+    y = one.having(x=x)()
+    assert np.array_equal(y, np.broadcast_to(one()[:1], (1000, 16)))
+
+
+def test_memory_map(tmp_path):
+    one = call("rmsnorm")
+    one.arrays["x"].tofile(tmp_path / "x")
+    x = np.memmap(tmp_path / "x", dtype=np.float32, mode="r", shape=(3, 16))
+    assert np.array_equal(one.having(x=x)(), one())
+
+
+class DLPackOnly:
+    """What a library unknown to us offers: the two protocol methods and nothing else."""
+
+    def __init__(self, x, device=(1, 0)):
+        self._x, self._device = x, device
+
+    def __dlpack__(self, **options):
+        return self._x.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._device
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "ternary_matmul"])
+def test_objects_that_only_speak_dlpack(op):
+    """They come in without a copy; results are NumPy arrays, since nothing else is known of the library."""
+    one = call(op)
+    found = every_array(one, DLPackOnly)()
+    assert_same(found, one())
+    assert all(isinstance(r, np.ndarray) for r in results(found))
+
+
+def test_dlpack_shares_memory():
+    """``out=`` through DLPack is written in place, so no copy can have been made."""
+    one = call("rmsnorm")
+    buffer = np.zeros((3, 16), np.float32)
+    out = DLPackOnly(buffer)
+    assert one(out=out) is out
+    assert np.array_equal(buffer, one())
+
+
+class OnCuda:
+    """An array that says it lies on a CUDA device; nothing may read it."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": (3, 16), "typestr": "<f4", "data": (0x7F0000000000, False), "version": 3}
+
+
+WRONG_DEVICE = [
+    pytest.param(OnCuda(), id="cuda-array-interface"),
+    pytest.param(DLPackOnly(None, device=(2, 0)), id="dlpack-cuda"),
+    pytest.param(DLPackOnly(None, device=(10, 1)), id="dlpack-rocm"),
+]
+
+
+@pytest.mark.parametrize("array", WRONG_DEVICE)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "ternary_unpack"])
+def test_arrays_on_other_devices_are_refused_unread(op, array):
+    one = call(op)
+    with pytest.raises(errors.DeviceError, match=f"^{op}: .* is on "):
+        one.having(**{next(iter(one.arrays)): array})()
+
+
+NOT_ARRAYS = [
+    pytest.param([[1.0, 2.0]], "is list, not an array", id="list"),
+    pytest.param(((1.0, 2.0),), "is tuple, not an array", id="tuple"),
+    pytest.param(3.0, "is float, not an array", id="float"),
+    pytest.param(None, "not an array", id="none"),
+    pytest.param("x", "is str, not an array", id="string"),
+    pytest.param(memoryview(b"abcd"), "is memoryview, not an array", id="buffer"),
+    pytest.param(np.float32(1), "not an array", id="numpy-scalar"),
+    pytest.param(np.ma.masked_array([1.0], [True]), "masked array", id="masked"),
+]
+
+
+@pytest.mark.parametrize(("thing", "says"), NOT_ARRAYS)
+@pytest.mark.parametrize("op", OPS)
+def test_things_that_are_no_arrays_are_refused(op, thing, says):
+    one = call(op)
+    with pytest.raises(errors.DTypeError, match=says):
+        one.having(**{next(iter(one.arrays)): thing})()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_swapped_bytes_are_refused_with_the_remedy(op):
+    one = call(op)
+    name, x = next(iter(one.arrays.items()))
+    if x.itemsize == 1:
+        pytest.skip("one byte has no order")
+    with pytest.raises(errors.DTypeError, match="byte-swapped") as caught:
+        one.having(**{name: x.astype(x.dtype.newbyteorder(">"))})()
+    assert "newbyteorder" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [np.complex64, bool, object, "U3", "M8[s]", [("a", np.float32)], np.longdouble])
+@pytest.mark.parametrize("op", OPS)
+def test_dtypes_without_a_meaning_are_refused(op, wrong):
+    one = call(op)
+    name, x = next(iter(one.arrays.items()))
+    with pytest.raises(errors.DTypeError, match=op):
+        one.having(**{name: np.zeros(x.shape, wrong)})()
+
+
+# torch and JAX come and go with their own arrays, sharing memory.
+
+
+def torch_tensor(x):
+    import torch
+
+    if x.dtype == BFLOAT16:
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(x.copy())
+
+
+def torch_numpy(t):
+    import torch
+
+    return t.view(torch.int16).numpy().view(BFLOAT16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("op", [op for op in FLOAT_OPS if not op.startswith("ternary")])
+def test_torch_in_torch_out(op, dtype):
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call(op, dtype)
+    found = every_array(one, torch_tensor)()
+    for f, e in zip(results(found), results(one()), strict=True):
+        assert isinstance(f, torch.Tensor)
+        assert np.array_equal(torch_numpy(f), e)
+        assert torch_numpy(f).dtype == e.dtype
+
+
+def test_torch_out_is_written_in_place():
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call("rmsnorm", BFLOAT16)
+    out = torch.zeros(3, 16, dtype=torch.bfloat16)
+    assert every_array(one, torch_tensor)(out=out) is out
+    assert np.array_equal(torch_numpy(out), one())
+
+
+def test_torch_views():
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call("attention")
+    swapped = {n: torch.from_numpy(x.swapaxes(1, 2).copy()).transpose(1, 2) for n, x in one.arrays.items()}
+    assert np.array_equal(one.having(**swapped)().numpy(), one())
+
+
+def test_torch_that_requires_grad_is_refused_with_the_remedy():
+    """Detaching silently would cut the graph where nobody sees it."""
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call("rmsnorm")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(3, 16, dtype=dtype, requires_grad=True)
+        with pytest.raises(errors.DTypeError, match=r"x\.detach\(\)"):
+            one.having(x=x, weight=torch.ones(16, dtype=dtype))()
+
+
+def test_torch_meta_and_sparse_tensors_are_refused():
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call("rmsnorm")
+    with pytest.raises(errors.GpuOpsError):
+        one.having(x=torch.ones(3, 16, device="meta"))()
+    with pytest.raises(errors.GpuOpsError):
+        one.having(x=torch.ones(3, 16).to_sparse())()
+
+
+def test_libraries_mix_and_the_first_array_decides():
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call("rmsnorm")
+    x, weight = one.arrays.values()
+    assert isinstance(one.having(weight=torch_tensor(weight))(), np.ndarray)
+    assert isinstance(one.having(x=torch_tensor(x))(), torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=lambda d: np.dtype(d).name)
+def test_jax_in_jax_out(dtype):
+    jax = pytest.importorskip("jax", reason="needs JAX (pip install jax)")
+    one = call("rmsnorm", dtype)
+    found = every_array(one, jax.numpy.asarray)()
+    assert isinstance(found, jax.Array)
+    assert np.array_equal(np.asarray(found), one())
