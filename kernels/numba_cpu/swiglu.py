@@ -89,8 +89,7 @@ def silu(g):
 def silu_backward(g):
     """act and act'."""
     s, rest = sigmoid(g)
-    g = finite(g)
-    return g * s, s * (like(g, 1.0) + g * rest)
+    return above_minus_infinity(g) * s, s * (like(g, 1.0) + finite(g) * rest)
 
 
 @njit(inline="always")
@@ -102,8 +101,7 @@ def gelu(g):
 @njit(inline="always")
 def gelu_backward(g):
     phi, density = normal(g)
-    g = finite(g)
-    return g * phi, phi + g * density
+    return above_minus_infinity(g) * phi, phi + finite(g) * density
 
 
 @njit(inline="always")
@@ -117,7 +115,7 @@ def gelu_tanh_backward(g):
     s, rest = sigmoid(tanh_argument(g))
     near = clamp(g, like(g, -40.0), like(g, 40.0))  # beyond, s is 0 or 1 and the slope could overflow
     slope = like(g, SLOPE_1) + like(g, SLOPE_3) * near * near
-    return finite(g) * s, s * (like(g, 1.0) + near * slope * rest)
+    return above_minus_infinity(g) * s, s * (like(g, 1.0) + near * slope * rest)
 
 
 @njit(inline="always")

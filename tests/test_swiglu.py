@@ -1,0 +1,323 @@
+"""SwiGLU and GeGLU: one body over the backends, against the reference in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from compare import assert_close, random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpu_ops
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops.reference import swiglu as reference
+from gpu_ops.reference.tolerance import FORWARD, GRADIENT
+
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh"]
+SHAPES = [(1,), (7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
+
+
+def close(got, want, naive, dtype, factor=FORWARD, what=""):
+    if dtype == np.float64:  # the textbook code is the reference itself here, so it cannot be the yardstick
+        scale = float(np.max(np.abs(want), initial=0.0))
+        np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15 * scale, err_msg=what)
+    else:
+        assert_close(got, want, naive, dtype, factor, what)
+
+
+def check_forward(y, gate, up, activation):
+    assert isinstance(y, np.ndarray)
+    assert y.dtype == gate.dtype
+    with np.errstate(over="ignore"):
+        want, naive = (
+            reference.swiglu(gate, up, activation=activation, precision=p) for p in ("float64", "naive")
+        )
+    close(y, want, naive, gate.dtype, what="y")
+
+
+def check_backward(got, dy, gate, up, activation):
+    with np.errstate(over="ignore"):
+        want, naive = (
+            reference.swiglu_backward(dy, gate, up, activation=activation, precision=p)
+            for p in ("float64", "naive")
+        )
+    if up is None:
+        got, want, naive = [got], [want], [naive]
+    for name, g, w, n in zip(("dgate", "dup"), got, want, naive, strict=False):
+        assert g.dtype == gate.dtype
+        close(g, w, n, gate.dtype, GRADIENT, what=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward_and_backward(backend, dtype, shape, activation, rng):
+    if activation == "gelu" and math.prod(shape) > 50_000:
+        pytest.skip("the reference's erfc is a Python loop: gelu runs at the smaller sizes")
+    gate, up, dy = random(rng, shape, dtype, 3), random(rng, shape, dtype), random(rng, shape, dtype)
+    check_forward(gpu_ops.swiglu(gate, up, activation=activation, **backend), gate, up, activation)
+    got = gpu_ops.swiglu_backward(dy, gate, up, activation=activation, **backend)
+    check_backward(got, dy, gate, up, activation)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 246), (2, 2, 16386)], ids=str)
+def test_packed_equals_split(backend, dtype, shape, rng):
+    packed = random(rng, shape, dtype, 2)
+    half = shape[-1] // 2
+    gate, up = packed[..., :half], packed[..., half:]
+    dy = random(rng, gate.shape, dtype)
+    y = gpu_ops.swiglu(packed, **backend)
+    assert y.tobytes() == gpu_ops.swiglu(gate, up, **backend).tobytes()
+    dpacked = gpu_ops.swiglu_backward(dy, packed, **backend)
+    assert dpacked.shape == packed.shape
+    dgate, dup = gpu_ops.swiglu_backward(dy, gate, up, **backend)
+    assert dpacked.tobytes() == np.concatenate([dgate, dup], axis=-1).tobytes()
+    check_backward(dpacked, dy, packed, None, "silu")
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 0, 4)], ids=str)
+def test_empty(backend, dtype, shape):
+    x = np.zeros(shape, dtype)
+    assert gpu_ops.swiglu(x, x, **backend).shape == shape
+    assert [g.shape for g in gpu_ops.swiglu_backward(x, x, x, **backend)] == [shape, shape]
+
+
+def views(x):
+    """The same values behind other strides."""
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 3), x.dtype)
+    wide[..., : x.shape[-1]] = x
+    yield "rows apart", wide[..., : x.shape[-1]]
+    wide[..., : 2 * x.shape[-1] : 2] = x
+    yield "every other column", wide[..., : 2 * x.shape[-1] : 2]
+    yield "reversed columns", x[..., ::-1].copy()[..., ::-1]
+    yield "reversed rows", x[::-1].copy()[::-1]
+    yield "transposed", x.swapaxes(0, 1).copy().swapaxes(0, 1)
+    yield "column-major", np.asfortranarray(x)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    yield "read-only", frozen
+
+
+def test_any_strides(backend, dtype, rng):
+    gate, up, dy = (random(rng, (4, 3, 130), dtype) for _ in range(3))
+    want = gpu_ops.swiglu(gate, up, **backend).tobytes()
+    want_dgate, want_dup = gpu_ops.swiglu_backward(dy, gate, up, **backend)
+    for (name, g), (_, u), (_, d) in zip(views(gate), views(up), views(dy), strict=True):
+        assert gpu_ops.swiglu(g, up, **backend).tobytes() == want, name
+        assert gpu_ops.swiglu(gate, u, **backend).tobytes() == want, name
+        dgate, dup = gpu_ops.swiglu_backward(d, g, u, **backend)
+        assert (dgate.tobytes(), dup.tobytes()) == (want_dgate.tobytes(), want_dup.tobytes()), name
+
+
+def test_broadcast_views_are_read_right(backend, dtype, rng):
+    gate, one_row = random(rng, (5, 40), dtype), random(rng, (1, 40), dtype)
+    up = np.broadcast_to(one_row, gate.shape)
+    assert (
+        gpu_ops.swiglu(gate, up, **backend).tobytes() == gpu_ops.swiglu(gate, up.copy(), **backend).tobytes()
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_out_and_in_place(backend, dtype, activation, rng):
+    gate, up = random(rng, (6, 1001), dtype, 2), random(rng, (6, 1001), dtype)
+    want = gpu_ops.swiglu(gate, up, activation=activation, **backend)
+    buffer = np.full((6, 1200), 7, dtype)
+    for out in (np.empty_like(gate), buffer[:, 100:1101]):
+        assert gpu_ops.swiglu(gate, up, activation=activation, out=out, **backend) is out
+        assert out.tobytes() == want.tobytes()
+    assert (buffer[:, :100] == 7).all()
+    assert (buffer[:, 1101:] == 7).all()
+
+    same_object = gate.copy()
+    assert gpu_ops.swiglu(same_object, up, activation=activation, out=same_object, **backend) is same_object
+    assert same_object.tobytes() == want.tobytes()
+    other_object = gate.copy()
+    gpu_ops.swiglu(other_object, up, activation=activation, out=other_object[:], **backend)
+    assert other_object.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward_out_and_in_place(backend, dtype, activation, rng):
+    dy, gate, up = (random(rng, (6, 1001), dtype) for _ in range(3))
+    options = {"activation": activation, **backend}
+    want = [g.tobytes() for g in gpu_ops.swiglu_backward(dy, gate, up, **options)]
+    halves = np.empty((6, 2002), dtype)
+    for out in ((np.empty_like(gate), np.empty_like(up)), (halves[:, :1001], halves[:, 1001:])):
+        assert gpu_ops.swiglu_backward(dy, gate, up, out=out, **options) is out
+        assert [g.tobytes() for g in out] == want
+    g, u = gate.copy(), up.copy()
+    gpu_ops.swiglu_backward(dy, g, u, out=(g, u), **options)
+    assert [g.tobytes(), u.tobytes()] == want
+    g = gate.copy()
+    dup = np.empty_like(up)
+    gpu_ops.swiglu_backward(dy, g, up, out=(g[:], dup), **options)
+    assert [g.tobytes(), dup.tobytes()] == want
+    packed = np.concatenate([gate, up], axis=-1)
+    gpu_ops.swiglu_backward(dy, packed, out=packed, **options)
+    assert (
+        packed.tobytes()
+        == np.concatenate([np.frombuffer(b, dtype).reshape(6, -1) for b in want], -1).tobytes()
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_limits(backend, dtype, activation):
+    largest = float(np.finfo(np.float32).max) if dtype != np.float16 else 65504.0
+    large = np.array([-np.inf, -largest, -1000.0, 1000.0, largest, np.inf, np.nan], np.float64).astype(dtype)
+    with np.errstate(over="ignore"):
+        values = np.tile(large, 40)  # long enough for vector code and its remainder
+        large = values.astype(np.float64)
+    ones = np.ones_like(values)
+    y = gpu_ops.swiglu(values, ones, activation=activation, **backend).astype(np.float64)
+    np.testing.assert_array_equal(y, np.where(large < 0, -0.0, large))
+    assert np.signbit(y[large < 0]).all()
+    dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation=activation, **backend)
+    np.testing.assert_array_equal(dgate.astype(np.float64), np.where(np.isnan(large), np.nan, large > 0))
+    np.testing.assert_array_equal(dup.astype(np.float64), y)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_accuracy_over_the_whole_range(activation):
+    """float32 against float64 on a fine grid: within 2e-7 absolute, or a few units in the last place."""
+    gate = np.linspace(-30, 30, 40_001).astype(np.float32)
+    ones = np.ones_like(gate)
+    y = gpu_ops.swiglu(gate, ones, activation=activation, backend="numba").astype(np.float64)
+    want = reference.swiglu(gate, ones, activation=activation, precision="float64")
+    assert np.abs(y - want).max() <= 4 * 2.0**-24 * 30
+    assert np.abs(y - want)[np.abs(gate) < 4].max() < 4e-7
+    dgate, _ = gpu_ops.swiglu_backward(ones, gate, ones, activation=activation, backend="numba")
+    want, _ = reference.swiglu_backward(ones, gate, ones, activation=activation, precision="float64")
+    assert np.abs(dgate - want).max() < 1e-6
+    gate = gate.astype(np.float64)
+    y = gpu_ops.swiglu(gate, np.ones_like(gate), activation=activation, backend="numba")
+    want = reference.swiglu(gate, np.ones_like(gate), activation=activation)
+    np.testing.assert_allclose(y, want, rtol=1e-13, atol=1e-16)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    a=st.floats(-4, 4, width=32),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),
+    seed=st.integers(0, 2**31),
+    activation=st.sampled_from(ACTIVATIONS),
+)
+def test_linear_in_up_and_in_dy(a, shape, seed, activation):
+    """y(gate, up + a v) = y(gate, up) + a y(gate, v); likewise both gradients in dy."""
+    rng = np.random.default_rng(seed)
+    gate, up, v = (rng.standard_normal(shape) for _ in range(3))
+
+    def forward(u):
+        return gpu_ops.swiglu(gate, u, activation=activation)
+
+    def backward(dy):
+        return np.stack(gpu_ops.swiglu_backward(dy, gate, up, activation=activation))
+
+    for f in (forward, backward):
+        np.testing.assert_allclose(f(up + a * v), f(up) + a * f(v), rtol=1e-10, atol=1e-10)
+
+
+def test_gelu_symmetry(backend, dtype, rng):
+    """gelu(g) - gelu(-g) = g exactly holds for both forms of gelu; for silu as well."""
+    gate = random(rng, (1, 500), dtype)
+    ones = np.ones_like(gate)
+    for activation in ACTIVATIONS:
+        plus, minus = (
+            gpu_ops.swiglu(g, ones, activation=activation, **backend).astype(np.float64)
+            for g in (gate, -gate)
+        )
+        resolution = (
+            float(np.finfo(np.float64).eps)
+            if dtype == np.float64
+            else float(np.spacing(np.ones(1, dtype))[0])
+        )
+        np.testing.assert_allclose(plus - minus, gate.astype(np.float64), atol=8 * resolution)
+
+
+def test_torch_agrees():
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: pip install torch (CPU build) runs this"
+    )
+    generator = torch.Generator().manual_seed(0)
+    gate, up, dy = (torch.randn(9, 77, generator=generator, dtype=torch.float64) for _ in range(3))
+    functional = torch.nn.functional
+    acts = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+    }
+    for activation, act in acts.items():
+        g, u = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        (act(g) * u).backward(dy)
+        y = gpu_ops.swiglu(gate, up, activation=activation)
+        assert isinstance(y, torch.Tensor)
+        torch.testing.assert_close(y, act(gate) * up, rtol=1e-12, atol=1e-13)
+        dgate, dup = gpu_ops.swiglu_backward(dy, gate, up, activation=activation)
+        torch.testing.assert_close(dgate, g.grad, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(dup, u.grad, rtol=1e-12, atol=1e-13)
+    y = gpu_ops.swiglu(gate.bfloat16(), up.bfloat16())
+    assert y.dtype == torch.bfloat16
+
+
+X, ODD = np.ones((2, 4), np.float32), np.ones((2, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, ODD), {}, ShapeError, r"up has shape \(2, 5\), expected exactly \(2, 4\)"),
+        ((ODD,), {}, ShapeError, "must be even"),
+        ((np.ones((), np.float32), np.ones((), np.float32)), {}, ShapeError, "no axes"),
+        ((X, X.astype(np.float16)), {}, DTypeError, "up is float16 but gate is float32"),
+        ((X.astype(np.int32), X.astype(np.int32)), {}, DTypeError, "gate is int32"),
+        (([[1.0, 2.0]],), {}, DTypeError, "list"),
+        ((X, X), {"activation": "silo"}, OptionError, "did you mean 'silu'"),
+        ((X, X), {"activation": None}, OptionError, "activation=None"),
+        ((X, X), {"out": ODD.copy()}, ShapeError, r"out has shape \(2, 5\)"),
+        ((X,), {"out": X.copy()}, ShapeError, r"expected exactly \(2, 2\)"),
+        ((X, X), {"out": np.zeros((2, 4))}, DTypeError, "out is float64"),
+        ((X, X), {"backend": "cuda"}, OptionError, "backend"),
+        ((X, X), {"device": "tpu"}, OptionError, "device"),
+    ],
+)
+def test_mistakes(arguments, options, error, message):
+    out = options.get("out")
+    before = None if out is None else out.copy()
+    with pytest.raises(error, match=message):
+        gpu_ops.swiglu(*arguments, **options)
+    if out is not None:
+        np.testing.assert_array_equal(out, before)
+
+
+def test_mistaken_overlaps():
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises(ShapeError, match="shares memory with up"):
+        gpu_ops.swiglu(x[:2], x[2:], out=x[2:])
+    with pytest.raises(ShapeError, match="shares memory with gate"):
+        gpu_ops.swiglu(x[1:3], np.ones((2, 8), np.float32), out=x[:2])
+    with pytest.raises(ShapeError, match="shares memory with gate"):
+        gpu_ops.swiglu(x, out=x[:, :4])
+    dy, gate, up, out = (np.ones((2, 8), np.float32) for _ in range(4))
+    with pytest.raises(ShapeError, match="shares memory with dy"):
+        gpu_ops.swiglu_backward(dy, gate, up, out=(dy, out))
+    with pytest.raises(ShapeError, match=r"shares memory with out\[0\]"):
+        gpu_ops.swiglu_backward(dy, gate, up, out=(out, out))
+    with pytest.raises(ShapeError, match="shares memory with gate"):
+        gpu_ops.swiglu_backward(dy, gate, up, out=(out, gate))
+    with pytest.raises(OptionError, match="pair of arrays"):
+        gpu_ops.swiglu_backward(dy, gate, up, out=out)
+    with pytest.raises(ShapeError, match="dy has shape"):
+        gpu_ops.swiglu_backward(dy[:1], gate, up)
+    for x in (dy, gate, up, out):
+        np.testing.assert_array_equal(x, 1)
+
+
+def test_device_without_a_backend_is_named():
+    with pytest.raises((DeviceError, OptionError), match="cuda"):
+        gpu_ops.swiglu(X, X, device="cuda")
+
+
+def test_explain_tells_what_runs():
+    plan = str(gpu_ops.explain("swiglu", np.ones((3, 8), np.float32), activation="gelu"))
+    assert "3 rows of 4 float32, gelu" in plan
+    assert "backend numba" in plan
