@@ -1,0 +1,107 @@
+"""cos and sin for ``rope``: made on the host in float64, kept between calls.
+
+A table has one row per position and one column per frequency. Counting positions (0, 1, 2, ...) share one
+table that grows by doubling, so a prefill, its decode steps and every layer of a model use the same one. Far
+apart or negative positions get a table of just the rows they need.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.arrays import Array
+
+__all__ = ["clear_rope_tables", "rope_tables"]
+
+Table: TypeAlias = tuple[Array, Array]
+
+_BUDGET = 64 << 20  # bytes kept: two models' tables for 65536 positions of 128 components in float32
+_BLOCK = 256
+
+_lock = threading.Lock()
+_kept: OrderedDict[tuple[bytes, float, str], Table] = OrderedDict()
+
+
+def rope_tables(
+    positions: npt.NDArray[np.int64], inv_freq: Array, attention_factor: float, dtype: npt.DTypeLike
+) -> tuple[Array, Array, npt.NDArray[np.int64]]:
+    """``cos``, ``sin`` of shape (rows, frequencies) and, shaped like ``positions``, the row of each position.
+
+    ``dtype`` float32 or float64 is what the tables are rounded to; angles are float64.
+    """
+    if positions.size == 0:
+        empty = np.empty((0, len(inv_freq)), dtype)
+        return empty, empty, positions
+    first, last = int(positions.min()), int(positions.max())
+    key = (inv_freq.tobytes(), attention_factor, np.dtype(dtype).str)
+    with _lock:
+        kept = _kept.get(key)
+        if kept is not None:
+            _kept.move_to_end(key)
+    if first >= 0 and kept is not None and last < len(kept[0]):
+        return *kept, positions
+    # 4: a table somewhat longer than needed now is likely to be wanted later; one far longer is a waste
+    if first >= 0 and last < 4 * max(positions.size, _BLOCK):
+        length = 1 << last.bit_length()  # the next power of two that is > last
+        row_bytes = 2 * len(inv_freq) * np.dtype(dtype).itemsize
+        if length * row_bytes <= _BUDGET:
+            table = _count_up(length, inv_freq, attention_factor, dtype)
+            _keep(key, table)
+        else:
+            table = _count_up(last + 1, inv_freq, attention_factor, dtype)
+        return *table, positions
+    distinct, rows = np.unique(positions, return_inverse=True)
+    cos, sin = _direct(distinct, inv_freq, attention_factor, dtype)
+    return cos, sin, rows.reshape(positions.shape).astype(np.int64, copy=False)
+
+
+def clear_rope_tables() -> None:
+    """Forget all kept tables."""
+    with _lock:
+        _kept.clear()
+
+
+def _keep(key: tuple[bytes, float, str], table: Table) -> None:
+    with _lock:
+        _kept[key] = table
+        _kept.move_to_end(key)
+        total = sum(cos.nbytes + sin.nbytes for cos, sin in _kept.values())
+        while total > _BUDGET:
+            _, (cos, sin) = _kept.popitem(last=False)
+            total -= cos.nbytes + sin.nbytes
+
+
+def _direct(positions: Array, inv_freq: Array, factor: float, dtype: npt.DTypeLike) -> Table:
+    cos = np.empty((len(positions), len(inv_freq)), dtype)
+    sin = np.empty_like(cos)
+    for start in range(0, len(positions), _BLOCK):  # by blocks: the float64 angles stay in the cache
+        block = slice(start, start + _BLOCK)
+        angles = positions[block, None] * inv_freq
+        cos[block] = factor * np.cos(angles)
+        sin[block] = factor * np.sin(angles)
+    return cos, sin
+
+
+def _count_up(length: int, inv_freq: Array, factor: float, dtype: npt.DTypeLike) -> Table:
+    """Positions 0 .. length - 1."""
+    if np.dtype(dtype) == np.float64:
+        return _direct(np.arange(length), inv_freq, factor, dtype)
+    # exp(i (start + j) f) = exp(i start f) exp(i j f): a product instead of two calls, five times faster,
+    # with a few units of 1e-16 of error that the rounding to float32 hides
+    cos = np.empty((length, len(inv_freq)), dtype)
+    sin = np.empty_like(cos)
+    starts = np.arange(0, length, _BLOCK)
+    turn_start = np.exp(1j * starts[:, None] * inv_freq)
+    turn_j = factor * np.exp(1j * np.arange(_BLOCK)[:, None] * inv_freq)
+    turn = np.empty_like(turn_j)
+    for start, at_start in zip(starts, turn_start, strict=True):
+        n = min(_BLOCK, length - start)
+        np.multiply(turn_j, at_start, out=turn)
+        cos[start : start + n] = turn.real[:n]
+        sin[start : start + n] = turn.imag[:n]
+    return cos, sin

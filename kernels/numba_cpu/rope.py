@@ -1,0 +1,190 @@
+"""RoPE on the CPU: one pass over q and k, in place or not, forward and (with the opposite sign) backward.
+
+Per token: ``2 * (nheads + nheads_kv) * head_dim`` elements read or written and one row of the cos and sin
+tables read, which the heads of the token share. Memory bound: 6 flops per pair.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+
+Array = np.ndarray[Any, Any]
+
+
+def config(inputs: list[Array]) -> str:
+    return f"{_tokens_per_task(inputs)} tokens per task"
+
+
+def rope(
+    inputs: list[Array],
+    outputs: list[Array],
+    cos: Array,
+    sin: Array,
+    rows: Array,
+    *,
+    rotary_dim: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> None:
+    """Rotate one or two arrays (batch, seqlen, nheads, head_dim), which differ in nheads alone.
+
+    ``cos``, ``sin``: (positions, rotary_dim / 2) in the computing type; ``rows`` (batch or 1, seqlen): which
+    row of them each token takes. An output may be its input exactly, else they do not overlap.
+    """
+    q, q_out = inputs[0], outputs[0]
+    # without k: q with no heads
+    k, k_out = (inputs[1], outputs[1]) if len(inputs) == 2 else (q[:, :, :0], q_out[:, :, :0])
+    n_tokens = q.shape[0] * q.shape[1]
+    chunk = _tokens_per_task(inputs)
+    launch(
+        rope_rotate[q.dtype.name],
+        -(-n_tokens // chunk),
+        chunk,
+        bits(q),
+        bits(q_out),
+        bits(k),
+        bits(k_out),
+        cos,
+        sin,
+        np.broadcast_to(rows, q.shape[:2]),
+        rotary_dim,
+        interleaved,
+        conjugate,
+        _same_memory(q, q_out),
+        _same_memory(k, k_out),
+        # follow memory: in (batch, nheads, seqlen, head_dim) arrays the tokens of one head are neighbours
+        abs(q_out.strides[1]) < abs(q_out.strides[2]),
+    )
+
+
+def _tokens_per_task(inputs: list[Array]) -> int:
+    batch, seqlen, _, head_dim = inputs[0].shape
+    return items_per_task(batch * seqlen, sum(x.shape[2] for x in inputs) * head_dim)
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+
+
+def _signature(dtype: str) -> tuple[types.Type, ...]:
+    table = types.Array(compute(dtype), 2, "C", readonly=True)
+    return (
+        types.int64,
+        read(dtype, 4),
+        write(dtype, 4),
+        read(dtype, 4),
+        write(dtype, 4),
+        table,
+        table,
+        types.Array(types.int64, 2, "A", readonly=True),
+        types.int64,
+        *(types.boolean,) * 5,
+    )
+
+
+@kernel(_signature)
+def rope_rotate(
+    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate,
+    q_in_place, k_in_place, heads_outer,
+):  # fmt: skip
+    n_tokens = q.shape[0] * q.shape[1]
+    task = claim(state)
+    while task < n_tasks:
+        first = task * chunk
+        count = min(chunk, n_tokens - first)
+        rotate_tokens(
+            q,
+            q_out,
+            cos,
+            sin,
+            rows,
+            first,
+            count,
+            rotary_dim,
+            interleaved,
+            conjugate,
+            q_in_place,
+            heads_outer,
+        )
+        rotate_tokens(
+            k,
+            k_out,
+            cos,
+            sin,
+            rows,
+            first,
+            count,
+            rotary_dim,
+            interleaved,
+            conjugate,
+            k_in_place,
+            heads_outer,
+        )
+        task = claim(state)
+
+
+@njit
+def rotate_tokens(
+    x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, in_place, heads_outer
+):
+    """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen."""
+    seqlen, nheads = x.shape[1], x.shape[2]
+    b = b_first = first // seqlen
+    s = s_first = first % seqlen
+    h = 0
+    done = 0  # tokens of this head so far, when heads are the outer loop
+    for _ in range(count * nheads):
+        c = read_row(cos, (rows[b, s],))
+        sn = read_row(sin, (rows[b, s],))
+        target = write_row(out, (b, s, h))
+        if in_place:
+            # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
+            rotate(target, target, c, sn, rotary_dim, interleaved, conjugate)
+        else:
+            source = read_row(x, (b, s, h))
+            rotate(source, target, c, sn, rotary_dim, interleaved, conjugate)
+            for i in range(rotary_dim, len(source)):
+                target[i] = source[i]
+        next_token = True
+        if heads_outer:
+            done += 1
+            if done == count:
+                done, b, s, h = 0, b_first, s_first, h + 1
+                next_token = False
+        else:
+            h += 1
+            next_token = h == nheads
+            h = 0 if next_token else h
+        if next_token:
+            s += 1
+            if s == seqlen:
+                s = 0
+                b += 1
+
+
+@njit(inline="always")
+def rotate(x, y, cos, sin, rotary_dim, interleaved, conjugate):
+    """One head of one token."""
+    half = np.uintp(rotary_dim // 2)  # unsigned: an index that cannot be negative needs no wrap-around test
+    two = np.uintp(2)
+    one = np.uintp(1)
+    sign = cos.dtype.type(-1.0 if conjugate else 1.0)
+    if interleaved:
+        for i in range(half):
+            x1, x2 = load(x, two * i), load(x, two * i + one)
+            c, s = cos[i], sign * sin[i]
+            store(y, two * i, x1 * c - x2 * s)
+            store(y, two * i + one, x2 * c + x1 * s)
+    else:
+        for i in range(half):
+            x1, x2 = load(x, i), load(x, half + i)
+            c, s = cos[i], sign * sin[i]
+            store(y, i, x1 * c - x2 * s)
+            store(y, half + i, x2 * c + x1 * s)
