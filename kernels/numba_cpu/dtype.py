@@ -62,7 +62,8 @@ def _row(x: Any, index: Any, readonly: bool) -> Any:
         )
         return result._getvalue()
 
-    return signature(view, x, index), codegen
+    indices = types.UniTuple(types.intp, x.ndim - 1) if x.ndim > 1 else index
+    return signature(view, x, indices), codegen
 
 
 @intrinsic

@@ -43,6 +43,16 @@ def exp(x):
     raise TypeError("compiled code only")
 
 
+def tanh(x):
+    """Hyperbolic tangent of float32 or float64, small results to full relative accuracy."""
+    raise TypeError("compiled code only")
+
+
+@overload(tanh)
+def _tanh(x):
+    return (lambda x: tanh_float64(x)) if x == types.float64 else (lambda x: tanh_float32(x))
+
+
 @overload(exp2)
 def _exp2(x):
     return (lambda x: exp2_float64(x)) if x == types.float64 else (lambda x: exp2_float32(x))
@@ -140,3 +150,26 @@ def exp_float64(x):
     p = p * r + 1.0
     p = p * r + 1.0
     return _scale64(p, rounded)
+
+
+@njit
+def tanh_float32(x):
+    z = x * x  # odd series below 0.625, where 1 - 2 / (e^2x + 1) would cancel
+    p = np.float32(-5.70498872745e-3)
+    p = p * z + np.float32(2.06390887954e-2)
+    p = p * z + np.float32(-5.37397155531e-2)
+    p = p * z + np.float32(1.33314422036e-1)
+    p = p * z + np.float32(-3.33332819422e-1)
+    small = x + x * z * p
+    large = np.float32(1.0) - np.float32(2.0) / (exp_float32(np.float32(2.0) * x) + np.float32(1.0))
+    return small if z < np.float32(0.390625) else large
+
+
+@njit
+def tanh_float64(x):
+    z = x * x
+    p = (-0.964399179425052238628 * z - 99.2877231001918586564) * z - 1614.68768441708447952
+    q = ((z + 112.811678491632931402) * z + 2235.48839060100448583) * z + 4844.06305325125486048
+    small = x + x * z * (p / q)
+    large = 1.0 - 2.0 / (exp_float64(2.0 * x) + 1.0)
+    return small if z < 0.390625 else large

@@ -1,0 +1,272 @@
+"""The steps of one attention tile, shared by the forward and the backward kernel.
+
+Queries lie in the vector lanes, keys in the rows:
+
+                     block_m queries (lanes)
+                   +-------------------------+
+    block_n keys   |  S^T = K Q^T, then P^T  |     K and V tiles are used as they lie;
+                   +-------------------------+     only Q is transposed, once per block
+    head_dim_v     |  O^T += V^T P^T         |
+                   +-------------------------+
+
+so that the running maximum, the sum and exp2 are vertical operations, and P^T is already the operand
+of the second product. A lane is one (head, query) pair: with few queries per head the heads of a GQA
+group lie side by side and share every key that is read.
+
+Scores are kept in base 2 (softmax_scale * log2 e is folded into Q), -inf where masked.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic
+
+from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
+from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
+TINY = 1e-37
+LOWEST = -2.3e38  # times log2 e still finite in float32: a very negative finite bias is not a mask
+
+
+class Call(NamedTuple):
+    """Sizes and options of one call. ``heads`` is per row group: 1, or nheads / nheads_kv when packed."""
+
+    batch: int
+    nheads: int
+    nheads_kv: int
+    heads: int
+    head_dim: int
+    head_dim_v: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    block_m: int
+    block_n: int
+    n_splits: int  # parts of the work of one (batch, group): key ranges forward, query blocks backward
+    left: int
+    right: int
+    page_size: int  # 0: contiguous keys
+    block_q: int  # of the block mask, 0: none
+    block_k: int
+    packed: bool  # sequences laid end to end: the batch axis of the arrays has length 1
+    has_alibi: bool
+    has_bias: bool
+    has_sinks: bool
+    scale: float
+    softcap: float
+
+
+_TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
+CALL = types.NamedTuple([_TYPE[kind] for kind in Call.__annotations__.values()], Call)
+
+
+@intrinsic
+def scratch(typingctx, rows, columns, of):
+    """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous."""
+    array = types.Array(of, 2, "C")
+    size = of.bitwidth // 8
+
+    def allocate(n, m):
+        flat = np.empty(n * m * size + 64, np.uint8)
+        start = (-flat.ctypes.data) % 64
+        return flat[start : start + n * m * size]
+
+    def codegen(context, builder, sig, args):
+        flat_type = types.Array(types.uint8, 1, "C")
+        flat = context.compile_internal(
+            builder, allocate, signature(flat_type, types.int64, types.int64), args[:2]
+        )
+        source = context.make_array(flat_type)(context, builder, flat)
+        result = context.make_array(array)(context, builder)
+        from numba.np.arrayobj import populate_array
+
+        width = context.get_constant(types.intp, size)
+        populate_array(
+            result,
+            data=builder.bitcast(source.data, result.data.type),
+            shape=list(args[:2]),
+            strides=[builder.mul(args[1], width), width],
+            itemsize=width,
+            meminfo=source.meminfo,
+        )
+        return result._getvalue()
+
+    return signature(array, types.int64, types.int64, of), codegen
+
+
+@njit
+def round_up(n, step):
+    return (n + step - 1) // step * step
+
+
+@njit
+def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
+    """Fill the lanes of a row block; returns (lanes used, first and last key that any lane sees).
+
+    Row r of a group is head r // q_len, query r % q_len. Lane c sees keys low[c]..high[c].
+    """
+    first_row = block * call.block_m
+    n = min(call.block_m, call.heads * q_len - first_row)
+    offset = k_len - q_len  # the last query sits on the last key
+    first, last = k_len, -1
+    for c in range(n):
+        r = first_row + c
+        i = r % q_len
+        head[c] = group * call.heads + r // q_len
+        query[c] = i
+        low[c] = max(i + offset - call.left, 0)
+        high[c] = min(i + offset + call.right, k_len - 1)
+        if low[c] <= high[c]:
+            first = min(first, low[c])
+            last = max(last, high[c])
+    for c in range(n, call.block_m):  # lanes without a query: computed along, never stored
+        low[c], high[c] = 0, k_len
+        head[c], query[c] = head[0], query[0]
+    return n, first, last
+
+
+@njit
+def pack_lanes(dst, x, call, b, q_start, n, width, head, query, dim, scale):
+    """dst[d, c] = scale * x[query c, d]: the transposed operand; zero in unused lanes."""
+    kb = 0 if call.packed else b
+    for c in range(width):
+        if c < n:
+            source = read_row(x, (kb, q_start + query[c], head[c]))
+            for d in range(dim):
+                dst[d, c] = load(source, d) * scale
+        else:
+            for d in range(dim):
+                dst[d, c] = 0
+
+
+@njit
+def pack_keys(dst, x, table, call, b, k_start, head_kv, first, n, dim):
+    """dst[j, d] = x[key first + j, d], zero to the end of the padded tile. True if all are finite."""
+    padded = dst.shape[1]
+    bad = like(dst[0, 0], 0.0)
+    for j in range(n):
+        key = first + j
+        if call.page_size > 0:
+            source = read_row(x, (table[b, key // call.page_size], key % call.page_size, head_kv))
+        else:
+            source = read_row(x, (0 if call.packed else b, k_start + key, head_kv))
+        row = dst[j]
+        for d in range(dim):
+            row[d] = load(source, d)
+        for d in range(dim, padded):
+            row[d] = 0
+    for j in range(n, min(round_up(n, 8), dst.shape[0])):
+        for d in range(padded):
+            dst[j, d] = 0
+    for j in range(n):
+        row = dst[j]
+        for d in range(dim):
+            bad += row[d] * like(bad, 0.0)  # 0, or NaN from a NaN or an infinity
+    return bad == 0
+
+
+@njit
+def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi, bias):
+    """softcap, ALiBi and bias on scores in natural units; leaves them in base 2."""
+    if call.softcap > 0:
+        cap = like(s[0, 0], call.softcap)
+        inverse = like(s[0, 0], 1.0 / call.softcap)
+        for j in range(n):
+            row = s[j]
+            for c in range(width):
+                row[c] = cap * tanh(row[c] * inverse)
+    if call.has_alibi:
+        for c in range(lanes):
+            slope = alibi[b, head[c]]
+            position = query[c] + offset - first
+            for j in range(n):
+                s[j, c] -= like(s[0, 0], slope * abs(position - j))
+    if call.has_bias:
+        for c in range(lanes):
+            source = read_row(bias, (b, head[c], query[c]))
+            for j in range(n):
+                add = load(source, first + j)
+                total = s[j, c] + add
+                lowest = like(total, LOWEST)
+                s[j, c] = lowest if total < lowest and add != -np.inf else total
+    log2e = like(s[0, 0], LOG2E)
+    for j in range(n):
+        row = s[j]
+        for c in range(width):
+            row[c] *= log2e
+
+
+@njit
+def mask_scores(s, first, n, width, low, high):
+    """-inf where lane c does not see key first + j."""
+    for j in range(n):
+        row = s[j]
+        key = np.int32(first + j)
+        for c in range(width):
+            row[c] = row[c] if low[c] <= key and key <= high[c] else -np.inf
+
+
+@njit
+def block_visibility(visible, call, b, key, lanes, head, query):
+    """How a block mask treats one block of keys: 0 no lane sees it, 1 some lanes, 2 all."""
+    seen = 0
+    for c in range(lanes):
+        seen += visible[b, head[c], query[c] // call.block_q, key // call.block_k]
+    return 0 if seen == 0 else (2 if seen == lanes else 1)
+
+
+@njit
+def mask_block(s, visible, call, b, key, n, lanes, head, query):
+    for c in range(lanes):
+        if not visible[b, head[c], query[c] // call.block_q, key // call.block_k]:
+            for j in range(n):
+                s[j, c] = -np.inf
+
+
+@njit
+def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, careful):
+    """S^T becomes P^T = exp2(S - max); maxima, sums and the factor alpha for older results move along.
+
+    Returns whether any alpha differs from 1. ``careful``: no visible key gets weight 0, so that its
+    non-finite value shows.
+    """
+    for c in range(width):
+        tile_max[c] = row_max[c]
+    for j in range(n):
+        row = s[j]
+        for c in range(width):
+            tile_max[c] = row[c] if row[c] > tile_max[c] else tile_max[c]
+    grown = 0
+    for c in range(width):
+        new = tile_max[c]
+        safe = new if new != -np.inf else like(new, 0.0)  # nothing seen yet: keep -inf - -inf away
+        alpha[c] = exp2(row_max[c] - safe)
+        grown += new != row_max[c]
+        row_sum[c] *= alpha[c]
+        row_max[c] = new
+        tile_max[c] = safe
+    for j in range(n):
+        row = s[j]
+        for c in range(width):
+            p = exp2(row[c] - tile_max[c])
+            if careful:
+                p = like(p, TINY) if p < like(p, TINY) and row[c] != -np.inf else p
+            row[c] = p
+            row_sum[c] += p
+    return grown > 0
+
+
+@njit
+def gemm_careful(c, ldc, a, lda, b, ldb, m, n, k):
+    """C[m, n] += A[k, m] B[k, n] without the terms whose factor B is 0: there A may be NaN or inf."""
+    for kk in range(k):
+        for j in range(n):
+            weight = b[kk, j]
+            if weight != 0:
+                for i in range(m):
+                    c[i, j] += a[kk, i] * weight

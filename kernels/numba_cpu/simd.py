@@ -1,0 +1,174 @@
+"""Vector code as LLVM IR: the matrix-product micro-kernels that Numba's loops cannot express.
+
+A micro-kernel keeps a tile of C in registers (an array in a Numba loop lives in memory):
+
+                    n: NV vectors of LANES
+                  +--------+--------+
+    MR rows of A  |  acc   |  acc   |    per step k: NV loads of B, MR broadcasts of A, MR * NV
+    (broadcast)   |  ...   |  ...   |    fused multiply-adds; C is touched once, at the end
+                  +--------+--------+
+
+Two forms differ in where A's elements lie, so that no operand is ever transposed in memory:
+
+    gemm_rows     C[m, n] (+)= sum_k A[m, k] B[k, n]
+    gemm_columns  C[m, n] (+)= sum_k A[k, m] B[k, n]
+
+Vectors are as wide as Numba's own target (not only the host, so NUMBA_CPU_NAME agrees).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.core.cgutils import get_or_insert_function
+from numba.core.registry import cpu_target
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic, overload
+
+FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
+MR = 8 if VECTOR_BYTES == 64 else 4  # MR * 2 accumulators: half of the registers each width has
+MAX_LANES = VECTOR_BYTES // 4
+
+_I64 = ir.IntType(64)
+_IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+
+
+def lanes(x):
+    """Elements of 1-D array ``x`` in one vector."""
+    raise TypeError("compiled code only")
+
+
+@overload(lanes)
+def _lanes(x):
+    width = VECTOR_BYTES // (x.dtype.bitwidth // 8)
+    return lambda x: width
+
+
+def _splat(b: Any, scalar: Any, width: int) -> Any:
+    vector = ir.VectorType(scalar.type, width)
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width))
+
+
+def _fma(b: Any, x: Any, y: Any, total: Any) -> Any:
+    # fmuladd: one instruction where the CPU has it, multiply and add (not a library call) elsewhere
+    kind = "f64" if x.type.element == ir.DoubleType() else "f32"
+    name = f"llvm.fmuladd.v{x.type.count}{kind}"
+    function = get_or_insert_function(b.module, ir.FunctionType(x.type, [x.type] * 3), name)
+    return b.call(function, [x, y, total])
+
+
+def _micro(columns: bool, nv: int) -> Any:
+    """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements."""
+
+    @intrinsic
+    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate):
+        element = _IR[c.dtype]
+        width = VECTOR_BYTES // (c.dtype.bitwidth // 8)
+        align = c.dtype.bitwidth // 8
+        vector = ir.VectorType(element, width)
+
+        def codegen(context, builder, sig, args):
+            def base(index: int) -> Any:
+                array = context.make_array(sig.args[index])(context, builder, args[index])
+                return builder.gep(array.data, [args[index + 1]])
+
+            pc, pa, pb = base(0), base(3), base(6)
+            ldc_, lda_, ldb_, k_, accumulate_ = args[2], args[5], args[8], args[9], args[10]
+            number = lambda value: ir.Constant(_I64, value)  # noqa: E731
+            tile = [(m, n) for m in range(MR) for n in range(nv)]
+            rows = [builder.mul(lda_, number(m)) for m in range(MR)]
+
+            entry = builder.block
+            loop = builder.append_basic_block("k.loop")
+            done = builder.append_basic_block("k.done")
+            zero = ir.Constant(vector, [0.0] * width)
+            builder.cbranch(builder.icmp_signed(">", k_, number(0)), loop, done)
+
+            builder.position_at_end(loop)
+            kk = builder.phi(_I64)
+            acc = [builder.phi(vector) for _ in tile]
+            kk.add_incoming(number(0), entry)
+            row_b = builder.gep(pb, [builder.mul(kk, ldb_)])
+            vb = [
+                builder.load(
+                    builder.bitcast(builder.gep(row_b, [number(n * width)]), vector.as_pointer()), align=align
+                )
+                for n in range(nv)
+            ]
+            if columns:
+                row_a = builder.gep(pa, [builder.mul(kk, lda_)])
+                pointers = [builder.gep(row_a, [number(m)]) for m in range(MR)]
+            else:
+                at_k = builder.gep(pa, [kk])
+                pointers = [builder.gep(at_k, [rows[m]]) for m in range(MR)]
+            va = [_splat(builder, builder.load(p), width) for p in pointers]
+            new = [_fma(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)]
+            following = builder.add(kk, number(1))
+            end = builder.block
+            kk.add_incoming(following, end)
+            for phi, value in zip(acc, new, strict=True):
+                phi.add_incoming(zero, entry)
+                phi.add_incoming(value, end)
+            builder.cbranch(builder.icmp_signed("<", following, k_), loop, done)
+
+            builder.position_at_end(done)
+            result = [builder.phi(vector) for _ in tile]
+            for phi, value in zip(result, new, strict=True):
+                phi.add_incoming(zero, entry)
+                phi.add_incoming(value, end)
+            targets = [
+                builder.bitcast(
+                    builder.gep(pc, [builder.add(builder.mul(ldc_, number(m)), number(n * width))]),
+                    vector.as_pointer(),
+                )
+                for m, n in tile
+            ]
+            with builder.if_else(accumulate_) as (add, replace):
+                with add:
+                    for pointer, value in zip(targets, result, strict=True):
+                        total = builder.fadd(builder.load(pointer, align=align), value)
+                        builder.store(total, pointer, align=align)
+                with replace:
+                    for pointer, value in zip(targets, result, strict=True):
+                        builder.store(value, pointer, align=align)
+            return context.get_dummy_value()
+
+        i = types.int64
+        return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean), codegen
+
+    return micro
+
+
+_rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
+_columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
+
+
+@njit
+def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
+    """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
+    width = lanes(c)
+    wide = n - n % (2 * width)
+    for j in range(0, wide, 2 * width):
+        for i in range(0, m, MR):
+            _rows_2(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
+    for j in range(wide, n, width):
+        for i in range(0, m, MR):
+            _rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
+
+
+@njit
+def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
+    """C[m, n] (+)= A[k, m] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
+    width = lanes(c)
+    wide = n - n % (2 * width)
+    for j in range(0, wide, 2 * width):
+        for i in range(0, m, MR):
+            _columns_2(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate)
+    for j in range(wide, n, width):
+        for i in range(0, m, MR):
+            _columns_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate)
