@@ -10,14 +10,22 @@ import numpy.typing as npt
 from .precision import Precision, steps
 from .ternary_layouts import decode, encode
 
-__all__ = ["quantize_activations", "ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
+__all__ = [
+    "DEFAULT_THRESHOLD",
+    "EPS",
+    "quantize_activations",
+    "ternary_matmul",
+    "ternary_pack",
+    "ternary_quantize",
+    "ternary_unpack",
+]
 
 Array = npt.NDArray[Any]
 Method = Literal["absmean", "absmax", "twn", "percentile", "meanstd", "manual"]
 
-_EPS = 1e-5
+EPS = 1e-5
 # What ``threshold`` means to a method, when it is not given: a factor, a percentile, a count of std.
-_DEFAULT_THRESHOLD = {"absmax": 0.7, "twn": 0.7, "percentile": 50.0, "meanstd": 0.0}
+DEFAULT_THRESHOLD = {"absmax": 0.7, "twn": 0.7, "percentile": 50.0, "meanstd": 0.0}
 
 
 def ternary_quantize(
@@ -54,11 +62,11 @@ def ternary_quantize(
 
     if method == "absmean":
         mean = st.step(magnitude.mean(axis=1)) if size else np.zeros(scopes)
-        scale = np.maximum(mean, _EPS).astype(to)
+        scale = np.maximum(mean, EPS).astype(to)
         # w / scale with the scale that is returned, so that the pair satisfies its own definition.
         trits = np.clip(np.rint(st.step(groups / scale[:, None].astype(np.float64))), -1, 1)
     else:
-        value = _DEFAULT_THRESHOLD[method] if threshold is None and method != "manual" else threshold
+        value = DEFAULT_THRESHOLD[method] if threshold is None and method != "manual" else threshold
         assert value is not None
         limit = st.step(_limit(method, magnitude, value)) if size else np.zeros(scopes)
         kept = magnitude > limit[:, None]
@@ -100,7 +108,7 @@ def quantize_activations(x: Array) -> tuple[Array, Array]:
     with a NaN or an infinity gets q = 0 and a scale of NaN, so that it shows in the result.
     """
     x64 = x.astype(np.float64)
-    absmax = np.maximum(np.abs(x64).max(axis=-1, initial=0.0), _EPS)
+    absmax = np.maximum(np.abs(x64).max(axis=-1, initial=0.0), EPS)
     finite = np.isfinite(absmax)
     s = 127.0 / np.where(finite, absmax, 1.0)
     q = np.clip(np.rint(np.where(finite[..., None], x64, 0.0) * s[..., None]), -128, 127)

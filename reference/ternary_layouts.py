@@ -20,9 +20,14 @@ import numpy.typing as npt
 
 from .ternary_formats import TernaryFormat, ternary_format
 
-__all__ = ["block_scales", "decode", "encode"]
+__all__ = ["LayoutError", "block_scales", "decode", "encode"]
 
 Array = npt.NDArray[Any]
+
+
+class LayoutError(ValueError):
+    """Bytes that no encoder of the format writes, or a scale that it cannot hold."""
+
 
 _POW3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
@@ -37,7 +42,9 @@ def encode(trits: Array, format: str, *, scale: Array | float | None = None) -> 
     n, k = trits.shape
     packed_shape = fmt.packed_shape((n, k))
     if scale is not None and not fmt.block_scale:
-        raise ValueError(f"format {format!r} keeps scales apart: it has no place for scale=")
+        raise LayoutError(f"format {format!r} keeps scales apart: it has no place for scale=")
+    if n * k == 0:
+        return np.zeros(packed_shape, np.uint8)
     codes = (trits + np.int8(1)).astype(np.uint8)
     if format == "planes":
         packed = np.concatenate([_bits(trits == 1), _bits(trits == -1)], axis=1)
@@ -64,7 +71,7 @@ def encode(trits: Array, format: str, *, scale: Array | float | None = None) -> 
 
 
 def decode(packed: Array, shape: tuple[int, int], format: str, *, strict: bool = True) -> Array:
-    """Trits (N, K) int8 of ``packed``; ValueError names the format, the fault and its byte."""
+    """Trits (N, K) int8 of ``packed``; LayoutError names the format, the fault and its byte."""
     fmt = ternary_format(format)
     n, k = shape
     packed_shape = fmt.packed_shape(shape)
@@ -72,7 +79,9 @@ def decode(packed: Array, shape: tuple[int, int], format: str, *, strict: bool =
     flat = packed.reshape(-1)
     if flat.size < need or (strict and flat.size != need):
         hint = _LENGTH_HINT.get(format, "") if flat.size > need else ""
-        raise ValueError(f"{format}: shape {tuple(shape)} takes {need} bytes, got {flat.size}{hint}")
+        raise LayoutError(f"{format}: shape {tuple(shape)} takes {need} bytes, got {flat.size}{hint}")
+    if n * k == 0:
+        return np.zeros((n, k), np.int8)
     data = flat[:need].reshape(packed_shape)
     if format == "planes":
         trits = _planes_decode(data, n, k, strict)
@@ -206,7 +215,7 @@ def _with_scales(qs: Array, n: int, k: int, scale: Array | float | None) -> Arra
     with np.errstate(over="ignore"):
         fp16 = np.broadcast_to(scales, (n, k // 256)).astype("<f2")
     if not np.isfinite(fp16).all():
-        raise ValueError("scale does not fit fp16, in which this format stores it (at most 65504)")
+        raise LayoutError("scale does not fit fp16, in which this format stores it (at most 65504)")
     return np.concatenate([qs, np.ascontiguousarray(fp16.reshape(-1, 1)).view(np.uint8)], axis=1)
 
 
@@ -245,18 +254,18 @@ def _refuse_code(codes: Array, code: int, format: str) -> None:
     bad = codes == code
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(
+        raise LayoutError(
             f"{format}: code {code} at {where} is no trit ({int(bad.sum())} of {codes.size} such)"
         )
 
 
 def _refuse_padding(padding: Array, filler: int, format: str, which: str) -> None:
     if (padding != filler).any():
-        raise ValueError(f"{format}: the padding {which} hold something other than {filler}: wrong shape?")
+        raise LayoutError(f"{format}: the padding {which} hold something other than {filler}: wrong shape?")
 
 
 def _refuse(bad: Array, values: Array, format: str, why: str, *, show: bool = True) -> None:
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         value = f"value {values[where]} at {where} " if show else f"position {where} "
-        raise ValueError(f"{format}: {value}{why} ({int(bad.sum())} such)")
+        raise LayoutError(f"{format}: {value}{why} ({int(bad.sum())} such)")

@@ -1,0 +1,333 @@
+"""Ternary (1.58-bit) weights: quantise, pack, unpack, multiply."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.reference.ternary import Method
+from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.ternary_matrix import TernaryMatrix, check_trits, matrix_shape, pack, unpack
+from gpu_ops.ternary_scales import group_size_of, not_finite, quantize, threshold_of
+
+__all__ = ["ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
+
+Activations = Literal["int8", "native"]
+
+_NUMPY_ONLY = {"numba": "packing is NumPy code (about 1 ns per weight); it has no kernel"}
+
+
+@op
+def ternary_quantize(
+    w: Any,
+    *,
+    method: str = "absmean",
+    group_size: int | None = None,
+    threshold: float | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Quantise weights to ``scale * t``, ``t`` in {-1, 0, +1}.
+
+    ``absmean``: ``scale = max(mean|w|, 1e-5)``, ``t = clip(round_half_even(w / scale), -1, 1)``. The other
+    methods: ``t = sign(w)`` where ``|w| > d``, and ``scale = mean|w|`` over those weights, 1 if none.
+
+    Parameters
+    ----------
+    w : array (N, K)
+        Weights, output features first; float16, bfloat16, float32 or float64; finite.
+    method : {"absmean", "absmax", "twn", "percentile", "meanstd", "manual"}
+        ``d`` is ``threshold * max|w|`` for absmax, ``threshold * mean|w|`` for twn, the ``threshold``-th
+        percentile of ``|w|``, ``mean|w| + threshold * std|w|`` for meanstd, ``threshold`` itself for manual.
+        On normal weights absmax keeps fewer than 1 % of them, twn about 58 %, absmean 69 %.
+    group_size : int, optional
+        Statistics and scale per tensor (None, default), per row (-1), or per ``group_size`` weights
+        along K, which it must divide.
+    threshold : float, optional
+        See ``method``; default 0.7 (absmax, twn), 50 (percentile), 0 (meanstd). absmean takes none.
+
+    Returns
+    -------
+    TernaryMatrix
+        In the format w2, which the kernels read; ``.to(format)`` converts exactly. NumPy inside.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+
+    Notes
+    -----
+    absmean: Ma et al., "The Era of 1-bit LLMs", 2024, eq. 1-3. twn: Li et al., "Ternary Weight
+    Networks", 2016, eq. 6. The trits follow from the float32 scale that is returned.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.ternary_quantize(np.array([[1.0, -0.2], [-0.9, 0.3]], np.float32))
+    >>> w.trits()
+    array([[ 1,  0],
+           [-1,  0]], dtype=int8)
+    >>> w.scale.round(2), w.density
+    (array(0.6, dtype=float32), 0.5)
+    """
+    name = "ternary_quantize"
+    arrays = Arrays(name)
+    w_ = arrays.read("w", w)
+    if w_.ndim != 2:
+        raise ShapeError(f"{name}: w has shape {w_.shape}; expected (N, K), output features first")
+    dtype = checks.float_dtype(name, w=w_)
+    chosen = cast(Method, checks.one_of(name, "method", method, get_args(Method)))
+    group = group_size_of(name, group_size, w_.shape[1])
+    limit = threshold_of(name, chosen, threshold)
+    empty = {"numba": "w is empty"} if w_.size == 0 else None
+    choice = choose(name, device, backend, cannot=empty)
+
+    def run() -> TernaryMatrix:
+        if choice.backend == "reference":
+            from gpu_ops.reference import ternary as reference
+
+            if not np.isfinite(w_).all():
+                raise not_finite(name)
+            trits, scale = reference.ternary_quantize(w_, method=chosen, group_size=group, threshold=limit)
+            codes = reference.ternary_pack(trits, "w2")
+        else:
+            codes, scale = quantize(name, w_, chosen, group, limit)
+        return TernaryMatrix._trusted(codes, scale, (w_.shape[0], w_.shape[1]), "w2")
+
+    per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
+    config = "NumPy, float64" if choice.backend == "reference" else "fused statistics, encode and pack"
+    return Plan(name, choice, f"{w_.shape[0]} x {w_.shape[1]} {dtype}, {chosen} {per}", config, run)
+
+
+@op
+def ternary_pack(
+    trits: Any, format: str, *, scale: Any = None, device: str | None = None, backend: str | None = None
+) -> Plan:
+    """Pack trits into one uint8 array of a named format.
+
+    Parameters
+    ----------
+    trits : array (N, K), signed integer
+        -1, 0, +1.
+    format : str
+        planes, base3, hf_bitnet, bitnet_gpu, i2_s, tq1_0, tq2_0 or w2: see
+        ``TernaryMatrix.describe_formats()`` for layout, bits per weight and constraints.
+    scale : float or array, optional
+        Only for tq1_0 and tq2_0, which embed an fp16 scale per 256 weights: a number, ``(N,)`` or
+        ``(N, K / 256)``; 1.0 when absent. Elsewhere scales are kept apart.
+
+    Returns
+    -------
+    packed : array, uint8
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, FormatError
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> gpu_ops.ternary_pack(np.array([[1, 0, -1, 1, 1]], np.int8), "base3")
+    array([[221]], dtype=uint8)
+    """
+    name = "ternary_pack"
+    arrays = Arrays(name)
+    fmt = FORMATS[checks.one_of(name, "format", format, FORMATS)]
+    t = check_trits(name, arrays.read("trits", trits))
+    embedded = None if scale is None else _embedded_scale(name, scale, t.shape, fmt.name, fmt.block_scale)
+    choice = choose(name, device, backend, cannot=_NUMPY_ONLY)
+    return Plan(
+        name,
+        choice,
+        f"{t.shape[0]} x {t.shape[1]} trits to {fmt.name}",
+        f"{fmt.bits_per_weight:.4g} bits per weight",
+        lambda: arrays.give(pack(name, t, fmt, embedded)),
+    )
+
+
+@op
+def ternary_unpack(
+    packed: Any,
+    shape: tuple[int, int],
+    format: str,
+    *,
+    strict: bool = True,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Trits of a packed array.
+
+    Parameters
+    ----------
+    packed : array, uint8
+        Any shape; its bytes in C order are those of the format.
+    shape : (int, int)
+        ``(N, K)`` of the weights.
+    format : str
+        As in :func:`ternary_pack`.
+    strict : bool
+        Refuse every byte that no encoder writes: invalid codes, a wrong length, filled padding, a scale
+        that is not finite. With ``strict=False`` longer input is cut and invalid codes become what the format's
+        published decoder makes of them (a 2-bit code 3 gives +2).
+
+    Returns
+    -------
+    trits : array (N, K), int8
+        Scales of tq1_0 and tq2_0 are not applied: ``TernaryMatrix(packed, 1.0, shape, format)`` keeps them.
+
+    Raises
+    ------
+    FormatError
+        The bytes do not follow the format; names the first offence.
+    ShapeError, DTypeError, OptionError
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> gpu_ops.ternary_unpack(np.array([221], np.uint8), (1, 5), "base3")
+    array([[ 1,  0, -1,  1,  1]], dtype=int8)
+    >>> gpu_ops.ternary_unpack(np.array([250], np.uint8), (1, 5), "base3")
+    Traceback (most recent call last):
+    gpu_ops.errors.FormatError: ternary_unpack: base3: value 250 at (0, 0) is not 5 base-3 digits (1 such); \
+strict=False decodes it all the same
+    """
+    name = "ternary_unpack"
+    arrays = Arrays(name)
+    data = arrays.read("packed", packed)
+    fmt = FORMATS[checks.one_of(name, "format", format, FORMATS)]
+    size = matrix_shape(name, shape)
+    strict = checks.flag(name, "strict", strict)
+    choice = choose(name, device, backend, cannot=_NUMPY_ONLY)
+    problem = f"{data.size} bytes of {fmt.name} to {size[0]} x {size[1]} trits"
+    return Plan(
+        name,
+        choice,
+        problem,
+        "strict" if strict else "lenient",
+        lambda: arrays.give(unpack(name, data, size, fmt, strict=strict)),
+    )
+
+
+@op
+def ternary_matmul(
+    x: Any,
+    w: TernaryMatrix,
+    *,
+    activations: str = "int8",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """``y = x @ W.T`` with packed ternary weights ``W = scale * t``.
+
+    ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
+    ``q = round_half_even(x * s)``; then ``y[n] = scale[n] / s * sum_k t[n, k] * q[k]`` with an exact
+    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider.
+
+    Parameters
+    ----------
+    x : array (..., K)
+        float16, bfloat16, float32 or float64.
+    w : TernaryMatrix (N, K)
+        Any format; others than w2 are converted at the first call and the result is kept on ``w``.
+    activations : {"int8", "native"}
+    out : array (..., N), optional
+        x's dtype; may not overlap x.
+
+    Returns
+    -------
+    y : array (..., N)
+        x's dtype. A token with a NaN or an infinity gives NaN in int8 mode.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
+    codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
+    >>> gpu_ops.ternary_matmul(np.array([[127.0, 27.0, 1.0]], np.float32), w)
+    array([[50., 14.]], dtype=float32)
+    """
+    name = "ternary_matmul"
+    arrays = Arrays(name)
+    if not isinstance(w, TernaryMatrix):
+        raise DTypeError(
+            f"{name}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
+            "TernaryMatrix(codes, scale, shape, format)"
+        )
+    x_ = arrays.read("x", x)
+    n, k = w.shape
+    if x_.ndim == 0 or x_.shape[-1] != k:
+        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    dtype = checks.float_dtype(name, x=x_)
+    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
+    out_ = arrays.write("out", out, (*x_.shape[:-1], n), x_.dtype, rows=True)
+    tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
+    choice = choose(name, device, backend, cannot=_cannot(k, groups))
+
+    def run() -> Any:
+        y: Array
+        if choice.backend == "reference":
+            from gpu_ops.reference import ternary as reference
+
+            w2 = w.to("w2")
+            y = reference.ternary_matmul(x_, w2.trits(), w2.scale, activations=mode)
+            if out_ is not None:
+                out_[...] = y
+        else:
+            from gpu_ops.kernels.numba_cpu import ternary as kernels
+
+            w2 = w.to("w2")
+            y = np.empty((*x_.shape[:-1], n), x_.dtype) if out_ is None else out_
+            scale = w2.scale.reshape(1 if w2.scale.ndim == 0 else n, -1)
+            kernels.matmul(as_rows(x_), w2.codes, k, scale, as_rows(y), activations=mode)
+        return arrays.give(y) if out is None else out
+
+    problem = f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}"
+    return Plan(name, choice, problem, _config(choice, tokens, n, k, groups, dtype, mode), run)
+
+
+# --- validation and parts ------------------------------------------------------------------------
+
+
+def _cannot(k: int, groups: int) -> dict[str, str]:
+    """Known without importing the kernels, so that validation stays cheap."""
+    if groups > 1 and (k // groups) % 4:
+        return {"numba": f"group_size {k // groups} is not a multiple of 4"}
+    return {}
+
+
+def _config(choice: Choice, tokens: int, n: int, k: int, groups: int, dtype: str, mode: str) -> str:
+    if choice.backend == "reference":
+        return "NumPy, exact integers" if mode == "int8" else "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import ternary as kernels
+
+    return kernels.config(tokens, n, k, groups, dtype, mode)
+
+
+def _embedded_scale(name: str, scale: Any, shape: tuple[int, ...], format: str, block: int) -> Array:
+    if not block:
+        others = ", ".join(f.name for f in FORMATS.values() if f.block_scale)
+        raise OptionError(f"{name}: format {format!r} keeps scales apart; only {others} embed scale=")
+    array = np.asarray(scale) if isinstance(scale, (int, float)) else Arrays(name).read("scale", scale)
+    if array.dtype.kind != "f" and not isinstance(scale, (int, float)):
+        raise DTypeError(f"{name}: scale is {array.dtype}; expected float32")
+    n, k = shape
+    if array.shape not in ((), (n,), (n, k // block)):
+        allowed = f"(), ({n},) or ({n}, {k // block}): one per {block} weights"
+        raise ShapeError(f"{name}: scale has shape {array.shape}; expected {allowed}")
+    return array.astype(np.float32)

@@ -1,0 +1,142 @@
+"""Ternary on the CPU: which kernel runs with which blocks, and the scratch it needs.
+
+few tokens    ternary_gemv: vector lanes along K, codes read as they lie
+many tokens   ternary_gemm: codes unpacked into panels that all tokens of a block share
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu import ternary_simd as simd
+from gpu_ops.kernels.numba_cpu.dtype import bits
+from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch
+from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, TILE_M, ternary_gemm_int8, ternary_gemm_native
+from gpu_ops.kernels.numba_cpu.ternary_gemv import ROWS_PER_TASK, ternary_gemv_int8, ternary_gemv_native
+from gpu_ops.kernels.numba_cpu.ternary_quantize import ternary_encode, ternary_statistics
+from gpu_ops.kernels.numba_cpu.ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
+
+Array = np.ndarray[Any, Any]
+
+FEW_TOKENS = 16
+# Scratch for the activations of one pass; more tokens go through in several passes.
+SCRATCH_BYTES = 32 << 20
+
+
+def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: str) -> str:
+    """The kernel and blocks that :func:`matmul` takes, in words."""
+    unit = f"{activations} activations, {simd.describe()}"
+    if _few(tokens, groups, dtype, activations):
+        return (
+            f"{unit}: lanes along K, 4 rows x {1 if tokens == 1 else 4} tokens, {ROWS_PER_TASK} rows per task"
+        )
+    return f"{unit}: lanes along N, {simd.PANEL_ROWS} rows x {TILE_M} tokens, {BLOCK_M} tokens per task"
+
+
+def matmul(x: Array, codes: Array, k: int, scale: Array, y: Array, *, activations: str) -> None:
+    """``y = x @ (scale * trits).T``: x (tokens, K), w2 codes (N, bytes), scale (1 or N, groups), y (tokens, N)."""
+    pass_tokens = max(SCRATCH_BYTES // (_padded(k) * (1 if activations == "int8" else 8)), BLOCK_M)
+    pass_tokens -= pass_tokens % BLOCK_M
+    for first in range(0, x.shape[0], pass_tokens):
+        part = slice(first, first + pass_tokens)
+        (_matmul_int8 if activations == "int8" else _matmul_native)(x[part], codes, k, scale, y[part])
+
+
+def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
+    tokens, n = y.shape
+    dtype, groups = x.dtype.name, scale.shape[1]
+    words = codes.shape[1] // 4
+    few = _few(tokens, groups, dtype, "int8")
+    group = k // groups if groups > 1 else 16 * words
+    q = aligned_empty((_tile_up(tokens, few), _padded(k)), np.int8)
+    sums, token_scale = np.empty((tokens, groups)), np.empty(tokens)
+    chunk = items_per_task(len(q), q.shape[1])
+    lanes = simd.LANES if few else 0
+    quantize = ternary_quantize_tokens[dtype]
+    launch(quantize, -(-len(q) // chunk), chunk, bits(x), q, group, lanes, sums, token_scale)
+    flat, q_flat = codes.reshape(-1), q.reshape(-1)
+    shared = (q_flat, q.shape[1], sums, token_scale, scale, bits(y))
+    if few:
+        n_tasks = -(-n // ROWS_PER_TASK)
+        launch(ternary_gemv_int8[dtype], n_tasks, flat, codes.shape[1], words, *shared)
+    else:
+        depth = k if groups > 1 else 16 * words
+        n_tasks = -(-n // simd.PANEL_ROWS) * -(-tokens // BLOCK_M)
+        launch(ternary_gemm_int8[dtype], n_tasks, flat, codes.shape[1], words, depth, group, *shared)
+
+
+def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
+    tokens, n = y.shape
+    dtype, groups = x.dtype.name, scale.shape[1]
+    words = codes.shape[1] // 4
+    few = _few(tokens, groups, dtype, "native")
+    wide = aligned_empty(
+        (_tile_up(tokens, few), _padded(k)), np.float64 if dtype == "float64" else np.float32
+    )
+    chunk = items_per_task(len(wide), wide.shape[1])
+    launch(
+        ternary_widen_tokens[dtype], -(-len(wide) // chunk), chunk, bits(x), wide, simd.LANES if few else 0
+    )
+    flat = codes.reshape(-1)
+    shared = (wide.reshape(-1), wide.shape[1], scale, bits(y))
+    if few:
+        launch(ternary_gemv_native[dtype], -(-n // ROWS_PER_TASK), flat, codes.shape[1], words, *shared)
+    else:
+        n_tasks = -(-n // simd.PANEL_ROWS) * -(-tokens // BLOCK_M)
+        launch(ternary_gemm_native[dtype], n_tasks, flat, codes.shape[1], words, k // max(groups, 1), *shared)
+
+
+def _few(tokens: int, groups: int, dtype: str, activations: str) -> bool:
+    if groups > 1 or (activations == "native" and dtype == "float64"):
+        return False
+    return tokens <= FEW_TOKENS
+
+
+def _tile_up(tokens: int, few: bool) -> int:
+    step = TILE_M if not few else 1 if tokens == 1 else 4
+    return -(-tokens // step) * step
+
+
+def _padded(k: int) -> int:
+    """K as the vectors of words see it: whole chunks, at least one."""
+    return max(-(-k // simd.CHUNK), 1) * simd.CHUNK
+
+
+def statistics(w: Array, group: int, center: Array) -> tuple[Array, Array, Array]:
+    """Per row and group of ``group`` weights: sum |w|, sum (|w| - center)^2, max |w|; each (N, groups)."""
+    n, k = w.shape
+    total, squares, largest = (np.empty((n, k // group)) for _ in range(3))
+    chunk = items_per_task(n, k)
+    launch(
+        ternary_statistics[w.dtype.name],
+        -(-n // chunk),
+        chunk,
+        bits(w),
+        group,
+        center,
+        total,
+        squares,
+        largest,
+    )
+    return total, squares, largest
+
+
+def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:
+    """w2 codes of sign(w) where |w| > limit (1 or N, groups), and per row and group how many, and their sum."""
+    n, k = w.shape
+    words = aligned_empty((n, -(-k // 64) * 4), np.uint32)
+    count, total = np.empty((n, k // group)), np.empty((n, k // group))
+    chunk = items_per_task(n, k)
+    launch(ternary_encode[w.dtype.name], -(-n // chunk), chunk, bits(w), group, limit, words, count, total)
+    return words.view(np.uint8), count, total
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Like np.empty, starting on a cache line: a vector load that straddles two lines costs twice."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,186 @@
+"""Ternary matmul for many tokens: vector lanes along N, codes unpacked once per block of tokens.
+
+A task is PANEL_ROWS rows of weights x up to ``block_m`` tokens. Along K it unpacks BLOCK_K codes of its
+rows into a panel that stays in L1 and multiplies all its tokens by it, 8 at a time: 16 vector sums,
+each step two loads from the panel and 8 broadcasts. Scales come in when a group of k ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim
+from gpu_ops.kernels.numba_cpu.ternary_simd import CHUNK, LANES, PANEL_ROWS, tile, unpack_panel
+
+TILE_M = 8  # tokens per micro-kernel call
+BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
+BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel
+BLOCK_K_FLOAT = CHUNK  # 32 KB of float32 panel
+SPAN = 2**22  # codes whose int32 sums cannot overflow: 3 * 128 * SPAN < 2^31
+
+
+@kernel(
+    lambda t: (
+        read("uint8", 1),
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        read("int8", 1),
+        types.int64,
+        read("float64", 2),
+        read("float64", 1),
+        read("float32", 2),
+        write(t, 2),
+    ),
+    fastmath=frozenset(),  # the same roundings as the reference
+)
+def ternary_gemm_int8(
+    state, n_tasks, codes, row_bytes, words, depth, group, x, x_stride, sums, token_scale, scale, y
+):
+    """``depth`` is K, or the padded K when one group spans it; sums per (token, group)."""
+    tokens, n = y.shape
+    per_row = 0 if scale.shape[0] == 1 else 1
+    panels = -(-n // PANEL_ROWS)
+    panel_store = np.empty(BLOCK_K * PANEL_ROWS + 64, np.int8)
+    p0 = (-panel_store.ctypes.data) % 64
+    acc_store = np.empty(BLOCK_M * PANEL_ROWS + 16, np.int32)
+    a0 = ((-acc_store.ctypes.data) % 64) // 4
+    acc = acc_store[a0:]
+    spilled = np.zeros(BLOCK_M * PANEL_ROWS, np.int64)
+    result = np.empty(BLOCK_M * PANEL_ROWS, np.float64)
+    factor = np.empty(PANEL_ROWS, np.float64)
+    task = claim(state)
+    while task < n_tasks:
+        r0 = task % panels * PANEL_ROWS
+        m0 = task // panels * BLOCK_M
+        rows = min(PANEL_ROWS, n - r0)
+        m = min(BLOCK_M, tokens - m0)
+        size = m * PANEL_ROWS
+        acc[:] = 0
+        result[:] = 0.0
+        has_spilled = False
+        since = 0  # codes summed into acc
+        g = 0
+        for k0 in range(0, depth, BLOCK_K):
+            for c in range(0, BLOCK_K, CHUNK):
+                here = min(LANES, words - (k0 + c) // 16)
+                if here > 0:
+                    for h in range(2):
+                        first = min(r0 + h * LANES, n - 1)
+                        unpack_panel(
+                            codes, first * row_bytes + (k0 + c) // 4, row_bytes, n - 1 - first, here,
+                            panel_store, p0 + c * PANEL_ROWS + h * LANES * 4,
+                        )  # fmt: skip
+            stop = min(k0 + BLOCK_K, depth)
+            a = k0
+            while a < stop:
+                b = min(stop, (g + 1) * group)
+                for t in range(0, m, TILE_M):
+                    tile(
+                        8, panel_store, p0 + (a - k0) * PANEL_ROWS, x, (m0 + t) * x_stride + a, x_stride,
+                        (b - a) // 4, acc_store, a0 + t * PANEL_ROWS,
+                    )  # fmt: skip
+                since += b - a
+                a = b
+                if since > SPAN - BLOCK_K:
+                    for i in range(size):
+                        spilled[i] += acc[i]
+                    acc[:] = 0
+                    since = 0
+                    has_spilled = True
+                if b == min((g + 1) * group, depth):
+                    for j in range(PANEL_ROWS):
+                        factor[j] = scale[min(r0 + j, n - 1) * per_row, g]
+                    if has_spilled:
+                        for i in range(m):
+                            for j in range(PANEL_ROWS):
+                                at = i * PANEL_ROWS + j
+                                whole = np.float64(spilled[at] + acc[at]) - sums[m0 + i, g]
+                                result[at] += whole * factor[j]
+                        spilled[:] = 0
+                        has_spilled = False
+                    else:
+                        for i in range(m):
+                            token_sum = sums[m0 + i, g]
+                            for j in range(PANEL_ROWS):
+                                at = i * PANEL_ROWS + j
+                                result[at] += (np.float64(acc[at]) - token_sum) * factor[j]
+                    acc[:] = 0
+                    since = 0
+                    g += 1
+        for i in range(m):
+            out = write_row(y, (m0 + i,))
+            for j in range(rows):
+                store(out, r0 + j, result[i * PANEL_ROWS + j] * token_scale[m0 + i])
+        task = claim(state)
+
+
+@kernel(
+    lambda t: (
+        read("uint8", 1),
+        types.int64,
+        types.int64,
+        types.int64,
+        read(compute(t).name, 1),
+        types.int64,
+        read("float32", 2),
+        write(t, 2),
+    ),
+)
+def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_stride, scale, y):
+    """Scales per tensor or row multiply at the end, scales per group already in the panel."""
+    tokens, n = y.shape
+    per_row = 0 if scale.shape[0] == 1 else 1
+    panels = -(-n // PANEL_ROWS)
+    panel_store = np.empty(BLOCK_K_FLOAT * PANEL_ROWS + 16, x.dtype)
+    p0 = ((-panel_store.ctypes.data) % 64) // x.itemsize
+    panel = panel_store[p0:]
+    acc_store = np.empty(BLOCK_M * PANEL_ROWS + 16, x.dtype)
+    a0 = ((-acc_store.ctypes.data) % 64) // x.itemsize
+    acc = acc_store[a0:]
+    result = np.empty(BLOCK_M * PANEL_ROWS, np.float64)
+    factor = np.empty(PANEL_ROWS, np.float64)
+    grouped = scale.shape[1] > 1
+    task = claim(state)
+    while task < n_tasks:
+        r0 = task % panels * PANEL_ROWS
+        m0 = task // panels * BLOCK_M
+        rows = min(PANEL_ROWS, n - r0)
+        m = min(BLOCK_M, tokens - m0)
+        result[:] = 0.0
+        for k0 in range(0, 16 * words, BLOCK_K_FLOAT):
+            here = min(LANES, words - k0 // 16)
+            for h in range(2):
+                first = min(r0 + h * LANES, n - 1)
+                unpack_panel(
+                    codes,
+                    first * row_bytes + k0 // 4,
+                    row_bytes,
+                    n - 1 - first,
+                    here,
+                    panel_store,
+                    p0 + h * LANES,
+                )
+            if grouped:
+                for k in range(16 * here):
+                    g = min((k0 + k) // group, scale.shape[1] - 1)
+                    for j in range(rows):
+                        panel[k * PANEL_ROWS + j] *= like(panel[0], scale[r0 + j, g])
+            acc[:] = 0  # a block's sum goes to float64: rounding grows with the block, not with K
+            for t in range(0, m, TILE_M):
+                tile(
+                    8, panel_store, p0, x, (m0 + t) * x_stride + k0, x_stride, 16 * here,
+                    acc_store, a0 + t * PANEL_ROWS,
+                )  # fmt: skip
+            for i in range(m * PANEL_ROWS):
+                result[i] += np.float64(acc[i])
+        for j in range(PANEL_ROWS):
+            factor[j] = 1.0 if grouped else scale[min(r0 + j, n - 1) * per_row, 0]
+        for i in range(m):
+            out = write_row(y, (m0 + i,))
+            for j in range(rows):
+                store(out, r0 + j, result[i * PANEL_ROWS + j] * factor[j])
+        task = claim(state)

@@ -1,0 +1,106 @@
+"""Ternary matmul for few tokens: vector lanes along K, each packed byte read once per four tokens.
+
+y[t, n] = token_scale[t] * scale[n] * (sum over k of code * q - sum over k of q)      int8 activations
+y[t, n] = scale[n] * sum over k of trit * x                                           native activations
+
+Bytes: N * K / 4 for the codes and little else, so memory is the limit when the weights are not in the
+cache. One task is ROWS_PER_TASK rows for all tokens; a micro-kernel takes 4 rows x 1, 2 or 4 tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu.dtype import store, write_row
+from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim
+from gpu_ops.kernels.numba_cpu.ternary_simd import dot_float32, dot_int8
+
+ROWS_PER_TASK = 64  # 64 rows of 4096 codes are 64 KB: they stay in L2 while more tokens come by
+SPAN = 2**18  # words whose int32 sums cannot overflow: 16 * SPAN codes of 3 times an activation of 128 < 2^31
+
+
+@kernel(
+    lambda t: (
+        read("uint8", 1),
+        types.int64,
+        types.int64,
+        read("int8", 1),
+        types.int64,
+        read("float64", 2),
+        read("float64", 1),
+        read("float32", 2),
+        write(t, 2),
+    ),
+    fastmath=frozenset(),  # the same roundings as the reference
+)
+def ternary_gemv_int8(state, n_tasks, codes, row_bytes, words, x, x_stride, sums, token_scale, scale, y):
+    tokens, n = y.shape
+    per_row = 0 if scale.shape[0] == 1 else 1
+    step = 1 if tokens == 1 else 4
+    part = np.empty(16, np.int32)
+    total = np.empty((4, ROWS_PER_TASK), np.int64)
+    task = claim(state)
+    while task < n_tasks:
+        r0 = task * ROWS_PER_TASK
+        rows = min(ROWS_PER_TASK, n - r0)
+        for t in range(0, tokens, step):
+            total[:] = 0
+            for r in range(0, rows, 4):
+                last = n - 1 - r0 - r
+                for w in range(0, words, SPAN):
+                    count = min(SPAN, words - w)
+                    at, x_at = (r0 + r) * row_bytes + 4 * w, t * x_stride + 16 * w
+                    if step == 1:
+                        dot_int8(4, 1, codes, at, row_bytes, last, x, x_at, x_stride, count, part)
+                    else:
+                        dot_int8(4, 4, codes, at, row_bytes, last, x, x_at, x_stride, count, part)
+                    for i in range(step):
+                        for j in range(4):
+                            total[i, r + j] += part[4 * i + j]
+            for i in range(min(step, tokens - t)):
+                out = write_row(y, (t + i,))
+                token_sum, factor = sums[t + i, 0], token_scale[t + i]
+                for j in range(rows):
+                    value = (np.float64(total[i, j]) - token_sum) * np.float64(scale[(r0 + j) * per_row, 0])
+                    store(out, r0 + j, value * factor)
+        task = claim(state)
+
+
+@kernel(
+    lambda t: (
+        read("uint8", 1),
+        types.int64,
+        types.int64,
+        read("float32", 1),
+        types.int64,
+        read("float32", 2),
+        write(t, 2),
+    ),
+    variants=("float16", "bfloat16", "float32"),
+)
+def ternary_gemv_native(state, n_tasks, codes, row_bytes, words, x, x_stride, scale, y):
+    tokens, n = y.shape
+    per_row = 0 if scale.shape[0] == 1 else 1
+    step = 1 if tokens == 1 else 4
+    part = np.empty(16, np.float32)
+    total = np.empty((4, ROWS_PER_TASK), np.float32)
+    task = claim(state)
+    while task < n_tasks:
+        r0 = task * ROWS_PER_TASK
+        rows = min(ROWS_PER_TASK, n - r0)
+        for t in range(0, tokens, step):
+            for r in range(0, rows, 4):
+                last, at, x_at = n - 1 - r0 - r, (r0 + r) * row_bytes, t * x_stride
+                if step == 1:
+                    dot_float32(4, 1, codes, at, row_bytes, last, x, x_at, x_stride, words, part)
+                else:
+                    dot_float32(4, 4, codes, at, row_bytes, last, x, x_at, x_stride, words, part)
+                for i in range(step):
+                    for j in range(4):
+                        total[i, r + j] = part[4 * i + j]
+            for i in range(min(step, tokens - t)):
+                out = write_row(y, (t + i,))
+                for j in range(rows):
+                    store(out, r0 + j, total[i, j] * scale[(r0 + j) * per_row, 0])
+        task = claim(state)

@@ -1,0 +1,80 @@
+"""Ternary quantisation: statistics of |w| per group, then codes straight into packed w2 words.
+
+Two passes over the weights (three for mean + std), float64 sums, no trit ever stored unpacked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu.dtype import load, read_row, write_row
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim
+
+
+@kernel(
+    lambda t: (types.int64, read(t, 2), types.int64, read("float64", 2)) + 3 * (write("float64", 2),),
+    fastmath=REASSOC,
+)
+def ternary_statistics(state, n_tasks, chunk, w, group, center, total, squares, largest):
+    """Per row and group: sum |w|, sum (|w| - center)^2, max |w|. Center is (1 or rows, groups)."""
+    rows = w.shape[0]
+    per_row = 0 if center.shape[0] == 1 else 1
+    task = claim(state)
+    while task < n_tasks:
+        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
+            row = read_row(w, (r,))
+            for g in range(total.shape[1]):
+                c = center[r * per_row, g]
+                sum1, sum2, top = 0.0, 0.0, 0.0
+                for i in range(g * group, (g + 1) * group):
+                    a = abs(np.float64(load(row, i)))
+                    sum1 += a
+                    sum2 += (a - c) * (a - c)
+                    top = a if a > top else top
+                total[r, g] = sum1
+                squares[r, g] = sum2
+                largest[r, g] = top
+        task = claim(state)
+
+
+@kernel(
+    lambda t: (
+        types.int64,
+        read(t, 2),
+        types.int64,
+        read("float64", 2),
+        write("uint32", 2),
+        write("float64", 2),
+        write("float64", 2),
+    ),
+    fastmath=REASSOC,
+)
+def ternary_encode(state, n_tasks, chunk, w, group, limit, words, count, total):
+    """Codes 1 + (w > limit) - (w < -limit), 16 to a word; how many are not 1, and their sum of |w|."""
+    rows = w.shape[0]
+    per_row = 0 if limit.shape[0] == 1 else 1
+    codes = np.ones(16 * words.shape[1], np.uint32)
+    task = claim(state)
+    while task < n_tasks:
+        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
+            row = read_row(w, (r,))
+            for g in range(count.shape[1]):
+                d = limit[r * per_row, g]
+                kept, kept_sum = 0, 0.0
+                for i in range(g * group, (g + 1) * group):
+                    v = np.float64(load(row, i))
+                    above, below = v > d, v < -d
+                    codes[i] = np.uint32(1) + np.uint32(above) - np.uint32(below)
+                    kept += np.int64(above) + np.int64(below)
+                    kept_sum += abs(v) if above or below else 0.0
+                count[r, g] = kept
+                total[r, g] = kept_sum
+            target = write_row(words, (r,))
+            for i in range(words.shape[1]):
+                word = np.uint32(0)
+                for plane in range(4):
+                    for byte in range(4):
+                        word |= codes[16 * i + 4 * plane + byte] << np.uint32(8 * byte + 2 * plane)
+                target[i] = word
+        task = claim(state)

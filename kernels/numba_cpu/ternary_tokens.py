@@ -1,0 +1,144 @@
+"""Activations for the ternary matmul: quantised to int8 per token, or widened, in the micro-kernels' order.
+
+Rows go to a scratch buffer that is zero from K on, so that padding codes meet zeros. ``lanes`` is 0 for
+the natural order (lanes along N), else the width of a vector (lanes along K): within each chunk of
+16 * lanes values, int8 is ordered (plane, word, byte) and float (code, word).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.dtype import (
+    as_float32,
+    as_float64,
+    as_int64,
+    as_uint32,
+    load,
+    read_row,
+    write_row,
+)
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim
+
+_EPS = 1e-5  # the smallest absmax that a scale is made of
+
+
+@njit(inline="always")
+def _magnitude32(v: Any) -> Any:
+    return np.int32(as_uint32(v) & np.uint32(0x7FFFFFFF))
+
+
+@njit(inline="always")
+def _magnitude64(v: Any) -> Any:
+    return as_int64(v) & np.int64(0x7FFFFFFFFFFFFFFF)
+
+
+def _magnitude(v):
+    """|v| as an integer that orders alike; NaN above infinity. An integer maximum vectorises."""
+    raise TypeError("compiled code only")
+
+
+@overload(_magnitude, inline="always")
+def _magnitude_impl(v):
+    return (lambda v: _magnitude64(v)) if v == types.float64 else (lambda v: _magnitude32(v))
+
+
+def _value(m):
+    """The float of a magnitude."""
+    raise TypeError("compiled code only")
+
+
+@overload(_value, inline="always")
+def _value_impl(m):
+    return (lambda m: as_float64(m)) if m == types.int64 else (lambda m: np.float64(as_float32(m)))
+
+
+@kernel(
+    lambda t: (
+        types.int64,
+        read(t, 2),
+        write("int8", 2),
+        types.int64,
+        types.int64,
+        write("float64", 2),
+        write("float64", 1),
+    ),
+    fastmath=frozenset(),
+)
+def ternary_quantize_tokens(state, n_tasks, chunk, x, q, group, lanes, sums, scale):
+    """q = rint(x * 127 / absmax); its sums per group of k; scale = absmax / 127, NaN for a non-finite token."""
+    tokens, k = x.shape
+    padded = q.shape[1]
+    natural = np.zeros(padded, np.int8)
+    zero = np.zeros(1, x.dtype)
+    task = claim(state)
+    while task < n_tasks:
+        for t in range(task * chunk, min(q.shape[0], (task + 1) * chunk)):
+            target = write_row(q, (t,))
+            if t >= tokens:  # rows that fill up a tile
+                for i in range(padded):
+                    target[i] = 0
+                continue
+            row = read_row(x, (t,))
+            largest = _magnitude(load(zero, 0))
+            for i in range(k):
+                m = _magnitude(load(row, i))
+                largest = m if m > largest else largest
+            absmax = max(_value(largest), _EPS)
+            finite = absmax < np.inf
+            scale[t] = absmax / 127.0 if finite else np.nan
+            s = 127.0 / absmax if finite else 0.0
+            if finite:
+                for i in range(k):
+                    natural[i] = np.int8(np.int32(np.rint(np.float64(load(row, i)) * s)))
+            else:
+                for i in range(k):
+                    natural[i] = 0
+            for g in range(sums.shape[1]):
+                total = np.int64(0)
+                for i in range(g * group, min(k, (g + 1) * group)):
+                    total += np.int64(natural[i])
+                sums[t, g] = total
+            if lanes == 0:
+                for i in range(padded):
+                    target[i] = natural[i]
+            else:
+                source = natural.view(np.int32)
+                for c in range(padded // (16 * lanes)):
+                    for plane in range(4):
+                        for word in range(lanes):
+                            four = source[(c * lanes + word) * 4 + plane]
+                            at = ((c * 4 + plane) * lanes + word) * 4
+                            target[at] = np.int8(four)
+                            target[at + 1] = np.int8(four >> 8)
+                            target[at + 2] = np.int8(four >> 16)
+                            target[at + 3] = np.int8(four >> 24)
+        task = claim(state)
+
+
+@kernel(lambda t: (types.int64, read(t, 2), write(compute(t).name, 2), types.int64))
+def ternary_widen_tokens(state, n_tasks, chunk, x, wide, lanes):
+    """x in the computing type."""
+    tokens, k = x.shape
+    padded = wide.shape[1]
+    task = claim(state)
+    while task < n_tasks:
+        for t in range(task * chunk, min(wide.shape[0], (task + 1) * chunk)):
+            target = write_row(wide, (t,))
+            for i in range(padded):
+                target[i] = 0
+            if t < tokens:
+                row = read_row(x, (t,))
+                if lanes == 0:
+                    for i in range(k):
+                        target[i] = load(row, i)
+                else:
+                    for i in range(k):
+                        inside = i % (16 * lanes)
+                        target[i - inside + (inside % 16) * lanes + inside // 16] = load(row, i)
+        task = claim(state)

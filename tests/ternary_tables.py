@@ -1,0 +1,140 @@
+"""Every ternary layout stated a second time, one element after the other, in Python integers.
+
+Nothing here shares code with the encoders: each function says where the code of element (r, k) of a
+matrix (N, K) lies, and what the bytes around it hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Trits = npt.NDArray[np.int8]
+
+
+def planes(t: Trits) -> bytes:
+    n, k = t.shape
+    words = -(-k // 32)
+    out = []
+    for r in range(n):
+        for wanted in (1, -1):
+            for word in range(words):
+                value = 0
+                for bit in range(32):
+                    e = 32 * word + bit
+                    if e < k and t[r, e] == wanted:
+                        value |= 1 << bit
+                out.append(value.to_bytes(4, "little"))
+    return b"".join(out)
+
+
+def base3(t: Trits) -> bytes:
+    n, k = t.shape
+    out = bytearray()
+    for r in range(n):
+        for first in range(0, k, 5):
+            digits = [int(t[r, e]) + 1 if e < k else 1 for e in range(first, first + 5)]
+            out.append(digits[0] + 3 * digits[1] + 9 * digits[2] + 27 * digits[3] + 81 * digits[4])
+    return bytes(out)
+
+
+def hf_bitnet(t: Trits) -> bytes:
+    n, k = t.shape
+    rows = -(-n // 4)
+    out = bytearray(rows * k)
+    for r in range(n):
+        for e in range(k):
+            out[(r % rows) * k + e] |= (int(t[r, e]) + 1) << (2 * (r // rows))
+    return bytes(out)
+
+
+def bitnet_gpu(t: Trits) -> bytes:
+    """By the address arithmetic of the published GEMV kernel: which thread reads which word for what."""
+    n, k = t.shape
+    assert k % 128 == 0, "the kernel steps through K in 128s"
+    out = bytearray(n * k // 4)
+    for block in range(n // 16):
+        for step in range(k // 128):
+            for ty in range(16):
+                for tx in range(8):
+                    byte = block * 16 * k // 4 + step * 8 * 16 * 16 // 4
+                    byte += (tx >> 1) * 32 * 16 // 4 + (ty >> 3) * 64 + (tx & 1) * 32 + (ty & 7) * 4
+                    word = 0
+                    for e in range(16):  # activation 16*tx + e of this step meets code e
+                        code = int(t[block * 16 + ty, step * 128 + 16 * tx + e]) + 2
+                        word |= code << ((e % 4) * 8 + (e // 4) * 2)
+                    out[byte : byte + 4] = word.to_bytes(4, "little")
+    return bytes(out)
+
+
+def i2_s(t: Trits) -> bytes:
+    flat = t.reshape(-1)
+    out = bytearray(flat.size // 4)
+    for e in range(flat.size):
+        out[32 * (e // 128) + e % 32] |= (int(flat[e]) + 1) << (6 - 2 * ((e % 128) // 32))
+    return bytes(out)
+
+
+ONE = np.float16(1).tobytes()
+
+
+def tq1_0(t: Trits) -> bytes:
+    out = bytearray()
+    for block in t.reshape(-1, 256):
+        for m in range(32):
+            out.append(_fraction([int(block[m + 32 * i]) + 1 for i in range(5)]))
+        for m in range(16):
+            out.append(_fraction([int(block[160 + m + 16 * i]) + 1 for i in range(5)]))
+        for m in range(4):
+            out.append(_fraction([int(block[240 + m + 4 * i]) + 1 for i in range(4)] + [0]))
+        out += ONE
+    return bytes(out)
+
+
+def _fraction(digits: list[int]) -> int:
+    q = 0
+    for digit in digits:
+        q = 3 * q + digit
+    return -(-q * 256 // 243)
+
+
+def tq2_0(t: Trits) -> bytes:
+    out = bytearray()
+    for block in t.reshape(-1, 256):
+        qs = bytearray(64)
+        for e in range(256):
+            qs[32 * (e // 128) + e % 32] |= (int(block[e]) + 1) << (2 * ((e % 128) // 32))
+        out += qs + ONE
+    return bytes(out)
+
+
+def w2(t: Trits) -> bytes:
+    n, k = t.shape
+    out = []
+    for r in range(n):
+        for first in range(0, -(-k // 64) * 64, 16):
+            word = 0
+            for e in range(16):
+                code = int(t[r, first + e]) + 1 if first + e < k else 1
+                word |= code << ((e % 4) * 8 + (e // 4) * 2)
+            out.append(word.to_bytes(4, "little"))
+    return b"".join(out)
+
+
+TABLES: dict[str, Callable[[Trits], bytes]] = {
+    f.__name__: f for f in (planes, base3, hf_bitnet, bitnet_gpu, i2_s, tq1_0, tq2_0, w2)
+}
+
+# A shape per format that is not its smallest: several rows, blocks, and padding where there is any.
+SHAPES: dict[str, list[tuple[int, int]]] = {
+    "planes": [(3, 70), (2, 32), (1, 1)],
+    "base3": [(3, 13), (2, 5), (1, 1)],
+    "hf_bitnet": [(8, 5), (9, 3), (6, 4), (1, 2), (5, 1)],
+    "bitnet_gpu": [(32, 256), (16, 128)],
+    "i2_s": [(2, 192), (3, 128)],
+    "tq1_0": [(2, 512), (1, 256)],
+    "tq2_0": [(2, 512), (1, 256)],
+    "w2": [(3, 130), (2, 64), (1, 1)],
+}
