@@ -1,0 +1,59 @@
+"""The examples under scripts/ run, check themselves, and notice a wrong kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--hidden", "64", "--nheads", "4", "--nheads-kv", "2", "--ffn", "96", "--seqlen", "70", "--repeats", "1"]
+
+
+@pytest.fixture
+def decoder_layer(monkeypatch):
+    path = ROOT / "scripts" / "examples" / "decoder_layer.py"
+    spec = importlib.util.spec_from_file_location("decoder_layer", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "decoder_layer", module)  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_decoder_layer(decoder_layer, dtype, capsys):
+    assert decoder_layer.main([*SMALL, "--dtype", dtype]) == 0
+    printed = capsys.readouterr().out
+    for label in ("attention, causal", "residual + rmsnorm", "swiglu_mlp", "whole layer"):
+        assert label in printed
+
+
+def test_decoder_layer_reads_real_text(decoder_layer):
+    tokens = decoder_layer.text_tokens(4096)
+    assert tokens.shape == (1, 4096)
+    assert tokens.dtype == np.uint8
+    assert b"assert" in tokens.tobytes()  # the first help topic
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "rope", "attention", "swiglu_mlp"])
+def test_decoder_layer_notices_a_wrong_op(decoder_layer, op, monkeypatch, capsys):
+    right, definition = decoder_layer.OPS[op]
+
+    def wrong(*arrays, **options):
+        result = right(*arrays, **options)
+        first = result[0] if isinstance(result, tuple) else result
+        first.flat[first.size // 2] += 0.01
+        return result
+
+    monkeypatch.setitem(decoder_layer.OPS, op, (wrong, definition))
+    assert decoder_layer.main(SMALL) == 1
+    assert "outside the tolerance" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--nheads", "7"], ["--nheads-kv", "3"], ["--seqlen", "0"], ["--dtype", "int8"]])
+def test_decoder_layer_refuses_impossible_shapes(decoder_layer, options, capsys):
+    with pytest.raises(SystemExit) as stop:
+        decoder_layer.main([*SMALL, *options])
+    assert stop.value.code == 2

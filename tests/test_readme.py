@@ -1,0 +1,57 @@
+"""What the README shows works as shown, in the order shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+SHELL = re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S)
+
+
+def test_python_examples_run_in_order(capsys):
+    """One namespace for all blocks, as a reader types them."""
+    namespace = {"__name__": "readme"}
+    for block in PYTHON:
+        exec(compile(block, "README.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "of the float32 size" in printed
+    assert "attention: " in printed  # explain() and the error both name the op
+    assert "head_dim" in printed  # the mistake is answered in the field's words
+    assert namespace["out"].shape == namespace["q"].shape
+    assert namespace["dk"].shape == namespace["k"].shape
+
+
+def test_there_are_examples():
+    assert len(PYTHON) >= 4
+    assert "import gpu_ops" in PYTHON[0]
+
+
+def test_it_is_short():
+    assert len(TEXT.splitlines()) <= 200
+
+
+def paths_in(text):
+    """Things that look like files of this repository."""
+    return set(re.findall(r"\b(?:scripts|perf|gpu_ops|kernels|reference|tests)/[\w/]+\.(?:sh|py)\b", text))
+
+
+def test_commands_name_files_that_exist():
+    named = paths_in(TEXT) | paths_in((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert {"scripts/run.sh", "scripts/test.sh"} <= named
+    missing = [p for p in named if not (ROOT / p).exists() and "/x.py" not in p and "_x.py" not in p]
+    assert not missing
+
+
+@pytest.mark.parametrize("script", ["scripts/run.sh", "scripts/test.sh", "scripts/setup.sh", ".ci/run"])
+def test_scripts_are_executable(script):
+    assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
