@@ -6,25 +6,18 @@ import math
 
 import numpy as np
 import pytest
-from compare import assert_close, random
+from compare import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_cases import close, views
 
 import gpu_ops
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference import swiglu as reference
-from gpu_ops.reference.tolerance import FORWARD, GRADIENT
+from gpu_ops.reference.tolerance import GRADIENT
 
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh"]
 SHAPES = [(1,), (7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
-
-
-def close(got, want, naive, dtype, factor=FORWARD, what=""):
-    if dtype == np.float64:  # the textbook code is the reference itself here, so it cannot be the yardstick
-        scale = float(np.max(np.abs(want), initial=0.0))
-        np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15 * scale, err_msg=what)
-    else:
-        assert_close(got, want, naive, dtype, factor, what)
 
 
 def check_forward(y, gate, up, activation):
@@ -81,22 +74,6 @@ def test_empty(backend, dtype, shape):
     x = np.zeros(shape, dtype)
     assert gpu_ops.swiglu(x, x, **backend).shape == shape
     assert [g.shape for g in gpu_ops.swiglu_backward(x, x, x, **backend)] == [shape, shape]
-
-
-def views(x):
-    """The same values behind other strides."""
-    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 3), x.dtype)
-    wide[..., : x.shape[-1]] = x
-    yield "rows apart", wide[..., : x.shape[-1]]
-    wide[..., : 2 * x.shape[-1] : 2] = x
-    yield "every other column", wide[..., : 2 * x.shape[-1] : 2]
-    yield "reversed columns", x[..., ::-1].copy()[..., ::-1]
-    yield "reversed rows", x[::-1].copy()[::-1]
-    yield "transposed", x.swapaxes(0, 1).copy().swapaxes(0, 1)
-    yield "column-major", np.asfortranarray(x)
-    frozen = x.copy()
-    frozen.flags.writeable = False
-    yield "read-only", frozen
 
 
 def test_any_strides(backend, dtype, rng):
