@@ -165,8 +165,9 @@ def _plan(
     scaling = _scaling(who, scaling)
     theta = _theta(who, theta, scaling)
     rotary_dim = _rotary_dim(who, rotary_dim, axes["head_dim"], scaling)
-    positions_ = _positions(who, arrays, positions, axes, layout)
-    longest = _longest(who, seqlen, positions_)
+    positions_, first, last = _positions(who, arrays, positions, axes, layout)
+    # the length that dynamic and longrope go by
+    longest = max(last + 1, 0) if seqlen is None else checks.integer(who, "seqlen", seqlen, low=0)
     inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
     outs = _outs(who, arrays, inputs, out)
@@ -192,7 +193,7 @@ def _plan(
             pairs = zip(inputs.values(), outs, strict=True)
             results = [_empty_like(x) if target is None else target for x, target in pairs]
             computed = np.float64 if dtype == "float64" else np.float32
-            cos, sin, rows = rope_tables(positions_, inv_freq, attention_factor, computed)
+            cos, sin, rows = rope_tables(positions_, first, last, inv_freq, attention_factor, computed)
             kernels.rope(
                 [_bshd(x, layout) for x in inputs.values()], [_bshd(y, layout) for y in results],
                 cos, sin, rows, rotary_dim=rotary_dim, interleaved=interleaved, conjugate=conjugate,
@@ -271,11 +272,13 @@ def _rotary_dim(who: str, rotary_dim: Any, head_dim: int, scaling: RopeScaling) 
     return size
 
 
-def _positions(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str) -> npt.NDArray[np.int64]:
-    """Positions (batch or 1, seqlen) as int64; packed: (1, total)."""
+def _positions(
+    who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str
+) -> tuple[npt.NDArray[np.int64], int, int]:
+    """Positions (batch or 1, seqlen) as int64, packed (1, total); the smallest and the largest."""
     tokens = axes["total" if layout == "packed" else "seqlen"]
     if positions is None:
-        return np.arange(tokens)[None]
+        return np.arange(tokens)[None], 0, tokens - 1
     if isinstance(positions, (int, np.integer)):
         raise ShapeError(
             f"{who}: positions is the number {positions}; for a sequence that starts there pass "
@@ -291,16 +294,11 @@ def _positions(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str
             f"{who}: positions has shape {given.shape}; expected {names}: "
             f"{' or '.join(map(str, dict.fromkeys(allowed)))}"
         )
-    if given.size and max(abs(int(given.min())), abs(int(given.max()))) > _EXACT:
+    first, last = (int(given.min()), int(given.max())) if given.size else (0, -1)
+    if first < -_EXACT or last > _EXACT:
         raise OptionError(f"{who}: positions reach beyond 2**53, where angles in float64 mean nothing")
-    return np.atleast_2d(given.astype(np.int64, copy=False))
-
-
-def _longest(who: str, seqlen: Any, positions: npt.NDArray[np.int64]) -> int:
-    """The sequence length that dynamic and longrope go by."""
-    if seqlen is not None:
-        return checks.integer(who, "seqlen", seqlen, low=0)
-    return max(int(positions.max()) + 1, 0) if positions.size else 0
+    as_int64 = given.astype(np.int64, copy=False)
+    return as_int64 if given.ndim == 2 else as_int64[None], first, last
 
 
 def _outs(who: str, arrays: Arrays, inputs: dict[str, Array], out: Any) -> list[Array | None]:

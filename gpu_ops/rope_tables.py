@@ -28,16 +28,21 @@ _kept: OrderedDict[tuple[bytes, float, str], Table] = OrderedDict()
 
 
 def rope_tables(
-    positions: npt.NDArray[np.int64], inv_freq: Array, attention_factor: float, dtype: npt.DTypeLike
+    positions: npt.NDArray[np.int64],
+    first: int,
+    last: int,
+    inv_freq: Array,
+    attention_factor: float,
+    dtype: npt.DTypeLike,
 ) -> tuple[Array, Array, npt.NDArray[np.int64]]:
     """``cos``, ``sin`` of shape (rows, frequencies) and, shaped like ``positions``, the row of each position.
 
-    ``dtype`` float32 or float64 is what the tables are rounded to; angles are float64.
+    ``first`` and ``last`` are the smallest and the largest position. ``dtype``, float32 or float64, is what the
+    tables are rounded to; angles are float64.
     """
     if positions.size == 0:
         empty = np.empty((0, len(inv_freq)), dtype)
         return empty, empty, positions
-    first, last = int(positions.min()), int(positions.max())
     key = (inv_freq.tobytes(), attention_factor, np.dtype(dtype).str)
     with _lock:
         kept = _kept.get(key)
@@ -95,11 +100,10 @@ def _count_up(length: int, inv_freq: Array, factor: float, dtype: npt.DTypeLike)
     # with a few units of 1e-16 of error that the rounding to float32 hides
     cos = np.empty((length, len(inv_freq)), dtype)
     sin = np.empty_like(cos)
-    starts = np.arange(0, length, _BLOCK)
-    turn_start = np.exp(1j * starts[:, None] * inv_freq)
+    turn_start = np.exp(1j * np.arange(0, length, _BLOCK)[:, None] * inv_freq)
     turn_j = factor * np.exp(1j * np.arange(_BLOCK)[:, None] * inv_freq)
     turn = np.empty_like(turn_j)
-    for start, at_start in zip(starts, turn_start, strict=True):
+    for start, at_start in zip(range(0, length, _BLOCK), turn_start, strict=True):
         n = min(_BLOCK, length - start)
         np.multiply(turn_j, at_start, out=turn)
         cos[start : start + n] = turn.real[:n]

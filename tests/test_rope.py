@@ -360,7 +360,7 @@ def test_tables_are_the_rounded_cosines_of_the_positions(computed):
     # growing, shrinking, gathered, far apart, negative: kept tables and direct ones must agree
     for positions in ([range(10)], [range(3000)], [[2999, 5, 5]], [[10**7, 3]], [[-4, 4]], [range(2000)]):
         p = np.array(positions, np.int64)
-        cos, sin, rows = rope_tables(p, inv_freq, 1.25, computed)
+        cos, sin, rows = rope_tables(p, int(p.min()), int(p.max()), inv_freq, 1.25, computed)
         assert rows.shape == p.shape
         assert cos.dtype == sin.dtype == computed
         angles = p[..., None] * inv_freq
@@ -372,12 +372,12 @@ def test_tables_are_the_rounded_cosines_of_the_positions(computed):
 def test_tables_are_kept_shared_and_bounded():
     clear_rope_tables()
     inv_freq = 10000.0 ** (-np.arange(64) / 64)
-    first = rope_tables(np.arange(100)[None], inv_freq, 1.0, np.float32)
-    again = rope_tables(np.array([[77]]), inv_freq, 1.0, np.float32)
+    first = rope_tables(np.arange(100)[None], 0, 99, inv_freq, 1.0, np.float32)
+    again = rope_tables(np.array([[77]]), 77, 77, inv_freq, 1.0, np.float32)
     assert again[0] is first[0]  # a decode step finds the prefill's table
-    assert rope_tables(np.arange(100)[None], inv_freq, 2.0, np.float32)[0] is not first[0]
+    assert rope_tables(np.arange(100)[None], 0, 99, inv_freq, 2.0, np.float32)[0] is not first[0]
     for theta in range(2, 40):  # far more than the budget
-        rope_tables(np.arange(20000)[None], float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
+        rope_tables(np.arange(20000)[None], 0, 19999, float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
     from gpu_ops import rope_tables as module
 
     assert sum(c.nbytes + s.nbytes for c, s in module._kept.values()) <= module._BUDGET

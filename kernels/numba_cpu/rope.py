@@ -53,12 +53,10 @@ def rope(
         bits(k_out),
         cos,
         sin,
-        np.broadcast_to(rows, q.shape[:2]),
+        rows,
         rotary_dim,
         interleaved,
         conjugate,
-        _same_memory(q, q_out),
-        _same_memory(k, k_out),
         # follow memory: in (batch, nheads, seqlen, head_dim) arrays the tokens of one head are neighbours
         abs(q_out.strides[1]) < abs(q_out.strides[2]),
     )
@@ -67,10 +65,6 @@ def rope(
 def _tokens_per_task(inputs: list[Array]) -> int:
     batch, seqlen, _, head_dim = inputs[0].shape
     return items_per_task(batch * seqlen, sum(x.shape[2] for x in inputs) * head_dim)
-
-
-def _same_memory(a: Array, b: Array) -> bool:
-    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
 
 def _signature(dtype: str) -> tuple[types.Type, ...]:
@@ -85,64 +79,42 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
         table,
         types.Array(types.int64, 2, "A", readonly=True),
         types.int64,
-        *(types.boolean,) * 5,
+        *(types.boolean,) * 3,
     )
 
 
 @kernel(_signature)
 def rope_rotate(
-    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate,
-    q_in_place, k_in_place, heads_outer,
-):  # fmt: skip
+    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate, heads_outer
+):
     n_tokens = q.shape[0] * q.shape[1]
     task = claim(state)
     while task < n_tasks:
         first = task * chunk
         count = min(chunk, n_tokens - first)
         rotate_tokens(
-            q,
-            q_out,
-            cos,
-            sin,
-            rows,
-            first,
-            count,
-            rotary_dim,
-            interleaved,
-            conjugate,
-            q_in_place,
-            heads_outer,
-        )
+            q, q_out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer
+        )  # fmt: skip
         rotate_tokens(
-            k,
-            k_out,
-            cos,
-            sin,
-            rows,
-            first,
-            count,
-            rotary_dim,
-            interleaved,
-            conjugate,
-            k_in_place,
-            heads_outer,
-        )
+            k, k_out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer
+        )  # fmt: skip
         task = claim(state)
 
 
 @njit
-def rotate_tokens(
-    x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, in_place, heads_outer
-):
+def rotate_tokens(x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer):
     """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen."""
     seqlen, nheads = x.shape[1], x.shape[2]
+    in_place = x.ctypes.data == out.ctypes.data
+    batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     b = b_first = first // seqlen
     s = s_first = first % seqlen
     h = 0
     done = 0  # tokens of this head so far, when heads are the outer loop
     for _ in range(count * nheads):
-        c = read_row(cos, (rows[b, s],))
-        sn = read_row(sin, (rows[b, s],))
+        position = rows[b * batch_step, s]
+        c = read_row(cos, (position,))
+        sn = read_row(sin, (position,))
         target = write_row(out, (b, s, h))
         if in_place:
             # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
