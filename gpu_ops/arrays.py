@@ -167,6 +167,6 @@ def _overlap(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):  # disjoint address ranges: the common case, cheap
         return False
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stub is too narrow
     except np.exceptions.TooHardError:
         return True

@@ -30,7 +30,7 @@ def tolerance(reference: Array, naive: Array, dtype: npt.DTypeLike, factor: floa
         return 0.0
     ref = ref[finite]
     textbook = np.abs(np.asarray(naive, np.float64)[finite] - ref)
-    t = np.dtype(dtype).type
+    t: Any = np.dtype(dtype).type
     shifted = (ref.astype(t) + t(0.3)) - t(0.3)
     floor = 2.0 * float(np.max(np.abs(shifted.astype(np.float64) - ref)))
     textbook = textbook[np.isfinite(textbook)]  # textbook code may overflow where a kernel must not
