@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from gpu_ops import BlockMask
+from gpu_ops.reference import attention as reference
+from gpu_ops.reference.tolerance import FORWARD
+from tests.compare import assert_close
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -33,6 +37,24 @@ MASKS: dict[str, dict[str, Any]] = {
     "beyond": {"window_size": (-1, 0), "causal": True},
 }
 
+MASKS_WIDE: dict[str, dict[str, Any]] = {
+    "wide_left": {"window_size": (70, 0)},
+    "wide_band": {"window_size": (65, 33)},
+    "wide_right": {"window_size": (-1, 90), "causal": False},
+}
+
+# The field's odd shapes (seqlen_q, seqlen_k): off every tile size by a little, either side longer.
+SHAPES = (
+    *[(1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217)],
+    *[(113, 211), (108, 256), (256, 512), (384, 256), (640, 128), (512, 256)],
+    *[(1024, 1024), (1023, 1024), (1024, 1023)],
+)
+SHAPES_SLOW = ((4096, 4096), (4224, 4224))
+HEAD_DIMS = (
+    *[(d, d) for d in (1, 8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)],
+    *[(192, 128), (64, 512), (576, 512)],
+)
+
 # Levels of every option; the first is the default.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mask": tuple(MASKS),
@@ -46,6 +68,18 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "bias": (None, "full", "keys", "masks"),
     "block_mask": (None, "shared", "each"),
     "layout": ("bshd", "bhsd"),
+}
+
+
+# The same at sizes that cross the tiles of a kernel.
+KERNEL_FACTORS: dict[str, tuple[Any, ...]] = {
+    **FACTORS,
+    "dtype": ("float32", "bfloat16", "float16"),
+    "mask": (*MASKS, *MASKS_WIDE),
+    "seqlens": ((113, 203), (203, 113), (128, 128), (1, 300)),
+    "heads": ((4, 4), (4, 2), (3, 1)),
+    "head_dims": ((32, 32), (40, 24), (64, 80)),
+    "blocks": ((64, 64), (16, 32), (5, 7), (128, 1)),
 }
 
 
@@ -94,7 +128,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[s
 
 def row_id(row: Mapping[str, Any]) -> str:
     """A readable pytest id: the levels that are not the default."""
-    changed = {n: v for n, v in row.items() if v != FACTORS[n][0]}
+    changed = {n: v for n, v in row.items() if n == "dtype" or v != FACTORS.get(n, (None,))[0]}
     return "-".join(f"{n}={v}" for n, v in changed.items()).replace(" ", "") or "default"
 
 
@@ -114,13 +148,17 @@ def make(
     batch: int = 2,
     dtype: str = "float64",
     blocks: tuple[int, int] = (2, 3),
+    side_dtype: str = "float32",
     seed: int = 0,
     **extra: Any,
 ) -> Problem:
-    """Standard-normal inputs with the given options; ``extra`` options are passed through."""
+    """Standard-normal inputs with the given options; ``extra`` options are passed through.
+
+    ``side_dtype``: of sinks, slopes and float32 biases; float64 is for finite differences.
+    """
     rng = np.random.default_rng(seed)
     native = DTYPES[dtype]
-    wide = np.float64 if dtype == "float64" else np.float32  # dtype of the side inputs
+    wide = np.dtype(side_dtype)
     (seqlen_q, seqlen_k), (nheads, nheads_kv), (head_dim, head_dim_v) = seqlens, heads, head_dims
 
     def normal(*shape: int) -> np.ndarray:
@@ -132,7 +170,7 @@ def make(
     v = normal(batch, seqlen_k, nheads_kv, head_dim_v)
     dout = normal(batch, seqlen_q, nheads, head_dim_v)
 
-    options: dict[str, Any] = {**MASKS[mask], **extra}
+    options: dict[str, Any] = {**(MASKS | MASKS_WIDE)[mask], **extra}
     if layout != "bshd":
         options["layout"] = layout
     if softmax_scale is not None:
@@ -158,3 +196,53 @@ def make(
         shape = (*lead, -(-seqlen_q // blocks[0]), -(-seqlen_k // blocks[1]))
         options["block_mask"] = BlockMask(rng.random(shape) < 0.6, *blocks)
     return Problem(q, k, v, dout, options)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a problem must give: exact values, and textbook values in its dtype (the yardstick)."""
+
+    problem: Problem
+    exact: dict[str, np.ndarray]
+    naive: dict[str, np.ndarray]
+
+    def check(self, name: str, actual: Any, factor: float = FORWARD) -> None:
+        """``actual`` obeys the tolerance rule; float64 is held to float64 accuracy."""
+        exact, dtype = self.exact[name], self.problem.q.dtype
+        if dtype == np.float64:
+            scale = np.abs(exact[np.isfinite(exact)]).max(initial=1.0)
+            np.testing.assert_allclose(actual, exact, rtol=1e-11, atol=1e-13 * scale, err_msg=name)
+            return
+        # lse is a float32 result of float32 sums whatever the inputs are: held to float32.
+        assert_close(actual, exact, self.naive[name], np.float32 if name == "lse" else dtype, factor, name)
+
+
+@lru_cache(maxsize=4)
+def _expected(settings: tuple[tuple[str, Any], ...], gradients: bool) -> Expected:
+    problem = make(**dict(settings))
+    exact, naive = ({}, {})
+    for results, precision in ((exact, "float64"), (naive, "naive")):
+        out, lse = reference.attention(
+            *problem.arrays, **problem.options, return_lse=True, precision=precision
+        )
+        results |= {"out": out, "lse": lse}
+        if gradients:
+            dq, dk, dv, extra = reference.attention_backward(
+                problem.dout,
+                *problem.arrays,
+                out,
+                lse,
+                **problem.options,
+                return_extra=True,
+                precision=precision,
+            )
+            results |= {"dq": dq, "dk": dk, "dv": dv} | {f"d{name}": x for name, x in extra.items()}
+    if problem.q.dtype.itemsize == 2:
+        wide = [x.astype(np.float32) for x in problem.arrays]
+        naive["lse"] = reference.attention(*wide, **problem.options, return_lse=True, precision="naive")[1]
+    return Expected(problem, exact, naive)
+
+
+def expected(*, gradients: bool = False, **settings: Any) -> Expected:
+    """The problem ``make(**settings)`` and its results by the reference; do not write into it."""
+    return _expected(tuple(settings.items()), gradients)

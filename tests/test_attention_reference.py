@@ -101,7 +101,7 @@ def differences(loss, x: np.ndarray, h: float = 1e-5) -> np.ndarray:
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_backward_equals_finite_differences(row):
-    p = make(**row, batch=1 if row["alibi"] != "batch_heads" else 2)
+    p = make(**row, batch=1 if row["alibi"] != "batch_heads" else 2, side_dtype="float64")
 
     def loss() -> float:
         return float((p.dout * attention(*p.arrays, **p.options, **EXACT)).sum())
@@ -276,12 +276,15 @@ def test_precisions(dtype):
             p.dout, *p.arrays, out, lse, **p.options, return_extra=True, precision=precision
         )
         results[precision] = [out, dq, dk, dv, lse, extra["bias"], extra["sinks"]]
-    for exact, rounded, naive, expected in zip(*results.values(), [native] * 4 + [wide] * 3, strict=True):
+    dtypes = [native] * 4 + [wide, np.dtype(np.float32), wide]
+    for exact, rounded, naive, expected in zip(*results.values(), dtypes, strict=True):
         assert exact.dtype == np.float64
         assert rounded.dtype == naive.dtype == expected
         np.testing.assert_array_equal(rounded, exact.astype(expected))  # rounded once, at the end
         error = np.abs(naive.astype(np.float64) - exact).max()
-        assert error <= 4 * float(ml_dtypes.finfo(native).eps * np.abs(exact).max())
+        assert error <= 4 * float(
+            max(ml_dtypes.finfo(d).eps for d in (native, expected)) * np.abs(exact).max()
+        )
         if dtype != "float64":
             assert error > 0
 
