@@ -1,0 +1,157 @@
+"""RMSNorm fused with the int8 quantisation that an int8 or ternary matmul takes as input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.reference.rmsnorm import Casting
+
+__all__ = ["rmsnorm_quant_int8"]
+
+
+@op
+def rmsnorm_quant_int8(
+    x: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    residual: Any = None,
+    weight_offset: float = 0.0,
+    casting: str = "fp32",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """:func:`rmsnorm`, then int8 codes with one scale per row: ``y`` is about ``q * scale``.
+
+    With ``absmax = max(max|y|, 1e-5)`` of a row: ``q = round_half_even(y * 127 / absmax)``,
+    ``scale = absmax / 127``, ``rowsum`` = the sum of the row's codes, which a matmul with weight codes
+    ``t + 1`` subtracts.
+
+    Parameters
+    ----------
+    x, weight, eps, residual, weight_offset
+        As in :func:`rmsnorm`.
+    casting : {"fp32", "llama", "gemma"}
+        ``fp32`` and ``gemma`` quantise the unrounded y: their one rounding is the one to int8. ``llama``
+        quantises y in x's dtype, with the roundings of :func:`rmsnorm`.
+    out : (q, scale, rowsum), optional
+        Arrays that receive the results.
+
+    Returns
+    -------
+    q : array like x, int8
+        In [-127, 127].
+    scale : array (...), float32 (float64 for float64)
+        NaN when the row holds a NaN, whose code is 0.
+    rowsum : array (...), int32
+    s : array like x
+        Only with ``residual``: ``x + residual``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    The activations of BitNet b1.58, Ma et al., "The Era of 1-bit LLMs", 2024. One pass: each element of x is
+    read once and each code written once.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x = np.array([[3.0, -4.0, 0.0, 1.0]], np.float32)
+    >>> q, scale, rowsum = gpu_ops.rmsnorm_quant_int8(x, np.ones(4, np.float32))
+    >>> q, rowsum
+    (array([[  95, -127,    0,   32]], dtype=int8), array([0], dtype=int32))
+    >>> (q * scale[:, None]).round(2)
+    array([[ 1.17, -1.57,  0.  ,  0.4 ]], dtype=float32)
+    """
+    name = "rmsnorm_quant_int8"
+    arrays = Arrays(name)
+    x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
+    residual_ = None if residual is None else arrays.read("residual", residual)
+    if x_.ndim == 0 or x_.shape[-1] == 0:
+        raise ShapeError(f"{name}: x has shape {x_.shape}; the last axis is normalised and must not be empty")
+    checks.exactly(name, "weight", weight_, x_.shape[-1:])
+    if residual_ is not None:
+        checks.exactly(name, "residual", residual_, x_.shape)
+    dtype = checks.float_dtype(name, x=x_, weight=weight_, residual=residual_)
+    eps = checks.number(name, "eps", eps, above=0.0)
+    weight_offset = checks.number(name, "weight_offset", weight_offset)
+    mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
+    types: dict[str, type] = {
+        "q": np.int8,
+        "scale": np.float64 if dtype == "float64" else np.float32,
+        "rowsum": np.int32,
+    }
+    outs = _outs(name, arrays, x_, types, out)
+    choice = choose(name, device, backend)
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+
+    def run() -> Any:
+        if choice.backend == "reference":
+            from gpu_ops.reference import rmsnorm as reference
+
+            results = list(
+                reference.rmsnorm_quant_int8(
+                    x_, weight_, eps=eps, residual=residual_, weight_offset=weight_offset, casting=mode
+                )
+            )
+            for target, value in zip(outs, results[:3], strict=bool(outs)):
+                target[...] = value
+        else:
+            from gpu_ops.kernels.numba_cpu import rmsnorm_quant as kernels
+
+            shapes = (x_.shape, x_.shape[:-1], x_.shape[:-1])
+            results = outs or [np.empty(n, t) for n, t in zip(shapes, types.values(), strict=True)]
+            s = None if residual_ is None else np.empty(x_.shape, x_.dtype)
+            kernels.forward(
+                as_rows(x_),
+                weight_,
+                None if residual_ is None else as_rows(residual_),
+                as_rows(results[0]),
+                results[1].reshape(-1),
+                results[2].reshape(-1),
+                None if s is None else as_rows(s),
+                dtype=dtype,
+                eps=eps,
+                weight_offset=weight_offset,
+                llama=mode == "llama",
+            )
+            results = results if s is None else [*results, s]
+        given = [arrays.give(r) for r in results]
+        return tuple(given) if out is None else (*out, *given[3:])
+
+    config = "NumPy, float64"
+    if choice.backend == "numba":
+        from gpu_ops.kernels.numba_cpu import rmsnorm
+
+        config = rmsnorm.config(rows, cols)
+    return Plan(name, choice, f"{rows} rows of {cols} {dtype} to int8, casting {mode}", config, run)
+
+
+def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, type], out: Any) -> list[Array]:
+    """Writable views of q, scale and rowsum, or an empty list."""
+    if out is None:
+        return []
+    if not isinstance(out, (tuple, list)) or len(out) != 3 or any(o is None for o in out):
+        raise OptionError(f"{name}: out must be three arrays, (q, scale, rowsum); got {type(out).__name__}")
+    outs: list[Array] = []
+    for (label, dtype), array in zip(types.items(), out, strict=True):
+        shape = x.shape if label == "q" else x.shape[:-1]
+        target = arrays.write(f"out {label}", array, shape, dtype, rows=label == "q")
+        assert target is not None  # Arrays.write returns None only for None
+        if label != "q" and not target.flags.c_contiguous:
+            raise ShapeError(f"{name}: out {label} must be C-contiguous; pass numpy.empty({shape}, ...)")
+        arrays.read(f"out {label}", array)  # so that the next one may not overlap it
+        outs.append(target)
+    return outs

@@ -1,0 +1,184 @@
+"""RMSNorm to int8: codes, scales and row sums on every backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compare import random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from row_cases import views
+
+import gpu_ops
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.reference import rmsnorm as reference
+
+CASTINGS = ["fp32", "llama", "gemma"]
+SHAPES = [(1,), (7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
+
+
+def check(q, scale, rowsum, x, weight, **options):
+    """Codes are right where the real number is clearly nearer to one integer than to the other."""
+    dtype = x.dtype
+    y = reference.rmsnorm(x, weight, precision="float64", **options)
+    y = y[0] if isinstance(y, tuple) else y
+    absmax = np.maximum(np.abs(y).max(axis=-1), 1e-5)
+    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}[
+        dtype.name
+    ]
+    # llama rounds thrice to x's dtype; the other modes compute in float32 whatever the dtype
+    llama = options.get("casting") == "llama" or "residual" in options
+    relative = 4 * (rounding if llama else min(rounding, 2.0**-24))
+    statistics = np.float64 if dtype == np.float64 else np.float32
+    assert (q.dtype, scale.dtype, rowsum.dtype) == (np.int8, statistics, np.int32)
+    assert (q.shape, scale.shape, rowsum.shape) == (x.shape, x.shape[:-1], x.shape[:-1])
+    np.testing.assert_allclose(scale, absmax / 127, rtol=relative + 1e-15)
+    real = y * (127 / absmax)[..., None]
+    assert (np.abs(q - real) <= 0.5 + 127 * 2 * relative + 1e-12).all()
+    assert (np.abs(q.astype(int)).max(axis=-1) == 127).all()
+    np.testing.assert_array_equal(rowsum, q.sum(axis=-1, dtype=np.int64))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("casting", CASTINGS)
+def test_codes_scale_rowsum(backend, dtype, shape, casting, rng):
+    x, weight = random(rng, shape, dtype, 2), random(rng, shape[-1:], dtype)
+    options = {"eps": 1e-5, "casting": casting, "weight_offset": 1.0 if casting == "gemma" else 0.0}
+    check(*gpu_ops.rmsnorm_quant_int8(x, weight, **options, **backend), x, weight, **options)
+
+
+@pytest.mark.parametrize("casting", CASTINGS)
+def test_residual(backend, dtype, casting, rng):
+    x, residual = random(rng, (9, 321), dtype), random(rng, (9, 321), dtype)
+    weight = random(rng, (321,), dtype)
+    options = {"residual": residual, "casting": casting}
+    q, scale, rowsum, s = gpu_ops.rmsnorm_quant_int8(x, weight, **options, **backend)
+    assert s.tobytes() == (x.astype(np.float64) + residual.astype(np.float64)).astype(dtype).tobytes()
+    check(q, scale, rowsum, x, weight, **options)
+    alone = gpu_ops.rmsnorm_quant_int8(s, weight, casting=casting, **backend)
+    assert [a.tobytes() for a in alone] == [q.tobytes(), scale.tobytes(), rowsum.tobytes()]
+
+
+def test_llama_is_the_norm_and_then_the_quantisation(backend, rng):
+    """In llama's mode y is a tensor of the model, so fusing must not change one code."""
+    for dtype in (np.float16, np.float32):
+        x, weight = random(rng, (40, 200), dtype), random(rng, (200,), dtype)
+        y = gpu_ops.rmsnorm(x, weight, casting="llama", **backend).astype(np.float64)
+        q, scale, _ = gpu_ops.rmsnorm_quant_int8(x, weight, casting="llama", **backend)
+        absmax = np.abs(y).max(axis=-1)
+        np.testing.assert_allclose(scale, absmax / 127, rtol=3e-7)
+        assert (np.abs(q - y * (127 / absmax)[:, None]) <= 0.5 + 1e-4).all()
+
+
+def test_halves_round_to_even(backend, dtype):
+    # rows of +-1 have rms 1 when eps vanishes and the largest weight is 127, so the codes are the weights
+    weight = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5] * 9, dtype)
+    x = np.array([[1.0] * 54, [-1.0] * 54], dtype)
+    q, scale, rowsum = gpu_ops.rmsnorm_quant_int8(x, weight, eps=1e-30, **backend)
+    want = np.array([127, 0, 2, 2, 0, -2] * 9)
+    np.testing.assert_array_equal(q, [want, -want])
+    np.testing.assert_array_equal(scale, 1)
+    np.testing.assert_array_equal(rowsum, [want.sum(), -want.sum()])
+
+
+def test_zeros_nan_and_infinity(backend, dtype, rng):
+    x, weight = random(rng, (5, 70), dtype), np.ones(70, dtype)
+    clean = gpu_ops.rmsnorm_quant_int8(x, weight, **backend)
+    x[1], x[2, 3], x[3, 60] = 0, np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        q, scale, rowsum = gpu_ops.rmsnorm_quant_int8(x, weight, **backend)
+    for r in (1, 2, 3):
+        np.testing.assert_array_equal(q[r], 0)
+        assert rowsum[r] == 0
+    np.testing.assert_allclose(scale[1], 1e-5 / 127, rtol=1e-6)
+    assert np.isnan(scale[2:4]).all()
+    for r in (0, 4):
+        assert all(a[r].tobytes() == b[r].tobytes() for a, b in zip((q, scale, rowsum), clean, strict=True))
+    weight[5] = np.inf
+    with np.errstate(invalid="ignore"):
+        q, scale, _ = gpu_ops.rmsnorm_quant_int8(x[:1], weight, **backend)
+    np.testing.assert_array_equal(q, 0)
+    assert np.isposinf(scale[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 4)], ids=str)
+def test_no_rows(backend, dtype, shape):
+    x = np.zeros(shape, dtype)
+    q, scale, rowsum, s = gpu_ops.rmsnorm_quant_int8(x, np.ones(shape[-1], dtype), residual=x, **backend)
+    assert (q.shape, scale.shape, rowsum.shape, s.shape) == (shape, shape[:-1], shape[:-1], shape)
+
+
+def test_any_strides(backend, dtype, rng):
+    x, residual = random(rng, (4, 3, 130), dtype), random(rng, (4, 3, 130), dtype)
+    weight = random(rng, (130,), dtype)
+    want = [a.tobytes() for a in gpu_ops.rmsnorm_quant_int8(x, weight, residual=residual, **backend)]
+    for (name, vx), (_, vr) in zip(views(x), views(residual), strict=True):
+        got = gpu_ops.rmsnorm_quant_int8(vx, np.repeat(weight, 2)[::2], residual=vr, **backend)
+        assert [a.tobytes() for a in got] == want, name
+
+
+def test_out(backend, dtype, rng):
+    x, weight = random(rng, (3, 4, 65), dtype), random(rng, (65,), dtype)
+    want = gpu_ops.rmsnorm_quant_int8(x, weight, **backend)
+    buffer = np.zeros((3, 4, 100), np.int8)
+    out = (buffer[..., 10:75], np.empty_like(want[1]), np.empty_like(want[2]))
+    got = gpu_ops.rmsnorm_quant_int8(x, weight, out=out, **backend)
+    assert all(g is o for g, o in zip(got, out, strict=True))
+    assert [o.tobytes() for o in out] == [w.tobytes() for w in want]
+    assert not buffer[..., :10].any()
+    assert not buffer[..., 75:].any()
+    *same, s = gpu_ops.rmsnorm_quant_int8(x, weight, residual=np.zeros_like(x), out=out, **backend)
+    assert all(g is o for g, o in zip(same, out, strict=True))
+    assert s.tobytes() == (x + np.zeros_like(x)).tobytes()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    exponent=st.integers(-40, 40),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),
+    seed=st.integers(0, 2**31),
+)
+def test_codes_ignore_the_scale_of_x_and_of_the_weight(exponent, shape, seed):
+    rng = np.random.default_rng(seed)
+    x, weight = rng.standard_normal(shape), rng.standard_normal(shape[1]) + 2.0
+    q, scale, rowsum = gpu_ops.rmsnorm_quant_int8(x, weight, eps=1e-300)
+    again = gpu_ops.rmsnorm_quant_int8(x * 2.0**exponent, weight, eps=1e-300)
+    assert [a.tobytes() for a in again] == [q.tobytes(), scale.tobytes(), rowsum.tobytes()]
+    larger = gpu_ops.rmsnorm_quant_int8(x, weight * 8.0, eps=1e-300)
+    if (scale > 1e-5).all():  # above the floor of absmax
+        np.testing.assert_array_equal(larger[0], q)
+        np.testing.assert_array_equal(larger[1], scale * 8)
+    flipped = gpu_ops.rmsnorm_quant_int8(-x, weight, eps=1e-300)
+    np.testing.assert_array_equal(flipped[0], -q)
+    np.testing.assert_array_equal(flipped[2], -rowsum)
+
+
+X, W = np.ones((2, 4), np.float32), np.ones(4, np.float32)
+
+
+def fresh():
+    return (np.zeros((2, 4), np.int8), np.zeros(2, np.float32), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, W[:3]), {}, ShapeError, "weight has shape"),
+        ((X[:, :0], W[:0]), {}, ShapeError, "must not be empty"),
+        ((X, W.astype(np.float64)), {}, DTypeError, "weight is float64 but x is float32"),
+        ((X, W), {"residual": X[0]}, ShapeError, "residual has shape"),
+        ((X, W), {"casting": "int8"}, OptionError, "casting"),
+        ((X, W), {"eps": 0}, OptionError, "eps"),
+        ((X, W), {"out": np.zeros((2, 4), np.int8)}, OptionError, "three arrays"),
+        ((X, W), {"out": (*fresh()[:2], None)}, OptionError, "three arrays"),
+        ((X, W), {"out": (fresh()[0].astype(np.uint8), *fresh()[1:])}, DTypeError, "out q is uint8"),
+        ((X, W), {"out": (fresh()[0], np.zeros((2, 1), np.float32), fresh()[2])}, ShapeError, "out scale"),
+        ((X, W), {"out": (*fresh()[:2], np.zeros(2, np.int64))}, DTypeError, "out rowsum is int64"),
+        ((X, W), {"out": (fresh()[0], np.zeros(4, np.float32)[::2], fresh()[2])}, ShapeError, "contiguous"),
+    ],
+)
+def test_mistakes(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        gpu_ops.rmsnorm_quant_int8(*arguments, **options)
+    for array in options["out"] if isinstance(options.get("out"), tuple) else ():
+        assert array is None or not array.any()
