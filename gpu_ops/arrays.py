@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.errors import DeviceError, DTypeError, ShapeError
+from gpu_ops.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 
 __all__ = ["Array", "Arrays", "as_rows"]
 
@@ -70,7 +70,7 @@ class Arrays:
             raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
         if not view.flags.writeable:
             raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array or omit {name}=")
-        if view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
             raise ShapeError(
                 f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
                 f"pass a C-contiguous array or omit {name}="
@@ -88,6 +88,16 @@ class Arrays:
                     f"it is read; pass a separate array or omit {name}="
                 )
         return view
+
+    def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An uninitialised result."""
+        try:
+            return np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
+            required = math.prod(shape) * np.dtype(dtype).itemsize
+            raise OutOfMemoryError(
+                f"{self.op}: no memory for a result of shape {shape}, {required / 2**30:.1f} GiB", required
+            ) from error
 
     def give(self, x: Array) -> Any:
         """``x`` in the caller's library, sharing memory where that library can."""

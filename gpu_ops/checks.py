@@ -43,6 +43,10 @@ class Axes:
     def __getitem__(self, axis: str) -> int:
         return self._sizes[axis]
 
+    def set(self, axis: str, size: int, origin: str) -> None:
+        """Name a length that no array's shape holds."""
+        self._sizes[axis], self._origin[axis] = size, origin
+
     def bind(self, name: str, x: Array, axes: str) -> None:
         """Name the axes of ``x``; a name used before must have the same length here."""
         names = axes.split()

@@ -275,8 +275,8 @@ def attention_forward(
     dim_v = round_up(call.head_dim_v, 8)
     wide = part_out.dtype.type(0)
     qt = scratch(call.head_dim, block_m, wide)
-    kt = scratch(round_up(block_n, 8), call.head_dim, wide)
-    vt = scratch(round_up(block_n, 8), dim_v, wide)
+    kt = scratch(round_up(block_n, 8) + 1, call.head_dim, wide)
+    vt = scratch(round_up(block_n, 8) + 1, dim_v, wide)
     s = scratch(round_up(block_n, 8), block_m, wide)
     ot = scratch(dim_v, block_m, wide)
     row_max = np.empty(block_m, part_out.dtype)
@@ -343,9 +343,7 @@ def attention_forward(
                         for c in range(width):
                             row[c] *= alpha[c]
                 if finite:
-                    gemm_columns(
-                        ot, 0, block_m, vt, 0, dim_v, s, 0, block_m, dim_v, width, n_keys, True
-                    )
+                    gemm_columns(ot, 0, block_m, vt, 0, dim_v, s, 0, block_m, dim_v, width, n_keys, True)
                 else:
                     gemm_careful(ot, block_m, vt, dim_v, s, block_m, dim_v, width, n_keys)
             first += n_keys

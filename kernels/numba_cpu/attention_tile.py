@@ -146,9 +146,11 @@ def pack_lanes(dst, x, call, b, q_start, n, width, head, query, dim, scale):
 
 @njit
 def pack_keys(dst, x, table, call, b, k_start, head_kv, first, n, dim):
-    """dst[j, d] = x[key first + j, d], zero to the end of the padded tile. True if all are finite."""
+    """dst[j, d] = x[key first + j, d], zero to the end of the padded tile (and a spare row). True if all are finite."""
     padded = dst.shape[1]
-    bad = like(dst[0, 0], 0.0)
+    check = dst[dst.shape[0] - 1]  # a spare row: 0, or NaN once a NaN or an infinity came by
+    for d in range(dim):
+        check[d] = 0
     for j in range(n):
         key = first + j
         if call.page_size > 0:
@@ -157,17 +159,18 @@ def pack_keys(dst, x, table, call, b, k_start, head_kv, first, n, dim):
             source = read_row(x, (0 if call.packed else b, k_start + key, head_kv))
         row = dst[j]
         for d in range(dim):
-            row[d] = load(source, d)
+            value = load(source, d)
+            row[d] = value
+            check[d] += value * like(value, 0.0)
         for d in range(dim, padded):
             row[d] = 0
-    for j in range(n, min(round_up(n, 8), dst.shape[0])):
+    for j in range(n, round_up(n, 8)):
         for d in range(padded):
             dst[j, d] = 0
-    for j in range(n):
-        row = dst[j]
-        for d in range(dim):
-            bad += row[d] * like(bad, 0.0)  # 0, or NaN from a NaN or an infinity
-    return bad == 0
+    for d in range(dim):
+        if check[d] != 0:
+            return False
+    return True
 
 
 @njit

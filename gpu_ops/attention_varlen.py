@@ -1,0 +1,238 @@
+"""Attention within sequences of different lengths, laid end to end without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops import attention_launch, checks
+from gpu_ops.arrays import Arrays
+from gpu_ops.attention import describe, lse_dtype, run_backward
+from gpu_ops.attention_problem import Problem, cu_seqlens, expect, options
+from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.errors import OptionError, ShapeError
+
+__all__ = ["attention_varlen", "attention_varlen_backward"]
+
+
+@op
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """:func:`attention` of each sequence of a packed batch.
+
+    Parameters
+    ----------
+    q : array (total_q, nheads, head_dim)
+        Sequence b is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``.
+    k, v : arrays (total_k, nheads_kv, head_dim or head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
+        Start at 0, never fall, end at the total. Empty sequences are fine.
+    max_seqlen_q, max_seqlen_k : int, optional
+        The longest sequence, when it is known; a smaller value than the true one is an error.
+    causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, return_lse, out
+        As in :func:`attention`; causal is bottom-right aligned within each sequence.
+
+    Returns
+    -------
+    out : array (total_q, nheads, head_dim_v)
+    lse : array (nheads, total_q), float32 (float64 for float64), only with ``return_lse``
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 10, 2, 8), dtype=np.float32)
+    >>> lengths = np.array([0, 3, 10], np.int32)  # two sequences, of 3 and 7 tokens
+    >>> gpu_ops.attention_varlen(q, k, v, lengths, lengths, causal=True).shape
+    (10, 2, 8)
+    """
+    name = "attention_varlen"
+    arrays = Arrays(name)
+    problem = _problem(
+        name, arrays, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        sinks=sinks, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return_lse = checks.flag(name, "return_lse", return_lse)
+    total, heads = problem.q.shape[1], problem.nheads
+    shape = (total, heads, problem.v.shape[3])
+    out_ = arrays.write("out", out, shape, problem.q.dtype)
+    choice = choose(name, device, backend)
+
+    def run() -> Any:
+        result = arrays.new(shape, problem.q.dtype) if out_ is None else out_
+        if choice.backend == "reference":
+            from gpu_ops.reference import attention as reference
+
+            result[...], lse = reference.attention_varlen(
+                problem.q[0], problem.k[0], problem.v[0], *_offsets(problem),
+                **problem.options.given(dense=False), return_lse=True,
+            )  # fmt: skip
+        else:
+            lse = arrays.new((heads, total), lse_dtype(problem))
+            attention_launch.forward(problem, result[None], lse[None])
+        returned = arrays.give(result) if out is None else out
+        return (returned, arrays.give(lse)) if return_lse else returned
+
+    return Plan(name, choice, str(problem), describe(choice, problem), run)
+
+
+@op
+def attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_extra: bool = False,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
+
+    Parameters
+    ----------
+    dout, out : arrays (total_q, nheads, head_dim_v)
+    lse : array (nheads, total_q)
+        As returned by ``attention_varlen(..., return_lse=True)``.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, and every option
+        As given to :func:`attention_varlen`.
+
+    Returns
+    -------
+    dq, dk, dv : arrays like q, k, v
+    extra : dict with the gradient of ``sinks`` when given, only with ``return_extra``
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 10, 2, 8))
+    >>> cu = np.array([0, 3, 10], np.int32)
+    >>> out, lse = gpu_ops.attention_varlen(q, k, v, cu, cu, return_lse=True)
+    >>> dq, dk, dv = gpu_ops.attention_varlen_backward(np.ones_like(out), q, k, v, out, lse, cu, cu)
+    >>> dv.shape
+    (10, 2, 8)
+    """
+    name = "attention_varlen_backward"
+    arrays = Arrays(name)
+    dout_ = arrays.read("dout", dout)
+    problem = _problem(
+        name, arrays, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        sinks=sinks, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    out_, lse_ = arrays.read("out", out), arrays.read("lse", lse)
+    total, heads = problem.q.shape[1], problem.nheads
+    for label, x in (("dout", dout_), ("out", out_)):
+        checks.exactly(name, label, x, (total, heads, problem.v.shape[3]), problem.q.dtype)
+    checks.exactly(name, "lse", lse_, (heads, total), lse_dtype(problem))
+    checks.flag(name, "deterministic", deterministic)
+    return_extra = checks.flag(name, "return_extra", return_extra)
+    choice = choose(name, device, backend)
+
+    def run() -> Any:
+        if choice.backend == "reference":
+            from gpu_ops.reference import attention_backward as reference
+
+            *grads, extra = reference.attention_varlen_backward(
+                dout_, problem.q[0], problem.k[0], problem.v[0], out_, lse_, *_offsets(problem),
+                **problem.options.given(dense=False), return_extra=True,
+            )  # fmt: skip
+        else:
+            grads = [arrays.new(x.shape[1:], x.dtype) for x in (problem.q, problem.k, problem.v)]
+            views = [g[None] for g in grads]
+            extra = run_backward(problem, dout_[None], out_[None], lse_[None], views, return_extra)
+        results = tuple(arrays.give(g) for g in grads)
+        return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
+
+    return Plan(name, choice, str(problem), describe(choice, problem), run)
+
+
+def _problem(
+    op: str,
+    arrays: Arrays,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    **given: Any,
+) -> Problem:
+    q_, k_, v_ = (arrays.read(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+    axes = checks.Axes(op)
+    axes.bind("q", q_, "total_q nheads head_dim")
+    axes.bind("k", k_, "total_k nheads_kv head_dim")
+    axes.bind("v", v_, "total_k nheads_kv head_dim_v")
+    expect(op, axes)
+    dtype = checks.float_dtype(op, q=q_, k=k_, v=v_)
+    sides = [
+        cu_seqlens(op, arrays, "cu_seqlens_q", cu_seqlens_q, axes["total_q"]).astype(np.int64),
+        cu_seqlens(op, arrays, "cu_seqlens_k", cu_seqlens_k, axes["total_k"]).astype(np.int64),
+    ]
+    if len(sides[0]) != len(sides[1]):
+        raise ShapeError(
+            f"{op}: cu_seqlens_q and cu_seqlens_k describe {len(sides[0]) - 1} and {len(sides[1]) - 1} "
+            "sequences; both need batch + 1 entries"
+        )
+    lengths = [np.diff(side) for side in sides]
+    longest = [int(n.max(initial=0)) for n in lengths]
+    for label, bound, true in zip(
+        ("max_seqlen_q", "max_seqlen_k"), (max_seqlen_q, max_seqlen_k), longest, strict=True
+    ):
+        if bound is not None and checks.integer(op, label, bound, low=0) < true:
+            raise OptionError(
+                f"{op}: {label}={bound}, but the longest sequence has {true} tokens; omit it or raise it"
+            )
+    axes.set("batch", len(lengths[0]), "cu_seqlens_q")
+    return Problem(
+        q=q_[None],
+        k=k_[None],
+        v=v_[None],
+        options=options(op, arrays, q_, axes, **given),
+        dtype=dtype,
+        batch=len(lengths[0]),
+        seqlen_q=longest[0],
+        seqlen_k=longest[1],
+        sequences=np.stack([sides[0][:-1], lengths[0], sides[1][:-1], lengths[1]], axis=1),
+        packed=True,
+    )
+
+
+def _offsets(p: Problem) -> tuple[Any, Any]:
+    """cu_seqlens_q and cu_seqlens_k again."""
+    ends = p.sequences[:, [0, 2]] + p.sequences[:, [1, 3]]
+    offsets = np.concatenate([np.zeros((1, 2), np.int64), ends]).astype(np.int32)
+    return offsets[:, 0], offsets[:, 1]
