@@ -128,9 +128,21 @@ def rope_backward(
 ) -> Plan:
     """Gradients of :func:`rope` with respect to its inputs, given those of its outputs.
 
-    Takes the options that the forward call took. The map is linear, so this is its transpose: the opposite
-    rotation with the same attention factor (with a factor other than 1, not the inverse). Nothing of the
-    forward pass need be kept. Shapes, dtypes, in-place use and errors as in :func:`rope`.
+    The map is linear, so this is its transpose: the opposite rotation with the same attention factor (with a
+    factor other than 1, not the inverse). Nothing of the forward pass need be kept.
+
+    Parameters
+    ----------
+    dq, dk
+        Gradients of the rotated q and, if it took part, k; shapes and dtypes as there.
+    positions, theta, rotary_dim, interleaved, scaling, seqlen, conjugate, layout
+        As in the forward call.
+    out
+        An array for the result, or a pair with ``dk``; may be ``dq`` (and ``dk``) itself: in place.
+
+    Returns
+    -------
+    Array like ``dq``, or with ``dk`` the pair of arrays like ``dq`` and ``dk``.
 
     Examples
     --------

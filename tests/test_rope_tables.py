@@ -1,0 +1,61 @@
+"""The cos and sin tables behind rope: right, shared, bounded."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from gpu_ops import rope
+from gpu_ops.rope_tables import clear_rope_tables, rope_tables
+
+
+@pytest.mark.parametrize("computed", [np.float32, np.float64])
+def test_tables_are_the_rounded_cosines_of_the_positions(computed):
+    clear_rope_tables()
+    inv_freq = 10000.0 ** (-np.arange(32) / 32)
+    # growing, shrinking, gathered, far apart, negative: kept tables and direct ones must agree
+    for positions in ([range(10)], [range(3000)], [[2999, 5, 5]], [[10**7, 3]], [[-4, 4]], [range(2000)]):
+        p = np.array(positions, np.int64)
+        cos, sin, rows = rope_tables(p, int(p.min()), int(p.max()), inv_freq, 1.25, computed)
+        assert rows.shape == p.shape
+        assert cos.dtype == sin.dtype == computed
+        angles = p[..., None] * inv_freq
+        tolerance = 0.5000001 * np.finfo(computed).eps * 1.25 + 1e-15
+        np.testing.assert_allclose(cos[rows], 1.25 * np.cos(angles), rtol=0, atol=tolerance)
+        np.testing.assert_allclose(sin[rows], 1.25 * np.sin(angles), rtol=0, atol=tolerance)
+
+
+def test_tables_are_kept_shared_and_bounded():
+    clear_rope_tables()
+    inv_freq = 10000.0 ** (-np.arange(64) / 64)
+    first = rope_tables(np.arange(100)[None], 0, 99, inv_freq, 1.0, np.float32)
+    again = rope_tables(np.array([[77]]), 77, 77, inv_freq, 1.0, np.float32)
+    assert again[0] is first[0]  # a decode step finds the prefill's table
+    assert rope_tables(np.arange(100)[None], 0, 99, inv_freq, 2.0, np.float32)[0] is not first[0]
+    for theta in range(2, 40):  # far more than the budget
+        rope_tables(np.arange(20000)[None], 0, 19999, float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
+    from gpu_ops import rope_tables as module
+
+    assert sum(c.nbytes + s.nbytes for c, s in module._kept.values()) <= module._BUDGET
+    clear_rope_tables()
+
+
+def test_threads_share_the_tables(rng):
+    clear_rope_tables()
+    q = rng.standard_normal((1, 500, 2, 16)).astype(np.float32)
+    want = rope(q, backend="reference")
+    results: list = [None] * 8
+
+    def work(i):
+        n = 500 - 30 * i  # every thread needs another length of the same table
+        results[i] = rope(q[:, :n])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i, result in enumerate(results):
+        np.testing.assert_allclose(result, want[:, : 500 - 30 * i], atol=1e-6)
