@@ -24,6 +24,7 @@ from gpu_ops.kernels.numba_cpu.dtype import (
     like,
     load,
     read_row,
+    rounded,
     store,
     write_row,
 )
@@ -116,7 +117,6 @@ def rmsnorm_quant_int8(
     rows, cols = x.shape
     w = read_row(weight, ())
     y = np.empty(cols, scale.dtype)
-    narrow = np.empty(1, x.dtype)  # llama: rounds through x's dtype
     task = claim(state)
     while task < n_tasks:
         for r in range(task * chunk, min(rows, (task + 1) * chunk)):
@@ -134,11 +134,8 @@ def rmsnorm_quant_int8(
             rstd = like(weight_offset, 1.0 / np.sqrt(total / cols + eps))
             if llama:
                 for i in range(cols):
-                    store(narrow, 0, load(rx, i) * rstd)
-                    n = load(narrow, 0)
-                    store(narrow, 0, weight_offset + load(w, i))
-                    store(narrow, 0, n * load(narrow, 0))
-                    y[i] = load(narrow, 0)
+                    n = rounded(rx, load(rx, i) * rstd)
+                    y[i] = rounded(rx, n * rounded(w, weight_offset + load(w, i)))
             else:
                 for i in range(cols):
                     y[i] = load(rx, i) * rstd * (weight_offset + load(w, i))
