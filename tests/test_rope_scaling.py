@@ -11,6 +11,7 @@ import pytest
 
 from gpu_ops import RopeScaling
 from gpu_ops.errors import OptionError
+from gpu_ops.reference import rope_scaling as maths
 
 R, THETA = 128, 500000.0
 
@@ -106,6 +107,11 @@ def test_longrope_switches_beyond_the_original_length(seqlen, which):
     close(scaling, lambda i: 1.0 / (factors[which][i] * THETA ** (2 * i / R)), seqlen=seqlen)
     expected = math.sqrt(1 + math.log(32) / math.log(4096))
     assert scaling.attention_factor_at(seqlen) == pytest.approx(expected)
+
+
+def test_longrope_by_the_definition_switches_at_the_same_length():
+    options = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position": 64}
+    assert [maths.longrope_inv_freq(2, THETA, seqlen=n, **options)[0] for n in (64, 65)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
