@@ -25,6 +25,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
     Call,
     block_visibility,
+    cap_scores,
     finish_scores,
     gemm_careful,
     mask_block,
@@ -37,7 +38,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     softmax_tile,
 )
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, scalar, types, write
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 from gpu_ops.kernels.numba_cpu.simd import MAX_LANES, gemm_columns, gemm_rows, lanes
 
@@ -330,6 +331,8 @@ def attention_forward(
                 gemm_rows(
                     s, 0, block_m, kt, 0, call.head_dim, qt, 0, block_m, rows, width, call.head_dim, False
                 )
+                if call.softcap > 0:
+                    cap_scores(s, call.softcap, n_keys, width, s, False)
                 if not plain:
                     finish_scores(s, call, b, first, n_keys, n, width, head, query, offset, alibi, bias)
                 if first < low_all or first + n_keys - 1 > high_all:
@@ -345,7 +348,7 @@ def attention_forward(
                 if finite:
                     gemm_columns(ot, 0, block_m, vt, 0, dim_v, s, 0, block_m, dim_v, width, n_keys, True)
                 else:
-                    gemm_careful(ot, block_m, vt, dim_v, s, block_m, dim_v, width, n_keys)
+                    gemm_careful(ot, vt, s, dim_v, width, n_keys)
             first += n_keys
 
         ob = 0 if call.packed else b

@@ -146,7 +146,7 @@ def pack_lanes(dst, x, call, b, q_start, n, width, head, query, dim, scale):
 
 @njit
 def pack_keys(dst, x, table, call, b, k_start, head_kv, first, n, dim):
-    """dst[j, d] = x[key first + j, d], zero to the end of the padded tile (and a spare row). True if all are finite."""
+    """dst[j, d] = x[key first + j, d], zero where padded. dst has a spare last row. True if all are finite."""
     padded = dst.shape[1]
     check = dst[dst.shape[0] - 1]  # a spare row: 0, or NaN once a NaN or an infinity came by
     for d in range(dim):
@@ -174,15 +174,22 @@ def pack_keys(dst, x, table, call, b, k_start, head_kv, first, n, dim):
 
 
 @njit
+def cap_scores(s, softcap, n, width, slope, keep_slope):
+    """s = softcap * tanh(s / softcap); on request also the slope 1 - tanh^2 that the gradient needs."""
+    cap = like(s[0, 0], softcap)
+    inverse = like(s[0, 0], 1.0 / softcap)
+    for j in range(n):
+        row, slope_row = s[j], slope[j]
+        for c in range(width):
+            t = tanh(row[c] * inverse)
+            row[c] = cap * t
+            if keep_slope:
+                slope_row[c] = like(t, 1.0) - t * t
+
+
+@njit
 def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi, bias):
-    """softcap, ALiBi and bias on scores in natural units; leaves them in base 2."""
-    if call.softcap > 0:
-        cap = like(s[0, 0], call.softcap)
-        inverse = like(s[0, 0], 1.0 / call.softcap)
-        for j in range(n):
-            row = s[j]
-            for c in range(width):
-                row[c] = cap * tanh(row[c] * inverse)
+    """ALiBi and bias on scores in natural units; leaves them in base 2."""
     if call.has_alibi:
         for c in range(lanes):
             slope = alibi[b, head[c]]
@@ -265,7 +272,7 @@ def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, careful):
 
 
 @njit
-def gemm_careful(c, ldc, a, lda, b, ldb, m, n, k):
+def gemm_careful(c, a, b, m, n, k):
     """C[m, n] += A[k, m] B[k, n] without the terms whose factor B is 0: there A may be NaN or inf."""
     for kk in range(k):
         for j in range(n):
@@ -273,3 +280,14 @@ def gemm_careful(c, ldc, a, lda, b, ldb, m, n, k):
             if weight != 0:
                 for i in range(m):
                     c[i, j] += a[kk, i] * weight
+
+
+@njit
+def gemm_careful_rows(c, a, b, m, n, k):
+    """C[m, n] += A[m, k] B[k, n] without the terms whose factor A is 0: there B may be NaN or inf."""
+    for i in range(m):
+        for kk in range(k):
+            weight = a[i, kk]
+            if weight != 0:
+                for j in range(n):
+                    c[i, j] += weight * b[kk, j]
