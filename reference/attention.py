@@ -188,7 +188,7 @@ def _forward(q: Array, k: Array, v: Array, options: Options, s: Steps) -> tuple[
     nheads = q.shape[1]
     with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the caller's data, are results here
         rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
-        out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible)
+        out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible, s)
     return s.step(out), rows.lse
 
 

@@ -142,16 +142,16 @@ def _backward(dout: Array, q: Array, k: Array, v: Array, options: Options, s: St
     k, v = (s.load(repeat_heads(x, nheads)) for x in (k, v))
     with np.errstate(all="ignore"):  # NaN or overflow in the caller's data is a result here
         rows = softmax_rows(q, k, options, s)
-        out = s.step(matmul_visible(rows.probs, v, rows.visible))
+        out = s.step(matmul_visible(rows.probs, v, rows.visible, s))
         delta = s.step((dout * out).sum(axis=-1))
-        dprobs = s.step(dout @ v.swapaxes(-1, -2))
+        dprobs = s.step(s.matmul(dout, v.swapaxes(-1, -2)))
         dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
         dproducts = s.step(s.step(dscores * rows.cap_slope) * options.scale(q.shape[-1]))
         dproducts = np.where(rows.visible, dproducts, 0.0)  # cap_slope of a masked NaN
         seen_by = rows.visible.swapaxes(-1, -2)
-        dq = matmul_visible(dproducts, k, rows.visible)
-        dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by))
-        dv = s.step(matmul_visible(rows.probs.swapaxes(-1, -2), dout, seen_by))
+        dq = matmul_visible(dproducts, k, rows.visible, s)
+        dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by, s))
+        dv = s.step(matmul_visible(rows.probs.swapaxes(-1, -2), dout, seen_by, s))
         dsinks = -(rows.sink_probs * delta).sum(axis=(0, 2))
     return _Gradients(s.step(dq), sum_groups(dk, nheads_kv), sum_groups(dv, nheads_kv), dscores, dsinks)
 

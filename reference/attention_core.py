@@ -64,14 +64,14 @@ def sum_groups(x: Array, nheads_kv: int) -> Array:
     return np.asarray(x.reshape(batch, nheads_kv, nheads // nheads_kv, seqlen, head_dim).sum(axis=2))
 
 
-def matmul_visible(weights: Array, values: Array, visible: Array) -> Array:
+def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) -> Array:
     """``weights @ values`` where a row of ``values`` counts only for the rows that see it.
 
     ``weights`` is 0 where not visible, which is enough for finite values. Rows of ``values`` that
     hold a NaN or an infinity are added one by one behind the mask, since ``0 * NaN`` is not 0.
     """
     finite = np.asarray(np.isfinite(values).all(axis=-1, keepdims=True))
-    result: Array = weights @ np.where(finite, values, 0.0)
+    result = steps.matmul(weights, np.where(finite, values, 0.0))
     for j in np.flatnonzero(~finite.all(axis=(0, 1))):
         term = weights[..., j, None] * np.where(finite, 0.0, values)[..., j, None, :]
         result = result + np.where(visible[..., j, None], term, 0.0)
@@ -95,7 +95,7 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
         block_mask=options.block_mask,
     )
 
-    scores = step(step(q @ k.swapaxes(-1, -2)) * options.scale(q.shape[-1]))
+    scores = step(step(steps.matmul(q, k.swapaxes(-1, -2))) * options.scale(q.shape[-1]))
     cap_slope: Array | float = 1.0
     if options.softcap > 0:
         tanh = step(np.tanh(step(scores / options.softcap)))

@@ -6,7 +6,8 @@ Every reference function takes ``precision``:
 ``"rounded"``   computed in float64, results rounded once to the dtypes of the public contract (default)
 ``"float64"``   computed in float64, results left in float64: what kernels are compared with
 ``"naive"``     every intermediate rounded to the input's dtype, as textbook code in that dtype does:
-                the yardstick for how much error a dtype deserves
+                the yardstick for how much error a dtype deserves. Matrix products are summed exactly
+                and rounded once, but in float32 for float32: there the sum is what costs accuracy
 ==============  ====================================================================================
 """
 
@@ -27,11 +28,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Steps:
-    """The three places where a dtype shows: reading an input, an intermediate, a result."""
+    """The places where a dtype shows: reading an input, an intermediate, a result, a matrix product."""
 
     load: Callable[[Any], Array]
     step: Callable[[Any], Array]
     store: Callable[..., Array]
+    matmul: Callable[[Array, Array], Array]
 
 
 def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
@@ -57,6 +59,11 @@ def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
         target = native if to is None or native == np.float64 else np.dtype(to)
         return np.asarray(x).astype(target)
 
+    def matmul(a: Array, b: Array) -> Array:
+        if precision == "naive" and native == np.float32:
+            return np.asarray(a.astype(np.float32) @ b.astype(np.float32), dtype=np.float64)
+        return np.asarray(a @ b)
+
     if precision not in ("rounded", "float64", "naive"):
         raise ValueError(f"precision must be 'rounded', 'float64' or 'naive', got {precision!r}")
-    return Steps(load=load, step=rounded if precision == "naive" else identity, store=store)
+    return Steps(load, rounded if precision == "naive" else identity, store, matmul)
