@@ -59,6 +59,14 @@ def _activate_backward(g: Array, activation: Activation, p: Steps) -> Array:
     return p.step(c + p.step(g * dc))
 
 
+def _matmul(a: Array, b: Array, p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Array:
+    """``a @ b``; textbook code adds up in float32 (float64 for float64), never in 16 bits."""
+    if precision == "naive" and np.dtype(dtype) != np.float64:
+        with np.errstate(invalid="ignore"):
+            return p.step(a.astype(np.float32) @ b.astype(np.float32))
+    return a @ b
+
+
 def _split(gate: Array, up: Array | None) -> tuple[Array, Array]:
     """The packed form holds gate in the first half of the last axis, up in the second."""
     if up is not None:
@@ -138,10 +146,14 @@ def swiglu_mlp(
     (..., hidden_out) in x's dtype
     """
     p = steps(precision, x.dtype)
-    gate = p.step(p.load(x) @ p.load(w_gate).T)
-    up = p.step(p.load(x) @ p.load(w_up).T)
-    h = p.step(_activate(gate, activation, p) * up)
-    return p.store(h @ p.load(w_down).T)
+
+    def matmul(a: Array, b: Array) -> Array:
+        return _matmul(a, b, p, x.dtype, precision)
+
+    x64 = p.load(x)
+    act = _activate(matmul(x64, p.load(w_gate).T), activation, p)
+    h = p.step(act * matmul(x64, p.load(w_up).T))
+    return p.store(matmul(h, p.load(w_down).T))
 
 
 def swiglu_mlp_backward(
@@ -162,14 +174,23 @@ def swiglu_mlp_backward(
         each in the shape of its tensor and in x's dtype
     """
     p = steps(precision, x.dtype)
-    x2 = p.load(x).reshape(-1, x.shape[-1])
-    dy2 = p.load(dy).reshape(-1, dy.shape[-1])
-    gate = p.step(x2 @ p.load(w_gate).T)
-    up = p.step(x2 @ p.load(w_up).T)
+
+    def matmul(a: Array, b: Array) -> Array:
+        return _matmul(a, b, p, x.dtype, precision)
+
+    tokens = math.prod(x.shape[:-1])
+    x2, dy2 = p.load(x).reshape(tokens, x.shape[-1]), p.load(dy).reshape(tokens, dy.shape[-1])
+    wg, wu, wd = p.load(w_gate), p.load(w_up), p.load(w_down)
+    gate, up = matmul(x2, wg.T), matmul(x2, wu.T)
     act = _activate(gate, activation, p)
-    dh = p.step(dy2 @ p.load(w_down))
+    dh = matmul(dy2, wd)
     dgate = p.step(p.step(dh * up) * _activate_backward(gate, activation, p))
     dup = p.step(dh * act)
-    dx = p.step(dgate @ p.load(w_gate)) + p.step(dup @ p.load(w_up))
-    dw_down = dy2.T @ p.step(act * up)
-    return p.store(dx.reshape(x.shape)), p.store(dgate.T @ x2), p.store(dup.T @ x2), p.store(dw_down)
+    dx = matmul(dgate, wg) + matmul(dup, wu)
+    dw_down = matmul(dy2.T, p.step(act * up))
+    return (
+        p.store(dx.reshape(x.shape)),
+        p.store(matmul(dgate.T, x2)),
+        p.store(matmul(dup.T, x2)),
+        p.store(dw_down),
+    )

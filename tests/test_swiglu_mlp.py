@@ -1,0 +1,212 @@
+"""The gated MLP, forward and backward: one body over the backends, against the reference in float64."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from compare import random
+from row_cases import close, views
+
+import gpu_ops
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.reference import swiglu as reference
+from gpu_ops.reference.tolerance import GRADIENT
+
+NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
+# tokens below and above the path for few tokens, odd sizes, hidden_out != hidden
+CASES = [
+    ((1,), 1, 1, 1),
+    ((5,), 7, 3, 9),
+    ((1, 64), 64, 160, 64),
+    ((4, 33), 33, 65, 17),
+    ((5, 96), 96, 200, 96),
+    ((2, 3, 40), 40, 123, 31),
+    ((130, 24), 24, 50, 24),
+]
+
+
+def make(rng, shape, hidden, ffn, hidden_out, dtype):
+    x = random(rng, (*shape[:-1], hidden), dtype)
+    w_gate, w_up = (random(rng, (ffn, hidden), dtype, hidden**-0.5) for _ in range(2))
+    w_down = random(rng, (hidden_out, ffn), dtype, ffn**-0.5)
+    dy = random(rng, (*shape[:-1], hidden_out), dtype)
+    return dy, x, w_gate, w_up, w_down
+
+
+def check(inputs, activation, backend):
+    dy, *arguments = inputs
+    dtype = dy.dtype
+    y = gpu_ops.swiglu_mlp(*arguments, activation=activation, **backend)
+    want, naive = (
+        reference.swiglu_mlp(*arguments, activation=activation, precision=p) for p in ("float64", "naive")
+    )
+    assert (y.dtype, y.shape) == (dtype, dy.shape)
+    close(y, want, naive, dtype, what="y")
+    got = gpu_ops.swiglu_mlp_backward(*inputs, activation=activation, **backend)
+    want, naive = (
+        reference.swiglu_mlp_backward(*inputs, activation=activation, precision=p)
+        for p in ("float64", "naive")
+    )
+    for name, tensor, g, w, n in zip(NAMES, arguments, got, want, naive, strict=True):
+        assert (g.dtype, g.shape) == (dtype, tensor.shape)
+        close(g, w, n, dtype, GRADIENT, what=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward(backend, dtype, case, rng):
+    check(make(rng, *case, dtype), "silu", backend)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_other_activations(backend, dtype, activation, rng):
+    check(make(rng, (9, 32), 32, 50, 32, dtype), activation, backend)
+
+
+def test_many_blocks(dtype, monkeypatch, rng):
+    """Small blocks, so that sums over blocks of tokens and of ffn, with remainders, are all taken."""
+    from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
+
+    monkeypatch.setattr(kernels, "TOKENS", 16)
+    monkeypatch.setattr(kernels, "SCRATCH", 16 * 64)
+    inputs = make(rng, (50, 40), 40, 200, 24, dtype)
+    assert kernels.config(50, 40, 200, dtype.name) == "BLAS on blocks of 16 tokens x 64 of ffn"
+    check(inputs, "silu", {"backend": "numba"})
+    arguments = inputs[1:]
+    wide = np.zeros((50, 100), dtype)  # a target whose rows lie apart
+    gpu_ops.swiglu_mlp(*arguments, out=wide[:, 30:54])
+    assert wide[:, 30:54].tobytes() == gpu_ops.swiglu_mlp(*arguments).tobytes()
+    assert not wide[:, :30].any()
+    assert not wide[:, 54:].any()
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16, 8), (3, 0, 16, 8), (3, 8, 0, 8), (3, 8, 16, 0)], ids=str)
+def test_empty(backend, dtype, sizes):
+    tokens, hidden, ffn, hidden_out = sizes
+    x, dy = np.ones((tokens, hidden), dtype), np.ones((tokens, hidden_out), dtype)
+    weights = [np.ones(s, dtype) for s in ((ffn, hidden), (ffn, hidden), (hidden_out, ffn))]
+    y = gpu_ops.swiglu_mlp(x, *weights, **backend)
+    np.testing.assert_array_equal(y, np.zeros((tokens, hidden_out)))
+    for gradient, tensor in zip(
+        gpu_ops.swiglu_mlp_backward(dy, x, *weights, **backend), (x, *weights), strict=True
+    ):
+        np.testing.assert_array_equal(gradient, np.zeros(tensor.shape))
+
+
+def test_any_strides(backend, dtype, rng):
+    inputs = make(rng, (2, 4, 20), 20, 36, 20, dtype)
+    dy, x, *weights = inputs
+    want = gpu_ops.swiglu_mlp(x, *weights, **backend)
+    wants = gpu_ops.swiglu_mlp_backward(*inputs, **backend)
+    rounding = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-13}[dtype.name]
+    every = zip(views(x), views(dy), *map(views, weights), strict=True)
+    for (name, vx), (_, vdy), *vws in every:
+        ws = [w for _, w in vws]
+        got = gpu_ops.swiglu_mlp(vx, *ws, **backend)
+        # BLAS may add up in another order for other strides
+        np.testing.assert_allclose(
+            got.astype(float), want.astype(float), rtol=rounding, atol=rounding, err_msg=name
+        )
+        for g, w in zip(gpu_ops.swiglu_mlp_backward(vdy, vx, *ws, **backend), wants, strict=True):
+            np.testing.assert_allclose(
+                g.astype(float), w.astype(float), rtol=rounding, atol=4 * rounding, err_msg=name
+            )
+
+
+def test_out(backend, dtype, rng):
+    inputs = make(rng, (6, 24), 24, 50, 16, dtype)
+    arguments = inputs[1:]
+    want = gpu_ops.swiglu_mlp(*arguments, **backend)
+    out = np.empty_like(want)
+    assert gpu_ops.swiglu_mlp(*arguments, out=out, **backend) is out
+    assert out.tobytes() == want.tobytes()
+    wants = gpu_ops.swiglu_mlp_backward(*inputs, **backend)
+    outs = tuple(np.empty_like(w) for w in wants)
+    assert gpu_ops.swiglu_mlp_backward(*inputs, out=outs, **backend) is outs
+    assert [o.tobytes() for o in outs] == [w.tobytes() for w in wants]
+
+
+def test_a_nan_stays_in_its_token(backend, dtype, rng):
+    _, x, *weights = make(rng, (6, 24), 24, 50, 16, dtype)
+    clean = gpu_ops.swiglu_mlp(x, *weights, **backend)
+    x[2, 5] = np.nan
+    y = gpu_ops.swiglu_mlp(x, *weights, **backend)
+    assert np.isnan(y[2].astype(float)).all()
+    assert np.delete(y, 2, axis=0).tobytes() == np.delete(clean, 2, axis=0).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_scratch_does_not_grow_with_the_tokens(dtype, rng):
+    """At 4x the tokens the peak grows only by what is proportional to x: never by a (tokens, ffn) array."""
+    hidden, ffn = 16, 2048
+    peaks = []
+    for tokens in (2048, 8192):
+        _, x, *weights = make(rng, (tokens, hidden), hidden, ffn, hidden, np.dtype(dtype))
+        out = np.empty_like(x)
+        gpu_ops.swiglu_mlp(x[:8], *weights, out=out[:8])  # compiled beforehand
+        tracemalloc.start()
+        gpu_ops.swiglu_mlp(x, *weights, out=out)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[0] > 1 << 20  # the measurement sees NumPy's buffers
+    assert peaks[1] - peaks[0] < 1 << 20
+
+
+def test_the_reference_and_torch_agree():
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: pip install torch (CPU build) runs this"
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    dy, x, w_gate, w_up, w_down = normal(7, 6), normal(7, 12), normal(20, 12), normal(20, 12), normal(6, 20)
+    leaves = [t.clone().requires_grad_() for t in (x, w_gate, w_up, w_down)]
+    linear = torch.nn.functional.linear
+    want = linear(
+        torch.nn.functional.silu(linear(leaves[0], leaves[1])) * linear(leaves[0], leaves[2]), leaves[3]
+    )
+    want.backward(dy)
+    y = gpu_ops.swiglu_mlp(x, w_gate, w_up, w_down)
+    assert isinstance(y, torch.Tensor)
+    torch.testing.assert_close(y, want.detach(), rtol=1e-10, atol=1e-11)
+    for got, leaf in zip(gpu_ops.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down), leaves, strict=True):
+        torch.testing.assert_close(got, leaf.grad, rtol=1e-10, atol=1e-10)
+
+
+X, W, D = np.ones((2, 4), np.float32), np.ones((6, 4), np.float32), np.ones((4, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, W.T.copy(), W.T.copy(), D), {}, ShapeError, r"w_down has shape \(4, 6\)"),
+        ((X, W, W[:5], D), {}, ShapeError, "w_up has shape"),
+        ((X, W, W, W), {}, ShapeError, "w_down has shape"),
+        ((X[:, :3], W, W, D), {}, ShapeError, r"x has shape \(2, 3\), expected \(..., hidden=4\)"),
+        ((X, W, W, D.astype(np.float16)), {}, DTypeError, "w_down is float16 but x is float32"),
+        ((X, W[None], W, D), {}, ShapeError, "w_gate has 3 axes"),
+        ((X, W, W, D), {"activation": "gelu_erf"}, OptionError, "activation"),
+        ((X, W, W, D), {"out": np.zeros((2, 6), np.float32)}, ShapeError, "out has shape"),
+        ((X, W, W, D), {"out": X}, ShapeError, "shares memory with x"),
+    ],
+)
+def test_mistakes(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        gpu_ops.swiglu_mlp(*arguments, **options)
+    np.testing.assert_array_equal(X, 1)
+
+
+def test_mistakes_of_the_backward():
+    with pytest.raises(ShapeError, match="dy has shape"):
+        gpu_ops.swiglu_mlp_backward(X[:1], X, W, W, D)
+    with pytest.raises(OptionError, match="four arrays"):
+        gpu_ops.swiglu_mlp_backward(X, X, W, W, D, out=np.zeros_like(X))
+    with pytest.raises(ShapeError, match="out dw_gate shares memory with w_gate"):
+        gpu_ops.swiglu_mlp_backward(X.copy(), X, W, W.copy(), D, out=(X * 1, W, W * 1, D * 1))
+    twice = np.zeros_like(W)
+    with pytest.raises(ShapeError, match="out dw_up shares memory with out dw_gate"):
+        gpu_ops.swiglu_mlp_backward(X, X, W, W, D, out=(X * 1, twice, twice, D * 1))
+    assert not twice.any()
