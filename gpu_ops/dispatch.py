@@ -63,6 +63,7 @@ class Plan:
     __repr__ = __str__
 
 
+@functools.cache
 def unavailable(device: str, backend: str) -> str | None:
     """Why a backend cannot run on this machine at all; None when it can."""
     if backend == "numba" and importlib.util.find_spec("numba") is None:

@@ -136,7 +136,7 @@ def next_tile(w, call, b, n, first, last, visible):
 
 @njit
 def tile_gradients(w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences, table, alibi, bias, visible):
-    """Leave P^T in w.s, dS^T in w.ds and, through softcap, the gradient of q.k in w.dp. True if K and V are finite."""
+    """Leave P^T in w.s, dS^T in w.ds and, through softcap, the gradient of q.k in w.dp. True if all is finite."""
     m, width = call.block_m, w.width[0]
     rows = round_up(n_keys, 8)
     k_start, offset = sequences[b, 2], sequences[b, 3] - sequences[b, 1]

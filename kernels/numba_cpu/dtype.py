@@ -24,6 +24,7 @@ from llvmlite import ir
 from numba import njit
 from numba.core import types
 from numba.core.cgutils import unpack_tuple
+from numba.core.registry import cpu_target
 from numba.core.typing import signature
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array, populate_array
@@ -173,16 +174,47 @@ def float32_of_bfloat16(x):
     return as_float32(np.uint32(x) << np.uint32(16))
 
 
-@njit
-def bfloat16_of_float32(x):
-    u = as_uint32(x)
-    rounded = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    quiet_nan = (u >> np.uint32(16)) | np.uint32(0x40)  # rounding could carry a NaN's payload into inf
-    return np.uint16(quiet_nan if (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else rounded)
+@intrinsic
+def bfloat16_of_float32(typingctx, x):
+    """Round to nearest even, in 32-bit integers: Numba's own arithmetic is 64 bits wide, half the lanes."""
+
+    def codegen(context, builder, sig, args):
+        bits32 = ir.IntType(32)
+        u = builder.bitcast(args[0], bits32)
+        high = builder.lshr(u, bits32(16))
+        to_even = builder.add(bits32(0x7FFF), builder.and_(high, bits32(1)))
+        rounded = builder.lshr(builder.add(u, to_even), bits32(16))
+        quiet_nan = builder.or_(high, bits32(0x40))  # rounding could carry a NaN's payload into inf
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(is_nan, quiet_nan, rounded), ir.IntType(16))
+
+    return signature(types.uint16, types.float32), codegen
+
+
+def _converts_float16() -> bool:
+    """Whether LLVM has instructions for float16 <-> float32 on this CPU (else it would call a library)."""
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+f16c" in features.split(",") or triple.startswith(("aarch64", "arm64"))
+
+
+@intrinsic
+def _float32_of_half(typingctx, x):
+    def codegen(context, builder, sig, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return signature(types.float32, types.int16), codegen
+
+
+@intrinsic
+def _half_of_float32(typingctx, x):
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return signature(types.int16, types.float32), codegen
 
 
 @njit
-def float32_of_float16(x):
+def _float32_of_float16_bits(x):
     h = np.uint32(np.uint16(x))
     # The exponent bias differs by 112; multiplying by 2^112 also makes subnormals right.
     magnitude = as_float32((h & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
@@ -192,7 +224,7 @@ def float32_of_float16(x):
 
 
 @njit
-def float16_of_float32(x):
+def _float16_bits_of_float32(x):
     u = as_uint32(x)
     a = u & np.uint32(0x7FFFFFFF)
     # Normal: rebias the exponent and round to even. The constant is ((15 - 127) << 23) + 0xFFF mod 2^32.
@@ -203,3 +235,7 @@ def float16_of_float32(x):
     h = subnormal if a < np.uint32(0x38800000) else normal
     h = special if a >= np.uint32(0x47800000) else h
     return np.int16(h | ((u >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+float32_of_float16 = _float32_of_half if _converts_float16() else _float32_of_float16_bits
+float16_of_float32 = _half_of_float32 if _converts_float16() else _float16_bits_of_float32
