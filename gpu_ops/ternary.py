@@ -73,8 +73,8 @@ def ternary_quantize(
     >>> w.trits()
     array([[ 1,  0],
            [-1,  0]], dtype=int8)
-    >>> w.scale.round(2), w.density
-    (array(0.6, dtype=float32), 0.5)
+    >>> print(f"scale {w.scale:.2f}, density {w.density}")
+    scale 0.60, density 0.5
     """
     name = "ternary_quantize"
     arrays = Arrays(name)

@@ -130,16 +130,22 @@ def ternary_matmul(
     """
     st = steps(precision, x.dtype)
     n, k = trits.shape
-    group = k // scale.shape[1] if scale.ndim == 2 and scale.shape[1] else k
-    tokens = x.reshape(-1, k) if k else np.zeros((int(np.prod(x.shape[:-1])), 0), x.dtype)
-    scales = np.broadcast_to(scale.reshape(n, -1) if scale.ndim else scale, (n, k // group if group else 1))
+    tokens = x.reshape(int(np.prod(x.shape[:-1])), k)
+    scales = scale.reshape(n, -1) if scale.ndim else np.full((n, 1), scale)  # (N, groups)
+    groups = scales.shape[1]
+    group = k // groups if groups > 1 else k
+    if activations == "native" and precision == "naive":
+        # textbook code: dequantise, then one product, summed in float32 (float64) as any GEMM does
+        wide = np.float64 if x.dtype == np.float64 else np.float32
+        dense = (np.repeat(scales, group, axis=1) * trits).astype(wide)
+        return st.store((tokens.astype(wide) @ dense.T).reshape(*x.shape[:-1], n))
     if activations == "int8":
         left, token_scale = quantize_activations(tokens)
         left = left.astype(np.int64)
     else:
         left, token_scale = st.load(tokens), np.ones(len(tokens))
     y = np.zeros((len(tokens), n))
-    for g in range(scales.shape[1]):
+    for g in range(groups):
         part = slice(g * group, (g + 1) * group)
         total = left[:, part] @ trits[:, part].T.astype(left.dtype)
         y = st.step(y + st.step(total * scales[:, g].astype(np.float64)))

@@ -14,7 +14,7 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu import ternary_simd as simd
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch
-from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, TILE_M, ternary_gemm_int8, ternary_gemm_native
+from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from gpu_ops.kernels.numba_cpu.ternary_gemv import ROWS_PER_TASK, ternary_gemv_int8, ternary_gemv_native
 from gpu_ops.kernels.numba_cpu.ternary_quantize import ternary_encode, ternary_statistics
 from gpu_ops.kernels.numba_cpu.ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
@@ -33,7 +33,7 @@ def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: st
         return (
             f"{unit}: lanes along K, 4 rows x {1 if tokens == 1 else 4} tokens, {ROWS_PER_TASK} rows per task"
         )
-    return f"{unit}: lanes along N, {simd.PANEL_ROWS} rows x {TILE_M} tokens, {BLOCK_M} tokens per task"
+    return f"{unit}: lanes along N, {simd.PANEL_ROWS} rows x {simd.TILE_M} tokens, {BLOCK_M} tokens per task"
 
 
 def matmul(x: Array, codes: Array, k: int, scale: Array, y: Array, *, activations: str) -> None:
@@ -96,7 +96,7 @@ def _few(tokens: int, groups: int, dtype: str, activations: str) -> bool:
 
 
 def _tile_up(tokens: int, few: bool) -> int:
-    step = TILE_M if not few else 1 if tokens == 1 else 4
+    step = simd.TILE_M if not few else 1 if tokens == 1 else 4
     return -(-tokens // step) * step
 
 

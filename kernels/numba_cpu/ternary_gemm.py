@@ -1,8 +1,8 @@
 """Ternary matmul for many tokens: vector lanes along N, codes unpacked once per block of tokens.
 
 A task is PANEL_ROWS rows of weights x up to ``block_m`` tokens. Along K it unpacks BLOCK_K codes of its
-rows into a panel that stays in L1 and multiplies all its tokens by it, 8 at a time: 16 vector sums,
-each step two loads from the panel and 8 broadcasts. Scales come in when a group of k ends.
+rows into a panel that stays in L1 and multiplies all its tokens by it, TILE_M at a time: two vector
+sums per token, each step two loads from the panel and TILE_M broadcasts. Scales come in when a group of k ends.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
-from gpu_ops.kernels.numba_cpu.ternary_simd import CHUNK, LANES, PANEL_ROWS, tile, unpack_panel
+from gpu_ops.kernels.numba_cpu.ternary_simd import CHUNK, LANES, PANEL_ROWS, TILE_M, tile, unpack_panel
 
-TILE_M = 8  # tokens per micro-kernel call
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
 BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel
 BLOCK_K_FLOAT = CHUNK  # 32 KB of float32 panel
+SUM_K = 64  # floats summed in a row; then such sums in float32 per block, and blocks in float64
 SPAN = 2**22  # codes whose int32 sums cannot overflow: 3 * 128 * SPAN < 2^31
 
 
@@ -80,7 +80,7 @@ def ternary_gemm_int8(
                 b = min(stop, (g + 1) * group)
                 for t in range(0, m, TILE_M):
                     tile(
-                        8, panel_store, p0 + (a - k0) * PANEL_ROWS, x, (m0 + t) * x_stride + a, x_stride,
+                        TILE_M, panel_store, p0 + (a - k0) * PANEL_ROWS, x, (m0 + t) * x_stride + a, x_stride,
                         (b - a) // 4, acc_store, a0 + t * PANEL_ROWS,
                     )  # fmt: skip
                 since += b - a
@@ -169,12 +169,13 @@ def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_str
                     g = min((k0 + k) // group, scale.shape[1] - 1)
                     for j in range(rows):
                         panel[k * PANEL_ROWS + j] *= like(panel[0], scale[r0 + j, g])
-            acc[:] = 0  # a block's sum goes to float64: rounding grows with the block, not with K
+            acc[:] = 0
             for t in range(0, m, TILE_M):
-                tile(
-                    8, panel_store, p0, x, (m0 + t) * x_stride + k0, x_stride, 16 * here,
-                    acc_store, a0 + t * PANEL_ROWS,
-                )  # fmt: skip
+                for k in range(0, 16 * here, SUM_K):
+                    tile(
+                        TILE_M, panel_store, p0 + k * PANEL_ROWS, x, (m0 + t) * x_stride + k0 + k, x_stride, SUM_K,
+                        acc_store, a0 + t * PANEL_ROWS,
+                    )  # fmt: skip
             for i in range(m * PANEL_ROWS):
                 result[i] += np.float64(acc[i])
         for j in range(PANEL_ROWS):

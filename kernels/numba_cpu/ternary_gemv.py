@@ -18,6 +18,7 @@ from gpu_ops.kernels.numba_cpu.ternary_simd import dot_float32, dot_int8
 
 ROWS_PER_TASK = 64  # 64 rows of 4096 codes are 64 KB: they stay in L2 while more tokens come by
 SPAN = 2**18  # words whose int32 sums cannot overflow: 16 * SPAN codes of 3 times an activation of 128 < 2^31
+SPAN_FLOAT = 256  # words summed in float32 before the lanes are: long sums lose digits
 
 
 @kernel(
@@ -90,15 +91,19 @@ def ternary_gemv_native(state, n_tasks, codes, row_bytes, words, x, x_stride, sc
         r0 = task * ROWS_PER_TASK
         rows = min(ROWS_PER_TASK, n - r0)
         for t in range(0, tokens, step):
+            total[:] = 0
             for r in range(0, rows, 4):
-                last, at, x_at = n - 1 - r0 - r, (r0 + r) * row_bytes, t * x_stride
-                if step == 1:
-                    dot_float32(4, 1, codes, at, row_bytes, last, x, x_at, x_stride, words, part)
-                else:
-                    dot_float32(4, 4, codes, at, row_bytes, last, x, x_at, x_stride, words, part)
-                for i in range(step):
-                    for j in range(4):
-                        total[i, r + j] = part[4 * i + j]
+                last = n - 1 - r0 - r
+                for w in range(0, words, SPAN_FLOAT):
+                    count = min(SPAN_FLOAT, words - w)
+                    at, x_at = (r0 + r) * row_bytes + 4 * w, t * x_stride + 16 * w
+                    if step == 1:
+                        dot_float32(4, 1, codes, at, row_bytes, last, x, x_at, x_stride, count, part)
+                    else:
+                        dot_float32(4, 4, codes, at, row_bytes, last, x, x_at, x_stride, count, part)
+                    for i in range(step):
+                        for j in range(4):
+                            total[i, r + j] += part[4 * i + j]
             for i in range(min(step, tokens - t)):
                 out = write_row(y, (t + i,))
                 for j in range(rows):

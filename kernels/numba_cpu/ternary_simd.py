@@ -11,8 +11,8 @@ lanes along N      unpack_*, then tile_*          many tokens: a block of rows i
                                                   into a panel that stays in L1, and reused by all
 =================  =============================  ====================================================
 
-LANES 32-bit elements make a vector: 16 with AVX-512, 8 with AVX2, else 4. All offsets and strides count
-elements. Every array is used as contiguous memory from its first element.
+LANES 32-bit elements make a vector: 16 with AVX-512, 8 with AVX2, else 4. Offsets and strides count
+elements of arrays that are contiguous from their first element.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from numba.extending import intrinsic
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
+VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)
+TILE_M = 8 if LANES == 16 else 4  # tokens of a tile: 16 (8) sums, in 32 (16) registers
 PANEL_ROWS = 2 * LANES  # rows of a panel: two vectors side by side
 CHUNK = 16 * LANES  # codes in one vector of words
 
+_SIZE = types.intp
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _INT = ir.VectorType(_I32, LANES)
 _FLOAT = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
 
 
 def describe() -> str:
-    """The instructions the int8 kernels run on."""
-    if LANES == 16:
-        return "AVX-512 VNNI"
-    if LANES == 8:
-        return "AVX-VNNI" if "+avxvnni" in FEATURES else "AVX2"
-    return "128-bit vectors"
+    """The instructions that the int8 kernels run on."""
+    return {16: "AVX-512 VNNI", 8: "AVX-VNNI" if VNNI else "AVX2"}.get(LANES, "128-bit vectors")
 
 
 # --- small IR helpers ----------------------------------------------------------------------------
@@ -90,7 +89,7 @@ def _dot4(b: Any, total: Any, codes: Any, x: Any) -> Any:
     """total[lane] += sum over the lane's 4 bytes of codes (unsigned, at most 3) * x (signed)."""
     if LANES == 16:
         return _call(b, "llvm.x86.avx512.vpdpbusd.512", _INT, total, codes, x)
-    if LANES == 8 and "+avxvnni" in FEATURES:
+    if VNNI:
         return _call(b, "llvm.x86.avx512.vpdpbusd.256", _INT, total, codes, x)
     if LANES == 8:  # pairs: at most 2 * 3 * 128, so int16 cannot saturate
         as_bytes, as_words = ir.VectorType(_I8, 32), ir.VectorType(ir.IntType(16), 16)
@@ -98,11 +97,21 @@ def _dot4(b: Any, total: Any, codes: Any, x: Any) -> Any:
         pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", as_words, left, right)
         fours = _call(b, "llvm.x86.avx2.pmadd.wd", _INT, pairs, ir.Constant(as_words, [1] * 16))
         return b.add(total, fours)
-    for byte in range(4):
-        code = b.and_(b.lshr(codes, _all(8 * byte)), _all(3))
-        value = b.ashr(b.shl(x, _all(24 - 8 * byte)), _all(24))
-        total = b.add(total, b.mul(code, value))
-    return total
+    products = []  # int16 holds them; even and odd neighbours added as int32: a multiply-add on most CPUs
+    for operand, widen in ((codes, b.zext), (x, b.sext)):
+        as_bytes = b.bitcast(operand, ir.VectorType(_I8, 4 * LANES))
+        products.append(
+            widen(widen(as_bytes, ir.VectorType(ir.IntType(16), 4 * LANES)), ir.VectorType(_I32, 4 * LANES))
+        )
+    terms = b.mul(*products)
+    width = 4 * LANES
+    while width > LANES:
+        width //= 2
+        parts = [
+            ir.Constant(ir.VectorType(_I32, width), [2 * i + odd for i in range(width)]) for odd in range(2)
+        ]
+        terms = b.add(*(b.shuffle_vector(terms, terms, part) for part in parts))
+    return b.add(total, terms)
 
 
 def _plane(b: Any, words: Any, i: int) -> Any:
@@ -166,8 +175,9 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
             _pointer(context, b, sig.args[6], x, b.add(x_offset, b.mul(x_stride, _n(t))))
             for t in range(tokens)
         ]
-        # One token: four sums per row, of 1, 4, 16 and 64 times the products, spare the shifts.
-        scaled = integer and tokens == 1
+        # One token: four sums per row, of 1, 4, 16 and 64 times the products, spare the shifts. Only where
+        # 4 x 192 x 128 fits: AVX2 adds pairs of products in int16.
+        scaled = integer and tokens == 1 and VNNI
         sums = 4 if scaled else 1
         zero = ir.Constant(vector, [0 if integer else 0.0] * LANES)
         acc = [cgutils.alloca_once_value(b, zero) for _ in range(rows * tokens * sums)]
@@ -212,9 +222,6 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
         return context.get_dummy_value()
 
     return codegen
-
-
-_SIZE = types.intp
 
 
 @intrinsic(prefer_literal=True)
@@ -306,10 +313,12 @@ def _tile(tokens: int, dtype: str) -> Any:
             _pointer(context, b, sig.args[3], x, b.add(x_offset, b.mul(x_stride, _n(t))))
             for t in range(tokens)
         ]
+        zero = ir.Constant(vector, [0 if integer else 0.0] * LANES)
+        add = b.add if integer else b.fadd
         slots = []
-        for at in range(2 * tokens):
+        for _ in range(2 * tokens):
             slot = cgutils.alloca_once(b, vector)
-            b.store(_load(b, b.gep(result, [_n(at * LANES)]), vector), slot)
+            b.store(zero, slot)
             slots.append(slot)
         with cgutils.for_range(b, steps) as loop:
             first = b.mul(loop.index, _n(PANEL_ROWS * width))
@@ -326,7 +335,8 @@ def _tile(tokens: int, dtype: str) -> Any:
                         slot,
                     )
         for at, slot in enumerate(slots):
-            _store(b, b.load(slot), b.gep(result, [_n(at * LANES)]))
+            target = b.gep(result, [_n(at * LANES)])  # added last: short sums first keep rounding small
+            _store(b, add(_load(b, target, vector), b.load(slot)), target)
         return context.get_dummy_value()
 
     return codegen
