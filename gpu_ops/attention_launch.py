@@ -70,7 +70,7 @@ def _arguments(p: Problem) -> dict[str, Any]:
         arguments["alibi_slopes"] = np.broadcast_to(slopes, (p.batch, p.nheads))
     if o.bias is not None:
         # Kernels need unit stride on the last axis: only that axis is written out, the others stay broadcast.
-        bias = o.bias
+        bias = np.atleast_1d(o.bias)
         if bias.shape[-1] != p.seqlen_k or bias.strides[-1] != bias.itemsize:
             bias = np.ascontiguousarray(np.broadcast_to(bias, (*bias.shape[:-1], p.seqlen_k)))
         arguments["bias"] = np.broadcast_to(bias, (p.batch, p.nheads, p.seqlen_q, p.seqlen_k))

@@ -203,7 +203,8 @@ def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi
                 add = load(source, first + j)
                 total = s[j, c] + add
                 lowest = like(total, LOWEST)
-                s[j, c] = lowest if total < lowest and add != -np.inf else total
+                total = lowest if total < lowest else total
+                s[j, c] = total if add != -np.inf else add  # a mask, also for a NaN score
     log2e = like(s[0, 0], LOG2E)
     for j in range(n):
         row = s[j]
