@@ -243,7 +243,8 @@ def run_backward(
     """Fill ``grads`` (dq, dk, dv as "bshd" views) on the CPU; the gradients of bias and sinks when asked."""
     o: Options = problem.options
     dbias = np.zeros(o.bias.shape, lse.dtype) if return_extra and o.bias is not None else None
-    delta = attention_launch.backward(problem, dout, out, lse, *grads, dbias)
+    dq, dk, dv = grads
+    delta = attention_launch.backward(problem, dout, out, lse, dq, dk, dv, dbias)
     extra: dict[str, Array] = {}
     if dbias is not None and o.bias is not None:
         extra["bias"] = dbias.astype(o.bias.dtype)

@@ -156,7 +156,7 @@ def forward(
         bits(none.bias if bias is None else bias),
         none.visible if visible is None else visible,
     )
-    variant = (q.dtype.name, (q if bias is None else bias).dtype.name)
+    variant = (q.dtype, (q if bias is None else bias).dtype)
     launch(
         attention_forward[variant],
         call.n_splits * blocks * call.batch * groups,
@@ -173,7 +173,7 @@ def forward(
     )
     if call.n_splits > 1:
         launch(
-            attention_combine[q.dtype.name],
+            attention_combine[q.dtype],
             call.batch * call.nheads,
             call,
             part_out,

@@ -107,7 +107,7 @@ def backward(
         for dim in (call.head_dim, call.head_dim_v)
     )
     delta = np.zeros(lse.shape, np.float64)
-    variant = (q.dtype.name, (q if bias is None else bias).dtype.name)
+    variant = (q.dtype, (q if bias is None else bias).dtype)
     inputs = (bits(dout), bits(q), bits(k), bits(v), bits(out), lse, sequences, *optional)
     launch(
         attention_backward[variant], batch * nheads_kv * parts, call, *inputs,
@@ -116,7 +116,7 @@ def backward(
     sums = -(-max_seqlen_k // KEYS_PER_SUM)
     for parts_of, target, scale in ((dk_parts, dk, call.scale), (dv_parts, dv, 1.0)):
         launch(
-            attention_sum_parts[q.dtype.name], batch * nheads_kv * sums, call, parts_of, starts, sequences,
+            attention_sum_parts[q.dtype], batch * nheads_kv * sums, call, parts_of, starts, sequences,
             bits(target), scale,
         )  # fmt: skip
     if dbias is not None:

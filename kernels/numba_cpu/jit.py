@@ -26,6 +26,7 @@ from typing import Any
 
 import llvmlite
 import numba
+import numpy as np
 from numba.core import caching, types
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
@@ -117,6 +118,7 @@ class Kernel:
         KERNELS.append(self)
 
     def __getitem__(self, variant: Any) -> Callable[..., None]:
+        """Compiled for ``variant``: a dtype or its name, or a tuple of them."""
         compiled = self._compiled.get(variant)
         return compiled if compiled is not None else self._compile(variant)
 
@@ -125,20 +127,21 @@ class Kernel:
         return "-".join([self.name, *map(str, parts)])
 
     def _compile(self, variant: Any) -> Callable[..., None]:
+        parts = variant if isinstance(variant, tuple) else (variant,)
+        names = tuple(part.name if isinstance(part, np.dtype) else part for part in parts)
         with self._lock:
-            if variant not in self._compiled:
+            if names not in self._compiled:
                 dispatcher = numba.njit(nogil=True, error_model="numpy", fastmath=set(self._fastmath))(
                     self._function
                 )
-                label = self.label(variant)
+                label = self.label(names)
                 dispatcher._cache = DiskCache(label)
-                parts = variant if isinstance(variant, tuple) else (variant,)
-                arguments = self._signature(*parts)
                 with visible(f"gpu_ops: compiling {label} for this CPU (once; then from {cache_dir()})"):
-                    dispatcher.compile((types.int64[::1], types.int64, *arguments))
+                    dispatcher.compile((types.int64[::1], types.int64, *self._signature(*names)))
                 dispatcher.disable_compile()
-                self._compiled[variant] = dispatcher
-            return self._compiled[variant]
+                self._compiled[names] = dispatcher
+            self._compiled[variant] = self._compiled[names]  # the next look-up spells it the same way
+            return self._compiled[names]
 
 
 def all_variants() -> Iterator[tuple[Kernel, Any]]:

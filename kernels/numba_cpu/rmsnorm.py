@@ -42,7 +42,7 @@ def forward(
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     launch(
-        rmsnorm_forward[x.dtype.name],
+        rmsnorm_forward[x.dtype],
         -(-rows // chunk),
         chunk,
         bits(x),
@@ -75,7 +75,7 @@ def backward(
     n_tasks = -(-rows // chunk)
     partial = np.zeros((n_tasks, cols))  # float64: a float32 sum over rows would lose digits
     launch(
-        rmsnorm_backward[x.dtype.name],
+        rmsnorm_backward[x.dtype],
         n_tasks,
         chunk,
         bits(dy),

@@ -44,7 +44,7 @@ def rope(
     n_tokens = q.shape[0] * q.shape[1]
     chunk = _tokens_per_task(inputs)
     launch(
-        rope_rotate[q.dtype.name],
+        rope_rotate[q.dtype],
         -(-n_tokens // chunk),
         chunk,
         bits(q),

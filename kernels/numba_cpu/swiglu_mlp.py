@@ -5,8 +5,8 @@ backward   gate and up again, dh = dy @ w_down, then dgate, dup, and two matmuls
 
 Nothing of size (tokens, ffn) exists: TOKENS tokens by a block of ffn columns are in flight, and y or dx adds up
 over the blocks. 16-bit operands are widened one block at a time into float32 scratch; everything between the
-first read and the last write is float32. A few tokens on 16-bit weights are bound by reading the weights, so
-they take a kernel that widens in registers instead.
+first read and the last write is float32. A few tokens are bound by reading the weights, so they take a kernel
+that reads each weight once and widens it in registers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Array = np.ndarray[Any, Any]
 
 TOKENS = 1024  # a block of weights is packed by BLAS (and widened by us) once per so many tokens
 SCRATCH = 1 << 21  # elements of one scratch matrix: 8 MiB of float32
-FEW_TOKENS = 4  # up to here reading 16-bit weights takes longer than widening them once per token
+FEW_TOKENS = (
+    8  # up to here a dot product per token, over a row of weights in the first cache, beats BLAS twofold
+)
 HALF = ("float16", "bfloat16")
 
 
 def config(tokens: int, hidden: int, ffn: int, dtype: str) -> str:
-    if dtype in HALF and tokens <= FEW_TOKENS:
-        return "weights widened in registers"
+    if tokens <= FEW_TOKENS:
+        return "one pass over the weights, all tokens at once"
     step, block = _steps(tokens, hidden, ffn, dtype)
     return f"BLAS on blocks of {step} tokens x {block} of ffn"
 
@@ -57,7 +59,7 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, dtype: str, activat
     if ffn == 0 or hidden == 0:
         y[...] = 0
         return
-    if dtype in HALF and tokens <= FEW_TOKENS:
+    if tokens <= FEW_TOKENS:
         wide = widened(x)
         h = activate(linear(wide, w_gate), linear(wide, w_up), activation)
         narrow(linear(h, w_down), y)
@@ -155,14 +157,17 @@ def widened(x: Array) -> Array:
 
 
 def narrow(wide: Array, x: Array) -> None:
-    """float32 into float16 or bfloat16, rounded to nearest even."""
+    """float32 into float16 or bfloat16, rounded to nearest even; a plain copy for other dtypes."""
+    if x.dtype == wide.dtype:
+        x[...] = wide
+        return
     chunk = items_per_task(*x.shape)
     launch(narrow_rows[x.dtype.name], -(-len(x) // chunk), chunk, wide, bits(x))
 
 
 def linear(x: Array, w: Array) -> Array:
-    """``x @ w.T`` for a few float32 rows of x and a 16-bit w: every weight is read from memory once."""
-    y = np.empty((len(x), len(w)), np.float32)
+    """``x @ w.T`` for a few rows of x: every weight is read from memory once."""
+    y = np.empty((len(x), len(w)), x.dtype)
     chunk = items_per_task(*w.shape)
     launch(linear_rows[w.dtype.name], -(-len(w) // chunk), chunk, x, bits(w), y)
     return y
@@ -192,7 +197,12 @@ def narrow_rows(state, n_tasks, chunk, wide, x):
         task = claim(state)
 
 
-@kernel(lambda t: (types.int64, read("float32", 2), read(t, 2), write("float32", 2)), HALF, fastmath=REASSOC)
+def _linear_signature(t: str) -> tuple[types.Type, ...]:
+    wide = "float64" if t == "float64" else "float32"
+    return types.int64, read(wide, 2), read(t, 2), write(wide, 2)
+
+
+@kernel(_linear_signature, fastmath=REASSOC)
 def linear_rows(state, n_tasks, chunk, x, w, y):
     tokens, cols = x.shape
     task = claim(state)
@@ -201,7 +211,7 @@ def linear_rows(state, n_tasks, chunk, x, w, y):
             rw = read_row(w, (r,))
             for t in range(tokens):  # the row of w stays in the first cache
                 rx = read_row(x, (t,))
-                total = np.float32(0.0)
+                total = y.dtype.type(0.0)
                 for i in range(cols):
                     total += rx[i] * load(rw, i)
                 y[t, r] = total
