@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,18 +112,17 @@ def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
 
 def test_changed_source_is_compiled_anew(tmp_path):
     """Any module of the kernels' package counts: a helper's edit must not serve the old machine code."""
-    import shutil
-
-    cache, tree = tmp_path / "cache", tmp_path / "tree"
+    cache, tree, edited = tmp_path / "cache", tmp_path / "tree", tmp_path / "edited"
     for name in ("gpu_ops", "kernels", "reference"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    assert finish(start(cache, root=tree))[0] == COMPILED
-    assert finish(start(cache, root=tree))[0] == LOADED
-    helper = tree / "kernels" / "numba_cpu" / "dtype.py"
+    shutil.copytree(tree, edited, symlinks=True)
+    helper = edited / "kernels" / "numba_cpu" / "dtype.py"
     helper.write_text(helper.read_text() + "\n# changed\n")
     assert finish(start(cache, root=tree))[0] == COMPILED
+    assert finish(start(cache, root=edited))[0] == COMPILED
     assert len(entries(cache)) == 2
-    assert finish(start(cache))[0] == LOADED  # the unchanged tree still finds its own
+    assert finish(start(cache, root=tree))[0] == LOADED
+    assert finish(start(cache, root=edited))[0] == LOADED
 
 
 def test_default_folder_follows_xdg(tmp_path):

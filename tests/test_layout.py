@@ -83,7 +83,8 @@ def test_public_signature_is_the_references_plus_where_to_run(op):
         public = {name: p for name, p in public.items() if name != "w"}
     missing = [name for name in reference if name not in public]
     assert not missing, f"{op} lacks {missing}"
-    assert set(public) - set(reference) <= {"device", "backend", "out", "deterministic", "return_extra"}
+    how = {"device", "backend", "out", "deterministic", "return_extra", "num_splits"}  # none changes what is computed
+    assert set(public) - set(reference) <= how
     for name, parameter in reference.items():
         assert public[name].kind == parameter.kind, f"{op}: {name} is {public[name].kind}"
         assert public[name].default == parameter.default, f"{op}: default of {name}"
