@@ -10,15 +10,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from perf import compare, limits, machine, report
 from perf.case import DTYPES, Case, Config
-from perf.harness import Effort, Result, run_case
+from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
 
+HURRY_AFTER = 100  # seconds after which --quick measures less, so that it stays under three minutes
 HERE = Path(__file__).resolve().parent
 
 
@@ -84,7 +86,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
             old = compare.load(args.compare)
         except (OSError, ValueError) as exc:
             p.error(f"--compare: {exc}")
-    config = Config(args.device, args.quick, tuple(args.dtype), tuple(args.seqlen), not args.no_torch)
+    config = Config(args.device, args.quick, unique(args.dtype), unique(args.seqlen), not args.no_torch)
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
     os.environ["GPU_OPS_DEVICE"] = config.device  # NumPy arrays may otherwise be sent to a GPU
@@ -128,12 +130,18 @@ def run_all(
     """Every case of every named op, each op's table printed as soon as it is done."""
     planned: list[tuple[str, list[Case]]] = [(name, list(bench(name).cases(config))) for name in names]
     results: list[Result] = []
+    start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Probe() as probe, Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=sum(len(cases) for _, cases in planned))
         for name, cases in planned:
             done = []
             for case in cases:
+                if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
+                    effort = HURRIED
+                    console.print(
+                        f"[yellow]{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here[/]"
+                    )
                 progress.update(task, description=f"{case.op} {case.name} {case.shape} {case.dtype}")
                 done.append(run_case(case, config, found, probe if memory else None, effort))
                 progress.advance(task)
@@ -165,6 +173,11 @@ def conclude(console: Console, results: Sequence[Result], seconds: float) -> int
 def run_as_script(op: str) -> None:
     """What ``python perf/bench_<op>.py`` does at its end."""
     raise SystemExit(main([op]))
+
+
+def unique(values: Sequence[Any]) -> tuple[Any, ...]:
+    """In the order given, each once: a case's key is its identity."""
+    return tuple(dict.fromkeys(values))
 
 
 def _positive(text: str) -> int:

@@ -33,12 +33,14 @@ class Effort:
     rounds: int = 7
     slice_seconds: float = 0.15
     slow_seconds: float = 12.0
-    """A contender slower than this in all takes part in fewer rounds (two at least)."""
+    """A contender slower than this in all takes part in fewer rounds, and is timed twice at least."""
     pause: float = 0.03
 
 
 THOROUGH = Effort()
 QUICK = Effort(rounds=5, slice_seconds=0.04, slow_seconds=0.8, pause=0.02)
+HURRIED = Effort(rounds=2, slice_seconds=0.01, slow_seconds=0.0, pause=0.02)
+"""For the rest of a ``--quick`` run that a busy machine has made long."""
 
 
 @dataclass
@@ -66,6 +68,8 @@ class Result:
     error: accuracy.Error | None
     memory: dict[str, Growth]
     failure: str = ""
+    seconds: float = 0.0
+    """What measuring this case took, compilation and memory included."""
 
     @property
     def share_of_limit(self) -> float | None:
@@ -101,6 +105,7 @@ class Result:
             "error": asdict(self.error) if self.error else None,
             "passed": self.passed,
             "failure": self.failure,
+            "seconds": self.seconds,
             "note": case.note,
         }
 
@@ -121,7 +126,9 @@ def interleave(
         first[contender.name] = timer(contender.next())
         estimate[contender.name] = max(timer(contender.next()), 1e-7)
         affordable = int(effort.slow_seconds / estimate[contender.name])
-        rounds[contender.name] = max(min(effort.rounds, affordable), min(2, effort.rounds))
+        rounds[contender.name] = max(1, min(effort.rounds, affordable))
+        if rounds[contender.name] == 1:
+            samples[contender.name].append(estimate[contender.name])  # too slow to throw a warm call away
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -172,6 +179,7 @@ def run_case(
     case: Case, config: Config, limits: Limits, probe: Probe | None = None, effort: Effort | None = None
 ) -> Result:
     """Measure one case. A contender or a check that raises ends up in ``failure``, not in a traceback."""
+    start = time.perf_counter()
     effort = effort or (QUICK if config.quick else THOROUGH)
     seconds, limited_by = limits.seconds(case.flops, case.bytes, case.bandwidth)
     timings: dict[str, Timing] = {}
@@ -188,7 +196,8 @@ def run_case(
         failure = f"{type(exc).__name__}: {exc}"
         if not str(exc) or isinstance(exc, AssertionError | AttributeError | NameError):
             failure += "\n" + traceback.format_exc()
-    return Result(case, timings, seconds, limited_by, error, growths, failure)
+    spent = time.perf_counter() - start
+    return Result(case, timings, seconds, limited_by, error, growths, failure, spent)
 
 
 def timer_for(config: Config) -> Callable[[Call], float]:

@@ -22,8 +22,9 @@ def test_every_bench_file_is_collected():
 
 @pytest.mark.parametrize("op", sorted(TINY))
 @pytest.mark.parametrize("quick", [True, False])
-def test_case_keys_are_unique_and_match_their_file(op, quick):
-    cases = cli.bench(op).cases(Config(quick=quick))
+@pytest.mark.parametrize("seqlens", [(), (8192, 512, 1024)])
+def test_case_keys_are_unique_and_match_their_file(op, quick, seqlens):
+    cases = cli.bench(op).cases(Config(quick=quick, seqlens=seqlens))
     assert cases
     assert len({c.key for c in cases}) == len(cases)
     assert {c.op for c in cases} == {op}
