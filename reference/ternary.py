@@ -137,17 +137,18 @@ def ternary_matmul(
     if activations == "native" and precision == "naive":
         # textbook code: dequantise, then one product, summed in float32 (float64) as any GEMM does
         wide = np.float64 if x.dtype == np.float64 else np.float32
-        dense = (np.repeat(scales, group, axis=1) * trits).astype(wide)
-        return st.store((tokens.astype(wide) @ dense.T).reshape(*x.shape[:-1], n))
+        dense: Array = (np.repeat(scales, group, axis=1) * trits).astype(wide)
+        product: Array = tokens.astype(wide) @ dense.T
+        return st.store(product.reshape(*x.shape[:-1], n))
     if activations == "int8":
-        left, token_scale = quantize_activations(tokens)
-        left = left.astype(np.int64)
+        q, token_scale = quantize_activations(tokens)
+        left: Array = q.astype(np.int64)
     else:
         left, token_scale = st.load(tokens), np.ones(len(tokens))
     y = np.zeros((len(tokens), n))
     for g in range(groups):
         part = slice(g * group, (g + 1) * group)
-        total = left[:, part] @ trits[:, part].T.astype(left.dtype)
+        total: Array = left[:, part] @ trits[:, part].T.astype(left.dtype)
         y = st.step(y + st.step(total * scales[:, g].astype(np.float64)))
     y = st.step(y * token_scale[:, None])
     return st.store(y.reshape(*x.shape[:-1], n))

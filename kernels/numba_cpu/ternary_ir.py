@@ -1,0 +1,162 @@
+"""LLVM IR for the ternary micro-kernels: the vector width, and operations on vectors of packed codes.
+
+LANES 32-bit elements make a vector: 16 with AVX-512, 8 with AVX2, else 4. ``b`` is an IR builder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+
+FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
+VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)
+TILE_M = 8 if LANES == 16 else 4  # tokens of a tile: 16 (8) sums, in 32 (16) registers
+PANEL_ROWS = 2 * LANES  # rows of a panel: two vectors side by side
+CHUNK = 16 * LANES  # codes in one vector of words
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+INT = ir.VectorType(I32, LANES)
+FLOAT = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
+
+
+def describe() -> str:
+    """The instructions that the int8 kernels run on."""
+    return {16: "AVX-512 VNNI", 8: "AVX-VNNI" if VNNI else "AVX2"}.get(LANES, "128-bit vectors")
+
+
+def i64(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def every(value: int) -> ir.Constant:
+    return ir.Constant(INT, [value] * LANES)
+
+
+def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [offset])
+
+
+def row_pointer(
+    context: Any, b: Any, array_type: Any, codes: Any, offset: Any, stride: Any, r: int, last: Any
+) -> Any:
+    """Row r of a block; rows past the matrix repeat the last one, and their results are not stored."""
+    row = b.select(b.icmp_signed("<", i64(r), last), i64(r), last)
+    return element_pointer(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
+
+
+def load_vector(b: Any, pointer: Any, vector: Any) -> Any:
+    return b.load(b.bitcast(pointer, vector.as_pointer()), align=1)
+
+
+def store_vector(b: Any, value: Any, pointer: Any) -> None:
+    b.store(value, b.bitcast(pointer, value.type.as_pointer()), align=1)
+
+
+def prefetch(b: Any, pointer: Any) -> None:
+    flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]  # read, keep close, data
+    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
+
+
+def splat(b: Any, scalar: Any) -> Any:
+    vector = ir.VectorType(scalar.type, LANES)
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+
+def call(b: Any, name: str, result: Any, *args: Any) -> Any:
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return b.call(function, args)
+
+
+def dot4(b: Any, total: Any, codes: Any, x: Any) -> Any:
+    """total[lane] += sum over the lane's 4 bytes of codes (unsigned, at most 3) * x (signed)."""
+    if LANES == 16:
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", INT, total, codes, x)
+    if VNNI:
+        return call(b, "llvm.x86.avx512.vpdpbusd.256", INT, total, codes, x)
+    if LANES == 8:  # pairs: at most 2 * 3 * 128, so int16 cannot saturate
+        as_bytes, as_words = ir.VectorType(I8, 32), ir.VectorType(ir.IntType(16), 16)
+        left, right = b.bitcast(codes, as_bytes), b.bitcast(x, as_bytes)
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", as_words, left, right)
+        fours = call(b, "llvm.x86.avx2.pmadd.wd", INT, pairs, ir.Constant(as_words, [1] * 16))
+        return b.add(total, fours)
+    products = []  # int16 holds them; even and odd neighbours added as int32: a multiply-add on most CPUs
+    for operand, widen in ((codes, b.zext), (x, b.sext)):
+        as_bytes = b.bitcast(operand, ir.VectorType(I8, 4 * LANES))
+        products.append(
+            widen(widen(as_bytes, ir.VectorType(ir.IntType(16), 4 * LANES)), ir.VectorType(I32, 4 * LANES))
+        )
+    terms = b.mul(*products)
+    width = 4 * LANES
+    while width > LANES:
+        width //= 2
+        parts = [
+            ir.Constant(ir.VectorType(I32, width), [2 * i + odd for i in range(width)]) for odd in range(2)
+        ]
+        terms = b.add(*(b.shuffle_vector(terms, terms, part) for part in parts))
+    return b.add(total, terms)
+
+
+def plane(b: Any, words: Any, i: int) -> Any:
+    return b.and_(b.lshr(words, every(2 * i)) if i else words, every(0x03030303))
+
+
+def trit(b: Any, words: Any, e: int, dtype: str) -> Any:
+    """Code e of each word as -1.0, 0.0 or 1.0."""
+    shift = 8 * (e % 4) + 2 * (e // 4)
+    index = b.lshr(words, every(shift)) if shift else words
+    vector = ir.VectorType(FLOAT[dtype], LANES)
+    if dtype == "float32" and LANES >= 8:  # a table in a register, indexed by the low two bits of each lane
+        table = ir.Constant(vector, [-1.0, 0.0, 1.0, 2.0] * (LANES // 4))
+        name = "llvm.x86.avx512.vpermilvar.ps.512" if LANES == 16 else "llvm.x86.avx.vpermilvar.ps.256"
+        return call(b, name, vector, table, index)
+    return b.sitofp(b.sub(b.and_(index, every(3)), every(1)), vector)
+
+
+def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
+    # fmuladd: one instruction where the CPU has it, multiply and add (not a library call) elsewhere
+    kind = "f64" if x.type.element == FLOAT["float64"] else "f32"
+    return call(b, f"llvm.fmuladd.v{LANES}{kind}", x.type, x, y, total)
+
+
+def lane_sum(b: Any, vector: Any) -> Any:
+    """Sum over lanes, in a fixed tree."""
+    add = b.add if vector.type.element == I32 else b.fadd
+    width = LANES
+    while width > 1:
+        width //= 2
+        high = ir.Constant(ir.VectorType(I32, LANES), [(i + width) % LANES for i in range(LANES)])
+        vector = add(vector, b.shuffle_vector(vector, vector, high))
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
+def copy_words(b: Any, source: Any, count: Any) -> Any:
+    """``count`` < LANES words from memory, the rest zero: reads nothing past the row's end."""
+    room = cgutils.alloca_once_value(b, ir.Constant(INT, [0] * LANES))
+    b.store(ir.Constant(INT, [0] * LANES), room)
+    target = b.bitcast(room, I32.as_pointer())
+    words = b.bitcast(source, I32.as_pointer())
+    with cgutils.for_range(b, count) as loop:
+        b.store(b.load(b.gep(words, [loop.index]), align=1), b.gep(target, [loop.index]))
+    return b.load(room)
+
+
+def transpose(b: Any, v: list[Any]) -> list[Any]:
+    """LANES vectors as a square, transposed: blocks of 1, 2, 4, ... swap across the diagonal."""
+    block = 1
+    while block < LANES:
+        low = [c if c & block == 0 else LANES + c - block for c in range(LANES)]
+        high = [c + block if c & block == 0 else LANES + c for c in range(LANES)]
+        masks = [ir.Constant(ir.VectorType(I32, LANES), m) for m in (low, high)]
+        for i in range(LANES):
+            if i & block == 0:
+                first, second = v[i], v[i | block]
+                v[i] = b.shuffle_vector(first, second, masks[0])
+                v[i | block] = b.shuffle_vector(first, second, masks[1])
+        block *= 2
+    return v
