@@ -59,6 +59,11 @@ def attention_decode(
     out : array (batch, seqlen_q, nheads, head_dim_v)
     lse : array (batch, nheads, seqlen_q), float32 (float64 for float64), only with ``return_lse``
 
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
     Examples
     --------
     >>> import numpy as np, gpu_ops

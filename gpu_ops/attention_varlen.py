@@ -56,6 +56,11 @@ def attention_varlen(
     out : array (total_q, nheads, head_dim_v)
     lse : array (nheads, total_q), float32 (float64 for float64), only with ``return_lse``
 
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
     Examples
     --------
     >>> import numpy as np, gpu_ops
@@ -128,6 +133,8 @@ def attention_varlen_backward(
         As returned by ``attention_varlen(..., return_lse=True)``.
     q, k, v, cu_seqlens_q, cu_seqlens_k, and every option
         As given to :func:`attention_varlen`.
+    deterministic, return_extra
+        As in :func:`attention_backward`.
 
     Returns
     -------
