@@ -122,7 +122,6 @@ def rmsnorm_quant_int8(
                 results[1].reshape(-1),
                 results[2].reshape(-1),
                 None if s is None else as_rows(s),
-                dtype=dtype,
                 eps=eps,
                 weight_offset=weight_offset,
                 llama=mode == "llama",

@@ -83,9 +83,7 @@ def swiglu(
             from gpu_ops.kernels.numba_cpu import swiglu as kernels
 
             y = np.empty(g.shape, g.dtype) if out_ is None else out_
-            kernels.forward(
-                as_rows(g), as_rows(u), as_rows(y), dtype=dtype, activation=act, in_place=out is gate
-            )
+            kernels.forward(as_rows(g), as_rows(u), as_rows(y), activation=act, in_place=out is gate)
         return arrays.give(y) if out is None else out
 
     return Plan(name, choice, _problem(g, dtype, act), _config(choice, g), run)
@@ -160,7 +158,6 @@ def swiglu_backward(
                 as_rows(u),
                 as_rows(dgate),
                 as_rows(dup),
-                dtype=dtype,
                 activation=act,
                 in_place=out is gate or (isinstance(out, (tuple, list)) and out[0] is gate and out[1] is up),
             )

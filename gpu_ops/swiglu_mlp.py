@@ -86,7 +86,7 @@ def swiglu_mlp(
             from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
             y = np.empty(shape, x_.dtype) if out_ is None else out_
-            kernels.forward(as_rows(x_), weights, as_rows(y), dtype=dtype, activation=act)
+            kernels.forward(as_rows(x_), weights, as_rows(y), activation=act)
         return arrays.give(y) if out is None else out
 
     return _plan(name, choice, x_, axes, dtype, act, run)
@@ -166,7 +166,6 @@ def swiglu_mlp_backward(
                 weights,
                 as_rows(results[0]),
                 results[1:],
-                dtype=dtype,
                 activation=act,
             )
         return tuple(arrays.give(r) for r in results) if out is None else out
@@ -216,5 +215,5 @@ def _plan(name: str, choice: Choice, x: Array, axes: Axes, dtype: str, activatio
     if choice.backend == "numba":
         from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
-        config = kernels.config(tokens, axes["hidden"], axes["ffn"], dtype)
+        config = kernels.config(tokens, axes["hidden"], axes["ffn"], x.dtype)
     return Plan(name, choice, problem, config, run)

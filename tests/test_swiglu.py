@@ -43,11 +43,13 @@ def check_backward(got, dy, gate, up, activation):
         close(g, w, n, gate.dtype, GRADIENT, what=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+# the reference's erfc is a Python loop, so gelu takes the smaller sizes
+@pytest.mark.parametrize(
+    ("activation", "shape"),
+    [(a, s) for a in ACTIVATIONS for s in SHAPES if a != "gelu" or math.prod(s) < 50_000],
+    ids=str,
+)
 def test_forward_and_backward(backend, dtype, shape, activation, rng):
-    if activation == "gelu" and math.prod(shape) > 50_000:
-        pytest.skip("the reference's erfc is a Python loop: gelu runs at the smaller sizes")
     gate, up, dy = random(rng, shape, dtype, 3), random(rng, shape, dtype), random(rng, shape, dtype)
     check_forward(gpu_ops.swiglu(gate, up, activation=activation, **backend), gate, up, activation)
     got = gpu_ops.swiglu_backward(dy, gate, up, activation=activation, **backend)

@@ -43,7 +43,6 @@ def forward(
     rowsum: Array,
     s: Array | None,
     *,
-    dtype: str,
     eps: float,
     weight_offset: float,
     llama: bool,
@@ -53,7 +52,7 @@ def forward(
     chunk = items_per_task(rows, cols)
     scratch = np.empty((1, 1), x.dtype) if s is None else s
     launch(
-        rmsnorm_quant_int8[dtype],
+        rmsnorm_quant_int8[x.dtype],
         -(-rows // chunk),
         chunk,
         bits(x),

@@ -34,12 +34,12 @@ def config(rows: int, cols: int) -> str:
     return f"{n_blocks} blocks of at most {min(cols, BLOCK)} elements, {min(n_blocks, chunk)} per task"
 
 
-def forward(gate: Array, up: Array, y: Array, *, dtype: str, activation: str, in_place: bool) -> None:
+def forward(gate: Array, up: Array, y: Array, *, activation: str, in_place: bool) -> None:
     """``y = act(gate) * up``, all (rows, cols); ``in_place``: y is gate's memory."""
     gate, up, y = _long_rows(gate, up, y)
     n_blocks, chunk = _blocks(*gate.shape)
     n_tasks = -(-n_blocks // chunk)
-    launch(FORWARD[activation][dtype], n_tasks, chunk, bits(gate), bits(up), bits(y), in_place)
+    launch(FORWARD[activation][gate.dtype], n_tasks, chunk, bits(gate), bits(up), bits(y), in_place)
 
 
 def backward(
@@ -49,7 +49,6 @@ def backward(
     dgate: Array,
     dup: Array,
     *,
-    dtype: str,
     activation: str,
     in_place: bool,
 ) -> None:
@@ -60,7 +59,7 @@ def backward(
     arrays = _long_rows(dy, gate, up, dgate, dup)
     n_blocks, chunk = _blocks(*arrays[0].shape)
     n_tasks = -(-n_blocks // chunk)
-    launch(BACKWARD[activation][dtype], n_tasks, chunk, *map(bits, arrays), in_place)
+    launch(BACKWARD[activation][gate.dtype], n_tasks, chunk, *map(bits, arrays), in_place)
 
 
 def _long_rows(*arrays: Array) -> tuple[Array, ...]:

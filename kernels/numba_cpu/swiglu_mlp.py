@@ -26,25 +26,26 @@ Array = np.ndarray[Any, Any]
 TOKENS = 1024  # a block of weights is packed by BLAS (and widened by us) once per so many tokens
 SCRATCH = 1 << 21  # elements of one scratch matrix: 8 MiB of float32
 HALF = ("float16", "bfloat16")
+DType = np.dtype[Any]
 
 
-def config(tokens: int, hidden: int, ffn: int, dtype: str) -> str:
+def config(tokens: int, hidden: int, ffn: int, dtype: DType) -> str:
     if _few(tokens, dtype):
         return "one pass over the weights, all tokens at once"
     step, block = _steps(tokens, hidden, ffn, dtype)
     return f"BLAS on blocks of {step} tokens x {block} of ffn"
 
 
-def _few(tokens: int, dtype: str) -> bool:
+def _few(tokens: int, dtype: DType) -> bool:
     """Where :func:`linear` beats BLAS, measured: up to 2x at 2 to 8 tokens, 3x where BLAS needs widened weights."""
-    return tokens <= 16 if dtype in HALF else 2 <= tokens <= 8
+    return tokens <= 16 if dtype.itemsize == 2 else 2 <= tokens <= 8
 
 
-def _steps(tokens: int, hidden: int, ffn: int, dtype: str) -> tuple[int, int]:
+def _steps(tokens: int, hidden: int, ffn: int, dtype: DType) -> tuple[int, int]:
     """Tokens and ffn columns in flight."""
     step = max(1, min(tokens, TOKENS))
     # a widened block of a weight must fit in the scratch as well
-    block = SCRATCH // max(step, hidden if dtype in HALF else 1, 1)
+    block = SCRATCH // max(step, hidden if dtype.itemsize == 2 else 1, 1)
     return step, max(1, min(ffn, max(block, 64)))
 
 
@@ -53,7 +54,7 @@ def _spans(length: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def forward(x: Array, weights: Sequence[Array], y: Array, *, dtype: str, activation: str) -> None:
+def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
     """x (tokens, hidden) and y (tokens, hidden_out); w_gate, w_up, w_down are (out_features, in_features)."""
     w_gate, w_up, w_down = weights
     tokens, hidden = x.shape
@@ -61,12 +62,12 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, dtype: str, activat
     if ffn == 0 or hidden == 0:
         y[...] = 0
         return
-    if _few(tokens, dtype):
+    if _few(tokens, x.dtype):
         wide = widened(x)
         h = activate(linear(wide, w_gate), linear(wide, w_up), activation)
         narrow(linear(h, w_down), y)
         return
-    step, block = _steps(tokens, hidden, ffn, dtype)
+    step, block = _steps(tokens, hidden, ffn, x.dtype)
     for t in _spans(tokens, step):
         xt = widened(x[t])
         total = y[t] if y.dtype == xt.dtype else np.empty(y[t].shape, xt.dtype)
@@ -85,7 +86,6 @@ def backward(
     dx: Array,
     dweights: Sequence[Array],
     *,
-    dtype: str,
     activation: str,
 ) -> None:
     """Fills dx and the weights' gradients. Blocks of ffn outside: each adds up its own gradients over the tokens."""
@@ -96,8 +96,8 @@ def backward(
         for gradient in (dx, *dweights):
             gradient[...] = 0
         return
-    step, block = _steps(tokens, hidden, ffn, dtype)
-    compute = np.dtype(np.float32 if dtype in HALF else dtype)
+    step, block = _steps(tokens, hidden, ffn, x.dtype)
+    compute = np.dtype(np.float32) if x.dtype.itemsize == 2 else x.dtype
     same = compute == x.dtype
     total_dx = dx if same else np.empty(dx.shape, compute)
     spare_dx = np.empty((step, hidden), compute)
@@ -110,9 +110,9 @@ def backward(
             xt, dyt = widened(x[t]), widened(dy[t])
             gate, up, dh = matmul(xt, wg.T), matmul(xt, wu.T), matmul(dyt, wd)
             h = np.empty_like(gate)
-            swiglu.forward(gate, up, h, dtype=compute.name, activation=activation, in_place=False)
+            swiglu.forward(gate, up, h, activation=activation, in_place=False)
             swiglu.backward(
-                dh, gate, up, gate, up, dtype=compute.name, activation=activation, in_place=True
+                dh, gate, up, gate, up, activation=activation, in_place=True
             )  # gate and up are their gradients from here on
             first = t.start == 0
             add_matmul(totals[0], gate.T, xt, spares[0], first=first)
@@ -143,18 +143,17 @@ def add_matmul(total: Array, a: Array, b: Array, spare: Array, *, first: bool) -
 
 def activate(gate: Array, up: Array, activation: str) -> Array:
     """``act(gate) * up``, over gate."""
-    swiglu.forward(gate, up, gate, dtype=gate.dtype.name, activation=activation, in_place=True)
+    swiglu.forward(gate, up, gate, activation=activation, in_place=True)
     return gate
 
 
 def widened(x: Array) -> Array:
     """float16 and bfloat16 as float32, else ``x`` itself."""
-    name = x.dtype.name
-    if name not in HALF:
+    if x.dtype.itemsize != 2:
         return x
     wide = np.empty(x.shape, np.float32)
     chunk = items_per_task(*x.shape)
-    launch(widen_rows[name], -(-len(x) // chunk), chunk, bits(x), wide)
+    launch(widen_rows[x.dtype], -(-len(x) // chunk), chunk, bits(x), wide)
     return wide
 
 
@@ -164,14 +163,14 @@ def narrow(wide: Array, x: Array) -> None:
         x[...] = wide
         return
     chunk = items_per_task(*x.shape)
-    launch(narrow_rows[x.dtype.name], -(-len(x) // chunk), chunk, wide, bits(x))
+    launch(narrow_rows[x.dtype], -(-len(x) // chunk), chunk, wide, bits(x))
 
 
 def linear(x: Array, w: Array) -> Array:
     """``x @ w.T`` for a few rows of x: every weight is read from memory once."""
     y = np.empty((len(x), len(w)), x.dtype)
     chunk = items_per_task(*w.shape)
-    launch(linear_rows[w.dtype.name], -(-len(w) // chunk), chunk, x, bits(w), y)
+    launch(linear_rows[w.dtype], -(-len(w) // chunk), chunk, x, bits(w), y)
     return y
 
 
