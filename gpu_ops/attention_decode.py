@@ -139,7 +139,8 @@ def _problem(
         capacity = axes["max_pages"] * axes["page_size"]
     if ((used < 0) | (used > capacity)).any():
         raise OptionError(
-            f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; got {np.array2string(used, threshold=8)}"
+            f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; "
+            f"got {np.array2string(used, threshold=8)}"
         )
     if table is not None:
         _pages_exist(op, table, used, axes["page_size"], axes["num_pages"])

@@ -14,9 +14,9 @@ __all__ = ["backward", "config", "forward"]
 
 def config(problem: Problem, num_splits: int = 0) -> Any:
     """The CPU kernel's tile configuration for this problem."""
-    from gpu_ops.kernels.numba_cpu import attention as kernels
+    from gpu_ops.kernels.numba_cpu.attention_config import select_config
 
-    return kernels.select_config(
+    return select_config(
         problem.batch, problem.nheads, problem.nheads_kv, problem.seqlen_q, problem.seqlen_k, num_splits
     )
 

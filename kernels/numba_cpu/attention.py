@@ -14,16 +14,23 @@ Scratch per thread: about 1 MB at head_dim 128.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.attention_config import (
+    SEQUENCES,
+    VARIANTS,
+    Config,
+    empties,
+    make_call,
+    optional_types,
+    statistics,
+)
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     CALL,
     LN2,
     LOG2E,
-    Call,
     block_visibility,
     cap_scores,
     finish_scores,
@@ -39,58 +46,10 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 )
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
-from gpu_ops.kernels.numba_cpu.simd import MAX_LANES, gemm_columns, gemm_rows, lanes
+from gpu_ops.kernels.numba_cpu.parallel import claim, launch
+from gpu_ops.kernels.numba_cpu.simd import gemm_columns, gemm_rows, lanes
 
 Array = np.ndarray[Any, Any]
-
-# (dtype, dtype of the bias)
-VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
-VARIANTS = tuple(dict.fromkeys(VARIANTS))
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile sizes and how the work is cut."""
-
-    block_m: int  # queries per task: lanes
-    block_n: int  # keys per tile
-    heads: int  # query heads side by side in the lanes
-    n_splits: int  # parts of the keys
-
-    def __str__(self) -> str:
-        packed = f", {self.heads} heads of a group side by side" if self.heads > 1 else ""
-        split = f", keys in {self.n_splits} parts" if self.n_splits > 1 else ""
-        return f"tiles of {self.block_m} queries x {self.block_n} keys{packed}{split}"
-
-
-def select_config(
-    batch: int, nheads: int, nheads_kv: int, seqlen_q: int, seqlen_k: int, num_splits: int = 0
-) -> Config:
-    """Cut the work so that every thread has some, in tiles as large as that allows.
-
-    =======  ================================================================================
-    block_m  256: each K and V element that is loaded serves 256 queries; half of it and so on
-             while there are fewer than four tasks per thread, but at least 64
-    block_n  256: S^T of one tile is 256 KB and stays in the L2 cache
-    =======  ================================================================================
-    """
-    group = nheads // max(nheads_kv, 1)
-    heads = group if seqlen_q < 64 else 1  # few queries: heads that share keys fill the lanes
-    rows = max(heads * seqlen_q, 1)
-    pairs = max(batch * nheads // heads, 1)
-    wanted = 4 * thread_count()
-    block_m = 256
-    while block_m > 64 and (pairs * -(-rows // block_m) < wanted or block_m >= 2 * rows):
-        block_m //= 2
-    block_m = min(block_m, round_up.py_func(rows, MAX_LANES))
-    tasks = pairs * -(-rows // block_m)
-    block_n = 256 if block_m > 64 else 128
-    n_splits = num_splits
-    if n_splits <= 0:  # at least two tiles per part; many queries keep the threads busy anyway
-        parts = -(-wanted // tasks) if tasks < 2 * thread_count() and seqlen_q <= 64 else 1
-        n_splits = max(1, min(parts, seqlen_k // (2 * block_n)))
-    return Config(block_m, block_n, heads, n_splits)
 
 
 def forward(
@@ -183,75 +142,6 @@ def forward(
             sequences,
             optional[2],
         )
-
-
-def make_call(
-    q: Array,
-    v: Array,
-    sequences: Array,
-    config: Config,
-    *,
-    softmax_scale: float,
-    sinks: Array | None,
-    alibi_slopes: Array | None,
-    bias: Array | None,
-    **rest: Any,
-) -> Call:
-    return Call(
-        batch=len(sequences),
-        nheads=q.shape[2],
-        heads=config.heads,
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        block_m=config.block_m,
-        block_n=config.block_n,
-        n_splits=config.n_splits,
-        has_alibi=alibi_slopes is not None,
-        has_bias=bias is not None,
-        has_sinks=sinks is not None,
-        scale=float(softmax_scale),
-        **rest,
-    )
-
-
-@dataclass(frozen=True)
-class Empties:
-    """Arrays of the right type for options that are not given."""
-
-    table: Array
-    alibi: Array
-    sinks: Array
-    bias: Array
-    visible: Array
-
-
-def empties(q: Array) -> Empties:
-    return Empties(
-        np.empty((0, 0), np.int32),
-        np.empty((0, 0), np.float64),
-        np.empty(0, np.float64),
-        np.empty((0, 0, 0, 0), q.dtype),
-        np.empty((0, 0, 0, 0), np.bool_),
-    )
-
-
-def optional_types(bias: str) -> tuple[types.Type, ...]:
-    """block_table, alibi_slopes, sinks, bias, visible."""
-    return (
-        types.Array(types.int32, 2, "A", readonly=True),
-        types.Array(types.float64, 2, "A", readonly=True),
-        types.Array(types.float64, 1, "A", readonly=True),
-        read(bias, 4),
-        types.Array(types.boolean, 4, "A", readonly=True),
-    )
-
-
-SEQUENCES = types.Array(types.int64, 2, "C", readonly=True)
-
-
-def statistics(dtype: str) -> types.Type:
-    """lse and its kin: float32, float64 for float64."""
-    return types.float64 if dtype == "float64" else types.float32
 
 
 @kernel(

@@ -16,8 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
-from gpu_ops.kernels.numba_cpu.attention import (
+from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
@@ -265,6 +266,28 @@ def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, 
         task = claim(state)
 
 
+@njit
+def add_bias_tile(dbias, w, n, first, n_keys):
+    """Add a tile of dS; an axis along which bias was broadcast is summed in float64 first."""
+    queries, keys = dbias.shape
+    if queries > 1:
+        for c in range(n):
+            row, total = dbias[w.query[c]], 0.0
+            for j in range(n_keys):
+                if keys > 1:
+                    row[first + j] += w.ds[j, c]
+                else:
+                    total += w.ds[j, c]
+            if keys == 1:
+                row[0] += total
+    else:
+        for j in range(n_keys):
+            total = 0.0
+            for c in range(n):
+                total += w.ds[j, c]
+            dbias[0, first + j if keys > 1 else 0] += total
+
+
 @kernel(
     lambda t, bias: (
         *_input_types(t, bias),
@@ -277,7 +300,7 @@ def attention_backward_bias(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
 ):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    batches, heads, queries, keys = dbias.shape
+    batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
     owned = blocks if queries > 1 else 1
     w = make_scratch(call, dbias.dtype.type(0), 0, 0)
@@ -299,9 +322,6 @@ def attention_backward_bias(
                                 w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences, table, alibi,
                                 bias, visible,
                             )  # fmt: skip
-                            for c in range(n):
-                                row = dbias[bias_batch, bias_head, w.query[c] if queries > 1 else 0]
-                                for j in range(n_keys):
-                                    row[first + j if keys > 1 else 0] += w.ds[j, c]
+                            add_bias_tile(dbias[bias_batch, bias_head], w, n, first, n_keys)
                         first += n_keys
         task = claim(state)
