@@ -73,8 +73,8 @@ def compare(
     threshold: float = THRESHOLD,
     ops: set[str] | None = None,
 ) -> Comparison:
-    """A case regressed when its median is ``threshold`` times the old one and its fast end (p20) lies
-    above the old slow end (p80): a lone slow median on a noisy machine is not a regression."""
+    """A case regressed when its median is ``threshold`` times the old one and noise does not explain it: its
+    fastest call is slower by as much, or its fast end (p20) lies above the old slow end (p80)."""
     before, after = _timings(old, ops), _timings(new, ops)
     found = Comparison(threshold=threshold)
     for key, timing in after.items():
@@ -82,7 +82,8 @@ def compare(
             found.added.append(key)
             continue
         was = before[key]
-        slower = timing["median"] > threshold * was["median"] and timing["p20"] > was["p80"]
+        apart = timing["p20"] > was["p80"] or timing["fastest"] > threshold * was["fastest"]
+        slower = timing["median"] > threshold * was["median"] and apart
         found.changes.append(Change(key, was["median"], timing["median"], slower))
     if _selection(old) == _selection(new):  # a narrower run leaves cases out on purpose
         found.missing = [key for key in before if key not in after]
