@@ -219,5 +219,7 @@ def _plan(name: str, choice: Choice, x: Array, axes: Axes, dtype: str, activatio
     if choice.backend == "numba":
         from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
-        config = kernels.config(tokens, axes["hidden"], axes["ffn"], x.dtype)
+        config = kernels.config(
+            tokens, axes["hidden"], axes["ffn"], x.dtype, gradients=name.endswith("backward")
+        )
     return Plan(name, choice, problem, config, run)

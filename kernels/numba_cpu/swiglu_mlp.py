@@ -29,8 +29,8 @@ HALF = ("float16", "bfloat16")
 DType = np.dtype[Any]
 
 
-def config(tokens: int, hidden: int, ffn: int, dtype: DType) -> str:
-    if _few(tokens, dtype):
+def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool = False) -> str:
+    if not gradients and _few(tokens, dtype):
         return "one pass over the weights, all tokens at once"
     step, block = _steps(tokens, hidden, ffn, dtype)
     return f"BLAS on blocks of {step} tokens x {block} of ffn"
