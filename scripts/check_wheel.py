@@ -98,7 +98,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         build = [sys.executable, "-m", "build", "--outdir", work, ROOT]
-        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+        built = subprocess.run(build, check=False, capture_output=True, text=True)
+        if built.returncode:
+            sys.exit(f"check_wheel: the build failed\n{built.stdout}{built.stderr}")
         (sdist,), (wheel,) = work.glob("*.tar.gz"), work.glob("*.whl")
         check_sdist(sdist, wanted)
         check_wheel(wheel, wanted)
