@@ -174,6 +174,7 @@ def attention_forward(
     row_sum = np.empty(block_m, part_out.dtype)
     alpha = np.empty(block_m, part_out.dtype)
     tile_max = np.empty(block_m, part_out.dtype)
+    tile_sum = np.empty(block_m, part_out.dtype)
     head = np.empty(block_m, np.int64)
     query = np.empty(block_m, np.int64)
     low = np.empty(block_m, np.int32)
@@ -230,7 +231,7 @@ def attention_forward(
                 if seen == 1:
                     mask_block(s, visible, call, b, first, n_keys, n, head, query)
                 finite = pack_keys(vt, v, table, call, b, k_start, head_kv, first, n_keys, call.head_dim_v)
-                if softmax_tile(s, n_keys, width, row_max, row_sum, alpha, tile_max, not finite):
+                if softmax_tile(s, n_keys, width, row_max, row_sum, alpha, tile_max, tile_sum, not finite):
                     for d in range(dim_v):
                         row = ot[d]
                         for c in range(width):

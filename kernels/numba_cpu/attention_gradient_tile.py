@@ -155,7 +155,7 @@ def tile_gradients(w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences,
     for j in range(n_keys):
         s, dp = w.s[j], w.dp[j]
         for c in range(width):
-            p = exp2(s[c] - w.lse2[c])
+            p = exp2(s[c] - w.lse2[c]) if s[c] != -np.inf else like(w.lse2[c], 0.0)  # lse may be NaN
             if not finite:  # a visible key never weighs exactly 0, so that its NaN shows
                 p = like(p, TINY) if p < like(p, TINY) and s[c] != -np.inf and w.lse2[c] != np.inf else p
             s[c] = p

@@ -240,11 +240,12 @@ def mask_block(s, visible, call, b, key, n, lanes, head, query):
 
 
 @njit
-def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, careful):
+def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, tile_sum, careful):
     """S^T becomes P^T = exp2(S - max); maxima, sums and the factor alpha for older results move along.
 
     Returns whether any alpha differs from 1. ``careful``: no visible key gets weight 0, so that its
-    non-finite value shows.
+    non-finite value shows. A tile is summed by itself first: one running sum over a long row would
+    round its small terms away.
     """
     for c in range(width):
         tile_max[c] = row_max[c]
@@ -261,6 +262,7 @@ def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, careful):
         row_sum[c] *= alpha[c]
         row_max[c] = new
         tile_max[c] = safe
+        tile_sum[c] = 0
     for j in range(n):
         row = s[j]
         for c in range(width):
@@ -268,7 +270,9 @@ def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, careful):
             if careful:
                 p = like(p, TINY) if p < like(p, TINY) and row[c] != -np.inf else p
             row[c] = p
-            row_sum[c] += p
+            tile_sum[c] += p
+    for c in range(width):
+        row_sum[c] += tile_sum[c]
     return grown > 0
 
 
