@@ -1,0 +1,260 @@
+"""attention_backward on every backend against the reference in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import BlockMask
+from tests.attention_cases import (
+    DTYPES,
+    HEAD_DIMS,
+    KERNEL_FACTORS,
+    SHAPES,
+    SHAPES_SLOW,
+    expected,
+    make,
+    pairwise,
+    row_id,
+)
+
+
+def gradients(p, backend, **more):
+    """Forward, then backward, both on the backend."""
+    out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **backend)
+    return gpu_ops.attention_backward(p.dout, *p.arrays, out, lse, **p.options, **more, **backend)
+
+
+def check(backend, **settings):
+    e = expected(gradients=True, **settings)
+    p = e.problem
+    dq, dk, dv, extra = gradients(p, backend, return_extra=True)
+    for gradient, x in zip((dq, dk, dv), p.arrays, strict=True):
+        assert gradient.dtype == x.dtype
+        assert gradient.shape == x.shape
+    assert set(extra) == {"bias", "sinks"} & set(p.options)
+    results = {"dq": dq, "dk": dk, "dv": dv} | {f"d{name}": x for name, x in extra.items()}
+    for name, gradient in results.items():
+        if name in ("dq", "dk") and settings["seqlens"][1] == 1:
+            # One key: P = 1 and dP - delta is exactly 0, also in textbook code. Summed in another order
+            # it is a rounding of dP.
+            np.testing.assert_allclose(gradient.astype(np.float64), e.exact[name], rtol=0, atol=1e-5)
+        else:
+            e.check(name, gradient)
+    if "bias" in extra:
+        assert extra["bias"].dtype == p.options["bias"].dtype
+    if "sinks" in extra:
+        assert extra["sinks"].dtype == lse_dtype(p)
+
+
+def lse_dtype(p):
+    return np.float64 if p.q.dtype == np.float64 else np.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("seqlens", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_shapes(seqlens, mask, dtype, backend):
+    big = max(seqlens) > 600
+    heads, batch = ((2, 1), 1) if big else ((4, 2), 2)
+    check(backend, seqlens=seqlens, mask=mask, dtype=dtype, heads=heads, batch=batch, head_dims=(64, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["full", "causal", "wide_left"])
+@pytest.mark.parametrize("seqlens", SHAPES_SLOW, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_long_shapes(seqlens, mask, backend):
+    check(backend, seqlens=seqlens, mask=mask, dtype="float32", heads=(1, 1), batch=1, head_dims=(64, 64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda d: f"{d[0]}-{d[1]}")
+def test_head_dims(head_dims, dtype, backend):
+    # The rule compares largest errors: a thin head needs more rows to have a typical one.
+    batch = 1 if head_dims[0] >= 32 else 8
+    check(
+        backend,
+        head_dims=head_dims,
+        dtype=dtype,
+        seqlens=(113, 141),
+        mask="causal",
+        heads=(2, 1),
+        batch=batch,
+    )
+
+
+@pytest.mark.parametrize("row", pairwise(KERNEL_FACTORS, seed=1), ids=row_id)
+def test_options(row, backend):
+    check(backend, **row, batch=12 if row["seqlens"][0] == 1 else 2)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
+def test_float64_is_float64(mask, backend):
+    check(
+        backend,
+        mask=mask,
+        dtype="float64",
+        seqlens=(70, 133),
+        head_dims=(40, 24),
+        heads=(4, 2),
+        softcap=3.0,
+        sinks=True,
+        alibi="heads",
+        bias="full",
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(), (1,), (203,), (113, 1), (1, 1, 1, 1), (4, 1, 203), (2, 1, 113, 203), (1, 4, 1, 1), (2, 4, 113, 203)],
+    ids=str,
+)
+def test_bias_gradients_sum_over_broadcast_axes(shape, backend):
+    p = make(seqlens=(113, 203), head_dims=(32, 32), heads=(4, 2), dtype="float32", mask="causal")
+    p.options["bias"] = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    full = np.ascontiguousarray(np.broadcast_to(p.options["bias"], (2, 4, 113, 203)))
+    *_, extra = gradients(p, backend, return_extra=True)
+    p.options["bias"] = full
+    *_, extra_full = gradients(p, backend, return_extra=True)
+    summed = extra_full["bias"].astype(np.float64)
+    lead = summed.sum(axis=tuple(range(4 - len(shape))))
+    summed = lead.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
+    assert extra["bias"].shape == shape
+    np.testing.assert_allclose(extra["bias"], summed.reshape(shape), rtol=2e-5, atol=2e-5)
+
+
+def test_without_return_extra_only_three(backend):
+    p = make(sinks=True, bias="full", dtype="float32")
+    assert len(gradients(p, backend)) == 3
+
+
+def test_deterministic_gives_the_same_bits(backend):
+    p = make(mask="causal", seqlens=(200, 300), head_dims=(32, 32), heads=(4, 1), dtype="bfloat16")
+    first = gradients(p, backend, deterministic=True)
+    for _ in range(3):
+        for x, y in zip(gradients(p, backend, deterministic=True), first, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+# ---- rows that see nothing, empty inputs, poison -----------------------------------------------------
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing(dtype, sinks, backend):
+    p = make(mask="causal", seqlens=(150, 40), head_dims=(16, 16), sinks=sinks, dtype=dtype)
+    dq, dk, dv = gradients(p, backend)
+    assert (dq[:, :110] == 0).all()
+    assert np.isfinite(dk).all()
+    assert np.isfinite(dv).all()
+    p.dout[:, :110] = 1000  # these rows have no gradient to give either
+    for x, y in zip(gradients(p, backend), (dq, dk, dv), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_everything_masked(backend):
+    p = make(seqlens=(70, 70), dtype="float32")
+    p.options["block_mask"] = BlockMask(np.zeros((2, 2), bool), 40, 64)
+    for gradient in gradients(p, backend):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(("batch", "seqlens"), [(0, (3, 4)), (2, (0, 4)), (2, (3, 0)), (2, (0, 0))], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_inputs(batch, seqlens, dtype, backend):
+    p = make(batch=batch, seqlens=seqlens, heads=(4, 2), mask="causal", sinks=True, dtype=dtype)
+    *grads, extra = gradients(p, backend, return_extra=True)
+    for gradient, x in zip(grads, p.arrays, strict=True):
+        assert gradient.shape == x.shape
+        assert gradient.dtype == x.dtype
+        assert (gradient == 0).all()
+    assert (extra["sinks"] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
+    p = make(seqlens=(100, 300), head_dims=(32, 32), heads=(4, 2), dtype="float32")
+    visible = np.ones((2, 4, 4, 5), bool)
+    visible[..., 1] = visible[0, :, :, 3] = False
+    p.options["block_mask"] = BlockMask(visible, 32, 64)
+    before = gradients(p, backend)
+    for x in (p.k, p.v):
+        x[:, 64:128] = x[0, 192:256] = bad
+    after = gradients(p, backend)
+    for x, y in zip(after, before, strict=True):
+        np.testing.assert_array_equal(x, y)
+    for gradient in after[1:]:
+        assert (gradient[:, 64:128] == 0).all()
+        assert (gradient[0, 192:256] == 0).all()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_visible_nan_is_not_lost(which, dtype, backend):
+    p = make(mask="causal", seqlens=(70, 70), head_dims=(16, 16), heads=(1, 1), batch=1, dtype=dtype)
+    getattr(p, which)[0, 30, 0, 3] = np.nan
+    dq, dk, dv = gradients(p, backend)
+    if which in ("q", "dout"):  # one query: its own dq, and what it gives to the keys it sees
+        assert np.isnan(dq[0, 30]).all()
+        assert np.isnan(dk[0, :31]).all()
+        assert np.isnan(dv[0, :31, 0, 3]).all()
+        assert np.isfinite(dq[0, np.arange(70) != 30]).all()
+        assert np.isfinite(dk[0, 31:]).all()
+        assert np.isfinite(dv[0, 31:]).all()
+    else:  # one key: every query that sees it, and through those every key they see
+        assert np.isnan(dq[0, 30:]).all()
+        assert np.isnan(dk).all()
+        assert np.isfinite(dq[0, :30]).all()
+
+
+# ---- arrays as they come -------------------------------------------------------------------------------
+
+
+def test_strided_views(backend):
+    e = expected(gradients=True, mask="causal", seqlens=(60, 90), head_dims=(32, 32), dtype="float32")
+    p = e.problem
+    out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **backend)
+
+    def strided(x):
+        wide = np.full([2 * n for n in x.shape], np.nan, x.dtype)
+        view = wide[(slice(None, None, 2),) * x.ndim]
+        view[...] = x
+        return view
+
+    grads = gpu_ops.attention_backward(
+        *(strided(x) for x in (p.dout, *p.arrays, out, lse)), **p.options, **backend
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), grads, strict=True):
+        e.check(name, gradient)
+
+
+def test_inputs_are_left_alone_and_may_be_read_only(backend):
+    p = make(mask="causal", seqlens=(33, 65), sinks=True, bias="full", alibi="heads", dtype="float32")
+    out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **backend)
+    given = [p.dout, *p.arrays, out, lse, *(x for x in p.options.values() if isinstance(x, np.ndarray))]
+    before = [x.copy() for x in given]
+    for x in given:
+        x.flags.writeable = False
+    gpu_ops.attention_backward(p.dout, *p.arrays, out, lse, **p.options, **backend)
+    for x, y in zip(given, before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_against_torch(mask, dtype, backend):
+    torch = pytest.importorskip("torch", reason="pip install torch to compare with its attention")
+    seqlens = (100, 160)
+    p = make(mask=mask, seqlens=seqlens, heads=(4, 2), head_dims=(64, 64), dtype=dtype)
+    q, k, v, dout = (
+        torch.from_numpy(x.astype(np.float32)).transpose(1, 2).requires_grad_() for x in (*p.arrays, p.dout)
+    )
+    here = torch.arange(seqlens[0])[:, None] + (seqlens[1] - seqlens[0])
+    visible = torch.arange(seqlens[1])[None] <= here if mask == "causal" else None
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    theirs.backward(dout.detach())
+    atol = 2e-5 if dtype == "float32" else 3e-2
+    for ours, x in zip(gradients(p, backend), (q, k, v), strict=True):
+        expected_gradient = x.grad.transpose(1, 2).numpy()
+        np.testing.assert_allclose(ours.astype(np.float32), expected_gradient, rtol=2e-2, atol=atol)
