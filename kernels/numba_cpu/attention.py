@@ -40,14 +40,12 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     pack_keys,
     pack_lanes,
     place_lanes,
-    round_up,
-    scratch,
     softmax_tile,
 )
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
-from gpu_ops.kernels.numba_cpu.simd import gemm_columns, gemm_rows, lanes
+from gpu_ops.kernels.numba_cpu.simd import gemm_columns, gemm_rows, lanes, round_up, scratch
 
 Array = np.ndarray[Any, Any]
 

@@ -19,12 +19,10 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     pack_keys,
     pack_lanes,
     place_lanes,
-    round_up,
-    scratch,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.simd import gemm_rows, lanes
+from gpu_ops.kernels.numba_cpu.simd import gemm_rows, lanes, round_up, scratch
 
 
 class Scratch(NamedTuple):

@@ -21,11 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 from numba.core import types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
+from gpu_ops.kernels.numba_cpu.simd import round_up
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -63,45 +62,6 @@ class Call(NamedTuple):
 
 _TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
 CALL = types.NamedTuple([_TYPE[kind] for kind in Call.__annotations__.values()], Call)
-
-
-@intrinsic
-def scratch(typingctx, rows, columns, of):
-    """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous."""
-    array = types.Array(of, 2, "C")
-    size = of.bitwidth // 8
-
-    def allocate(n, m):
-        flat = np.empty(n * m * size + 64, np.uint8)
-        start = (-flat.ctypes.data) % 64
-        return flat[start : start + n * m * size]
-
-    def codegen(context, builder, sig, args):
-        flat_type = types.Array(types.uint8, 1, "C")
-        flat = context.compile_internal(
-            builder, allocate, signature(flat_type, types.int64, types.int64), args[:2]
-        )
-        source = context.make_array(flat_type)(context, builder, flat)
-        result = context.make_array(array)(context, builder)
-        from numba.np.arrayobj import populate_array
-
-        width = context.get_constant(types.intp, size)
-        populate_array(
-            result,
-            data=builder.bitcast(source.data, result.data.type),
-            shape=list(args[:2]),
-            strides=[builder.mul(args[1], width), width],
-            itemsize=width,
-            meminfo=source.meminfo,
-        )
-        return result._getvalue()
-
-    return signature(array, types.int64, types.int64, of), codegen
-
-
-@njit
-def round_up(n, step):
-    return (n + step - 1) // step * step
 
 
 @njit

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
@@ -27,6 +28,7 @@ from numba.core.cgutils import get_or_insert_function
 from numba.core.registry import cpu_target
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import populate_array
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
@@ -46,6 +48,43 @@ def lanes(x):
 def _lanes(x):
     width = VECTOR_BYTES // (x.dtype.bitwidth // 8)
     return lambda x: width
+
+
+@njit
+def round_up(n, step):
+    return (n + step - 1) // step * step
+
+
+@intrinsic
+def scratch(typingctx, rows, columns, of):
+    """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous."""
+    array = types.Array(of, 2, "C")
+    size = of.bitwidth // 8
+
+    def allocate(n, m):
+        flat = np.empty(n * m * size + 64, np.uint8)
+        start = (-flat.ctypes.data) % 64
+        return flat[start : start + n * m * size]
+
+    def codegen(context, builder, sig, args):
+        flat_type = types.Array(types.uint8, 1, "C")
+        flat = context.compile_internal(
+            builder, allocate, signature(flat_type, types.int64, types.int64), args[:2]
+        )
+        source = context.make_array(flat_type)(context, builder, flat)
+        result = context.make_array(array)(context, builder)
+        width = context.get_constant(types.intp, size)
+        populate_array(
+            result,
+            data=builder.bitcast(source.data, result.data.type),
+            shape=list(args[:2]),
+            strides=[builder.mul(args[1], width), width],
+            itemsize=width,
+            meminfo=source.meminfo,
+        )
+        return result._getvalue()
+
+    return signature(array, types.int64, types.int64, of), codegen
 
 
 def _splat(b: Any, scalar: Any, width: int) -> Any:
