@@ -38,7 +38,7 @@ def check(backend, **settings):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("seqlens", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_shapes(seqlens, mask, dtype, backend):
-    big = max(seqlens) > 600
+    big = max(seqlens) > 220
     heads, batch = ((2, 1), 1) if big else ((4, 2), 2)
     check(backend, seqlens=seqlens, mask=mask, dtype=dtype, heads=heads, batch=batch, head_dims=(64, 64))
 
