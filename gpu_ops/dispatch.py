@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
 from gpu_ops.checks import one_of
-from gpu_ops.errors import DeviceError, OptionError
+from gpu_ops.errors import DeviceError
 
 __all__ = ["BACKENDS", "Choice", "Plan", "choose", "explain", "op", "unavailable"]
 
@@ -75,8 +75,14 @@ def choose(
     op: str, device: str | None, backend: str | None, *, cannot: dict[str, str] | None = None
 ) -> Choice:
     """Pick device and backend; ``cannot`` maps a backend to why it cannot run this problem."""
-    device = one_of(op, "device", device or os.environ.get("GPU_OPS_DEVICE") or "cpu", BACKENDS)
-    wanted = backend or os.environ.get("GPU_OPS_BACKEND")
+    device_source, device = _setting("device", device)
+    backend_source, wanted = _setting("backend", backend)
+    if device in ("cuda", "emulator"):
+        raise DeviceError(
+            f"{op}: {device_source}={device!r}, but this version of gpu_ops has no CUDA kernels; "
+            "omit it or choose 'cpu'"
+        )
+    device = one_of(op, device_source, "cpu" if device is None else device, BACKENDS)
     refused: dict[str, str] = {}
     for name in BACKENDS[device]:
         why = unavailable(device, name) or (cannot or {}).get(name)
@@ -84,9 +90,17 @@ def choose(
             reason = "asked for" if wanted else "first choice" if not refused else "next choice"
             return Choice(device, name, reason, refused)
         refused[name] = why or "not asked for"
-    wanted = one_of(op, "backend", wanted, BACKENDS[device]) if wanted else None
+    wanted = one_of(op, backend_source, wanted, BACKENDS[device]) if wanted else None
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items() if wanted in (None, name))
     raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")
+
+
+def _setting(name: str, argument: str | None) -> tuple[str, str | None]:
+    """(where the choice comes from, the choice): the argument, else the environment."""
+    if argument is not None:
+        return name, argument
+    variable = f"GPU_OPS_{name.upper()}"
+    return variable, os.environ.get(variable) or None
 
 
 def op(planner: Callable[P, Plan]) -> Callable[P, Any]:
@@ -117,10 +131,7 @@ def explain(op: str, *arrays: Any, **options: Any) -> Plan:
     """
     import gpu_ops
 
-    function = getattr(gpu_ops, op, None) if isinstance(op, str) else None
-    planner = getattr(function, "plan", None)
-    if planner is None:
-        names = [n for n in gpu_ops.__all__ if hasattr(getattr(gpu_ops, n), "plan")]
-        raise OptionError(f"explain: {op!r} is not an op; ops: {', '.join(names)}")
+    planners = {n: f.plan for n in gpu_ops.__all__ if hasattr(f := getattr(gpu_ops, n), "plan")}
+    planner = planners[one_of("explain", "op", op, planners)]
     plan: Plan = planner(*arrays, **options)
     return plan

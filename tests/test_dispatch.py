@@ -1,0 +1,93 @@
+"""Which device and backend run a call: the argument, else the environment, else the first that can."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.dispatch import Choice, Plan, choose
+from gpu_ops.errors import DeviceError, OptionError
+from tests.calls import OPS, call
+
+X = np.ones((2, 4), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("GPU_OPS_DEVICE", raising=False)
+    monkeypatch.delenv("GPU_OPS_BACKEND", raising=False)
+
+
+def test_the_compiled_backend_comes_first():
+    assert choose("op", None, None) == Choice("cpu", "numba", "first choice", {})
+
+
+def test_an_automatic_choice_moves_on_and_says_why():
+    choice = choose("op", None, None, cannot={"numba": "head_dim is odd"})
+    assert (choice.backend, choice.reason) == ("reference", "next choice")
+    assert choice.passed_over == {"numba": "head_dim is odd"}
+
+
+def test_an_explicit_choice_that_cannot_run_raises_with_the_reason():
+    with pytest.raises(DeviceError, match=r"numba: head_dim is odd"):
+        choose("op", None, "numba", cannot={"numba": "head_dim is odd"})
+
+
+def test_when_nothing_can_run_every_reason_is_told():
+    with pytest.raises(DeviceError, match=r"numba: one; reference: two"):
+        choose("op", "cpu", None, cannot={"numba": "one", "reference": "two"})
+
+
+def test_the_environment_decides_where_the_caller_does_not(monkeypatch):
+    monkeypatch.setenv("GPU_OPS_BACKEND", "reference")
+    assert choose("op", None, None).backend == "reference"
+    assert choose("op", None, "numba").backend == "numba"
+    monkeypatch.setenv("GPU_OPS_BACKEND", "raw")
+    with pytest.raises(OptionError, match="GPU_OPS_BACKEND='raw'"):
+        choose("op", None, None)
+
+
+@pytest.mark.parametrize("device", ["cuda", "emulator"])
+def test_a_device_without_kernels_is_refused_by_name(device, monkeypatch):
+    with pytest.raises(DeviceError, match=f"device='{device}'.*no CUDA kernels"):
+        gpu_ops.rmsnorm(X, X[0], device=device)
+    monkeypatch.setenv("GPU_OPS_DEVICE", device)
+    with pytest.raises(DeviceError, match=f"GPU_OPS_DEVICE='{device}'"):
+        gpu_ops.rmsnorm(X, X[0])
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:0", 0])
+def test_an_unknown_device_is_an_error(device):
+    with pytest.raises(OptionError, match="allowed: 'cpu'"):
+        gpu_ops.rmsnorm(X, X[0], device=device)
+
+
+def test_without_numba_the_reference_serves(monkeypatch):
+    monkeypatch.setattr(
+        "gpu_ops.dispatch.unavailable", lambda device, backend: "absent" if backend == "numba" else None
+    )
+    plan = gpu_ops.explain("rmsnorm", X, X[0])
+    assert plan.choice.backend == "reference"
+    assert "numba: absent" in str(plan)
+    np.testing.assert_allclose(gpu_ops.rmsnorm(X, X[0]), 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_tells_what_would_run_and_runs_nothing(op):
+    example = call(op)
+    plan = gpu_ops.explain(op, *example.arrays.values(), **example.options)
+    assert isinstance(plan, Plan)
+    text = str(plan)
+    assert text.startswith(f"{op}: ")
+    assert f"backend {plan.choice.backend}" in text
+    assert plan.problem
+    assert plan.config
+
+
+def test_explain_does_not_write_out():
+    out = np.full_like(X, 7.0)
+    plan = gpu_ops.explain("rmsnorm", X, X[0], out=out)
+    assert (out == 7.0).all()
+    assert plan.run() is out
+    assert not (out == 7.0).any()
