@@ -251,7 +251,8 @@ def run_backward(
     if return_extra and o.sinks is not None:
         # d lse / d sink is the sink's probability; its value is 0, so only -delta remains.
         sinks = o.sinks.astype(np.float64)[:, None]
-        share = np.exp(sinks - lse.astype(np.float64))
+        finite = np.where(lse == -np.inf, 0.0, lse)  # such a row has a sink of -inf: share 0, not NaN
+        share = np.exp(sinks - finite)
         extra["sinks"] = -(share * delta).sum(axis=(0, 2)).astype(lse.dtype)
     return extra
 

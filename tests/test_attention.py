@@ -164,6 +164,15 @@ def test_no_keys_but_a_sink(backend):
     np.testing.assert_allclose(lse, np.broadcast_to(p.options["sinks"][None, :, None], lse.shape), rtol=1e-6)
 
 
+def test_a_sink_of_minus_infinity_is_none(backend):
+    p = make(mask="causal", seqlens=(70, 30), head_dims=(16, 16), dtype="float32")
+    plain, plain_lse = gpu_ops.attention(*p.arrays, causal=True, return_lse=True, **backend)
+    sinks = np.full(4, -np.inf, np.float32)
+    out, lse = gpu_ops.attention(*p.arrays, causal=True, sinks=sinks, return_lse=True, **backend)
+    np.testing.assert_allclose(out, plain, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
     p = make(seqlens=(100, 300), head_dims=(32, 32), heads=(4, 2), dtype="float32")

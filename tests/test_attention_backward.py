@@ -153,6 +153,16 @@ def test_rows_that_see_nothing(dtype, sinks, backend):
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_sink_of_minus_infinity_is_none(backend):
+    p = make(mask="causal", seqlens=(70, 30), head_dims=(16, 16), dtype="float32")
+    plain = gradients(p, backend)
+    p.options["sinks"] = np.full(4, -np.inf, np.float32)
+    *grads, extra = gradients(p, backend, return_extra=True)
+    for x, y in zip(grads, plain, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
+    assert (extra["sinks"] == 0).all()
+
+
 def test_everything_masked(backend):
     p = make(seqlens=(70, 70), dtype="float32")
     p.options["block_mask"] = BlockMask(np.zeros((2, 2), bool), 40, 64)

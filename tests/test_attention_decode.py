@@ -137,6 +137,16 @@ def test_rows_that_see_nothing(sinks, backend):
         assert (out[b, blind:] != 0).all()
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_sink_of_minus_infinity_is_none(num_splits, backend):
+    arrays, options = make(seqlen_q=2, causal=True)
+    plain, plain_lse = gpu_ops.attention_decode(*arrays, **options, return_lse=True, **backend)
+    options["sinks"] = np.full(4, -np.inf, np.float32)
+    out, lse = gpu_ops.attention_decode(*arrays, **options, num_splits=num_splits, return_lse=True, **backend)
+    np.testing.assert_allclose(out, plain, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize(("used", "seqlen_q"), [((), 1), ((5, 9), 0), ((0, 0), 2)], ids=str)
 def test_empty_inputs(used, seqlen_q, page_size, backend):

@@ -245,7 +245,7 @@ def attention_forward(
             h, i = head[c], query[c]
             m, total = np.float64(row_max[c]), np.float64(row_sum[c])
             factor = 1.0
-            if call.has_sinks and call.n_splits == 1:
+            if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
                 sink = sinks[h] * LOG2E
                 new = max(m, sink)
                 factor = 2.0 ** (m - new)
@@ -286,10 +286,11 @@ def attention_combine(state, n_tasks, call, part_out, part_lse, out, lse, sequen
         ob = 0 if call.packed else b
         for i in range(sequences[b, 1]):
             index = task * call.max_seqlen_q + i
-            m = sinks[h] if call.has_sinks else -np.inf
+            has_sink = call.has_sinks and sinks[h] != -np.inf
+            m = sinks[h] if has_sink else -np.inf
             for p in range(call.n_splits):
                 m = max(m, part_lse[p, index])
-            mass = np.exp(sinks[h] - m) if call.has_sinks else 0.0
+            mass = np.exp(sinks[h] - m) if has_sink else 0.0
             total[:] = 0
             for p in range(call.n_splits):
                 if part_lse[p, index] != -np.inf:  # a part without visible keys

@@ -45,9 +45,17 @@ Array = np.ndarray[Any, Any]
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
 
 
-def select_parts(batch: int, nheads_kv: int, row_blocks: int) -> int:
-    """Into how many parts the query blocks of one key head go: two tasks per thread, if there are blocks."""
-    return max(1, min(-(-2 * thread_count() // max(batch * nheads_kv, 1)), row_blocks))
+WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
+
+
+def select_parts(batch: int, nheads_kv: int, row_blocks: int, part_bytes: int) -> int:
+    """Into how many parts the query blocks of one key head go.
+
+    Two tasks per thread, if there are blocks; each part has its own dK and dV of ``part_bytes``, so on
+    many cores long sequences take fewer.
+    """
+    wanted = -(-2 * thread_count() // max(batch * nheads_kv, 1))
+    return max(1, min(wanted, row_blocks, max(4, WORKSPACE_BYTES // max(part_bytes, 1))))
 
 
 def backward(
@@ -81,7 +89,9 @@ def backward(
     batch, nheads, nheads_kv = len(sequences), q.shape[2], k.shape[2]
     tiles = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k)
     row_blocks = nheads // nheads_kv // tiles.heads * -(-tiles.heads * max_seqlen_q // tiles.block_m)
-    parts = select_parts(batch, nheads_kv, row_blocks)
+    wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    part_bytes = int(sequences[:, 3].sum()) * nheads_kv * (q.shape[3] + v.shape[3]) * wide.itemsize
+    parts = select_parts(batch, nheads_kv, row_blocks, part_bytes)
 
     def call_with(heads: int, n_splits: int) -> Any:
         return make_call(
@@ -99,7 +109,6 @@ def backward(
         bits(none.bias if bias is None else bias),
         none.visible if visible is None else visible,
     )
-    wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     lanes = VECTOR_BYTES // wide.itemsize
     starts = np.zeros(batch + 1, np.int64)  # of each sequence's keys in the workspace, whole tiles apart
     np.cumsum(-(-sequences[:, 3] // 8) * 8 + 8, out=starts[1:])
