@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,10 +46,15 @@ print(call(16384))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc (Linux)")
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_seqlen_16384_fits_in_64_megabytes(direction, mask):
+@pytest.mark.parametrize(("direction", "threads"), [("forward", None), ("backward", None), ("backward", 32)])
+def test_seqlen_16384_fits_in_64_megabytes(direction, threads, mask):
+    environment = {**os.environ} | ({} if threads is None else {"NUMBA_NUM_THREADS": str(threads)})
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, direction, mask], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT, direction, mask],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout)
