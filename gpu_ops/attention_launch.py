@@ -16,9 +16,9 @@ def config(problem: Problem, num_splits: int = 0) -> Any:
     """The CPU kernel's tile configuration for this problem."""
     from gpu_ops.kernels.numba_cpu.attention_config import select_config
 
-    return select_config(
-        problem.batch, problem.nheads, problem.nheads_kv, problem.seqlen_q, problem.seqlen_k, num_splits
-    )
+    p = problem
+    plain = p.options.bias is None and p.options.block_mask is None
+    return select_config(p.batch, p.nheads, p.nheads_kv, p.seqlen_q, p.seqlen_k, num_splits, decode=plain)
 
 
 def forward(problem: Problem, out: Array, lse: Array, num_splits: int = 0) -> None:

@@ -27,6 +27,7 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     optional_types,
     statistics,
 )
+from gpu_ops.kernels.numba_cpu.attention_decode import decode
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     CALL,
     LN2,
@@ -104,8 +105,6 @@ def forward(
     part_out = np.empty((call.n_splits, rows, call.head_dim_v), wide)
     part_lse = np.empty((call.n_splits, rows), np.float64)
     none = empties(q)
-    groups = call.nheads // call.heads
-    blocks = -(-call.heads * max_seqlen_q // call.block_m)
     optional = (
         none.table if block_table is None else block_table,
         none.alibi if alibi_slopes is None else alibi_slopes,
@@ -113,21 +112,14 @@ def forward(
         bits(none.bias if bias is None else bias),
         none.visible if visible is None else visible,
     )
-    variant = (q.dtype, (q if bias is None else bias).dtype)
-    launch(
-        attention_forward[variant],
-        call.n_splits * blocks * call.batch * groups,
-        call,
-        bits(q),
-        bits(k),
-        bits(v),
-        bits(out),
-        lse,
-        sequences,
-        *optional,
-        part_out,
-        part_lse,
-    )
+    arrays = (bits(q), bits(k), bits(v), bits(out), lse, sequences)
+    if config.kernel == "decode":
+        decode(call, arrays, optional[:3], (part_out, part_lse), q.dtype)
+    else:
+        blocks = -(-call.heads * max_seqlen_q // call.block_m)
+        tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
+        compiled = attention_forward[q.dtype, (q if bias is None else bias).dtype]
+        launch(compiled, tasks, call, *arrays, *optional, part_out, part_lse)
     if call.n_splits > 1:
         launch(
             attention_combine[q.dtype],

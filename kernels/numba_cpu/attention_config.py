@@ -14,6 +14,8 @@ from gpu_ops.kernels.numba_cpu.simd import MAX_LANES, round_up
 
 Array = np.ndarray[Any, Any]
 
+DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kernel
+
 # (dtype, dtype of the bias)
 VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
 VARIANTS = tuple(dict.fromkeys(VARIANTS))
@@ -27,15 +29,25 @@ class Config:
     block_n: int  # keys per tile
     heads: int  # query heads side by side in the lanes
     n_splits: int  # parts of the keys
+    kernel: str = "tiled"  # or "decode": block_m is then the query rows of a KV head; block_n not used
 
     def __str__(self) -> str:
-        packed = f", {self.heads} heads of a group side by side" if self.heads > 1 else ""
         split = f", keys in {self.n_splits} parts" if self.n_splits > 1 else ""
+        if self.kernel == "decode":
+            return f"decode kernel, keys read once for {self.block_m} query rows per KV head{split}"
+        packed = f", {self.heads} heads of a group side by side" if self.heads > 1 else ""
         return f"tiles of {self.block_m} queries x {self.block_n} keys{packed}{split}"
 
 
 def select_config(
-    batch: int, nheads: int, nheads_kv: int, seqlen_q: int, seqlen_k: int, num_splits: int = 0
+    batch: int,
+    nheads: int,
+    nheads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    num_splits: int = 0,
+    *,
+    decode: bool = False,
 ) -> Config:
     """Cut the work so that every thread has some, in tiles as large as that allows.
 
@@ -44,8 +56,17 @@ def select_config(
              while there are fewer than four tasks per thread, but at least 64
     block_n  256: S^T of one tile is 256 KB and stays in the L2 cache
     =======  ================================================================================
+
+    ``decode``: the decode kernel may serve, when the query rows per KV head are few. It knows neither
+    bias nor block mask.
     """
     group = nheads // max(nheads_kv, 1)
+    if decode and 0 < group * seqlen_q <= DECODE_ROWS:
+        key_rows = batch * seqlen_k * nheads_kv  # 30 ns each
+        # tasks of 250 us, but already from 60 us on one for each thread
+        tasks = min(4 * thread_count(), max(key_rows >> 13, min(thread_count(), key_rows >> 11)))
+        n_splits = num_splits or max(1, -(-tasks // max(batch, 1)))
+        return Config(group * seqlen_q, 0, group, n_splits, "decode")
     heads = group if seqlen_q < 64 else 1  # few queries: heads that share keys fill the lanes
     rows = max(heads * seqlen_q, 1)
     pairs = max(batch * nheads // heads, 1)

@@ -1,0 +1,156 @@
+"""How rows of K and V become vectors, and where their elements are then.
+
+64 bytes of a row (one *chunk*; VECTOR_BYTES on smaller CPUs) are one or two vectors of the computing type:
+
+=================  ===========================================================================
+float32, float64   one vector, in order
+float16            two vectors: first half, second half
+bfloat16           two vectors: even elements, odd elements. A bfloat16 is the upper half of a
+                   float32, so one shift and one mask of 32-bit words widen both.
+=================  ===========================================================================
+
+Q and O are kept in that order (``slot`` says where element d is), so K and V are never reordered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.dtype import load, store
+from gpu_ops.kernels.numba_cpu.simd import FEATURES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.simd_ir import call, load_vector, shuffle, splat
+
+_I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+
+
+def slot(x, d):
+    """Where element ``d`` of a row of array ``x`` is once it is in vectors."""
+    raise TypeError("compiled code only")
+
+
+def to_slots(x, dst, row, n, factor):
+    """dst = factor * row, ``n`` elements in the order of the vectors of array ``x``."""
+    raise TypeError("compiled code only")
+
+
+def from_slots(x, dst, src, n, factor):
+    """dst = factor * src, back from that order and rounded to the dtype of ``dst``."""
+    raise TypeError("compiled code only")
+
+
+@overload(slot)
+def _slot(x, d):
+    if x.dtype != types.uint16:
+        return lambda x, d: d
+    chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
+    return lambda x, d: d // chunk * chunk + d % 2 * half + d % chunk // 2
+
+
+@overload(to_slots)
+def _to_slots(x, dst, row, n, factor):
+    chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
+
+    def in_order(x, dst, row, n, factor):
+        for d in range(n):
+            dst[d] = load(row, d) * factor
+
+    def apart(x, dst, row, n, factor):  # whole chunks in a form that LLVM turns into vectors
+        for c in range(0, n - n % chunk, chunk):
+            for i in range(half):
+                dst[c + i] = load(row, c + 2 * i) * factor
+                dst[c + half + i] = load(row, c + 2 * i + 1) * factor
+        for d in range(n - n % chunk, n):
+            dst[slot(x, d)] = load(row, d) * factor
+
+    return apart if x.dtype == types.uint16 else in_order
+
+
+@overload(from_slots)
+def _from_slots(x, dst, src, n, factor):
+    chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
+
+    def in_order(x, dst, src, n, factor):
+        for d in range(n):
+            store(dst, d, src[d] * factor)
+
+    def together(x, dst, src, n, factor):
+        for c in range(0, n - n % chunk, chunk):
+            for i in range(half):
+                store(dst, c + 2 * i, src[c + i] * factor)
+                store(dst, c + 2 * i + 1, src[c + half + i] * factor)
+        for d in range(n - n % chunk, n):
+            store(dst, d, src[slot(x, d)] * factor)
+
+    return together if x.dtype == types.uint16 else in_order
+
+
+def chunk_elements(x):
+    """Elements of array ``x`` in one chunk."""
+    raise TypeError("compiled code only")
+
+
+@overload(chunk_elements)
+def _chunk_elements(x):
+    elements = VECTOR_BYTES * 8 // x.dtype.bitwidth
+    return lambda x: elements
+
+
+class Rows:
+    """How rows of one element type become vectors."""
+
+    def __init__(self, dtype: types.Type) -> None:
+        self.wide = ir.DoubleType() if dtype == types.float64 else ir.FloatType()
+        self.lanes = VECTOR_BYTES // (8 if dtype == types.float64 else 4)
+        self.vector = ir.VectorType(self.wide, self.lanes)
+        self.parts = 2 if dtype.bitwidth == 16 else 1
+        self.elements = self.lanes * self.parts
+        self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
+        self._dtype = dtype
+        if dtype == types.uint16:
+            self._raw = ir.VectorType(_I16, self.elements)
+        elif dtype == types.int16:
+            self._raw = ir.VectorType(ir.HalfType() if "+f16c" in FEATURES else _I16, self.elements)
+        else:
+            self._raw = self.vector
+
+    def load(self, b: Any, pointer: Any, count: Any = None) -> list[Any]:
+        """The vectors of the chunk at ``pointer``; with ``count`` its first elements, then zeros."""
+        if count is None:
+            raw = load_vector(b, pointer, self._raw)
+        else:
+            lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
+            mask = b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
+            zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self._raw)
+            kind = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self._raw.element), "i16")
+            target = b.bitcast(pointer, self._raw.as_pointer())
+            name = f"llvm.masked.load.v{self.elements}{kind}.p0"
+            raw = call(b, name, self._raw, target, ir.Constant(_I32, 1), mask, zero)
+        return self._widen(b, raw)
+
+    def _widen(self, b: Any, raw: Any) -> list[Any]:
+        if self.parts == 1:
+            return [raw]
+        words = ir.VectorType(_I32, self.lanes)
+        every = lambda value: ir.Constant(words, [value] * self.lanes)  # noqa: E731
+        if self._dtype == types.uint16:
+            pairs = b.bitcast(raw, words)
+            halves = [b.shl(pairs, every(16)), b.and_(pairs, every(-65536))]
+            return [b.bitcast(half, self.vector) for half in halves]
+        n = self.lanes
+        halves = [shuffle(b, raw, raw, list(range(start, start + n))) for start in (0, n)]
+        if self._raw.element != _I16:
+            return [b.fpext(half, self.vector) for half in halves]
+        result = []
+        for half in halves:  # as float32_of_float16 in dtype.py
+            h = b.zext(half, words)
+            scaled = b.bitcast(b.shl(b.and_(h, every(0x7FFF)), every(13)), self.vector)
+            magnitude = b.fmul(scaled, ir.Constant(self.vector, [2.0**112] * n))
+            special = b.fcmp_ordered(">=", magnitude, ir.Constant(self.vector, [65536.0] * n))
+            u = b.or_(b.bitcast(magnitude, words), b.select(special, every(0x7F800000), every(0)))
+            sign = b.shl(b.and_(h, every(0x8000)), every(16))
+            result.append(b.bitcast(b.or_(u, sign), self.vector))
+        return result

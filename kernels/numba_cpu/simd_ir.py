@@ -1,0 +1,73 @@
+"""Small LLVM IR helpers for modules that emit vector code; ``b`` is an IR builder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core.cgutils import get_or_insert_function
+
+_I64 = ir.IntType(64)
+
+
+def number(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def call(b: Any, name: str, result: Any, *args: Any) -> Any:
+    """An LLVM intrinsic by name."""
+    function = get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return b.call(function, args)
+
+
+def address(context: Any, b: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """Pointer to element ``offset`` of an array, counted in elements from its first."""
+    return b.gep(context.make_array(array_type)(context, b, array).data, [offset])
+
+
+def load_vector(b: Any, pointer: Any, vector: Any) -> Any:
+    return b.load(b.bitcast(pointer, vector.as_pointer()), align=1)
+
+
+def store_vector(b: Any, value: Any, pointer: Any) -> None:
+    b.store(value, b.bitcast(pointer, value.type.as_pointer()), align=1)
+
+
+def shuffle(b: Any, x: Any, y: Any, indices: list[int]) -> Any:
+    """Lanes of x (0, 1, ...) and of y (count, count + 1, ...) in the given order."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), indices))
+
+
+def splat(b: Any, scalar: Any, width: int) -> Any:
+    vector = ir.VectorType(scalar.type, width)
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    return shuffle(b, one, one, [0] * width)
+
+
+def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
+    # fmuladd: one instruction where the CPU has it, multiply and add (not a library call) elsewhere
+    kind = "f64" if x.type.element == ir.DoubleType() else "f32"
+    return call(b, f"llvm.fmuladd.v{x.type.count}{kind}", x.type, x, y, total)
+
+
+def prefetch(b: Any, pointer: Any) -> None:
+    """Ask for the cache line of ``pointer`` in the L2 cache; any address will do, also one that does not exist."""
+    i32 = ir.IntType(32)
+    flags = [ir.Constant(i32, value) for value in (0, 2, 1)]  # for reading, into L2, data
+    call(b, "llvm.prefetch.p0", ir.VoidType(), b.bitcast(pointer, ir.IntType(8).as_pointer()), *flags)
+
+
+def sum_lanes(b: Any, vectors: list[Any]) -> Any:
+    """Lane i of the result is the sum over the lanes of ``vectors[i]``; as many vectors as lanes.
+
+    Each step adds neighbours and halves the number of vectors: 15 steps for 16 vectors.
+    """
+    width = len(vectors)
+    block = 1
+    while block < width:
+        low = [c if c & block == 0 else width + c - block for c in range(width)]
+        high = [c + block if c & block == 0 else width + c for c in range(width)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
+        block *= 2
+    return vectors[0]
