@@ -74,7 +74,7 @@ def test_many_blocks(dtype, monkeypatch, rng):
     monkeypatch.setattr(kernels, "TOKENS", 16)
     monkeypatch.setattr(kernels, "SCRATCH", 16 * 64)
     inputs = make(rng, (50, 40), 40, 200, 24, dtype)
-    assert kernels.config(50, 40, 200, dtype) == "BLAS on blocks of 16 tokens x 64 of ffn"
+    assert kernels.config(50, 40, 200, dtype) == "blocks of 16 tokens x 64 of ffn, tiles of 64 x 32"
     check(inputs, "silu", {"backend": "numba"})
     arguments = inputs[1:]
     wide = np.zeros((50, 100), dtype)  # a target whose rows lie apart

@@ -187,6 +187,51 @@ _rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
 _columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
 
 
+def _copy(transposed: bool) -> Any:
+    """Moves one vector, or the transpose of a square of vectors: compiled loops over two arrays do it by elements."""
+
+    @intrinsic
+    def copy(typingctx, to, to0, ldt, source, source0, lds):
+        element = _IR[to.dtype]
+        size = to.dtype.bitwidth // 8
+        width = VECTOR_BYTES // size
+        vector = ir.VectorType(element, width)
+
+        def codegen(context, builder, sig, args):
+            def pointers(index: int, count: int) -> list[Any]:
+                array = context.make_array(sig.args[index])(context, builder, args[index])
+                base = builder.gep(array.data, [args[index + 1]])
+                steps = [builder.mul(args[index + 2], ir.Constant(_I64, i)) for i in range(count)]
+                return [builder.bitcast(builder.gep(base, [i]), vector.as_pointer()) for i in steps]
+
+            count = width if transposed else 1
+            rows = [builder.load(p, align=size) for p in pointers(3, count)]
+            half = width // 2
+            low, high = (
+                ir.Constant(
+                    ir.VectorType(ir.IntType(32), width),
+                    [i // 2 + start + i % 2 * width for i in range(width)],
+                )
+                for start in (0, half)
+            )
+            distance = count
+            while distance > 1:  # interleaving rows i and i + half, log2(width) times, transposes
+                pairs = [(rows[i], rows[i + half]) for i in range(half)]
+                rows = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in (low, high)]
+                distance //= 2
+            for row, pointer in zip(rows, pointers(0, count), strict=True):
+                builder.store(row, pointer, align=size)
+            return context.get_dummy_value()
+
+        i = types.int64
+        return signature(types.void, to, i, i, source, i, i), codegen
+
+    return copy
+
+
+copy_vector, copy_transposed = _copy(False), _copy(True)
+
+
 @njit
 def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""

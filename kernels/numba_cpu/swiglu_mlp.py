@@ -1,10 +1,11 @@
-"""The gated MLP on the CPU: matmuls by NumPy's BLAS in blocks, activations by the fused kernels between them.
+"""The gated MLP on the CPU: matrix products in blocks, the activation applied to tiles while they are in the cache.
 
-forward    y = (act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T
-backward   gate and up again, dh = dy @ w_down, then dgate, dup, and two matmuls for each weight
+forward    h = act(x @ w_gate.T) * (x @ w_up.T), y = h @ w_down.T
+backward   gate, up and dh = dy @ w_down tile by tile, from them dgate, dup and h; then a matmul for each
+           weight's gradient and two for dx
 
-Nothing of size (tokens, ffn) exists: TOKENS tokens by a block of ffn columns are in flight, and y or dx adds up
-over the blocks. 16-bit operands are widened one block at a time into float32 scratch; everything between the
+gate, up and dh exist as tiles only, and h, dgate and dup as blocks: TOKENS tokens by a block of ffn columns are
+in flight, stored (ffn, tokens) as the products take them; y or dx adds up over the blocks. Everything between the
 first read and the last write is float32. A few tokens are bound by reading the weights, so they take a kernel
 that reads each weight once and widens it in registers.
 """
@@ -15,37 +16,57 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from gpu_ops.kernels.numba_cpu import swiglu
-from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, write_row
+from gpu_ops.kernels.numba_cpu.gemm import (
+    BLOCK_K,
+    matmul,
+    multiply,
+    pack_a,
+    pack_b,
+    tile_scratch,
+    tile_shape,
+    tile_size,
+)
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from gpu_ops.kernels.numba_cpu.simd import scratch
 
 Array = np.ndarray[Any, Any]
-
-TOKENS = 1024  # a block of weights is packed by BLAS (and widened by us) once per so many tokens
-SCRATCH = 1 << 21  # elements of one scratch matrix: 8 MiB of float32
-HALF = ("float16", "bfloat16")
 DType = np.dtype[Any]
+
+TOKENS = 1024  # a block of weights is packed once per so many tokens at most
+SCRATCH = 1 << 21  # elements of one block: 8 MiB of float32
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool = False) -> str:
     if not gradients and _few(tokens, dtype):
         return "one pass over the weights, all tokens at once"
-    step, block = _steps(tokens, hidden, ffn, dtype)
-    return f"BLAS on blocks of {step} tokens x {block} of ffn"
+    step, block = _steps(tokens, ffn, _kept(tokens, hidden, dtype) if gradients else 1)
+    rows, columns = tile_shape(block, step)
+    return f"blocks of {step} tokens x {block} of ffn, tiles of {columns} x {rows}"
 
 
 def _few(tokens: int, dtype: DType) -> bool:
-    """Where :func:`linear` beats BLAS, measured: up to 2x at 2 to 8 tokens, 3x where BLAS needs widened weights."""
-    return tokens <= 16 if dtype.itemsize == 2 else 2 <= tokens <= 8
+    """Where :func:`linear` is faster than products of tiles, measured."""
+    return tokens <= FEW[dtype.itemsize]
 
 
-def _steps(tokens: int, hidden: int, ffn: int, dtype: DType) -> tuple[int, int]:
+FEW = {2: 8, 4: 8, 8: 8}
+
+
+def _kept(tokens: int, hidden: int, dtype: DType) -> int:
+    """Length of the rows of the sums that the backward keeps per block: for 16-bit weights' gradients."""
+    return hidden if dtype.itemsize == 2 and tokens > TOKENS else 1
+
+
+def _steps(tokens: int, ffn: int, kept: int) -> tuple[int, int]:
     """Tokens and ffn columns in flight."""
     step = max(1, min(tokens, TOKENS))
-    # a widened block of a weight must fit in the scratch as well
-    block = SCRATCH // max(step, hidden if dtype.itemsize == 2 else 1, 1)
+    block = SCRATCH // max(step, kept)
     return step, max(1, min(ffn, max(block, 64)))
 
 
@@ -54,29 +75,53 @@ def _spans(length: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
+def _wide(dtype: DType) -> DType:
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+
+
 def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
     """x (tokens, hidden) and y (tokens, hidden_out); w_gate, w_up, w_down are (out_features, in_features)."""
     w_gate, w_up, w_down = weights
-    tokens, hidden = x.shape
-    ffn = len(w_gate)
+    (tokens, hidden), ffn, wide = x.shape, len(w_gate), _wide(x.dtype)
     if ffn == 0 or hidden == 0:
         y[...] = 0
         return
     if _few(tokens, x.dtype):
-        wide = widened(x)
-        h = activate(linear(wide, w_gate), linear(wide, w_up), activation)
-        narrow(linear(h, w_down), y)
+        with np.errstate(all="ignore"):  # a value too large for the dtype becomes inf, as in the kernels
+            xw = x.astype(wide, copy=False)
+            h = linear(xw, w_gate)
+            swiglu.forward(h, linear(xw, w_up), h, activation=activation, in_place=True)
+            y[...] = linear(h, w_down)
         return
-    step, block = _steps(tokens, hidden, ffn, x.dtype)
+    step, block = _steps(tokens, ffn, 1)
+    h_block = np.empty((block, step), wide)
+    sums = None
+    if block < ffn and wide != y.dtype:
+        sums = np.empty((step, y.shape[1]), wide)
     for t in _spans(tokens, step):
-        xt = widened(x[t])
-        total = y[t] if y.dtype == xt.dtype else np.empty(y[t].shape, xt.dtype)
-        spare = np.empty(total.shape, xt.dtype) if block < ffn else total
+        xt, yt = x[t], y[t]
+        total = None if sums is None else sums[: len(xt)]
         for f in _spans(ffn, block):
-            h = activate(matmul(xt, widened(w_gate[f]).T), matmul(xt, widened(w_up[f]).T), activation)
-            add_matmul(total, h, widened(w_down[:, f]).T, spare, first=f.start == 0)
-        if total.dtype != y.dtype:
-            narrow(total, y[t])
+            wg, wu = w_gate[f], w_up[f]
+            h = h_block[: len(wg), : len(xt)]
+            tile = tile_shape(*h.shape)
+            launch(
+                mlp_hidden[x.dtype],
+                _tasks(h, tile),
+                tile,
+                ACTIVATIONS.index(activation),
+                *map(bits, (xt, wg, wu)),
+                h,
+            )
+            matmul(
+                w_down[:, f],
+                h,
+                yt,
+                trans_out=True,
+                total=total,
+                first=f.start == 0,
+                last=f.stop == ffn,
+            )
 
 
 def backward(
@@ -91,79 +136,159 @@ def backward(
     """Fills dx and the weights' gradients. Blocks of ffn outside: each adds up its own gradients over the tokens."""
     w_gate, w_up, w_down = weights
     dw_gate, dw_up, dw_down = dweights
-    (tokens, hidden), ffn = x.shape, len(w_gate)
+    (tokens, hidden), ffn, wide = x.shape, len(w_gate), _wide(x.dtype)
     if tokens == 0 or ffn == 0 or hidden == 0 or len(w_down) == 0:
         for gradient in (dx, *dweights):
             gradient[...] = 0
         return
-    step, block = _steps(tokens, hidden, ffn, x.dtype)
-    compute = np.dtype(np.float32) if x.dtype.itemsize == 2 else x.dtype
-    same = compute == x.dtype
-    total_dx = dx if same else np.empty(dx.shape, compute)
-    spare_dx = np.empty((step, hidden), compute)
+    step, block = _steps(tokens, ffn, _kept(tokens, max(hidden, len(w_down)), x.dtype))
+    blocks = [np.empty((block, step), wide) for _ in range(3)]
+    dx_total = dx if wide == dx.dtype else np.empty(dx.shape, wide)
     for f in _spans(ffn, block):
-        targets = [dw_gate[f], dw_up[f], dw_down[:, f]]
-        totals = targets if same else [np.empty(w.shape, compute) for w in targets]
-        spares = [np.empty(w.shape, compute) for w in targets] if step < tokens else totals
-        wg, wu, wd = widened(w_gate[f]), widened(w_up[f]), widened(w_down[:, f])
+        wg, wu, wd = w_gate[f], w_up[f], w_down[:, f]
+        targets = (dw_gate[f], dw_up[f], dw_down[:, f])
+        totals: Sequence[Array | None] = (None,) * 3
+        if step < tokens and wide != x.dtype:
+            totals = [np.empty(w.shape, wide) for w in targets]
         for t in _spans(tokens, step):
-            xt, dyt = widened(x[t]), widened(dy[t])
-            gate, up, dh = matmul(xt, wg.T), matmul(xt, wu.T), matmul(dyt, wd)
-            h = np.empty_like(gate)
-            swiglu.forward(gate, up, h, activation=activation, in_place=False)
-            swiglu.backward(
-                dh, gate, up, gate, up, activation=activation, in_place=True
-            )  # gate and up are their gradients from here on
-            first = t.start == 0
-            add_matmul(totals[0], gate.T, xt, spares[0], first=first)
-            add_matmul(totals[1], up.T, xt, spares[1], first=first)
-            add_matmul(totals[2], dyt.T, h, spares[2], first=first)
-            add_matmul(total_dx[t], gate, wg, spare_dx[: len(xt)], first=f.start == 0)
-            add_matmul(total_dx[t], up, wu, spare_dx[: len(xt)], first=False)
-        if not same:
-            for total, target in zip(totals, targets, strict=True):
-                narrow(total, target)
-    if not same:
-        narrow(total_dx, dx)
+            xt, dyt = x[t], dy[t]
+            dgate, dup, h = (b[: len(wg), : len(xt)] for b in blocks)
+            tile = tile_shape(*h.shape)
+            launch(
+                mlp_hidden_backward[x.dtype],
+                _tasks(h, tile),
+                tile,
+                ACTIVATIONS.index(activation),
+                *map(bits, (dyt, xt, wg, wu, wd)),
+                dgate,
+                dup,
+                h,
+            )
+            ends = {"first": t.start == 0, "last": t.stop == tokens}
+            matmul(dgate, xt, targets[0], total=totals[0], **ends)
+            matmul(dup, xt, targets[1], total=totals[1], **ends)
+            matmul(h, dyt, targets[2], trans_out=True, total=totals[2], **ends)
+            matmul(dgate, wg, dx[t], trans_a=True, total=dx_total[t], first=f.start == 0, last=False)
+            matmul(dup, wu, dx[t], trans_a=True, total=dx_total[t], first=False, last=f.stop == ffn)
 
 
-def matmul(a: Array, b: Array) -> Array:
-    with np.errstate(all="ignore"):  # inf and NaN are values here, as in the kernels
-        return np.matmul(a, b)
+def _tasks(h: Array, tile: tuple[int, int]) -> int:
+    return -(-h.shape[0] // tile[0]) * -(-h.shape[1] // tile[1])
 
 
-def add_matmul(total: Array, a: Array, b: Array, spare: Array, *, first: bool) -> None:
-    """``total += a @ b``, or ``=`` the first time; NumPy's matmul cannot add, so it goes through ``spare``."""
-    with np.errstate(all="ignore"):
-        if first:
-            np.matmul(a, b, out=total)
+# --- tiles of gate, up and dh, and what becomes of them ----------------------------------------------
+
+
+@njit
+def gate_tile(activation, gate, up, h, f0, m, t0, n):
+    for i in range(m):
+        rg, ru = gate[i], up[i]
+        rh = write_row(h, (f0 + i,))[t0 : t0 + n]
+        if activation == 0:
+            for j in range(n):
+                rh[j] = swiglu.silu(rg[j]) * ru[j]
+        elif activation == 1:
+            for j in range(n):
+                rh[j] = swiglu.gelu(rg[j]) * ru[j]
         else:
-            np.add(total, np.matmul(a, b, out=spare), out=total)
+            for j in range(n):
+                rh[j] = swiglu.gelu_tanh(rg[j]) * ru[j]
 
 
-def activate(gate: Array, up: Array, activation: str) -> Array:
-    """``act(gate) * up``, over gate."""
-    swiglu.forward(gate, up, gate, activation=activation, in_place=True)
-    return gate
+@njit
+def gate_tile_backward(activation, gate, up, dh, m, n):
+    """gate, up and dh become dgate, dup and h."""
+    for i in range(m):
+        rg, ru, rd = gate[i], up[i], dh[i]
+        for j in range(n):
+            if activation == 0:
+                act, slope = swiglu.silu_backward(rg[j])
+            elif activation == 1:
+                act, slope = swiglu.gelu_backward(rg[j])
+            else:
+                act, slope = swiglu.gelu_tanh_backward(rg[j])
+            d, u = rd[j], ru[j]
+            rg[j] = d * u * slope
+            ru[j] = d * act
+            rd[j] = act * u
 
 
-def widened(x: Array) -> Array:
-    """float16 and bfloat16 as float32, else ``x`` itself."""
-    if x.dtype.itemsize != 2:
-        return x
-    wide = np.empty(x.shape, np.float32)
-    chunk = items_per_task(*x.shape)
-    launch(widen_rows[x.dtype], -(-len(x) // chunk), chunk, bits(x), wide)
-    return wide
+@njit
+def put(to, tile, f0, m, t0, n):
+    for i in range(m):
+        row = write_row(to, (f0 + i,))[t0 : t0 + n]
+        source = tile[i]
+        for j in range(n):
+            row[j] = source[j]
 
 
-def narrow(wide: Array, x: Array) -> None:
-    """float32 into float16 or bfloat16, rounded to nearest even; a plain copy for other dtypes."""
-    if x.dtype == wide.dtype:
-        x[...] = wide
-        return
-    chunk = items_per_task(*x.shape)
-    launch(narrow_rows[x.dtype], -(-len(x) // chunk), chunk, wide, bits(x))
+def _forward_signature(t: str) -> tuple[types.Type, ...]:
+    pair = types.UniTuple(types.int64, 2)
+    return pair, types.int64, *(read(t, 2),) * 3, write(compute(t).name, 2)
+
+
+@kernel(_forward_signature)
+def mlp_hidden(state, n_tasks, tile, activation, x, w_gate, w_up, h):
+    """h (ffn, tokens) = act(w_gate x.T) * (w_up x.T)"""
+    (ffn, tokens), hidden = h.shape, x.shape[1]
+    rows, columns = tile
+    across = (tokens + columns - 1) // columns
+    wide = h.dtype.type(0)
+    gate, up = scratch(rows, columns, wide), scratch(rows, columns, wide)
+    a, b, on_way = tile_scratch(columns, wide)
+    task = claim(state)
+    while task < n_tasks:
+        f0, m = tile_size(task // across, rows, ffn)
+        t0, n = tile_size(task % across, columns, tokens)
+        for k0 in range(0, max(hidden, 1), BLOCK_K):
+            k = min(BLOCK_K, hidden - k0)
+            pack_b(b, on_way, x, True, t0, n, k0, k)
+            pack_a(a, w_gate, False, f0, m, k0, k)
+            multiply(gate, a, False, b, m, n, k, k0 > 0)
+            pack_a(a, w_up, False, f0, m, k0, k)
+            multiply(up, a, False, b, m, n, k, k0 > 0)
+        gate_tile(activation, gate, up, h, f0, m, t0, n)
+        task = claim(state)
+
+
+def _backward_signature(t: str) -> tuple[types.Type, ...]:
+    pair = types.UniTuple(types.int64, 2)
+    return pair, types.int64, *(read(t, 2),) * 5, *(write(compute(t).name, 2),) * 3
+
+
+@kernel(_backward_signature)
+def mlp_hidden_backward(state, n_tasks, tile, activation, dy, x, w_gate, w_up, w_down, dgate, dup, h):
+    """dgate, dup and h, all (ffn, tokens), from gate, up and dh = w_down.T dy.T"""
+    (ffn, tokens), hidden, hidden_out = h.shape, x.shape[1], dy.shape[1]
+    rows, columns = tile
+    across = (tokens + columns - 1) // columns
+    wide = h.dtype.type(0)
+    gate, up, dh = scratch(rows, columns, wide), scratch(rows, columns, wide), scratch(rows, columns, wide)
+    a, b, on_way = tile_scratch(columns, wide)
+    task = claim(state)
+    while task < n_tasks:
+        f0, m = tile_size(task // across, rows, ffn)
+        t0, n = tile_size(task % across, columns, tokens)
+        for k0 in range(0, max(hidden, 1), BLOCK_K):
+            k = min(BLOCK_K, hidden - k0)
+            pack_b(b, on_way, x, True, t0, n, k0, k)
+            pack_a(a, w_gate, False, f0, m, k0, k)
+            multiply(gate, a, False, b, m, n, k, k0 > 0)
+            pack_a(a, w_up, False, f0, m, k0, k)
+            multiply(up, a, False, b, m, n, k, k0 > 0)
+        for k0 in range(0, max(hidden_out, 1), BLOCK_K):
+            k = min(BLOCK_K, hidden_out - k0)
+            pack_b(b, on_way, dy, True, t0, n, k0, k)
+            pack_a(a, w_down, True, f0, m, k0, k)
+            multiply(dh, a, True, b, m, n, k, k0 > 0)
+        gate_tile_backward(activation, gate, up, dh, m, n)
+        put(dgate, gate, f0, m, t0, n)
+        put(dup, up, f0, m, t0, n)
+        put(h, dh, f0, m, t0, n)
+        task = claim(state)
+
+
+# --- a few tokens ----------------------------------------------------------------------------------
 
 
 def linear(x: Array, w: Array) -> Array:
@@ -172,30 +297,6 @@ def linear(x: Array, w: Array) -> Array:
     chunk = items_per_task(*w.shape)
     launch(linear_rows[w.dtype], -(-len(w) // chunk), chunk, x, bits(w), y)
     return y
-
-
-@kernel(lambda t: (types.int64, read(t, 2), write("float32", 2)), HALF)
-def widen_rows(state, n_tasks, chunk, x, wide):
-    rows, cols = x.shape
-    task = claim(state)
-    while task < n_tasks:
-        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
-            rx, rw = read_row(x, (r,)), write_row(wide, (r,))
-            for i in range(cols):
-                rw[i] = load(rx, i)
-        task = claim(state)
-
-
-@kernel(lambda t: (types.int64, read("float32", 2), write(t, 2)), HALF)
-def narrow_rows(state, n_tasks, chunk, wide, x):
-    rows, cols = x.shape
-    task = claim(state)
-    while task < n_tasks:
-        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
-            rw, rx = read_row(wide, (r,)), write_row(x, (r,))
-            for i in range(cols):
-                store(rx, i, rw[i])
-        task = claim(state)
 
 
 def _linear_signature(t: str) -> tuple[types.Type, ...]:
