@@ -24,11 +24,12 @@ import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
-from numba.core.cgutils import get_or_insert_function
 from numba.core.registry import cpu_target
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import populate_array
+
+from gpu_ops.kernels.numba_cpu.simd_ir import fma, number, splat
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
@@ -87,20 +88,6 @@ def scratch(typingctx, rows, columns, of):
     return signature(array, types.int64, types.int64, of), codegen
 
 
-def _splat(b: Any, scalar: Any, width: int) -> Any:
-    vector = ir.VectorType(scalar.type, width)
-    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width))
-
-
-def _fma(b: Any, x: Any, y: Any, total: Any) -> Any:
-    # fmuladd: one instruction where the CPU has it, multiply and add (not a library call) elsewhere
-    kind = "f64" if x.type.element == ir.DoubleType() else "f32"
-    name = f"llvm.fmuladd.v{x.type.count}{kind}"
-    function = get_or_insert_function(b.module, ir.FunctionType(x.type, [x.type] * 3), name)
-    return b.call(function, [x, y, total])
-
-
 def _micro(columns: bool, nv: int) -> Any:
     """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements."""
 
@@ -118,7 +105,6 @@ def _micro(columns: bool, nv: int) -> Any:
 
             pc, pa, pb = base(0), base(3), base(6)
             ldc_, lda_, ldb_, k_, accumulate_ = args[2], args[5], args[8], args[9], args[10]
-            number = lambda value: ir.Constant(_I64, value)  # noqa: E731
             tile = [(m, n) for m in range(MR) for n in range(nv)]
             rows = [builder.mul(lda_, number(m)) for m in range(MR)]
 
@@ -145,8 +131,8 @@ def _micro(columns: bool, nv: int) -> Any:
             else:
                 at_k = builder.gep(pa, [kk])
                 pointers = [builder.gep(at_k, [rows[m]]) for m in range(MR)]
-            va = [_splat(builder, builder.load(p), width) for p in pointers]
-            new = [_fma(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)]
+            va = [splat(builder, builder.load(p), width) for p in pointers]
+            new = [fma(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)]
             following = builder.add(kk, number(1))
             end = builder.block
             kk.add_incoming(following, end)
@@ -201,7 +187,7 @@ def _copy(transposed: bool) -> Any:
             def pointers(index: int, count: int) -> list[Any]:
                 array = context.make_array(sig.args[index])(context, builder, args[index])
                 base = builder.gep(array.data, [args[index + 1]])
-                steps = [builder.mul(args[index + 2], ir.Constant(_I64, i)) for i in range(count)]
+                steps = [builder.mul(args[index + 2], number(i)) for i in range(count)]
                 return [builder.bitcast(builder.gep(base, [i]), vector.as_pointer()) for i in steps]
 
             count = width if transposed else 1
