@@ -101,12 +101,14 @@ def attention_decode(
         returned = arrays.give(result) if out is None else out
         return (returned, arrays.give(lse)) if return_lse else returned
 
-    config = (
-        "NumPy, float64"
-        if choice.backend == "reference"
-        else str(attention_launch.config(problem, num_splits))
-    )
-    return Plan(name, choice, str(problem), config, run)
+    def config() -> str:
+        return (
+            "NumPy, float64"
+            if choice.backend == "reference"
+            else str(attention_launch.config(problem, num_splits))
+        )
+
+    return Plan(name, choice, problem.__str__, config, run)
 
 
 def _problem(

@@ -97,7 +97,7 @@ def attention_varlen(
         returned = arrays.give(result) if out is None else out
         return (returned, arrays.give(lse)) if return_lse else returned
 
-    return Plan(name, choice, str(problem), describe(choice, problem), run)
+    return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
 
 
 @op
@@ -183,7 +183,7 @@ def attention_varlen_backward(
         results = tuple(arrays.give(g) for g in grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
-    return Plan(name, choice, str(problem), describe(choice, problem), run)
+    return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
 
 
 def _problem(

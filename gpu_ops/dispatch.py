@@ -43,24 +43,32 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would do: printable, and runnable once. Made by validation, before anything is touched."""
+    """What a call would do: printable, and runnable once. Made by validation, before anything is touched.
+
+    ``problem`` and ``config`` may be functions that give the text: a call that nobody asks to explain
+    itself then spends no time on it.
+    """
 
     op: str
     choice: Choice
-    problem: str
-    config: str
+    problem: str | Callable[[], str]
+    config: str | Callable[[], str]
     run: Callable[[], Any]
 
     def __str__(self) -> str:
         lines = [
-            f"{self.op}: {self.problem}",
+            f"{self.op}: {_text(self.problem)}",
             f"  runs on   {self.choice.device}, backend {self.choice.backend} ({self.choice.reason})",
-            f"  config    {self.config}",
+            f"  config    {_text(self.config)}",
         ]
         lines += [f"  not       {name}: {why}" for name, why in self.choice.passed_over.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _text(x: str | Callable[[], str]) -> str:
+    return x if isinstance(x, str) else x()
 
 
 @functools.cache

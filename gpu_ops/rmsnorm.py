@@ -130,7 +130,11 @@ def rmsnorm(
         return results[0] if len(results) == 1 else tuple(results)
 
     return Plan(
-        name, choice, f"{rows} rows of {cols} {dtype}, casting {mode}", _config(choice, rows, cols), run
+        name,
+        choice,
+        lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
+        lambda: _config(choice, rows, cols),
+        run,
     )
 
 
@@ -225,7 +229,11 @@ def rmsnorm_backward(
         return (arrays.give(dx) if out is None else out), arrays.give(dweight)
 
     return Plan(
-        name, choice, f"{rows} rows of {cols} {dtype}, casting {mode}", _config(choice, rows, cols), run
+        name,
+        choice,
+        lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
+        lambda: _config(choice, rows, cols),
+        run,
     )
 
 

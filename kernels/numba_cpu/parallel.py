@@ -77,8 +77,8 @@ def _forget_pool() -> None:
     _pool = None
 
 
-# A forked child has the object but not its threads.
-os.register_at_fork(after_in_child=_forget_pool)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_forget_pool)  # a forked child has the object but not its threads
 
 
 @intrinsic
