@@ -54,8 +54,9 @@ def swiglu_mlp(
 
     Notes
     -----
-    6 * tokens * hidden * ffn flops. On the CPU the matmuls are NumPy's BLAS on blocks of tokens and of ffn: the
-    scratch stays the same size whatever the number of tokens, and no (tokens, ffn) array exists.
+    6 * tokens * hidden * ffn flops. On the CPU gate and up exist only as tiles in the cache, and their product as
+    blocks of tokens and of ffn: the scratch stays the same size whatever the number of tokens, and no (tokens, ffn)
+    array exists. 16-bit weights are widened in the cache too.
 
     Examples
     --------

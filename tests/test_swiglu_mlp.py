@@ -107,7 +107,7 @@ def test_any_strides(backend, dtype, rng):
     for (name, vx), (_, vdy), *vws in every:
         ws = [w for _, w in vws]
         got = gpu_ops.swiglu_mlp(vx, *ws, **backend)
-        # BLAS may add up in another order for other strides
+        # one token goes through BLAS, which may add up in another order for other strides
         np.testing.assert_allclose(
             got.astype(float), want.astype(float), rtol=rounding, atol=rounding, err_msg=name
         )
