@@ -179,7 +179,8 @@ def mask_scores(s, first, n, width, low, high):
         row = s[j]
         key = np.int32(first + j)
         for c in range(width):
-            row[c] = row[c] if low[c] <= key and key <= high[c] else -np.inf
+            seen = (low[c] <= key) & (key <= high[c])  # `and` would branch: no vectors
+            row[c] = row[c] if seen else -np.inf
 
 
 @njit
