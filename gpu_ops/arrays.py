@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 
 __all__ = ["Array", "Arrays", "as_rows"]
 
@@ -82,12 +83,45 @@ class Arrays:
             )
         for other, x in self._read.items():
             if _overlap(view, x) and not (other == in_place and _same(view, x)):
-                allowed = f"{name}={in_place} is allowed, any other overlap" if in_place else "which"
+                allowed = f" other than being {in_place} itself" if in_place else ""
                 raise ShapeError(
-                    f"{self.op}: {name} shares memory with {other}, {allowed} would be overwritten while "
-                    f"it is read; pass a separate array or omit {name}="
+                    f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
+                    f"it is read; pass a separate array or omit it"
                 )
         return view
+
+    def write_each(
+        self,
+        name: str,
+        out: Any,
+        results: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]],
+        *,
+        in_place: dict[str, str] | None = None,
+        rows: bool = False,
+    ) -> list[Array]:
+        """:meth:`write` for an op with several results, by name; they may not overlap each other either.
+
+        An empty list when the caller gave none.
+        """
+        if out is None:
+            return []
+        labels = tuple(results)
+        if not isinstance(out, (tuple, list)) or len(out) != len(labels) or any(o is None for o in out):
+            given = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+            count = {2: "two", 3: "three", 4: "four"}[len(labels)]
+            raise OptionError(
+                f"{self.op}: {name} must be {count} arrays, ({', '.join(labels)}); "
+                f"got {type(out).__name__}{given}"
+            )
+        views: list[Array] = []
+        for (label, (shape, dtype)), array in zip(results.items(), out, strict=True):
+            view = self.write(
+                f"{name} {label}", array, shape, dtype, in_place=(in_place or {}).get(label), rows=rows
+            )
+            assert view is not None  # write returns None only for None
+            self._read[f"{name} {label}"] = view  # so that the next one may not overlap it
+            views.append(view)
+        return views
 
     def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """An uninitialised result."""

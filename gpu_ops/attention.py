@@ -145,6 +145,7 @@ def attention_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     return_extra: bool = False,
+    grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -166,6 +167,8 @@ def attention_backward(
     return_extra : bool
         Also return a dict with the gradients of ``bias`` (its shape and dtype) and ``sinks``
         (float32, float64 for float64), those that were given.
+    grads : (dq, dk, dv), optional
+        Arrays that receive the gradients (``out`` is the forward result here).
 
     Returns
     -------
@@ -202,27 +205,28 @@ def attention_backward(
     checks.exactly(name, "lse", lse_, statistics, lse_dtype(problem))
     checks.flag(name, "deterministic", deterministic)
     return_extra = checks.flag(name, "return_extra", return_extra)
+    inputs = [swap(x, layout) for x in (problem.q, problem.k, problem.v)]
+    grads_ = write_grads(arrays, grads, inputs)
     choice = choose(name, device, backend)
 
     def run() -> Any:
+        views = grads_ or [arrays.new(x.shape, x.dtype) for x in inputs]
         if choice.backend == "reference":
             from gpu_ops.reference import attention_backward as reference
 
-            *grads, extra = reference.attention_backward(
-                dout_, swap(problem.q, layout), swap(problem.k, layout), swap(problem.v, layout), out_, lse_,
+            q_, k_, v_ = inputs
+            *computed, extra = reference.attention_backward(
+                dout_, q_, k_, v_, out_, lse_,
                 **problem.options.given(dense=True), layout=layout, return_extra=True,
             )  # fmt: skip
+            for view, gradient in zip(views, computed, strict=True):
+                view[...] = gradient
         else:
-            grads = [arrays.new(swap(x, layout).shape, x.dtype) for x in (problem.q, problem.k, problem.v)]
+            swapped = [swap(g, layout) for g in views]
             extra = run_backward(
-                problem,
-                swap(dout_, layout),
-                swap(out_, layout),
-                lse_,
-                [swap(g, layout) for g in grads],
-                return_extra,
+                problem, swap(dout_, layout), swap(out_, layout), lse_, swapped, return_extra
             )
-        results = tuple(arrays.give(g) for g in grads)
+        results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
     return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
@@ -235,6 +239,12 @@ def lse_dtype(problem: Problem) -> np.dtype[Any]:
 def describe(choice: Any, problem: Problem) -> str:
     """The config line of a plan."""
     return "NumPy, float64" if choice.backend == "reference" else str(attention_launch.config(problem))
+
+
+def write_grads(arrays: Arrays, grads: Any, inputs: list[Array]) -> list[Array]:
+    """Checked views of the caller's ``grads``, or an empty list."""
+    like = {n: (x.shape, x.dtype) for n, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
+    return arrays.write_each("grads", grads, like)
 
 
 def run_backward(

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Arrays
-from gpu_ops.attention import describe, lse_dtype, run_backward
+from gpu_ops.attention import describe, lse_dtype, run_backward, write_grads
 from gpu_ops.attention_problem import Problem, cu_seqlens, expect, options
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError, ShapeError
@@ -121,6 +121,7 @@ def attention_varlen_backward(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_extra: bool = False,
+    grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -133,7 +134,7 @@ def attention_varlen_backward(
         As returned by ``attention_varlen(..., return_lse=True)``.
     q, k, v, cu_seqlens_q, cu_seqlens_k, and every option
         As given to :func:`attention_varlen`.
-    deterministic, return_extra
+    deterministic, return_extra, grads
         As in :func:`attention_backward`.
 
     Returns
@@ -166,21 +167,26 @@ def attention_varlen_backward(
     checks.exactly(name, "lse", lse_, (heads, total), lse_dtype(problem))
     checks.flag(name, "deterministic", deterministic)
     return_extra = checks.flag(name, "return_extra", return_extra)
+    inputs = [x[0] for x in (problem.q, problem.k, problem.v)]
+    grads_ = write_grads(arrays, grads, inputs)
     choice = choose(name, device, backend)
 
     def run() -> Any:
+        views = grads_ or [arrays.new(x.shape, x.dtype) for x in inputs]
         if choice.backend == "reference":
             from gpu_ops.reference import attention_backward as reference
 
-            *grads, extra = reference.attention_varlen_backward(
-                dout_, problem.q[0], problem.k[0], problem.v[0], out_, lse_, *_offsets(problem),
+            q_, k_, v_ = inputs
+            *computed, extra = reference.attention_varlen_backward(
+                dout_, q_, k_, v_, out_, lse_, *_offsets(problem),
                 **problem.options.given(dense=False), return_extra=True,
             )  # fmt: skip
+            for view, gradient in zip(views, computed, strict=True):
+                view[...] = gradient
         else:
-            grads = [arrays.new(x.shape[1:], x.dtype) for x in (problem.q, problem.k, problem.v)]
-            views = [g[None] for g in grads]
-            extra = run_backward(problem, dout_[None], out_[None], lse_[None], views, return_extra)
-        results = tuple(arrays.give(g) for g in grads)
+            packed = [g[None] for g in views]
+            extra = run_backward(problem, dout_[None], out_[None], lse_[None], packed, return_extra)
+        results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
     return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)

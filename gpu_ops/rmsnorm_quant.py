@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.dispatch import Plan, choose, op
-from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.errors import ShapeError
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm_quant_int8"]
@@ -140,17 +140,9 @@ def rmsnorm_quant_int8(
 
 def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, type], out: Any) -> list[Array]:
     """Writable views of q, scale and rowsum, or an empty list."""
-    if out is None:
-        return []
-    if not isinstance(out, (tuple, list)) or len(out) != 3 or any(o is None for o in out):
-        raise OptionError(f"{name}: out must be three arrays, (q, scale, rowsum); got {type(out).__name__}")
-    outs: list[Array] = []
-    for (label, dtype), array in zip(types.items(), out, strict=True):
-        shape = x.shape if label == "q" else x.shape[:-1]
-        target = arrays.write(f"out {label}", array, shape, dtype, rows=label == "q")
-        assert target is not None  # Arrays.write returns None only for None
-        if label != "q" and not target.flags.c_contiguous:
-            raise ShapeError(f"{name}: out {label} must be C-contiguous; pass numpy.empty({shape}, ...)")
-        arrays.read(f"out {label}", array)  # so that the next one may not overlap it
-        outs.append(target)
+    like = {label: (x.shape if label == "q" else x.shape[:-1], dtype) for label, dtype in types.items()}
+    outs = arrays.write_each("out", out, like, rows=True)
+    for label, view in zip(types, outs, strict=bool(outs)):
+        if label != "q" and not view.flags.c_contiguous:
+            raise ShapeError(f"{name}: out {label} must be C-contiguous; pass numpy.empty({view.shape}, ...)")
     return outs

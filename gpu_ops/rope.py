@@ -320,16 +320,8 @@ def _outs(who: str, arrays: Arrays, inputs: dict[str, Array], out: Any) -> list[
     if len(inputs) == 1:
         ((name, x),) = inputs.items()
         return [arrays.write("out", out, x.shape, x.dtype, in_place=name)]
-    if not isinstance(out, (tuple, list)) or len(out) != 2 or any(o is None for o in out):
-        given = (
-            f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
-        )
-        raise OptionError(f"{who}: out must be a pair of arrays, for {' and '.join(inputs)}; got {given}")
-    outs: list[Array | None] = []
-    for i, (name, x) in enumerate(inputs.items()):
-        outs.append(arrays.write(f"out[{i}]", out[i], x.shape, x.dtype, in_place=name))
-        arrays.read(f"out[{i}]", out[i])  # so that the second may not overlap the first
-    return outs
+    like = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+    return [*arrays.write_each("out", out, like, in_place={name: name for name in inputs})]
 
 
 def _bshd(x: Array, layout: str) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.dispatch import Choice, Plan, choose, op
-from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.errors import ShapeError
 from gpu_ops.reference.swiglu import Activation
 
 __all__ = ["swiglu", "swiglu_backward"]
@@ -191,13 +191,8 @@ def _outs(name: str, arrays: Arrays, gate: Array, up: Array | None, out: Any) ->
         return []
     if up is None:
         return [_given(arrays.write("out", out, gate.shape, gate.dtype, in_place="gate", rows=True))]
-    if not isinstance(out, (tuple, list)) or len(out) != 2 or any(o is None for o in out):
-        raise OptionError(
-            f"{name}: out must be a pair of arrays, for dgate and dup; got {type(out).__name__}"
-        )
-    dgate = _given(arrays.write("out[0]", out[0], gate.shape, gate.dtype, in_place="gate", rows=True))
-    arrays.read("out[0]", out[0])  # so that the second may not overlap the first
-    return [dgate, _given(arrays.write("out[1]", out[1], up.shape, up.dtype, in_place="up", rows=True))]
+    like = {"dgate": (gate.shape, gate.dtype), "dup": (up.shape, up.dtype)}
+    return arrays.write_each("out", out, like, in_place={"dgate": "gate", "dup": "up"}, rows=True)
 
 
 def _given(out: Array | None) -> Array:

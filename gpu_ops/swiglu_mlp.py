@@ -11,7 +11,7 @@ from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.checks import Axes
 from gpu_ops.dispatch import Choice, Plan, choose, op
-from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.errors import ShapeError
 from gpu_ops.reference.swiglu import Activation
 
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
@@ -150,7 +150,9 @@ def swiglu_mlp_backward(
     dtype, axes = _validate(name, x_, weights, dy=dy_)
     checks.exactly(name, "dy", dy_, (*x_.shape[:-1], axes["hidden_out"]))
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
-    outs = _outs(name, arrays, [x_, *weights], out)
+    labels = ("dx", "dw_gate", "dw_up", "dw_down")
+    like = {n: (a.shape, a.dtype) for n, a in zip(labels, (x_, *weights), strict=True)}
+    outs = arrays.write_each("out", out, like, rows=True)
     choice = choose(name, device, backend)
 
     def run() -> Any:
@@ -192,22 +194,6 @@ def _validate(name: str, x: Array, weights: list[Array], **more: Array) -> tuple
             f"(out_features, in_features) and w_gate is {w_gate.shape}"
         )
     return dtype, axes
-
-
-def _outs(name: str, arrays: Arrays, tensors: list[Array], out: Any) -> list[Array]:
-    """Writable views of the four gradients, or an empty list."""
-    if out is None:
-        return []
-    labels = ("dx", "dw_gate", "dw_up", "dw_down")
-    if not isinstance(out, (tuple, list)) or len(out) != 4 or any(o is None for o in out):
-        raise OptionError(f"{name}: out must be four arrays, ({', '.join(labels)}); got {type(out).__name__}")
-    outs: list[Array] = []
-    for label, array, tensor in zip(labels, out, tensors, strict=True):
-        target = arrays.write(f"out {label}", array, tensor.shape, tensor.dtype, rows=True)
-        assert target is not None  # Arrays.write returns None only for None
-        arrays.read(f"out {label}", array)  # so that the next one may not overlap it
-        outs.append(target)
-    return outs
 
 
 def _plan(name: str, choice: Choice, x: Array, axes: Axes, dtype: str, activation: str, run: Any) -> Plan:

@@ -46,18 +46,42 @@ CASES = [
     ("attention", "batches differ", ShapeError, "batch is 3 here but 2 in q", {"k": ones(3, 7, 2, 8)}),
     ("attention", "head_dim differs", ShapeError, "head_dim is 4 here but 8 in q", {"k": ones(2, 7, 2, 4)}),
     ("attention", "v shorter than k", ShapeError, "seqlen_k is 6 here but 7 in k", {"v": ones(2, 6, 2, 8)}),
-    ("attention", "heads do not divide", ShapeError, "multiple", {"k": ones(2, 7, 3, 8), "v": ones(2, 7, 3, 8)}),
+    (
+        "attention",
+        "heads do not divide",
+        ShapeError,
+        "multiple",
+        {"k": ones(2, 7, 3, 8), "v": ones(2, 7, 3, 8)},
+    ),
     ("attention", "mixed dtypes", DTypeError, "k is float64 but q is float32", {"k": cast["float64"]}),
-    ("attention", "integers", DTypeError, "allowed: float16, bfloat16, float32, float64", {"q": cast["int32"]}),
+    (
+        "attention",
+        "integers",
+        DTypeError,
+        "allowed: float16, bfloat16, float32, float64",
+        {"q": cast["int32"]},
+    ),
     ("attention", "one window bound", OptionError, "window_size", {"window_size": (4,)}),
     ("attention", "a window below -1", OptionError, "window_size", {"window_size": (-2, 0)}),
     ("attention", "a window of floats", OptionError, "window_size", {"window_size": (1.5, 0)}),
     ("attention", "negative softcap", OptionError, "softcap must be finite and >= 0", {"softcap": -1.0}),
     ("attention", "softcap is NaN", OptionError, "softcap must be finite", {"softcap": float("nan")}),
     ("attention", "scale is text", OptionError, "softmax_scale must be a number", {"softmax_scale": "0.1"}),
-    ("attention", "scale is infinite", OptionError, "softmax_scale must be finite", {"softmax_scale": np.inf}),
+    (
+        "attention",
+        "scale is infinite",
+        OptionError,
+        "softmax_scale must be finite",
+        {"softmax_scale": np.inf},
+    ),
     ("attention", "causal is text", OptionError, "causal must be True or False", {"causal": "yes"}),
-    ("attention", "return_lse is a number", OptionError, "return_lse must be True or False", {"return_lse": 1}),
+    (
+        "attention",
+        "return_lse is a number",
+        OptionError,
+        "return_lse must be True or False",
+        {"return_lse": 1},
+    ),
     ("attention", "a misspelt layout", OptionError, "did you mean 'bshd'", {"layout": "bsdh"}),
     ("attention", "sinks per kv head", ShapeError, "sinks", {"sinks": ones(2)}),
     ("attention", "sinks of another dtype", DTypeError, "sinks is int32", {"sinks": ones(4, dtype=I32)}),
@@ -78,7 +102,13 @@ CASES = [
     ("attention_backward", "deterministic is text", OptionError, "deterministic", {"deterministic": "no"}),
     # attention_varlen
     ("attention_varlen", "lengths of floats", DTypeError, "cu_seqlens_q", {"cu_seqlens_q": ones(3)}),
-    ("attention_varlen", "does not start at 0", GpuOpsError, "cu_seqlens_q", {"cu_seqlens_q": ints(1, 5, 12)}),
+    (
+        "attention_varlen",
+        "does not start at 0",
+        GpuOpsError,
+        "cu_seqlens_q",
+        {"cu_seqlens_q": ints(1, 5, 12)},
+    ),
     ("attention_varlen", "runs backwards", GpuOpsError, "cu_seqlens_k", {"cu_seqlens_k": ints(0, 13, 12)}),
     ("attention_varlen", "ends early", GpuOpsError, "12", {"cu_seqlens_q": ints(0, 5, 11)}),
     ("attention_varlen", "ends late", GpuOpsError, "12", {"cu_seqlens_k": ints(0, 5, 13)}),
@@ -106,18 +136,36 @@ CASES = [
     ("rope", "too many positions", ShapeError, "positions has shape", {"positions": np.arange(6)}),
     ("rope", "one position", ShapeError, "np.arange", {"positions": 3}),
     ("rope", "scaling as a dict", OptionError, "RopeScaling", {"scaling": {"rope_type": "yarn"}}),
-    ("rope", "out is one array for two", OptionError, "pair", {"out": ones(2, 5, 4, 8)}),
-    ("rope_backward", "interleaved is text", OptionError, "interleaved must be True", {"interleaved": "half"}),
+    ("rope", "out is one array for two", OptionError, "two arrays, (q, k)", {"out": ones(2, 5, 4, 8)}),
+    (
+        "rope_backward",
+        "interleaved is text",
+        OptionError,
+        "interleaved must be True",
+        {"interleaved": "half"},
+    ),
     # rmsnorm
     ("rmsnorm", "no axis", ShapeError, "x has shape ()", {"x": np.array(1.0, F32)}),
     ("rmsnorm", "an empty row", ShapeError, "must not be empty", {"x": ones(3, 0), "weight": ones(0)}),
     ("rmsnorm", "weight of another length", ShapeError, "expected exactly (16,)", {"weight": ones(15)}),
-    ("rmsnorm", "weight of float64", DTypeError, "weight is float64 but x is float32", {"weight": cast["float64"]}),
+    (
+        "rmsnorm",
+        "weight of float64",
+        DTypeError,
+        "weight is float64 but x is float32",
+        {"weight": cast["float64"]},
+    ),
     ("rmsnorm", "residual of another shape", ShapeError, "residual has shape", {"residual": ones(16)}),
     ("rmsnorm", "an eps of 0", OptionError, "eps must be finite and > 0", {"eps": 0}),
     ("rmsnorm", "eps is text", OptionError, "eps must be a number", {"eps": "1e-6"}),
     ("rmsnorm", "casting misspelt", OptionError, "did you mean 'llama'", {"casting": "lama"}),
-    ("rmsnorm", "offset is NaN", OptionError, "weight_offset must be finite", {"weight_offset": float("nan")}),
+    (
+        "rmsnorm",
+        "offset is NaN",
+        OptionError,
+        "weight_offset must be finite",
+        {"weight_offset": float("nan")},
+    ),
     ("rmsnorm", "out is a column view", ShapeError, "last axis of out", {"out": ones(16, 3).T}),
     ("rmsnorm", "out lies in the weight", ShapeError, "shares memory", {"x": ones(1, 16), "out": "weight"}),
     ("rmsnorm_backward", "rstd of another shape", ShapeError, "rstd has shape (3, 1)", {"rstd": ones(3, 1)}),
@@ -144,7 +192,13 @@ CASES = [
     ("ternary_pack", "one axis", ShapeError, "(N, K)", {"trits": np.zeros(256, np.int8)}),
     ("ternary_unpack", "cut short", FormatError, "ternary_unpack", {"packed": On(lambda x: x[:, :-1])}),
     ("ternary_unpack", "int8 codes", DTypeError, "uint8", {"packed": On(lambda x: x.view(np.int8))}),
-    ("ternary_unpack", "codes of no trit", FormatError, "strict", {"packed": On(lambda x: np.full_like(x, 255))}),
+    (
+        "ternary_unpack",
+        "codes of no trit",
+        FormatError,
+        "strict",
+        {"packed": On(lambda x: np.full_like(x, 255))},
+    ),
     ("ternary_unpack", "a shape of one", ShapeError, "shape must be (N, K)", {"shape": (2048,)}),
     ("ternary_unpack", "a negative shape", OptionError, "shape must lie in", {"shape": (-8, 256)}),
     ("ternary_matmul", "K differs", ShapeError, "K=256", {"x": ones(3, 128)}),
@@ -247,6 +301,23 @@ def test_out_is_written_when_nothing_is_wrong(op):
         assert np.array_equal(o, e)
 
 
+@pytest.mark.parametrize("op", ["attention_backward", "attention_varlen_backward"])
+def test_grads_is_the_out_of_a_backward_that_takes_an_out(op):
+    expected = call(op)()
+    grads = tuple(np.full_like(g, SENTINEL) for g in expected)
+    returned = call(op)(grads=grads)
+    for r, g, e in zip(returned, grads, expected, strict=True):
+        assert r is g
+        assert np.array_equal(g, e)
+    with pytest.raises(OptionError, match=r"grads must be three arrays, \(dq, dk, dv\); got tuple of 2"):
+        call(op)(grads=grads[:2])
+    dq, dk, dv = grads
+    memory = np.zeros(dq.size + dk.size, dq.dtype)
+    overlapping = (memory[: dq.size].reshape(dq.shape), memory[dq.size - 1 : -1].reshape(dk.shape), dv)
+    with pytest.raises(ShapeError, match="grads dk shares memory with grads dq"):
+        call(op)(grads=overlapping)
+
+
 def test_the_table_of_outs_is_complete():
     takes_out = {op for op in OPS if "out" in inspect.signature(getattr(gpu_ops, op)).parameters}
     backward = {"attention_backward", "attention_varlen_backward"}  # their out is the forward's result
@@ -263,7 +334,7 @@ def test_errors_are_also_the_standard_ones():
 def test_explain_refuses_what_the_op_refuses():
     with pytest.raises(ShapeError, match="expected exactly"):
         gpu_ops.explain("rmsnorm", ones(3, 16), ones(15))
-    with pytest.raises(OptionError, match="op='rmsnrom' is unknown.*mean 'rmsnorm'"):
+    with pytest.raises(OptionError, match=r"op='rmsnrom' is unknown.*mean 'rmsnorm'"):
         gpu_ops.explain("rmsnrom", ones(3, 16), ones(16))
 
 

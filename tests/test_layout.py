@@ -83,7 +83,8 @@ def test_public_signature_is_the_references_plus_where_to_run(op):
         public = {name: p for name, p in public.items() if name != "w"}
     missing = [name for name in reference if name not in public]
     assert not missing, f"{op} lacks {missing}"
-    how = {"device", "backend", "out", "deterministic", "return_extra", "num_splits"}  # none changes what is computed
+    # none changes what is computed
+    how = {"device", "backend", "out", "grads", "deterministic", "return_extra", "num_splits"}
     assert set(public) - set(reference) <= how
     for name, parameter in reference.items():
         assert public[name].kind == parameter.kind, f"{op}: {name} is {public[name].kind}"
@@ -164,8 +165,12 @@ def test_public_names_are_documented(name):
     sections = ["Parameters", "Returns", "Raises", "Examples"] if thing is forward else ["Examples"]
     for section in sections:
         assert re.search(rf"^{section}\n-+$", text, re.M), f"{name}: no section {section}"
-    known = {"device", "backend"} | (set() if thing is forward else set(inspect.signature(forward).parameters))
-    missing = [p for p in inspect.signature(thing).parameters if p not in known and not re.search(rf"\b{p}\b", text)]
+    known = {"device", "backend"} | (
+        set() if thing is forward else set(inspect.signature(forward).parameters)
+    )
+    missing = [
+        p for p in inspect.signature(thing).parameters if p not in known and not re.search(rf"\b{p}\b", text)
+    ]
     assert not missing, f"{name} does not mention {missing}"
 
 

@@ -78,22 +78,22 @@ def test_mistakes(function, change, error, message):
 @pytest.mark.parametrize(
     ("out", "error", "message"),
     [
-        (lambda q, k: q.copy(), OptionError, r"out must be a pair of arrays, for q and k; got ndarray"),
+        (lambda q, k: q.copy(), OptionError, r"out must be two arrays, \(q, k\); got ndarray"),
         (lambda q, k: (q.copy(),), OptionError, r"got tuple of 1"),
-        (lambda q, k: (q.copy(), None), OptionError, r"must be a pair of arrays"),
+        (lambda q, k: (q.copy(), None), OptionError, r"must be two arrays"),
         (
             lambda q, k: (k, q),
             ShapeError,
-            r"out\[0\] has shape \(2, 5, 2, 8\), expected exactly \(2, 5, 4, 8\)",
+            r"out q has shape \(2, 5, 2, 8\), expected exactly \(2, 5, 4, 8\)",
         ),
         (
             lambda q, k: (q.astype(np.float64), k.copy()),
             DTypeError,
-            r"out\[0\] is float64, expected exactly float32",
+            r"out q is float64, expected exactly float32",
         ),
-        (lambda q, k: (q, q[:, :, :2]), ShapeError, r"out\[1\] shares memory with q"),
-        (lambda q, k: (q[:, ::-1], k), ShapeError, r"out\[0\] shares memory with q"),
-        (lambda q, k: (q.copy(), k[:, ::-1]), ShapeError, r"out\[1\] shares memory with k"),
+        (lambda q, k: (q, q[:, :, :2]), ShapeError, r"out k shares memory with q"),
+        (lambda q, k: (q[:, ::-1], k), ShapeError, r"out q shares memory with q"),
+        (lambda q, k: (q.copy(), k[:, ::-1]), ShapeError, r"out k shares memory with k"),
     ],
 )
 def test_mistakes_in_out(out, error, message):
@@ -106,7 +106,7 @@ def test_mistakes_in_out(out, error, message):
 
 def test_the_two_outs_may_not_overlap():
     room = np.zeros((2, 5, 6, 8), np.float32)
-    with pytest.raises(ShapeError, match=r"out\[1\] shares memory with out\[0\]"):
+    with pytest.raises(ShapeError, match=r"out k shares memory with out q"):
         rope(Q, K, out=(room[:, :, :4], room[:, :, 3:5]))
     assert not room.any()
 

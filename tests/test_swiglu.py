@@ -279,11 +279,11 @@ def test_mistaken_overlaps():
     dy, gate, up, out = (np.ones((2, 8), np.float32) for _ in range(4))
     with pytest.raises(ShapeError, match="shares memory with dy"):
         gpu_ops.swiglu_backward(dy, gate, up, out=(dy, out))
-    with pytest.raises(ShapeError, match=r"shares memory with out\[0\]"):
+    with pytest.raises(ShapeError, match=r"shares memory with out dgate"):
         gpu_ops.swiglu_backward(dy, gate, up, out=(out, out))
     with pytest.raises(ShapeError, match="shares memory with gate"):
         gpu_ops.swiglu_backward(dy, gate, up, out=(out, gate))
-    with pytest.raises(OptionError, match="pair of arrays"):
+    with pytest.raises(OptionError, match="two arrays"):
         gpu_ops.swiglu_backward(dy, gate, up, out=out)
     with pytest.raises(ShapeError, match="dy has shape"):
         gpu_ops.swiglu_backward(dy[:1], gate, up)
