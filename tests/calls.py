@@ -9,7 +9,9 @@ import numpy as np
 
 import gpu_ops
 
-OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in ("errors", "explain", "__version__"))
+OPS = tuple(
+    name for name in gpu_ops.__all__ if name.islower() and name not in ("errors", "explain", "__version__")
+)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ COMPILED, LOADED = "rmsnorm_forward-float32 compiled", "rmsnorm_forward-float32 
 def start(cache, code=CALL, root=ROOT, **env):
     env = {**os.environ, "GPU_OPS_CACHE_DIR": str(cache), **env}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=env, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, env=env, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def finish(process):
@@ -133,7 +135,18 @@ def test_default_folder_follows_xdg(tmp_path):
 
 def test_warmup_fills_the_folder(tmp_path):
     """``python -m gpu_ops warmup`` compiles in two processes; a call then compiles nothing."""
-    command = [sys.executable, "-m", "gpu_ops", "warmup", "--jobs", "2", "--kernel", "rmsnorm_", "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "gpu_ops",
+        "warmup",
+        "--jobs",
+        "2",
+        "--kernel",
+        "rmsnorm_",
+        "--dtype",
+        "float32",
+    ]
     env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--hidden", "64", "--nheads", "4", "--nheads-kv", "2", "--ffn", "96", "--seqlen", "70", "--repeats", "1"]
+SMALL = [
+    "--hidden",
+    "64",
+    "--nheads",
+    "4",
+    "--nheads-kv",
+    "2",
+    "--ffn",
+    "96",
+    "--seqlen",
+    "70",
+    "--repeats",
+    "1",
+]
 
 
 @pytest.fixture
@@ -52,7 +65,9 @@ def test_decoder_layer_notices_a_wrong_op(decoder_layer, op, monkeypatch, capsys
     assert "outside the tolerance" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--nheads", "7"], ["--nheads-kv", "3"], ["--seqlen", "0"], ["--dtype", "int8"]])
+@pytest.mark.parametrize(
+    "options", [["--nheads", "7"], ["--nheads-kv", "3"], ["--seqlen", "0"], ["--dtype", "int8"]]
+)
 def test_decoder_layer_refuses_impossible_shapes(decoder_layer, options, capsys):
     with pytest.raises(SystemExit) as stop:
         decoder_layer.main([*SMALL, *options])

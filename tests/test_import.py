@@ -19,7 +19,9 @@ HEAVY = {"numba", "llvmlite", "cupy", "cuda", "rich", "torch", "jax", "pynvml", 
 
 def python(code: str) -> str:
     """Standard output of ``code`` in a fresh interpreter."""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
@@ -37,12 +39,16 @@ def test_import_is_quick_and_loads_nothing_heavy():
 
 
 def test_looking_around_loads_nothing_heavy():
-    code = "import sys, gpu_ops; dir(gpu_ops); gpu_ops.__all__; gpu_ops.errors.ShapeError; print(*sys.modules)"
+    code = (
+        "import sys, gpu_ops; dir(gpu_ops); gpu_ops.__all__; gpu_ops.errors.ShapeError; print(*sys.modules)"
+    )
     assert not HEAVY & {name.partition(".")[0] for name in python(code).split()}
 
 
 @pytest.mark.parametrize("module", sorted(op for op in OPS if (ROOT / "gpu_ops" / f"{op}.py").is_file()))
-@pytest.mark.parametrize("how", ["import gpu_ops.{0}", "from gpu_ops.{0} import *", "from gpu_ops import {0}"])
+@pytest.mark.parametrize(
+    "how", ["import gpu_ops.{0}", "from gpu_ops.{0} import *", "from gpu_ops import {0}"]
+)
 def test_a_function_is_never_shadowed_by_its_module(module, how):
     """``import gpu_ops.rope`` binds a module to ``gpu_ops.rope``, unless the package sees to it."""
     code = how.format(module) + f"; import gpu_ops; print(callable(gpu_ops.{module}))"
@@ -57,7 +63,9 @@ def test_every_public_name_resolves_and_is_listed():
 
 
 def test_star_import_gives_exactly_the_public_names():
-    code = "import json; before = set(dir()); from gpu_ops import *; print(json.dumps([*(set(dir()) - before)]))"
+    code = (
+        "import json; before = set(dir()); from gpu_ops import *; print(json.dumps([*(set(dir()) - before)]))"
+    )
     assert set(json.loads(python(code))) - {"before"} == set(gpu_ops.__all__)
 
 

@@ -188,7 +188,9 @@ def test_swapped_bytes_are_refused_with_the_remedy(op):
     assert "newbyteorder" in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [np.complex64, bool, object, "U3", "M8[s]", [("a", np.float32)], np.longdouble])
+@pytest.mark.parametrize(
+    "wrong", [np.complex64, bool, object, "U3", "M8[s]", [("a", np.float32)], np.longdouble]
+)
 @pytest.mark.parametrize("op", OPS)
 def test_dtypes_without_a_meaning_are_refused(op, wrong):
     one = call(op)
@@ -214,7 +216,9 @@ def torch_numpy(t):
     return t.view(torch.int16).numpy().view(BFLOAT16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=lambda d: np.dtype(d).name
+)
 @pytest.mark.parametrize("op", [op for op in FLOAT_OPS if not op.startswith("ternary")])
 def test_torch_in_torch_out(op, dtype):
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")

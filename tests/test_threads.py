@@ -133,7 +133,12 @@ def run_alone(code, tmp_path, *flags):
     start = time.monotonic()
     env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, *flags, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *flags, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert run.returncode == 0, f"after {time.monotonic() - start:.0f} s: {run.stderr[-2000:]}"
     return run.stdout

@@ -46,7 +46,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
-from gpu_ops.kernels.numba_cpu.simd import gemm_columns, gemm_rows, lanes, round_up, scratch
+from gpu_ops.kernels.numba_cpu.simd import SKEW, gemm_columns, gemm_rows, lanes, round_up, scratch
 
 Array = np.ndarray[Any, Any]
 
@@ -155,11 +155,12 @@ def attention_forward(
     block_m, block_n = call.block_m, call.block_n
     dim_v = round_up(call.head_dim_v, 8)
     wide = part_out.dtype.type(0)
-    qt = scratch(call.head_dim, block_m, wide)
+    ld, ld_v = block_m + SKEW, dim_v + SKEW  # lengths of rows in memory
+    qt = scratch(call.head_dim, ld, wide)
     kt = scratch(round_up(block_n, 8) + 1, call.head_dim, wide)
-    vt = scratch(round_up(block_n, 8) + 1, dim_v, wide)
-    s = scratch(round_up(block_n, 8), block_m, wide)
-    ot = scratch(dim_v, block_m, wide)
+    vt = scratch(round_up(block_n, 8) + 1, ld_v, wide)
+    s = scratch(round_up(block_n, 8), ld, wide)
+    ot = scratch(dim_v, ld, wide)
     row_max = np.empty(block_m, part_out.dtype)
     row_sum = np.empty(block_m, part_out.dtype)
     alpha = np.empty(block_m, part_out.dtype)
@@ -209,9 +210,7 @@ def attention_forward(
             if seen > 0:
                 pack_keys(kt, k, table, call, b, k_start, head_kv, first, n_keys, call.head_dim)
                 rows = round_up(n_keys, 8)
-                gemm_rows(
-                    s, 0, block_m, kt, 0, call.head_dim, qt, 0, block_m, rows, width, call.head_dim, False
-                )
+                gemm_rows(s, 0, ld, kt, 0, call.head_dim, qt, 0, ld, rows, width, call.head_dim, False)
                 if call.softcap > 0:
                     cap_scores(s, call.softcap, n_keys, width, s, False)
                 if not plain:
@@ -227,7 +226,7 @@ def attention_forward(
                         for c in range(width):
                             row[c] *= alpha[c]
                 if finite:
-                    gemm_columns(ot, 0, block_m, vt, 0, dim_v, s, 0, block_m, dim_v, width, n_keys, True)
+                    gemm_columns(ot, 0, ld, vt, 0, ld_v, s, 0, ld, dim_v, width, n_keys, True)
                 else:
                     gemm_careful(ot, vt, s, dim_v, width, n_keys)
             first += n_keys

@@ -166,6 +166,7 @@ def attention_backward(
     w = make_scratch(call, dk_parts.dtype.type(0), dk_parts.shape[3], dv_parts.shape[3])
     block_m = call.block_m
     dim_k, dim_v, dim_q = dk_parts.shape[3], dv_parts.shape[3], w.dqt.shape[0]
+    ld, ld_q, ld_do, ld_k = w.s.shape[1], w.qr.shape[1], w.dor.shape[1], w.kt.shape[1]
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
     scale = like(w.dqt[0, 0], call.scale)
@@ -209,26 +210,10 @@ def attention_backward(
                     at_k = (rows_start + first) * dim_k
                     at_v = (rows_start + first) * dim_v
                     if finite:
-                        gemm_rows(
-                            dv_parts, at_v, dim_v, w.s, 0, block_m, w.dor, 0, dim_v, rows, dim_v, n, True
-                        )
-                        gemm_rows(
-                            dk_parts, at_k, dim_k, w.dp, 0, block_m, w.qr, 0, dim_k, rows, dim_k, n, True
-                        )
+                        gemm_rows(dv_parts, at_v, dim_v, w.s, 0, ld, w.dor, 0, ld_do, rows, dim_v, n, True)
+                        gemm_rows(dk_parts, at_k, dim_k, w.dp, 0, ld, w.qr, 0, ld_q, rows, dim_k, n, True)
                         gemm_columns(
-                            w.dqt,
-                            0,
-                            block_m,
-                            w.kt,
-                            0,
-                            dim_q,
-                            w.dp,
-                            0,
-                            block_m,
-                            dim_q,
-                            w.width[0],
-                            n_keys,
-                            True,
+                            w.dqt, 0, ld, w.kt, 0, ld_k, w.dp, 0, ld, dim_q, w.width[0], n_keys, True
                         )
                     else:
                         keys = starts[b] + first

@@ -22,11 +22,11 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.simd import gemm_rows, lanes, round_up, scratch
+from gpu_ops.kernels.numba_cpu.simd import SKEW, gemm_rows, lanes, round_up, scratch
 
 
 class Scratch(NamedTuple):
-    """What one thread works in. Sizes in elements; m = block_m lanes, n = block_n keys."""
+    """What one thread works in. Sizes in elements; m = block_m lanes, n = block_n keys; rows are SKEW longer."""
 
     qt: Any  # (head_dim, m) scaled queries, transposed: operand of S^T = K Q^T
     qr: Any  # (m, head_dim padded) queries by rows: operand of dK += dS^T Q
@@ -53,20 +53,21 @@ class Scratch(NamedTuple):
 def make_scratch(call, wide, dim_k, dim_v):
     """``dim_k``, ``dim_v``: padded row lengths of qr and dor (0: not used)."""
     m, n = call.block_m, round_up(call.block_n, 8)
+    ld = m + SKEW  # length of a row of lanes in memory
     capped = n if call.softcap > 0 else 1
-    dp = scratch(n, m, wide)
+    dp = scratch(n, ld, wide)
     return Scratch(
-        scratch(call.head_dim, m, wide),
-        scratch(m, dim_k, wide),
-        scratch(call.head_dim_v, m, wide),
-        scratch(m, dim_v, wide),
-        scratch(round_up(call.head_dim, 8), m, wide),
-        scratch(n + 1, round_up(call.head_dim, 8), wide),
+        scratch(call.head_dim, ld, wide),
+        scratch(m, dim_k + SKEW, wide),
+        scratch(call.head_dim_v, ld, wide),
+        scratch(m, dim_v + SKEW, wide),
+        scratch(round_up(call.head_dim, 8), ld, wide),
+        scratch(n + 1, round_up(call.head_dim, 8) + SKEW, wide),
         scratch(n + 1, call.head_dim_v, wide),
-        scratch(n, m, wide),
+        scratch(n, ld, wide),
         dp,
-        scratch(n, m, wide) if call.softcap > 0 else dp,
-        scratch(capped, m, wide),
+        scratch(n, ld, wide) if call.softcap > 0 else dp,
+        scratch(capped, ld, wide),
         np.empty(m, dp.dtype),
         np.empty(m, dp.dtype),
         np.empty(m, np.int64),
@@ -135,13 +136,13 @@ def next_tile(w, call, b, n, first, last, visible):
 @njit
 def tile_gradients(w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences, table, alibi, bias, visible):
     """Leave P^T in w.s, dS^T in w.ds and, through softcap, the gradient of q.k in w.dp. True if all is finite."""
-    m, width = call.block_m, w.width[0]
+    ld, width = w.s.shape[1], w.width[0]
     rows = round_up(n_keys, 8)
     k_start, offset = sequences[b, 2], sequences[b, 3] - sequences[b, 1]
     finite = pack_keys(w.kt, k, table, call, b, k_start, head_kv, first, n_keys, call.head_dim)
     finite &= pack_keys(w.vt, v, table, call, b, k_start, head_kv, first, n_keys, call.head_dim_v)
-    gemm_rows(w.s, 0, m, w.kt, 0, w.kt.shape[1], w.qt, 0, m, rows, width, call.head_dim, False)
-    gemm_rows(w.dp, 0, m, w.vt, 0, w.vt.shape[1], w.dot, 0, m, rows, width, call.head_dim_v, False)
+    gemm_rows(w.s, 0, ld, w.kt, 0, w.kt.shape[1], w.qt, 0, ld, rows, width, call.head_dim, False)
+    gemm_rows(w.dp, 0, ld, w.vt, 0, w.vt.shape[1], w.dot, 0, ld, rows, width, call.head_dim_v, False)
     if call.softcap > 0:
         cap_scores(w.s, call.softcap, n_keys, width, w.slope, True)
     if call.softcap > 0 or call.has_alibi or call.has_bias:

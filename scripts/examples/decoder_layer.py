@@ -191,7 +191,9 @@ def report(rows: list[Row], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    caption = "memory: peak beyond inputs and outputs, ours and plain NumPy's; projections are NumPy's own matmul"
+    caption = (
+        "memory: peak beyond inputs and outputs, ours and plain NumPy's; projections are NumPy's own matmul"
+    )
     table = Table(title=title, caption=caption)
     table.add_column("op")
     for name in ("time", "memory", "plain NumPy", "max error", "allowed"):
