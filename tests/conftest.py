@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import settings
+
+# A CI run repeats the same examples, so that a failure is the change's; runs by hand explore new ones.
+settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
