@@ -41,6 +41,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(("GPU_OPS_", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_"))
+            and not name.endswith("_DIR")
         },
         "commit": commit(),
     }
