@@ -9,9 +9,13 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
-FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+from gpu_ops.kernels.numba_cpu import simd_ir
+from gpu_ops.kernels.numba_cpu.simd import FEATURES
+from gpu_ops.kernels.numba_cpu.simd_ir import address as element_pointer
+from gpu_ops.kernels.numba_cpu.simd_ir import call
+from gpu_ops.kernels.numba_cpu.simd_ir import number as i64
+
 LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)
 TILE_M = 8 if LANES == 16 else 4  # tokens of a tile: 16 (8) sums, in 32 (16) registers
@@ -28,17 +32,12 @@ def describe() -> str:
     return {16: "AVX-512 VNNI", 8: "AVX-VNNI" if VNNI else "AVX2"}.get(LANES, "128-bit vectors")
 
 
-def i64(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
-
-
 def every(value: int) -> ir.Constant:
     return ir.Constant(INT, [value] * LANES)
 
 
-def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [offset])
+def splat(b: Any, scalar: Any) -> Any:
+    return simd_ir.splat(b, scalar, LANES)
 
 
 def row_pointer(
@@ -49,28 +48,9 @@ def row_pointer(
     return element_pointer(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
 
 
-def load_vector(b: Any, pointer: Any, vector: Any) -> Any:
-    return b.load(b.bitcast(pointer, vector.as_pointer()), align=1)
-
-
-def store_vector(b: Any, value: Any, pointer: Any) -> None:
-    b.store(value, b.bitcast(pointer, value.type.as_pointer()), align=1)
-
-
 def prefetch(b: Any, pointer: Any) -> None:
     flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]  # read, keep close, data
     call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
-
-
-def splat(b: Any, scalar: Any) -> Any:
-    vector = ir.VectorType(scalar.type, LANES)
-    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
-
-
-def call(b: Any, name: str, result: Any, *args: Any) -> Any:
-    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
-    return b.call(function, args)
 
 
 def dot4(b: Any, total: Any, codes: Any, x: Any) -> Any:
@@ -116,12 +96,6 @@ def trit(b: Any, words: Any, e: int, dtype: str) -> Any:
         name = "llvm.x86.avx512.vpermilvar.ps.512" if LANES == 16 else "llvm.x86.avx.vpermilvar.ps.256"
         return call(b, name, vector, table, index)
     return b.sitofp(b.sub(b.and_(index, every(3)), every(1)), vector)
-
-
-def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
-    # fmuladd: one instruction where the CPU has it, multiply and add (not a library call) elsewhere
-    kind = "f64" if x.type.element == FLOAT["float64"] else "f32"
-    return call(b, f"llvm.fmuladd.v{LANES}{kind}", x.type, x, y, total)
 
 
 def lane_sum(b: Any, vector: Any) -> Any:

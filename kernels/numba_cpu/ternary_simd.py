@@ -22,6 +22,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from gpu_ops.kernels.numba_cpu.simd_ir import address as element_pointer
+from gpu_ops.kernels.numba_cpu.simd_ir import fma, load_vector, store_vector
+from gpu_ops.kernels.numba_cpu.simd_ir import number as i64
 from gpu_ops.kernels.numba_cpu.ternary_ir import (
     CHUNK,
     FLOAT,
@@ -31,17 +34,12 @@ from gpu_ops.kernels.numba_cpu.ternary_ir import (
     VNNI,
     copy_words,
     dot4,
-    element_pointer,
     every,
-    fma,
-    i64,
     lane_sum,
-    load_vector,
     plane,
     prefetch,
     row_pointer,
     splat,
-    store_vector,
     transpose,
     trit,
 )
