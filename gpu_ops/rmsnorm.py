@@ -110,9 +110,9 @@ def rmsnorm(
         else:
             from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
 
-            y = np.empty(x_.shape, x_.dtype) if out_ is None else out_
-            s = None if residual_ is None else np.empty(x_.shape, x_.dtype)
-            rstd = np.empty(x_.shape[:-1], _statistics(x_))
+            y = arrays.new(x_.shape, x_.dtype) if out_ is None else out_
+            s = None if residual_ is None else arrays.new(x_.shape, x_.dtype)
+            rstd = arrays.new(x_.shape[:-1], _statistics(x_))
             kernels.forward(
                 as_rows(x_),
                 weight_,
@@ -215,7 +215,7 @@ def rmsnorm_backward(
         else:
             from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
 
-            dx = np.empty(x_.shape, x_.dtype) if out_ is None else out_
+            dx = arrays.new(x_.shape, x_.dtype) if out_ is None else out_
             dweight = kernels.backward(
                 as_rows(dy_),
                 as_rows(x_),

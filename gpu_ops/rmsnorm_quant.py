@@ -112,8 +112,8 @@ def rmsnorm_quant_int8(
             from gpu_ops.kernels.numba_cpu import rmsnorm_quant as kernels
 
             shapes = (x_.shape, x_.shape[:-1], x_.shape[:-1])
-            results = outs or [np.empty(n, t) for n, t in zip(shapes, types.values(), strict=True)]
-            s = None if residual_ is None else np.empty(x_.shape, x_.dtype)
+            results = outs or [arrays.new(n, t) for n, t in zip(shapes, types.values(), strict=True)]
+            s = None if residual_ is None else arrays.new(x_.shape, x_.dtype)
             kernels.forward(
                 as_rows(x_),
                 weight_,

@@ -82,7 +82,7 @@ def swiglu(
         else:
             from gpu_ops.kernels.numba_cpu import swiglu as kernels
 
-            y = np.empty(g.shape, g.dtype) if out_ is None else out_
+            y = arrays.new(g.shape, g.dtype) if out_ is None else out_
             kernels.forward(as_rows(g), as_rows(u), as_rows(y), activation=act, in_place=out is gate)
         return arrays.give(y) if out is None else out
 
@@ -150,7 +150,9 @@ def swiglu_backward(
         else:
             from gpu_ops.kernels.numba_cpu import swiglu as kernels
 
-            results = outs or [np.empty(x.shape, x.dtype) for x in ([gate_] if up_ is None else [gate_, up_])]
+            results = outs or [
+                arrays.new(x.shape, x.dtype) for x in ([gate_] if up_ is None else [gate_, up_])
+            ]
             dgate, dup = _split(name, results[0], None if up_ is None else results[1])
             kernels.backward(
                 as_rows(dy_),
@@ -187,17 +189,11 @@ def _split(name: str, gate: Array, up: Array | None) -> tuple[Array, Array]:
 
 def _outs(name: str, arrays: Arrays, gate: Array, up: Array | None, out: Any) -> list[Array]:
     """Writable views of ``out``: none, one packed, or dgate and dup."""
-    if out is None:
-        return []
     if up is None:
-        return [_given(arrays.write("out", out, gate.shape, gate.dtype, in_place="gate", rows=True))]
+        view = arrays.write("out", out, gate.shape, gate.dtype, in_place="gate", rows=True)
+        return [] if view is None else [view]
     like = {"dgate": (gate.shape, gate.dtype), "dup": (up.shape, up.dtype)}
     return arrays.write_each("out", out, like, in_place={"dgate": "gate", "dup": "up"}, rows=True)
-
-
-def _given(out: Array | None) -> Array:
-    assert out is not None  # Arrays.write returns None only for None
-    return out
 
 
 def _problem(g: Array, dtype: str, activation: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, cast, get_args
 
-import numpy as np
-
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.checks import Axes
@@ -86,7 +84,7 @@ def swiglu_mlp(
         else:
             from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
-            y = np.empty(shape, x_.dtype) if out_ is None else out_
+            y = arrays.new(shape, x_.dtype) if out_ is None else out_
             kernels.forward(as_rows(x_), weights, as_rows(y), activation=act)
         return arrays.give(y) if out is None else out
 
@@ -166,7 +164,7 @@ def swiglu_mlp_backward(
         else:
             from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
-            results = outs or [np.empty(a.shape, a.dtype) for a in (x_, *weights)]
+            results = outs or [arrays.new(a.shape, a.dtype) for a in (x_, *weights)]
             kernels.backward(
                 as_rows(dy_),
                 as_rows(x_),

@@ -292,7 +292,7 @@ def ternary_matmul(
             from gpu_ops.kernels.numba_cpu import ternary as kernels
 
             w2 = w.to("w2")
-            y = np.empty((*x_.shape[:-1], n), x_.dtype) if out_ is None else out_
+            y = arrays.new((*x_.shape[:-1], n), x_.dtype) if out_ is None else out_
             scale = w2.scale.reshape(1 if w2.scale.ndim == 0 else n, -1)
             kernels.matmul(as_rows(x_), w2.codes, k, scale, as_rows(y), activations=mode)
         return arrays.give(y) if out is None else out

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.errors import DeviceError, DTypeError, FormatError, GpuOpsError, OptionError, ShapeError
+from gpu_ops.errors import (
+    DeviceError,
+    DTypeError,
+    FormatError,
+    GpuOpsError,
+    OptionError,
+    ShapeError,
+)
 from tests.calls import OPS, call, results
 
 F32, F64, I32 = np.float32, np.float64, np.int32

@@ -279,3 +279,17 @@ def test_jax_in_jax_out(dtype):
     found = every_array(one, jax.numpy.asarray)()
     assert isinstance(found, jax.Array)
     assert np.array_equal(np.asarray(found), one())
+
+
+@pytest.mark.parametrize("op", ["attention", "rmsnorm", "swiglu", "swiglu_mlp", "ternary_matmul"])
+def test_no_memory_for_a_result_is_a_typed_error(op, monkeypatch):
+    def refuse(shape, dtype):
+        raise MemoryError
+
+    one = call(op)
+    one()  # compiled and cached before memory runs out
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu_ops.arrays.np.empty", refuse)
+        with pytest.raises(errors.OutOfMemoryError, match=f"{op}: no memory for a result of shape") as caught:
+            one()
+    assert caught.value.required > 0
