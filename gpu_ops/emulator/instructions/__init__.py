@@ -6,8 +6,8 @@ threads: the machine hands it one array per source operand, viewed in the type t
 that is the same for all threads arrives as an array of one element.
 
 ==============  ====================================================================================
-``integer``     add ... dp4a on integers, carries
-``logic``       and, or, xor, lop3, shifts, bit fields, prmt; setp, selp
+``integer``     add ... dp4a on integers, carries, bit fields
+``logic``       and, or, xor, lop3, shifts, prmt; setp, set, selp, slct, testp
 ``floating``    add ... fma, min, max on f16, bf16, f32, f64 and their pairs; rcp, ex2, tanh, ...
 ``convert``     cvt
 ``matrix``      mma.sync, the fragments of ldmatrix, stmatrix and movmatrix
@@ -18,12 +18,16 @@ that is the same for all threads arrives as an array of one element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["Op", "Unknown", "lookup", "semantics"]
+__all__ = ["FLOAT", "INTEGER", "Op", "Unknown", "lookup", "semantics"]
+
+#: Types of the forms that two families share an opcode for: ``add.s32`` is integer, ``add.f32`` floating.
+INTEGER = frozenset(("u16", "u32", "u64", "s16", "s32", "s64", "u16x2", "s16x2"))
+FLOAT = frozenset(("f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"))
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,23 @@ class Unknown(LookupError):
     """No such instruction form."""
 
 
-_Factory = Callable[[tuple[str, ...]], Op]
-_TABLE: dict[str, _Factory] = {}
+_Factory = Callable[[str, tuple[str, ...]], Op]
+#: The factory of an opcode for forms that end in a type; under ``None`` the one for all forms.
+_TABLE: dict[tuple[str, str | None], _Factory] = {}
 
 
-def semantics(*opcodes: str) -> Callable[[Callable[[str, tuple[str, ...]], Op]], Any]:
-    """Register ``factory(opcode, modifiers) -> Op``; it raises :class:`Unknown` for forms it has not."""
+def semantics(*opcodes: str, types: Iterable[str] | None = None) -> Callable[[_Factory], _Factory]:
+    """Register ``factory(opcode, modifiers) -> Op``; it raises :class:`Unknown` for forms it has not.
 
-    def register(factory: Callable[[str, tuple[str, ...]], Op]) -> Any:
+    With ``types`` the factory gets only the forms whose last modifier is one of them.
+    """
+    endings: tuple[str | None, ...] = (None,) if types is None else tuple(types)
+
+    def register(factory: _Factory) -> _Factory:
         for opcode in opcodes:
-            _TABLE[opcode] = lambda modifiers, opcode=opcode: factory(opcode, modifiers)  # type: ignore[misc]
+            for ending in endings:
+                if _TABLE.setdefault((opcode, ending), factory) is not factory:
+                    raise ValueError(f"{opcode} of type {ending} has a factory already")
         return factory
 
     return register
@@ -66,6 +77,7 @@ def lookup(opcode: str, modifiers: tuple[str, ...]) -> Op:
     # Imported here because each family imports this module for `semantics`.
     from gpu_ops.emulator.instructions import convert, floating, integer, logic  # noqa: F401
 
-    if opcode not in _TABLE:
-        raise Unknown(opcode)
-    return _TABLE[opcode](modifiers)
+    factory = _TABLE.get((opcode, modifiers[-1] if modifiers else None)) or _TABLE.get((opcode, None))
+    if factory is None:
+        raise Unknown(".".join((opcode, *modifiers)))
+    return factory(opcode, modifiers)
