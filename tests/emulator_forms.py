@@ -1,0 +1,152 @@
+"""Instruction forms of the emulator by their PTX names, and operands for them.
+
+``run_form("mad.lo.s32", a, b, c)`` runs one form on arrays; ``edges("s32", rng, n)`` makes operands of any
+PTX type: the values at which definitions differ, mixed with random ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.emulator.instructions import Op, lookup
+from gpu_ops.emulator.types import BITS, DTYPE, Array
+
+#: (exponent bits, stored fraction bits, bits below the fraction) of each floating-point format.
+FORMATS = {
+    "f16": (5, 10, 0),
+    "bf16": (8, 7, 0),
+    "tf32": (8, 10, 13),
+    "f32": (8, 23, 0),
+    "f64": (11, 52, 0),
+    "e4m3": (4, 3, 0),
+    "e5m2": (5, 2, 0),
+}
+
+
+def form_op(form: str) -> Op:
+    """The :class:`Op` of a form named as in PTX, for instance ``"setp.lt.and.f32"``."""
+    opcode, *modifiers = form.split(".")
+    return lookup(opcode, tuple(modifiers))
+
+
+def dtype_of(ptx_type: str) -> np.dtype[Any]:
+    """The dtype of an operand; ``cc``, the carry flag, is a bool."""
+    return np.dtype(np.bool_) if ptx_type == "cc" else DTYPE[ptx_type]
+
+
+def pack(ptx_type: str, values: Iterable[int | float]) -> Array:
+    """An operand from Python numbers; integers wrap to the width of the type."""
+    dtype = dtype_of(ptx_type)
+    if dtype.kind not in "iu":
+        return np.array(list(values), dtype)
+    bits = 8 * dtype.itemsize
+    return np.array([int(v) % (1 << bits) for v in values], f"u{dtype.itemsize}").view(dtype)
+
+
+def bits_of(array: Array) -> Array:
+    """The bits of an operand or result as unsigned integers; bool stays bool."""
+    return array if array.dtype == np.bool_ else array.view(f"u{array.itemsize}")
+
+
+def run_form(form: str, *operands: Array) -> list[Array]:
+    """The results of one form, after checking that it keeps the rules between machine and instructions.
+
+    Operands have the dtypes that the form reads and T or 1 elements. The results must have the dtypes
+    that it writes and the common length, must not come from changing an operand, and must be the same
+    when an operand that is equal for all threads arrives as one element.
+    """
+    op = form_op(form)
+    assert len(operands) == len(op.reads), f"{form} reads {op.reads}"
+    for ptx_type, operand in zip(op.reads, operands, strict=True):
+        assert operand.dtype == dtype_of(ptx_type), f"{form}: {operand.dtype} for .{ptx_type}"
+    results = _evaluate(form, op, operands)
+    for i, operand in enumerate(operands):
+        if operand.size > 1:
+            short = [*operands[:i], operand[:1], *operands[i + 1 :]]
+            long = [*operands[:i], np.repeat(operand[:1], operand.size), *operands[i + 1 :]]
+            _assert_same_bits(form, _evaluate(form, op, short), _evaluate(form, op, long))
+    alone = _evaluate(form, op, [operand[:1] for operand in operands])
+    _assert_same_bits(form, alone, [result[:1] for result in results])
+    return results
+
+
+def _evaluate(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
+    """Run ``op`` on operands that cannot be written to and check dtypes and shapes of what comes back."""
+    guarded = [operand.copy() for operand in operands]
+    for operand in guarded:
+        operand.flags.writeable = False
+    with np.errstate(all="ignore"):  # as the machine does
+        returned = op.run(*guarded)
+    results = list(returned) if isinstance(returned, tuple) else [returned]
+    assert len(results) == len(op.writes), f"{form} writes {op.writes}"
+    shape = np.broadcast_shapes(*(operand.shape for operand in operands))
+    for ptx_type, result in zip(op.writes, results, strict=True):
+        assert isinstance(result, np.ndarray), form
+        assert result.dtype == dtype_of(ptx_type), f"{form}: {result.dtype} for .{ptx_type}"
+        assert result.shape == shape, f"{form}: {result.shape} from operands that broadcast to {shape}"
+    return results
+
+
+def _assert_same_bits(form: str, got: Sequence[Array], want: Sequence[Array]) -> None:
+    for one, other in zip(got, want, strict=True):
+        wide = np.broadcast_to(bits_of(one), other.shape)
+        np.testing.assert_array_equal(wide, bits_of(other), err_msg=f"{form}: lengths change the result")
+
+
+def edges(ptx_type: str, rng: np.random.Generator, n: int) -> Array:
+    """``n`` operands of a PTX type in random order: about half special values, the others random."""
+    dtype = dtype_of(ptx_type)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, n).astype(np.bool_)
+    if ptx_type.endswith("x2"):
+        half = 4 * dtype.itemsize
+        low, high = (_edge_bits(ptx_type[:-2], half, rng, n) for _ in range(2))
+        bits = low | high << np.uint64(half)
+    else:
+        bits = _edge_bits(ptx_type, BITS[ptx_type], rng, n)
+    return bits.astype(f"u{dtype.itemsize}").view(dtype)
+
+
+def _edge_bits(ptx_type: str, width: int, rng: np.random.Generator, n: int) -> Array:
+    is_float = ptx_type in FORMATS
+    special = _float_bits(*FORMATS[ptx_type]) if is_float else _integer_bits(width)
+    values = np.array([value % (1 << width) for value in special], np.uint64)
+    chosen = np.concatenate([rng.permutation(values), rng.choice(values, n)])[: n // 2]
+    random = rng.integers(0, 1 << width, n - chosen.size, np.uint64)
+    if is_float:
+        exponent, fraction, below = FORMATS[ptx_type]
+        random &= ~np.uint64((1 << below) - 1)
+        # A third of them near 1, where operands meet: random bits alone are far apart in magnitude.
+        field = ((1 << exponent) - 1) << fraction + below
+        near = rng.integers((1 << exponent - 1) - 4, (1 << exponent - 1) + 3, random.size, np.uint64)
+        moved = random & ~np.uint64(field) | near << np.uint64(fraction + below)
+        random = np.where(rng.random(random.size) < 1 / 3, moved, random)
+    else:
+        # Half of them short: a random number of leading zeros.
+        shift = rng.integers(0, width, random.size, np.uint64)
+        random = np.where(rng.random(random.size) < 0.5, random >> shift, random)
+    return rng.permutation(np.concatenate([chosen, random]))
+
+
+def _integer_bits(width: int) -> list[int]:
+    top = 1 << width - 1
+    small = [0, 1, 2, 3, 7, 8, 15, 16, 24, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 257]
+    around = [width - 1, width, width + 1, -1, -2, -3, -width]
+    return [*small, *around, top, top + 1, top - 1, top - 2, top >> 1, 0x5555555555555555, 0xAAAAAAAAAAAAAAAA]
+
+
+def _float_bits(exponent: int, fraction: int, below: int) -> list[int]:
+    bias = (1 << exponent - 1) - 1
+    one = bias << fraction
+    infinity = ((1 << exponent) - 1) << fraction  # in e4m3 an ordinary number
+    positive = [
+        0, 1, 2, (1 << fraction) - 1,  # zero, the smallest and the largest subnormals
+        1 << fraction, (1 << fraction) + 1,  # the smallest normals
+        one - 1, one, one + 1, one + (1 << fraction - 1), one + (1 << fraction), one - (1 << fraction),
+        infinity - 1, infinity, infinity + 1, infinity + (1 << fraction - 1), infinity + (1 << fraction) - 1,
+    ]  # fmt: skip
+    sign = 1 << exponent + fraction
+    return [bits << below for value in positive for bits in (value, value | sign)]
