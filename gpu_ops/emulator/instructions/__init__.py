@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["FLOAT", "INTEGER", "Op", "Unknown", "lookup", "semantics"]
+__all__ = ["FLOAT", "INTEGER", "Op", "Unknown", "lookup", "semantics", "unknown"]
 
 #: Types of the forms that two families share an opcode for: ``add.s32`` is integer, ``add.f32`` floating.
 INTEGER = frozenset(("u16", "u32", "u64", "s16", "s32", "s64", "u16x2", "s16x2"))
@@ -47,6 +47,11 @@ class Op:
 
 class Unknown(LookupError):
     """No such instruction form."""
+
+
+def unknown(opcode: str, modifiers: tuple[str, ...]) -> Unknown:
+    """The exception for a form that is not there, by its PTX name."""
+    return Unknown(".".join((opcode, *modifiers)))
 
 
 _Factory = Callable[[str, tuple[str, ...]], Op]
@@ -79,5 +84,5 @@ def lookup(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
     factory = _TABLE.get((opcode, modifiers[-1] if modifiers else None)) or _TABLE.get((opcode, None))
     if factory is None:
-        raise Unknown(".".join((opcode, *modifiers)))
+        raise unknown(opcode, modifiers)
     return factory(opcode, modifiers)
