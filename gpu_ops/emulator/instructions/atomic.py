@@ -1,0 +1,221 @@
+"""What atom and red do to a value in memory, and what each lane finds when several hit one address.
+
+Such lanes take turns in lane order (silicon promises no order). :func:`combine` is the operation on
+values; :func:`serialise` splits lanes into rounds in which no address occurs twice; :func:`in_order`
+evaluates all turns at once and stays fast with thousands of lanes on one address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.types import DTYPE, Array
+
+__all__ = ["combine", "in_order", "serialise"]
+
+_HALF: dict[str, Any] = {
+    "f16": np.float16,
+    "f16x2": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "bf16x2": ml_dtypes.bfloat16,
+}
+_INTEGERS = ("u32", "s32", "u64", "s64")
+_TYPES = {
+    "add": ("u32", "s32", "u64", "f32", "f64", *_HALF),
+    "min": _INTEGERS,
+    "max": _INTEGERS,
+    "and": ("b32", "b64"),
+    "or": ("b32", "b64"),
+    "xor": ("b32", "b64"),
+    "exch": ("b32", "b64"),
+    "cas": ("b16", "b32", "b64"),
+    "inc": ("u32",),
+    "dec": ("u32",),
+}
+_UFUNCS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def _exch(old: Array, operand: Array) -> Array:
+    return np.broadcast_to(operand, old.shape).copy()
+
+
+def _cas(old: Array, expected: Array, desired: Array) -> Array:
+    return np.asarray(np.where(old == expected, desired, old))
+
+
+def _inc(old: Array, limit: Array) -> Array:
+    return np.asarray(np.where(old >= limit, np.uint32(0), old + np.uint32(1)))
+
+
+def _dec(old: Array, limit: Array) -> Array:
+    return np.asarray(np.where((old == 0) | (old > limit), limit, old - np.uint32(1)))
+
+
+_OTHERS: dict[str, Callable[..., Array]] = {"exch": _exch, "cas": _cas, "inc": _inc, "dec": _dec}
+
+
+def _check(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
+    """Of the modifiers only .noftz matters, which half types must have; order and scope change no value."""
+    if ptx_type not in _TYPES.get(op, ()) or ("noftz" in modifiers) != (ptx_type in _HALF):
+        raise Unknown(".".join(dict.fromkeys(("atom", *modifiers, op, ptx_type))))
+
+
+def _numbers(values: Array, ptx_type: str) -> Array:
+    """Values that NumPy can add; a packed pair becomes a last axis of two."""
+    if ptx_type not in _HALF:
+        return values
+    return (values[:, None] if ptx_type.endswith("x2") else values).view(_HALF[ptx_type])
+
+
+def _registers(numbers: Array, ptx_type: str) -> Array:
+    """The inverse of :func:`_numbers`."""
+    values = numbers.view(DTYPE[ptx_type])
+    return values[:, 0] if ptx_type.endswith("x2") else values
+
+
+@cache
+def combine(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[..., Array]:
+    """``new = f(old, operand)``, for cas ``f(old, expected, desired)``, on arrays of ``DTYPE[ptx_type]``."""
+    _check(op, ptx_type, modifiers)
+    if op in _OTHERS:
+        return _OTHERS[op]
+    ufunc = _UFUNCS[op]
+
+    def run(old: Array, operand: Array) -> Array:
+        return _registers(ufunc(_numbers(old, ptx_type), _numbers(operand, ptx_type)), ptx_type)
+
+    return run
+
+
+def _by_address(addresses: Array) -> tuple[Array, Array, Array] | None:
+    """Lanes sorted by address, then lane; where each address starts among them; how often it occurs.
+
+    None when no address occurs twice.
+    """
+    if (addresses[1:] > addresses[:-1]).all():
+        return None
+    order = addresses.argsort(kind="stable")
+    ordered = addresses[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    if len(starts) == len(addresses):
+        return None
+    return order, starts, np.diff(starts, append=len(addresses))
+
+
+def serialise(addresses: Array) -> list[Array]:
+    """Lane indices of each round: the first lane of each address, then the second, ...; each ascending."""
+    lanes = np.arange(len(addresses))
+    groups = _by_address(addresses)
+    if groups is None:
+        return [lanes]
+    order, starts, counts = groups
+    turn = np.empty_like(lanes)
+    turn[order] = lanes - np.repeat(starts, counts)
+    by_turn = turn.argsort(kind="stable")
+    ends = np.bincount(turn).cumsum()
+    return [by_turn[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+# The functions below take lanes sorted by address: `begin`, the value of each address; `starts` and `counts`
+# of its lanes; their operands. They give what each lane finds and what is left at each address.
+_Turns = Callable[..., tuple[Array, Array]]
+
+
+def _rounds(function: Callable[..., Array]) -> _Turns:
+    """One step per turn, for all addresses at a time."""
+
+    def run(begin: Array, starts: Array, counts: Array, *operands: Array) -> tuple[Array, Array]:
+        found, value = np.empty_like(operands[0]), begin.copy()
+        for turn in range(counts.max()):
+            busy = np.flatnonzero(counts > turn)
+            lanes = starts[busy] + turn
+            found[lanes] = value[busy]
+            value[busy] = function(value[busy], *(operand[lanes] for operand in operands))
+        return found, value
+
+    return run
+
+
+def _accumulated(ufunc: np.ufunc, function: Callable[..., Array], ptx_type: str) -> _Turns:
+    """One step per address where addresses are fewer than turns: at most sqrt(lanes) steps either way."""
+    rounds = _rounds(function)
+
+    def run(begin: Array, starts: Array, counts: Array, operand: Array) -> tuple[Array, Array]:
+        if len(starts) >= counts.max():
+            return rounds(begin, starts, counts, operand)
+        found, left = np.empty_like(operand), np.empty_like(begin)
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            values = np.concatenate([begin[i : i + 1], operand[start : start + count]])
+            numbers = _numbers(values, ptx_type)
+            values = _registers(ufunc.accumulate(numbers, axis=0, dtype=numbers.dtype), ptx_type)
+            found[start : start + count], left[i] = values[:-1], values[-1]
+        return found, left
+
+    return run
+
+
+def _exchanges(begin: Array, starts: Array, counts: Array, operand: Array) -> tuple[Array, Array]:
+    found = np.roll(operand, 1)
+    found[starts] = begin
+    return found, operand[starts + counts - 1]
+
+
+def _compares(begin: Array, starts: Array, counts: Array, *operands: Array) -> tuple[Array, Array]:
+    """One step per successful swap: in a loop around cas, most lanes fail."""
+    expected, desired = operands
+    lanes, none = np.arange(len(expected)), len(expected)
+    value, waiting = begin.copy(), np.ones(len(expected), np.bool_)
+    found = np.repeat(value, counts)
+    while True:
+        hits = waiting & (found == expected)
+        first = np.minimum.reduceat(np.where(hits, lanes, none), starts)  # of each address
+        swapped = first < none
+        if not swapped.any():
+            return found, value
+        value = np.where(swapped, desired[np.minimum(first, none - 1)], value)
+        waiting &= lanes > np.repeat(first, counts)
+        found = np.where(waiting, np.repeat(value, counts), found)
+
+
+@cache
+def in_order(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[..., tuple[Array, Array, Array]]:
+    """All turns at once: ``run(addresses, before, *operands) -> (old, last, new)``.
+
+    ``before`` is what memory holds at each lane's address. Lane i finds ``old[i]``; then memory at
+    ``addresses[last]`` is to become ``new``, where ``last`` are the lanes whose turn is an address's last.
+    """
+    function = combine(op, ptx_type, modifiers)
+    if op == "exch":
+        turns: _Turns = _exchanges
+    elif op == "cas":
+        turns = _compares
+    elif op in _UFUNCS:
+        turns = _accumulated(_UFUNCS[op], function, ptx_type)
+    else:
+        turns = _rounds(function)
+
+    def run(addresses: Array, before: Array, *operands: Array) -> tuple[Array, Array, Array]:
+        groups = _by_address(addresses)
+        if groups is None:
+            return before, np.arange(len(addresses)), function(before, *operands)
+        order, starts, counts = groups
+        sorted_operands = (np.broadcast_to(operand, addresses.shape)[order] for operand in operands)
+        found, left = turns(before[order[starts]], starts, counts, *sorted_operands)
+        old = np.empty_like(found)
+        old[order] = found
+        return old, order[starts + counts - 1], left
+
+    return run

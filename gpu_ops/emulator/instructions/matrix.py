@@ -1,0 +1,255 @@
+"""Tensor-core products (``mma.sync``) and the instructions that move their fragments.
+
+One law lays out every fragment. Lane ``L`` has a group ``g = L / 4`` and a place ``t = L % 4`` in it, and
+a register holds ``E`` neighbouring elements of a row. Seen as matrices of whole registers ("words"),
+
+* register r of A lies at row ``g + 8 (r % (M/8))``, word ``t + 4 (r / (M/8))``; of B, transposed, at row
+  ``n = g``, word ``t + 4 r``; so it is with 64-bit registers (f64);
+* a C or D of 32- or 64-bit elements has two registers per pair of columns: element ``r % 2`` of word
+  ``t`` in row ``g + 8 (r / 2)``; an f16 one has a word per pair, register r in row ``g + 8 r``.
+
+Hence gathering a matrix is a copy of each register into one strided block, after which the bytes are the
+matrix in row-major order, whatever its element type. The products are exact in float64, are summed there
+with C, and are rounded once to D; silicon promises less (about float32, truncated).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+
+from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.types import Array
+
+__all__ = [
+    "DECODE",
+    "ELEMENT_BITS",
+    "Mma",
+    "accumulate",
+    "gather",
+    "load_fragments",
+    "load_fragments_b8",
+    "mma",
+    "movmatrix",
+    "store_fragments",
+    "store_fragments_b8",
+]
+
+Registers = tuple[int, str]  # how many, and the PTX type of one
+
+
+@dataclass(frozen=True)
+class Mma:
+    """One form of mma.sync. ``run(a, b, c)`` takes and gives lists of registers, each ``[W, 32]`` bits."""
+
+    a: Registers
+    b: Registers
+    c: Registers
+    d: Registers
+    macs: int  # multiply-adds per warp instruction
+    kind: str  # f64, tf32, f16, bf16, f8, s8, s4, b1: which peak it counts against
+    run: Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], list[Array]]
+
+
+def _table(dtype: type) -> Callable[[Array], Array]:
+    values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    return lambda words: values[words.view(np.uint8)]
+
+
+def _nibbles(words: Array, dtype: type) -> Array:
+    """4-bit elements as float32, the low nibble of a byte first."""
+    octets = words.view(np.uint8)
+    pairs: Array = np.stack([octets << 4, octets & 0xF0], axis=-1).view(dtype)
+    return (pairs >> 4).reshape(*octets.shape[:-1], -1).astype(np.float32)
+
+
+def _bf16(words: Array) -> Array:
+    return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+#: Element type -> function from a matrix of words ``[..., n]`` to its values ``[..., n E]``. Sums of products of
+#: these integers are below 2^24, so that float32 holds them exactly.
+DECODE: dict[str, Callable[[Array], Array]] = {
+    "f64": lambda words: words.view(np.float64),
+    "tf32": lambda words: (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64),
+    "f16": lambda words: words.view(np.float16).astype(np.float64),
+    "bf16": _bf16,
+    "e4m3": _table(ml_dtypes.float8_e4m3fn),
+    "e5m2": _table(ml_dtypes.float8_e5m2),
+    "s8": lambda words: words.view(np.int8).astype(np.float32),
+    "u8": lambda words: words.view(np.uint8).astype(np.float32),
+    "s4": lambda words: _nibbles(words, np.int8),
+    "u4": lambda words: _nibbles(words, np.uint8),
+    "b1": lambda words: np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").astype(np.float32),
+}
+
+#: Bits that an element takes in a register: a tf32 is a float32 whose low bits do not count.
+ELEMENT_BITS = {
+    "f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1
+}  # fmt: skip
+
+_WIDE = {"f64": np.float64, "f32": np.float32, "s32": np.int32}  # one element of C per register
+_ACCUMULATORS = {**_WIDE, "f16": np.float16}
+
+_CHUNK = 1 << 14  # elements of A at a time: their float64 stay in the L2 cache and in reused memory
+
+_FLOAT8, _INT8, _INT4 = ("e4m3", "e5m2"), ("s8", "u8"), ("s4", "u4")
+# (types that A and B may mix, types of C and D, kind, shapes)
+_FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (("f16",), ("f32", "f16"), "f16", ("m16n8k8", "m16n8k16")),
+    (("bf16",), ("f32",), "bf16", ("m16n8k8", "m16n8k16")),
+    (("tf32",), ("f32",), "tf32", ("m16n8k4", "m16n8k8")),
+    (("f64",), ("f64",), "f64", ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")),
+    (_FLOAT8, ("f32", "f16"), "f8", ("m16n8k16", "m16n8k32")),
+    (_INT8, ("s32",), "s8", ("m8n8k16", "m16n8k16", "m16n8k32")),
+    (_INT4, ("s32",), "s4", ("m8n8k32", "m16n8k32", "m16n8k64")),
+    (("b1",), ("s32",), "b1", ("m8n8k128", "m16n8k128", "m16n8k256")),
+)
+
+
+def gather(registers: Sequence[Array], rows: int) -> Array:
+    """Words ``[W, rows, n]`` of the operand whose registers these are (B: transposed, ``rows`` = 8)."""
+    groups = rows // 8
+    warps = registers[0].shape[0]
+    words = np.empty((warps, groups, 8, len(registers) // groups, 4), registers[0].dtype)
+    for r, register in enumerate(registers):
+        words[:, r % groups, :, r // groups] = register.reshape(warps, 8, 4)
+    return words.reshape(warps, rows, -1)
+
+
+def accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
+    """``a @ b + c`` in the dtype of ``c``: one rounding of the exact sum, or integers that wrap around."""
+    products = a @ b
+    if c.dtype != np.int32:
+        products += c
+        return products.astype(c.dtype)
+    if not saturate:
+        return products.astype(np.int32) + c
+    limits = np.iinfo(np.int32)
+    return np.clip(products.astype(np.int64) + c, limits.min, limits.max).astype(np.int32)
+
+
+def _bit_products(combine: str) -> Callable[[Array, Array, Array, bool], Array]:
+    """Sum over k of ``a and b`` or ``a xor b``, of matrices of zeros and ones, added to c."""
+    if combine == "and":
+        return accumulate
+
+    def run(a: Array, b: Array, c: Array, saturate: bool) -> Array:
+        either = a.sum(-1)[..., None] + b.sum(-2)[..., None, :]
+        return accumulate(-2 * a, b, either.astype(np.int32) + c)
+
+    return run
+
+
+def _accumulator(registers: Sequence[Array], rows: int, dtype: type) -> Array:
+    """The matrix ``[W, rows, 8]`` that the registers of C hold."""
+    if dtype is np.float16:
+        return gather(registers, rows).view(dtype)
+    warps = registers[0].shape[0]
+    words = np.empty((warps, rows // 8, 8, 4, 2), registers[0].dtype)
+    for r, register in enumerate(registers):
+        words[:, r // 2, :, :, r % 2] = register.reshape(warps, 8, 4)
+    return words.reshape(warps, rows, 8).view(dtype)
+
+
+def _scatter(matrix: Array, bits: type) -> Array:
+    """Registers of D, ``[count, W, 32]``: the inverse of :func:`_accumulator`."""
+    warps, rows = matrix.shape[:2]
+    words: Array = matrix.view(bits).reshape(warps, rows // 8, 8, 4, -1).transpose(1, 4, 0, 2, 3)
+    return words.reshape(-1, warps, 32)
+
+
+@cache
+def mma(modifiers: tuple[str, ...]) -> Mma:
+    """The form with these modifiers, for instance sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32."""
+    unknown = Unknown(".".join(("mma", *modifiers)))
+    rest = list(modifiers)
+    saturate = "satfinite" in rest
+    if saturate:
+        rest.remove("satfinite")
+    combine = ""
+    if rest[-2:] in (["and", "popc"], ["xor", "popc"]):
+        combine = rest[-2]
+        del rest[-2:]
+    if len(rest) != 9 or rest[:2] != ["sync", "aligned"] or rest[3:5] != ["row", "col"]:
+        raise unknown
+    shape, d_type, a_type, b_type, c_type = rest[2], *rest[5:]
+    for operands, accumulators, kind, shapes in _FORMS:  # noqa: B007 (kind is used below)
+        if shape in shapes and a_type in operands and b_type in operands and c_type in accumulators:
+            break
+    else:
+        raise unknown
+    if c_type != d_type or (saturate and kind not in ("s8", "s4")) or (combine != "") != (kind == "b1"):
+        raise unknown
+
+    m, n, k = (int(size) for size in re.findall(r"\d+", shape))
+    decode_a, decode_b, dtype = DECODE[a_type], DECODE[b_type], _ACCUMULATORS[c_type]
+    word_bits, bits = (64, np.uint64) if kind == "f64" else (32, np.uint32)
+    step = _CHUNK // (m * k)
+    multiply = _bit_products(combine) if combine else accumulate
+
+    def run(a: Sequence[Array], b: Sequence[Array], c: Sequence[Array]) -> list[Array]:
+        d = np.empty((len(c), *c[0].shape), bits)
+        for start in range(0, len(c[0]), step):
+            warps = slice(start, start + step)
+            left = decode_a(gather([register[warps] for register in a], m))
+            right = decode_b(gather([register[warps] for register in b], n)).swapaxes(1, 2)
+            addend = _accumulator([register[warps] for register in c], m, dtype)
+            d[:, warps] = _scatter(multiply(left, right, addend, saturate), bits)
+        return list(d)
+
+    word = "f64" if kind == "f64" else "b32"
+    words = k * ELEMENT_BITS[a_type] // (4 * word_bits)  # of a row of A that one lane holds
+    result = (m // 8, "b32") if c_type == "f16" else (m // 4, c_type)
+    return Mma((words * m // 8, word), (words, word), result, result, m * n * k, kind, run)
+
+
+def _matrices(rows: Array, height: int) -> Array:
+    """Rows ``[W, height N, 16]`` of bytes as N matrices per warp."""
+    return rows.reshape(rows.shape[0], -1, height, 16)
+
+
+def load_fragments(rows: Array, transposed: bool) -> list[Array]:
+    """ldmatrix.m8n8.b16: uint8 ``[W, 8 N, 16]``, row i from the address of lane i, to N registers."""
+    elements = _matrices(rows, 8).view(np.uint16)  # [W, N, 8, 8]
+    if transposed:
+        elements = elements.swapaxes(2, 3)
+    words = elements.swapaxes(0, 1).copy().view(np.uint32)
+    return list(words.reshape(words.shape[0], -1, 32))
+
+
+def store_fragments(registers: Sequence[Array], transposed: bool) -> Array:
+    """stmatrix.m8n8.b16, the inverse of :func:`load_fragments`."""
+    elements = np.stack(registers, axis=1).view(np.uint16).reshape(-1, len(registers), 8, 8)
+    if transposed:
+        elements = elements.swapaxes(2, 3).copy()
+    return elements.view(np.uint8).reshape(-1, 8 * len(registers), 16)
+
+
+def movmatrix(register: Array) -> Array:
+    """movmatrix.m8n8.trans.b16: the fragment of the transposed matrix."""
+    return load_fragments(store_fragments([register], False), True)[0]
+
+
+def load_fragments_b8(rows: Array) -> list[Array]:
+    """ldmatrix.m16n16.trans.b8: uint8 ``[W, 16 N, 16]`` to 2 N registers.
+
+    Byte b of register q holds row ``4 t + b`` and column ``g + 8 q``: the B fragment of half q.
+    """
+    columns = _matrices(rows, 16).reshape(rows.shape[0], -1, 16, 2, 8)
+    words = columns.transpose(1, 3, 0, 4, 2).copy().view(np.uint32)  # [N, q, W, g, 4 t + b] as words
+    return list(words.reshape(-1, rows.shape[0], 32))
+
+
+def store_fragments_b8(registers: Sequence[Array]) -> Array:
+    """stmatrix.m16n8.trans.b8: N registers to uint8 ``[W, 8 N, 16]``.
+
+    Byte e of a register goes to row ``2 t + e % 2`` and column ``g + 8 (e / 2)`` of its matrix.
+    """
+    octets = np.stack(registers, axis=1).view(np.uint8).reshape(-1, len(registers), 8, 4, 2, 2)
+    return octets.transpose(0, 1, 3, 5, 4, 2).reshape(-1, 8 * len(registers), 16)

@@ -1,0 +1,187 @@
+"""What the lanes of a warp tell each other: shfl, vote, match, redux, elect, activemask.
+
+Arrays are ``[W, 32]``: one row per warp that executes. ``active`` says which lanes execute; ``members`` is
+the mask that each lane passed. Lanes with the same mask form a group; a warp may hold several groups, each
+on its own. What the instruction gives to a lane outside its own mask is undefined in PTX, and unspecified
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.types import DTYPE, Array
+
+__all__ = ["UNDEFINED", "activemask", "elect", "match", "redux", "shfl", "shfl_sources", "vote"]
+
+_LANE = np.arange(32, dtype=np.uint32)
+_FULL = np.uint32(0xFFFFFFFF)
+
+#: What shfl reads from a lane that takes no part: undefined in PTX, here NaN as float32, so that it shows.
+UNDEFINED = np.uint32(0x7FFFFFFF)
+
+
+def _bits(lanes: Array) -> Array:
+    """Bool ``[W, 32]`` to masks ``[W, 1]``."""
+    return np.packbits(lanes, axis=1, bitorder="little").view(np.uint32)
+
+
+def _collapse(values: Array) -> Array:
+    """``[1, 1]`` when every lane of every warp has the same value, the usual case of a mask or a distance."""
+    corner = values[:1, :1]
+    return corner if (values == corner).all() else values
+
+
+def _all_lanes(members: Array) -> bool:
+    return members.size == 1 and bool(members[0, 0] == _FULL)
+
+
+def _contains(members: Array, lanes: Array) -> Array:
+    return ((members >> lanes) & np.uint32(1)).astype(np.bool_)
+
+
+def _groups(members: Array, active: Array) -> Iterator[Array]:
+    """The lanes of each group, bool ``[W, 32]``; a warp with fewer groups than others gives empty ones."""
+    members = _collapse(members)
+    inside = active if _all_lanes(members) else active & _contains(members, _LANE)
+    if members.size == 1:
+        yield inside
+        return
+    left = inside
+    while True:
+        first = left.argmax(axis=1)[:, None]
+        group = left & (members == np.take_along_axis(members, first, axis=1))
+        yield group
+        left = left & ~group
+        if not left.any():
+            return
+
+
+def _per_group(members: Array, active: Array, evaluate: Callable[[Array], Array]) -> Array:
+    """``evaluate(group)`` of the group that each lane is in; evaluate gives ``[W, 32]`` or ``[W, 1]``."""
+    result = None
+    for group in _groups(members, active):
+        value = evaluate(group)
+        result = np.where(group, value, value if result is None else result)
+    assert result is not None  # there is always a first group, if an empty one
+    return result
+
+
+def shfl_sources(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
+    """The lane each lane reads and whether that is in range; out of range a lane reads itself.
+
+    ``b`` and ``c`` may be ``[1, 1]``; the results are then ``[1, 32]``.
+    """
+    distance = b & np.uint32(31)
+    segment = (c >> np.uint32(8)) & np.uint32(31)
+    last = (_LANE & segment) | (c & np.uint32(31) & ~segment)  # the first, for mode up
+    if mode == "up":
+        source = _LANE - distance  # below lane 0 it wraps to a lane that is never in range
+        valid = source.view(np.int32) >= last.view(np.int32)
+    elif mode == "down":
+        source = _LANE + distance
+        valid = source <= last
+    elif mode == "bfly":
+        source = _LANE ^ distance
+        valid = source <= last
+    elif mode == "idx":
+        source = (_LANE & segment) | (distance & ~segment)
+        valid = source <= last
+    else:
+        raise Unknown(f"shfl.sync.{mode}")
+    return np.where(valid, source, _LANE), valid
+
+
+@lru_cache(maxsize=256)
+def _pattern(mode: str, b: int, c: int) -> tuple[Array, Array]:
+    """:func:`shfl_sources` of one warp whose lanes all pass the same b and c."""
+    source, valid = shfl_sources(mode, np.full((1, 1), b, np.uint32), np.full((1, 1), c, np.uint32))
+    return source[0], valid[0]
+
+
+def shfl(mode: str, a: Array, b: Array, c: Array, members: Array, active: Array) -> tuple[Array, Array]:
+    """``d|p``: the value of ``a`` in the source lane, and whether that lane was in range."""
+    b, c, members = _collapse(b), _collapse(c), _collapse(members)
+    if b.size == c.size == 1:
+        source, valid = _pattern(mode, int(b[0, 0]), int(c[0, 0]))
+        value, present = a.take(source, axis=1), active.take(source, axis=1)
+    else:
+        source, valid = shfl_sources(mode, b, c)
+        value, present = np.take_along_axis(a, source, axis=1), np.take_along_axis(active, source, axis=1)
+    if not _all_lanes(members):
+        present &= _contains(members, source)
+    if not present.all():
+        value = np.where(present, value, UNDEFINED)
+    return value, np.broadcast_to(valid, a.shape).copy()
+
+
+def vote(mode: str, predicate: Array, members: Array, active: Array) -> Array:
+    """ballot gives uint32, the lanes whose predicate holds; any, all and uni give bool."""
+    evaluate: Callable[[Array], Array]
+    if mode == "ballot":
+        evaluate = lambda group: _bits(group & predicate)  # noqa: E731
+    elif mode == "any":
+        evaluate = lambda group: _bits(group & predicate) != 0  # noqa: E731
+    elif mode == "all":
+        evaluate = lambda group: _bits(group & ~predicate) == 0  # noqa: E731
+    elif mode == "uni":
+        evaluate = lambda group: (_bits(group & predicate) == 0) | (_bits(group & ~predicate) == 0)  # noqa: E731
+    else:
+        raise Unknown(f"vote.sync.{mode}")
+    return _per_group(members, active, evaluate)
+
+
+def match(mode: str, value: Array, members: Array, active: Array) -> tuple[Array, Array]:
+    """``any``: the lanes of the group with the same value. ``all``: the group if it holds one value, else 0.
+
+    The second result says whether the group holds one value.
+    """
+    if mode not in ("any", "all"):
+        raise Unknown(f"match.{mode}.sync")
+    group = _per_group(members, active, lambda lanes: _bits(lanes))
+    equal = np.packbits(value[:, :, None] == value[:, None, :], axis=2, bitorder="little").view(np.uint32)
+    same = equal[:, :, 0] & group
+    one = same == group
+    return (same if mode == "any" else np.where(one, group, np.uint32(0))), one
+
+
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def redux(op: str, ptx_type: str, value: Array, members: Array, active: Array) -> Array:
+    """The sum (wrapping), minimum, ... of ``value`` over each group, in the dtype of ``ptx_type``."""
+    types = ("u32", "s32") if op in ("add", "min", "max") else ("b32",)
+    if op not in _REDUCTIONS or ptx_type not in types:
+        raise Unknown(f"redux.sync.{op}.{ptx_type}")
+    ufunc, dtype = _REDUCTIONS[op], DTYPE[ptx_type]
+    value = value.view(dtype)
+    limits = np.iinfo(dtype)
+    identity = dtype.type({"min": limits.max, "max": limits.min, "and": limits.max}.get(op, 0))
+
+    def evaluate(group: Array) -> Array:
+        shared: Array = ufunc.reduce(np.where(group, value, identity), axis=1, keepdims=True, dtype=dtype)
+        return shared
+
+    return _per_group(members, active, evaluate)
+
+
+def elect(members: Array, active: Array) -> tuple[Array, Array]:
+    """The leader of each group, its lowest lane, and whether a lane is the leader."""
+    leader = _per_group(members, active, lambda group: group.argmax(axis=1)[:, None].astype(np.uint32))
+    return leader, leader == _LANE
+
+
+def activemask(active: Array) -> Array:
+    """The lanes that execute together."""
+    return np.broadcast_to(_bits(active), active.shape).copy()
