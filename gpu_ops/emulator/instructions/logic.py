@@ -1,0 +1,337 @@
+"""Bitwise logic, shifts, byte permutation; comparisons, selection and tests of floating-point classes.
+
+NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It takes the amount in
+the type of the value and a negative one for a large one, so a 32-bit amount can be viewed as signed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.emulator.instructions import Op, semantics, unknown
+from gpu_ops.emulator.instructions.lanes import join, split
+from gpu_ops.emulator.types import BITS, DTYPE, Array
+
+__all__: list[str] = []
+
+_Binary = Callable[[Array, Array], Any]
+
+_BITS = ("b16", "b32", "b64")
+_INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
+_COMBINE: dict[str, _Binary] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+# Bitwise
+
+
+@semantics("and", "or", "xor", "not", "cnot")
+def _bitwise(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    match modifiers:
+        case (ptx_type,) if ptx_type in _BITS or (ptx_type == "pred" and opcode != "cnot"):
+            dtype = DTYPE[ptx_type]
+        case _:
+            raise unknown(opcode, modifiers)
+    if opcode == "not":
+        return Op((ptx_type,), (ptx_type,), np.invert)
+    if opcode == "cnot":
+        return Op((ptx_type,), (ptx_type,), lambda a: (a == 0).astype(dtype))
+    return Op((ptx_type,), (ptx_type, ptx_type), _COMBINE[opcode])
+
+
+@semantics("lop3")
+def _lop3(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """Any function of three bits. Its truth table is an immediate operand, hence one element."""
+    operands = ("b32",) * 4
+    match modifiers:
+        case ("b32",):
+            return Op(("b32",), operands, _three_input)
+        case ("or" | "and" as name, "b32"):
+            combine = _COMBINE[name]
+
+            def run(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
+                result = _three_input(a, b, c, table)
+                return result, combine(result != 0, q)
+
+            return Op(("b32", "pred"), (*operands, "pred"), run)
+    raise unknown(opcode, modifiers)
+
+
+@cache
+def _monomials(table: int) -> list[int]:
+    """The function as an exclusive or of products (its algebraic normal form).
+
+    A product is a set of factors: 4 for a, 2 for b, 1 for c. It is there if the function is 1 at an odd
+    number of the points that lie within the set.
+    """
+    return [m for m in range(8) if sum(table >> i & 1 for i in range(8) if i & m == i) % 2]
+
+
+def _three_input(a: Array, b: Array, c: Array, table: Array) -> Array:
+    shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
+    terms = []
+    for factors in _monomials(int(table[0]) & 255):
+        present = [x for bit, x in ((4, a), (2, b), (1, c)) if factors & bit]
+        terms.append(reduce(np.bitwise_and, present) if present else np.full(1, 0xFFFFFFFF, np.uint32))
+    result = reduce(np.bitwise_xor, terms) if terms else np.zeros(1, np.uint32)
+    return np.broadcast_to(result, shape)
+
+
+# Shifts and permutations
+
+
+@semantics("shl", "shr")
+def _shift(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    match modifiers:
+        case (ptx_type,) if ptx_type in _BITS or (ptx_type in _INTEGERS and opcode == "shr"):
+            dtype, width = DTYPE[ptx_type], BITS[ptx_type]
+        case _:
+            raise unknown(opcode, modifiers)
+    shift: _Binary = np.left_shift if opcode == "shl" else np.right_shift
+    run = shift
+    if width == 16:
+        run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
+    elif ptx_type == "s32":
+        run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
+    return Op((ptx_type,), (ptx_type, "u32"), run)
+
+
+@semantics("shf")
+def _funnel(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """Shift the pair high:low; left gives the high word of the result, right the low one."""
+    match modifiers:
+        case ("l" | "r" as direction, "clamp" | "wrap" as mode, "b32"):
+            left, wraps = direction == "l", mode == "wrap"
+        case _:
+            raise unknown(opcode, modifiers)
+
+    def run(low: Array, high: Array, amount: Array) -> Any:
+        pair = high.astype(np.uint64) << 32 | low
+        amount = np.bitwise_and(amount, 31) if wraps else np.minimum(amount, 32)
+        shifted = pair << amount >> 32 if left else pair >> amount
+        return shifted.astype(np.uint32)
+
+    return Op(("b32",), ("b32", "b32", "u32"), run)
+
+
+#: The selector of each mode for the four values of its control: one digit per byte, highest first.
+_SELECTORS = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
+
+
+@semantics("prmt")
+def _permute(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
+    match modifiers:
+        case ("b32",):
+            return Op(("b32",), ("b32",) * 3, _pick_bytes)
+        case ("b32", mode) if mode in _SELECTORS:
+            table = np.array(_SELECTORS[mode], np.uint32)
+            return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
+    raise unknown(opcode, modifiers)
+
+
+def _pick_bytes(a: Array, b: Array, selector: Array) -> Array:
+    pair = b.astype(np.uint64) << 32 | a
+    digits = selector[:, np.newaxis] >> np.array((0, 4, 8, 12), np.uint32)
+    chosen = (pair[:, np.newaxis] >> ((digits & 7) << 3)).astype(np.uint8)
+    signs = (chosen.view(np.int8) >> 7).view(np.uint8)
+    return join(np.where(digits & 8, signs, chosen), np.uint32)
+
+
+# Comparisons
+
+
+def _less_or_greater(a: Array, b: Array) -> Any:
+    return (a < b) | (a > b)
+
+
+_EQUALITY: dict[str, _Binary] = {"eq": np.equal, "ne": np.not_equal}
+_SIGNED: dict[str, _Binary] = _EQUALITY | {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+_UNSIGNED: dict[str, _Binary] = _SIGNED | {
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+#: Of the first six ``ne`` too is false when an operand is NaN; the next six are true then.
+_FLOATING: dict[str, _Binary] = _SIGNED | {
+    "ne": _less_or_greater,
+    "equ": lambda a, b: ~_less_or_greater(a, b),
+    "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: (a == a) & (b == b),
+    "nan": lambda a, b: (a != a) | (b != b),
+}
+
+#: How to see the one or two values of a floating-point operand as numbers that NumPy compares.
+_VALUES: dict[str, tuple[Callable[[Array], Array], ...]] = {
+    "f16x2": (lambda x: split(x, np.float16)[:, 0], lambda x: split(x, np.float16)[:, 1]),
+    "bf16": (lambda x: (x.astype(np.uint32) << 16).view(np.float32),),
+    "bf16x2": (lambda x: (x << 16).view(np.float32), lambda x: (x & 0xFFFF0000).view(np.float32)),
+}
+
+
+def _flushed(x: Array) -> Array:
+    """Subnormals as zeros; the sign of a zero makes no difference to a comparison."""
+    return np.where(np.abs(x) < np.finfo(x.dtype).smallest_normal, x.dtype.type(0), x)
+
+
+def _comparisons(name: str, ptx_type: str, ftz: bool) -> tuple[_Binary, ...]:
+    """The comparison of two operands of a type, or of their low and of their high halves; () if unknown."""
+    if ptx_type in _BITS or ptx_type in _INTEGERS:
+        kinds = {"b": _EQUALITY, "s": _SIGNED, "u": _UNSIGNED}
+        known = {} if ftz else kinds[ptx_type[0]]
+    elif ptx_type in ("f16", "f32", "f64", *_VALUES):
+        known = _FLOATING if not ftz or ptx_type in ("f16", "f16x2", "f32") else {}
+    else:
+        known = {}
+    if name not in known:
+        return ()
+    compare = known[name]
+    if ptx_type not in _VALUES and not ftz:
+        return (compare,)
+
+    def through(value: Callable[[Array], Array]) -> _Binary:
+        see = (lambda x: _flushed(value(x))) if ftz else value
+        return lambda a, b: compare(see(a), see(b))
+
+    return tuple(through(value) for value in _VALUES.get(ptx_type, (lambda x: x,)))
+
+
+def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tuple[_Binary, ...], str | None]:
+    """The comparisons of ``CmpOp[.BoolOp][.ftz].type`` and the name of the operation with a predicate."""
+    name, *rest = qualifiers or ("",)
+    combine = rest.pop(0) if rest and rest[0] in _COMBINE else None
+    compared = _comparisons(name, ptx_type, rest == ["ftz"]) if rest in ([], ["ftz"]) else ()
+    if not compared:
+        raise unknown(opcode, (*qualifiers, ptx_type))
+    return compared, combine
+
+
+@semantics("setp")
+def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """p from the comparison, q from its complement; for packed types p from the low, q from the high halves."""
+    *qualifiers, ptx_type = modifiers or ("",)
+    compared, name = _parse(opcode, tuple(qualifiers), ptx_type)
+
+    def compare(a: Array, b: Array) -> tuple[Array, Array]:
+        first = compared[0](a, b)
+        return first, compared[1](a, b) if len(compared) == 2 else ~first
+
+    if name is None:
+        return Op(("pred", "pred"), (ptx_type, ptx_type), compare)
+    combine = _COMBINE[name]
+
+    def run(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
+        p, q = compare(a, b)
+        return combine(p, c), combine(q, c)
+
+    return Op(("pred", "pred"), (ptx_type, ptx_type, "pred"), run)
+
+
+#: What ``set`` writes for true: all ones, or 1.0.
+_TRUE = {"u16": 0xFFFF, "s16": 0xFFFF, "u32": 0xFFFFFFFF, "s32": 0xFFFFFFFF, "f32": 0x3F800000, "f16": 0x3C00,
+         "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}  # fmt: skip
+
+
+@semantics("set")
+def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    match modifiers:
+        case (*qualifiers, result, source) if result in _set_results(source):
+            compared, name = _parse(opcode, tuple(qualifiers), source)
+        case _:
+            raise unknown(opcode, modifiers)
+    dtype = DTYPE[result]
+    half = 0xFFFF if len(compared) == 2 else 0xFFFFFFFF
+    true = [
+        np.array((_TRUE[result] & half) << 16 * i).astype(f"u{dtype.itemsize}") for i in range(len(compared))
+    ]
+    reads = (source, source) + ("pred",) * (name is not None)
+
+    def run(a: Array, b: Array, *c: Array) -> Any:
+        outcomes = [compare(a, b) for compare in compared]
+        if name is not None:
+            outcomes = [_COMBINE[name](outcome, c[0]) for outcome in outcomes]
+        words = [
+            np.where(outcome, bits, bits.dtype.type(0)) for outcome, bits in zip(outcomes, true, strict=True)
+        ]
+        return reduce(np.bitwise_or, words).view(dtype)
+
+    return Op((result,), reads, run)
+
+
+def _set_results(source: str) -> tuple[str, ...]:
+    """The types that ``set`` can write for a source type."""
+    if source.endswith("x2"):
+        return (source, "u32", "s32")
+    if source in ("f16", "bf16"):
+        return ("f16", "bf16", "u16", "s16", "u32", "s32")
+    return ("u32", "s32", "f32", "f16", "bf16")
+
+
+# Selection and floating-point bits
+
+_SELECTED = (*_BITS, *_INTEGERS, "f32", "f64")
+
+
+@semantics("selp")
+def _select(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    match modifiers:
+        case (ptx_type,) if ptx_type in _SELECTED:
+            return Op((ptx_type,), (ptx_type, ptx_type, "pred"), lambda a, b, p: np.where(p, a, b))
+    raise unknown(opcode, modifiers)
+
+
+@semantics("slct")
+def _select_by_sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """a if c >= 0, else (as for NaN) b; with ``.ftz`` a negative subnormal counts as -0."""
+    match modifiers:
+        case (ptx_type, "s32" | "f32" as sign) if ptx_type in _SELECTED:
+            return Op((ptx_type,), (ptx_type, ptx_type, sign), lambda a, b, c: np.where(c >= 0, a, b))
+        case ("ftz", ptx_type, "f32") if ptx_type in _SELECTED:
+            reads = (ptx_type, ptx_type, "f32")
+            return Op((ptx_type,), reads, lambda a, b, c: np.where(_flushed(c) >= 0, a, b))
+    raise unknown(opcode, modifiers)
+
+
+def _is_subnormal(x: Array) -> Any:
+    return (x != 0) & (np.abs(x) < np.finfo(x.dtype).smallest_normal)
+
+
+_CLASSES: dict[str, Callable[[Array], Any]] = {
+    "finite": np.isfinite,
+    "infinite": np.isinf,
+    "number": lambda x: x == x,
+    "notanumber": np.isnan,
+    "normal": lambda x: np.isfinite(x) & ~_is_subnormal(x),  # zeros count as normal
+    "subnormal": _is_subnormal,
+}
+
+
+@semantics("testp")
+def _test_class(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    match modifiers:
+        case (name, "f32" | "f64" as ptx_type) if name in _CLASSES:
+            return Op(("pred",), (ptx_type,), _CLASSES[name])
+    raise unknown(opcode, modifiers)
+
+
+@semantics("copysign")
+def _copy_sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """The magnitude of the second operand with the sign of the first."""
+    match modifiers:
+        case ("f32" | "f64" as ptx_type,):
+            return Op((ptx_type,), (ptx_type, ptx_type), lambda a, b: np.copysign(b, a))
+    raise unknown(opcode, modifiers)
