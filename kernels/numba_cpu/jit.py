@@ -6,19 +6,15 @@ compiles on first use: ``rmsnorm_forward["float32"]`` is a callable that release
 The disk cache is our own because Numba's key is the kernel's own file alone (an edited helper would
 keep serving stale machine code) and its index file lets two racing processes name the same data
 file. Here one file holds one compiled variant, in a folder named by a hash of every source file of
-this package, the compiler versions and the CPU; files are published by an atomic rename and carry a
-checksum, so a torn or foreign file is compiled anew.
+this package, the compiler versions and the CPU (see :mod:`gpu_ops.kernels.cache` for the files).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -31,6 +27,7 @@ from numba.core import caching, types
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
+from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -152,7 +149,7 @@ def all_variants() -> Iterator[tuple[Kernel, Any]]:
 
 
 class DiskCache(caching._Cache):
-    """One compiled variant in one file: 32 bytes of SHA-256, then the pickled compile result."""
+    """One compiled variant in one file: the pickled compile result."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -173,57 +170,28 @@ class DiskCache(caching._Cache):
         if folder is None:
             return None
         target_context.refresh()
+        path = folder / f"{self._label}.nbc"
+        payload = read_entry(path)
+        if payload is None:
+            return None
         try:
-            blob = (folder / f"{self._label}.nbc").read_bytes()
-            if hashlib.sha256(blob[32:]).digest() != blob[:32]:
-                return None
             from numba.core.compiler import CompileResult
 
-            return CompileResult._rebuild(target_context, *pickle.loads(blob[32:]))
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # any damage means: compile anew and replace the file
-            warnings.warn(f"gpu_ops: ignoring the cached kernel {self._label}: {error!r}", stacklevel=2)
+            return CompileResult._rebuild(target_context, *pickle.loads(payload))
+        except Exception as error:  # whole, but not ours
+            ignore_entry(path, repr(error))
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         folder = cache_dir()
         if folder is None:
             return
-        payload = dumps(data._reduce())
-        try:
-            handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{self._label}")
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            Path(temporary).replace(folder / f"{self._label}.nbc")
-        except OSError as error:  # disk full or folder gone: the kernel in memory is still good
-            warnings.warn(f"gpu_ops: kernel {self._label} not cached: {error}", stacklevel=2)
+        publish(folder / f"{self._label}.nbc", dumps(data._reduce()))
 
 
-@cache
 def cache_dir() -> Path | None:
     """The folder of this build's kernels; None (with one warning) when no folder is writable."""
-    try:
-        folder = _cache_root() / "numba_cpu" / build_id()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"gpu_ops: cannot write the kernel cache ({error}); kernels are compiled anew in every "
-            "process. Set GPU_OPS_CACHE_DIR to a writable folder.",
-            stacklevel=2,
-        )
-        return None
-    return folder
-
-
-def _cache_root() -> Path:
-    ours = os.environ.get("GPU_OPS_CACHE_DIR")
-    if ours:
-        return Path(ours)
-    users = os.environ.get("XDG_CACHE_HOME")
-    return (Path(users) if users else Path.home() / ".cache") / "gpu_ops"
+    return cache_folder("numba_cpu", build_id())
 
 
 @cache

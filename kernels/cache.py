@@ -1,0 +1,87 @@
+"""The folder of compiled kernels: files that are whole or not there, whoever writes at the same time.
+
+An entry is 32 bytes of SHA-256, then the payload. It is written beside its place and renamed into it, so a
+reader sees the old file or the new one; a torn or foreign one fails its checksum and is compiled anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+__all__ = ["cache_folder", "ignore_entry", "publish", "read_entry"]
+
+_DIGEST = 32
+
+
+def cache_folder(*parts: str) -> Path | None:
+    """A writable folder of the cache; None, with one warning per process and folder, when it cannot be."""
+    try:
+        return _writable(_root().joinpath(*parts))
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        _warn_unwritable(str(error))
+        return None
+
+
+def _root() -> Path:
+    ours = os.environ.get("GPU_OPS_CACHE_DIR")
+    if ours:
+        return Path(ours)
+    users = os.environ.get("XDG_CACHE_HOME")
+    return (Path(users) if users else Path.home() / ".cache") / "gpu_ops"
+
+
+@cache  # failures are not kept: a folder that becomes writable is used from then on
+def _writable(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        return folder
+
+
+@cache
+def _warn_unwritable(reason: str) -> None:
+    warnings.warn(
+        f"gpu_ops: cannot write the kernel cache ({reason}); kernels are compiled anew in every process. "
+        "Set GPU_OPS_CACHE_DIR to a writable folder.",
+        stacklevel=3,
+    )
+
+
+def read_entry(path: Path) -> bytes | None:
+    """The payload of an entry; None when there is none, or (with a warning) none that can be trusted."""
+    try:
+        blob = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        ignore_entry(path, error)
+        return None
+    if hashlib.sha256(blob[_DIGEST:]).digest() != blob[:_DIGEST]:
+        ignore_entry(path, "its checksum does not match")
+        return None
+    return blob[_DIGEST:]
+
+
+def ignore_entry(path: Path, reason: object) -> None:
+    """Say that an entry is not used; the kernel is compiled anew and the entry replaced."""
+    warnings.warn(f"gpu_ops: ignoring the cached kernel {path.name}: {reason}", stacklevel=3)
+
+
+def publish(path: Path, payload: bytes) -> None:
+    """Write an entry, all or nothing. A full disk costs the entry, not the kernel in memory."""
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(payload).digest() + payload)
+        Path(temporary).replace(path)
+        temporary = None
+    except OSError as error:
+        warnings.warn(f"gpu_ops: kernel {path.name} not cached: {error}", stacklevel=3)
+    finally:  # also when interrupted
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

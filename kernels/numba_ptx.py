@@ -1,0 +1,99 @@
+"""Numba ``@cuda`` kernels to PTX with numba-cuda and libNVVM: no driver, no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.nvrtc import INSTALL
+
+__all__ = ["NUMBA_FOLDER", "compile_numba", "numba_cuda", "numba_key"]
+
+NUMBA_FOLDER = Path(__file__).resolve().parent / "numba_cuda"
+
+
+@cache
+def numba_cuda() -> Any:
+    """``numba.cuda`` as numba-cuda provides it, or the typed error; Numba's own old one is not used."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        raise KernelCompileError(
+            f"numba-cuda, the compiler of the Numba CUDA kernels, is not installed; {INSTALL}"
+        )
+    from numba import cuda
+
+    return cuda
+
+
+def compile_numba(function: Callable[..., None], signature: str, name: str, arch: str) -> str:
+    """PTX of one kernel; its entry's mangled name is in the text."""
+    cuda = numba_cuda()
+    digits, feature = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()  # type: ignore[union-attr]  # jit.py checked
+    capability = (int(digits[:-1]), int(digits[-1]), *feature)
+    try:
+        ptx, _ = cuda.compile(
+            function, signature, cc=capability, device=False, abi="numba", output="ptx", lineinfo=True
+        )
+    except Exception as error:  # Numba's typing and lowering errors, NVVM's, or a library that is missing
+        missing = "libnvvm" in str(error).lower()
+        hint = f"; {INSTALL}" if missing else ""
+        raise KernelCompileError(f"cannot compile {name} for {arch}{hint}", str(error)) from error
+    return str(ptx)
+
+
+def numba_key(function: Callable[..., None], signature: str) -> str:
+    """Hash of all that shapes the PTX: every module of kernels/numba_cuda, what the function holds, versions."""
+    digest = hashlib.sha256()
+    own = Path(function.__code__.co_filename)
+    files = [*sorted(NUMBA_FOLDER.rglob("*.py")), *([own] if own.is_file() else [])]
+    for path in files:
+        digest.update(f"{path}\0".encode() + path.read_bytes())
+    for part in _constants(function):
+        digest.update(part.encode() + b"\0")
+    packages = [
+        p for p in map(_version, ("numba", "numba-cuda", "nvidia-cuda-nvcc-cu12", "nvidia-nvvm")) if p
+    ]
+    digest.update(repr((signature, packages)).encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _constants(thing: Any, depth: int = 0) -> Iterator[str]:
+    """A function's code and what its closure holds, the same text in every process."""
+    function = getattr(
+        thing, "py_func", thing
+    )  # a device function is a dispatcher around its Python function
+    if depth > 16:
+        raise TypeError("a Numba kernel's closure is nested too deeply to be a cache key")
+    if inspect.isfunction(function):
+        yield f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+        yield function.__code__.co_code.hex() + repr(
+            [c for c in function.__code__.co_consts if not inspect.iscode(c)]
+        )
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            yield name
+            yield from _constants(cell.cell_contents, depth + 1)
+    elif isinstance(function, tuple):
+        for item in function:
+            yield from _constants(item, depth + 1)
+    elif inspect.ismodule(function):
+        yield function.__name__
+    else:
+        text = repr(function)
+        if re.search(r" at 0x[0-9a-f]+", text):
+            raise TypeError(f"a Numba kernel's closure holds {text}, which no cache key can stand for")
+        yield text

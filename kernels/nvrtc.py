@@ -1,0 +1,137 @@
+"""CUDA C++ to PTX and machine code with NVRTC: no driver, no GPU, no nvcc.
+
+NVRTC is called through ``cuda.bindings`` and nothing above it: ``cuda.core`` asks the driver for its version
+when PTX is wanted. The versions 12 and 13 behave alike here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.errors import KernelCompileError
+
+__all__ = ["INSTALL", "Output", "compile_cuda", "nearest_arch", "toolkit_headers", "version"]
+
+INSTALL = "install the compilers: pip install 'gpu-ops[emulator]'"
+
+# Precise arithmetic on purpose: --use_fast_math (and -ftz=true, which CuPy adds on its own) would flush
+# denormals and replace division, square root and exp by approximations, so that a kernel no longer agrees
+# with its reference near 1e-38; kernels ask for an approximation where they want one. -lineinfo changes no
+# instruction. ptxas -v writes spills into the log.
+OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one NVRTC program became."""
+
+    ptx: str
+    cubin: bytes
+    log: str
+
+
+@cache
+def _library() -> Any:
+    """``cuda.bindings.nvrtc`` with its shared library loaded, or the typed error."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()  # loads libnvrtc
+    except Exception as error:  # ImportError, or one of several the loader raises when the library is missing
+        raise KernelCompileError(
+            f"NVRTC, the CUDA C++ compiler, is not available; {INSTALL}", str(error)
+        ) from error
+    return nvrtc
+
+
+def version() -> tuple[int, int]:
+    """(major, minor) of NVRTC."""
+    _, major, minor = _library().nvrtcVersion()
+    return major, minor
+
+
+@cache
+def toolkit_headers() -> Path | None:
+    """The folder of ``cuda_fp16.h`` and its kin of NVRTC's own major version: from pip, else a toolkit's."""
+    major = version()[0]
+    nvidia = importlib.util.find_spec("nvidia")  # the namespace package of NVIDIA's wheels
+    wheels = [Path(p) for p in nvidia.submodule_search_locations or ()] if nvidia else []
+    roots = [wheel / inner for wheel in wheels for inner in (f"cu{major}", "cuda_runtime")]
+    roots += [Path(os.environ[name]) for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
+    roots.append(Path("/usr/local/cuda"))
+    for root in roots:
+        folder = root / "include"
+        if (folder / "cuda_fp16.h").is_file() and header_version(folder) // 1000 == major:
+            return folder
+    return None
+
+
+def header_version(folder: Path) -> int:
+    """``CUDA_VERSION`` of a folder of toolkit headers, such as 12090; 0 if it does not say."""
+    try:
+        found = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", (folder / "cuda.h").read_text(errors="replace"))
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0
+
+
+def nearest_arch(capability: tuple[int, int]) -> str:
+    """The architecture to compile for to run on a device of this compute capability.
+
+    Its own, with the arch-specific instructions (``a``) where there are any; a capability that this NVRTC
+    does not know yet gets the newest older one of its generation, whose binaries run there.
+    """
+    major, minor = capability
+    _, known = _library().nvrtcGetSupportedArchs()
+    fitting = [arch for arch in known if arch // 10 == major and arch % 10 <= minor]
+    if not fitting:
+        raise KernelCompileError(
+            f"NVRTC {'.'.join(map(str, version()))} does not know compute capability {major}.{minor}; "
+            "install a newer one (pip install --upgrade nvidia-cuda-nvrtc)"
+        )
+    exact = max(fitting) == 10 * major + minor
+    return f"sm_{max(fitting)}" + ("a" if exact and major >= 9 else "")
+
+
+def compile_cuda(source: str, name: str, arch: str, options: tuple[str, ...]) -> Output:
+    """Compile one program for a real architecture; ``name`` is what its messages and line table call it."""
+    nvrtc = _library()
+    result, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
+    _check(nvrtc, result, name, "")
+    headers = toolkit_headers()
+    flags = [f"-arch={arch}", *OPTIONS, *options, *([f"-I{headers}"] if headers else [])]
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        log = (
+            _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            .rstrip(b"\0 \n")
+            .decode(errors="replace")
+        )
+        if headers is None and "cannot open source file" in log:
+            log += f"\nno CUDA {version()[0]} headers found (pip, CUDA_PATH, CUDA_HOME); {INSTALL}"
+        _check(nvrtc, result, f"{name} for {arch}", log)
+        ptx = _fetch(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
+        cubin = _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Output(ptx, bytes(cubin), log)
+
+
+def _fetch(size: Any, get: Any, program: Any) -> bytearray:
+    """A result of NVRTC. A bytearray, since NVRTC writes into it: one-byte ``bytes`` are shared by Python."""
+    _, length = size(program)
+    buffer = bytearray(length)
+    get(program, buffer)
+    return buffer
+
+
+def _check(nvrtc: Any, result: Any, what: str, log: str) -> None:
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, message = nvrtc.nvrtcGetErrorString(result)
+        raise KernelCompileError(f"cannot compile {what}: {message.decode()}", log)
