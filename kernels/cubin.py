@@ -123,9 +123,8 @@ def _named(sections: list[_Section], name: str) -> _Section | None:
 
 
 def architecture(image: bytes) -> int:
-    """The compute capability a cubin is for, such as 90. Where the ELF flags hold it depends on the ABI version."""
-    (flags,) = struct.unpack_from("<I", image, 0x30)
-    return (flags >> 8 if image[8] >= 8 else flags) & 0xFF
+    """The compute capability a cubin is for, such as 90. The ABI version says in which byte of the ELF flags."""
+    return image[0x31] if image[8] >= 8 else image[0x30]
 
 
 def kernel_names(image: bytes) -> list[str]:

@@ -7,7 +7,6 @@ does not see our headers. Numba kernels run through numba-cuda's dispatcher.
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,9 @@ __all__ = ["CudaLauncher", "NumbaLauncher", "current_device", "device_arch", "fo
 
 
 def _cupy() -> Any:
-    return importlib.import_module("cupy")  # only ever reached with arrays of its own
+    import cupy  # only ever reached with arrays of its own
+
+    return cupy
 
 
 def current_device() -> int:

@@ -7,9 +7,11 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gpu_ops.errors import KernelCompileError
@@ -28,8 +30,22 @@ def numba_cuda() -> Any:
             f"numba-cuda, the compiler of the Numba CUDA kernels, is not installed; {INSTALL}"
         )
     from numba import cuda
+    from numba.cuda import dispatcher
 
+    # A kernel takes its target as an argument, but the device functions it calls ask the GPU for theirs, also when
+    # the kernel is compiled for another one or there is none. While this thread compiles, they get the target.
+    ask_driver = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: _target.device or ask_driver()
     return cuda
+
+
+class _Target(threading.local):
+    """The device that this thread compiles for, as far as numba-cuda asks."""
+
+    device: SimpleNamespace | None = None
+
+
+_target = _Target()
 
 
 def compile_numba(function: Callable[..., None], signature: str, name: str, arch: str) -> str:
@@ -37,6 +53,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
     cuda = numba_cuda()
     digits, feature = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()  # type: ignore[union-attr]  # jit.py checked
     capability = (int(digits[:-1]), int(digits[-1]), *feature)
+    _target.device = SimpleNamespace(compute_capability=capability)
     try:
         ptx, _ = cuda.compile(
             function, signature, cc=capability, device=False, abi="numba", output="ptx", lineinfo=True
@@ -45,6 +62,8 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
         missing = "libnvvm" in str(error).lower()
         hint = f"; {INSTALL}" if missing else ""
         raise KernelCompileError(f"cannot compile {name} for {arch}{hint}", str(error)) from error
+    finally:
+        _target.device = None
     return str(ptx)
 
 

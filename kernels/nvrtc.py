@@ -6,7 +6,6 @@ when PTX is wanted. The versions 12 and 13 behave alike here.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
@@ -41,7 +40,8 @@ class Output:
 def _library() -> Any:
     """``cuda.bindings.nvrtc`` with its shared library loaded, or the typed error."""
     try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        from cuda.bindings import nvrtc
+
         nvrtc.nvrtcVersion()  # loads libnvrtc
     except Exception as error:  # ImportError, or one of several the loader raises when the library is missing
         raise KernelCompileError(
