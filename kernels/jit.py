@@ -11,11 +11,8 @@ Environment: ``GPU_OPS_CACHE_DIR`` moves the cache, ``GPU_OPS_DUMP=folder`` writ
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
-import json
-import os
 import pkgutil
 import re
 import threading
@@ -27,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import nvrtc
+from gpu_ops.kernels import nvrtc, toolkit
 from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiled import Compiled, dump, file_name, pack, source_files, unpack
 from gpu_ops.kernels.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
 from gpu_ops.kernels.progress import visible
@@ -39,6 +37,7 @@ __all__ = [
     "NumbaKernel",
     "Variant",
     "all_variants",
+    "assemble",
     "compile_kernel",
     "compile_text",
     "forget",
@@ -77,23 +76,6 @@ class NumbaKernel:
     @property
     def label(self) -> str:
         return self.name
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled kernel. ``entry`` is its name in the PTX (mangled by Numba; empty for :func:`compile_text`)."""
-
-    entry: str
-    ptx: str
-    cubin: bytes | None  # machine code for the architecture; None for a Numba kernel
-    log: str  # warnings, and ptxas' line on registers and spills
-    seconds: float  # what compiling took, also when it was loaded from disk
-    sources: Mapping[str, str]  # text of our own files by their name in the PTX's .file table
-
-    @property
-    def entries(self) -> list[str]:
-        """Names of all kernels in the PTX."""
-        return re.findall(r"^\s*(?:\.\w+\s+)*\.entry\s+([\w$]+)", self.ptx, re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -136,7 +118,9 @@ def compile_text(
             unit = _run_nvrtc(source, name, arch, flags, {})
         # NVRTC completes a relative name with the current folder.
         ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
-        return _dumped(replace(unit, ptx=ptx, sources={name: source}), name, arch)
+        unit = replace(unit, ptx=ptx, sources={name: source})
+        dump(unit, name, arch)
+        return unit
 
     return _once((source, arch, name, options), build)
 
@@ -181,6 +165,14 @@ def forget() -> None:
     _launchers.clear()
 
 
+def assemble(compiled: Compiled, arch: str) -> Compiled:
+    """The same with machine code, which a Numba kernel has not got: ptxas makes it from the PTX."""
+    if compiled.cubin is not None:
+        return compiled
+    cubin, log = toolkit.assemble(compiled.ptx, arch)
+    return replace(compiled, cubin=cubin, log=log)
+
+
 def all_variants(arch: str) -> Iterator[Variant]:
     """Every kernel of every op, as the op launches it on this architecture.
 
@@ -210,7 +202,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     _check_arch(arch)
     if isinstance(kernel, NumbaKernel):
         key = numba_key(kernel.function, kernel.signature)
-        unit = _cached(kernel.name, kernel.label, arch, key, lambda: _run_numba(kernel, arch))
+        unit = _cached(kernel.label, arch, key, lambda: _run_numba(kernel, arch))
         return replace(unit, entry=unit.entries[0])
     path = kernel.folder / f"{kernel.stem}.cu"
     files = _read_tree(path)
@@ -218,9 +210,8 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     # Entries of one file with the same macros share one compilation.
     unit = _cached(
         kernel.stem + _spelled(kernel.defines),
-        kernel.label,
         arch,
-        _cuda_key(files, flags),
+        repr((nvrtc.build_key(), flags, sorted(files.items()))),
         lambda: _run_nvrtc(files[str(path)], str(path), arch, flags, files),
     )
     if kernel.entry not in unit.entries:
@@ -231,19 +222,33 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     return replace(unit, entry=kernel.entry)
 
 
-def _cached(name: str, label: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
-    """From the disk, or built and written there."""
-    folder = cache_folder("cuda")
+def _cached(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
+    """From memory, from the disk, or built and written there."""
     key = hashlib.sha256(f"{_FORMAT} {arch} {key}".encode()).hexdigest()[:24]
-    path = folder / f"{_file_name(name)}.{arch}.{key}.jit" if folder else None
+    return _once((key,), lambda: _from_disk(name, arch, key, build))
+
+
+def _from_disk(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
+    folder = cache_folder("cuda")
+    path = folder / f"{file_name(name)}.{arch}.{key}.jit" if folder else None
     unit = _load(path) if path else None
     if unit is None:
         where = f" (once; then from {folder})" if folder else ""
-        with visible(f"gpu_ops: compiling {label} for {arch}{where}"):
+        with visible(f"gpu_ops: compiling {name} for {arch}{where}"):
             unit = build()
         if path:
-            publish(path, _pack(unit))
-    return _dumped(unit, name, arch)
+            publish(path, pack(unit))
+    dump(unit, name, arch)
+    return unit
+
+
+def _load(path: Path) -> Compiled | None:
+    payload = read_entry(path)
+    try:
+        return None if payload is None else unpack(payload)
+    except ValueError as error:  # whole, but not ours
+        ignore_entry(path, error)
+        return None
 
 
 def _run_nvrtc(
@@ -252,7 +257,7 @@ def _run_nvrtc(
     start = time.perf_counter()
     output = nvrtc.compile_cuda(source, name, arch, flags)
     seconds = time.perf_counter() - start
-    named = set(re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', output.ptx, re.MULTILINE))
+    named = source_files(output.ptx)
     sources = {file: text for file, text in files.items() if file in named}
     return Compiled("", output.ptx, output.cubin, output.log, seconds, sources)
 
@@ -261,7 +266,7 @@ def _run_numba(kernel: NumbaKernel, arch: str) -> Compiled:
     start = time.perf_counter()
     ptx = compile_numba(kernel.function, kernel.signature, kernel.label, arch)
     seconds = time.perf_counter() - start
-    named = [Path(file) for file in re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', ptx, re.MULTILINE)]
+    named = map(Path, source_files(ptx))
     ours = {NUMBA_FOLDER, Path(kernel.function.__code__.co_filename).parent}
     sources = {str(file): file.read_text() for file in named if file.parent in ours and file.is_file()}
     return Compiled("", ptx, None, "", seconds, sources)
@@ -286,51 +291,8 @@ def _read_tree(path: Path) -> dict[str, str]:
     return files
 
 
-def _cuda_key(files: Mapping[str, str], flags: tuple[str, ...]) -> str:
-    headers = nvrtc.toolkit_headers()
-    toolkit = (nvrtc.version(), nvrtc.header_version(headers) if headers else None)
-    return repr((toolkit, nvrtc.OPTIONS, flags, sorted(files.items())))
-
-
-def _pack(unit: Compiled) -> bytes:
-    cubin = None if unit.cubin is None else base64.b64encode(unit.cubin).decode()
-    return json.dumps({**vars(unit), "cubin": cubin}).encode()
-
-
-def _load(path: Path) -> Compiled | None:
-    payload = read_entry(path)
-    if payload is None:
-        return None
-    try:
-        fields = json.loads(payload)
-        cubin = fields.pop("cubin")
-        return Compiled(**fields, cubin=None if cubin is None else base64.b64decode(cubin))
-    except (ValueError, TypeError, KeyError) as error:  # whole, but not ours
-        ignore_entry(path, repr(error))
-        return None
-
-
-def _dumped(unit: Compiled, name: str, arch: str) -> Compiled:
-    """``GPU_OPS_DUMP=folder`` writes every kernel that is used: source, PTX, machine code."""
-    target = os.environ.get("GPU_OPS_DUMP")
-    if target:
-        folder = Path(target)
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{_file_name(name)}.{arch}"
-        for file, text in unit.sources.items():
-            (folder / f"{stem}.{Path(file).name}").write_text(text)
-        (folder / f"{stem}.ptx").write_text(unit.ptx)
-        if unit.cubin is not None:
-            (folder / f"{stem}.cubin").write_bytes(unit.cubin)
-    return unit
-
-
 def _spelled(defines: tuple[Define, ...]) -> str:
     return f"[{','.join(f'{name}={value}' for name, value in defines)}]" if defines else ""
-
-
-def _file_name(label: str) -> str:
-    return re.sub(r"[^\w.=-]+", "-", label).strip("-")[:120]
 
 
 def _check_arch(arch: str) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.nvrtc import INSTALL
+from gpu_ops.kernels.toolkit import INSTALL
 
 __all__ = ["NUMBA_FOLDER", "compile_numba", "numba_cuda", "numba_key"]
 
@@ -68,13 +70,13 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
 
 
 def numba_key(function: Callable[..., None], signature: str) -> str:
-    """Hash of all that shapes the PTX: every module of kernels/numba_cuda, what the function holds, versions."""
+    """Hash of all that shapes the PTX: every module of kernels/numba_cuda, what the function names, versions."""
     digest = hashlib.sha256()
     own = Path(function.__code__.co_filename)
     files = [*sorted(NUMBA_FOLDER.rglob("*.py")), *([own] if own.is_file() else [])]
     for path in files:
         digest.update(f"{path}\0".encode() + path.read_bytes())
-    for part in _constants(function):
+    for part in _parts(function, set()):
         digest.update(part.encode() + b"\0")
     packages = [
         p for p in map(_version, ("numba", "numba-cuda", "nvidia-cuda-nvcc-cu12", "nvidia-nvvm")) if p
@@ -90,29 +92,36 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _constants(thing: Any, depth: int = 0) -> Iterator[str]:
-    """A function's code and what its closure holds, the same text in every process."""
+def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
+    """What a kernel is made of, the same text in every process: its code, and all that the code names."""
     function = getattr(
         thing, "py_func", thing
     )  # a device function is a dispatcher around its Python function
-    if depth > 16:
-        raise TypeError("a Numba kernel's closure is nested too deeply to be a cache key")
     if inspect.isfunction(function):
-        yield f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
-        yield function.__code__.co_code.hex() + repr(
-            [c for c in function.__code__.co_consts if not inspect.iscode(c)]
-        )
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
+        if id(function) in seen:
+            return
+        seen.add(id(function))
+        code = function.__code__
+        yield f"{function.__module__}.{function.__qualname__}"
+        yield from _parts(code, seen)
+        held = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        named = {name: cell.cell_contents for name, cell in held}
+        named |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        for name, value in named.items():
             yield name
-            yield from _constants(cell.cell_contents, depth + 1)
+            yield from _parts(value, seen)
+    elif inspect.iscode(function):
+        yield function.co_code.hex()
+        yield from _parts(function.co_consts, seen)
     elif isinstance(function, tuple):
         for item in function:
-            yield from _constants(item, depth + 1)
-    elif inspect.ismodule(function):
+            yield from _parts(item, seen)
+    elif isinstance(function, np.ndarray):
+        yield f"{function.dtype.str} {function.shape} {function.tobytes().hex()}"
+    elif inspect.ismodule(function) or inspect.isclass(function):
         yield function.__name__
     else:
         text = repr(function)
         if re.search(r" at 0x[0-9a-f]+", text):
-            raise TypeError(f"a Numba kernel's closure holds {text}, which no cache key can stand for")
+            raise KernelCompileError(f"a Numba kernel names {text}, which no key of the cache can stand for")
         yield text

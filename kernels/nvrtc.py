@@ -6,19 +6,15 @@ when PTX is wanted. The versions 12 and 13 behave alike here.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels import toolkit
+from gpu_ops.kernels.toolkit import INSTALL
 
-__all__ = ["INSTALL", "Output", "compile_cuda", "nearest_arch", "toolkit_headers", "version"]
-
-INSTALL = "install the compilers: pip install 'gpu-ops[emulator]'"
+__all__ = ["Output", "build_key", "compile_cuda", "nearest_arch", "version"]
 
 # Precise arithmetic on purpose: --use_fast_math (and -ftz=true, which CuPy adds on its own) would flush
 # denormals and replace division, square root and exp by approximations, so that a kernel no longer agrees
@@ -56,29 +52,10 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
-@cache
-def toolkit_headers() -> Path | None:
-    """The folder of ``cuda_fp16.h`` and its kin of NVRTC's own major version: from pip, else a toolkit's."""
-    major = version()[0]
-    nvidia = importlib.util.find_spec("nvidia")  # the namespace package of NVIDIA's wheels
-    wheels = [Path(p) for p in nvidia.submodule_search_locations or ()] if nvidia else []
-    roots = [wheel / inner for wheel in wheels for inner in (f"cu{major}", "cuda_runtime")]
-    roots += [Path(os.environ[name]) for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
-    roots.append(Path("/usr/local/cuda"))
-    for root in roots:
-        folder = root / "include"
-        if (folder / "cuda_fp16.h").is_file() and header_version(folder) // 1000 == major:
-            return folder
-    return None
-
-
-def header_version(folder: Path) -> int:
-    """``CUDA_VERSION`` of a folder of toolkit headers, such as 12090; 0 if it does not say."""
-    try:
-        found = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", (folder / "cuda.h").read_text(errors="replace"))
-    except OSError:
-        return 0
-    return int(found.group(1)) if found else 0
+def build_key() -> str:
+    """What, beside the source and its options, shapes the output."""
+    headers = toolkit.headers(version()[0])
+    return repr((version(), headers and toolkit.header_version(headers), OPTIONS))
 
 
 def nearest_arch(capability: tuple[int, int]) -> str:
@@ -104,7 +81,7 @@ def compile_cuda(source: str, name: str, arch: str, options: tuple[str, ...]) ->
     nvrtc = _library()
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
     _check(nvrtc, result, name, "")
-    headers = toolkit_headers()
+    headers = toolkit.headers(version()[0])
     flags = [f"-arch={arch}", *OPTIONS, *options, *([f"-I{headers}"] if headers else [])]
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])

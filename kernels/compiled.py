@@ -1,0 +1,70 @@
+"""A compiled kernel as a value: what the compilers gave, its form on disk, and its files for reading."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Compiled", "dump", "file_name", "pack", "source_files", "unpack"]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel. ``entry`` is its name in the PTX (mangled by Numba; empty for a whole text)."""
+
+    entry: str
+    ptx: str
+    cubin: bytes | None  # machine code for the architecture; None for a Numba kernel
+    log: str  # warnings, and ptxas' lines on registers and spills
+    seconds: float  # what compiling took, also when it was loaded from disk
+    sources: Mapping[str, str]  # text of our own files by their name in the PTX's .file table
+
+    @property
+    def entries(self) -> list[str]:
+        """Names of all kernels in the PTX."""
+        return re.findall(r"^\s*(?:\.\w+\s+)*\.entry\s+([\w$]+)", self.ptx, re.MULTILINE)
+
+
+def source_files(ptx: str) -> list[str]:
+    """The names in the PTX's ``.file`` table, which its ``.loc`` lines refer to by number."""
+    return re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', ptx, re.MULTILINE)
+
+
+def pack(unit: Compiled) -> bytes:
+    cubin = None if unit.cubin is None else base64.b64encode(unit.cubin).decode()
+    return json.dumps({**vars(unit), "cubin": cubin}).encode()
+
+
+def unpack(payload: bytes) -> Compiled:
+    """What :func:`pack` packed; ValueError for anything else."""
+    try:
+        fields = json.loads(payload)
+        cubin = fields.pop("cubin")
+        return Compiled(**fields, cubin=None if cubin is None else base64.b64decode(cubin))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a compiled kernel: {error!r}") from error
+
+
+def dump(unit: Compiled, name: str, arch: str) -> None:
+    """``GPU_OPS_DUMP=folder`` writes every kernel that is used: sources, PTX, machine code."""
+    target = os.environ.get("GPU_OPS_DUMP")
+    if not target:
+        return
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{file_name(name)}.{arch}"
+    for file, text in unit.sources.items():
+        (folder / f"{stem}.{Path(file).name}").write_text(text, encoding="utf-8")
+    (folder / f"{stem}.ptx").write_text(unit.ptx, encoding="utf-8")
+    if unit.cubin is not None:
+        (folder / f"{stem}.cubin").write_bytes(unit.cubin)
+
+
+def file_name(label: str) -> str:
+    """A kernel's label as a file name."""
+    return re.sub(r"[^\w.=-]+", "-", label).strip("-")[:120]

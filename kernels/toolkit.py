@@ -1,0 +1,74 @@
+"""Where parts of the CUDA toolkit lie: NVIDIA's wheels in this environment, else a toolkit on the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from gpu_ops.errors import KernelCompileError
+
+__all__ = ["INSTALL", "assemble", "header_version", "headers", "tool"]
+
+INSTALL = "install the compilers: pip install 'gpu-ops[emulator]'"
+
+# Wheels for CUDA 12 have a folder per component, those for 13 share one.
+_WHEEL_FOLDERS = ("cuda_runtime", "cuda_nvcc", "cu13")
+
+
+def _roots() -> list[Path]:
+    """Folders with ``include`` or ``bin`` in them, best first."""
+    nvidia = importlib.util.find_spec("nvidia")  # the namespace package of the wheels
+    wheels = [Path(p) for p in nvidia.submodule_search_locations or ()] if nvidia else []
+    roots = [wheel / folder for wheel in wheels for folder in _WHEEL_FOLDERS]
+    roots += [Path(os.environ[name]) for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
+    return [*roots, Path("/usr/local/cuda")]
+
+
+@cache
+def headers(major: int) -> Path | None:
+    """The folder of ``cuda_fp16.h`` and its kin, of the compiler's own major version."""
+    for root in _roots():
+        folder = root / "include"
+        if (folder / "cuda_fp16.h").is_file() and header_version(folder) // 1000 == major:
+            return folder
+    return None
+
+
+def header_version(folder: Path) -> int:
+    """``CUDA_VERSION`` of a folder of toolkit headers, such as 12090; 0 if it does not say."""
+    try:
+        found = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", (folder / "cuda.h").read_text(errors="replace"))
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0
+
+
+@cache
+def tool(name: str) -> Path | None:
+    """The program ``ptxas``, ``nvdisasm`` or ``cuobjdump``."""
+    for root in _roots():
+        if (path := root / "bin" / name).is_file():
+            return path
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
+    """PTX to a cubin with ``ptxas``; the log holds registers and spills."""
+    ptxas = tool("ptxas")
+    if ptxas is None:
+        raise KernelCompileError(f"ptxas is not installed; {INSTALL}")
+    with tempfile.TemporaryDirectory(prefix="gpu_ops-") as folder:
+        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [str(ptxas), f"-arch={arch}", "-v", str(source), "-o", str(target)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise KernelCompileError(f"ptxas refuses the PTX for {arch}", run.stdout + run.stderr)
+        return target.read_bytes(), run.stdout + run.stderr
