@@ -1,15 +1,19 @@
 """Instruction forms of the emulator by their PTX names, and operands for them.
 
 ``run_form("mad.lo.s32", a, b, c)`` runs one form on arrays; ``edges("s32", rng, n)`` makes operands of any
-PTX type: the values at which definitions differ, mixed with random ones.
+PTX type: the values at which definitions differ, mixed with random ones. ``check_form`` compares a form
+with its definition in Python integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from gpu_ops.emulator.instructions import Op, lookup
 from gpu_ops.emulator.types import BITS, DTYPE, Array
@@ -96,39 +100,90 @@ def _assert_same_bits(form: str, got: Sequence[Array], want: Sequence[Array]) ->
         np.testing.assert_array_equal(wide, bits_of(other), err_msg=f"{form}: lengths change the result")
 
 
+def check_form(form: str, oracle: Callable[..., Any], operands: Sequence[Array]) -> None:
+    """Compare one form with its definition in Python integers, element by element.
+
+    ``oracle`` gets integers for integer types, the bits for all others, and gives the same, one result or
+    a tuple; results wrap to the width of what the form writes.
+    """
+    results = run_form(form, *operands)
+    columns = [(bits_of(x) if x.dtype.kind == "f" else x).tolist() for x in np.broadcast_arrays(*operands)]
+    wanted = [oracle(*row) for row in zip(*columns, strict=True)]
+    for i, result in enumerate(results):
+        got = bits_of(result)
+        width = 1 if got.dtype == np.bool_ else 8 * got.itemsize
+        want = [(row[i] if isinstance(row, tuple) else row) % (1 << width) for row in wanted]
+        for j in np.flatnonzero(got != np.array(want, got.dtype))[:1]:
+            row = [column[j] for column in columns]
+            pytest.fail(f"{form} of {row}: result {i} is {got[j]:#x}, should be {want[j]:#x}")
+
+
+def expand(*patterns: str) -> list[str]:
+    """Form names from patterns as the shell expands them: ``mul.{lo,hi}.u32``."""
+    names: list[str] = []
+    for pattern in patterns:
+        pieces = re.split(r"\{([^}]*)\}", pattern)
+        choices = [piece.split(",") if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        names += ["".join(choice) for choice in itertools.product(*choices)]
+    return names
+
+
+def operands_of(form: str, rng: np.random.Generator, n: int = 400) -> list[Array]:
+    """Operands for a form: ``n`` drawn by :func:`edges`, then every pair of special values of the first two."""
+    reads = form_op(form).reads
+    pairs = [special(ptx_type, rng) for ptx_type in reads[:2]]
+    crossed = [grid.ravel() for grid in np.meshgrid(*pairs)]
+    rest = [edges(ptx_type, rng, crossed[0].size) for ptx_type in reads[2:]]
+    drawn = [edges(ptx_type, rng, n) for ptx_type in reads]
+    return [np.concatenate(parts) for parts in zip(drawn, [*crossed, *rest], strict=True)]
+
+
 def edges(ptx_type: str, rng: np.random.Generator, n: int) -> Array:
     """``n`` operands of a PTX type in random order: about half special values, the others random."""
     dtype = dtype_of(ptx_type)
     if dtype == np.bool_:
         return rng.integers(0, 2, n).astype(np.bool_)
-    if ptx_type.endswith("x2"):
-        half = 4 * dtype.itemsize
-        low, high = (_edge_bits(ptx_type[:-2], half, rng, n) for _ in range(2))
-        bits = low | high << np.uint64(half)
-    else:
-        bits = _edge_bits(ptx_type, BITS[ptx_type], rng, n)
-    return bits.astype(f"u{dtype.itemsize}").view(dtype)
-
-
-def _edge_bits(ptx_type: str, width: int, rng: np.random.Generator, n: int) -> Array:
-    is_float = ptx_type in FORMATS
-    special = _float_bits(*FORMATS[ptx_type]) if is_float else _integer_bits(width)
-    values = np.array([value % (1 << width) for value in special], np.uint64)
-    chosen = np.concatenate([rng.permutation(values), rng.choice(values, n)])[: n // 2]
-    random = rng.integers(0, 1 << width, n - chosen.size, np.uint64)
-    if is_float:
-        exponent, fraction, below = FORMATS[ptx_type]
-        random &= ~np.uint64((1 << below) - 1)
-        # A third of them near 1, where operands meet: random bits alone are far apart in magnitude.
-        field = ((1 << exponent) - 1) << fraction + below
-        near = rng.integers((1 << exponent - 1) - 4, (1 << exponent - 1) + 3, random.size, np.uint64)
-        moved = random & ~np.uint64(field) | near << np.uint64(fraction + below)
-        random = np.where(rng.random(random.size) < 1 / 3, moved, random)
-    else:
-        # Half of them short: a random number of leading zeros.
-        shift = rng.integers(0, width, random.size, np.uint64)
-        random = np.where(rng.random(random.size) < 0.5, random >> shift, random)
+    values = special(ptx_type, rng)
+    chosen = np.concatenate([values, rng.choice(values, n)])[: n // 2]
+    half, shifts = _halves(ptx_type)
+    drawn = sum(_random_bits(half, rng, n - chosen.size) << np.uint64(shift) for shift in shifts)
+    random = np.asarray(drawn).astype(f"u{dtype.itemsize}").view(dtype)
     return rng.permutation(np.concatenate([chosen, random]))
+
+
+def special(ptx_type: str, rng: np.random.Generator) -> Array:
+    """The values of a PTX type at which definitions differ, in random order; of a pair type, pairs of them."""
+    dtype = dtype_of(ptx_type)
+    if dtype == np.bool_:
+        return rng.permutation(np.array([False, True]))
+    half, shifts = _halves(ptx_type)
+    width = BITS.get(half, 8)
+    bits = _float_bits(*FORMATS[half]) if half in FORMATS else _integer_bits(width)
+    values = np.array([value % (1 << width) for value in bits], np.uint64)
+    words = sum(rng.permutation(values) << np.uint64(shift) for shift in shifts)
+    return np.asarray(words).astype(f"u{dtype.itemsize}").view(dtype)
+
+
+def _halves(ptx_type: str) -> tuple[str, tuple[int, ...]]:
+    """The type of the values that an operand holds, and at which bits they start."""
+    if ptx_type.endswith("x2"):
+        return ptx_type[:-2], (0, BITS[ptx_type] // 2)
+    return ptx_type, (0,)
+
+
+def _random_bits(ptx_type: str, rng: np.random.Generator, n: int) -> Array:
+    width = BITS.get(ptx_type, 8)  # the 8-bit formats are types only in pairs
+    random = rng.integers(0, 1 << width, n, np.uint64)
+    if ptx_type not in FORMATS:
+        # Half of them short: a random number of leading zeros.
+        return np.where(rng.random(n) < 0.5, random >> rng.integers(0, width, n, np.uint64), random)
+    exponent, fraction, below = FORMATS[ptx_type]
+    random &= ~np.uint64((1 << below) - 1)
+    # A third of them near 1, where operands meet: random bits alone are far apart in magnitude.
+    field = ((1 << exponent) - 1) << fraction + below
+    near = rng.integers((1 << exponent - 1) - 4, (1 << exponent - 1) + 3, n, np.uint64)
+    moved = random & ~np.uint64(field) | near << np.uint64(fraction + below)
+    return np.where(rng.random(n) < 1 / 3, moved, random)
 
 
 def _integer_bits(width: int) -> list[int]:

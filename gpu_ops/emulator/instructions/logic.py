@@ -249,7 +249,7 @@ _TRUE = {"u16": 0xFFFF, "s16": 0xFFFF, "u32": 0xFFFFFFFF, "s32": 0xFFFFFFFF, "f3
 @semantics("set")
 def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
     match modifiers:
-        case (*qualifiers, result, source) if result in _set_results(source):
+        case (*qualifiers, result, source) if result in _set_results(source, "ftz" in qualifiers):
             compared, name = _parse(opcode, tuple(qualifiers), source)
         case _:
             raise unknown(opcode, modifiers)
@@ -272,13 +272,14 @@ def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op((result,), reads, run)
 
 
-def _set_results(source: str) -> tuple[str, ...]:
-    """The types that ``set`` can write for a source type."""
+def _set_results(source: str, ftz: bool) -> tuple[str, ...]:
+    """The types that ``set`` can write for a source type; bf16 goes with no ``.ftz`` and becomes no f16."""
     if source.endswith("x2"):
         return (source, "u32", "s32")
+    floats = ("f16",) * (source != "bf16") + ("bf16",) * (not ftz)
     if source in ("f16", "bf16"):
-        return ("f16", "bf16", "u16", "s16", "u32", "s32")
-    return ("u32", "s32", "f32", "f16", "bf16")
+        return (*floats, "u16", "s16", "u32", "s32")
+    return (*floats, "f32", "u32", "s32")
 
 
 # Selection and floating-point bits
