@@ -27,7 +27,7 @@ DTYPE: dict[str, np.dtype[Any]] = {
         "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
         "f16": np.float16, "f32": np.float32, "f64": np.float64,
         "bf16": np.uint16, "tf32": np.uint32,
-        "f16x2": np.uint32, "bf16x2": np.uint32, "u16x2": np.uint32, "s16x2": np.uint32,
+        "f16x2": np.uint32, "bf16x2": np.uint32, "f32x2": np.uint64, "u16x2": np.uint32, "s16x2": np.uint32,
         "e4m3x2": np.uint16, "e5m2x2": np.uint16,
     }.items()
 }  # fmt: skip

@@ -1,0 +1,7 @@
+"""Runs compiled GPU kernels (PTX) on the CPU, under a sanitizer and a profiler. See README.md in this folder."""
+
+from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, UnknownInstruction
+from gpu_ops.emulator.memory import Buffer
+from gpu_ops.emulator.run import launch
+
+__all__ = ["Buffer", "EmulatorError", "PtxError", "SanitizerError", "UnknownInstruction", "launch"]

@@ -1,0 +1,285 @@
+"""Loads, stores, atomics and asynchronous copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpu_ops.emulator import compiled
+from gpu_ops.emulator.errors import PtxError
+from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.instructions.atomic import in_order
+from gpu_ops.emulator.machine import Group, Step
+from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, SPACES
+from gpu_ops.emulator.operands import address, reader, writer
+from gpu_ops.emulator.syntax import Address, Instruction, Vector
+from gpu_ops.emulator.types import BITS, DTYPE, Array
+
+if TYPE_CHECKING:
+    from gpu_ops.emulator.machine import Machine, Mask
+
+__all__ = ["BUILDERS", "Access", "Place"]
+
+_VECTOR = {"v2": 2, "v4": 4, "v8": 8}
+_POLLS = {"volatile", "relaxed", "acquire", "mmio"}
+# Change no values: cache hints, and orders that lock-step execution keeps anyway.
+_IGNORED = {
+    "weak",
+    "nc",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "release",
+    "cta",
+    "gpu",
+    "sys",
+    "cluster",
+} | _POLLS
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a memory instruction does, for the sanitizer and the profile."""
+
+    pc: int
+    space: int
+    size: int  # bytes per lane
+    read: bool
+    write: bool
+    atomic: bool = False
+    asynchronous: bool = False
+    constant: bool = False  # ld.global.nc: the data must not change during the launch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the lanes of an access point: device addresses, host pointers, owners."""
+
+    lanes: Array
+    address: Array
+    host: Array
+    owner: Array
+
+
+def locate(m: Machine, access: Access, mask: Mask, where: Array) -> Place:
+    """Host pointers of the active lanes; a lane that misses every allocation is a fault."""
+    lanes = m.active_lanes(mask)
+    if len(where) > 1 and len(lanes) < len(where):
+        where = where[lanes]
+    host, owner, kind, position = m.memory.resolve(access.space, lanes, where, access.size)
+    if kind:
+        at = int(where[0 if len(where) == 1 else position])
+        what = "misaligned" if kind == compiled.MISALIGNED else "out of bounds"
+        verb = "atomic" if access.atomic else "write" if access.write else "read"
+        extent = f"{access.size}-byte {verb} at {at:#x}, {m.memory.describe(access.space, at)}"
+        raise m.fault(what, access.pc, int(lanes[position]), extent)
+    place = Place(lanes, where, host, owner)
+    if m.sanitizer is not None:
+        m.sanitizer.access(access, place)
+    if m.profile is not None:
+        m.profile.access(m, access, place)
+    return place
+
+
+def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
+    """(space, elements, type, polls) of the modifiers of a load or store."""
+    space, count = GENERIC, 1
+    *words, ptx_type = instruction.modifiers
+    for word in words:
+        base = word.partition("::")[0]
+        if base in SPACES:
+            space = SPACES[base]
+        elif base == "param":
+            space = LOCAL
+        elif word in _VECTOR:
+            count = _VECTOR[word]
+        elif word not in _IGNORED and base not in ("L1", "L2", "unified"):
+            raise Unknown(instruction.form)
+    if ptx_type not in DTYPE:
+        raise Unknown(instruction.form)
+    return space, count, ptx_type, bool(_POLLS & set(words))
+
+
+def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
+    space, count, ptx_type, polls = _parse(instruction)
+    target, source = instruction.operands
+    parts = target.parts if isinstance(target, Vector) else (target,)
+    if len(parts) != count:
+        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants {count} registers")
+    writers = [writer(m, instruction, part, ptx_type) for part in parts]
+    assert isinstance(source, Address)
+    dtype = DTYPE[ptx_type]
+    bits = np.dtype(f"u{dtype.itemsize}")
+    if "param" in instruction.modifiers and source.base not in m.program.local:
+        value = m.parameter(instruction, source, count * dtype.itemsize).view(dtype)
+        values = [value[k : k + 1] for k in range(count)]
+
+        def constant(mask: Mask) -> None:
+            for write, value in zip(writers, values, strict=True):
+                write(value, mask)
+
+        return Step(constant, everyone=True)
+    where = address(m, instruction, source)
+    constant = "nc" in instruction.modifiers
+    access = Access(pc, space, count * dtype.itemsize, read=True, write=False, constant=constant)
+
+    def run(mask: Mask) -> None:
+        place = locate(m, access, mask, where())
+        out = np.empty((count, m.threads), bits)
+        compiled.gather(place.host, place.lanes, out)
+        for write, row in zip(writers, out, strict=True):
+            write(row.view(dtype), mask)
+
+    if not polls:
+        return Step(run)
+
+    def poll(machine: Machine, group: Group, active: Mask) -> int:
+        if active is not machine.none:
+            run(active)
+            group.polled = True
+        return group.pc + 1
+
+    return Step(poll, plain=False)
+
+
+def _store(m: Machine, pc: int, instruction: Instruction) -> Step:
+    space, count, ptx_type, _ = _parse(instruction)
+    target, source = instruction.operands
+    parts = source.parts if isinstance(source, Vector) else (source,)
+    if len(parts) != count:
+        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants {count} registers")
+    bits = f"b{BITS[ptx_type]}"
+    readers = [reader(m, instruction, part, bits) for part in parts]
+    where = address(m, instruction, target)
+    access = Access(pc, space, count * DTYPE[ptx_type].itemsize, read=False, write=True)
+
+    def run(mask: Mask) -> None:
+        place = locate(m, access, mask, where())
+        values = np.empty((count, m.threads), DTYPE[bits])
+        for row, read in zip(values, readers, strict=True):
+            row[:] = read()
+        compiled.scatter(place.host, place.lanes, values)
+
+    return Step(run)
+
+
+def _atomic(m: Machine, pc: int, instruction: Instruction) -> Step:
+    """``atom`` gives the old value, ``red`` does not; lanes that meet at an address go in lane order."""
+    space, operation = GENERIC, ""
+    *words, ptx_type = instruction.modifiers
+    rest = []
+    for word in words:
+        base = word.partition("::")[0]
+        if base in SPACES:
+            space = SPACES[base]
+        elif word in _VECTOR or word == "v2":
+            raise Unknown(instruction.form)
+        elif word not in _IGNORED and word not in ("acq_rel", "release") and base != "L2":
+            rest.append(word)
+    operation, *modifiers = rest
+    turns = in_order(operation, ptx_type, tuple(modifiers))
+    operands = list(instruction.operands)
+    write = writer(m, instruction, operands.pop(0), ptx_type) if instruction.opcode == "atom" else None
+    where = address(m, instruction, operands.pop(0))
+    readers = [reader(m, instruction, operand, ptx_type) for operand in operands]
+    dtype = DTYPE[ptx_type]
+    bits = np.dtype(f"u{dtype.itemsize}")
+    access = Access(pc, space, dtype.itemsize, read=True, write=True, atomic=True)
+
+    def run(machine: Machine, group: Group, active: Mask) -> int:
+        if active is machine.none:
+            return group.pc + 1
+        place = locate(m, access, active, where())
+        values = [np.broadcast_to(read(), m.threads)[place.lanes] for read in readers]
+        memory = np.zeros((1, m.threads), bits)
+        compiled.gather(place.host, place.lanes, memory)
+        old, last, new = turns(place.host, memory[0, place.lanes].view(dtype), *values)
+        lanes = place.lanes[last]
+        memory[0, lanes] = new.view(bits)
+        compiled.scatter(np.ascontiguousarray(place.host[last]), lanes, memory)
+        if write is not None:
+            memory[0, place.lanes] = old.view(bits)
+            write(memory[0].view(dtype), active)
+        group.polled = True
+        return group.pc + 1
+
+    return Step(run, plain=False)
+
+
+def _copy_async(m: Machine, pc: int, instruction: Instruction) -> Step:
+    """``cp.async``: data moves at once; the sanitizer marks the bytes as pending until the issuer waits."""
+    words = set(instruction.modifiers)
+    if "bulk" in words or "mbarrier" in words or "reduce" in words:
+        raise Unknown(instruction.form)
+    if words & {"commit_group", "wait_group", "wait_all"}:
+        return _copy_group(m, instruction)
+    target, source, size, *rest = instruction.operands
+    total = int(reader(m, instruction, size, "u32")()[0])
+    ignore = rest and m.register(getattr(rest[0], "name", "")) is not None
+    predicate = bool(ignore) and m.dtypes[m.index[rest[0].name]] == np.bool_  # type: ignore[union-attr]
+    limit = reader(m, instruction, rest[0], "pred" if predicate else "u32") if rest else None
+    to, of = address(m, instruction, target), address(m, instruction, source)
+    write = Access(pc, SHARED, total, read=False, write=True, asynchronous=True)
+    read = Access(pc, GLOBAL, total, read=True, write=False)
+
+    def run(mask: Mask) -> None:
+        lanes = m.active_lanes(mask)
+        valid = np.full(len(lanes), total, np.int64)
+        if limit is not None:
+            value = np.broadcast_to(limit(), m.threads)[lanes]
+            valid = np.where(value, 0, total) if predicate else np.minimum(value.astype(np.int64), total)
+        place = locate(m, write, mask, to())
+        origin = np.zeros(len(lanes), np.int64)
+        whole = valid == total
+        if whole.all():
+            origin = locate(m, read, mask, of()).host
+        else:  # bytes past the valid ones are not read, so they need not exist
+            here = np.broadcast_to(of(), m.threads)
+            for n in np.unique(valid[valid > 0]):
+                part = np.zeros(m.threads, np.bool_)
+                part[lanes[valid == n]] = True
+                origin[valid == n] = _host_of(m, pc, part, here, int(n))
+        compiled.copy(place.host, origin, valid.astype(np.int64), total)
+
+    return Step(run)
+
+
+def _host_of(m: Machine, pc: int, mask: Array, where: Array, size: int) -> Array:
+    """Host pointers of the first ``size`` bytes at each address, which may be any number."""
+    access = Access(pc, GLOBAL, 1, read=True, write=False)
+    first = locate(m, access, mask, where)
+    if size > 1:
+        locate(m, access, mask, where + np.uint64(size - 1))
+    return first.host
+
+
+def _copy_group(m: Machine, instruction: Instruction) -> Step:
+    words = set(instruction.modifiers)
+    newest = 0
+    if "wait_group" in words:
+        newest = int(reader(m, instruction, instruction.operands[0], "u32")()[0])
+
+    def run(mask: Mask) -> None:
+        if m.sanitizer is None:
+            return
+        if "commit_group" in words:
+            m.sanitizer.commit(m.active_lanes(mask))
+        else:
+            m.sanitizer.wait(m.active_lanes(mask), -1 if "wait_all" in words else newest)
+
+    return Step(run)
+
+
+def _cp(m: Machine, pc: int, instruction: Instruction) -> Step:
+    if instruction.modifiers[:1] != ("async",):
+        raise Unknown(instruction.form)
+    return _copy_async(m, pc, instruction)
+
+
+BUILDERS = {"ld": _load, "ldu": _load, "st": _store, "atom": _atomic, "red": _atomic, "cp": _cp}

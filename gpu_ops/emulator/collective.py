@@ -1,0 +1,292 @@
+"""Instructions of a whole warp: shuffles, votes, matrix fragments and products.
+
+A lane runs one only when every other lane it names stands at it too; until then it is parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_ops.emulator import compiled
+from gpu_ops.emulator.access import Access, locate
+from gpu_ops.emulator.instructions import Unknown, matrix, warp
+from gpu_ops.emulator.machine import WARP, Group, Step
+from gpu_ops.emulator.memory import GENERIC, SHARED
+from gpu_ops.emulator.operands import Reader, address, destinations, reader, writer
+from gpu_ops.emulator.syntax import Instruction, Operand, Vector
+from gpu_ops.emulator.types import Array
+
+if TYPE_CHECKING:
+    from gpu_ops.emulator.machine import Machine, Mask
+
+__all__ = ["BUILDERS", "syncwarp"]
+
+_FULL = np.array([0xFFFFFFFF], np.uint32)
+
+
+def _rows(m: Machine, value: Array) -> Array:
+    """A value per thread as ``[warps, 32]``."""
+    return np.broadcast_to(value, m.threads).reshape(-1, WARP)
+
+
+def _bits(lanes: Array) -> Array:
+    """Bool ``[W, 32]`` to a mask per lane."""
+    return np.repeat(np.packbits(lanes, axis=1, bitorder="little").view(np.uint32), WARP, axis=1)
+
+
+def _collective(pc: int, members: Reader | None, run: Callable[[Machine, Array, Array, Mask], None]) -> Step:
+    """``run(machine, active [W, 32], members [W, 32], mask)`` for the lanes that are complete."""
+
+    def step(m: Machine, group: Group, active: Mask) -> int | None:
+        if active is m.none:
+            return group.pc + 1
+        here = m.full(active).reshape(-1, WARP)
+        named = _rows(m, _FULL if members is None else members())
+        following: int | None = group.pc + 1
+        if active is not None:
+            missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_bits(here)
+            late = here & (missing != 0)
+            if late.any():
+                following = m.park(group, late.ravel())
+                here = here & ~late
+                if not here.any():
+                    return following
+                active = here.ravel()
+        if m.sanitizer is not None and members is not None:
+            m.sanitizer.named(pc, here, named)
+        run(m, here, named, active)
+        return following
+
+    return Step(step, plain=False)
+
+
+def syncwarp(m: Machine, pc: int, instruction: Instruction) -> Step:
+    """``bar.warp.sync``"""
+    members = reader(m, instruction, instruction.operands[0], "u32")
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        if m.sanitizer is not None:
+            m.sanitizer.warp_barrier(here)
+
+    return _collective(pc, members, run)
+
+
+def _write_both(
+    m: Machine, instruction: Instruction, types: tuple[str, str]
+) -> Callable[[tuple[Array, ...], Mask], None]:
+    """Writers of ``d`` or ``d|p``."""
+    writers = [
+        writer(m, instruction, d, t)
+        for d, t in zip(destinations(instruction.operands[0]), types, strict=False)
+    ]
+
+    def write(results: tuple[Array, ...], mask: Mask) -> None:
+        for store, result in zip(writers, results, strict=False):
+            store(np.ascontiguousarray(np.broadcast_to(result, (m.threads // WARP, WARP))).ravel(), mask)
+
+    return write
+
+
+def _shfl(m: Machine, pc: int, instruction: Instruction) -> Step:
+    if instruction.modifiers[:1] != ("sync",):
+        raise Unknown(instruction.form)
+    mode = instruction.modifiers[1]
+    _, *sources = instruction.operands
+    a, b, c, members = (reader(m, instruction, s, "b32") for s in sources)
+    write = _write_both(m, instruction, ("b32", "pred"))
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        lane, distance, clamp = _rows(m, a()), _rows(m, b()), _rows(m, c())
+        if m.sanitizer is not None:
+            source, valid = warp.shfl_sources(mode, distance, clamp)
+            m.sanitizer.shuffled(pc, here, named, source, valid)
+        write(warp.shfl(mode, lane, distance, clamp, named, here), mask)
+
+    return _collective(pc, members, run)
+
+
+def _vote(m: Machine, pc: int, instruction: Instruction) -> Step:
+    if instruction.modifiers[:1] != ("sync",):
+        raise Unknown(instruction.form)
+    mode, ptx_type = instruction.modifiers[1:3]
+    _, source, mask_operand = instruction.operands
+    predicate = reader(m, instruction, source, "pred")
+    write = _write_both(m, instruction, (ptx_type, "pred"))
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        write((warp.vote(mode, _rows(m, predicate()), named, here),), mask)
+
+    return _collective(pc, reader(m, instruction, mask_operand, "u32"), run)
+
+
+def _match(m: Machine, pc: int, instruction: Instruction) -> Step:
+    mode, _, ptx_type = instruction.modifiers
+    _, source, mask_operand = instruction.operands
+    value = reader(m, instruction, source, ptx_type)
+    write = _write_both(m, instruction, ("b32", "pred"))
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        write(warp.match(mode, _rows(m, value()), named, here), mask)
+
+    return _collective(pc, reader(m, instruction, mask_operand, "u32"), run)
+
+
+def _redux(m: Machine, pc: int, instruction: Instruction) -> Step:
+    _, operation, ptx_type = instruction.modifiers
+    _, source, mask_operand = instruction.operands
+    value = reader(m, instruction, source, ptx_type)
+    write = _write_both(m, instruction, (ptx_type, "pred"))
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        write((warp.redux(operation, ptx_type, _rows(m, value()), named, here),), mask)
+
+    return _collective(pc, reader(m, instruction, mask_operand, "u32"), run)
+
+
+def _elect(m: Machine, pc: int, instruction: Instruction) -> Step:
+    write = _write_both(m, instruction, ("b32", "pred"))
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        write(warp.elect(named, here), mask)
+
+    return _collective(pc, reader(m, instruction, instruction.operands[1], "u32"), run)
+
+
+def _activemask(m: Machine, pc: int, instruction: Instruction) -> Step:
+    write = writer(m, instruction, instruction.operands[0], "b32")
+
+    def run(m: Machine, group: Group, active: Mask) -> int:
+        if active is not m.none:
+            write(warp.activemask(m.full(active).reshape(-1, WARP)).ravel(), active)
+        return group.pc + 1
+
+    return Step(run, plain=False)
+
+
+# -- matrices: all lanes of the warp take part ----------------------------------------------------
+
+
+def _parts(operand: Operand) -> tuple[Operand, ...]:
+    return operand.parts if isinstance(operand, Vector) else (operand,)
+
+
+def _spread(m: Machine, warps: Array, values: Array) -> Array:
+    """``[executing warps, 32]`` to one value per thread."""
+    if len(values) == m.threads // WARP:
+        return values.ravel()
+    full = np.zeros((m.threads // WARP, WARP), values.dtype)
+    full[warps] = values
+    return full.ravel()
+
+
+def _mma(m: Machine, pc: int, instruction: Instruction) -> Step:
+    form = matrix.mma(instruction.modifiers)
+    d, *sources = instruction.operands
+    readers = [
+        [reader(m, instruction, part, ptx_type) for part in _parts(operand)]
+        for operand, (_, ptx_type) in zip(sources[:3], (form.a, form.b, form.c), strict=True)
+    ]
+    writers = [writer(m, instruction, part, form.d[1]) for part in _parts(d)]
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        warps = np.flatnonzero(here.any(axis=1))
+        whole = len(warps) == len(here)
+
+        def fragment(read: Reader) -> Array:
+            value = read()
+            rows = _rows(m, value.view(np.dtype(f"u{value.dtype.itemsize}")))
+            return np.ascontiguousarray(rows if whole else rows[warps])
+
+        results = form.run(*([fragment(read) for read in group] for group in readers))
+        for write, result in zip(writers, results, strict=True):
+            write(_spread(m, warps, result), mask)
+        if m.profile is not None:
+            m.profile.multiplied(form.kind, form.macs * len(warps))
+
+    return _collective(pc, None, run)
+
+
+def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
+    """(b8, matrices, transposed, space) of ldmatrix and stmatrix; their qualifiers come in any order."""
+    words = set(instruction.modifiers)
+    known = {"sync", "aligned", "m8n8", "m16n16", "m16n8", "x1", "x2", "x4", "trans", "b16", "b8"}
+    spaces = {w for w in words if w.startswith("shared")}
+    if words - known - spaces or not words & {"b16", "b8"}:
+        raise Unknown(instruction.form)
+    count = 4 if "x4" in words else 2 if "x2" in words else 1
+    return "b8" in words, count, "trans" in words, SHARED if spaces else GENERIC
+
+
+def _row_mask(m: Machine, here: Array, rows: int) -> tuple[Array, Array]:
+    """(mask of the lanes whose addresses count, executing warps)"""
+    mask = here & (np.arange(WARP) < rows)
+    return mask.ravel(), np.flatnonzero(here.any(axis=1))
+
+
+def _ldmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
+    narrow, count, transposed, space = _matrix_form(instruction)
+    rows = (16 if narrow else 8) * count
+    target, source = instruction.operands
+    writers = [writer(m, instruction, part, "b32") for part in _parts(target)]
+    where = address(m, instruction, source)
+    access = Access(pc, space, 16, read=True, write=False)
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        lanes, warps = _row_mask(m, here, rows)
+        place = locate(m, access, lanes, where())
+        words = np.empty((2, m.threads), np.uint64)
+        compiled.gather(place.host, place.lanes, words)
+        data = np.ascontiguousarray(words[:, place.lanes].T).view(np.uint8).reshape(len(warps), rows, 16)
+        fragments = matrix.load_fragments_b8(data) if narrow else matrix.load_fragments(data, transposed)
+        for write, fragment in zip(writers, fragments, strict=True):
+            write(_spread(m, warps, fragment), mask)
+
+    return _collective(pc, None, run)
+
+
+def _stmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
+    narrow, count, transposed, space = _matrix_form(instruction)
+    target, source = instruction.operands
+    readers = [reader(m, instruction, part, "b32") for part in _parts(source)]
+    where = address(m, instruction, target)
+    access = Access(pc, space, 16, read=False, write=True)
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        lanes, warps = _row_mask(m, here, 8 * count)
+        place = locate(m, access, lanes, where())
+        registers = [np.ascontiguousarray(_rows(m, read())[warps]) for read in readers]
+        data = (
+            matrix.store_fragments_b8(registers) if narrow else matrix.store_fragments(registers, transposed)
+        )
+        words = np.empty((2, m.threads), np.uint64)
+        words[:, place.lanes] = np.ascontiguousarray(data).view(np.uint64).reshape(-1, 2).T
+        compiled.scatter(place.host, place.lanes, words)
+
+    return _collective(pc, None, run)
+
+
+def _movmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
+    target, source = instruction.operands
+    read, write = reader(m, instruction, source, "b32"), writer(m, instruction, target, "b32")
+
+    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+        write(matrix.movmatrix(np.ascontiguousarray(_rows(m, read()))).ravel(), mask)
+
+    return _collective(pc, None, run)
+
+
+BUILDERS: dict[str, Any] = {
+    "shfl": _shfl,
+    "vote": _vote,
+    "match": _match,
+    "redux": _redux,
+    "elect": _elect,
+    "activemask": _activemask,
+    "mma": _mma,
+    "ldmatrix": _ldmatrix,
+    "stmatrix": _stmatrix,
+    "movmatrix": _movmatrix,
+}

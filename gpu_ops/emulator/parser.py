@@ -1,0 +1,396 @@
+"""PTX text to a :class:`Module`: functions, variables and instructions, each with its line.
+
+One pass over a token stream. Names are resolved here as far as the text decides them: an inline-asm
+``{ }`` opens a scope for registers and labels, so names declared inside get a unique suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpu_ops.emulator.errors import PtxError
+from gpu_ops.emulator.syntax import (
+    Address,
+    Call,
+    Function,
+    Immediate,
+    Instruction,
+    Label,
+    Location,
+    Module,
+    Name,
+    Negated,
+    Operand,
+    Pair,
+    Variable,
+    Vector,
+)  # fmt: skip
+from gpu_ops.emulator.tokens import Token, tokens
+
+__all__ = ["parse"]
+
+_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+_SPACES = {".global", ".const", ".shared", ".local", ".param"}
+_LINKAGE = {".visible", ".extern", ".weak", ".common"}
+
+
+def parse(text: str) -> Module:
+    """Parse a PTX file; :class:`PtxError` names the line that is not understood."""
+    return _Parser(text).module()
+
+
+def _size(ptx_type: str) -> int:
+    return _SIZES[ptx_type.lstrip(".bsuf")] if ptx_type != ".pred" else 1
+
+
+class _Scope:
+    """Names declared in one ``{ }``, and the names of the ones around it."""
+
+    count = 0
+
+    def __init__(self, outer: _Scope | None, suffix: str) -> None:
+        self.outer, self.suffix = outer, suffix
+        self.names: set[str] = set()
+
+    def resolve(self, name: str) -> str:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return name + scope.suffix
+            scope = scope.outer
+        return name
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = list(tokens(text))
+        self.tokens.append(Token("end", "", self.tokens[-1].line if self.tokens else 1))
+        self.at = 0
+        self.location: Location | None = None
+        self.scopes = 0
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def peek(self) -> str:
+        return self.tokens[self.at].text
+
+    def next(self) -> str:
+        token = self.tokens[self.at]
+        self.at += 1
+        return token.text
+
+    def accept(self, text: str) -> bool:
+        if self.peek() == text:
+            self.at += 1
+            return True
+        return False
+
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            raise self.error(f"expected {text!r}, found {self.peek()!r}")
+
+    def error(self, what: str) -> PtxError:
+        line = self.tokens[min(self.at, len(self.tokens) - 1)].line
+        return PtxError(f"PTX line {line}: {what}")
+
+    def integer(self) -> int:
+        sign = -1 if self.accept("-") else 1
+        try:
+            return sign * int(self.next().rstrip("U"), 0)
+        except ValueError:
+            self.at -= 1
+            raise self.error(f"expected a number, found {self.peek()!r}") from None
+
+    # -- module ---------------------------------------------------------------------------------
+
+    def module(self) -> Module:
+        module = Module(self.text)
+        while self.tokens[self.at].kind != "end":
+            flags = set()
+            while self.peek() in _LINKAGE:
+                flags.add(self.next())
+            word = self.next()
+            if word in (".version", ".address_size"):
+                self.next()
+            elif word == ".target":
+                module.target = self.next()
+                while self.accept(","):
+                    self.next()
+            elif word == ".file":
+                number = self.integer()
+                module.files[number] = self.next().strip('"')
+                while self.accept(","):
+                    self.next()
+            elif word == ".section":
+                self.next()
+                self.skip_braces()
+            elif word == ".pragma":
+                self.next()
+                self.expect(";")
+            elif word in (".entry", ".func"):
+                function = self.function(entry=word == ".entry")
+                if not (function.declared_only and function.name in module.functions):
+                    module.functions[function.name] = function
+            elif word in _SPACES:
+                for variable in self.variables(word[1:], extern=".extern" in flags):
+                    module.variables[variable.name] = variable
+            elif word in (".alias", ".callprototype"):
+                while not self.accept(";"):
+                    self.next()
+            else:
+                self.at -= 1
+                raise self.error(f"unexpected {word!r}")
+        return module
+
+    def skip_braces(self) -> None:
+        self.expect("{")
+        depth = 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(self.next(), 0)
+
+    def variables(self, space: str, *, extern: bool = False, suffix: str = "") -> Iterator[Variable]:
+        """``.align 4 .b8 a[16] = {...}, b;`` after the space; a name with ``<n>`` is n variables."""
+        for variable in self.declaration(space, suffix):
+            variable.extern = extern
+            yield variable
+        self.expect(";")
+
+    def declaration(self, space: str, suffix: str = "") -> Iterator[Variable]:
+        align, ptx_type, width = 0, "", 1
+        while self.peek().startswith("."):
+            word = self.next()
+            if word == ".align":
+                align = self.integer()
+            elif word in (".v2", ".v4"):
+                width = int(word[2:])
+            elif word == ".attribute":
+                self.skip_parentheses()
+            elif word not in (".ptr", ".global", ".shared", ".local", ".const"):
+                ptx_type = word
+        while True:
+            name = self.next()
+            count = width
+            while self.accept("["):
+                count *= 0 if self.peek() == "]" else self.integer()
+                self.expect("]")
+            size = _size(ptx_type)
+            variable = Variable(name + suffix, space, ptx_type[1:], max(align, size * width), count * size)
+            if self.accept("="):
+                variable.initial = list(self.initialiser())
+            yield variable
+            if space == "param" or not self.accept(","):
+                return
+
+    def initialiser(self) -> Iterator[Operand]:
+        if self.accept("{"):
+            while not self.accept("}"):
+                yield from self.initialiser()
+                self.accept(",")
+        else:
+            yield self.operand(_Scope(None, ""))
+
+    def skip_parentheses(self) -> None:
+        self.expect("(")
+        while not self.accept(")"):
+            self.next()
+
+    # -- functions ------------------------------------------------------------------------------
+
+    def function(self, *, entry: bool) -> Function:
+        results = list(self.parameters()) if self.peek() == "(" else []
+        function = Function(self.next(), entry, results=results)
+        if self.peek() == "(":
+            function.parameters = list(self.parameters())
+        while self.peek().startswith("."):  # .maxntid 128, 1, 1   .minnctapersm 2   .noreturn
+            self.next()
+            while self.tokens[self.at].kind == "number" or self.peek() == ",":
+                self.next()
+        if self.accept(";"):
+            function.declared_only = True
+            return function
+        self.location = None
+        self.expect("{")
+        self.body(function, _Scope(None, ""))
+        return function
+
+    def parameters(self) -> Iterator[Variable]:
+        self.expect("(")
+        while not self.accept(")"):
+            word = self.next()
+            if word == ".param":
+                yield from self.declaration("param")
+            elif word == ".reg":
+                yield from self.declaration("reg")
+            else:
+                self.at -= 1
+                raise self.error(f"expected a parameter, found {word!r}")
+            self.accept(",")
+
+    def body(self, function: Function, scope: _Scope) -> None:
+        """Statements up to the closing brace, which is consumed."""
+        self.collect(scope)
+        while not self.accept("}"):
+            if self.accept("{"):
+                self.scopes += 1
+                self.body(function, _Scope(scope, f"@{self.scopes}"))
+                continue
+            self.statement(function, scope)
+
+    def collect(self, scope: _Scope) -> None:
+        """Names this scope declares, read ahead: a branch may go to a label further down."""
+        depth, at = 1, self.at
+        while depth:
+            token = self.tokens[at]
+            if token.kind == "end":
+                raise self.error("the body does not end")
+            depth += {"{": 1, "}": -1}.get(token.text, 0)
+            if depth == 1:
+                following = self.tokens[at + 1].text
+                if token.kind == "word" and following == ":":
+                    scope.names.add(token.text)
+                elif token.text in (".reg", ".local", ".shared", ".param", ".const", ".global"):
+                    while self.tokens[at].text != ";":
+                        at += 1
+                        if self.tokens[at].kind == "word" and not self.tokens[at].text.startswith("."):
+                            scope.names.add(self.tokens[at].text)
+                    continue
+            at += 1
+
+    def statement(self, function: Function, scope: _Scope) -> None:
+        token = self.tokens[self.at]
+        word = token.text
+        if token.kind == "word" and self.tokens[self.at + 1].text == ":":
+            self.at += 2
+            if self.accept(".branchtargets"):
+                function.tables[scope.resolve(word)] = [scope.resolve(self.next())]
+                while self.accept(","):
+                    function.tables[scope.resolve(word)].append(scope.resolve(self.next()))
+                self.expect(";")
+            elif self.peek() in (".callprototype", ".calltargets"):
+                while not self.accept(";"):
+                    self.next()
+            else:
+                function.body.append(Label(scope.resolve(word)))
+        elif word == ".reg":
+            self.at += 1
+            self.registers(function, scope)
+        elif word in _SPACES:
+            self.at += 1
+            function.variables.extend(self.variables(word[1:], suffix=scope.suffix))
+        elif word == ".loc":
+            self.at += 1
+            self.location = Location(self.integer(), self.integer())
+            self.integer()
+            while self.accept(","):
+                self.next()
+                while self.tokens[self.at].kind in ("word", "number") or self.peek() == "+":
+                    if self.peek().startswith(".") or self.tokens[self.at].line != token.line:
+                        break
+                    self.next()
+        elif word == ".pragma":
+            self.at += 2
+            self.expect(";")
+        else:
+            function.body.append(self.instruction(scope))
+
+    def registers(self, function: Function, scope: _Scope) -> None:
+        ptx_type = self.next()
+        while True:
+            name = self.next()
+            if self.accept("<"):
+                for i in range(self.integer()):
+                    scope.names.add(f"{name}{i}")
+                    function.registers[f"{name}{i}{scope.suffix}"] = ptx_type[1:]
+                self.expect(">")
+            else:
+                function.registers[name + scope.suffix] = ptx_type[1:]
+            if not self.accept(","):
+                break
+        self.expect(";")
+
+    # -- instructions ---------------------------------------------------------------------------
+
+    def instruction(self, scope: _Scope) -> Instruction:
+        line = self.tokens[self.at].line
+        guard: Name | Negated | None = None
+        if self.accept("@"):
+            negated = self.accept("!")
+            name = scope.resolve(self.next())
+            guard = Negated(name) if negated else Name(name)
+        token = self.tokens[self.at]
+        if token.kind != "word" or token.text.startswith("."):
+            raise self.error(f"expected an instruction, found {token.text!r}")
+        opcode, *modifiers = self.next().split(".")
+        operands: list[Operand] = []
+        if opcode == "call":
+            operands.append(self.call(scope))
+        elif self.peek() != ";":
+            operands.append(self.operand(scope))
+            while self.accept(","):
+                operands.append(self.operand(scope))
+        self.expect(";")
+        return Instruction(line, self.location, guard, opcode, tuple(modifiers), tuple(operands))
+
+    def call(self, scope: _Scope) -> Call:
+        results = self.group(scope)
+        if results:
+            self.expect(",")
+        callee = scope.resolve(self.next())
+        arguments: tuple[Operand, ...] = ()
+        while self.accept(","):
+            if self.peek() == "(":
+                arguments = self.group(scope)
+            else:
+                self.next()  # the prototype of an indirect call
+        return Call(results, callee, arguments)
+
+    def group(self, scope: _Scope) -> tuple[Operand, ...]:
+        parts: list[Operand] = []
+        if self.accept("("):
+            while not self.accept(")"):
+                parts.append(self.operand(scope))
+                self.accept(",")
+        return tuple(parts)
+
+    def operand(self, scope: _Scope) -> Operand:
+        first = self.single(scope)
+        return Pair(first, self.single(scope)) if self.accept("|") else first
+
+    def single(self, scope: _Scope) -> Operand:
+        token = self.tokens[self.at]
+        if self.accept("{"):
+            parts: list[Operand] = []
+            while not self.accept("}"):
+                parts.append(self.single(scope))
+                self.accept(",")
+            return Vector(tuple(parts))
+        if self.accept("["):
+            base, offset = "", 0
+            if self.tokens[self.at].kind == "word":
+                base = scope.resolve(self.next())
+                if self.accept("+") or self.peek() == "-":
+                    offset = self.integer()
+            else:
+                offset = self.integer()
+            self.expect("]")
+            return Address(base, offset)
+        if self.accept("!"):
+            return Negated(scope.resolve(self.next()))
+        if self.accept("-"):
+            return Immediate("-" + self.next())
+        self.at += 1
+        if token.kind == "number":
+            return Immediate(token.text)
+        if token.kind == "word":
+            name = scope.resolve(token.text)
+            if self.accept("("):  # generic(symbol), in initialisers
+                inner = self.single(scope)
+                self.expect(")")
+                return inner
+            if self.peek() == "+" and self.tokens[self.at + 1].kind == "number":
+                self.at += 1
+                return Address(name, self.integer())  # symbol + offset, in initialisers and mov
+            return Name(name)
+        self.at -= 1
+        raise self.error(f"expected an operand, found {token.text!r}")

@@ -1,0 +1,234 @@
+"""An entry of a module as one flat program: calls inlined, labels resolved, variables laid out.
+
+A device function is cloned at each call, its parameters bound to the caller's ``.param`` variables,
+which become per-thread memory. So the machine knows neither stack nor scopes: a call is nothing, a
+return is a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpu_ops.emulator.errors import EmulatorError, PtxError
+from gpu_ops.emulator.syntax import (
+    Address,
+    Call,
+    Function,
+    Immediate,
+    Instruction,
+    Label,
+    Module,
+    Name,
+    Negated,
+    Operand,
+    Pair,
+    Variable,
+    Vector,
+)
+from gpu_ops.emulator.types import DTYPE, Array
+
+__all__ = ["LOCAL_BASE", "SHARED_BASE", "Program", "immediate", "link"]
+
+#: The first byte of a window. On sm_90 the system owns the first KiB of shared memory; here too on older
+#: architectures, so that a null pointer into shared memory is always a fault.
+SHARED_BASE = 0x400
+LOCAL_BASE = 0x100
+
+_DEPTH = 64  # of nested calls: deeper is recursion
+
+
+@dataclass
+class Program:
+    """What the machine runs: ``code[pc]``, and where everything lies."""
+
+    name: str
+    module: Module
+    code: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    registers: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, list[str]] = field(default_factory=dict)
+    parameters: list[Variable] = field(default_factory=list)
+    shared: dict[str, int] = field(default_factory=dict)  # name -> window offset
+    local: dict[str, int] = field(default_factory=dict)
+    globals: list[Variable] = field(default_factory=list)
+    shared_bytes: int = 0  # static part, alignment of the dynamic part included
+    local_bytes: int = 0
+
+    def where(self, pc: int) -> str:
+        """``rmsnorm.ptx:120 ld.global.f32 ... (rmsnorm.cu:35)``: for messages."""
+        instruction = self.code[pc]
+        text = f"PTX line {instruction.line}: {self.module.source_line(instruction.line)}"
+        return f"{text}{self.source(pc)}"
+
+    def source(self, pc: int) -> str:
+        """`` (kernel.cu:35)`` when the program was compiled with line information, else nothing."""
+        location = self.code[pc].location
+        if location is None or location.file not in self.module.files:
+            return ""
+        return f" ({self.module.files[location.file]}:{location.line})"
+
+
+def link(module: Module, name: str) -> Program:
+    """The program of an entry; :class:`EmulatorError` names the entries there are."""
+    entry = module.functions.get(name)
+    if entry is None or not entry.entry:
+        entries = [f.name for f in module.functions.values() if f.entry]
+        raise EmulatorError(f"no kernel named {name!r}; the module has: {', '.join(entries) or 'none'}")
+    linker = _Linker(module, Program(name, module))
+    linker.program.parameters = entry.parameters
+    linker.inline(entry, "", {}, 0)
+    linker.lay_out()
+    return linker.program
+
+
+class _Linker:
+    def __init__(self, module: Module, program: Program) -> None:
+        self.module = module
+        self.program = program
+        self.clones = 0
+        self.variables: list[Variable] = []
+
+    def inline(self, function: Function, prefix: str, bound: dict[str, str], depth: int) -> None:
+        if depth > _DEPTH:
+            raise PtxError(f"{function.name} calls itself: recursion is not supported")
+        program = self.program
+        labels = {s.name for s in function.body if isinstance(s, Label)}
+        own = {v.name for v in function.variables}
+        mine = labels | own | function.registers.keys()
+
+        def rename(name: str) -> str:
+            return prefix + name if name in mine else bound.get(name, name)
+
+        for name, ptx_type in function.registers.items():
+            program.registers[prefix + name] = ptx_type
+        for parameter in (*function.parameters, *function.results):
+            if parameter.space == "reg":  # hand-written PTX may pass registers
+                raise PtxError(f"{function.name} takes registers; pass .param variables")
+        for name, targets in function.tables.items():
+            program.tables[prefix + name] = [rename(t) for t in targets]
+        for variable in function.variables:
+            self.variables.append(_renamed(variable, rename(variable.name)))
+        end = f"{prefix}end of {function.name}"
+        for statement in function.body:
+            if isinstance(statement, Label):
+                program.labels[rename(statement.name)] = len(program.code)
+            elif statement.opcode == "call":
+                self.call(statement, rename, depth)
+            else:
+                operands = tuple(_rename(o, rename) for o in statement.operands)
+                guard = None if statement.guard is None else statement.guard._replace(
+                    name=rename(statement.guard.name)
+                )  # fmt: skip
+                placed = statement._replace(operands=operands, guard=guard)
+                if statement.opcode == "ret" and not function.entry:
+                    placed = placed._replace(opcode="bra", modifiers=(), operands=(Name(end),))
+                program.code.append(placed)
+        program.labels[end] = len(program.code)
+        if function.entry:  # falling off the end returns
+            line = program.code[-1].line if program.code else 1
+            program.code.append(Instruction(line, None, None, "ret", (), ()))
+
+    def call(self, statement: Instruction, rename: object, depth: int) -> None:
+        call = statement.operands[0]
+        assert isinstance(call, Call)
+        assert callable(rename)
+        function = self.module.functions.get(call.callee)
+        if function is None or function.declared_only:
+            self.program.code.append(
+                statement._replace(opcode="trap", modifiers=(), operands=(Name(call.callee),))
+            )
+            return
+        if statement.guard is not None:
+            raise PtxError(f"PTX line {statement.line}: a predicated call is not supported")
+        self.clones += 1
+        formal = (*function.results, *function.parameters)
+        actual = (*call.results, *call.arguments)
+        if len(formal) != len(actual) or not all(isinstance(a, Name) for a in actual):
+            raise PtxError(f"PTX line {statement.line}: {call.callee} wants {len(formal)} .param variables")
+        bound = {f.name: rename(a.name) for f, a in zip(formal, actual, strict=True) if isinstance(a, Name)}
+        self.inline(function, f"{self.clones}:", bound, depth + 1)
+
+    def lay_out(self) -> None:
+        """Static variables in order, then the dynamic shared memory, whose symbols all name one address."""
+        program = self.program
+        shared, local, dynamic = SHARED_BASE, LOCAL_BASE, []
+        for variable in (*self.module.variables.values(), *self.variables):
+            if variable.space == "shared":
+                if variable.extern:
+                    dynamic.append(variable)
+                    continue
+                shared = _round_up(shared, variable.align)
+                program.shared[variable.name] = shared
+                shared += variable.bytes
+            elif variable.space in ("local", "param"):
+                local = _round_up(local, variable.align)
+                program.local[variable.name] = local
+                local += variable.bytes
+            else:
+                program.globals.append(variable)
+        if dynamic:
+            shared = _round_up(shared, max(16, *(v.align for v in dynamic)))
+            program.shared.update((v.name, shared) for v in dynamic)
+        program.shared_bytes = shared - SHARED_BASE
+        program.local_bytes = local - LOCAL_BASE
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // max(1, multiple)) * max(1, multiple)
+
+
+def _renamed(variable: Variable, name: str) -> Variable:
+    return Variable(
+        name, variable.space, variable.type, variable.align, variable.bytes, variable.initial, variable.extern
+    )
+
+
+def _rename(operand: Operand, rename: object) -> Operand:
+    assert callable(rename)
+    match operand:
+        case Name(name):
+            return Name(rename(name))
+        case Negated(name):
+            return Negated(rename(name))
+        case Address(base, offset):
+            return Address(rename(base), offset)
+        case Vector(parts):
+            return Vector(tuple(_rename(p, rename) for p in parts))
+        case Pair(first, second):
+            return Pair(_rename(first, rename), _rename(second, rename))
+    return operand
+
+
+def immediate(operand: Immediate, ptx_type: str) -> Array:
+    """A literal as an array of one element of the type; too wide ones are truncated, as PTX does."""
+    text, dtype = operand.text, DTYPE[ptx_type]
+    body = text.lstrip("-").rstrip("U")
+    if body[:2].lower() in ("0f", "0d"):
+        bits = np.array([int(body[2:], 16)], np.uint32 if body[1] in "fF" else np.uint64)
+        value = bits.view(np.float32 if body[1] in "fF" else np.float64)
+        if dtype.kind != "f":
+            return bits.astype(dtype)  # a float literal in a .b32 move
+        return (-value if text[0] == "-" else value).astype(dtype)
+    if "." in body:
+        return np.array([float(text)], dtype)
+    number = int(body, 0) * (-1 if text[0] == "-" else 1)
+    if dtype == np.bool_:
+        return np.array([number != 0])
+    if dtype.kind == "f":
+        return np.array([number], dtype)
+    width = 8 * dtype.itemsize
+    return np.array([number & ((1 << width) - 1)], np.dtype(f"u{dtype.itemsize}")).view(dtype)
+
+
+def initial_bytes(variable: Variable, addresses: dict[str, int]) -> Iterator[int]:
+    """The bytes a global or constant variable starts with."""
+    for part in variable.initial:
+        if isinstance(part, Immediate):
+            yield from immediate(part, variable.type).tobytes()
+        else:
+            base = part.name if isinstance(part, Name) else part.base  # type: ignore[union-attr]
+            offset = 0 if isinstance(part, Name) else part.offset  # type: ignore[union-attr]
+            yield from (addresses[base] + offset).to_bytes(DTYPE[variable.type].itemsize, "little")
