@@ -5,16 +5,17 @@ threads: the machine hands it one array per source operand, viewed in the type t
 :data:`~gpu_ops.emulator.types.DTYPE`), and stores the arrays that come back. Lengths broadcast: a value
 that is the same for all threads arrives as an array of one element.
 
-==============  ====================================================================================
-``integer``     add ... dp4a on integers, carries
-``bits``        popc ... bfind, bit fields
-``logic``       and, or, xor, lop3, shifts, prmt; setp, set, selp, slct, testp
-``floating``    add ... fma, min, max on f16, bf16, f32, f64 and their pairs; rcp, ex2, tanh, ...
-``convert``     cvt
-``matrix``      mma.sync, the fragments of ldmatrix, stmatrix and movmatrix
-``warp``        shfl, vote, match, redux
-``atomic``      what atom and red do to a value
-==============  ====================================================================================
+===============  ===================================================================================
+``integer``      add ... dp4a on integers, carries
+``bits``         popc ... bfind, bit fields
+``logic``        and, or, xor, lop3, shifts, prmt; setp, set, selp, slct, testp
+``floating``     add ... fma, div, rcp, sqrt, min, max on f16, bf16, f32, f64 and their pairs
+``approximate``  ex2, lg2, sin, tanh, ...: forms with .approx or .full
+``convert``      cvt
+``matrix``       mma.sync, the fragments of ldmatrix, stmatrix and movmatrix
+``warp``         shfl, vote, match, redux
+``atomic``       what atom and red do to a value
+===============  ===================================================================================
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def semantics(*opcodes: str, types: Iterable[str] | None = None) -> Callable[[_F
 def lookup(opcode: str, modifiers: tuple[str, ...]) -> Op:
     """The semantics of ``opcode.modifiers``, for instance ``lookup("add", ("rn", "ftz", "f32"))``."""
     # Imported here because each family imports this module for `semantics`.
-    from gpu_ops.emulator.instructions import bits, convert, floating, integer, logic  # noqa: F401
+    from gpu_ops.emulator.instructions import approximate, bits, convert, floating, integer, logic  # noqa: F401
 
     factory = _TABLE.get((opcode, modifiers[-1] if modifiers else None)) or _TABLE.get((opcode, None))
     if factory is None:
