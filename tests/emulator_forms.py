@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulator_kernels import run_kernel
 
 from gpu_ops.emulator.instructions import Op, lookup
 from gpu_ops.emulator.types import BITS, DTYPE, Array
@@ -59,8 +60,9 @@ def run_form(form: str, *operands: Array) -> list[Array]:
     """The results of one form, after checking that it keeps the rules between machine and instructions.
 
     Operands have the dtypes that the form reads and T or 1 elements. The results must have the dtypes
-    that it writes and the common length, must not come from changing an operand, and must be the same
-    when an operand that is equal for all threads arrives as one element.
+    that it writes and the common length, must not come from changing an operand, must be the same when an
+    operand that is equal for all threads arrives as one element, and must be what a kernel on the emulator
+    stores.
     """
     op = form_op(form)
     assert len(operands) == len(op.reads), f"{form} reads {op.reads}"
@@ -71,9 +73,10 @@ def run_form(form: str, *operands: Array) -> list[Array]:
         if operand.size > 1:
             short = [*operands[:i], operand[:1], *operands[i + 1 :]]
             long = [*operands[:i], np.repeat(operand[:1], operand.size), *operands[i + 1 :]]
-            _assert_same_bits(form, _evaluate(form, op, short), _evaluate(form, op, long))
+            _assert_same(f"{form}, operand {i} alike", _evaluate(form, op, short), _evaluate(form, op, long))
     alone = _evaluate(form, op, [operand[:1] for operand in operands])
-    _assert_same_bits(form, alone, [result[:1] for result in results])
+    _assert_same(f"{form}, all operands alike", alone, [result[:1] for result in results])
+    _assert_same(f"{form} in a kernel", run_kernel(form, op, operands), results)
     return results
 
 
@@ -94,13 +97,13 @@ def _evaluate(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
     return results
 
 
-def _assert_same_bits(form: str, got: Sequence[Array], want: Sequence[Array]) -> None:
+def _assert_same(what: str, got: Sequence[Array], want: Sequence[Array]) -> None:
     """Equal bits; which NaN a floating-point result is may change."""
     for one, other in zip(got, want, strict=True):
         wide = np.broadcast_to(one, other.shape)
         same = bits_of(wide) == bits_of(other)
         same |= (wide != wide) & (other != other)
-        assert same.all(), f"{form}: lengths change the result"
+        assert same.all(), f"{what}: element {np.argmin(same)} differs"
 
 
 def check_form(form: str, oracle: Callable[..., Any], operands: Sequence[Array]) -> None:
