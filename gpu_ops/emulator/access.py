@@ -117,14 +117,15 @@ def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
     dtype = DTYPE[ptx_type]
     bits = np.dtype(f"u{dtype.itemsize}")
     if "param" in instruction.modifiers and source.base not in m.program.local:
-        value = m.parameter(instruction, source, count * dtype.itemsize).view(dtype)
-        values = [value[k : k + 1] for k in range(count)]
+        if source.base not in (p.name for p in m.program.parameters):
+            raise PtxError(f"PTX line {instruction.line}: no parameter {source.base}")
 
-        def constant(mask: Mask) -> None:
-            for write, value in zip(writers, values, strict=True):
-                write(value, mask)
+        def parameter(mask: Mask) -> None:
+            value = m.parameter(source.base, source.offset, count * dtype.itemsize).view(dtype)
+            for k, write in enumerate(writers):
+                write(value[k : k + 1], mask)
 
-        return Step(constant, everyone=True)
+        return Step(parameter, everyone=True)
     where = address(m, instruction, source)
     constant = "nc" in instruction.modifiers
     access = Access(pc, space, count * dtype.itemsize, read=True, write=False, constant=constant)

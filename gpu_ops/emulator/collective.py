@@ -29,7 +29,9 @@ _FULL = np.array([0xFFFFFFFF], np.uint32)
 
 def _rows(m: Machine, value: Array) -> Array:
     """A value per thread as ``[warps, 32]``."""
-    return np.broadcast_to(value, m.threads).reshape(-1, WARP)
+    if value.size == 1:
+        return np.broadcast_to(value, (m.threads // WARP, WARP))
+    return value.reshape(-1, WARP)
 
 
 def _bits(lanes: Array) -> Array:

@@ -54,7 +54,7 @@ class loop:
         return call
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def peek(typingctx: Any, pointer: Any, like: Any) -> Any:
     """The value of ``like``'s type at a host pointer; any alignment."""
 
@@ -67,7 +67,7 @@ def peek(typingctx: Any, pointer: Any, like: Any) -> Any:
     return like(types.int64, like), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def poke(typingctx: Any, pointer: Any, value: Any) -> Any:
     """Store a value at a host pointer; any alignment."""
 

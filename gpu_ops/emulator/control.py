@@ -150,11 +150,10 @@ class _Barrier:
             return
         met = everyone.reshape(len(m.blocks), -1)
         p = m.barriers.predicate.reshape(met.shape)
-        value = {
-            "popc": lambda: (p & met).sum(axis=1).astype(np.uint32),
-            "and": lambda: (p | ~met).all(axis=1),
-            "or": lambda: (p & met).any(axis=1),
-        }[self.op]()
+        if self.op == "popc":
+            value = (p & met).sum(axis=1).astype(np.uint32)
+        else:
+            value = (p | ~met).all(axis=1) if self.op == "and" else (p & met).any(axis=1)
         self.write(np.repeat(value, met.shape[1]), mine)
 
 

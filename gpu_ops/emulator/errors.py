@@ -1,4 +1,4 @@
-"""Errors of the emulator. A :class:`SanitizerError` is a fault of the kernel, the others are of the program or call."""
+"""Errors of the emulator: a :class:`SanitizerError` is a fault of the kernel, the others of the call or the PTX."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu_ops.emulator import compiled
 from gpu_ops.emulator.errors import PtxError, UnknownInstruction
 from gpu_ops.emulator.instructions import Unknown, lookup
-from gpu_ops.emulator.memory import compiled
 from gpu_ops.emulator.operands import destinations, reader, writer
 from gpu_ops.emulator.syntax import Instruction, Negated
 from gpu_ops.emulator.types import DTYPE

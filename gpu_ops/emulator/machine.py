@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpu_ops.emulator.barriers import Barriers
-from gpu_ops.emulator.errors import PtxError, SanitizerError
+from gpu_ops.emulator.errors import SanitizerError
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.program import Program
-from gpu_ops.emulator.syntax import Address, Instruction
 from gpu_ops.emulator.types import Array, register_dtype
 
 if TYPE_CHECKING:
@@ -67,24 +66,11 @@ class Group:
 class Machine:
     """The state of a batch of blocks and what moves it on."""
 
-    def __init__(
-        self,
-        program: Program,
-        memory: Memory,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        dynamic_shared: int,
-        sanitizer: Sanitizer | None,
-        profile: Profile | None,
-        parameters: tuple[Array, dict[str, int]],
-    ) -> None:
+    def __init__(self, program: Program) -> None:
         from gpu_ops.emulator.execute import steps
         from gpu_ops.emulator.special import SPECIAL
 
-        self.program, self.memory = program, memory
-        self.grid, self.block, self.dynamic_shared = grid, block, dynamic_shared
-        self.sanitizer, self.profile = sanitizer, profile
-        self._parameters, self._offsets = parameters
+        self.program: Program = program
         self.registers: list[Array] = []
         self.index: dict[str, int] = {}
         self.dtypes: list[np.dtype[Any]] = []
@@ -94,7 +80,33 @@ class Machine:
         self.specials: dict[str, int] = {}
         self.carry = self._add("carry flag", np.dtype(np.bool_))
         self.clock = 0
+        self._mask_of_lanes: Mask = None
+        self._lanes_of_mask = np.zeros(0, np.int32)
         self.steps = steps(self)
+
+    def configure(
+        self,
+        memory: Memory,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        dynamic_shared: int,
+        parameters: tuple[Array, dict[str, int]],
+        sanitizer: Sanitizer | None,
+        profile: Profile | None,
+    ) -> None:
+        """What a launch sets; ``parameters``: the bytes of the parameter space, and where each begins."""
+        self.memory = memory
+        self.grid, self.block = grid, block
+        self.dynamic_shared: int = dynamic_shared
+        self._parameters, self._offsets = parameters
+        self.sanitizer, self.profile = sanitizer, profile
+
+    def release(self) -> None:
+        """Let go of what the launch held."""
+        del self.memory, self.barriers, self.alive, self.lanes, self.groups
+        self.registers.clear()
+        self._mask_of_lanes, self._lanes_of_mask = None, np.zeros(0, np.int32)
+        self.sanitizer = self.profile = None
 
     def _add(self, name: str, dtype: np.dtype[Any]) -> int:
         self.index[name] = len(self.dtypes)
@@ -107,11 +119,9 @@ class Machine:
             self.specials[name] = self._add(name, self._special[name].dtype)
         return self.index.get(name)
 
-    def parameter(self, instruction: Instruction, source: Address, size: int) -> Array:
+    def parameter(self, name: str, offset: int, size: int) -> Array:
         """Bytes of the kernel's parameters."""
-        if source.base not in self._offsets:
-            raise PtxError(f"PTX line {instruction.line}: no parameter {source.base}")
-        at = self._offsets[source.base] + source.offset
+        at = self._offsets[name] + offset
         return self._parameters[at : at + size]
 
     # -- a batch of blocks ----------------------------------------------------------------------
@@ -124,7 +134,7 @@ class Machine:
 
     def begin(self, blocks: Array) -> None:
         size = self.block[0] * self.block[1] * self.block[2]
-        self.padded = -(-size // WARP) * WARP  # whole warps; the lanes beyond are never alive
+        self.padded: int = -(-size // WARP) * WARP  # whole warps; the lanes beyond are never alive
         self.blocks = blocks
         self.threads = len(blocks) * self.padded
         self.lanes = np.arange(self.threads, dtype=np.int32)
@@ -138,8 +148,7 @@ class Machine:
         self.groups = [Group(0, None if self.all_alive else self.alive.copy())]
         self.parked: list[Group] = []
         self._failed = self._spins = 0
-        self._mask_of_lanes: Mask = None
-        self._lanes_of_mask = self.lanes
+        self._mask_of_lanes, self._lanes_of_mask = None, self.lanes
         if self.sanitizer is not None:
             self.sanitizer.begin(self)
 

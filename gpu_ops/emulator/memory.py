@@ -137,7 +137,7 @@ class Memory:
         at = array.__array_interface__["data"][0]
         for a in self.allocations:
             if a.host <= at < a.host + a.bytes:
-                return a.start + at - a.host
+                return a.start + int(at) - a.host
         raise LookupError("not an argument of this launch")
 
     def constant(self, name: str, data: Array) -> int:

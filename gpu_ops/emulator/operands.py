@@ -15,7 +15,7 @@ from gpu_ops.emulator.types import BITS, DTYPE, Array
 if TYPE_CHECKING:
     from gpu_ops.emulator.machine import Machine, Mask
 
-__all__ = ["Reader", "Writer", "address", "destinations", "reader", "symbol", "writer"]
+__all__ = ["Reader", "Writer", "address", "destinations", "reader", "writer"]
 
 Reader = Callable[[], Array]
 Writer = Callable[[Array, "Mask"], None]
@@ -50,8 +50,8 @@ def reader(m: Machine, instruction: Instruction, operand: Operand, ptx_type: str
             high = name.endswith("_hi")
             return lambda: np.array([m.clock >> 32 if high else m.clock], _CLOCKS[name]).astype(dtype)
         case Name() | Address():
-            value = np.array([symbol(m, instruction, operand)], np.uint64).astype(dtype)
-            return lambda: value
+            value_of = _symbol(m, instruction, operand)
+            return lambda: value_of().astype(dtype)
         case Vector(parts):  # packed: the first part holds the low bits
             width = BITS[ptx_type] // len(parts)
             readers = [reader(m, instruction, p, f"b{width}") for p in parts]
@@ -125,18 +125,23 @@ def address(m: Machine, instruction: Instruction, operand: Operand) -> Reader:
             return lambda: registers[i] + step
         narrow = np.uint32(offset & 0xFFFFFFFF)
         return lambda: (registers[i] + narrow).astype(np.uint64)
-    value = np.array([offset if not base else symbol(m, instruction, operand)], np.uint64)
+    if base:
+        return _symbol(m, instruction, operand)
+    value = np.array([offset], np.uint64)
     return lambda: value
 
 
-def symbol(m: Machine, instruction: Instruction, operand: Name | Address) -> int:
-    """The address of a variable, in the window of its space."""
-    name = operand.name if isinstance(operand, Name) else operand.base
-    offset = 0 if isinstance(operand, Name) else operand.offset
-    for table in (m.program.shared, m.program.local, m.memory.symbols):
+def _symbol(m: Machine, instruction: Instruction, operand: Name | Address) -> Reader:
+    """The address of a variable or parameter, in the window of its space."""
+    name, offset = (operand.name, 0) if isinstance(operand, Name) else operand
+    program = m.program
+    for table in (program.shared, program.local):
         if name in table:
-            return table[name] + offset
-    raise PtxError(f"PTX line {instruction.line}: {name} is neither a register nor a variable")
+            value = np.array([table[name] + offset], np.uint64)
+            return lambda: value
+    if name not in (v.name for v in (*program.globals, *program.parameters)):
+        raise PtxError(f"PTX line {instruction.line}: {name} is neither a register nor a variable")
+    return lambda: np.array([m.memory.symbols[name] + offset], np.uint64)  # each launch places them anew
 
 
 def _register(m: Machine, instruction: Instruction, name: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpu_ops.emulator.errors import PtxError
+from gpu_ops.emulator.errors import PtxError  # noqa: F401
 from gpu_ops.emulator.syntax import (
     Address,
     Call,
@@ -25,7 +25,7 @@ from gpu_ops.emulator.syntax import (
     Variable,
     Vector,
 )  # fmt: skip
-from gpu_ops.emulator.tokens import Token, tokens
+from gpu_ops.emulator.tokens import Cursor
 
 __all__ = ["parse"]
 
@@ -61,55 +61,21 @@ class _Scope:
         return name
 
 
-class _Parser:
+class _Parser(Cursor):
     def __init__(self, text: str) -> None:
+        super().__init__(text)
         self.text = text
-        self.tokens = list(tokens(text))
-        self.tokens.append(Token("end", "", self.tokens[-1].line if self.tokens else 1))
-        self.at = 0
         self.location: Location | None = None
         self.scopes = 0
-
-    # -- tokens ---------------------------------------------------------------------------------
-
-    def peek(self) -> str:
-        return self.tokens[self.at].text
-
-    def next(self) -> str:
-        token = self.tokens[self.at]
-        self.at += 1
-        return token.text
-
-    def accept(self, text: str) -> bool:
-        if self.peek() == text:
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            raise self.error(f"expected {text!r}, found {self.peek()!r}")
-
-    def error(self, what: str) -> PtxError:
-        line = self.tokens[min(self.at, len(self.tokens) - 1)].line
-        return PtxError(f"PTX line {line}: {what}")
-
-    def integer(self) -> int:
-        sign = -1 if self.accept("-") else 1
-        try:
-            return sign * int(self.next().rstrip("U"), 0)
-        except ValueError:
-            self.at -= 1
-            raise self.error(f"expected a number, found {self.peek()!r}") from None
 
     # -- module ---------------------------------------------------------------------------------
 
     def module(self) -> Module:
         module = Module(self.text)
         while self.tokens[self.at].kind != "end":
-            flags = set()
+            extern = False
             while self.peek() in _LINKAGE:
-                flags.add(self.next())
+                extern |= self.next() == ".extern"
             word = self.next()
             if word in (".version", ".address_size"):
                 self.next()
@@ -133,24 +99,17 @@ class _Parser:
                 if not (function.declared_only and function.name in module.functions):
                     module.functions[function.name] = function
             elif word in _SPACES:
-                for variable in self.variables(word[1:], extern=".extern" in flags):
+                for variable in self.variables(word[1:], extern=extern):
                     module.variables[variable.name] = variable
             elif word in (".alias", ".callprototype"):
-                while not self.accept(";"):
-                    self.next()
+                self.skip_statement()
             else:
                 self.at -= 1
                 raise self.error(f"unexpected {word!r}")
         return module
 
-    def skip_braces(self) -> None:
-        self.expect("{")
-        depth = 1
-        while depth:
-            depth += {"{": 1, "}": -1}.get(self.next(), 0)
-
     def variables(self, space: str, *, extern: bool = False, suffix: str = "") -> Iterator[Variable]:
-        """``.align 4 .b8 a[16] = {...}, b;`` after the space; a name with ``<n>`` is n variables."""
+        """``.align 4 .b8 a[16] = {...}, b;`` after the space."""
         for variable in self.declaration(space, suffix):
             variable.extern = extern
             yield variable
@@ -189,11 +148,6 @@ class _Parser:
                 self.accept(",")
         else:
             yield self.operand(_Scope(None, ""))
-
-    def skip_parentheses(self) -> None:
-        self.expect("(")
-        while not self.accept(")"):
-            self.next()
 
     # -- functions ------------------------------------------------------------------------------
 
@@ -268,8 +222,7 @@ class _Parser:
                     function.tables[scope.resolve(word)].append(scope.resolve(self.next()))
                 self.expect(";")
             elif self.peek() in (".callprototype", ".calltargets"):
-                while not self.accept(";"):
-                    self.next()
+                self.skip_statement()
             else:
                 function.body.append(Label(scope.resolve(word)))
         elif word == ".reg":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Program:
     globals: list[Variable] = field(default_factory=list)
     shared_bytes: int = 0  # static part, alignment of the dynamic part included
     local_bytes: int = 0
+    idle: list[Any] = field(default_factory=list, repr=False)  # machines that ran it, for the next launch
 
     def where(self, pc: int) -> str:
         """``rmsnorm.ptx:120 ld.global.f32 ... (rmsnorm.cu:35)``: for messages."""
@@ -208,10 +210,10 @@ def immediate(operand: Immediate, ptx_type: str) -> Array:
     body = text.lstrip("-").rstrip("U")
     if body[:2].lower() in ("0f", "0d"):
         bits = np.array([int(body[2:], 16)], np.uint32 if body[1] in "fF" else np.uint64)
-        value = bits.view(np.float32 if body[1] in "fF" else np.float64)
+        value: Array = bits.view(np.float32 if body[1] in "fF" else np.float64)
         if dtype.kind != "f":
             return bits.astype(dtype)  # a float literal in a .b32 move
-        return (-value if text[0] == "-" else value).astype(dtype)
+        return np.negative(value).astype(dtype) if text[0] == "-" else value.astype(dtype)
     if "." in body:
         return np.array([float(text)], dtype)
     number = int(body, 0) * (-1 if text[0] == "-" else 1)

@@ -82,7 +82,8 @@ def _launch(
     start = memory.constant("kernel parameters", data)
     memory.symbols.update({name: start + at for name, at in offsets.items()})
     sanitizer = Sanitizer(program) if sanitize else None
-    machine = Machine(program, memory, grid, block, shared, sanitizer, profile, (data, offsets))
+    machine = program.idle.pop() if program.idle else Machine(program)
+    machine.configure(memory, grid, block, shared, (data, offsets), sanitizer, profile)
     bytes_per_block = max(1, program.shared_bytes + shared)
     padded = -(-threads // WARP) * WARP
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))
@@ -92,3 +93,6 @@ def _launch(
     ):
         for first in range(0, len(blocks), batch):
             machine.run(blocks[first : first + batch])
+    if len(blocks):
+        machine.release()
+    program.idle.append(machine)
