@@ -11,12 +11,13 @@ from collections.abc import Callable
 import numpy as np
 
 from gpu_ops.emulator.instructions import FLOAT, Op, semantics, unknown
-from gpu_ops.emulator.instructions.elements import element_of, elementwise, flush
+from gpu_ops.emulator.instructions.elements import element_of, elementwise, flush_of
 from gpu_ops.emulator.instructions.rounding import round_to
 from gpu_ops.emulator.types import Array
 
 __all__ = ["approximation"]
 
+_flush = flush_of("f64")  # of float32 and float64
 _MAX_DIVISOR = np.float32(2.0**126)
 
 
@@ -68,7 +69,7 @@ def approximation(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
     def compute(values: Array) -> Array:
         # Subnormal arguments of the sine become zero with and without .ftz.
-        return function((flush(values) if opcode == "sin" else values).astype(np.float64))
+        return function((_flush(values) if opcode == "sin" else values).astype(np.float64))
 
     rounding = round_to(element, "rn")
     return elementwise(ptx_type, 1, compute, rounding=rounding, ftz=ftz)
@@ -80,7 +81,7 @@ def _upper_words(function: Callable[[Array], Array]) -> Callable[[Array], Array]
 
     def run(a: Array) -> Array:
         argument = np.where(a == a, (a.view(np.uint64) & ~low).view(np.float64), a)
-        result = flush(function(flush(argument)))
+        result = _flush(function(_flush(argument)))
         upper = ((result.view(np.uint64) + half) & ~low).view(np.float64)
         return np.where(result == result, upper, result)
 

@@ -13,7 +13,15 @@ from functools import partial
 import numpy as np
 
 from gpu_ops.emulator.instructions import Op, semantics, unknown
-from gpu_ops.emulator.instructions.elements import canonical, chain, element_of, flush, relu, saturate, unpack
+from gpu_ops.emulator.instructions.elements import (
+    canonical,
+    chain,
+    element_of,
+    flush_of,
+    relu,
+    saturate,
+    unpack,
+)
 from gpu_ops.emulator.instructions.lanes import join, split
 from gpu_ops.emulator.instructions.rounding import (
     MODES,
@@ -94,7 +102,7 @@ def _to_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
     low, end = float(info.min), float(info.max + 1)
     of_nan = 1 << bits - 1 if source == "f64" or bits == 64 else 0
     nan = np.array(of_nan, f"u{dtype.itemsize}").view(dtype)[()]
-    values_of = chain(unpack(source), flush if "ftz" in flags else None)
+    values_of = unpack(source, flush_of("f32") if "ftz" in flags else None)
     exact_limit = np.float64(info.max) < end  # else the largest integer is no float64
 
     def run(operand: Array) -> Array:
@@ -151,10 +159,10 @@ def _between_floats(flags: frozenset[str], to: str, source: str) -> Op | None:
     if not fine:
         return None
     (mode,) = modes or {"rn"}
-    before, after = (flush if "ftz" in flags and x == "f32" else None for x in (source, to))
+    before, after = (flush_of("f32") if "ftz" in flags and x == "f32" else None for x in (source, to))
     to_integral = _TO_INTEGRAL[next(iter(integral))] if integral else None
     return _unary(
-        to, source, unpack(source), before, to_integral, _clamp(flags, to), round_to(to, mode), after
+        to, source, unpack(source, before), to_integral, _clamp(flags, to), round_to(to, mode), after
     )
 
 

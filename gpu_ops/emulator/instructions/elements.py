@@ -1,8 +1,8 @@
 """Operands as floating-point values, and the shape that all elementwise floating-point forms have.
 
-The values of f16, f32 and f64 are arrays of that type, those of bf16 are float32; packed types get a last
-axis of two elements, low half first. A form unpacks its operands, flushes subnormals (``.ftz``),
-computes, clamps (``.sat``, ``.relu``), rounds, flushes again, packs.
+The values of f16 and bf16 are float32; packed types get a last axis of two elements, low half first. A form
+unpacks its operands, flushes subnormals (``.ftz``), computes, clamps (``.sat``, ``.relu``), rounds,
+flushes again, packs.
 
 The sign and payload of a NaN are not PTX's promise; forms that promise the canonical NaN give it.
 """
@@ -19,7 +19,7 @@ from gpu_ops.emulator.instructions.lanes import join, split
 from gpu_ops.emulator.types import DTYPE, Array
 
 __all__ = [
-    "canonical", "chain", "element_of", "elementwise", "flush", "pack", "relu", "saturate", "unpack", "widen",
+    "canonical", "chain", "element_of", "elementwise", "flush_of", "relu", "saturate", "unpack",
 ]  # fmt: skip
 
 Step = Callable[[Array], Array]
@@ -42,9 +42,9 @@ def elementwise(
     clamp: Step | None = None,
 ) -> Op:
     """The form of this type that computes each element of the result from those of its operands."""
-    prepare = chain(unpack(ptx_type), flush if ftz else None)
-    flush_result = _flush_bfloat16 if element_of(ptx_type) == "bf16" else flush
-    finish = chain(clamp, rounding, flush_result if ftz else None, pack(ptx_type))
+    flushing = flush_of(element_of(ptx_type)) if ftz else None
+    prepare = unpack(ptx_type, flushing)
+    finish = chain(clamp, rounding, flushing, _pack(ptx_type))
 
     def run(*sources: Array) -> Array:
         result = compute(*(sources if prepare is None else map(prepare, sources)))
@@ -73,34 +73,35 @@ def element_of(ptx_type: str) -> str:
     return ptx_type.removesuffix("x2")
 
 
-def unpack(ptx_type: str) -> Step | None:
-    """From operands to values."""
-    if ptx_type == "bf16":
-        return widen
-    if ptx_type == "bf16x2":
-        return lambda words: widen(split(words, np.uint16))
-    if ptx_type.endswith("x2"):
-        dtype = DTYPE[element_of(ptx_type)]
-        return lambda words: split(words, dtype)
-    return None
+def unpack(ptx_type: str, flushing: Step | None = None) -> Step | None:
+    """From operands to values; ``flushing`` is for their elements."""
+    element = element_of(ptx_type)
+    dtype = DTYPE[element]
+    lanes: Step | None = (lambda words: split(words, dtype)) if ptx_type != element else None
+    return chain(lanes, flushing, {"f16": _widen_float16, "bf16": _widen_bfloat16}.get(element))
 
 
-def pack(ptx_type: str) -> Step | None:
+def _pack(ptx_type: str) -> Step | None:
     """From rounded elements (bf16: bits) to the result."""
-    if ptx_type.endswith("x2"):
-        dtype = DTYPE[ptx_type]
-        return lambda elements: join(elements, dtype)
-    return None
+    dtype = DTYPE[ptx_type]
+    return (lambda elements: join(elements, dtype)) if ptx_type.endswith("x2") else None
 
 
-def widen(bits: Array) -> Array:
-    """bfloat16 bits as float32."""
+def _widen_float16(values: Array) -> Array:
+    return values.astype(np.float32)
+
+
+def _widen_bfloat16(bits: Array) -> Array:
     words: Array = bits.astype(np.uint32) << np.uint32(16)
     return words.view(np.float32)
 
 
-def flush(values: Array) -> Array:
-    """Subnormal values become zero of their sign."""
+def flush_of(element: str) -> Step:
+    """Subnormal elements (bf16: bits) become zero of their sign."""
+    return _flush_bfloat16 if element == "bf16" else _flush
+
+
+def _flush(values: Array) -> Array:
     flushed: Array = values * (np.abs(values) >= _MIN_NORMAL[values.dtype])
     return flushed
 
@@ -112,9 +113,7 @@ def _flush_bfloat16(bits: Array) -> Array:
 
 def saturate(values: Array) -> Array:
     """Clamped to [0, 1]; NaN and -0 become +0."""
-    clamped: Array = np.minimum(np.fmax(values, 0), 1)
-    clamped += 0  # -0 becomes +0
-    return clamped
+    return np.where(values > 0, np.minimum(values, 1), values.dtype.type(0))
 
 
 def relu(values: Array) -> Array:

@@ -1,7 +1,9 @@
 """Floating-point arithmetic: add, sub, mul, mad, fma, div, rcp, sqrt, abs, neg, min, max.
 
-Where NumPy rounds as the form asks it computes the result itself. Otherwise the value is exact, or rounded to
-odd, in float64 and rounds once; or the nearest result moves by one where the sign of its error says so.
+To nearest, NumPy computes the results of float32 and float64. f16 and bf16 are computed in float32 and rounded
+to them from there; where a float32 may not have enough bits for that it is rounded to odd (see ``fma``). In
+the other modes sums and products are fma's, and of the rest the nearest result moves by one where the sign of
+its error says so.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import numpy as np
 from gpu_ops.emulator.instructions import FLOAT, Op, semantics, unknown
 from gpu_ops.emulator.instructions.approximate import approximation
 from gpu_ops.emulator.instructions.elements import canonical, element_of, elementwise, relu, saturate
-from gpu_ops.emulator.instructions.fma import fma32, fma64, fma_to_odd
-from gpu_ops.emulator.instructions.rounding import MODES, exact_zero, round_to, step, sum_to_odd
+from gpu_ops.emulator.instructions.fma import MODE, fma, fma32
+from gpu_ops.emulator.instructions.rounding import MODES, round_to, step
 from gpu_ops.emulator.types import Array
 
 __all__: list[str] = []
@@ -29,6 +31,7 @@ _OPERANDS = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "rcp": 
 
 #: What NumPy rounds correctly to nearest in the type of its operands.
 _NEAREST: dict[str, Compute] = {
+    "fma": fma,
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -37,12 +40,12 @@ _NEAREST: dict[str, Compute] = {
     "sqrt": np.sqrt,
 }
 
-#: Exact or rounded to odd in float64, from operands of at most 26 bits; the mode matters to the sign of zero.
-_WIDE: dict[str, Compute] = {
-    "add": lambda a, b, mode: sum_to_odd(a.astype(np.float64), b.astype(np.float64), mode),
-    "sub": lambda a, b, mode: sum_to_odd(a.astype(np.float64), -b.astype(np.float64), mode),
-    "mul": lambda a, b, mode: np.multiply(a, b, dtype=np.float64),
-    "fma": fma_to_odd,
+#: float32 sums and products as operands of an fma. The term added to a product leaves a zero's sign alone.
+_FUSED: dict[str, Callable[..., tuple[Any, Any, Any]]] = {
+    "add": lambda mode, a, b: (a, np.float32(1), b),
+    "sub": lambda mode, a, b: (b, np.float32(-1), a),
+    "mul": lambda mode, a, b: (a, b, np.float32(0.0 if mode == "rm" else -0.0)),
+    "fma": lambda mode, a, b, c: (a, b, c),
 }
 
 #: The sign of exact - r for a nearest result r: of Fractions, and for the last three of float32 in float64,
@@ -91,16 +94,20 @@ def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 def _compute(operation: str, element: str, mode: str) -> tuple[Compute, Callable[[Array], Array] | None]:
     """How to compute, and how to round what that gives, unless it is rounded."""
+    nearest = _NEAREST[operation]
+    if element in ("f16", "bf16"):
+        # float32 has twice their bits and two more, so that sums may round twice; bf16 products may be subnormal.
+        twice = operation in ("add", "sub") or (operation == "mul" and element == "f16")
+        return (nearest if twice else partial(_fused, operation, "odd")), round_to(element, "rn")
+    if mode == "rn":
+        return nearest, None
     if element == "f64":
-        nearest = fma64 if operation == "fma" else _NEAREST[operation]
-        return (nearest if mode == "rn" else partial(_directed64, operation, nearest, mode)), None
-    if mode == "rn" and operation == "fma" and element == "f32":
-        return fma32, None
-    if mode == "rn" and operation != "fma" and element != "bf16":
-        return _NEAREST[operation], canonical if element == "f16" else None
-    if operation in _WIDE:
-        return partial(_WIDE[operation], mode=mode), round_to(element, mode)
-    return partial(_directed32, operation, mode), None
+        return partial(_directed64, operation, nearest, mode), None
+    return partial(_fused if operation in _FUSED else _directed32, operation, mode), None
+
+
+def _fused(operation: str, mode: str, *operands: Array) -> Array:
+    return fma32(*_FUSED[operation](mode, *operands), MODE[mode])
 
 
 def _directed32(operation: str, mode: str, *operands: Array) -> Array:
@@ -121,7 +128,9 @@ def _directed64(operation: str, nearest: Compute, mode: str, *operands: Array) -
         *factors, term = operands
         first = np.multiply(*factors) if operation == "fma" else factors[0]
         second = -term if operation == "sub" else term
-        return exact_zero(stepped, (result == 0) & (error == 0), first, second)
+        # An exact zero rounded down is -0 unless both terms are +0.
+        negative = (result == 0) & (error == 0) & (np.signbit(first) | np.signbit(second))
+        return np.where(negative, -0.0, stepped)
     return stepped
 
 
@@ -142,7 +151,7 @@ def _sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
     element = element_of(ptx_type)
     if flags not in ([], ["ftz"]) or (flags and element not in ("f16", "f32")) or ptx_type == "f32x2":
         raise unknown(opcode, modifiers)
-    rounding = round_to("bf16", "rn") if element == "bf16" else None
+    rounding = round_to(element, "rn")
     compute = np.abs if opcode == "abs" else np.negative
     return elementwise(ptx_type, 1, compute, rounding=rounding, ftz=bool(flags))
 
@@ -159,7 +168,7 @@ def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
     compute = _extremum_of(opcode, "NaN" in flags)
     if magnitudes:
         compute = _with_xor_of_signs(compute)
-    rounding = round_to("bf16", "rn") if element == "bf16" else None
+    rounding = round_to(element, "rn")
     return elementwise(ptx_type, 2, compute, rounding=rounding, ftz="ftz" in flags)
 
 

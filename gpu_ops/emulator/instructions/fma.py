@@ -1,95 +1,94 @@
-"""Fused multiply-add without one: a product and a sum with a single rounding, from NumPy's arithmetic.
+"""Fused multiply-add in every rounding mode, compiled: with it every sum and product of up to 32 bits.
 
-float32: the product of two is exact in float64, so only the sum and the conversion round. float64: the
-product and the sums carry their errors along (Boldo and Melquiond, see ``rounding``), and operands so
-large or small that an error would leave the range go through rational numbers.
+To nearest it is LLVM's fma, an instruction of the CPU or a function of its C library. For the other modes the
+product of two float32 is exact in float64, the error of their sum is a float64 too (Knuth's TwoSum), and
+the nearest float32 moves by one where the error says so.
+
+Besides PTX's modes there is *odd*: truncated, with the last bit set if that lost anything. Such a float32 is
+neither an f16 or bf16 value nor halfway between two unless it is exact, so rounding it to one of these
+gives what rounding the exact value would (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+sums", IEEE Transactions on Computers 57(4), 2008).
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
+from numba.extending import intrinsic
 
-from gpu_ops.emulator.instructions.rounding import sum_to_odd, to_odd, two_sum
 from gpu_ops.emulator.types import Array
+from gpu_ops.kernels.numba_cpu.jit import DiskCache
 
-__all__ = ["fma32", "fma64", "fma_to_odd"]
+__all__ = ["MODE", "fma", "fma32"]
 
-_TAIL = np.uint64((1 << 29) - 1)  # the bits of a float64 that a float32 has no room for
-_HALF = np.uint64(1 << 28)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_MIN_NORMAL = np.uint32(0x00800000)
-_ONE = np.uint32(1)
+MODE = {name: np.uint8(number) for number, name in enumerate(("odd", "rz", "rm", "rp"))}
+_ODD, _DOWN, _UP = 0, 2, 3
 
 
-def fma_to_odd(a: Array, b: Array, c: Array, mode: str) -> Array:
-    """``a * b + c`` of values of at most 26 bits, rounded to odd, in float64."""
-    return sum_to_odd(np.multiply(a, b, dtype=np.float64), c.astype(np.float64), mode)
+class _ufunc:
+    """A NumPy ufunc compiled for the given signatures at its first call, kept on disk."""
+
+    def __init__(self, *signatures: str) -> None:
+        self.signatures = signatures
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Array]:
+        @cache
+        def compiled() -> Any:
+            ufunc = numba.vectorize(function)
+            digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+            for i, signature in enumerate(self.signatures):
+                ufunc._dispatcher.cache = DiskCache(f"emulator-{function.__name__}-{i}-{digest}")
+                ufunc.add(signature)
+            ufunc.disable_compile()
+            return ufunc
+
+        def call(*operands: Any) -> Array:
+            result: Array = compiled()(*operands)
+            return result
+
+        return call
 
 
-def fma32(a: Array, b: Array, c: Array) -> Array:
-    """``fma.rn.f32``.
+@intrinsic  # type: ignore[untyped-decorator]
+def _llvm_fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
 
-    The conversion of the float64 sum to float32 goes wrong only where that sum lies halfway between two
-    float32, having been rounded to there. A sum has that form in few operands or none: its last 29 bits
-    say so, or its float32 is subnormal (or the smallest normal), where fewer bits remain. One that
-    becomes 0 is exact: then c is 0, or it cancels against a product whose last bit is not below 2^-197.
-    """
-    product = a.astype(np.float64) * b.astype(np.float64)
-    total = product + c.astype(np.float64)
-    result = total.astype(np.float32)
-    halfway = (total.view(np.uint64) & _TAIL) == _HALF
-    tiny = (result.view(np.uint32) & _MAGNITUDE) - _ONE < _MIN_NORMAL
-    halfway |= tiny
-    if np.count_nonzero(halfway):
-        product, c = (np.broadcast_to(x, total.shape)[halfway] for x in (product, c))
-        result[halfway] = sum_to_odd(product, c.astype(np.float64), "rn").astype(np.float32)
-    return result
+    return a(a, b, c), codegen
 
 
-def fma64(a: Array, b: Array, c: Array) -> Array:
-    """``fma.rn.f64``."""
-    a, b, c = np.broadcast_arrays(a, b, c)
-    product = a * b
-    high, low = _two_product(a, b, product)
-    tail, tail_error = two_sum(c, low)
-    head, head_error = two_sum(high, tail)
-    result = head + to_odd(*two_sum(head_error, tail_error))
-    size = np.abs(product)
-    ordinary = (size > 2.0**-900) & (size < 2.0**990) & (np.abs(c) < 2.0**990)
-    ordinary &= (np.abs(a) < 2.0**990) & (np.abs(b) < 2.0**990)
-    if np.count_nonzero(ordinary) < ordinary.size:
-        rest = ~ordinary
-        result[rest] = _fma64_rational(a[rest], b[rest], c[rest])
-    return result
+@_ufunc("float32(float32, float32, float32)", "float64(float64, float64, float64)")
+def fma(a, b, c):  # type: ignore[no-untyped-def]
+    """``a * b + c`` to nearest even, of float32 or float64."""
+    return _llvm_fma(a, b, c)
 
 
-def _two_product(a: Array, b: Array, product: Array) -> tuple[Array, Array]:
-    """``a * b`` as its nearest float64 and the error, by Dekker's product of halves."""
-    a_high, a_low = _split(a)
-    b_high, b_low = _split(b)
-    error = a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
-    return product, error
-
-
-def _split(x: Array) -> tuple[Array, Array]:
-    scaled = x * (2.0**27 + 1)
-    high = scaled - (scaled - x)
-    return high, x - high
-
-
-def _fma64_rational(a: Array, b: Array, c: Array) -> Array:
-    """The operands that the fast way leaves: zeros, infinities, NaN, and finite ones near the ends of the range."""
-    result = a * b + c
-    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
-    for i in np.flatnonzero(finite & (a != 0) & (b != 0)):
-        exact = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
-        if exact:
-            try:
-                result[i] = float(exact)
-            except OverflowError:
-                result[i] = np.inf if exact > 0 else -np.inf
-        else:
-            result[i] = 0.0
-    return result
+@_ufunc("float32(float32, float32, float32, uint8)")
+def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
+    """``a * b + c`` of float32, rounded as ``MODE`` says."""
+    product = np.float64(a) * np.float64(b)
+    term = np.float64(c)
+    total = product + term
+    part = total - product
+    rest = (product - (total - part)) + (term - part)  # NaN if the total is not finite
+    result = np.float32(total)
+    # Of the sign of exact - result: what rounding to float32 lost is 0 or outweighs the rest.
+    error = (total - np.float64(result)) + rest
+    bits = np.int64(result.view(np.uint32))
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    inexact = np.int64((error < 0) | (error > 0))
+    # An inexact result, even 0, has the sign of the exact one. No branches: they would be mispredicted.
+    magnitude -= inexact & np.int64((error > 0) == (sign == 1)) & np.int64(magnitude != 0)  # truncated
+    outward = np.int64(mode == _DOWN) & sign | np.int64(mode == _UP) & (sign ^ 1)
+    magnitude += inexact & outward
+    magnitude |= inexact & np.int64(mode == _ODD)
+    # Rounded down, an exact zero is -0 unless both terms are +0.
+    negative_term = np.int64(np.signbit(product)) | np.int64(np.signbit(term))
+    sign |= np.int64(mode == _DOWN) & np.int64(magnitude == 0) & (inexact ^ 1) & negative_term
+    return np.uint32(sign << 31 | magnitude).view(np.float32)

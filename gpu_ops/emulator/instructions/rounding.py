@@ -1,9 +1,7 @@
 """Rounding once: from a value wider than the result to the result, in every rounding mode.
 
-A wide value that is not exact is *rounded to odd*: an inexact one gets an odd last bit, so that it is neither
-a value of the narrower format nor halfway between two, and the second rounding decides as it would have on
-the exact value (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on
-Computers 57(4), 2008).
+A wide value is exact or *rounded to odd*: an inexact one gets an odd last bit, and then the second rounding
+decides as it would have on the exact value (see ``fma``).
 """
 
 from __future__ import annotations
@@ -18,12 +16,10 @@ from gpu_ops.emulator.types import DTYPE, Array
 
 __all__ = [
     "MODES",
-    "exact_zero",
     "halves",
     "nearest_bits",
     "round_to",
     "step",
-    "sum_to_odd",
     "to_odd",
     "two_sum",
 ]
@@ -113,17 +109,6 @@ def to_odd(nearest: Array, error: Array) -> Array:
     inexact = (error != 0) & (error == error)
     odd: Array = bits + (inexact & (bits & 1 == 0)) * np.where(outward, 1, -1)
     return odd.view(np.float64)
-
-
-def sum_to_odd(a: Array, b: Array, mode: str) -> Array:
-    """``a + b`` of float64 values rounded to odd; an exact zero has the sign it has in ``mode``."""
-    total = to_odd(*two_sum(a, b))
-    return exact_zero(total, total == 0, a, b) if mode == "rm" else total
-
-
-def exact_zero(total: Array, is_zero: Array, a: Array, b: Array) -> Array:
-    """``a + b`` when rounding down: an exact zero is -0 unless both terms are +0."""
-    return np.where(is_zero & (np.signbit(a) | np.signbit(b)), -0.0, total)
 
 
 def halves(integers: Array) -> tuple[Array, Array]:
