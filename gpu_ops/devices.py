@@ -1,0 +1,263 @@
+"""What runs GPU kernels: a CUDA device, the emulator, and a recorder that runs none and tells.
+
+Host functions in ``kernels/<op>.py`` take one of them first and ask nothing else of where they run:
+``device.arch``, ``device.sms``, ``device.smem_per_block_optin``, ``device.empty(shape, dtype)`` and
+``device.launch(kernel, grid, block, args, shared=...)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.errors import KernelCompileError
+from gpu_ops.presets import DevicePreset, select_preset
+
+if TYPE_CHECKING:
+    from gpu_ops.kernels.jit import CudaKernel, NumbaKernel
+
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "EmulatorDevice",
+    "Recorder",
+    "compiler_missing",
+    "cuda_device",
+    "cuda_missing",
+    "emulator_preset",
+]
+
+Array = np.ndarray[Any, Any]  # or a cupy.ndarray, which has the same shape, dtype and strides
+
+_DEFAULT_ARCH = "sm_80"  # the oldest with bfloat16, cp.async and tensor cores for it
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
+class Device(Protocol):
+    """What a host function of a kernel may know and ask."""
+
+    @property
+    def arch(self) -> str:
+        """The compute capability, such as ``"sm_90"``."""
+
+    @property
+    def sms(self) -> int:
+        """Streaming multiprocessors."""
+
+    @property
+    def smem_per_block_optin(self) -> int:
+        """Bytes of shared memory that a block may have."""
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Workspace or a result: uninitialised."""
+
+    def launch(
+        self,
+        kernel: CudaKernel | NumbaKernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        shared: int = 0,
+    ) -> None:
+        """Run a kernel: ``args`` are arrays of this device and numbers; ``shared`` is dynamic, in bytes."""
+
+
+class EmulatorDevice:
+    """The emulator, for one call of an op: NumPy arrays, each known by name to the sanitizer.
+
+    ``GPU_OPS_ARCH`` selects the card it stands for (default sm_80), ``GPU_OPS_SANITIZE=0`` switches the
+    sanitizer off, which is several times as fast.
+    """
+
+    def __init__(self) -> None:
+        preset, _ = emulator_preset()
+        self.arch = preset.arch.name
+        self.sms = preset.sms
+        self.smem_per_block_optin = preset.arch.smem_per_block_optin
+        self.sanitize = os.environ.get("GPU_OPS_SANITIZE") != "0"
+        self._names: dict[int, str] = {}
+        self._unwritten: set[int] = set()
+        self._keep: list[Array] = []  # a freed array's address could come back as another's
+
+    def name(self, name: str, array: Array, *, written: bool = True) -> None:
+        """What messages call an array; not ``written``: reading it before a kernel wrote it is a fault.
+
+        Two arrays at one address, as with ``out=x``, hold something if either does.
+        """
+        at = _address(array)
+        if at in self._names and at not in self._unwritten:
+            return
+        self._names[at] = name
+        self._keep.append(array)
+        (self._unwritten.discard if written else self._unwritten.add)(at)
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
+        array = np.empty(shape, dtype)
+        if array.size:
+            array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: what no thread writes does not look right
+            self.name(name, array, written=False)
+        return array
+
+    def launch(
+        self,
+        kernel: CudaKernel | NumbaKernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        shared: int = 0,
+    ) -> None:
+        from gpu_ops import emulator
+        from gpu_ops.kernels.jit import compile_kernel
+
+        self._check_limits(kernel, grid, shared)
+        if 0 in grid:
+            return
+        compiled = compile_kernel(kernel, self.arch)
+        buffers = [self._buffer(a) if isinstance(a, np.ndarray) else a for a in args]
+        emulator.launch(
+            compiled.ptx,
+            compiled.entry,
+            grid,
+            block,
+            buffers,
+            shared=shared,
+            arch=self.arch,
+            sanitize=self.sanitize,
+        )
+        # What one launch has been given the next may read: which bytes it wrote is not carried over.
+        self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
+
+    def _buffer(self, array: Array) -> Any:
+        from gpu_ops.emulator import Buffer
+
+        at = _address(array)
+        bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        return Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
+
+    def _check_limits(self, kernel: CudaKernel | NumbaKernel, grid: tuple[int, ...], shared: int) -> None:
+        """What a driver refuses to launch."""
+        from gpu_ops.emulator import EmulatorError
+
+        if any(n > most for n, most in zip(grid, _MAX_GRID, strict=False)):
+            raise EmulatorError(f"{kernel.label}: a grid of {grid} blocks; at most {_MAX_GRID}")
+        if shared > self.smem_per_block_optin:
+            raise EmulatorError(
+                f"{kernel.label}: {shared} bytes of shared memory; a block of {self.arch} may have "
+                f"{self.smem_per_block_optin}"
+            )
+
+
+class CudaDevice:
+    """A CUDA device, used through CuPy on its current stream."""
+
+    def __init__(self, ordinal: int) -> None:
+        import cupy
+
+        self.ordinal = ordinal
+        self._device = cupy.cuda.Device(ordinal)
+        attributes = self._device.attributes
+        self.arch = f"sm_{self._device.compute_capability}"
+        self.sms = int(attributes["MultiProcessorCount"])
+        self.smem_per_block_optin = int(attributes["MaxSharedMemoryPerBlockOptin"])
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        import cupy
+
+        with self._device:
+            return cupy.empty(shape, dtype)
+
+    def launch(
+        self,
+        kernel: CudaKernel | NumbaKernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        shared: int = 0,
+    ) -> None:
+        from gpu_ops.kernels.jit import launch
+
+        with self._device:
+            launch(kernel, grid, block, args, shared=shared)
+
+
+class Recorder:
+    """Stands for a device, notes what is launched and launches nothing: how ``explain()`` knows."""
+
+    def __init__(self, device: Device) -> None:
+        self.arch = device.arch
+        self.sms = device.sms
+        self.smem_per_block_optin = device.smem_per_block_optin
+        self.launches: list[str] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        return np.empty(shape, dtype)  # never touched, so it costs no memory
+
+    def launch(
+        self,
+        kernel: CudaKernel | NumbaKernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        shared: int = 0,
+    ) -> None:
+        sizes = (" x ".join(map(str, size)) for size in (grid, block))
+        self.launches.append(
+            "{}: grid {}, block {}, {} bytes of dynamic shared memory".format(kernel.label, *sizes, shared)
+        )
+
+
+@functools.cache
+def cuda_device(ordinal: int) -> CudaDevice:
+    """One object per device of this process."""
+    return CudaDevice(ordinal)
+
+
+def emulator_preset() -> tuple[DevicePreset, str]:
+    """The card that the emulator stands for, and why this one."""
+    wanted = os.environ.get("GPU_OPS_ARCH")
+    if wanted:
+        return select_preset(wanted), f"GPU_OPS_ARCH={wanted}"
+    return select_preset(_DEFAULT_ARCH), "the default; GPU_OPS_ARCH selects another"
+
+
+@functools.cache
+def cuda_missing() -> str | None:
+    """Why no CUDA device can be used; None when one can."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed (pip install 'gpu-ops[cuda13]' or 'gpu-ops[cuda12]')"
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # CuPy without its libraries, no driver, a driver that is too old
+        return " ".join(str(error).split()) or type(error).__name__
+    return None if count else "the NVIDIA driver reports no device"
+
+
+@functools.cache
+def compiler_missing(backend: str) -> str | None:
+    """Why the kernels of a backend cannot be compiled here; None when they can."""
+    from gpu_ops.kernels import nvrtc, toolkit
+
+    if backend == "numba":
+        found = importlib.util.find_spec("numba_cuda") is not None
+        return None if found else f"numba-cuda is not installed; {toolkit.INSTALL}"
+    try:
+        nvrtc.version()
+    except KernelCompileError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
