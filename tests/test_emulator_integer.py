@@ -7,7 +7,7 @@ from math import trunc
 
 import numpy as np
 import pytest
-from emulator_forms import check_form, edges, expand, operands_of, pack, run_form
+from emulator_forms import check_form, edges, expand, form_op, operands_of, pack, run_form
 
 from gpu_ops.emulator.instructions import Unknown, lookup, semantics
 from gpu_ops.emulator.types import BITS
@@ -198,6 +198,7 @@ def test_dot(form, rng):
             factors = factors[:2] if half == ["lo"] else factors[2:]
         return c + sum(x * y for x, y in zip(lanes(a, size, a_type), factors, strict=True))
 
+    assert form_op(form).writes == ("u32" if a_type == b_type == "u32" else "s32",)
     check_form(form, oracle, operands_of(form, rng))
 
 

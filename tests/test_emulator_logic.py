@@ -109,7 +109,8 @@ def test_permute_by_digits(rng):
     a, b, c = operands_of("prmt.b32", rng)
     operands = [a, b, np.concatenate([every_digit, c[every_digit.size :]])]
     check_form("prmt.b32", oracle, operands)
-    check_form("prmt.b32", oracle, [a, b, pack("b32", [0x5410])])
+    for same in (0x5410, 0x7632, 0x0123, 0x4440, 0x8888, 0x9180, 0xFEDC, 0x3A7F, 0xFFFF4321):
+        check_form("prmt.b32", oracle, [a[:200], b[:200], pack("b32", [same])])
 
 
 PERMUTATIONS = {

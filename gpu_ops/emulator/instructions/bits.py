@@ -1,11 +1,13 @@
-"""Counts, searches and fields of bits: popc, clz, brev, bfind, fns, bfe, bfi, szext, bmsk.
+"""Shifts and byte permutations; counts, searches and fields of bits.
 
-NumPy defines a shift by the width or more as the GPU does: zeros, or copies of the sign.
+NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It takes the amount in
+the type of the value and a negative one for a large one, so a 32-bit amount can be viewed as signed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,113 @@ __all__: list[str] = []
 
 _ONES = np.uint32(0xFFFFFFFF)  # also what a search gives that finds no bit
 _SEARCHED = frozenset(("u32", "s32", "u64", "s64"))
+_UNTYPED = ("b16", "b32", "b64")
+_INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
+
+
+# Shifts and permutations
+
+
+@semantics("shl", "shr")
+def _shift(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    match modifiers:
+        case (ptx_type,) if ptx_type in _UNTYPED or (ptx_type in _INTEGERS and opcode == "shr"):
+            dtype, width = DTYPE[ptx_type], BITS[ptx_type]
+        case _:
+            raise unknown(opcode, modifiers)
+    shift: Callable[[Array, Array], Any] = np.left_shift if opcode == "shl" else np.right_shift
+    run = shift
+    if width == 16:
+        run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
+    elif ptx_type == "s32":
+        run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
+    return Op((ptx_type,), (ptx_type, "u32"), run)
+
+
+@semantics("shf")
+def _funnel(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """Shift the pair high:low; left gives the high word of the result, right the low one."""
+    match modifiers:
+        case ("l" | "r" as direction, "clamp" | "wrap" as mode, "b32"):
+            left, wraps = direction == "l", mode == "wrap"
+        case _:
+            raise unknown(opcode, modifiers)
+
+    def run(low: Array, high: Array, amount: Array) -> Any:
+        pair = high.astype(np.uint64) << 32 | low
+        amount = np.bitwise_and(amount, 31) if wraps else np.minimum(amount, 32)
+        shifted = pair << amount >> 32 if left else pair >> amount
+        return shifted.astype(np.uint32)
+
+    return Op(("b32",), ("b32", "b32", "u32"), run)
+
+
+#: The selector of each mode for the four values of its control: one digit per byte, highest first.
+_SELECTORS = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
+
+
+@semantics("prmt")
+def _permute(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
+    match modifiers:
+        case ("b32",):
+            return Op(("b32",), ("b32",) * 3, _pick_bytes)
+        case ("b32", mode) if mode in _SELECTORS:
+            table = np.array(_SELECTORS[mode], np.uint32)
+            return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
+    raise unknown(opcode, modifiers)
+
+
+def _pick_bytes(a: Array, b: Array, selector: Array) -> Any:
+    if selector.size == 1:  # nearly always an immediate
+        return _pick_same_bytes(a, b, int(selector[0]) & 0xFFFF)
+    pair = b.astype(np.uint64) << 32 | a
+    result = np.zeros(np.broadcast_shapes(pair.shape, selector.shape), np.uint32)
+    for i in range(4):
+        digit = selector >> 4 * i
+        byte = (pair >> ((digit & 7) << 3)).astype(np.uint8)
+        sign = (byte.view(np.int8) >> 7).view(np.uint8)
+        result |= np.where(digit & 8, sign, byte).astype(np.uint32) << 8 * i
+    return result
+
+
+def _pick_same_bytes(a: Array, b: Array, selector: int) -> Any:
+    result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.uint32)
+    moves, signs = _plan(selector)
+    for source, left, mask in moves:
+        word = b if source else a
+        result |= (word << left if left >= 0 else word >> -left) & mask
+    for source, sign, mask in signs:
+        word = b if source else a
+        result |= -(word >> sign & 1) & mask
+    return result
+
+
+_Steps = list[tuple[int, int, int]]
+
+
+@cache
+def _plan(selector: int) -> tuple[_Steps, _Steps]:
+    """What puts a word together: (source, shift to the left, mask) of bytes that move alike, and
+    (source, position of the sign, mask) of repeated signs."""
+    moves: dict[tuple[int, int], int] = {}
+    signs: dict[tuple[int, int], int] = {}
+    for i in range(4):
+        digit = selector >> 4 * i & 0xF
+        source, byte = divmod(digit & 7, 4)
+        table, number = (signs, 8 * byte + 7) if digit & 8 else (moves, 8 * (i - byte))
+        table[source, number] = table.get((source, number), 0) | 0xFF << 8 * i
+    return [(*key, mask) for key, mask in moves.items()], [(*key, mask) for key, mask in signs.items()]
+
+
+# Counts and searches
 
 
 @semantics("popc", "clz", "brev")
@@ -91,6 +200,9 @@ def _find_nth(opcode: str, modifiers: tuple[str, ...]) -> Op:
         return np.where(hit.any(axis=1), hit.argmax(axis=1).astype(np.uint32), _ONES)
 
     return Op(("b32",), ("b32", "b32", "s32"), run)
+
+
+# Fields
 
 
 @semantics("bfe")

@@ -194,22 +194,21 @@ def _divide(opcode: str, modifiers: tuple[str, ...]) -> Op:
             pass
         case _:
             raise unknown(opcode, modifiers)
-    dtype = DTYPE[ptx_type]
-    ones = np.array(-1).astype(dtype)
+    dtype, width = DTYPE[ptx_type], BITS[ptx_type]
     unsigned = f"u{dtype.itemsize}"
-    is_signed = dtype.kind == "i"
 
-    def quotient(a: Array, b: Array) -> Any:
-        if not is_signed:
-            return a // b
+    def signed_quotient(a: Array, b: Array) -> Any:
         magnitude = (np.abs(a).view(unsigned) // np.abs(b).view(unsigned)).view(dtype)
-        return np.where(a ^ b < 0, -magnitude, magnitude)
+        sign = (a ^ b) >> width - 1  # -1 where the quotient is negative
+        return (magnitude ^ sign) - sign
 
-    exact: _Binary = quotient if opcode == "div" else np.fmod
+    exact: _Binary = np.fmod
+    if opcode == "div":
+        exact = signed_quotient if dtype.kind == "i" else np.floor_divide
 
-    def run(a: Array, b: Array) -> Array:
+    def run(a: Array, b: Array) -> Any:
         by_zero = b == 0
-        return np.where(by_zero, ones, exact(a, b | by_zero))
+        return exact(a, b | by_zero) | -by_zero.astype(dtype)
 
     return Op((ptx_type,), (ptx_type, ptx_type), run)
 

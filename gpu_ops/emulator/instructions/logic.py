@@ -1,8 +1,4 @@
-"""Bitwise logic, shifts, byte permutation; comparisons, selection and tests of floating-point classes.
-
-NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It takes the amount in
-the type of the value and a negative one for a large one, so a 32-bit amount can be viewed as signed.
-"""
+"""Bitwise logic, comparisons, selection, tests of floating-point classes."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator.instructions import Op, semantics, unknown
-from gpu_ops.emulator.instructions.lanes import join, split
-from gpu_ops.emulator.types import BITS, DTYPE, Array
+from gpu_ops.emulator.instructions.lanes import split
+from gpu_ops.emulator.types import DTYPE, Array
 
 __all__: list[str] = []
 
@@ -80,74 +76,6 @@ def _three_input(a: Array, b: Array, c: Array, table: Array) -> Array:
     return np.broadcast_to(result, shape)
 
 
-# Shifts and permutations
-
-
-@semantics("shl", "shr")
-def _shift(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case (ptx_type,) if ptx_type in _BITS or (ptx_type in _INTEGERS and opcode == "shr"):
-            dtype, width = DTYPE[ptx_type], BITS[ptx_type]
-        case _:
-            raise unknown(opcode, modifiers)
-    shift: _Binary = np.left_shift if opcode == "shl" else np.right_shift
-    run = shift
-    if width == 16:
-        run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
-    elif ptx_type == "s32":
-        run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
-    return Op((ptx_type,), (ptx_type, "u32"), run)
-
-
-@semantics("shf")
-def _funnel(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """Shift the pair high:low; left gives the high word of the result, right the low one."""
-    match modifiers:
-        case ("l" | "r" as direction, "clamp" | "wrap" as mode, "b32"):
-            left, wraps = direction == "l", mode == "wrap"
-        case _:
-            raise unknown(opcode, modifiers)
-
-    def run(low: Array, high: Array, amount: Array) -> Any:
-        pair = high.astype(np.uint64) << 32 | low
-        amount = np.bitwise_and(amount, 31) if wraps else np.minimum(amount, 32)
-        shifted = pair << amount >> 32 if left else pair >> amount
-        return shifted.astype(np.uint32)
-
-    return Op(("b32",), ("b32", "b32", "u32"), run)
-
-
-#: The selector of each mode for the four values of its control: one digit per byte, highest first.
-_SELECTORS = {
-    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
-    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
-    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
-    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
-    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
-    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
-}
-
-
-@semantics("prmt")
-def _permute(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
-    match modifiers:
-        case ("b32",):
-            return Op(("b32",), ("b32",) * 3, _pick_bytes)
-        case ("b32", mode) if mode in _SELECTORS:
-            table = np.array(_SELECTORS[mode], np.uint32)
-            return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
-    raise unknown(opcode, modifiers)
-
-
-def _pick_bytes(a: Array, b: Array, selector: Array) -> Array:
-    pair = b.astype(np.uint64) << 32 | a
-    digits = selector[:, np.newaxis] >> np.array((0, 4, 8, 12), np.uint32)
-    chosen = (pair[:, np.newaxis] >> ((digits & 7) << 3)).astype(np.uint8)
-    signs = (chosen.view(np.int8) >> 7).view(np.uint8)
-    return join(np.where(digits & 8, signs, chosen), np.uint32)
-
-
 # Comparisons
 
 
@@ -183,9 +111,9 @@ _VALUES: dict[str, tuple[Callable[[Array], Array], ...]] = {
 }
 
 
-def _flushed(x: Array) -> Array:
+def _flushed(x: Array) -> Any:
     """Subnormals as zeros; the sign of a zero makes no difference to a comparison."""
-    return np.where(np.abs(x) < np.finfo(x.dtype).smallest_normal, x.dtype.type(0), x)
+    return x * (np.abs(x) >= np.finfo(x.dtype).smallest_normal)
 
 
 def _comparisons(name: str, ptx_type: str, ftz: bool) -> tuple[_Binary, ...]:
