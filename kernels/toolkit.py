@@ -63,7 +63,9 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
     """PTX to a cubin with ``ptxas``; the log holds registers and spills."""
     ptxas = tool("ptxas")
     if ptxas is None:
-        raise KernelCompileError(f"ptxas is not installed; {INSTALL}")
+        raise KernelCompileError(
+            f"ptxas is not installed; {INSTALL}, or with CUDA 13: pip install nvidia-cuda-nvcc"
+        )
     with tempfile.TemporaryDirectory(prefix="gpu_ops-") as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)

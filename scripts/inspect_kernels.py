@@ -1,0 +1,217 @@
+"""What every GPU kernel takes on every architecture, without a GPU: registers, spills, shared memory, occupancy.
+
+    python scripts/inspect_kernels.py                           all kernels, all architectures
+    python scripts/inspect_kernels.py --kernel rmsnorm --arch sm_90a sm_120
+    python scripts/inspect_kernels.py --json >kernels.json
+    python scripts/inspect_kernels.py --check                   exit 1 where one spills or does not fit
+
+Kernels are those that ``kernels/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions need nvdisasm
+(``pip install nvidia-cuda-nvdisasm``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels import cubin, jit, toolkit
+from gpu_ops.presets import ARCHES
+
+PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+
+# Machine instructions worth a look: wide accesses, asynchronous copies, tensor cores, local memory.
+HIGHLIGHTS = {
+    "LDG.128": r"LDG\.\S*128",
+    "LDG": r"LDG\b(?!\S*128)",
+    "STG.128": r"STG\.\S*128",
+    "STG": r"STG\b(?!\S*128)",
+    "LDS.128": r"LDS\.\S*128",
+    "STS.128": r"STS\.\S*128",
+    "LDGSTS": r"LDGSTS",
+    "TMA": r"U(?:TMA|BLK)\w+",
+    "LDSM": r"LDSM",
+    "MMA": r"[HIQD]MMA",
+    "WGMMA": r"[HIQ]GMMA|U\w*MMA",
+    "SHFL": r"SHFL",
+    "MUFU": r"MUFU",
+    "LOCAL": r"LDL|STL",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel on one architecture. ``problems`` is empty when it compiles, keeps in registers and fits."""
+
+    kernel: str
+    arch: str
+    threads: int
+    seconds: float | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    local_bytes: int | None = None
+    static_shared: int | None = None
+    dynamic_shared: int | None = None
+    blocks_per_sm: int | None = None
+    occupancy: float | None = None
+    limiter: str = ""
+    sass: str = ""
+    problems: tuple[str, ...] = ()
+
+
+def inspect(variant: jit.Variant, arch: str, with_sass: bool) -> Row:
+    """Compile one variant and read what it takes."""
+    label, threads, dynamic = variant.kernel.label, variant.threads_per_block, variant.dynamic_shared_bytes
+    try:
+        compiled = jit.assemble(jit.compile_kernel(variant.kernel, arch), arch)
+    except KernelCompileError as error:
+        return Row(label, arch, threads, problems=(str(error),))
+    assert compiled.cubin is not None
+    limits = ARCHES[arch.rstrip("af")]
+    needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
+    fit = cubin.occupancy(needs, threads, dynamic, limits)
+    return Row(
+        label,
+        arch,
+        threads,
+        compiled.seconds,
+        needs.registers,
+        needs.spill_bytes,
+        needs.local_bytes,
+        needs.static_shared_bytes,
+        dynamic,
+        fit.blocks,
+        fit.share,
+        fit.limiter,
+        sass_counts(compiled.cubin, compiled.entry) if with_sass else "",
+        tuple(problems(needs, fit, threads, dynamic, limits)),
+    )
+
+
+def problems(
+    needs: cubin.Resources, fit: cubin.Occupancy, threads: int, dynamic: int, limits: cubin.Limits
+) -> Iterator[str]:
+    """What a kernel must not do."""
+    if needs.spill_bytes is None:
+        yield "ptxas' log does not say whether registers spill"
+    elif needs.spill_bytes:
+        yield f"spills {needs.spill_bytes} bytes per thread"
+    shared, allowed = needs.static_shared_bytes + dynamic, limits.smem_per_block_optin
+    if shared > allowed:
+        yield f"{shared} bytes of shared memory per block, {allowed} are allowed"
+    elif fit.blocks == 0:
+        yield f"no block of {threads} threads fits on an SM: {fit.limiter}"
+    if needs.max_threads is not None and threads > needs.max_threads:
+        yield f"launched with {threads} threads, __launch_bounds__ says {needs.max_threads}"
+
+
+def sass_counts(image: bytes, entry: str) -> str:
+    """Counts of the highlighted machine instructions of one kernel; empty without nvdisasm."""
+    nvdisasm = toolkit.tool("nvdisasm")
+    if nvdisasm is None:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        listing = subprocess.run(
+            [nvdisasm, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    _, _, body = listing.partition(
+        f".text.{entry},"
+    )  # `.section .text.<entry>,"ax",...`, then the instructions
+    body = body.partition("\n\t.section\t")[0]  # not .sectioninfo, which is the kernel's own
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", body, re.MULTILINE)
+    counts = collections.Counter(
+        name for opcode in opcodes for name, pattern in HIGHLIGHTS.items() if re.match(pattern, opcode)
+    )
+    return " ".join(f"{name}:{counts[name]}" for name in HIGHLIGHTS if counts[name])
+
+
+def inspect_all(arches: Sequence[str], kernel: str, with_sass: bool, console: Console) -> list[Row]:
+    """Every variant whose label contains ``kernel``, on every architecture, compiled in parallel."""
+    tasks = [(v, arch) for arch in arches for v in jit.all_variants(arch) if kernel in v.kernel.label]
+    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        bar = progress.add_task("compiling", total=len(tasks))
+
+        def one(task: tuple[jit.Variant, str]) -> Row:
+            row = inspect(*task, with_sass)
+            progress.update(bar, advance=1, description=row.kernel)
+            return row
+
+        return list(pool.map(one, tasks))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A table for reading; rows are told apart by kernel and architecture."""
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    out.add_column("kernel", overflow="fold")
+    out.add_column("arch")
+    for name in ("s", "regs", "spill", "local", "smem", "blocks/SM", "occupancy"):
+        out.add_column(name, justify="right")
+    out.add_column("limited by")
+    if any(row.sass for row in rows):
+        out.add_column("machine instructions", overflow="fold")
+    for row in rows:
+        if row.registers is None:
+            out.add_row(row.kernel, row.arch, "[red]does not compile[/red]")
+            continue
+        shared = (row.static_shared or 0) + (row.dynamic_shared or 0)
+        spill = f"[red]{row.spill_bytes}[/red]" if row.spill_bytes else str(row.spill_bytes)
+        out.add_row(
+            row.kernel.replace("[", r"\["),
+            row.arch,
+            f"{row.seconds:.2f}",
+            str(row.registers),
+            spill,
+            str(row.local_bytes),
+            str(shared),
+            str(row.blocks_per_sm),
+            f"{row.occupancy:.0%}",
+            row.limiter,
+            *([row.sass] if row.sass else []),
+        )
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", nargs="+", default=PRESET_ARCHES, help="such as sm_80 sm_90a; default: all")
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="print problems only; exit 1 if there are any")
+    options = parser.parse_args(arguments)
+    if unknown := [arch for arch in options.arch if arch.rstrip("af") not in ARCHES]:
+        parser.error(f"unknown architecture {', '.join(unknown)}; there are: {', '.join(ARCHES)}")
+
+    rows = inspect_all(options.arch, options.kernel, not options.check, Console(stderr=True))
+    if not rows:
+        print(f"inspect_kernels: no kernel's name contains {options.kernel!r}")
+        return 1
+    faulty = [row for row in rows if row.problems]
+    if options.json:
+        json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
+        print()
+    elif not options.check:
+        Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
+    if options.check:
+        for row in faulty:
+            print(f"{row.kernel} on {row.arch}: {'; '.join(row.problems)}")
+        print(f"{len(rows)} kernels compiled on {', '.join(options.arch)}; {len(faulty)} with problems")
+    return 1 if options.check and faulty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
