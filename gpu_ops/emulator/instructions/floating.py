@@ -87,6 +87,8 @@ def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
         raise unknown(opcode, modifiers)
     (mode,) = modes or {"rn"}
     compute, rounding = _compute(operation, element, mode)
+    if ptx_type == "f32x2":  # which NaN comes out must not depend on how many threads there are
+        rounding = canonical
     clamp = saturate if "sat" in flags else relu if "relu" in flags else None
     operands = _OPERANDS[opcode]
     return elementwise(ptx_type, operands, compute, rounding=rounding, ftz="ftz" in flags, clamp=clamp)
