@@ -103,18 +103,16 @@ def _pick_same_bytes(a: Array, b: Array, selector: int) -> Any:
         word = b if source else a
         result |= (word << left if left >= 0 else word >> -left) & mask
     for source, sign, mask in signs:
-        word = b if source else a
-        result |= -(word >> sign & 1) & mask
+        result |= -((b if source else a) >> sign & 1) & mask
     return result
 
 
-_Steps = list[tuple[int, int, int]]
-
-
 @cache
-def _plan(selector: int) -> tuple[_Steps, _Steps]:
-    """What puts a word together: (source, shift to the left, mask) of bytes that move alike, and
-    (source, position of the sign, mask) of repeated signs."""
+def _plan(selector: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """What puts the word of a selector together.
+
+    (source, shift to the left, mask) of the bytes that move alike; (source, sign bit, mask) of repeated signs.
+    """
     moves: dict[tuple[int, int], int] = {}
     signs: dict[tuple[int, int], int] = {}
     for i in range(4):
