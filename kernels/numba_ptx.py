@@ -116,6 +116,8 @@ def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(function, tuple):
         for item in function:
             yield from _parts(item, seen)
+    elif isinstance(function, frozenset):
+        yield from sorted(map(repr, function))
     elif isinstance(function, np.ndarray):
         yield f"{function.dtype.str} {function.shape} {function.tobytes().hex()}"
     elif inspect.ismodule(function) or inspect.isclass(function):

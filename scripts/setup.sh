@@ -69,7 +69,7 @@ case $cuda in
     '') ;;
     12) extras+=(cuda12) ;;
     [0-9] | 10 | 11) echo "setup: the driver supports CUDA $cuda; GPU kernels need 12 or newer: installing for CPU" >&2 ;;
-    *) extras+=(cuda13) ;;
+    *) extras=($(printf '%s\n' ${extras[@]+"${extras[@]}"} | grep -vx emulator || true) cuda13) ;;  # has its compilers
 esac
 list=$(IFS=,; echo "${extras[*]-}")
 
