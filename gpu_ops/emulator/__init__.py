@@ -2,6 +2,10 @@
 
 from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, UnknownInstruction
 from gpu_ops.emulator.memory import Buffer
-from gpu_ops.emulator.run import launch
+from gpu_ops.emulator.profile import Profile
+from gpu_ops.emulator.run import launch, profile, record
 
-__all__ = ["Buffer", "EmulatorError", "PtxError", "SanitizerError", "UnknownInstruction", "launch"]
+__all__ = [
+    "Buffer", "EmulatorError", "Profile", "PtxError", "SanitizerError", "UnknownInstruction", "launch", "profile",
+    "record",
+]  # fmt: skip

@@ -82,8 +82,8 @@ def locate(m: Machine, access: Access, mask: Mask, where: Array) -> Place:
     place = Place(lanes, where, host, owner)
     if m.sanitizer is not None:
         m.sanitizer.access(access, place)
-    if m.profile is not None:
-        m.profile.access(m, access, place)
+    if m.profiler is not None:
+        m.profiler.access(access, place)
     return place
 
 
@@ -252,12 +252,14 @@ def _copy_async(m: Machine, pc: int, instruction: Instruction) -> Step:
 
 
 def _host_of(m: Machine, pc: int, mask: Array, where: Array, size: int) -> Array:
-    """Host pointers of the first ``size`` bytes at each address, which may be any number."""
-    access = Access(pc, GLOBAL, 1, read=True, write=False)
-    first = locate(m, access, mask, where)
-    if size > 1:
-        locate(m, access, mask, where + np.uint64(size - 1))
-    return first.host
+    """Host pointers of the first ``size`` bytes at each address: any number, so in pieces of 2^k bytes."""
+    hosts, done = [], 0
+    for piece in (16, 8, 4, 2, 1):
+        if size & piece:
+            access = Access(pc, GLOBAL, piece, read=True, write=False)
+            hosts.append(locate(m, access, mask, where + np.uint64(done)).host)
+            done += piece
+    return hosts[0]
 
 
 def _copy_group(m: Machine, instruction: Instruction) -> Step:

@@ -205,8 +205,8 @@ def _mma(m: Machine, pc: int, instruction: Instruction) -> Step:
         results = form.run(*([fragment(read) for read in group] for group in readers))
         for write, result in zip(writers, results, strict=True):
             write(_spread(m, warps, result), mask)
-        if m.profile is not None:
-            m.profile.multiplied(form.kind, form.macs * len(warps))
+        if m.profiler is not None:
+            m.profiler.multiplied(form.kind, form.macs * len(warps))
 
     return _collective(pc, None, run)
 

@@ -47,7 +47,10 @@ def _brx(m: Machine, pc: int, instruction: Instruction) -> Step:
             if value >= len(targets):
                 lane = int(np.flatnonzero(chosen & (values == value))[0])
                 raise machine.fault("out of bounds", pc, lane, f"branch index {value} of {len(targets)}")
-            machine.groups.append(Group(targets[value], chosen & (values == value)))
+            mine = chosen & (values == value)
+            if machine.profiler is not None:
+                machine.profiler.diverged(pc, mine, chosen & (values > value))
+            machine.groups.append(Group(targets[value], mine))
         if rest is machine.none:
             return None
         group.mask = rest

@@ -25,7 +25,7 @@ from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.types import Array, register_dtype
 
 if TYPE_CHECKING:
-    from gpu_ops.emulator.profile import Profile
+    from gpu_ops.emulator.profiler import Profiler
     from gpu_ops.emulator.sanitizer import Sanitizer
 
 __all__ = ["WARP", "Group", "Machine", "Mask", "Step"]
@@ -92,21 +92,21 @@ class Machine:
         dynamic_shared: int,
         parameters: tuple[Array, dict[str, int]],
         sanitizer: Sanitizer | None,
-        profile: Profile | None,
+        profiler: Profiler | None,
     ) -> None:
         """What a launch sets; ``parameters``: the bytes of the parameter space, and where each begins."""
         self.memory = memory
         self.grid, self.block = grid, block
         self.dynamic_shared: int = dynamic_shared
         self._parameters, self._offsets = parameters
-        self.sanitizer, self.profile = sanitizer, profile
+        self.sanitizer, self.profiler = sanitizer, profiler
 
     def release(self) -> None:
         """Let go of what the launch held."""
         del self.memory, self.barriers, self.alive, self.lanes, self.groups
         self.registers.clear()
         self._mask_of_lanes, self._lanes_of_mask = None, np.zeros(0, np.int32)
-        self.sanitizer = self.profile = None
+        self.sanitizer = self.profiler = None
 
     def _add(self, name: str, dtype: np.dtype[Any]) -> int:
         self.index[name] = len(self.dtypes)
@@ -197,7 +197,7 @@ class Machine:
 
     def _advance(self, group: Group) -> None:
         """Run a group until it stands where another one does, or nothing of it is left."""
-        steps, registers, profile = self.steps, self.registers, self.profile
+        steps, registers, profiler = self.steps, self.registers, self.profiler
         limit = min((g.pc for g in self.groups), default=1 << 60)
         alone = self._alone()
         while True:
@@ -217,12 +217,14 @@ class Machine:
                     n = np.count_nonzero(active)
                     active = self.none if n == 0 else None if n == self.threads else active
                 if active is self.none and step.plain:
+                    if profiler is not None:
+                        profiler.executed(self, group.pc, group.mask, active)
                     group.pc += 1
                     if group.pc >= limit:
                         break
                     continue
-            if profile is not None:
-                profile.executed(self, group.pc, active)
+            if profiler is not None:
+                profiler.executed(self, group.pc, group.mask, active)
             if step.plain:
                 step.run(active)
                 group.pc += 1
@@ -290,9 +292,10 @@ class Machine:
         rest = self.leave(group, active)
         if rest is self.none:
             return target
-        if self.profile is not None:
-            self.profile.diverged(group.pc, self, active, rest)
         assert active is not None
+        assert rest is not None
+        if self.profiler is not None:
+            self.profiler.diverged(group.pc, active, rest)
         polled = group.polled and target <= group.pc
         self.groups.append(Group(target, active, yielded=polled))
         group.mask = rest
@@ -300,6 +303,8 @@ class Machine:
 
     def park(self, group: Group, lanes: Array) -> int | None:
         """Leave these threads at the group's instruction; where the others go on, or None."""
+        if self.profiler is not None:
+            self.profiler.parked(group.pc, group.mask, lanes)
         self.parked.append(Group(group.pc, lanes))
         rest = self.leave(group, lanes)
         if rest is self.none:

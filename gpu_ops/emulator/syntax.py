@@ -125,6 +125,7 @@ class Module:
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
     files: dict[int, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # text of the files that the caller knows
 
     def source_line(self, line: int) -> str:
         return self.text.splitlines()[line - 1].strip()

@@ -1,0 +1,149 @@
+"""A profile as tables of rich, and as plain text."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from gpu_ops.emulator.traffic import SECTOR
+
+if TYPE_CHECKING:
+    from gpu_ops.emulator.profile import LineProfile, Profile
+
+__all__ = ["plain", "render"]
+
+_LINES = 12  # hot lines that are shown
+_WIDTH = 130
+_TEXT = 64  # characters of a column of text
+
+
+def plain(profile: Profile) -> str:
+    """The tables as text without colours."""
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(render(profile))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def render(profile: Profile) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts = [Text(_title(profile), style="bold"), *(Text("  " + line) for line in _summary(profile))]
+    parts += [_buffers(profile), _mix(profile), _hot_lines(profile)]
+    return Group(*parts)
+
+
+def _title(profile: Profile) -> str:
+    grid = " x ".join(map(str, profile.grid))
+    block = " x ".join(map(str, profile.block))
+    of = profile.grid[0] * profile.grid[1] * profile.grid[2]
+    ran = "" if profile.blocks == of else f", {profile.blocks} of {of} blocks ran"
+    return f"{profile.kernel}: grid {grid}, block {block}{ran}"
+
+
+def size(count: float) -> str:
+    """``1.5 MiB``"""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _summary(profile: Profile) -> list[str]:
+    c = profile.counts
+    lines = [
+        f"global memory: {size(profile.bytes_read)} read, {size(profile.bytes_written)} written by lanes; "
+        f"{size(SECTOR * c.sectors)} in sectors, {c.sectors_per_128_bytes:.2f} per 128 B (4 is perfect)",
+        f"DRAM: {size(profile.dram_bytes)} with {size(profile.l2_bytes)} of L2; "
+        f"{size(profile.least_bytes)} if every sector moved once",
+    ]
+    if c.shared_requests:
+        lines.append(
+            f"shared memory: {c.shared_requests:,} requests, {size(c.shared_bytes)}; {c.waves:,} waves, "
+            f"{c.ideal_waves:,} ideal, {c.replays:,} bank-conflict replays"
+        )
+    work = [f"{count:,} {name}" for name, count in sorted(profile.operations.items())]
+    work += [f"{2 * macs:,} {kind} in tensor cores" for kind, macs in sorted(profile.multiply_adds.items())]
+    if work:
+        lines.append("operations: " + ", ".join(work))
+    counted = (
+        (profile.cp_async_bytes, f"cp.async: {size(profile.cp_async_bytes)}"),
+        (c.local_bytes, f"local memory: {size(c.local_bytes)}"),
+        (c.atomics, f"atomics: {c.atomics:,} lanes"),
+        (profile.barriers, f"barriers: {profile.barriers:,} warps"),
+    )
+    other = [text for count, text in counted if count]
+    if other:
+        lines.append("; ".join(other))
+    split = [f"{i.divergent:,} at {_where(i)}" for i in profile.divergent_branches[:4]]
+    if split:
+        lines.append(f"divergence: {c.divergent:,} times a warp split: " + ", ".join(split))
+    return lines
+
+
+def _where(i: Any) -> str:
+    return f"{i.file.rpartition('/')[2]}:{i.line}" if i.file else f"PTX line {i.ptx_line}"
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _buffers(profile: Profile) -> Any:
+    table = _table(
+        "Buffers", "", "size", "read", "written", "touched", "times read", "sectors/req", "per 128 B", "DRAM"
+    )
+    for b, moved in zip(profile.buffers, profile.moved(), strict=True):
+        table.add_row(
+            b.name, size(b.size), size(b.bytes_read), size(b.bytes_written), size(SECTOR * b.footprint),
+            f"{b.times_read:.2f}", f"{b.sectors_per_request:.2f}", f"{b.sectors_per_128_bytes:.2f}", size(moved),
+        )  # fmt: skip
+    return table
+
+
+def _mix(profile: Profile) -> Any:
+    table = _table("Instructions", "class", "warps", "share", "lanes/warp", "most issued")
+    issued = max(1, profile.counts.warps)
+    forms = profile.by(lambda i: (i.kind, i.form))
+    for name, c in profile.classes.items():
+        top = sorted(((f.warps, form) for (kind, form), f in forms.items() if kind == name), reverse=True)
+        most = ", ".join(f"{form} {warps:,}" for warps, form in top[:3])
+        table.add_row(
+            name, f"{c.warps:,}", f"{c.warps / issued:.1%}", f"{c.lanes / max(1, c.warps):.1f}", most
+        )
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _hot_lines(profile: Profile) -> Any:
+    table = _table(
+        "Lines that cost most", "line", "warps", "sectors", "per 128 B", "replays", "splits", "source"
+    )
+    for line in profile.lines()[:_LINES]:
+        table.add_row(line.where, f"{line.warps:,}", *_line_costs(line), _shortened(line.text))
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _shortened(text: str) -> Any:
+    from rich.text import Text  # markup would eat what stands in brackets
+
+    return Text(text if len(text) <= _TEXT else text[: _TEXT - 1] + "…")
+
+
+def _line_costs(line: LineProfile) -> tuple[str, str, str, str]:
+    return (
+        f"{line.sectors:,}" if line.sectors else "",
+        f"{line.sectors_per_128_bytes:.2f}" if line.sectors else "",
+        f"{line.replays:,}" if line.replays else "",
+        f"{line.divergent:,}" if line.divergent else "",
+    )
