@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.instructions import unknown
 from gpu_ops.emulator.types import DTYPE, Array
 
 __all__ = ["combine", "in_order", "serialise"]
@@ -70,7 +70,7 @@ _OTHERS: dict[str, Callable[..., Array]] = {"exch": _exch, "cas": _cas, "inc": _
 def _check(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
     """Of the modifiers only .noftz matters, which half types must have; order and scope change no value."""
     if ptx_type not in _TYPES.get(op, ()) or ("noftz" in modifiers) != (ptx_type in _HALF):
-        raise Unknown(".".join(dict.fromkeys(("atom", *modifiers, op, ptx_type))))
+        raise unknown("atom", tuple(dict.fromkeys((*modifiers, op, ptx_type))))
 
 
 def _numbers(values: Array, ptx_type: str) -> Array:

@@ -23,7 +23,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.instructions import unknown
 from gpu_ops.emulator.types import Array
 
 __all__ = [
@@ -164,30 +164,33 @@ def _scatter(matrix: Array, bits: type) -> Array:
     return words.reshape(-1, warps, 32)
 
 
+_NAME = re.compile(
+    r"sync\.aligned\.(?P<shape>\w+)\.row\.col(?P<satfinite>\.satfinite)?"
+    r"\.(?P<d>\w+)\.(?P<a>\w+)\.(?P<b>\w+)\.(?P<c>\w+)(\.(?P<combine>and|xor)\.popc)?"
+)
+
+
+def _kind(shape: str, a_type: str, b_type: str, c_type: str) -> str | None:
+    for operands, accumulators, kind, shapes in _FORMS:
+        if shape in shapes and a_type in operands and b_type in operands and c_type in accumulators:
+            return kind
+    return None
+
+
 @cache
 def mma(modifiers: tuple[str, ...]) -> Mma:
     """The form with these modifiers, for instance sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32."""
-    unknown = Unknown(".".join(("mma", *modifiers)))
-    rest = list(modifiers)
-    saturate = "satfinite" in rest
-    if saturate:
-        rest.remove("satfinite")
-    combine = ""
-    if rest[-2:] in (["and", "popc"], ["xor", "popc"]):
-        combine = rest[-2]
-        del rest[-2:]
-    if len(rest) != 9 or rest[:2] != ["sync", "aligned"] or rest[3:5] != ["row", "col"]:
-        raise unknown
-    shape, d_type, a_type, b_type, c_type = rest[2], *rest[5:]
-    for operands, accumulators, kind, shapes in _FORMS:  # noqa: B007 (kind is used below)
-        if shape in shapes and a_type in operands and b_type in operands and c_type in accumulators:
-            break
-    else:
-        raise unknown
-    if c_type != d_type or (saturate and kind not in ("s8", "s4")) or (combine != "") != (kind == "b1"):
-        raise unknown
+    found = _NAME.fullmatch(".".join(modifiers))
+    if not found:
+        raise unknown("mma", modifiers)
+    saturate, combine = bool(found["satfinite"]), found["combine"]
+    a_type, b_type, c_type, d_type = found["a"], found["b"], found["c"], found["d"]
+    kind = _kind(found["shape"], a_type, b_type, c_type)
+    fits = c_type == d_type and bool(combine) == (kind == "b1") and (not saturate or kind in ("s8", "s4"))
+    if kind is None or not fits:
+        raise unknown("mma", modifiers)
 
-    m, n, k = (int(size) for size in re.findall(r"\d+", shape))
+    m, n, k = (int(size) for size in re.findall(r"\d+", found["shape"]))
     decode_a, decode_b, dtype = DECODE[a_type], DECODE[b_type], _ACCUMULATORS[c_type]
     word_bits, bits = (64, np.uint64) if kind == "f64" else (32, np.uint32)
     step = _CHUNK // (m * k)

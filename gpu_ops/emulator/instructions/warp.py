@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Unknown
+from gpu_ops.emulator.instructions import unknown
 from gpu_ops.emulator.types import DTYPE, Array
 
 __all__ = ["UNDEFINED", "activemask", "elect", "match", "redux", "shfl", "shfl_sources", "vote"]
@@ -92,7 +92,7 @@ def shfl_sources(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
         source = (_LANE & segment) | (distance & ~segment)
         valid = source <= last
     else:
-        raise Unknown(f"shfl.sync.{mode}")
+        raise unknown("shfl", ("sync", mode))
     return np.where(valid, source, _LANE), valid
 
 
@@ -131,7 +131,7 @@ def vote(mode: str, predicate: Array, members: Array, active: Array) -> Array:
     elif mode == "uni":
         evaluate = lambda group: (_bits(group & predicate) == 0) | (_bits(group & ~predicate) == 0)  # noqa: E731
     else:
-        raise Unknown(f"vote.sync.{mode}")
+        raise unknown("vote", ("sync", mode))
     return _per_group(members, active, evaluate)
 
 
@@ -141,7 +141,7 @@ def match(mode: str, value: Array, members: Array, active: Array) -> tuple[Array
     The second result says whether the group holds one value.
     """
     if mode not in ("any", "all"):
-        raise Unknown(f"match.{mode}.sync")
+        raise unknown("match", (mode, "sync"))
     group = _per_group(members, active, lambda lanes: _bits(lanes))
     equal = np.packbits(value[:, :, None] == value[:, None, :], axis=2, bitorder="little").view(np.uint32)
     same = equal[:, :, 0] & group
@@ -163,7 +163,7 @@ def redux(op: str, ptx_type: str, value: Array, members: Array, active: Array) -
     """The sum (wrapping), minimum, ... of ``value`` over each group, in the dtype of ``ptx_type``."""
     types = ("u32", "s32") if op in ("add", "min", "max") else ("b32",)
     if op not in _REDUCTIONS or ptx_type not in types:
-        raise Unknown(f"redux.sync.{op}.{ptx_type}")
+        raise unknown("redux", ("sync", op, ptx_type))
     ufunc, dtype = _REDUCTIONS[op], DTYPE[ptx_type]
     value = value.view(dtype)
     limits = np.iinfo(dtype)
