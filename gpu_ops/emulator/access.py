@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILDERS", "Access", "Place"]
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
-_POLLS = {"volatile", "relaxed", "acquire", "mmio"}
+_POLLS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
 # Change no values: cache hints, and orders that lock-step execution keeps anyway.
 _IGNORED = {
     "weak",
@@ -32,7 +32,6 @@ _IGNORED = {
     "cg",
     "cs",
     "lu",
-    "cv",
     "wb",
     "wt",
     "release",

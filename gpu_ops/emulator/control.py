@@ -50,7 +50,8 @@ def _brx(m: Machine, pc: int, instruction: Instruction) -> Step:
             mine = chosen & (values == value)
             if machine.profiler is not None:
                 machine.profiler.diverged(pc, mine, chosen & (values > value))
-            machine.groups.append(Group(targets[value], mine))
+            target = targets[value]
+            machine.groups.append(Group(target, mine, yielded=group.polled and target <= group.pc))
         if rest is machine.none:
             return None
         group.mask = rest

@@ -22,6 +22,7 @@ from gpu_ops.emulator.barriers import Barriers
 from gpu_ops.emulator.errors import SanitizerError
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.stuck import stuck
 from gpu_ops.emulator.types import Array, register_dtype
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["WARP", "Group", "Machine", "Mask", "Step"]
 
 WARP = 32
-_SPINS = 10_000  # rounds in which every thread only polls: nothing will change any more
+_REPEATS = 16  # rounds of polling that leave every register as it was: nothing will change any more
+_ROUNDS = 1_000_000  # rounds of polling in which registers do change, by a count of the attempts for example
 
 #: Which threads: a bool per thread, or None for all of them.
 Mask = Array | None
@@ -61,6 +63,7 @@ class Group:
     mask: Mask
     yielded: bool = False
     polled: bool = False  # read memory that others may change since the last backward branch
+    retried: bool = False  # was parked, and has not got past that instruction yet
 
 
 class Machine:
@@ -147,7 +150,8 @@ class Machine:
         self.barriers = Barriers(len(blocks), self.padded)
         self.groups = [Group(0, None if self.all_alive else self.alive.copy())]
         self.parked: list[Group] = []
-        self._failed = self._spins = 0
+        self._failed = self._repeats = self._rounds = 0
+        self._seen: list[Array | int | None] = []
         self._mask_of_lanes, self._lanes_of_mask = None, self.lanes
         if self.sanitizer is not None:
             self.sanitizer.begin(self)
@@ -157,28 +161,36 @@ class Machine:
     def _next(self) -> Group | None:
         """The group to run: the lowest pc, all of its threads; parked and yielded ones only if need be."""
         ready = [g for g in self.groups if not g.yielded]
-        if ready:
-            self._spins = 0
-        elif self.groups:  # only pollers are left: let them look again
-            self._spins += 1
-            if self._spins > _SPINS:
-                raise self.stuck("livelock")
-            for g in self.groups:
-                g.yielded = False
-            ready = self.groups
-        elif self.parked:
-            if self._failed >= len(self.parked):
-                raise self.stuck("deadlock")
+        if not ready and self._failed < len(self.parked):
             self._failed += 1
             group = self.parked.pop(0)
+            group.retried = True
             return self._gather(group)
-        elif self.barriers.any:
-            raise self.stuck("deadlock")
-        else:
+        if not ready and self.groups:
+            self._poll_again()
+            ready = self.groups
+        if not ready:
+            if self.parked or self.barriers.any:
+                raise stuck(self, "deadlock")
             return None
         group = min(ready, key=lambda g: g.pc)
         self.groups.remove(group)
         return self._gather(group)
+
+    def _poll_again(self) -> None:
+        """Only pollers are left: let them look again, unless nothing has changed since they last did."""
+        seen = [*self.registers, *(part for g in self.groups for part in (g.pc, g.mask))]
+        same = len(seen) == len(self._seen) and all(
+            a is b or np.array_equal(a, b)  # type: ignore[arg-type]
+            for a, b in zip(seen, self._seen, strict=True)
+        )
+        self._repeats = self._repeats + 1 if same else 0
+        self._rounds += 1
+        self._seen = seen
+        if self._repeats > _REPEATS or self._rounds > _ROUNDS:
+            raise stuck(self, "livelock")
+        for g in self.groups:
+            g.yielded = False
 
     def _gather(self, group: Group) -> Group:
         """Merge all that stand at the group's pc into it."""
@@ -233,6 +245,8 @@ class Machine:
                 following = step.run(self, group, active)
                 if following is None:
                     return
+                if group.retried:
+                    group.retried, self._failed = False, 0
                 if following <= group.pc and group.polled:
                     group.yielded, group.polled = True, False
                 group.pc = following
@@ -307,9 +321,10 @@ class Machine:
             self.profiler.parked(group.pc, group.mask, lanes)
         self.parked.append(Group(group.pc, lanes))
         rest = self.leave(group, lanes)
+        if not group.retried or rest is not self.none:
+            self._failed = 0
         if rest is self.none:
             return None
-        self._failed = 0
         group.mask = rest
         return group.pc + 1
 
@@ -328,22 +343,4 @@ class Machine:
         where = self.program.where(pc)
         return SanitizerError(
             kind, f"{what}\n  kernel {self.program.name}, {self.thread(lane)}\n  at {where}"
-        )
-
-    def stuck(self, kind: str) -> SanitizerError:
-        """No thread can go on: who stands where."""
-        lines = []
-        parked = [(g.pc, g.mask, "a warp instruction whose other lanes never come") for g in self.parked]
-        polling = [(g.pc, g.mask, "polling memory that nobody changes") for g in self.groups]
-        for pc, mask, why in (*parked, *polling, *self.barriers.standing()):
-            lanes = np.flatnonzero(self.full(mask))
-            lines.append(
-                f"{len(lanes)} threads, first {self.thread(int(lanes[0]))}: {why}\n    at {self.program.where(pc)}"
-            )
-        if kind == "deadlock" and any("bar" in self.program.code[g.pc].opcode for g in self.parked):
-            kind = "barrier divergence"
-        gone = int(self.padded * len(self.blocks) - self.alive.sum())
-        return SanitizerError(
-            kind,
-            f"no thread of kernel {self.program.name} can go on ({gone} have ended)\n  " + "\n  ".join(lines),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpu_ops.emulator.errors import PtxError  # noqa: F401
+from gpu_ops.emulator.scope import Scope
 from gpu_ops.emulator.syntax import (
     Address,
     Call,
@@ -24,7 +24,7 @@ from gpu_ops.emulator.syntax import (
     Pair,
     Variable,
     Vector,
-)  # fmt: skip
+)
 from gpu_ops.emulator.tokens import Cursor
 
 __all__ = ["parse"]
@@ -43,29 +43,14 @@ def _size(ptx_type: str) -> int:
     return _SIZES[ptx_type.lstrip(".bsuf")] if ptx_type != ".pred" else 1
 
 
-class _Scope:
-    """Names declared in one ``{ }``, and the names of the ones around it."""
-
-    count = 0
-
-    def __init__(self, outer: _Scope | None, suffix: str) -> None:
-        self.outer, self.suffix = outer, suffix
-        self.names: set[str] = set()
-
-    def resolve(self, name: str) -> str:
-        scope: _Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return name + scope.suffix
-            scope = scope.outer
-        return name
-
-
 class _Parser(Cursor):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
         self.location: Location | None = None
+        self.places: dict[
+            tuple[str, ...], Location
+        ] = {}  # by file, line and column: a caller may be inlined too
         self.scopes = 0
 
     # -- module ---------------------------------------------------------------------------------
@@ -147,7 +132,7 @@ class _Parser(Cursor):
                 yield from self.initialiser()
                 self.accept(",")
         else:
-            yield self.operand(_Scope(None, ""))
+            yield self.operand(Scope(None, ""))
 
     # -- functions ------------------------------------------------------------------------------
 
@@ -165,7 +150,7 @@ class _Parser(Cursor):
             return function
         self.location = None
         self.expect("{")
-        self.body(function, _Scope(None, ""))
+        self.body(function, Scope(None, ""))
         return function
 
     def parameters(self) -> Iterator[Variable]:
@@ -181,17 +166,17 @@ class _Parser(Cursor):
                 raise self.error(f"expected a parameter, found {word!r}")
             self.accept(",")
 
-    def body(self, function: Function, scope: _Scope) -> None:
+    def body(self, function: Function, scope: Scope) -> None:
         """Statements up to the closing brace, which is consumed."""
         self.collect(scope)
         while not self.accept("}"):
             if self.accept("{"):
                 self.scopes += 1
-                self.body(function, _Scope(scope, f"@{self.scopes}"))
+                self.body(function, Scope(scope, f"@{self.scopes}"))
                 continue
             self.statement(function, scope)
 
-    def collect(self, scope: _Scope) -> None:
+    def collect(self, scope: Scope) -> None:
         """Names this scope declares, read ahead: a branch may go to a label further down."""
         depth, at = 1, self.at
         while depth:
@@ -211,7 +196,7 @@ class _Parser(Cursor):
                     continue
             at += 1
 
-    def statement(self, function: Function, scope: _Scope) -> None:
+    def statement(self, function: Function, scope: Scope) -> None:
         token = self.tokens[self.at]
         word = token.text
         if token.kind == "word" and self.tokens[self.at + 1].text == ":":
@@ -232,22 +217,26 @@ class _Parser(Cursor):
             self.at += 1
             function.variables.extend(self.variables(word[1:], suffix=scope.suffix))
         elif word == ".loc":
-            self.at += 1
-            self.location = Location(self.integer(), self.integer())
-            self.integer()
-            while self.accept(","):
-                self.next()
-                while self.tokens[self.at].kind in ("word", "number") or self.peek() == "+":
-                    if self.peek().startswith(".") or self.tokens[self.at].line != token.line:
-                        break
-                    self.next()
+            self.line_information()
         elif word == ".pragma":
             self.at += 2
             self.expect(";")
         else:
             function.body.append(self.instruction(scope))
 
-    def registers(self, function: Function, scope: _Scope) -> None:
+    def line_information(self) -> None:
+        """``.loc file line column {, function_name label, inlined_at file line column}``: it ends with its line."""
+        first = self.at
+        while self.tokens[self.at].line == self.tokens[first].line:
+            self.at += 1
+        words = [token.text for token in self.tokens[first + 1 : self.at]]
+        caller = None
+        if "inlined_at" in words:
+            place = tuple(words[words.index("inlined_at") + 1 :])
+            caller = self.places.get(place) or Location(int(place[0]), int(place[1]))
+        self.location = self.places[tuple(words[:3])] = Location(int(words[0]), int(words[1]), caller)
+
+    def registers(self, function: Function, scope: Scope) -> None:
         ptx_type = self.next()
         while True:
             name = self.next()
@@ -264,7 +253,7 @@ class _Parser(Cursor):
 
     # -- instructions ---------------------------------------------------------------------------
 
-    def instruction(self, scope: _Scope) -> Instruction:
+    def instruction(self, scope: Scope) -> Instruction:
         line = self.tokens[self.at].line
         guard: Name | Negated | None = None
         if self.accept("@"):
@@ -285,7 +274,7 @@ class _Parser(Cursor):
         self.expect(";")
         return Instruction(line, self.location, guard, opcode, tuple(modifiers), tuple(operands))
 
-    def call(self, scope: _Scope) -> Call:
+    def call(self, scope: Scope) -> Call:
         results = self.group(scope)
         if results:
             self.expect(",")
@@ -298,7 +287,7 @@ class _Parser(Cursor):
                 self.next()  # the prototype of an indirect call
         return Call(results, callee, arguments)
 
-    def group(self, scope: _Scope) -> tuple[Operand, ...]:
+    def group(self, scope: Scope) -> tuple[Operand, ...]:
         parts: list[Operand] = []
         if self.accept("("):
             while not self.accept(")"):
@@ -306,11 +295,11 @@ class _Parser(Cursor):
                 self.accept(",")
         return tuple(parts)
 
-    def operand(self, scope: _Scope) -> Operand:
+    def operand(self, scope: Scope) -> Operand:
         first = self.single(scope)
         return Pair(first, self.single(scope)) if self.accept("|") else first
 
-    def single(self, scope: _Scope) -> Operand:
+    def single(self, scope: Scope) -> Operand:
         token = self.tokens[self.at]
         if self.accept("{"):
             parts: list[Operand] = []

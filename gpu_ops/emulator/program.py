@@ -66,11 +66,12 @@ class Program:
         return f"{text}{self.source(pc)}"
 
     def source(self, pc: int) -> str:
-        """`` (kernel.cu:35)`` when the program was compiled with line information, else nothing."""
-        location = self.code[pc].location
-        if location is None or location.file not in self.module.files:
-            return ""
-        return f" ({self.module.files[location.file]}:{location.line})"
+        """`` (reduce.cuh:12, inlined at kernel.cu:35)`` if the program has line information, else nothing."""
+        places, location = [], self.code[pc].location
+        while location is not None and location.file in self.module.files:
+            places.append(f"{self.module.files[location.file]}:{location.line}")
+            location = location.caller
+        return f" ({', inlined at '.join(places)})" if places else ""
 
 
 def link(module: Module, name: str) -> Program:

@@ -141,11 +141,8 @@ class Sanitizer:
             copy = other(int(s[shadow.PENDING]) - 1, int(s[shadow.PENDING_PC]), "the copy was issued")
             what = f"{what}, where an asynchronous copy is still on its way; {copy}"
             return m.fault("asynchronous copy not waited for", access.pc, lane, what)
-        wrote = s[shadow.W_EPOCH] == self.epochs[block] and s[shadow.W_THREAD] != lane % m.padded
-        if wrote:
-            last = other(int(s[shadow.W_THREAD]), int(s[shadow.W_PC]), "written")
-        else:
-            last = other(int(s[shadow.R_THREAD]), int(s[shadow.R_PC]), "read")
+        first, did = (shadow.W_FLAGS, "written") if kind == shadow.RACE_WRITE else (shadow.R_FLAGS, "read")
+        last = other(*_rival(s[first : first + 7], lane % m.padded), did)
         return m.fault("shared-memory race", access.pc, lane, f"{what}, with no barrier since it was {last}")
 
     # -- order ------------------------------------------------------------------------------------
@@ -218,6 +215,15 @@ def _granule(program: Program) -> int:
         elif instruction.opcode == "cp":
             smallest = min(smallest, 4)
     return smallest
+
+
+def _rival(state: Array, thread: int) -> tuple[int, int]:
+    """(thread, pc) of the access that races with one of ``thread``, of the columns of writes or reads."""
+    flags, _, kept, _, pc, other, other_pc = (int(v) for v in state)
+    known = [(kept, pc), (other, other_pc)] if flags & ~(shadow.WRITTEN | shadow.ATOMIC) else [(kept, pc)]
+    if flags & shadow.PLAIN_BEFORE:
+        known.reverse()
+    return min(known, key=lambda k: (k[0] // 32 == thread // 32, k[0] == thread))
 
 
 def _variable(program: Program, offset: int) -> str:

@@ -5,8 +5,8 @@ Global memory has a byte of bits per byte (:mod:`.memory` makes them). Shared me
 *epoch*, the barriers passed; inside an epoch a warp has its own, counted by ``__syncwarp``.
 
 Two accesses of one granule by different threads race when nothing orders them: same block epoch, and not the same
-warp in a later warp epoch. Keeping one write and one read is enough: a read that would be forgotten is either
-ordered before the one kept, or remembered in ``R_FLAGS``.
+warp in a later warp epoch; but atomics do not race with each other. One write and one read are kept. One that would
+be forgotten is either ordered before the one kept, or remembered by a flag and as the *other* thread.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from numba.core import types
 from gpu_ops.emulator.compiled import loop, peek, poke
 
 __all__ = [
-    "COLUMNS", "PENDING_READ", "PENDING_WRITE", "RACE", "UNINITIALISED", "check_global", "check_local",
-    "check_shared", "finish_copies",
+    "COLUMNS", "PENDING_READ", "PENDING_WRITE", "RACE_READ", "RACE_WRITE", "UNINITIALISED", "check_global",
+    "check_local", "check_shared", "finish_copies",
 ]  # fmt: skip
 
-# Columns of a granule's row.
-WRITTEN, W_EPOCH, W_THREAD, W_WARP_EPOCH, W_ATOMIC, W_PC = range(6)
-R_EPOCH, R_THREAD, R_WARP_EPOCH, R_FLAGS, R_PC = range(6, 11)
-PENDING, PENDING_PC = 11, 12  # thread + 1 of an asynchronous copy on its way here
+# Columns of a granule's row: the last write, the last read, an asynchronous copy on its way here.
+W_FLAGS, W_EPOCH, W_THREAD, W_WARP_EPOCH, W_PC, W_OTHER, W_OTHER_PC = range(7)
+R_FLAGS, R_EPOCH, R_THREAD, R_WARP_EPOCH, R_PC, R_OTHER, R_OTHER_PC = range(7, 14)
+PENDING, PENDING_PC = 14, 15  # PENDING: the thread + 1
 COLUMNS = 16  # a cache line of int32
 
-MULTI_LANE, MULTI_WARP = 1, 2  # R_FLAGS: more readers than the one kept
+MULTI_LANE, MULTI_WARP = 1, 2  # there are more than the one kept: lanes of its warp epoch, other warps
+WRITTEN, ATOMIC, PLAIN_BEFORE = (
+    4,
+    8,
+    16,
+)  # PLAIN_BEFORE: the warp wrote without an atomic, in an earlier warp epoch
 
-UNINITIALISED, RACE, PENDING_READ, PENDING_WRITE = 1, 2, 3, 4
+UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(1, 6)  # RACE_: with an earlier one
 
 # Shadow bits of global memory, as in memory.py, repeated in all bytes of a word.
 _FILL = 0x0101010101010101
@@ -101,35 +106,58 @@ def check_shared(  # type: ignore[no-untyped-def]
             s = state[g]
             if s[PENDING] != 0:
                 return (PENDING_WRITE if writes and not reads else PENDING_READ), i, g
-            if reads and s[WRITTEN] == 0:
+            if reads and s[W_FLAGS] == 0:
                 return UNINITIALISED, i, g
-            if s[W_EPOCH] == epoch and s[W_THREAD] != thread and not (atomic and s[W_ATOMIC] != 0):
-                same_warp = s[W_THREAD] // 32 == thread // 32
-                if not (same_warp and s[W_WARP_EPOCH] < warp_epoch):
-                    return RACE, i, g
+            same_epoch = s[W_EPOCH] == epoch
+            same_warp = s[W_THREAD] // 32 == thread // 32
+            if same_epoch:
+                flags = s[W_FLAGS]
+                several = flags & MULTI_LANE != 0 or s[W_THREAD] != thread
+                apart = flags & MULTI_WARP != 0 or not same_warp
+                if atomic and flags & ATOMIC != 0:
+                    if apart and flags & PLAIN_BEFORE != 0:
+                        return RACE_WRITE, i, g
+                elif apart or (s[W_WARP_EPOCH] == warp_epoch and several):
+                    return RACE_WRITE, i, g
             if writes:
                 if s[R_EPOCH] == epoch:
-                    other = s[R_THREAD] // 32 != thread // 32
-                    now = s[R_WARP_EPOCH] == warp_epoch
-                    several = (s[R_FLAGS] & MULTI_LANE) != 0 or s[R_THREAD] != thread
-                    if (s[R_FLAGS] & MULTI_WARP) != 0 or other or (now and several):
-                        return RACE, i, g
+                    several = s[R_FLAGS] & MULTI_LANE != 0 or s[R_THREAD] != thread
+                    apart = s[R_FLAGS] & MULTI_WARP != 0 or s[R_THREAD] // 32 != thread // 32
+                    if apart or (s[R_WARP_EPOCH] == warp_epoch and several):
+                        return RACE_READ, i, g
                 if pends:
                     s[PENDING], s[PENDING_PC] = thread + 1, pc
-                else:
-                    s[WRITTEN] = 1
+                elif not (atomic and same_epoch):
+                    s[W_FLAGS] = WRITTEN | ATOMIC if atomic else WRITTEN
                     s[W_EPOCH], s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = epoch, thread, warp_epoch, pc
-                    s[W_ATOMIC] = 1 if atomic else 0
+                elif s[W_FLAGS] & ATOMIC == 0:  # by this warp: conflicts with more than the atomic does
+                    if s[W_WARP_EPOCH] < warp_epoch:
+                        s[W_OTHER], s[W_OTHER_PC] = s[W_THREAD], s[W_PC]
+                        s[W_FLAGS] = WRITTEN | ATOMIC | PLAIN_BEFORE
+                        s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = thread, warp_epoch, pc
+                elif not same_warp:
+                    s[W_FLAGS] |= MULTI_WARP
+                    s[W_OTHER], s[W_OTHER_PC] = thread, pc
+                elif s[W_WARP_EPOCH] < warp_epoch:
+                    s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = thread, warp_epoch, pc
+                    s[W_FLAGS] &= ~MULTI_LANE
+                elif s[W_THREAD] != thread:
+                    if s[W_FLAGS] & (MULTI_WARP | PLAIN_BEFORE) == 0:
+                        s[W_OTHER], s[W_OTHER_PC] = thread, pc
+                    s[W_FLAGS] |= MULTI_LANE
             if reads and not atomic:
                 if s[R_EPOCH] != epoch:
                     s[R_EPOCH], s[R_FLAGS] = epoch, 0
                     s[R_THREAD], s[R_WARP_EPOCH], s[R_PC] = thread, warp_epoch, pc
                 elif s[R_THREAD] // 32 != thread // 32:
                     s[R_FLAGS] |= MULTI_WARP
+                    s[R_OTHER], s[R_OTHER_PC] = thread, pc
                 elif s[R_WARP_EPOCH] < warp_epoch:
                     s[R_THREAD], s[R_WARP_EPOCH], s[R_PC] = thread, warp_epoch, pc
                     s[R_FLAGS] &= ~MULTI_LANE
                 elif s[R_THREAD] != thread:
+                    if s[R_FLAGS] & MULTI_WARP == 0:
+                        s[R_OTHER], s[R_OTHER_PC] = thread, pc
                     s[R_FLAGS] |= MULTI_LANE
     return 0, 0, 0
 
@@ -145,7 +173,7 @@ def finish_copies(host, lanes, windows, size, granule, state, epochs, warp_epoch
         for g in range(first, first + size // granule):
             s = state[g]
             if s[PENDING] != 0:
-                s[WRITTEN] = 1
+                s[W_FLAGS] = WRITTEN
                 s[W_EPOCH], s[W_THREAD] = epochs[block], s[PENDING] - 1
-                s[W_WARP_EPOCH], s[W_PC], s[W_ATOMIC] = warp_epochs[lane // 32], s[PENDING_PC], 0
+                s[W_WARP_EPOCH], s[W_PC] = warp_epochs[lane // 32], s[PENDING_PC]
                 s[PENDING] = 0

@@ -12,10 +12,11 @@ __all__ = [
 
 
 class Location(NamedTuple):
-    """A line of the source the PTX was compiled from."""
+    """A line of the source the PTX was compiled from; ``caller``: where its function was inlined."""
 
     file: int
     line: int
+    caller: Location | None = None
 
 
 class Name(NamedTuple):
