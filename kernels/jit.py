@@ -52,7 +52,10 @@ Define = tuple[str, str | int]
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers lie in ``<folder>/include``."""
+    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers lie in ``<folder>/include``.
+
+    Macros reach NVRTC's own headers too: a name such as ``T``, which is a template parameter there, breaks them.
+    """
 
     stem: str
     entry: str
@@ -61,7 +64,7 @@ class CudaKernel:
 
     @property
     def label(self) -> str:
-        """Such as ``rmsnorm_forward[T=bf16,COLS=4096]``."""
+        """Such as ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
         return self.entry + _spelled(self.defines)
 
 

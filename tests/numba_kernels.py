@@ -1,0 +1,23 @@
+"""Kernels for ``numba.cuda`` that the tests compile."""
+
+from __future__ import annotations
+
+from gpu_ops.kernels import jit
+
+OFFSET = 0.5
+
+
+def scale_kernel(factor):
+    """``y[i] = x[i, 0] * factor + OFFSET``, with the factor in a closure and a device function in between."""
+    from numba import cuda
+
+    @cuda.jit(device=True)
+    def times(value):
+        return value * factor + OFFSET
+
+    def scale(x, y, n):
+        i = cuda.grid(1)
+        if i < n:
+            y[i] = times(x[i, 0])
+
+    return jit.NumbaKernel(scale, "void(float32[:, ::1], float32[::1], int64)", f"scale[{factor}]")
