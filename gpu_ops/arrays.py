@@ -1,16 +1,20 @@
-"""Arrays in and out: any array library's arrays as NumPy views, results back in the caller's library.
+"""Arrays in and out: any array library's arrays as NumPy or CuPy views, results back in the caller's library.
 
-Zero-copy where the protocol allows. Accepted: NumPy arrays, and objects with ``__dlpack__`` on the
-CPU (torch, JAX, ...). bfloat16 is ``ml_dtypes.bfloat16``; NumPy cannot exchange it by DLPack, so it
-crosses as 16-bit integers of the same bits.
+Zero-copy where the protocol allows. Accepted: NumPy arrays, objects with ``__dlpack__`` on the CPU (torch, JAX,
+...), and CUDA arrays, which :mod:`gpu_ops.cuda_arrays` takes in. bfloat16 is ``ml_dtypes.bfloat16``; NumPy cannot
+exchange it by DLPack, so it crosses as 16-bit integers of the same bits.
+
+What is checked, is checked on shapes, dtypes, strides and addresses alone, and so alike on either device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import sys
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -18,11 +22,17 @@ import numpy.typing as npt
 
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 
+if TYPE_CHECKING:
+    from gpu_ops.cuda_arrays import CudaArrays
+    from gpu_ops.devices import Device
+    from gpu_ops.dispatch import Choice
+
 __all__ = ["Array", "Arrays", "as_rows"]
 
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
 
 _DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 13)  # device memory; managed memory
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -33,9 +43,45 @@ class Arrays:
         self.op = op
         self._library: str | None = None
         self._read: dict[str, Array] = {}
+        self._write: dict[str, Array] = {}
+        self._cuda: CudaArrays | None = None
+        self._device: Device | None = None
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the caller's arrays lie on a CUDA device."""
+        return self._cuda is not None
+
+    @contextlib.contextmanager
+    def on(self, choice: Choice) -> Iterator[Device | None]:
+        """The device that runs the kernels of this call, current while it does; None on the CPU."""
+        if choice.device == "cuda":
+            assert self._cuda is not None  # NumPy arrays have been copied by now
+            self._device = self._cuda.device
+            with self._cuda.active():
+                yield self._device
+            return
+        if choice.device == "emulator":
+            from gpu_ops.devices import EmulatorDevice
+
+            self._device = device = EmulatorDevice()
+            for name, x in self._read.items():
+                device.name(name, x)
+            for name, x in self._write.items():
+                device.name(name, x, written=False)
+        yield self._device
+
+    def launches(self, choice: Choice, compute: Callable[[Device | None], Any]) -> str:
+        """What ``compute`` would launch on a GPU device, for ``explain()``."""
+        from gpu_ops.devices import Recorder, current_device
+
+        device = self._cuda.device if self._cuda is not None else current_device(choice.device)
+        self._device = recorder = Recorder(device)
+        compute(recorder)
+        return "\n            ".join([str(device), *recorder.launches])
 
     def read(self, name: str, x: Any) -> Array:
-        """A read-only use of ``x`` as a NumPy view (last axis contiguous, or a copy that is)."""
+        """A read-only use of ``x`` as a NumPy or CuPy view (last axis contiguous, or a copy that is)."""
         view = self._view(name, x)
         if not view.dtype.isnative:
             raise DTypeError(
@@ -43,7 +89,8 @@ class Arrays:
                 f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
             )
         if view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
-            view = np.ascontiguousarray(view)  # kernels need unit stride on the last axis only
+            # kernels need unit stride on the last axis only
+            view = self._cuda.contiguous(view) if self._cuda else np.ascontiguousarray(view)
         self._read[name] = view
         return view
 
@@ -69,7 +116,7 @@ class Arrays:
             raise ShapeError(f"{self.op}: {name} has shape {view.shape}, expected exactly {shape}")
         if view.dtype != np.dtype(dtype):
             raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
-        if not view.flags.writeable:
+        if _read_only(out, view):
             raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array or omit {name}=")
         if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
             raise ShapeError(
@@ -88,6 +135,7 @@ class Arrays:
                     f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
                     f"it is read; pass a separate array or omit it"
                 )
+        self._write[name] = view
         return view
 
     def write_each(
@@ -123,9 +171,12 @@ class Arrays:
             views.append(view)
         return views
 
-    def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An uninitialised result."""
+    def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "the result") -> Array:
+        """An uninitialised result, where the kernels of this call run."""
         try:
+            if self._device is not None:
+                result: Array = self._device.empty(shape, dtype, name)
+                return result
             return np.empty(shape, dtype)
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
             required = math.prod(shape) * np.dtype(dtype).itemsize
@@ -135,6 +186,8 @@ class Arrays:
 
     def give(self, x: Array) -> Any:
         """``x`` in the caller's library, sharing memory where that library can."""
+        if self._cuda is not None:
+            return self._cuda.give(x)
         if self._library is None:
             return x
         library = sys.modules[self._library]
@@ -147,12 +200,17 @@ class Arrays:
         return library.from_dlpack(x)
 
     def _view(self, name: str, x: Any) -> Array:
+        if not isinstance(x, np.ndarray) and on_cuda(x):
+            return self._cuda_view(name, x)
+        if self._cuda is not None:
+            raise DeviceError(
+                f"{self.op}: {name} is in host memory but {next(iter(self._read))} on a CUDA device; "
+                "copy one of them (cupy.asarray, cupy.asnumpy)"
+            )
         if isinstance(x, np.ndarray):
             if isinstance(x, np.ma.MaskedArray):
                 raise DTypeError(f"{self.op}: {name} is a masked array; fill it first: {name}.filled(value)")
             return np.asarray(x)
-        if hasattr(x, "__cuda_array_interface__"):
-            raise self._not_on_cpu(name, "a CUDA device")
         if not hasattr(x, "__dlpack__"):
             raise DTypeError(
                 f"{self.op}: {name} is {type(x).__name__}, not an array; pass a NumPy array or an object with "
@@ -163,7 +221,9 @@ class Arrays:
         except (BufferError, RuntimeError, TypeError, ValueError) as error:  # torch's meta tensors, for one
             raise DeviceError(f"{self.op}: {name} has no data that can be shared: {error}") from error
         if device[0] != _DLPACK_CPU:
-            raise self._not_on_cpu(name, f"device {device}")
+            raise DeviceError(
+                f"{self.op}: {name} is on device {device}; gpu_ops takes arrays in host memory and on CUDA devices"
+            )
         root = type(x).__module__.partition(".")[0]
         library = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(root)
         if not self._read:
@@ -183,11 +243,20 @@ class Arrays:
             hint = f"; detach it first: {name}.detach()" if getattr(x, "requires_grad", False) else ""
             raise DTypeError(f"{self.op}: {name} cannot be shared through DLPack: {error}{hint}") from error
 
-    def _not_on_cpu(self, name: str, where: str) -> DeviceError:
-        return DeviceError(
-            f"{self.op}: {name} is on {where}; this version of gpu_ops runs on the CPU only. "
-            f"Copy it to the host first (cupy.asnumpy({name}), {name}.cpu())"
-        )
+    def _cuda_view(self, name: str, x: Any) -> Array:
+        from gpu_ops.cuda_arrays import CudaArrays
+        from gpu_ops.dispatch import require_cuda_kernels
+
+        require_cuda_kernels(self.op, f"{name} is on a CUDA device")
+        if self._cuda is None:
+            if self._read:
+                raise DeviceError(
+                    f"{self.op}: {name} is on a CUDA device but {next(iter(self._read))} in host memory; "
+                    "copy one of them (cupy.asarray, cupy.asnumpy)"
+                )
+            self._cuda = CudaArrays(self.op, name, x)
+        view: Array = self._cuda.view(name, x)
+        return view
 
 
 def as_rows(x: Array) -> Array:
@@ -195,19 +264,48 @@ def as_rows(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def on_cuda(x: Any) -> bool:
+    """Whether ``x`` says that it lies on a CUDA device."""
+    if hasattr(type(x), "__dlpack_device__"):  # torch: asking for the other protocol can raise
+        try:
+            return x.__dlpack_device__()[0] in _DLPACK_CUDA
+        except (BufferError, RuntimeError, TypeError, ValueError):  # torch's meta tensors, for one
+            return False
+    return hasattr(x, "__cuda_array_interface__")
+
+
+def _read_only(x: Any, view: Any) -> bool:
+    if isinstance(view, np.ndarray):
+        return not view.flags.writeable
+    if hasattr(type(x), "__dlpack_device__"):
+        return False  # the protocol of versions before 1.0 cannot say so, and those after refuse the export
+    return bool(x.__cuda_array_interface__["data"][1])
+
+
 def _merges(x: Array) -> bool:
-    try:
-        x.reshape((math.prod(x.shape[:-1]), x.shape[-1]), copy=False)
-    except ValueError:
-        return False
-    return True
+    """Whether the axes before the last are one axis, as they lie in memory."""
+    axes = [(n, stride) for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n != 1]
+    return not x.size or all(outer == n * stride for (_, outer), (n, stride) in itertools.pairwise(axes))
+
+
+def _addresses(x: Any) -> Array:
+    """A NumPy array at the addresses of ``x``: to ask which bytes two share, never to read."""
+    if isinstance(x, np.ndarray):
+        return x
+    from gpu_ops.cuda_arrays import footprint
+
+    return footprint(x)
 
 
 def _same(a: Array, b: Array) -> bool:
-    return a.__array_interface__["data"] == b.__array_interface__["data"] and a.strides == b.strides
+    a, b = _addresses(a), _addresses(b)
+    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
 
 
 def _overlap(a: Array, b: Array) -> bool:
+    if not a.size or not b.size:
+        return False
+    a, b = _addresses(a), _addresses(b)
     if not np.may_share_memory(a, b):  # disjoint address ranges: the common case, cheap
         return False
     try:

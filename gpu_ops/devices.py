@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.presets import DevicePreset, select_preset
+from gpu_ops.presets import select_preset
 
 if TYPE_CHECKING:
     from gpu_ops.kernels.jit import CudaKernel, NumbaKernel
@@ -30,7 +30,7 @@ __all__ = [
     "compiler_missing",
     "cuda_device",
     "cuda_missing",
-    "emulator_preset",
+    "current_device",
 ]
 
 Array = np.ndarray[Any, Any]  # or a cupy.ndarray, which has the same shape, dtype and strides
@@ -54,8 +54,8 @@ class Device(Protocol):
     def smem_per_block_optin(self) -> int:
         """Bytes of shared memory that a block may have."""
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Workspace or a result: uninitialised."""
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
+        """Workspace or a result: uninitialised. ``name`` is for the emulator's messages."""
 
     def launch(
         self,
@@ -77,14 +77,20 @@ class EmulatorDevice:
     """
 
     def __init__(self) -> None:
-        preset, _ = emulator_preset()
+        wanted = os.environ.get("GPU_OPS_ARCH")
+        preset = select_preset(wanted or _DEFAULT_ARCH)
         self.arch = preset.arch.name
         self.sms = preset.sms
         self.smem_per_block_optin = preset.arch.smem_per_block_optin
         self.sanitize = os.environ.get("GPU_OPS_SANITIZE") != "0"
+        self._why_arch = "from GPU_OPS_ARCH" if wanted else "the default; GPU_OPS_ARCH selects another"
         self._names: dict[int, str] = {}
         self._unwritten: set[int] = set()
         self._keep: list[Array] = []  # a freed array's address could come back as another's
+
+    def __str__(self) -> str:
+        sanitizer = "on" if self.sanitize else "off (GPU_OPS_SANITIZE=0)"
+        return f"as {self.arch} with {self.sms} SMs ({self._why_arch}), sanitizer {sanitizer}"
 
     def name(self, name: str, array: Array, *, written: bool = True) -> None:
         """What messages call an array; not ``written``: reading it before a kernel wrote it is a fault.
@@ -167,8 +173,12 @@ class CudaDevice:
         self.arch = f"sm_{self._device.compute_capability}"
         self.sms = int(attributes["MultiProcessorCount"])
         self.smem_per_block_optin = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self._name = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    def __str__(self) -> str:
+        return f"device {self.ordinal}: {self._name}, {self.arch} with {self.sms} SMs"
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
         import cupy
 
         with self._device:
@@ -198,7 +208,7 @@ class Recorder:
         self.smem_per_block_optin = device.smem_per_block_optin
         self.launches: list[str] = []
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
         return np.empty(shape, dtype)  # never touched, so it costs no memory
 
     def launch(
@@ -222,12 +232,13 @@ def cuda_device(ordinal: int) -> CudaDevice:
     return CudaDevice(ordinal)
 
 
-def emulator_preset() -> tuple[DevicePreset, str]:
-    """The card that the emulator stands for, and why this one."""
-    wanted = os.environ.get("GPU_OPS_ARCH")
-    if wanted:
-        return select_preset(wanted), f"GPU_OPS_ARCH={wanted}"
-    return select_preset(_DEFAULT_ARCH), "the default; GPU_OPS_ARCH selects another"
+def current_device(device: str) -> Device:
+    """What runs a call whose arrays lie on no device of their own."""
+    if device == "emulator":
+        return EmulatorDevice()
+    import cupy
+
+    return cuda_device(cupy.cuda.runtime.getDevice())
 
 
 @functools.cache

@@ -1,10 +1,15 @@
 """Which device and which backend run a call, and why.
 
-===========  ==========================  ==============================================================
-device       backends, best first        what it is
-===========  ==========================  ==============================================================
-``cpu``      ``numba``, ``reference``    compiled kernels on all cores; NumPy, the definition of correct
-===========  ==========================  ==============================================================
+============  =========================  ==============================================================
+device        backends, best first       what it is
+============  =========================  ==============================================================
+``cpu``       ``numba``, ``reference``   compiled kernels on all cores; NumPy, the definition of correct
+``cuda``      ``raw``, ``numba``         CUDA C++ kernels, Numba kernels, on a GPU
+``emulator``  ``raw``, ``numba``         the same kernels, run on the CPU and checked; slow
+============  =========================  ==============================================================
+
+CUDA arrays run on ``cuda``. NumPy arrays run on ``cpu`` unless told otherwise; with ``device="cuda"`` they are
+copied to the current device and the results back. The emulator runs only when asked for.
 
 ``device=`` and ``backend=`` decide; else the environment variables ``GPU_OPS_DEVICE`` and
 ``GPU_OPS_BACKEND``; else the first backend that can run the problem. An explicit choice that cannot
@@ -18,27 +23,50 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from gpu_ops.checks import one_of
 from gpu_ops.errors import DeviceError
 
-__all__ = ["BACKENDS", "Choice", "Plan", "choose", "explain", "op", "unavailable"]
+if TYPE_CHECKING:
+    from gpu_ops.arrays import Arrays
 
-BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("numba", "reference")}
+__all__ = [
+    "BACKENDS",
+    "Choice",
+    "Plan",
+    "choose",
+    "explain",
+    "has_cuda_kernels",
+    "op",
+    "require_cuda_kernels",
+    "unavailable",
+]
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": ("numba", "reference"),
+    "cuda": ("raw", "numba"),
+    "emulator": ("raw", "numba"),
+}
+
+_with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A device and a backend, with the reason for each one passed over."""
+    """A device and a backend, with the reason for each one passed over.
+
+    ``copies``: the arrays are in host memory, and the device is a GPU.
+    """
 
     device: str
     backend: str
     reason: str
     passed_over: dict[str, str] = field(default_factory=dict)
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +86,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [
             f"{self.op}: {_text(self.problem)}",
-            f"  runs on   {self.choice.device}, backend {self.choice.backend} ({self.choice.reason})",
+            f"  runs on   {self.choice.device}, backend {self.choice.backend} ({self.choice.reason})"
+            + ("; arrays are copied there and back" if self.choice.copies else ""),
             f"  config    {_text(self.config)}",
         ]
         lines += [f"  not       {name}: {why}" for name, why in self.choice.passed_over.items()]
@@ -74,29 +103,61 @@ def _text(x: str | Callable[[], str]) -> str:
 @functools.cache
 def unavailable(device: str, backend: str) -> str | None:
     """Why a backend cannot run on this machine at all; None when it can."""
-    if backend == "numba" and importlib.util.find_spec("numba") is None:
-        return "the package numba is not installed (pip install numba)"
-    return None
+    if device == "cpu":
+        if backend == "numba" and importlib.util.find_spec("numba") is None:
+            return "the package numba is not installed (pip install numba)"
+        return None
+    from gpu_ops import devices
+
+    return (devices.cuda_missing() if device == "cuda" else None) or devices.compiler_missing(backend)
+
+
+def has_cuda_kernels(op: str) -> bool:
+    """Whether an op runs on the devices ``cuda`` and ``emulator``."""
+    return op in _with_cuda_kernels
+
+
+def require_cuda_kernels(op: str, because: str) -> None:
+    if not has_cuda_kernels(op):
+        raise DeviceError(
+            f"{op}: {because}, but this op has no CUDA kernels yet; {', '.join(_with_cuda_kernels)} have. "
+            "Run it on the CPU: device='cpu' and arrays in host memory (cupy.asnumpy(x), x.cpu())"
+        )
 
 
 def choose(
-    op: str, device: str | None, backend: str | None, *, cannot: dict[str, str] | None = None
+    op: str,
+    device: str | None,
+    backend: str | None,
+    arrays: Arrays | None = None,
+    *,
+    cannot: dict[str, str] | None = None,
 ) -> Choice:
-    """Pick device and backend; ``cannot`` maps a backend to why it cannot run this problem."""
+    """Pick device and backend for these arrays; ``cannot`` maps a backend to why it cannot run this problem."""
     device_source, device = _setting("device", device)
     backend_source, wanted = _setting("backend", backend)
-    if device in ("cuda", "emulator"):
+    on_cuda = arrays is not None and arrays.on_cuda
+    if device is None:
+        device = "cuda" if on_cuda else "cpu"
+    device = one_of(op, device_source, device, BACKENDS)
+    if device != "cpu":
+        require_cuda_kernels(op, f"{device_source}={device!r}")
+    if on_cuda and device != "cuda":
         raise DeviceError(
-            f"{op}: {device_source}={device!r}, but this version of gpu_ops has no CUDA kernels; "
-            "omit it or choose 'cpu'"
+            f"{op}: {device_source}={device!r}, but the arrays are on a CUDA device; "
+            "copy them to the host first (cupy.asnumpy(x), x.cpu())"
         )
-    device = one_of(op, device_source, "cpu" if device is None else device, BACKENDS)
+    if device == "cuda":
+        from gpu_ops.devices import cuda_missing
+
+        if missing := cuda_missing():
+            raise DeviceError(f"{op}: {device_source}='cuda', but there is no usable CUDA device: {missing}")
     refused: dict[str, str] = {}
     for name in BACKENDS[device]:
         why = unavailable(device, name) or (cannot or {}).get(name)
         if why is None and wanted in (None, name):
             reason = "asked for" if wanted else "first choice" if not refused else "next choice"
-            return Choice(device, name, reason, refused)
+            return Choice(device, name, reason, refused, copies=device == "cuda" and not on_cuda)
         refused[name] = why or "not asked for"
     wanted = one_of(op, backend_source, wanted, BACKENDS[device]) if wanted else None
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items() if wanted in (None, name))
@@ -111,16 +172,37 @@ def _setting(name: str, argument: str | None) -> tuple[str, str | None]:
     return variable, os.environ.get(variable) or None
 
 
-def op(planner: Callable[P, Plan]) -> Callable[P, Any]:
-    """Make a public function of a planner: it validates and returns a :class:`Plan`; the function runs it."""
+@overload
+def op(planner: Callable[P, Plan]) -> Callable[P, Any]: ...
+@overload
+def op(*, cuda: bool) -> Callable[[Callable[P, Plan]], Callable[P, Any]]: ...
+def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
+    """Make a public function of a planner: it validates and returns a :class:`Plan`; the function runs it.
+
+    ``cuda``: the op has kernels for the devices ``cuda`` and ``emulator``.
+    """
+    if planner is None:
+        return functools.partial(op, cuda=cuda)
+    name = planner.__name__
+    if cuda:
+        _with_cuda_kernels.append(name)
+
+    @functools.wraps(planner)
+    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        made = planner(*args, **kwargs)
+        if not made.choice.copies:
+            return made
+        from gpu_ops.cuda_arrays import through_the_device
+
+        return replace(made, run=lambda: through_the_device(name, planner, args, kwargs))
 
     @functools.wraps(planner)
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return planner(*args, **kwargs).run()
+        return plan(*args, **kwargs).run()
 
     signature = inspect.signature(planner)
     public.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
-    public.plan = planner  # type: ignore[attr-defined]
+    public.plan = plan  # type: ignore[attr-defined]
     return public
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
-from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.rmsnorm import Casting
+
+if TYPE_CHECKING:
+    from gpu_ops.devices import Device
 
 __all__ = ["rmsnorm", "rmsnorm_backward"]
 
 
-@op
+@op(cuda=True)
 def rmsnorm(
     x: Any,
     weight: Any,
@@ -85,12 +90,10 @@ def rmsnorm(
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     return_rstd = checks.flag(name, "return_rstd", return_rstd)
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="x", rows=True)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
-    def run() -> Any:
-        y: Array
-        s: Array | None = None
+    def compute(on: Device | None) -> tuple[Array, Array | None, Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import rmsnorm as reference
 
@@ -103,42 +106,43 @@ def rmsnorm(
                 casting=mode,
                 return_rstd=True,
             )
-            rstd = rest[-1]
-            s = rest[0] if residual_ is not None else None
             if out_ is not None:
                 out_[...] = y
-        else:
-            from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+            return y, rest[0] if residual_ is not None else None, rest[-1]
+        y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
+        s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
+        rstd = arrays.new(x_.shape[:-1], _statistics(x_), "rstd")
+        _host_function("forward", on, choice)(
+            as_rows(x_),
+            weight_,
+            None if residual_ is None else as_rows(residual_),
+            as_rows(y),
+            None if s is None else as_rows(s),
+            rstd.reshape(-1),
+            eps=eps,
+            weight_offset=weight_offset,
+            casting=mode,
+        )
+        return y, s, rstd
 
-            y = arrays.new(x_.shape, x_.dtype) if out_ is None else out_
-            s = None if residual_ is None else arrays.new(x_.shape, x_.dtype)
-            rstd = arrays.new(x_.shape[:-1], _statistics(x_))
-            kernels.forward(
-                as_rows(x_),
-                weight_,
-                None if residual_ is None else as_rows(residual_),
-                as_rows(y),
-                None if s is None else as_rows(s),
-                rstd.reshape(-1),
-                eps=eps,
-                weight_offset=weight_offset,
-                llama=mode == "llama",
-            )
-        results = [arrays.give(y) if out is None else out]
-        results += [] if s is None else [arrays.give(s)]
-        results += [arrays.give(rstd)] if return_rstd else []
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            y, s, rstd = compute(on)
+            results = [arrays.give(y) if out is None else out]
+            results += [] if s is None else [arrays.give(s)]
+            results += [arrays.give(rstd)] if return_rstd else []
         return results[0] if len(results) == 1 else tuple(results)
 
     return Plan(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
-        lambda: _config(choice, rows, cols),
+        lambda: _config(choice, rows, cols, arrays, compute),
         run,
     )
 
 
-@op
+@op(cuda=True)
 def rmsnorm_backward(
     dy: Any,
     x: Any,
@@ -199,11 +203,10 @@ def rmsnorm_backward(
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
-    def run() -> Any:
-        dx: Array
+    def compute(on: Device | None) -> tuple[Array, Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import rmsnorm as reference
 
@@ -212,27 +215,32 @@ def rmsnorm_backward(
             )
             if out_ is not None:
                 out_[...] = dx
-        else:
-            from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+            return dx, dweight
+        dx = arrays.new(x_.shape, x_.dtype, "dx") if out_ is None else out_
+        dweight = arrays.new(weight_.shape, _statistics(x_), "dweight")
+        _host_function("backward", on, choice)(
+            as_rows(dy_),
+            as_rows(x_),
+            weight_,
+            rstd_.ravel(),
+            None if dresidual_ is None else as_rows(dresidual_),
+            as_rows(dx),
+            dweight,
+            weight_offset=weight_offset,
+            casting=mode,
+        )
+        return dx, dweight
 
-            dx = arrays.new(x_.shape, x_.dtype) if out_ is None else out_
-            dweight = kernels.backward(
-                as_rows(dy_),
-                as_rows(x_),
-                weight_,
-                np.ascontiguousarray(rstd_).reshape(-1),
-                None if dresidual_ is None else as_rows(dresidual_),
-                as_rows(dx),
-                weight_offset=weight_offset,
-                llama=mode == "llama",
-            )
-        return (arrays.give(dx) if out is None else out), arrays.give(dweight)
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            dx, dweight = compute(on)
+            return (arrays.give(dx) if out is None else out), arrays.give(dweight)
 
     return Plan(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
-        lambda: _config(choice, rows, cols),
+        lambda: _config(choice, rows, cols, arrays, compute),
         run,
     )
 
@@ -252,7 +260,26 @@ def _statistics(x: Array) -> np.dtype[Any]:
     return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
 
 
-def _config(choice: Any, rows: int, cols: int) -> str:
+def _cannot(dtype: str) -> dict[str, str]:
+    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
+
+
+def _host_function(name: str, on: Device | None, choice: Choice) -> Callable[..., None]:
+    """``forward`` or ``backward`` of the kernels that were chosen; they take the same arguments everywhere."""
+    if on is None:
+        from gpu_ops.kernels.numba_cpu import rmsnorm as cpu
+
+        return cast(Callable[..., None], getattr(cpu, name))
+    from gpu_ops.kernels import rmsnorm as gpu
+
+    return partial(getattr(gpu, name), on, choice.backend)
+
+
+def _config(
+    choice: Choice, rows: int, cols: int, arrays: Arrays, compute: Callable[[Device | None], Any]
+) -> str:
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
     if choice.backend == "reference":
         return "NumPy, float64"
     from gpu_ops.kernels.numba_cpu import rmsnorm as kernels

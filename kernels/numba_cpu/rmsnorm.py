@@ -36,7 +36,7 @@ def forward(
     *,
     eps: float,
     weight_offset: float,
-    llama: bool,
+    casting: str,
 ) -> None:
     """All (rows, cols) except ``weight`` (cols,) and ``rstd`` (rows,); ``s`` only with ``residual``."""
     rows, cols = x.shape
@@ -54,7 +54,7 @@ def forward(
         eps,
         weight_offset,
         residual is not None,
-        llama,
+        casting == "llama",
     )
 
 
@@ -65,11 +65,12 @@ def backward(
     rstd: Array,
     dresidual: Array | None,
     dx: Array,
+    dweight: Array,
     *,
     weight_offset: float,
-    llama: bool,
-) -> Array:
-    """Fills ``dx``; returns dweight (cols,) in rstd's dtype."""
+    casting: str,
+) -> None:
+    """Fills ``dx`` (rows, cols) and ``dweight`` (cols,), in rstd's dtype."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     n_tasks = -(-rows // chunk)
@@ -87,9 +88,9 @@ def backward(
         partial,
         weight_offset,
         dresidual is not None,
-        llama,
+        casting == "llama",
     )
-    return partial.sum(axis=0).astype(rstd.dtype)
+    dweight[...] = partial.sum(axis=0)
 
 
 def _statistics(dtype: str) -> str:
