@@ -98,12 +98,19 @@ def _table(title: str, *columns: str) -> Any:
     return table
 
 
+def _add(table: Any, *cells: str) -> None:
+    from rich.text import Text  # a str would be markup, which eats what stands in brackets
+
+    table.add_row(*map(Text, cells))
+
+
 def _buffers(profile: Profile) -> Any:
     table = _table(
         "Buffers", "", "size", "read", "written", "touched", "times read", "sectors/req", "per 128 B", "DRAM"
     )
     for b, moved in zip(profile.buffers, profile.moved(), strict=True):
-        table.add_row(
+        _add(
+            table,
             b.name, size(b.size), size(b.bytes_read), size(b.bytes_written), size(SECTOR * b.footprint),
             f"{b.times_read:.2f}", f"{b.sectors_per_request:.2f}", f"{b.sectors_per_128_bytes:.2f}", size(moved),
         )  # fmt: skip
@@ -117,8 +124,13 @@ def _mix(profile: Profile) -> Any:
     for name, c in profile.classes.items():
         top = sorted(((f.warps, form) for (kind, form), f in forms.items() if kind == name), reverse=True)
         most = ", ".join(f"{form} {warps:,}" for warps, form in top[:3])
-        table.add_row(
-            name, f"{c.warps:,}", f"{c.warps / issued:.1%}", f"{c.lanes / max(1, c.warps):.1f}", most
+        _add(
+            table,
+            name,
+            f"{c.warps:,}",
+            f"{c.warps / issued:.1%}",
+            f"{c.lanes / max(1, c.warps):.1f}",
+            _shortened(most),
         )
     table.columns[-1].justify = "left"
     return table
@@ -129,15 +141,13 @@ def _hot_lines(profile: Profile) -> Any:
         "Lines that cost most", "line", "warps", "sectors", "per 128 B", "replays", "splits", "source"
     )
     for line in profile.lines()[:_LINES]:
-        table.add_row(line.where, f"{line.warps:,}", *_line_costs(line), _shortened(line.text))
+        _add(table, line.where, f"{line.warps:,}", *_line_costs(line), _shortened(line.text))
     table.columns[-1].justify = "left"
     return table
 
 
-def _shortened(text: str) -> Any:
-    from rich.text import Text  # markup would eat what stands in brackets
-
-    return Text(text if len(text) <= _TEXT else text[: _TEXT - 1] + "…")
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
 
 
 def _line_costs(line: LineProfile) -> tuple[str, str, str, str]:

@@ -44,7 +44,9 @@ class Profiler:
     def _watch(self) -> None:
         """A byte per sector of arguments and global variables; constants come from a cache of their own."""
         allocations, variables = self._memory.allocations, self._program.globals
-        arguments = len(allocations) - len(variables) - 1  # the last are the kernel's parameters
+        self._arguments = arguments = (
+            len(allocations) - len(variables) - 1
+        )  # the last are the kernel's parameters
         self._touched: dict[int, Array] = {}
         for row, a in enumerate(allocations[:-1]):
             if row < arguments or variables[row - arguments].space != "const":
@@ -111,6 +113,8 @@ class Profiler:
 
     def profile(self, grid: tuple[int, int, int], block: tuple[int, int, int], blocks: int) -> Profile:
         program = self._program
+        buffers = [(row, self._buffer(row)) for row in self._touched]
+        used = [b for row, b in buffers if row < self._arguments or b.requests]
         return Profile(
             kernel=program.name,
             grid=grid,
@@ -118,7 +122,7 @@ class Profiler:
             blocks=blocks,
             l2_bytes=_l2_bytes(program.module.target),
             instructions=self._instructions(),
-            buffers=tuple(sorted(map(self._buffer, self._touched), key=lambda b: -b.most_bytes)),
+            buffers=tuple(sorted(used, key=lambda b: -b.most_bytes)),
             multiply_adds=self._macs,
             sources=program.module.sources,
         )
