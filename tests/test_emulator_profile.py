@@ -126,6 +126,14 @@ def test_a_second_pass_shows():
     assert lines[line_of("// second")].sectors == 3 * matrix // 32
 
 
+def test_what_moves_once_takes_no_room_in_the_cache():
+    x, y = np.ones((64, 4), np.float32), np.ones((128, 4), np.float32)
+    p = profiled("gather16", 1, 128, (*named(x, y), np.arange(128, dtype=np.int32) % 64))
+    moved = dict(zip((b.name for b in p.buffers), p.moved(x.nbytes), strict=True))
+    assert moved == {"x": x.nbytes, "y": y.nbytes, "argument 2": 4 * 128}
+    assert sum(p.moved(x.nbytes - 1)) == sum(moved.values()) + x.nbytes
+
+
 def test_in_place():
     x = np.ones(256, np.float32)
     p = profiled("in_place", 2, 128, (x,))
@@ -335,6 +343,11 @@ PTX = """
     setp.lt.u32 %p2, %r1, 0;
     @%p1 mul.lo.s32 %r2, %r1, 3;
     @%p2 mad.lo.s32 %r2, %r1, 3, 4;
+    setp.ge.u32 %p2, %r1, 20;
+    @%p2 ret;
+    and.b32 %r2, %r1, 1;
+    setp.eq.u32 %p1, %r2, 1;
+    @%p1 sub.s32 %r3, %r1, 1;
     ret;
 }
 .visible .entry late() {
@@ -374,6 +387,8 @@ def test_a_guard_that_is_false_issues_for_no_lane():
     some, none = only(p, "mul.lo"), only(p, "mad.lo")
     assert (some.warps, some.lanes) == (2, 10)
     assert (none.warps, none.lanes) == (2, 0)
+    odd = only(p, "sub.s32")  # of those that have not returned
+    assert (odd.warps, odd.lanes) == (1, 10)
 
 
 def test_lanes_that_wait_for_others_count_once():
