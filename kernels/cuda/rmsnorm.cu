@@ -42,19 +42,20 @@ typedef Vec<scalar, VEC> vec;
 
 constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
+constexpr bool kResidual = RESIDUAL;
 
-// 512 threads x 3 blocks fill three quarters of an SM of 2048 threads at 40 registers, all of one of 1536. Long
-// rows need the whole block and, per thread, 64 registers.
-constexpr bool kLongRow = kKeep == Keep::kShared || kVecs > 4;
-constexpr int kMaxThreads = kLongRow ? 1024 : 512, kMinBlocks = kLongRow ? 1 : 3;
+// Registers per thread: 40 with 512 x 3 threads resident, 48 with 448 x 3, both more than half of an SM of 2048. A row
+// in shared memory may be so long that one block of 1024 threads is all that fits.
+constexpr int kMaxThreads = kKeep == Keep::kShared ? 1024 : kKeep == Keep::kGlobal ? 512 : kVecs > 2 ? 256 : 128;
+constexpr int kMinBlocks = kKeep == Keep::kShared ? 1 : kKeep == Keep::kGlobal ? 3 : kVecs > 2 ? 5 : 10;
 
 // Where a block has several rows it goes through many: the weights stay in registers. A block with one row reads
 // them from L1 or L2 when it needs them, while others wait for memory.
 constexpr bool kKeepWeights = kKeep == Keep::kRegisters && kVecs <= 2;
 
 // Full unrolling puts held[] in registers. Elsewhere, and for loads, four vectors in flight per thread are enough.
-constexpr int kUnroll = kKeep == Keep::kRegisters ? kVecs : 4;
-constexpr int kBatch = kUnroll < 4 ? kUnroll : 4;
+constexpr int kUnroll = kKeep == Keep::kRegisters ? kVecs : 2;
+constexpr int kBatch = kResidual ? 2 : kKeep == Keep::kRegisters ? kVecs : 4;
 constexpr int kUnrolledBatches = kKeep == Keep::kRegisters ? kVecs / kBatch : 1;
 constexpr Cache kFirstRead = kKeep == Keep::kGlobal ? Cache::kDefault : Cache::kOnce;
 
@@ -73,7 +74,7 @@ struct Row {
         else if constexpr (kKeep == Keep::kShared) slot(i) = v;
     }
     __device__ __forceinline__ vec get(int i) {
-        if constexpr (kKeep == Keep::kRegisters) return held[i];
+        if constexpr (kKeep == Keep::kRegisters) return fresh(held[i]);
         else if constexpr (kKeep == Keep::kShared) return slot(i);
         else return load<vec, ACCESS, Cache::kDefault>(memory + (i * blockDim.x + threadIdx.x) * VEC);
     }
@@ -94,11 +95,9 @@ __device__ __forceinline__ float range_scale(float sum, float eps) {
 constexpr int kSums = VEC < 4 ? VEC : 4;
 
 __device__ __forceinline__ void add_squares(float (&squares)[kSums], const vec& v, float scale) {
-    float value[VEC];
-    unpack(v, value);
     #pragma unroll
     for (int e = 0; e < VEC; ++e) {
-        const float scaled = value[e] * scale;
+        const float scaled = element(v, e) * scale;
         squares[e % kSums] = fmaf(scaled, scaled, squares[e % kSums]);
     }
 }
@@ -109,22 +108,33 @@ __device__ __forceinline__ float total(const float (&squares)[kSums]) {
     else return (squares[0] + squares[1]) + (squares[2] + squares[3]);
 }
 
-__device__ __forceinline__ vec sum_of(const vec& a, const vec& b) {
-    float value[VEC], added[VEC];
-    unpack(a, value);
-    unpack(b, added);
+// (s * rstd) * (weight_offset + weight) of the two numbers, or the one, in a word.
+__device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, float rstd, float weight_offset, int llama) {
+    float n[vec::kPerWord], gain[vec::kPerWord];
+    Packed<scalar>::widen(s, n);
+    Packed<scalar>::widen(weight, gain);
     #pragma unroll
-    for (int e = 0; e < VEC; ++e) value[e] += added[e];
-    return pack<scalar>(value);
+    for (int e = 0; e < vec::kPerWord; ++e) {
+        n[e] *= rstd;
+        gain[e] += weight_offset;
+    }
+    if (llama) {
+        Packed<scalar>::round(n);
+        Packed<scalar>::round(gain);
+    }
+    #pragma unroll
+    for (int e = 0; e < vec::kPerWord; ++e) n[e] *= gain[e];
+    return Packed<scalar>::narrow(n);
 }
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, scalar* y, scalar* s, float* rstd,
                 long long rows, int cols, long long x_stride, long long residual_stride, long long y_stride,
-                long long s_stride, float eps, float inverse_cols, float weight_offset, int has_residual, int llama) {
+                long long s_stride, float eps, float inverse_cols, float weight_offset, int llama) {
     __shared__ RowSum::Scratch scratch;
     RowSum row_sum(scratch);
-    const int thread = threadIdx.x, threads = blockDim.x;
+    int thread = threadIdx.x;
+    const int threads = blockDim.x;
     const int n_vecs = cols / VEC;
     const int n_mine = kKeep == Keep::kRegisters ? kVecs : (n_vecs + threads - 1) / threads;
     const auto column = [&](int i) { return (i * threads + thread) * VEC; };
@@ -143,7 +153,7 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
         const long long r = first + threadIdx.y;
         const int end = r < rows ? cols : 0;
         Row row;
-        row.memory = has_residual ? s + r * s_stride : x + r * x_stride;
+        row.memory = kResidual ? s + r * s_stride : x + r * x_stride;
 
         // 1. Read the row, add the residual, sum the squares. y may be x: a thread reads what it will write, and
         // nobody else does. Stores of s keep the compiler from moving later loads up, hence loads in batches.
@@ -156,7 +166,7 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
                 v[j] = {};
                 if (column(i0 + j) < end) v[j] = load<vec, ACCESS, kFirstRead>(x + r * x_stride + column(i0 + j));
             }
-            if (has_residual) {
+            if constexpr (kResidual) {
                 vec other[kBatch];
                 #pragma unroll
                 for (int j = 0; j < kBatch; ++j) {
@@ -167,7 +177,7 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
                 }
                 #pragma unroll
                 for (int j = 0; j < kBatch; ++j) {
-                    v[j] = sum_of(v[j], other[j]);
+                    v[j] = v[j] + other[j];
                     if (column(i0 + j) < end) store<ACCESS>(s + r * s_stride + column(i0 + j), v[j]);
                 }
             }
@@ -179,39 +189,34 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
         }
         float sum = row_sum(total(squares));
 
+        forget(thread);
+
         // 2. The statistics, in range.
         float scale = range_scale(sum, eps);
         if (__any_sync(kFullWarp, scale != 1.0f)) {
             for (int k = 0; k < kSums; ++k) squares[k] = 0.0f;
             #pragma unroll kUnroll
             for (int i = 0; i < n_mine; ++i) {
-                if (column(i) < end) add_squares(squares, row.get(i), scale);
+                if (kKeep == Keep::kRegisters || column(i) < end) add_squares(squares, row.get(i), scale);
             }
             sum = row_sum(total(squares));
         }
         const float row_rstd = scale * rsqrt_accurate(fmaf(sum, inverse_cols, eps * scale * scale));
         if (thread == 0 && end > 0) rstd[r] = row_rstd;
 
+        forget(thread);
+
         // 3. The output.
         #pragma unroll kUnroll
         for (int i = 0; i < n_mine; ++i) {
             if (column(i) >= end) continue;
-            const vec w = kKeepWeights ? weights[i] : load<vec, ACCESS, Cache::kConstant>(weight + column(i));
-            float n[VEC], gain[VEC];
-            unpack(row.get(i), n);
-            unpack(w, gain);
+            const vec w = kKeepWeights ? fresh(weights[i]) : load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+            vec v = row.get(i);
             #pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                n[e] *= row_rstd;
-                gain[e] += weight_offset;
+            for (int k = 0; k < vec::kWords; ++k) {
+                v.word[k] = normalised(v.word[k], w.word[k], row_rstd, weight_offset, llama);
             }
-            if (llama) {
-                round_to<scalar>(n);
-                round_to<scalar>(gain);
-            }
-            #pragma unroll
-            for (int e = 0; e < VEC; ++e) n[e] *= gain[e];
-            store<ACCESS>(y + r * y_stride + column(i), pack<scalar>(n));
+            store<ACCESS>(y + r * y_stride + column(i), v);
         }
     }
 }

@@ -22,6 +22,7 @@ template <> struct Packed<f32> {
     static constexpr bool kWideRange = true;
     static __device__ __forceinline__ void widen(unsigned word, float* value) { value[0] = __uint_as_float(word); }
     static __device__ __forceinline__ unsigned narrow(const float* value) { return __float_as_uint(value[0]); }
+    static __device__ __forceinline__ void round(float*) {}
 };
 
 template <> struct Packed<bf16> {
@@ -36,6 +37,7 @@ template <> struct Packed<bf16> {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(value[1]), "f"(value[0]));  // upper half first
         return word;
     }
+    static __device__ __forceinline__ void round(float* value) { widen(narrow(value), value); }
 };
 
 template <> struct Packed<f16> {
@@ -50,4 +52,5 @@ template <> struct Packed<f16> {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(value[1]), "f"(value[0]));
         return word;
     }
+    static __device__ __forceinline__ void round(float* value) { widen(narrow(value), value); }
 };

@@ -44,11 +44,19 @@ template <Cache kCache, int kBytes> __device__ __forceinline__ void read_words(c
     }
 }
 
+// As asm: the compiler takes a plain store of a uint4 apart when its words have been floats.
 template <int kBytes> __device__ __forceinline__ void write_words(void* p, const unsigned* word) {
-    if constexpr (kBytes == 16) *static_cast<uint4*>(p) = make_uint4(word[0], word[1], word[2], word[3]);
-    else if constexpr (kBytes == 8) *static_cast<uint2*>(p) = make_uint2(word[0], word[1]);
-    else if constexpr (kBytes == 4) *static_cast<unsigned*>(p) = word[0];
-    else *static_cast<unsigned short*>(p) = static_cast<unsigned short>(word[0]);
+    const size_t address = __cvta_generic_to_global(p);
+    if constexpr (kBytes == 16) {
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+    } else if constexpr (kBytes == 8) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(address), "r"(word[0]), "r"(word[1]) : "memory");
+    } else if constexpr (kBytes == 4) {
+        asm volatile("st.global.b32 [%0], %1;" :: "l"(address), "r"(word[0]) : "memory");
+    } else {
+        asm volatile("st.global.b16 [%0], %1;" :: "l"(address), "h"((unsigned short)word[0]) : "memory");
+    }
 }
 
 }  // namespace detail
@@ -86,33 +94,33 @@ template <int kAccess, typename V> __device__ __forceinline__ void store(typenam
     }
 }
 
-template <typename T, int N> __device__ __forceinline__ void unpack(const Vec<T, N>& v, float (&value)[N]) {
-    constexpr int kPerWord = Packed<T>::kPerWord;
-    #pragma unroll
-    for (int w = 0; w < Vec<T, N>::kWords; ++w) {
-        float wide[kPerWord];
-        Packed<T>::widen(v.word[w], wide);
-        #pragma unroll
-        for (int e = 0; e < kPerWord; ++e) {
-            if (w * kPerWord + e < N) value[w * kPerWord + e] = wide[e];
-        }
-    }
+template <typename T, int N> __device__ __forceinline__ float element(const Vec<T, N>& v, int e) {
+    float wide[Packed<T>::kPerWord];
+    Packed<T>::widen(v.word[e / Packed<T>::kPerWord], wide);
+    return wide[e % Packed<T>::kPerWord];
 }
 
-template <typename T, int N> __device__ __forceinline__ Vec<T, N> pack(const float (&value)[N]) {
-    constexpr int kPerWord = Packed<T>::kPerWord;
-    Vec<T, N> v;
+template <typename T, int N> __device__ __forceinline__ Vec<T, N> operator+(Vec<T, N> a, const Vec<T, N>& b) {
     #pragma unroll
     for (int w = 0; w < Vec<T, N>::kWords; ++w) {
-        float wide[kPerWord];
+        float sum[Packed<T>::kPerWord], other[Packed<T>::kPerWord];
+        Packed<T>::widen(a.word[w], sum);
+        Packed<T>::widen(b.word[w], other);
         #pragma unroll
-        for (int e = 0; e < kPerWord; ++e) wide[e] = w * kPerWord + e < N ? value[w * kPerWord + e] : 0.0f;
-        v.word[w] = Packed<T>::narrow(wide);
+        for (int e = 0; e < Packed<T>::kPerWord; ++e) sum[e] += other[e];
+        a.word[w] = Packed<T>::narrow(sum);
+    }
+    return a;
+}
+
+// The same words, of which the compiler no longer knows what it has made of them. Else it would keep the floats of an
+// earlier unpack, twice the registers, across whatever lies between rather than unpack again.
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+
+template <typename V> __device__ __forceinline__ V fresh(V v) {
+    if constexpr (V::kPerWord > 1) {
+        #pragma unroll
+        for (int w = 0; w < V::kWords; ++w) asm volatile("" : "+r"(v.word[w]));
     }
     return v;
-}
-
-// Rounds to T and back.
-template <typename T, int N> __device__ __forceinline__ void round_to(float (&value)[N]) {
-    if constexpr (sizeof(T) < sizeof(float)) unpack(pack<T>(value), value);
 }
