@@ -83,6 +83,12 @@ def flushed(element: str, bits: int | str) -> int | str:
     return bits >> exponent + fraction << exponent + fraction
 
 
+def flushed_value(element: str, value: float) -> float:
+    """A value, or zero of its sign if it is subnormal in the format."""
+    bias = (1 << FORMATS[element][0] - 1) - 1
+    return math.copysign(0.0, value) if abs(value) < 2.0 ** (1 - bias) else value
+
+
 def clamped(element: str, bits: int | str, flags: Sequence[str]) -> int | str:
     """What ``.sat`` or ``.relu``, if among the flags, make of a result."""
     value = math.nan if bits == NAN else decode(element, bits)

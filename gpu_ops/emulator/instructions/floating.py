@@ -98,9 +98,8 @@ def _compute(operation: str, element: str, mode: str) -> tuple[Compute, Callable
     """How to compute, and how to round what that gives, unless it is rounded."""
     nearest = _NEAREST[operation]
     if element in ("f16", "bf16"):
-        # float32 has twice their bits and two more, so that sums may round twice; bf16 products may be subnormal.
-        twice = operation in ("add", "sub") or (operation == "mul" and element == "f16")
-        return (nearest if twice else partial(_fused, operation, "odd")), round_to(element, "rn")
+        # float32 has twice their bits and two more: a sum may round twice, a product that matters is exact.
+        return (partial(_fused, operation, "odd") if operation == "fma" else nearest), round_to(element, "rn")
     if mode == "rn":
         return nearest, None
     if element == "f64":
