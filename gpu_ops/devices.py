@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -209,7 +210,10 @@ class Recorder:
         self.launches: list[str] = []
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
-        return np.empty(shape, dtype)  # never touched, so it costs no memory
+        """An address and strides, as of memory that a host function may ask about and only a kernel would touch."""
+        itemsize = np.dtype(dtype).itemsize
+        strides = tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
 
     def launch(
         self,

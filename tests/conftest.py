@@ -1,4 +1,7 @@
-"""One test body, every backend: a test that takes ``backend`` runs on each that can run here."""
+"""One test body, every backend: a test that takes ``backend`` runs on each that can run here.
+
+A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from gpu_ops.devices import compiler_missing, cuda_missing
+from gpu_ops.dispatch import BACKENDS
+
 # A CI run repeats the same examples, so that a failure is the change's; runs by hand explore new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
@@ -17,11 +23,36 @@ if os.environ.get("CI"):
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
-@pytest.fixture(params=["cpu-numba", "cpu-reference"])
-def backend(request):
-    """Keyword arguments that select a device and a backend."""
-    device, name = request.param.split("-")
-    return {"device": device, "backend": name}
+def pytest_generate_tests(metafunc):
+    """``backend``: keyword arguments that select a device and a backend."""
+    if "backend" in metafunc.fixturenames:
+        devices = getattr(metafunc.module, "DEVICES", ("cpu",))
+        cells = [(device, name) for device in devices for name in BACKENDS[device]]
+        metafunc.parametrize("backend", [_cell(*cell) for cell in cells])
+
+
+def _cell(device, name):
+    missing = compiler_missing(name) if device == "emulator" else None
+    marks = [pytest.mark.gpu] if device == "cuda" else [pytest.mark.skip(reason=missing)] if missing else []
+    return pytest.param({"device": device, "backend": name}, id=f"{device}-{name}", marks=marks)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked ``gpu`` skip without one. CUDA C++ kernels take no float64: those tests are left out."""
+    dropped = [item for item in items if _is_raw_float64(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not _is_raw_float64(item)]
+    if cuda_missing():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; scripts/gpu_check.sh runs it"))
+
+
+def _is_raw_float64(item):
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    backend = given.get("backend")
+    return isinstance(backend, dict) and backend["backend"] == "raw" and given.get("dtype") is np.float64
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.dispatch import Choice, Plan, choose
+from gpu_ops.dispatch import Choice, Plan, choose, has_cuda_kernels
 from gpu_ops.errors import DeviceError, OptionError
 from tests.calls import OPS, call
 
@@ -48,13 +50,62 @@ def test_the_environment_decides_where_the_caller_does_not(monkeypatch):
         choose("op", None, None)
 
 
+WITHOUT_CUDA = [name for name in OPS if not has_cuda_kernels(name)]
+
+
 @pytest.mark.parametrize("device", ["cuda", "emulator"])
-def test_a_device_without_kernels_is_refused_by_name(device, monkeypatch):
-    with pytest.raises(DeviceError, match=f"device='{device}'.*no CUDA kernels"):
-        gpu_ops.rmsnorm(X, X[0], device=device)
+@pytest.mark.parametrize("op", WITHOUT_CUDA)
+def test_an_op_without_cuda_kernels_refuses_by_name(op, device, monkeypatch):
+    example = call(op)
+    says = f"^{op}: device='{device}', but this op has no CUDA kernels yet; .*rmsnorm.* have.*device='cpu'"
+    with pytest.raises(DeviceError, match=says):
+        example(device=device)
     monkeypatch.setenv("GPU_OPS_DEVICE", device)
     with pytest.raises(DeviceError, match=f"GPU_OPS_DEVICE='{device}'"):
+        example()
+
+
+def test_the_ops_with_cuda_kernels_say_so_themselves():
+    assert has_cuda_kernels("rmsnorm")
+    assert has_cuda_kernels("rmsnorm_backward")
+
+
+def test_without_a_gpu_cuda_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr("gpu_ops.devices.cuda_missing", lambda: "no driver answers")
+    with pytest.raises(
+        DeviceError, match="rmsnorm: device='cuda', but there is no usable CUDA device: no driver"
+    ):
+        gpu_ops.rmsnorm(X, X[0], device="cuda")
+    monkeypatch.setenv("GPU_OPS_DEVICE", "cuda")
+    with pytest.raises(DeviceError, match="GPU_OPS_DEVICE='cuda', but there is no usable"):
         gpu_ops.rmsnorm(X, X[0])
+
+
+def test_without_its_compilers_the_emulator_is_refused_with_the_remedy(monkeypatch):
+    absent = "not installed; pip install 'gpu-ops[emulator]'"
+    monkeypatch.setattr("gpu_ops.dispatch.unavailable", lambda device, backend: absent)
+    with pytest.raises(
+        DeviceError, match=r"on emulator can run this: raw: not installed; pip install 'gpu-ops\["
+    ):
+        gpu_ops.rmsnorm(X, X[0], device="emulator")
+
+
+def test_float64_goes_past_the_cuda_kernels_to_numba():
+    x = X.astype(np.float64)
+    plan = gpu_ops.explain("rmsnorm", x, x[0], device="emulator")
+    assert (plan.choice.backend, plan.choice.reason) == ("numba", "next choice")
+    assert "raw: float64" in str(plan)
+    with pytest.raises(DeviceError, match="raw: float64 has Numba kernels only"):
+        gpu_ops.rmsnorm(x, x[0], device="emulator", backend="raw")
+
+
+def test_explain_tells_the_launches_of_a_gpu_kernel():
+    plan = str(gpu_ops.explain("rmsnorm", X, X[0], device="emulator", backend="raw"))
+    assert "runs on   emulator, backend raw (asked for)" in plan
+    assert "sm_80" in plan
+    assert re.search(
+        r"rmsnorm_forward\[.*\]: grid \d+.*, block \d+.*, \d+ bytes of dynamic shared memory", plan
+    )
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:0", 0])
