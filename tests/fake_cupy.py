@@ -1,0 +1,168 @@
+"""As much of CuPy as gpu_ops uses, over host memory; kernels run on the emulator.
+
+For what happens around a kernel on a GPU: which arrays are taken in, copied, refused and given back, on which device
+and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+from types import ModuleType, SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+from gpu_ops.devices import EmulatorDevice
+
+
+class FakeArray:
+    """A cupy.ndarray on device ``ordinal``, whose memory is a NumPy array's."""
+
+    def __init__(self, host, ordinal=0):
+        self.host = host
+        self.device = SimpleNamespace(id=ordinal)
+
+    shape = property(lambda self: self.host.shape)
+    strides = property(lambda self: self.host.strides)
+    dtype = property(lambda self: self.host.dtype)
+    itemsize = property(lambda self: self.host.itemsize)
+    size = property(lambda self: self.host.size)
+    ndim = property(lambda self: self.host.ndim)
+    data = property(lambda self: SimpleNamespace(ptr=self.host.__array_interface__["data"][0]))
+
+    def reshape(self, *shape):
+        return FakeArray(self.host.reshape(*shape), self.device.id)
+
+    def ravel(self):
+        return FakeArray(self.host.ravel(), self.device.id)
+
+    def view(self, dtype):
+        return FakeArray(self.host.view(dtype), self.device.id)
+
+    def swapaxes(self, a, b):
+        return FakeArray(self.host.swapaxes(a, b), self.device.id)
+
+    def __getitem__(self, key):
+        return FakeArray(self.host[key], self.device.id)
+
+    def __dlpack_device__(self):
+        return (2, self.device.id)
+
+    def __array__(self, *_, **__):
+        raise TypeError("CuPy refuses to become NumPy by itself")
+
+
+class ForeignArray:
+    """A device array of a library without DLPack, such as Numba's."""
+
+    def __init__(self, host, *, stream=None, read_only=False, ordinal=0, typestr=None, mask=None):
+        self.host, self.ordinal = host, ordinal
+        self.__cuda_array_interface__ = {
+            "shape": host.shape,
+            "strides": host.strides,
+            "typestr": typestr or host.dtype.str,
+            "data": (host.__array_interface__["data"][0], read_only),
+            "version": 3,
+            "stream": stream,
+            "mask": mask,
+        }
+
+
+class ForeignDLPack:
+    """A device array of which only DLPack is known."""
+
+    def __init__(self, host, ordinal=0):
+        self.host, self.ordinal = host, ordinal
+
+    def __dlpack_device__(self):
+        return (2, self.ordinal)
+
+    def __dlpack__(self, **options):
+        raise AssertionError("FakeCupy.from_dlpack takes the memory itself")
+
+
+class _Stream:
+    def __init__(self, cupy, number):
+        self.cupy, self.number = cupy, number
+
+    def __enter__(self):
+        self.cupy.streams.append(self.number)
+
+    def __exit__(self, *_):
+        self.cupy.streams.pop()
+
+
+class _Device:
+    """An A30, as the generic row of sm_80."""
+
+    def __init__(self, cupy, ordinal):
+        self.cupy, self.ordinal = cupy, ordinal
+        self.compute_capability = "80"
+        self.attributes = {"MultiProcessorCount": 56, "MaxSharedMemoryPerBlockOptin": 163 * 1024}
+
+    def __enter__(self):
+        self.cupy.entered.append(self.ordinal)
+
+    def __exit__(self, *_):
+        self.cupy.entered.pop()
+
+
+class FakeCupy(ModuleType):
+    """The module. ``streams``: those entered; ``launched``: (kernel label, device, stream) of each launch."""
+
+    def __init__(self, devices=1):
+        super().__init__("cupy")
+        self.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+        self.ndarray = FakeArray
+        self.streams, self.entered, self.launched = [], [], []
+        stream = SimpleNamespace(null=_Stream(self, 0), ptds=_Stream(self, 2))
+        runtime = SimpleNamespace(
+            getDeviceCount=lambda: devices,
+            getDevice=self.current_device,
+            getDeviceProperties=lambda ordinal: {"name": b"NVIDIA A30"},
+        )
+        self.cuda = SimpleNamespace(
+            Device=lambda n: _Device(self, n),
+            Stream=stream,
+            ExternalStream=lambda n: _Stream(self, n),
+            runtime=runtime,
+        )
+
+    def current_device(self):
+        return self.entered[-1] if self.entered else 0
+
+    def asarray(self, x):
+        if isinstance(x, np.ndarray):
+            assert x.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
+            return FakeArray(x.copy(), self.current_device())
+        interface = x.__cuda_array_interface__
+        assert interface["typestr"] != "<V2", "CuPy does not know it"
+        owner = getattr(x, "owner", x)
+        host = np.asarray(
+            SimpleNamespace(__array_interface__=dict(interface, data=interface["data"]), owner=x)
+        )
+        return FakeArray(host, owner.ordinal)
+
+    def from_dlpack(self, x):
+        return FakeArray(x.host, x.ordinal)
+
+    def asnumpy(self, x):
+        assert isinstance(x, FakeArray)
+        return x.host.copy()
+
+    def empty(self, shape, dtype):
+        return FakeArray(np.empty(shape, dtype), self.current_device())
+
+    def ascontiguousarray(self, x):
+        assert self.current_device() == x.device.id
+        return FakeArray(np.ascontiguousarray(x.host), x.device.id)
+
+    def launch(self, kernel, grid, block, args, *, shared=0):
+        """In place of gpu_ops.kernels.jit.launch."""
+        assert not any(isinstance(a, np.ndarray) for a in args), "host memory does not reach a GPU"
+        assert all(a.device.id == self.current_device() for a in args if isinstance(a, FakeArray))
+        self.launched.append(
+            (kernel.label, self.current_device(), self.streams[-1] if self.streams else None)
+        )
+        host = [a.host if isinstance(a, FakeArray) else a for a in args]
+        EmulatorDevice().launch(kernel, grid, block, host, shared=shared)
