@@ -16,9 +16,10 @@ from gpu_ops.errors import KernelCompileError
 __all__ = ["INSTALL", "assemble", "header_version", "headers", "tool"]
 
 INSTALL = "install the compilers: pip install 'gpu-ops[emulator]'"
+_INSTALL_PTXAS = f"{INSTALL}, or with CUDA 13: pip install nvidia-cuda-nvcc"
 
 # Wheels for CUDA 12 have a folder per component, those for 13 share one.
-_WHEEL_FOLDERS = ("cuda_runtime", "cuda_nvcc", "cu13")
+_WHEEL_FOLDERS = ("cu13", "cuda_runtime", "cuda_nvcc")
 
 
 def _roots() -> list[Path]:
@@ -63,14 +64,14 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
     """PTX to a cubin with ``ptxas``; the log holds registers and spills."""
     ptxas = tool("ptxas")
     if ptxas is None:
-        raise KernelCompileError(
-            f"ptxas is not installed; {INSTALL}, or with CUDA 13: pip install nvidia-cuda-nvcc"
-        )
+        raise KernelCompileError(f"ptxas is not installed; {_INSTALL_PTXAS}")
     with tempfile.TemporaryDirectory(prefix="gpu_ops-") as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [str(ptxas), f"-arch={arch}", "-v", str(source), "-o", str(target)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
+        log = run.stdout + run.stderr
         if run.returncode:
-            raise KernelCompileError(f"ptxas refuses the PTX for {arch}", run.stdout + run.stderr)
-        return target.read_bytes(), run.stdout + run.stderr
+            older = f"; it is too old: {_INSTALL_PTXAS}" if "Unsupported .version" in log else ""
+            raise KernelCompileError(f"{ptxas} refuses the PTX for {arch}{older}", log)
+        return target.read_bytes(), log

@@ -19,12 +19,21 @@ def _has_nvrtc():
         return False
 
 
+def _ptxas_reads_the_compilers_ptx():
+    try:
+        toolkit.assemble(jit.compile_text('extern "C" __global__ void k() {}', "sm_80").ptx, "sm_80")
+    except KernelCompileError:
+        return False
+    return True
+
+
 needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="no NVRTC: pip install 'gpu-ops[emulator]'")
 needs_numba_cuda = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="no numba-cuda: pip install 'gpu-ops[emulator]'"
 )
 needs_ptxas = pytest.mark.skipif(
-    toolkit.tool("ptxas") is None, reason="no ptxas: pip install 'gpu-ops[emulator]'"
+    not _ptxas_reads_the_compilers_ptx(),
+    reason="no ptxas for this NVRTC's PTX: pip install 'gpu-ops[emulator]' (CUDA 13: nvidia-cuda-nvcc)",
 )
 
 SCALE = """
