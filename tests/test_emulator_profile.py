@@ -38,6 +38,19 @@ def test_operations():
     assert floats == {"fp32": 5 * n, "fp64": 2 * n, "fp16": 4 * n}
 
 
+def test_lines_of_inlined_functions():
+    x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
+    p = profiled("gather4", 1, 64, (x, y, np.arange(64, dtype=np.int32)))
+    inner, outer = ({line.line: line for line in p.lines(inlined=i)} for i in (True, False))
+    assert (
+        inner[line_of("// gather")].sectors == outer[line_of("void gather4(")].sectors == 3 * 8
+    )  # index, x, y
+    assert line_of("// gather") not in outer
+    assert (
+        sum(line.warps for line in inner.values()) == p.counts.warps == sum(i.warps for i in outer.values())
+    )
+
+
 def test_threads_that_returned_do_not_count():
     n, threads = 75, 128
     x, y = np.ones(threads, np.float32), np.zeros(threads, np.float32)
@@ -50,7 +63,7 @@ def test_threads_that_returned_do_not_count():
 def test_divergent_branches(period, splits):
     p = profiled("branches", 2, 128, (np.zeros(256, np.float32), period))
     assert p.counts.divergent == splits
-    where = {(i.file, i.line) for i in p.divergent_branches}
+    where = {i.place for i in p.divergent_branches}
     assert where == ({("kernel.cu", line_of("// the branch"))} if splits else set())
     if splits:
         assert f"kernel.cu:{line_of('// the branch')}" in str(p)
@@ -181,7 +194,7 @@ def test_lanes_that_wait_for_others_count_once():
 def test_a_branch_of_several_ways():
     p = emulator.profile(PTX, "ways", 1, 64, ())
     assert only(p, "brx").divergent == 2 * 3  # 0, 1, 2, 3 part three times
-    assert {line.where for line in p.lines()} >= {f"PTX:{only(p, 'brx').ptx_line}"}
+    assert {line.where for line in p.lines()} >= {f"PTX line {only(p, 'brx').ptx_line}"}
 
 
 # -- recording and printing -------------------------------------------------------------------------

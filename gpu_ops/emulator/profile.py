@@ -10,12 +10,13 @@ import linecache
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from gpu_ops.emulator.opclass import CLASSES
 from gpu_ops.emulator.traffic import SECTOR
 
-__all__ = ["BufferProfile", "Counts", "InstructionProfile", "LineProfile", "Profile"]
+__all__ = ["BufferProfile", "Counts", "InstructionProfile", "LineProfile", "Profile", "where"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Counts:
         return 128 * self.sectors / self.global_bytes if self.global_bytes else 0.0
 
 
+def where(file: str, line: int) -> str:
+    """``rmsnorm.cu:35``, ``PTX line 120``"""
+    return f"{PurePath(file).name}:{line}" if file else f"PTX line {line}"
+
+
 _NAMES = tuple(field.name for field in fields(Counts))
 _C = TypeVar("_C", bound=Counts)
 
@@ -74,9 +80,13 @@ class InstructionProfile(Counts):
     ptx: str
     form: str  # "ld.global.v4.u32"
     kind: str  # one of opclass.CLASSES
-    file: str  # "" without line information
-    line: int
+    places: tuple[tuple[str, int], ...]  # (file, line), innermost of inlined functions first; () if unknown
     operations: tuple[str, int]  # of a lane: ("fp32", 2)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(file, line) in the kernel itself; of the PTX, with the file "", where there is no line information."""
+        return self.places[-1] if self.places else ("", self.ptx_line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +104,8 @@ class LineProfile(Counts):
 
     @property
     def where(self) -> str:
-        return f"{self.file.rpartition('/')[2] or 'PTX'}:{self.line}"
+        """``rmsnorm.cu:35``"""
+        return where(self.file, self.line)
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ class BufferProfile:
         return SECTOR * (self.sectors_read + self.sectors_written)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
     """The counts of one launch; ``print(profile)`` shows them as tables.
 
@@ -150,6 +161,7 @@ class Profile:
     grid, block : tuple of int
     blocks : int
         How many ran: fewer than the grid has when the launch was sampled. All counts are of these.
+    dynamic_shared_bytes : int
     l2_bytes : int
         The L2 cache that :attr:`dram_bytes` reckons with: of the preset of the architecture compiled for.
     instructions : tuple of InstructionProfile
@@ -157,16 +169,20 @@ class Profile:
     buffers : tuple of BufferProfile
     multiply_adds : dict
         Of the tensor cores, by type: ``f16``, ``bf16``, ``tf32``, ``s8``, ...
+    ptx : str
+        What ran, for instance to learn registers and spills from ptxas.
     """
 
     kernel: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     blocks: int
+    dynamic_shared_bytes: int
     l2_bytes: int
     instructions: tuple[InstructionProfile, ...]
     buffers: tuple[BufferProfile, ...]
     multiply_adds: Mapping[str, int]
+    ptx: str
     sources: Mapping[str, str]  # text of files that are not on disk
 
     # -- sums -----------------------------------------------------------------------------------
@@ -196,14 +212,20 @@ class Profile:
         found = self.by(lambda i: i.kind)
         return {name: found[name] for name in CLASSES if name in found}
 
-    def lines(self) -> list[LineProfile]:
-        """By line of the source, most costly first."""
+    def lines(self, *, inlined: bool = False) -> list[LineProfile]:
+        """By line of the source, most costly first: of the kernel, or ``inlined`` of what it calls as well."""
         groups: dict[tuple[str, int], list[InstructionProfile]] = {}
         for i in self.instructions:
             if i.warps:
-                groups.setdefault((i.file, i.line) if i.file else ("", i.ptx_line), []).append(i)
+                groups.setdefault(i.places[0] if inlined and i.places else i.place, []).append(i)
         found = [
-            total(group, LineProfile, file=file, line=line, text=self._text(file, line) or group[0].ptx)
+            total(
+                group,
+                LineProfile,
+                file=file,
+                line=line,
+                text=self._text(file, line) if file else group[0].ptx,
+            )
             for (file, line), group in groups.items()
         ]
         return sorted(found, key=lambda line: -line.cost)
@@ -211,8 +233,8 @@ class Profile:
     def _text(self, file: str, line: int) -> str:
         if file in self.sources:
             lines = self.sources[file].splitlines()
-            return lines[line - 1].strip() if line <= len(lines) else ""
-        return linecache.getline(file, line).strip() if file else ""
+            return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        return linecache.getline(file, line).strip()
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -311,6 +333,9 @@ class Profile:
             "opcodes": {name: counts(found) for name, found in self.opcodes.items()},
             "lines": [counts(line) for line in self.lines()],
         }
+
+    def __repr__(self) -> str:
+        return f"<Profile of {self.kernel}: {self.counts.warps} warp instructions of {self.blocks} blocks>"
 
     def __rich__(self) -> Any:
         from gpu_ops.emulator.profile_tables import render

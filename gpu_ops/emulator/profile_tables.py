@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gpu_ops.emulator.profile import LineProfile, Profile, where
 from gpu_ops.emulator.traffic import SECTOR
-
-if TYPE_CHECKING:
-    from gpu_ops.emulator.profile import LineProfile, Profile
 
 __all__ = ["plain", "render"]
 
 _LINES = 12  # hot lines that are shown
-_WIDTH = 130
+_WIDTH = 150
 _TEXT = 64  # characters of a column of text
 
 
@@ -78,14 +76,10 @@ def _summary(profile: Profile) -> list[str]:
     other = [text for count, text in counted if count]
     if other:
         lines.append("; ".join(other))
-    split = [f"{i.divergent:,} at {_where(i)}" for i in profile.divergent_branches[:4]]
+    split = [f"{i.divergent:,} at {where(*i.place)}" for i in profile.divergent_branches[:4]]
     if split:
         lines.append(f"divergence: {c.divergent:,} times a warp split: " + ", ".join(split))
     return lines
-
-
-def _where(i: Any) -> str:
-    return f"{i.file.rpartition('/')[2]}:{i.line}" if i.file else f"PTX line {i.ptx_line}"
 
 
 def _table(title: str, *columns: str) -> Any:
@@ -132,7 +126,7 @@ def _mix(profile: Profile) -> Any:
             f"{c.lanes / max(1, c.warps):.1f}",
             _shortened(most),
         )
-    table.columns[-1].justify = "left"
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     return table
 
 
@@ -142,7 +136,7 @@ def _hot_lines(profile: Profile) -> Any:
     )
     for line in profile.lines()[:_LINES]:
         _add(table, line.where, f"{line.warps:,}", *_line_costs(line), _shortened(line.text))
-    table.columns[-1].justify = "left"
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     return table
 
 

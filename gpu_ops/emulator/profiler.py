@@ -111,7 +111,9 @@ class Profiler:
 
     # -- the result -----------------------------------------------------------------------------
 
-    def profile(self, grid: tuple[int, int, int], block: tuple[int, int, int], blocks: int) -> Profile:
+    def profile(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], blocks: int, dynamic_shared: int
+    ) -> Profile:
         program = self._program
         buffers = [(row, self._buffer(row)) for row in self._touched]
         used = [b for row, b in buffers if row < self._arguments or b.requests]
@@ -120,24 +122,23 @@ class Profiler:
             grid=grid,
             block=block,
             blocks=blocks,
+            dynamic_shared_bytes=dynamic_shared,
             l2_bytes=_l2_bytes(program.module.target),
             instructions=self._instructions(),
             buffers=tuple(sorted(used, key=lambda b: -b.most_bytes)),
             multiply_adds=self._macs,
+            ptx=program.module.text,
             sources=program.module.sources,
         )
 
     def _instructions(self) -> tuple[InstructionProfile, ...]:
-        module = self._program.module
-        text = module.text.splitlines()
+        text = self._program.module.text.splitlines()
         nothing = np.zeros((len(self._marks), traffic.GLOBAL_COLUMNS), np.int64)
         found = []
         for pc, instruction in enumerate(self._program.code):
             ways = [self._global.get((pc, mark), nothing) for mark in (1, 2, 3)]
             moved = sum(ways).sum(axis=0)  # type: ignore[union-attr]
             shared = self._shared.get(pc, np.zeros(traffic.SHARED_COLUMNS, np.int64))
-            location = instruction.location
-            known = location is not None and location.file in module.files
             atomic = self._classes[pc] == "atomic"
             found.append(
                 InstructionProfile(
@@ -146,8 +147,7 @@ class Profiler:
                     ptx=text[instruction.line - 1].strip(),
                     form=instruction.form,
                     kind=self._classes[pc],
-                    file=module.files[location.file] if location is not None and known else "",
-                    line=location.line if location is not None and known else 0,
+                    places=tuple(self._program.places(pc)),
                     operations=operations(instruction),
                     warps=self._warps[pc],
                     lanes=self._lanes[pc],

@@ -67,11 +67,15 @@ class Program:
 
     def source(self, pc: int) -> str:
         """`` (reduce.cuh:12, inlined at kernel.cu:35)`` if the program has line information, else nothing."""
-        places, location = [], self.code[pc].location
-        while location is not None and location.file in self.module.files:
-            places.append(f"{self.module.files[location.file]}:{location.line}")
-            location = location.caller
+        places = [f"{file}:{line}" for file, line in self.places(pc)]
         return f" ({', inlined at '.join(places)})" if places else ""
+
+    def places(self, pc: int) -> Iterator[tuple[str, int]]:
+        """(file, line) of an instruction, then of where its function was inlined, and so on."""
+        location = self.code[pc].location
+        while location is not None and location.file in self.module.files:
+            yield self.module.files[location.file], location.line
+            location = location.caller
 
 
 def link(module: Module, name: str) -> Program:

@@ -136,4 +136,4 @@ def _launch(
         machine.release()
     program.idle.append(machine)
     if recording is not None and profiler is not None:
-        recording.append(profiler.profile(grid, block, len(blocks)))
+        recording.append(profiler.profile(grid, block, len(blocks), shared))
