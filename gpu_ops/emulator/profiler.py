@@ -125,7 +125,7 @@ class Profiler:
             dynamic_shared_bytes=dynamic_shared,
             l2_bytes=_l2_bytes(program.module.target),
             instructions=self._instructions(),
-            buffers=tuple(sorted(used, key=lambda b: -b.most_bytes)),
+            buffers=tuple(sorted(used, key=lambda b: (-b.most_bytes, b.name))),
             multiply_adds=self._macs,
             ptx=program.module.text,
             sources=program.module.sources,
