@@ -107,13 +107,14 @@ def _to_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
 
     def run(operand: Array) -> Array:
         values = operand if values_of is None else values_of(operand)
-        integral = rounding(values.astype(np.float64))
+        integral = rounding(values).astype(np.float64)
         is_nan = integral != integral
         has_nan = np.count_nonzero(is_nan)
         if has_nan:
             integral[is_nan] = 0
         if exact_limit:
-            result = np.minimum(np.maximum(integral, low), end - 1).astype(dtype)
+            np.maximum(integral, low, out=integral)
+            result = np.minimum(integral, end - 1, out=integral).astype(dtype)
         else:
             above = integral >= end
             integral[above] = 0
