@@ -71,8 +71,9 @@ def _nothing(m: Machine, pc: int, instruction: Instruction) -> Step:
 
 
 def _arithmetic(m: Machine, pc: int, instruction: Instruction) -> Step:
-    op = lookup(instruction.opcode, instruction.modifiers)
     target, *sources = instruction.operands
+    three = instruction.opcode in ("min", "max") and len(sources) == 3  # sm_100: a form of its own
+    op = lookup(instruction.opcode + "3" * three, instruction.modifiers)
     reads, writes = list(op.reads), list(op.writes)
     carry_in, carry_out = reads[-1:] == ["cc"], writes[-1:] == ["cc"]
     if len(sources) != len(reads) - carry_in:
