@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -28,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import cubin, jit, toolkit
+from gpu_ops.kernels import cubin, jit, progress, toolkit
 from gpu_ops.presets import ARCHES
 
 PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
@@ -141,17 +143,35 @@ def sass_counts(image: bytes, entry: str) -> str:
 
 
 def inspect_all(arches: Sequence[str], kernel: str, with_sass: bool, console: Console) -> list[Row]:
-    """Every variant whose label contains ``kernel``, on every architecture, compiled in parallel."""
+    """Every variant whose label contains ``kernel``, on every architecture.
+
+    NVRTC compiles one program at a time per process, so this takes processes. They are forked, since the
+    functions of Numba kernels cannot be sent.
+    """
     tasks = [(v, arch) for arch in arches for v in jit.all_variants(arch) if kernel in v.kernel.label]
-    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
-        bar = progress.add_task("compiling", total=len(tasks))
+    fork = multiprocessing.get_context("fork")
+    with (
+        ProcessPoolExecutor(os.cpu_count(), fork, _start_worker, (tasks, with_sass)) as pool,
+        Progress(console=console, transient=True) as bar,
+    ):
+        running = [pool.submit(_inspect_task, index) for index in range(len(tasks))]
+        for _ in bar.track(as_completed(running), len(tasks), description="compiling"):
+            pass
+    return [future.result() for future in running]
 
-        def one(task: tuple[jit.Variant, str]) -> Row:
-            row = inspect(*task, with_sass)
-            progress.update(bar, advance=1, description=row.kernel)
-            return row
 
-        return list(pool.map(one, tasks))
+_tasks: list[tuple[jit.Variant, str]] = []
+_with_sass = False
+
+
+def _start_worker(tasks: list[tuple[jit.Variant, str]], with_sass: bool) -> None:
+    global _tasks, _with_sass
+    _tasks, _with_sass = tasks, with_sass
+    progress.PATIENCE = threading.TIMEOUT_MAX  # the parent shows the progress of all
+
+
+def _inspect_task(index: int) -> Row:
+    return inspect(*_tasks[index], _with_sass)
 
 
 def table(rows: Sequence[Row]) -> Table:
