@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from perf import compare, limits, machine, report
+from perf import compare, emulate, limits, machine, report
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
@@ -42,7 +42,12 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     p.add_argument(
         "--quick", action="store_true", help="Llama-3-8B shapes, few of them; under three minutes on 2 cores"
     )
-    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "emulator"),
+        default="cpu",
+        help="emulator: no times but counts of what the GPU kernels do, without a GPU",
+    )
     p.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=(), help="default: the bench's own")
     p.add_argument(
         "--seqlen",
@@ -86,12 +91,18 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
             old = compare.load(args.compare)
         except (OSError, ValueError) as exc:
             p.error(f"--compare: {exc}")
-    config = Config(args.device, args.quick, unique(args.dtype), unique(args.seqlen), not args.no_torch)
+    emulated = args.device == "emulator"
+    if emulated and (args.save or args.compare or args.plot):
+        p.error("--device emulator measures no times that --save, --compare or --plot could keep")
+    seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
+    config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch)
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
     os.environ["GPU_OPS_DEVICE"] = config.device  # NumPy arrays may otherwise be sent to a GPU
     names = list(ops or args.op or bench_names())
     console = report.make_console()
+    if emulated:
+        return emulate.run({name: bench(name).cases(config) for name in names}, console)
 
     start = time.perf_counter()
     facts = machine.describe(config.device)

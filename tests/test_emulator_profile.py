@@ -11,7 +11,7 @@ from profiled import SOURCE, buffer, line_of, only, profiled
 
 from gpu_ops import emulator
 from gpu_ops.emulator import run as emulator_run
-from gpu_ops.emulator.profile import Counts
+from gpu_ops.emulator.counts import Counts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
 

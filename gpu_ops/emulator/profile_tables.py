@@ -5,7 +5,8 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
-from gpu_ops.emulator.profile import LineProfile, Profile, where
+from gpu_ops.emulator.counts import LineProfile, where
+from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.traffic import SECTOR
 
 __all__ = ["plain", "render"]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpu_ops.emulator import traffic
+from gpu_ops.emulator.counts import BufferProfile, InstructionProfile
 from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, Memory
 from gpu_ops.emulator.opclass import classify, operations
-from gpu_ops.emulator.profile import BufferProfile, InstructionProfile, Profile
+from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.types import Array
 from gpu_ops.errors import OptionError
@@ -119,6 +120,7 @@ class Profiler:
         used = [b for row, b in buffers if row < self._arguments or b.requests]
         return Profile(
             kernel=program.name,
+            arch=program.module.target,
             grid=grid,
             block=block,
             blocks=blocks,

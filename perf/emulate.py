@@ -1,0 +1,133 @@
+"""What the GPU kernels of a case do, without a GPU: traffic, bank conflicts, registers, occupancy. No times.
+
+Runs the ops on the emulator and shows its profile of each launch beside what ptxas makes of the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gpu_ops import emulator
+from gpu_ops.emulator import Profile
+from gpu_ops.emulator.traffic import SECTOR
+from gpu_ops.errors import GpuOpsError, KernelCompileError
+from gpu_ops.kernels import cubin, toolkit
+from gpu_ops.presets import select_preset
+from perf.case import Case
+from perf.report import short_dtype
+
+CAPTION = (
+    "once: bytes if every 32-byte sector moved once each way, over the least the formula needs · uncached: the same "
+    "if no operand as large as the largest stayed in the L2 cache: what is read twice counts twice · per 128 B: "
+    "sectors moved for 128 bytes asked for, 4 is perfect · replays: share of shared-memory waves lost to bank conflicts"
+)
+SEQLEN = 256  # by default: the emulator takes seconds for what a GPU does in microseconds
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a case."""
+
+    case: Case
+    profile: Profile
+    needs: cubin.Resources | None  # None: no ptxas here
+    occupancy: cubin.Occupancy | None
+
+    @property
+    def once(self) -> float:
+        return self.profile.least_bytes / self.case.bytes
+
+    @property
+    def uncached(self) -> float:
+        largest = max((b.footprint for b in self.profile.buffers), default=0)
+        return sum(self.profile.moved(SECTOR * largest - 1)) / self.case.bytes
+
+
+def run(planned: Mapping[str, Sequence[Case]], console: Console) -> int:
+    """Print a table per op. Returns the exit code."""
+    os.environ.setdefault("GPU_OPS_SANITIZE", "0")  # tests do that; without it the same counts come sooner
+    console.print(f"[dim]{CAPTION}[/]")
+    passed = [run_op(op, cases, console) for op, cases in planned.items()]
+    return 0 if all(passed) else 1
+
+
+def run_op(op: str, cases: Sequence[Case], console: Console) -> bool:
+    """Print the table of an op; False if a case failed."""
+    done: list[Launch] = []
+    failures: dict[str, list[str]] = {}
+    for case in cases:
+        try:
+            done += launches(case)
+        except GpuOpsError as error:
+            failures.setdefault(str(error), []).append(f"{case.name} {case.shape} {case.dtype}")
+    if done:
+        console.print(table(op, done))
+    for message, names in failures.items():
+        console.print(f"[red]{op}: {escape(message)}[/] ({escape(', '.join(names))})")
+    return not failures
+
+
+def launches(case: Case) -> Iterator[Launch]:
+    """Run a case once and take what it launched; what its preparation launches does not count."""
+    call = case.ours(case.make(np.random.default_rng(0)))
+    with emulator.record() as profiles:
+        call()
+    for profile in profiles:
+        yield Launch(case, profile, *fit(profile))
+
+
+def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | None]:
+    """What the launch takes of an SM."""
+    try:
+        image, log = toolkit.assemble(profile.ptx, profile.arch)
+    except KernelCompileError:
+        return None, None
+    needs = cubin.resources(image, profile.kernel, log)
+    threads = int(np.prod(profile.block))
+    limits = select_preset(profile.arch).arch
+    return needs, cubin.occupancy(needs, threads, profile.dynamic_shared_bytes, limits)
+
+
+def table(op: str, done: Sequence[Launch]) -> Table:
+    grid = Table(title=op, title_justify="left", title_style="bold", pad_edge=False)
+    for name in ("case", "shape", "dtype", "kernel"):
+        grid.add_column(name, no_wrap=True)
+    for name in (
+        "warp instr.",
+        "once",
+        "uncached",
+        "per 128 B",
+        "replays",
+        "registers",
+        "spills",
+        "occupancy",
+    ):
+        grid.add_column(name, justify="right", no_wrap=True)
+    previous = None
+    for launch in done:
+        case = launch.case
+        head = (case.name, case.shape, short_dtype(case.dtype)) if case is not previous else ("", "", "")
+        grid.add_row(*map(escape, (*head, launch.profile.kernel)), *figures(launch))
+        previous = case
+    return grid
+
+
+def figures(launch: Launch) -> list[str]:
+    counts, needs, occupancy = launch.profile.counts, launch.needs, launch.occupancy
+    return [
+        f"{counts.warps:,}",
+        f"{launch.once:.2f}",
+        f"{launch.uncached:.2f}",
+        f"{counts.sectors_per_128_bytes:.2f}",
+        f"{counts.replays / counts.waves:.0%}" if counts.waves else "-",
+        str(needs.registers) if needs else "-",
+        f"{needs.spill_bytes} B" if needs and needs.spill_bytes is not None else "-",
+        f"{occupancy.share:.0%}, {occupancy.limiter}" if occupancy else "-",
+    ]
