@@ -1,0 +1,208 @@
+// RMSNorm, backward: the gradient of x in one pass, and of the weight in a fixed order.
+//
+//   dy, x, dresidual, dx  (rows, cols) DTYPE, last axis contiguous, row strides in elements
+//   weight                (cols,)      DTYPE
+//   rstd                  (rows,)      float, of the forward
+//   partial               (gridDim.x, cols) float, scratch
+//   dweight               (cols,)      float
+//
+//   n = x * rstd      m = dy * (weight_offset + weight)
+//   dx = rstd * (m - n * mean(m * n)) + dresidual      dweight = sum over rows of dy * n
+//
+// llama != 0 rounds weight_offset + weight, m, and the n in dweight to DTYPE, as the forward did.
+//
+// Moves 3 rows cols elements (4 with dresidual), about 12 flops each; memory is the limit. Where x and dy lie between
+// the sum over a row and dx is up to KEEP:
+//
+//   KEEP         x and dy in                   dweight's partial sum in          reaches
+//   kRegisters   VECS vectors each per thread  dynamic shared memory, float      VECS * threads vectors
+//   kGlobal      global memory, read again     partial[], read back from L2      any number of columns
+//
+// A thread owns the same columns in every row, so it adds to dweight with no atomics: first down its rows, then over
+// the row groups of its block, last over blocks, in rmsnorm_dweight. No float sees more than about 60 of these
+// additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of blocks is chosen for that.
+//
+// Macros and ownership are those of rmsnorm.cu. Slots of the sums, T threads per block, each slot 4 floats (VEC of
+// them if fewer), so that a warp's 32 accesses lie side by side:
+//
+//   slot (i, q), thread t  at  (i * kQuads + q) * T + t      floats 4q .. 4q+3 of vector i of thread t
+#include "dtype.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+enum class Keep { kRegisters, kGlobal };
+
+typedef DTYPE scalar;
+typedef Vec<scalar, VEC> vec;
+
+constexpr Keep kKeep = Keep::KEEP;
+constexpr int kVecs = VECS;
+constexpr bool kResidual = RESIDUAL;
+
+// VECS = 4 is for long rows: a block may have all 64 K registers.
+constexpr int kMaxThreads = kVecs > 2 ? 1024 : 256;
+constexpr int kMinBlocks = kVecs > 2 ? 1 : 5;
+
+constexpr int kQuad = VEC < 4 ? VEC : 4, kQuads = VEC / kQuad;
+typedef Vec<f32, kQuad> quad;
+
+constexpr int kPerWord = VEC < vec::kPerWord ? VEC : vec::kPerWord;  // a lone 16-bit number fills half of its word
+constexpr int kQuadWords = kQuad / kPerWord;
+constexpr int kHeld = kKeep == Keep::kRegisters ? kVecs : 1;
+constexpr int kUnroll = kKeep == Keep::kRegisters ? kVecs : 2;
+
+extern __shared__ uint4 dynamic_shared[];
+
+// What the two numbers of a word, or the one, contribute.
+struct Gradients {
+    float m[vec::kPerWord], n[vec::kPerWord];  // dx
+    float dy[vec::kPerWord], n_seen[vec::kPerWord];  // dweight: n as the weight was multiplied with it
+};
+
+__device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned weight, float rstd,
+                                               float weight_offset, int llama) {
+    Gradients g;
+    float gain[vec::kPerWord];
+    Packed<scalar>::widen(dy, g.dy);
+    Packed<scalar>::widen(x, g.n);
+    Packed<scalar>::widen(weight, gain);
+    #pragma unroll
+    for (int e = 0; e < vec::kPerWord; ++e) {
+        g.n[e] *= rstd;
+        g.n_seen[e] = g.n[e];
+        gain[e] += weight_offset;
+    }
+    if (llama) {
+        Packed<scalar>::round(g.n_seen);
+        Packed<scalar>::round(gain);
+    }
+    #pragma unroll
+    for (int e = 0; e < vec::kPerWord; ++e) g.m[e] = g.dy[e] * gain[e];
+    if (llama) Packed<scalar>::round(g.m);
+    return g;
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const float* rstd, const scalar* dresidual,
+                 scalar* dx, float* partial, long long rows, int cols, long long dy_stride, long long x_stride,
+                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama) {
+    __shared__ RowSum::Scratch scratch;
+    RowSum row_sum(scratch);
+    int thread = threadIdx.x;
+    const int threads = blockDim.x;
+    const int n_mine = kKeep == Keep::kRegisters ? kVecs : (cols / VEC + threads - 1) / threads;
+    const auto column = [&](int i) { return (i * threads + thread) * VEC; };
+
+    const auto block_partial = [&] { return partial + (long long)blockIdx.x * cols; };
+
+    // The sums of this thread's columns.
+    const int block_threads = threads * blockDim.y, block_thread = threadIdx.y * threads + thread;
+    quad* const slots = reinterpret_cast<quad*>(dynamic_shared);
+    if constexpr (kKeep == Keep::kRegisters) {
+        #pragma unroll
+        for (int k = 0; k < kVecs * kQuads; ++k) slots[k * block_threads + block_thread] = {};
+    }
+
+    // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+    bool first_row = true;
+    for (long long r = (long long)blockIdx.x * blockDim.y + threadIdx.y; r - threadIdx.y < rows;
+         r += (long long)gridDim.x * blockDim.y, first_row = false) {
+        const int end = r < rows ? cols : 0;
+        const float row_rstd = end > 0 ? rstd[r] : 0.0f;
+
+        // 1. Read the row; sum m * n over it; add to the sums of dweight. dx may be dy: a thread reads what it will
+        // write, and nobody else does.
+        vec held_x[kHeld], held_dy[kHeld];
+        if constexpr (kKeep == Keep::kRegisters) {
+            #pragma unroll
+            for (int i = 0; i < kVecs; ++i) {
+                held_x[i] = held_dy[i] = {};
+                if (column(i) < end) {
+                    held_x[i] = load<vec, ACCESS, Cache::kOnce>(x + r * x_stride + column(i));
+                    held_dy[i] = load<vec, ACCESS, Cache::kOnce>(dy + r * dy_stride + column(i));
+                }
+            }
+        }
+        const auto get_x = [&](int i) {
+            if constexpr (kKeep == Keep::kRegisters) return fresh(held_x[i]);
+            else return load<vec, ACCESS, Cache::kDefault>(x + r * x_stride + column(i));
+        };
+        const auto get_dy = [&](int i) {
+            if constexpr (kKeep == Keep::kRegisters) return fresh(held_dy[i]);
+            else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
+        };
+
+        forget(thread);
+
+        float sum = 0.0f;
+        #pragma unroll kUnroll
+        for (int i = 0; i < n_mine; ++i) {
+            if (column(i) >= end) continue;
+            const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+            const vec row_x = get_x(i), row_dy = get_dy(i);
+            #pragma unroll
+            for (int q = 0; q < kQuads; ++q) {
+                quad* const slot = &slots[(i * kQuads + q) * block_threads + block_thread];
+                quad dw = {};
+                if constexpr (kKeep == Keep::kRegisters) dw = *slot;
+                else if (!first_row) dw = load<quad, kQuad, Cache::kDefault>(block_partial() + column(i) + q * kQuad);
+                #pragma unroll
+                for (int k = 0; k < kQuadWords; ++k) {
+                    const int word = q * kQuadWords + k;
+                    const Gradients g =
+                        gradients(row_dy.word[word], row_x.word[word], w.word[word], row_rstd, weight_offset, llama);
+                    #pragma unroll
+                    for (int e = 0; e < kPerWord; ++e) {
+                        sum = fmaf(g.m[e], g.n[e], sum);
+                        unsigned& total = dw.word[k * kPerWord + e];
+                        total = __float_as_uint(fmaf(g.dy[e], g.n_seen[e], __uint_as_float(total)));
+                    }
+                }
+                if constexpr (kKeep == Keep::kRegisters) *slot = dw;
+                else store<kQuad>(block_partial() + column(i) + q * kQuad, dw);
+            }
+        }
+        const float mean = row_sum(sum) * inverse_cols;
+        forget(thread);
+
+        // 2. The output.
+        #pragma unroll kUnroll
+        for (int i = 0; i < n_mine; ++i) {
+            if (column(i) >= end) continue;
+            vec extra = {};
+            if constexpr (kResidual) {
+                extra = load<vec, ACCESS, Cache::kOnce>(dresidual + r * dresidual_stride + column(i));
+            }
+            const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+            vec row_x = get_x(i);
+            const vec row_dy = get_dy(i);
+            #pragma unroll
+            for (int k = 0; k < vec::kWords; ++k) {
+                Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_rstd, weight_offset, llama);
+                float more[vec::kPerWord];
+                Packed<scalar>::widen(extra.word[k], more);
+                #pragma unroll
+                for (int e = 0; e < vec::kPerWord; ++e) {
+                    g.m[e] = row_rstd * fmaf(-g.n[e], mean, g.m[e]);
+                    if constexpr (kResidual) g.m[e] += more[e];
+                }
+                row_x.word[k] = Packed<scalar>::narrow(g.m);
+            }
+            store<ACCESS>(dx + r * dx_stride + column(i), row_x);
+        }
+    }
+
+    // 3. The block's part of dweight: the sums of its row groups, first to last.
+    if constexpr (kKeep == Keep::kRegisters) {
+        __syncthreads();
+        for (int k = block_thread; k < kVecs * kQuads * threads; k += block_threads) {
+            const int owner = k % threads, i = k / threads / kQuads, q = k / threads % kQuads;
+            quad dw = slots[(i * kQuads + q) * block_threads + owner];
+            for (int group = 1; group < blockDim.y; ++group) {
+                dw = dw + slots[(i * kQuads + q) * block_threads + group * threads + owner];
+            }
+            const int c = (i * threads + owner) * VEC + q * kQuad;
+            if (c < cols) store<kQuad>(block_partial() + c, dw);
+        }
+    }
+}
