@@ -147,9 +147,10 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
         }
     }
 
-    for (long long r = (long long)blockIdx.x * blockDim.y + threadIdx.y; r - threadIdx.y < rows;
-         r += (long long)gridDim.x * blockDim.y) {
+    for (long long first = (long long)blockIdx.x * blockDim.y; first < rows;
+         first += (long long)gridDim.x * blockDim.y) {
         // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+        const long long r = first + threadIdx.y;
         const int end = r < rows ? cols : 0;
         Row row;
         row.memory = kResidual ? s + r * s_stride : x + r * x_stride;

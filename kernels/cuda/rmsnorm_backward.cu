@@ -39,9 +39,11 @@ constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
 constexpr bool kResidual = RESIDUAL;
 
-// VECS = 4 is for long rows: a block may have all 64 K registers.
-constexpr int kMaxThreads = kVecs > 2 ? 1024 : 256;
-constexpr int kMinBlocks = kVecs > 2 ? 1 : 5;
+// VECS = 4 is for long rows, one per block, which may have all 64 K registers. 5 blocks of 256 threads at 48 registers
+// are 40 warps, more than half of an SM's 64 or 48.
+constexpr bool kOneRow = kVecs != 2;
+constexpr int kMaxThreads = kVecs == 4 ? 1024 : 256;
+constexpr int kMinBlocks = kVecs == 4 ? 1 : 5;
 
 constexpr int kQuad = VEC < 4 ? VEC : 4, kQuads = VEC / kQuad;
 typedef Vec<f32, kQuad> quad;
@@ -90,13 +92,14 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
     RowSum row_sum(scratch);
     int thread = threadIdx.x;
     const int threads = blockDim.x;
+    const int groups = kOneRow ? 1 : blockDim.y, group = kOneRow ? 0 : threadIdx.y;
     const int n_mine = kKeep == Keep::kRegisters ? kVecs : (cols / VEC + threads - 1) / threads;
     const auto column = [&](int i) { return (i * threads + thread) * VEC; };
 
     const auto block_partial = [&] { return partial + (long long)blockIdx.x * cols; };
 
     // The sums of this thread's columns.
-    const int block_threads = threads * blockDim.y, block_thread = threadIdx.y * threads + thread;
+    const int block_threads = threads * groups, block_thread = group * threads + thread;
     quad* const slots = reinterpret_cast<quad*>(dynamic_shared);
     if constexpr (kKeep == Keep::kRegisters) {
         #pragma unroll
@@ -105,8 +108,9 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
 
     // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
     bool first_row = true;
-    for (long long r = (long long)blockIdx.x * blockDim.y + threadIdx.y; r - threadIdx.y < rows;
-         r += (long long)gridDim.x * blockDim.y, first_row = false) {
+    for (long long first = (long long)blockIdx.x * groups; first < rows;
+         first += (long long)gridDim.x * groups, first_row = false) {
+        const long long r = first + group;
         const int end = r < rows ? cols : 0;
         const float row_rstd = end > 0 ? rstd[r] : 0.0f;
 
@@ -198,8 +202,8 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
         for (int k = block_thread; k < kVecs * kQuads * threads; k += block_threads) {
             const int owner = k % threads, i = k / threads / kQuads, q = k / threads % kQuads;
             quad dw = slots[(i * kQuads + q) * block_threads + owner];
-            for (int group = 1; group < blockDim.y; ++group) {
-                dw = dw + slots[(i * kQuads + q) * block_threads + group * threads + owner];
+            for (int g = 1; g < groups; ++g) {
+                dw = dw + slots[(i * kQuads + q) * block_threads + g * threads + owner];
             }
             const int c = (i * threads + owner) * VEC + q * kQuad;
             if (c < cols) store<kQuad>(block_partial() + c, dw);
