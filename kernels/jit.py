@@ -277,13 +277,12 @@ def _run_numba(kernel: NumbaKernel, arch: str) -> Compiled:
 
 def _read_tree(path: Path) -> dict[str, str]:
     """The text of a .cu file and of every file of the include folder beside it, by path."""
-    try:
-        files = {str(path): path.read_text(encoding="utf-8")}
-    except OSError as error:
-        raise KernelCompileError(f"cannot read the kernel source {path}: {error}") from error
     include = path.parent / "include"
-    for header in sorted(p for p in include.rglob("*") if p.is_file()):
-        files[str(header)] = header.read_text(encoding="utf-8")
+    headers = sorted(p for p in include.rglob("[!.]*") if p.is_file())  # not an editor's hidden files
+    try:
+        files = {str(file): file.read_text(encoding="utf-8") for file in (path, *headers)}
+    except (OSError, UnicodeDecodeError) as error:
+        raise KernelCompileError(f"cannot read the kernel source {path} and its headers: {error}") from error
     for line, name in enumerate(files[str(path)].splitlines(), 1):
         found = re.match(r'\s*#\s*include\s*"([^"]+)"', name)
         if found and str(include / found.group(1)) not in files:

@@ -218,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     rows = inspect_all(options.arch, options.kernel, not options.check, Console(stderr=True))
     if not rows:
-        print(f"inspect_kernels: no kernel's name contains {options.kernel!r}")
+        named = f" whose name contains {options.kernel!r}" if options.kernel else ""
+        print(f"inspect_kernels: no op lists a kernel{named}")
         return 1
     faulty = [row for row in rows if row.problems]
     if options.json:

@@ -108,7 +108,7 @@ def test_wide_accesses_are_counted(kernels):
 def test_nothing_to_look_at_is_an_error(kernels, capsys):
     status, out = check(capsys, "--kernel", "no such kernel")
     assert status == 1
-    assert "no kernel's name contains 'no such kernel'" in out
+    assert "no op lists a kernel whose name contains 'no such kernel'" in out
     with pytest.raises(SystemExit):
         inspect_kernels.main(["--arch", "sm_35"])
 

@@ -73,6 +73,8 @@ def test_what_makes_a_new_entry(folder, tree, compiled, monkeypatch):
         assert compiled(scale(tree)), name
         assert not compiled(scale(tree)), name
     assert "add" in jit.compile_kernel(scale(tree), "sm_80").ptx  # and the edited header is in it
+    (tree / "include" / ".scale.cuh.swp").write_bytes(b"\xff\0 of an editor")
+    assert not compiled(scale(tree))
     write(tree, "include/scale.cuh", SCALE_HEADER)
     write(tree, "scale.cu", SCALE)
     (tree / "include" / "deep" / "unused.cuh").unlink()
