@@ -15,6 +15,7 @@ from gpu_ops.errors import DeviceError
 from gpu_ops.kernels import toolkit
 from perf import cli, emulate
 from perf.case import Case
+from perf.emulate import CAPTION
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
 
@@ -51,7 +52,7 @@ def two_passes(inputs):
 
 def printed(planned):
     out = StringIO()
-    code = emulate.run(planned, Console(file=out, width=200, color_system=None))
+    code = emulate.run(planned, Console(file=out, width=1000, color_system=None))
     return code, out.getvalue()
 
 
@@ -94,8 +95,9 @@ def test_the_table():
     assert "two_passes" in text
     assert "1.52" in text
     assert "no [kernels] yet" in text
-    code, _ = printed({"test": [case("copy", strided)]})
+    code, _ = printed({"test": [case("copy", strided)], "later": []})
     assert code == 0
+    assert printed({"later": []}) == (1, f"{CAPTION}\nno GPU kernels: later\n")
 
 
 def test_times_cannot_be_kept(capsys):
