@@ -7,9 +7,10 @@ does not see our headers. Numba kernels run through numba-cuda's dispatcher.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def for_parameter(value: Any, size: int) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def _small_grids_allowed() -> Iterator[None]:
+    """Without numba-cuda's warning of a grid of less than 128 blocks: a small problem has one by right."""
+    from numba.cuda.dispatcher import config
+
+    before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
+    try:
+        yield
+    finally:
+        config.CUDA_LOW_OCCUPANCY_WARNINGS = before
+
+
 class NumbaLauncher:
     """A Numba kernel on the current device. numba-cuda compiles it for that device and keeps it in memory."""
 
@@ -96,7 +109,9 @@ class NumbaLauncher:
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int
     ) -> None:
         stream = self._cuda.external_stream(_cupy().cuda.get_current_stream().ptr)
-        self._dispatcher[grid, block, stream, shared](*map(self._argument, args))
+        with _small_grids_allowed():
+            configured = self._dispatcher[grid, block, stream, shared]
+        configured(*map(self._argument, args))
 
     def _argument(self, value: Any) -> Any:
         if not hasattr(value, "__cuda_array_interface__"):

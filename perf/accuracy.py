@@ -39,6 +39,10 @@ def check(case: Case, inputs: Any, config: Config) -> Error:
         inputs = make_inputs(case, config, small=True)
         ours = case.ours(inputs)()
         sampled = "a smaller problem"
+    if config.device == "cuda":
+        from perf import cuda
+
+        inputs = cuda.get(inputs)
     exact = [to_float64(r) for r in results(case.reference(inputs, "float64"))]
     naive = [to_float64(r) for r in results(case.reference(inputs, "naive"))]
     return compare(results(ours), exact, naive, case=case, sampled=sampled)

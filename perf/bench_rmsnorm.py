@@ -40,6 +40,9 @@ def cases(config: Config) -> list[Case]:
 
 
 def forward(rows: int, hidden: int, dtype: str) -> Case:
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS, **how)
+
     return Case(
         op="rmsnorm",
         name="forward",
@@ -49,7 +52,8 @@ def forward(rows: int, hidden: int, dtype: str) -> Case:
         bytes=traffic(rows, hidden, dtype, matrices=2),
         make=maker(data, rows, hidden, DTYPES[dtype]),
         make_small=maker(data, *SMALL, DTYPES[dtype]),
-        ours=lambda x: functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=lambda x: functools.partial(naive_forward, x["x"], x["weight"]),
         torch=torch_forward,
         reference=lambda x, precision: reference_rmsnorm(x["x"], x["weight"], eps=EPS, precision=precision),
@@ -60,8 +64,9 @@ def forward(rows: int, hidden: int, dtype: str) -> Case:
 def forward_out(rows: int, hidden: int, dtype: str) -> Case:
     """Into a buffer that exists: without the page faults of a fresh result on either side."""
 
-    def ours(x: Inputs) -> Call:
-        return functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS, out=np.zeros_like(x["x"]))
+    def ours(x: Inputs, **how: str) -> Call:
+        out = np.zeros_like(x["x"])
+        return functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS, out=out, **how)
 
     def naive(x: Inputs) -> Call:
         return functools.partial(naive_forward, x["x"], x["weight"], np.zeros_like(x["x"]))
@@ -76,6 +81,7 @@ def forward_out(rows: int, hidden: int, dtype: str) -> Case:
         make=maker(data, rows, hidden, DTYPES[dtype]),
         make_small=maker(data, *SMALL, DTYPES[dtype]),
         ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=naive,
         reference=lambda x, precision: reference_rmsnorm(x["x"], x["weight"], eps=EPS, precision=precision),
         sample=sample_rows,
@@ -84,8 +90,8 @@ def forward_out(rows: int, hidden: int, dtype: str) -> Case:
 
 
 def forward_residual(rows: int, hidden: int, dtype: str) -> Case:
-    def ours(x: Inputs) -> Call:
-        return functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS, residual=x["residual"])
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS, residual=x["residual"], **how)
 
     def naive(x: Inputs) -> Call:
         def call() -> tuple[np.ndarray, np.ndarray]:
@@ -104,6 +110,7 @@ def forward_residual(rows: int, hidden: int, dtype: str) -> Case:
         make=maker(data, rows, hidden, DTYPES[dtype], residual=True),
         make_small=maker(data, *SMALL, DTYPES[dtype], residual=True),
         ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=naive,
         torch=torch_residual,
         reference=lambda x, precision: reference_rmsnorm(
@@ -114,9 +121,9 @@ def forward_residual(rows: int, hidden: int, dtype: str) -> Case:
 
 
 def backward(rows: int, hidden: int, dtype: str) -> Case:
-    def ours(x: Inputs) -> Call:
-        _, rstd = gpu_ops.rmsnorm(x["x"], x["weight"], eps=EPS, return_rstd=True)
-        return functools.partial(gpu_ops.rmsnorm_backward, x["dy"], x["x"], x["weight"], rstd)
+    def ours(x: Inputs, **how: str) -> Call:
+        _, rstd = gpu_ops.rmsnorm(x["x"], x["weight"], eps=EPS, return_rstd=True, **how)
+        return functools.partial(gpu_ops.rmsnorm_backward, x["dy"], x["x"], x["weight"], rstd, **how)
 
     def naive(x: Inputs) -> Call:
         wide = x["x"].astype(np.float32, copy=False)
@@ -137,6 +144,7 @@ def backward(rows: int, hidden: int, dtype: str) -> Case:
         make=maker(data, rows, hidden, DTYPES[dtype], dy=True),
         make_small=maker(data, *SMALL, DTYPES[dtype], dy=True),
         ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=naive,
         torch=torch_backward,
         reference=against,

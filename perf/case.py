@@ -70,6 +70,8 @@ class Case:
     """``(inputs, precision) -> results`` of gpu_ops.reference."""
     naive: Prepare | None = None
     torch: Prepare | None = None
+    numba: Prepare | None = None
+    """On CUDA, where ``ours`` is CUDA C++: the same with the Numba kernels."""
     bandwidth: Literal["copy", "read"] = "copy"
     """Which measured bandwidth bounds the case: ``read`` where the result is small."""
     sample: Callable[[Inputs, Any], tuple[Inputs, Any]] | None = None

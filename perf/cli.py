@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gpu_ops.dispatch import has_cuda_kernels
 from perf import compare, emulate, limits, machine, report
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case
@@ -31,6 +32,12 @@ def bench_names() -> list[str]:
 
 def bench(op: str) -> ModuleType:
     return importlib.import_module(f"perf.bench_{op}")
+
+
+def cases(op: str, config: Config) -> list[Case]:
+    """The cases of an op's bench; on CUDA those of ops that have kernels there."""
+    found: list[Case] = list(bench(op).cases(config))
+    return [case for case in found if config.device != "cuda" or has_cuda_kernels(case.op)]
 
 
 def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
@@ -59,6 +66,7 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     )
     if not one_op:
         p.add_argument("--op", nargs="+", choices=bench_names(), default=(), help="default: all")
+    p.add_argument("--list", action="store_true", help="print the cases and measure nothing")
     p.add_argument("--save", metavar="DIR", help="write the results as JSON into this folder")
     p.add_argument("--compare", metavar="OLD.json", help="flag regressions against a saved run")
     p.add_argument(
@@ -96,10 +104,13 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         p.error("--device emulator measures no times that --save, --compare or --plot could keep")
     seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
     config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch)
+    names = list(ops or args.op or bench_names())
+    if args.list:
+        print("\n".join(case.key for name in names for case in cases(name, config)))
+        return 0
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
     os.environ["GPU_OPS_DEVICE"] = config.device  # NumPy arrays may otherwise be sent to a GPU
-    names = list(ops or args.op or bench_names())
     console = report.make_console()
     if emulated:
         return emulate.run({name: bench(name).cases(config) for name in names}, console)
@@ -139,15 +150,15 @@ def run_all(
     effort: Effort | None = None,
 ) -> list[Result]:
     """Every case of every named op, each op's table printed as soon as it is done."""
-    planned: list[tuple[str, list[Case]]] = [(name, list(bench(name).cases(config))) for name in names]
+    planned: list[tuple[str, list[Case]]] = [(name, cases(name, config)) for name in names]
     results: list[Result] = []
     start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Probe() as probe, Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(len(cases) for _, cases in planned))
-        for name, cases in planned:
+        task = progress.add_task("", total=sum(len(some) for _, some in planned))
+        for name, planned_cases in planned:
             done = []
-            for case in cases:
+            for case in planned_cases:
                 if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
                     effort = HURRIED
                     console.print(

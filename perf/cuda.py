@@ -1,12 +1,15 @@
 """What measuring on a CUDA device does differently. Imported only with ``--device cuda``; needs CuPy.
 
-Time comes from device events around one call, memory from the peak of CuPy's pool during it and from NVML
-around it, limits from a device-to-device copy and cuBLAS.
+Time comes from device events around one call, enqueued behind a large fill: the device is busy with it while Python
+prepares the call, so that the call's own start is not waited for, and it leaves the caches cold. Memory comes from
+the peak of CuPy's pool during a call and from the driver around it, limits from a device-to-device copy and cuBLAS.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -18,23 +21,36 @@ from perf.limits import Limits
 
 def put(value: Any) -> Any:
     """Inputs on the device: arrays, dicts of them, dataclasses that hold them (TernaryMatrix)."""
+    return _each(value, np.ndarray, cupy.asarray)
+
+
+def get(value: Any) -> Any:
+    """The inverse of :func:`put`, for the reference."""
+    return _each(value, cupy.ndarray, cupy.asnumpy)
+
+
+def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        return {name: put(item) for name, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return cupy.asarray(value)
+        return {name: _each(item, kind, change) for name, item in value.items()}
+    if isinstance(value, kind):
+        return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        arrays = {
-            f.name: put(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.init and isinstance(getattr(value, f.name), np.ndarray)
-        }
+        held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        arrays = {name: change(item) for name, item in held.items() if isinstance(item, kind)}
         return dataclasses.replace(value, **arrays)
     return value
 
 
+@functools.cache
+def _scratch() -> Any:
+    """Past the L2 cache, and a tenth of a millisecond to fill on the fastest device."""
+    return cupy.empty(max(4 * last_level_cache(), 512 << 20), cupy.uint8)
+
+
 def timed(call: Call) -> float:
-    """Seconds on the device between two events, launch gaps included."""
+    """Seconds on the device between two events, the gaps between several launches included."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    _scratch().fill(1)
     start.record()
     call()
     end.record()
@@ -61,7 +77,7 @@ class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
 def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
     """Peak bytes of one warm call beyond its inputs, and the bytes of its results.
 
-    The pool's own count, or NVML's when that is larger: a library with its own allocator shows only there.
+    The pool's own count, or the driver's when that is larger: a library with its own allocator shows only there.
     """
     prepare = getattr(case, contender)
     prepare(make_inputs(case, config, small=True))()
@@ -69,19 +85,17 @@ def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
     cupy.cuda.Device().synchronize()
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
-    used, held = pool.used_bytes(), nvml_used()
+    used, held = pool.used_bytes(), driver_used()
     hook = PoolPeak()
     with hook:
         value = call()
         cupy.cuda.Device().synchronize()
-    return max(hook.peak - used, nvml_used() - held, 0), nbytes(value)
+    return max(hook.peak - used, driver_used() - held, 0), nbytes(value)
 
 
-def nvml_used() -> int:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(cupy.cuda.Device().id)).used)
+def driver_used() -> int:
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return int(total - free)
 
 
 def measure_limits(repetitions: int = 20) -> Limits:

@@ -101,6 +101,7 @@ class Result:
             "share_of_limit": self.share_of_limit,
             "times_naive": self.times("naive"),
             "times_torch": self.times("torch"),
+            "times_numba": self.times("numba"),
             "memory": {name: asdict(growth) for name, growth in self.memory.items()},
             "error": asdict(self.error) if self.error else None,
             "passed": self.passed,
@@ -157,8 +158,11 @@ def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
 
 
 def prepare_contenders(case: Case, inputs: Any, config: Config) -> list[Contender]:
-    cold_bytes = min(buffer_size(config.quick), memory_available() // 8)
+    on_cuda = config.device == "cuda"  # whose timer leaves the caches cold by itself
+    cold_bytes = 0 if on_cuda else min(buffer_size(config.quick), memory_available() // 8)
     wanted: list[tuple[str, Prepare, float]] = [("ours", case.ours, case.bytes)]
+    if on_cuda and case.numba is not None:
+        wanted.append(("numba", case.numba, case.bytes))
     if case.naive is not None:
         wanted.append(("naive", case.naive, case.dense_bytes or case.bytes))
     if case.torch is not None and config.use_torch and have_torch():

@@ -136,13 +136,13 @@ def commit() -> str:
 
 
 def gpu() -> dict[str, Any] | None:
-    """Name, driver, memory and clocks through NVML; None where there is no usable GPU."""
+    """Name, driver, memory and clocks through NVML, or what CuPy knows; None where there is no usable GPU."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:  # no package, no driver, no permission: all mean "nothing to tell"
-        return None
+        return _gpu_of_cupy()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
     return {
@@ -152,6 +152,16 @@ def gpu() -> dict[str, Any] | None:
         "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
     }
+
+
+def _gpu_of_cupy() -> dict[str, Any] | None:
+    try:
+        import cupy
+
+        found = cupy.cuda.runtime.getDeviceProperties(0)
+    except Exception:  # as above
+        return None
+    return {"name": found["name"].decode(), "memory_bytes": int(found["totalGlobalMem"])}
 
 
 def _meminfo(field: str) -> int:

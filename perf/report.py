@@ -24,6 +24,8 @@ CAPTION = (
     "bandwidth · memory: peak beyond inputs and results, ours / naive · x naive, x torch: their time over "
     "ours · error: largest / tolerance (mean)"
 )
+PEERS = ("naive", "torch", "numba")
+"""Contenders that get a column; the last, the Numba kernels, where ours are CUDA C++."""
 
 
 def make_console() -> Console:
@@ -52,18 +54,27 @@ def table(op: str, results: Sequence[Result]) -> Table:
     grid.add_column("case", no_wrap=True)
     grid.add_column("shape", no_wrap=True)
     grid.add_column("dtype", no_wrap=True)
-    for name in ("time", "rate", "limit", "memory", "x naive", "x torch", "error"):
+    peers = [name for name in PEERS if name != "numba" or any("numba" in r.timings for r in results)]
+    for name in ("time", "rate", "limit", "memory", *(f"x {peer}" for peer in peers), "error"):
         grid.add_column(name, justify="right", no_wrap=name != "error")
     for result in results:
-        grid.add_row(*row(result))
+        grid.add_row(*row(result, peers))
     return grid
 
 
-def row(result: Result) -> list[str]:
+def row(result: Result, peers: Sequence[str] = PEERS[:2]) -> list[str]:
     case = result.case
     head = [case.name, case.shape, short_dtype(case.dtype)]
     if "ours" not in result.timings:
-        return [*head, "[red]failed[/]", "", "", "", "", "", escape(result.failure.splitlines()[0])]
+        return [
+            *head,
+            "[red]failed[/]",
+            "",
+            "",
+            "",
+            *("" for _ in peers),
+            escape(result.failure.splitlines()[0]),
+        ]
     ours = result.timings["ours"]
     share = result.share_of_limit or 0.0
     amount = rate(case.flops / ours.median) if case.in_flops else f"{case.bytes / ours.median / 1e9:.1f} GB/s"
@@ -76,8 +87,7 @@ def row(result: Result) -> list[str]:
         amount,
         f"{100 * share:.0f} % {result.limited_by[0].upper()}",
         memory,
-        times(result.times("naive")),
-        times(result.times("torch")),
+        *(times(result.times(peer)) for peer in peers),
         error_text(result),
     ]
 

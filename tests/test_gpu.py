@@ -1,0 +1,202 @@
+"""On a real GPU: arrays of CuPy, torch and Numba themselves, streams, graphs, and agreement with the emulator.
+
+What does not need one is in test_cuda_arrays.py and, for each op, in its own file.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import random
+
+import gpu_ops
+from gpu_ops.devices import cuda_missing, current_device
+from gpu_ops.errors import DeviceError, DTypeError, ShapeError
+
+pytestmark = pytest.mark.gpu
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ROWS, COLS = 37, 1000
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'gpu-ops[cuda13]'")
+
+
+@pytest.fixture(scope="module")
+def torch():
+    torch = pytest.importorskip("torch", reason="needs torch with CUDA")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return torch
+
+
+@pytest.fixture(params=["raw", "numba"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=[np.float16, BFLOAT16, np.float32], ids=["float16", "bfloat16", "float32"])
+def operands(request, rng):
+    """x, residual, weight."""
+    dtype = np.dtype(request.param)
+    return random(rng, (ROWS, COLS), dtype), random(rng, (ROWS, COLS), dtype), random(rng, (COLS,), dtype)
+
+
+def to_cupy(x):
+    import cupy
+
+    return cupy.asarray(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asarray(x)
+
+
+def to_numpy(x):
+    import cupy
+
+    return cupy.asnumpy(x.view(np.uint16)).view(BFLOAT16) if x.dtype == BFLOAT16 else cupy.asnumpy(x)
+
+
+def ulps(a, b):
+    """The largest distance in units in the last place, and the share of equal elements."""
+    bits = {2: np.int16, 4: np.int32}[a.dtype.itemsize]
+    a, b = (x.view(bits).astype(np.int64) for x in (a, b))
+    low = np.iinfo(bits).min
+    a, b = (np.where(x < 0, low - x, x) for x in (a, b))  # so that neighbours differ by one
+    return int(np.abs(a - b).max()), float((a == b).mean())
+
+
+# Both run the same program; the emulator rounds every operation correctly, the GPU approximates 1/sqrt and division
+# within two units. That moves rstd, and through it a rounding of y or dx here and there.
+@pytest.mark.parametrize("casting", ["fp32", "llama"])
+def test_the_emulator_and_the_gpu_agree_to_the_last_bits(
+    cupy, operands, name, casting, monkeypatch, record_property
+):
+    monkeypatch.setenv("GPU_OPS_ARCH", cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
+    x, residual, weight = operands
+    options = {"casting": casting, "backend": name}
+    gpu, emulated = (
+        gpu_ops.rmsnorm(x, weight, residual=residual, return_rstd=True, device=device, **options)
+        for device in ("cuda", "emulator")
+    )
+    rstd = emulated[-1]
+    gpu += gpu_ops.rmsnorm_backward(residual, x, weight, rstd, device="cuda", **options)
+    emulated += gpu_ops.rmsnorm_backward(residual, x, weight, rstd, device="emulator", **options)
+    for what, a, b, most in zip(
+        ("y", "s", "rstd", "dx", "dweight"), gpu, emulated, (2, 0, 2, 2, None), strict=True
+    ):
+        distance, equal = ulps(a, b)
+        record_property(what, f"{distance} units at most, {100 * equal:.2f} % equal")
+        if most is None:  # a sum over rows that cancel: units of its terms, not of the result
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+        else:
+            assert distance <= most, f"{what}: {distance} units apart"
+
+
+def test_cupy_arrays(cupy, operands, name):
+    x, residual, weight = operands
+    want = gpu_ops.rmsnorm(x, weight, residual=residual, return_rstd=True, device="cuda", backend=name)
+    got = gpu_ops.rmsnorm(
+        to_cupy(x), to_cupy(weight), residual=to_cupy(residual), return_rstd=True, backend=name
+    )
+    for g, w in zip(got, want, strict=True):
+        assert isinstance(g, cupy.ndarray)
+        assert to_numpy(g).tobytes() == w.tobytes()
+    out = to_cupy(np.zeros_like(x))
+    assert gpu_ops.rmsnorm(to_cupy(x), to_cupy(weight), out=out, backend=name) is out
+    assert to_numpy(out).tobytes() == gpu_ops.rmsnorm(x, weight, device="cuda", backend=name).tobytes()
+    wide = to_cupy(np.concatenate([x, residual], axis=1))
+    strided = gpu_ops.rmsnorm(wide[:, :COLS], to_cupy(weight), backend=name)
+    assert to_numpy(strided).tobytes() == to_numpy(out).tobytes()
+
+
+def test_mistakes_with_cupy_arrays(cupy):
+    x, weight = cupy.ones((4, 64), np.float32), cupy.ones(64, np.float32)
+    with pytest.raises(ShapeError, match="out shares memory with x"):
+        gpu_ops.rmsnorm(x[1:], weight, out=x[:-1])
+    with pytest.raises(DeviceError, match="weight is in host memory"):
+        gpu_ops.rmsnorm(x, np.ones(64, np.float32))
+    with pytest.raises(DTypeError, match="weight is float64"):
+        gpu_ops.rmsnorm(x, weight.astype(np.float64))
+    with pytest.raises(DeviceError, match="no CUDA kernels"):
+        gpu_ops.ternary_quantize(x)
+
+
+def test_the_call_runs_on_cupys_current_stream(cupy, name):
+    x, weight = cupy.ones((512, 4096), np.float32), cupy.ones(4096, np.float32)
+    gpu_ops.rmsnorm(x, weight, backend=name)  # compiled and loaded
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        y = cupy.zeros_like(x)
+        for _ in range(50):  # long enough that another stream would read what is not there yet
+            x2 = gpu_ops.rmsnorm(x, weight, out=y, backend=name)
+        total = x2.sum()
+    stream.synchronize()
+    np.testing.assert_allclose(float(total), x.size, rtol=1e-5)
+
+
+def test_a_call_with_out_can_be_captured_in_a_graph(cupy):
+    x, weight = cupy.ones((64, 512), np.float32), cupy.ones(512, np.float32)
+    y = cupy.zeros_like(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu_ops.rmsnorm(x, weight, out=y)
+        stream.synchronize()
+        stream.begin_capture()
+        gpu_ops.rmsnorm(x, weight, out=y)
+        graph = stream.end_capture()
+        y.fill(0)
+        x *= 3
+        graph.launch(stream)
+    stream.synchronize()
+    np.testing.assert_allclose(cupy.asnumpy(y), 1, rtol=1e-5)
+
+
+def test_torch_tensors(torch, operands, name):
+    x, _, weight = operands
+
+    def tensor(a):
+        if a.dtype == BFLOAT16:
+            return torch.from_numpy(a.view(np.int16).copy()).view(torch.bfloat16).cuda()
+        return torch.from_numpy(a.copy()).cuda()
+
+    def bits(t):
+        return t.view(torch.int16 if t.dtype.itemsize == 2 else torch.int32).cpu().numpy().tobytes()
+
+    want = gpu_ops.rmsnorm(x, weight, device="cuda", backend=name)
+    got = gpu_ops.rmsnorm(tensor(x), tensor(weight), backend=name)
+    assert isinstance(got, torch.Tensor)
+    assert got.is_cuda
+    assert bits(got) == want.tobytes()
+    out = torch.zeros_like(tensor(x))
+    assert gpu_ops.rmsnorm(tensor(x), tensor(weight), out=out, backend=name) is out
+    assert bits(out) == want.tobytes()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y = gpu_ops.rmsnorm(tensor(x), tensor(weight), backend=name)
+        assert bits(y) == want.tobytes()
+    leaf = tensor(x).requires_grad_()
+    with pytest.raises(DTypeError, match=r"x\.detach\(\)"):
+        gpu_ops.rmsnorm(leaf, tensor(weight))
+
+
+def test_numba_arrays(cupy, rng):
+    from numba import cuda
+
+    x, weight = random(rng, (ROWS, COLS), np.float32), random(rng, (COLS,), np.float32)
+    out = cuda.to_device(np.zeros_like(x))
+    y = gpu_ops.rmsnorm(cuda.to_device(x), cuda.to_device(weight))
+    assert cuda.is_cuda_array(y)
+    assert not isinstance(y, cupy.ndarray)
+    assert gpu_ops.rmsnorm(cuda.to_device(x), cuda.to_device(weight), out=out) is out
+    assert y.copy_to_host().tobytes() == out.copy_to_host().tobytes()
+    assert out.copy_to_host().tobytes() == gpu_ops.rmsnorm(x, weight, device="cuda").tobytes()
+
+
+def test_the_device_says_what_it_is(cupy):
+    assert cuda_missing() is None
+    device = current_device("cuda")
+    assert device.arch == f"sm_{cupy.cuda.Device().compute_capability}"
+    assert device.sms > 0
+    assert device.smem_per_block_optin >= 64 * 1024
+    x = cupy.ones((4, 64), np.float32)
+    assert device.arch in str(gpu_ops.explain("rmsnorm", x, x[0]))
