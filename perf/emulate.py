@@ -117,7 +117,7 @@ def table(op: str, done: Sequence[Launch]) -> Table:
     for launch in done:
         case = launch.case
         head = (case.name, case.shape, short_dtype(case.dtype)) if case is not previous else ("", "", "")
-        grid.add_row(*map(escape, (*head, launch.profile.kernel)), *figures(launch))
+        grid.add_row(*map(escape, (*head, launch.profile.name)), *figures(launch))
         previous = case
     return grid
 

@@ -198,6 +198,12 @@ def test_a_branch_of_several_ways():
 # -- recording and printing -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["late", "_ZN6module5inner4lateB2v1B3abcE5ArrayIfLi1EE", "_Z4latePf"])
+def test_a_mangled_name_is_read(name):
+    p = emulator.profile(PTX.replace("late", name), name, 1, 32, ())
+    assert (p.name, p.kernel) == ("late", name)
+
+
 def test_recording():
     x = np.ones(64, np.float32)
     with emulator.record() as outer:

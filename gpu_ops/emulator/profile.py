@@ -7,6 +7,7 @@ Counts are of the PTX and of the launch's own addresses; nothing is timed. What 
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -54,6 +55,15 @@ class Profile:
     multiply_adds: Mapping[str, int]
     ptx: str
     sources: Mapping[str, str]  # text of files that are not on disk
+
+    @property
+    def name(self) -> str:
+        """The kernel's name as its source has it: Numba mangles it with its module and types."""
+        name, rest = self.kernel, self.kernel.removeprefix("_ZN" if self.kernel.startswith("_ZN") else "_Z")
+        while rest != self.kernel and (found := re.match(r"\d+", rest)):
+            end = found.end() + int(found.group())
+            name, rest = rest[found.end() : end], rest[end:]
+        return name
 
     # -- sums -----------------------------------------------------------------------------------
 
@@ -206,7 +216,7 @@ class Profile:
         }
 
     def __repr__(self) -> str:
-        return f"<Profile of {self.kernel}: {self.counts.warps} warp instructions of {self.blocks} blocks>"
+        return f"<Profile of {self.name}: {self.counts.warps} warp instructions of {self.blocks} blocks>"
 
     def __rich__(self) -> Any:
         from gpu_ops.emulator.profile_tables import render

@@ -39,7 +39,7 @@ def _title(profile: Profile) -> str:
     block = " x ".join(map(str, profile.block))
     of = profile.grid[0] * profile.grid[1] * profile.grid[2]
     ran = "" if profile.blocks == of else f", {profile.blocks} of {of} blocks ran"
-    return f"{profile.kernel}: grid {grid}, block {block}{ran}"
+    return f"{profile.name}: grid {grid}, block {block}{ran}"
 
 
 def size(count: float) -> str:

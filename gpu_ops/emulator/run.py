@@ -60,7 +60,7 @@ def profile(
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
 ) -> Profile:
-    """:func:`launch`, and what it did."""
+    """:func:`launch`, and what it did; ``print`` shows it."""
     with record() as profiles:
         launch(source, name, grid, block, args, shared=shared, arch=arch, sanitize=sanitize, sample=sample)
     return profiles[0]
@@ -68,7 +68,11 @@ def profile(
 
 @contextmanager
 def record() -> Iterator[list[Profile]]:
-    """A list that gets the profile of each launch inside the block, also of those that an op makes."""
+    """A list that gets the profile of each launch inside the block, also of those that an op makes.
+
+    ``with emulator.record() as profiles: gpu_ops.rmsnorm(x, weight, device="emulator")``, then
+    ``print(profiles[0])``.
+    """
     profiles: list[Profile] = []
     token = _recording.set(profiles)
     try:

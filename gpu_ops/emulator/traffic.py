@@ -4,6 +4,7 @@ A *request* is one instruction of one warp. Global memory moves in sectors of 32
 sectors its lanes touch. Shared memory has 32 banks of one 4-byte word each: lanes that read the same word share it,
 and a request takes a *wave* for each distinct word of its busiest bank. Wider accesses go in phases of fewer lanes,
 those that fill the banks once: 32 lanes for up to 4 bytes each, 16 for 8, 8 for 16 (so each 8 rows of ldmatrix).
+Atomics are counted like other accesses; that lanes which meet at an address take turns is not.
 """
 
 from __future__ import annotations
