@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
+import subprocess
 
 import pytest
 
-from gpu_ops.kernels import cubin, jit
+from gpu_ops.kernels import cubin, jit, nvrtc, toolkit
 from gpu_ops.presets import ARCHES
 from tests.compilers import ARCH_LIST, needs_nvrtc
 
@@ -125,3 +128,60 @@ def test_occupancy(arch, what, threads, dynamic, blocks, limiter):
     assert (fit.blocks, fit.limiter) == (blocks, limiter)
     assert fit.warps == blocks * -(-threads // 32)
     assert fit.share == fit.warps * 32 / limits.max_threads_per_sm
+
+
+CALCULATOR = """
+#include <cstddef>
+#include <cstdio>
+#include <cuda_occupancy.h>
+int main() {
+    int major, minor, sm_threads, threads, registers, barriers;
+    size_t sm_shared, optin, fixed, dynamic;
+    while (scanf("%d %d %d %zu %zu %d %d %zu %zu %d", &major, &minor, &sm_threads, &sm_shared, &optin, &threads,
+                 &registers, &fixed, &dynamic, &barriers) == 10) {
+        cudaOccDeviceProp device;
+        device.computeMajor = major, device.computeMinor = minor, device.warpSize = 32, device.numSms = 1;
+        device.maxThreadsPerBlock = 1024, device.maxThreadsPerMultiprocessor = sm_threads;
+        device.regsPerBlock = device.regsPerMultiprocessor = 65536;
+        device.sharedMemPerBlock = 49152, device.sharedMemPerMultiprocessor = sm_shared;
+        device.sharedMemPerBlockOptin = optin, device.reservedSharedMemPerBlock = sm_shared - optin;
+        cudaOccFuncAttributes kernel;
+        kernel.maxThreadsPerBlock = 1024, kernel.numRegs = registers, kernel.sharedSizeBytes = fixed;
+        kernel.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN, kernel.maxDynamicSharedSizeBytes = optin - fixed;
+        kernel.partitionedGCConfig = PARTITIONED_GC_OFF, kernel.numBlockBarriers = barriers;
+        cudaOccDeviceState state;
+        state.cacheConfig = CACHE_PREFER_SHARED, state.carveoutConfig = 100;
+        cudaOccResult result;
+        int error = cudaOccMaxActiveBlocksPerMultiprocessor(&result, &device, &kernel, &state, threads, dynamic);
+        printf("%d\\n", error ? 0 : result.activeBlocksPerMultiprocessor);
+    }
+}
+"""
+
+
+@needs_nvrtc
+def test_occupancy_is_the_toolkits(tmp_path):
+    """``cuda_occupancy.h``, the toolkit's calculator, on random configurations."""
+    compiler = shutil.which("g++")
+    headers = toolkit.headers(nvrtc.version()[0])
+    if compiler is None or headers is None or not (headers / "cuda_occupancy.h").is_file():
+        pytest.skip("no g++, or no toolkit headers")
+    source, program = tmp_path / "occupancy.cpp", tmp_path / "occupancy"
+    source.write_text(CALCULATOR)
+    subprocess.run([compiler, f"-I{headers}", source, "-o", program], check=True)
+    rng = random.Random(0)
+    lines, ours = [], []
+    for _ in range(5000):
+        arch = rng.choice(list(ARCHES.values()))
+        threads, registers, barriers = rng.randint(1, 1024), rng.randint(1, 255), rng.randint(0, 16)
+        static = rng.choice([0, rng.randint(0, 48 * 1024)])
+        dynamic = rng.choice([0, rng.randint(0, 20_000), rng.randint(0, 240_000)])
+        limits = (arch.max_threads_per_sm, arch.smem_per_sm, arch.smem_per_block_optin)
+        words = (*arch.compute_capability, *limits, threads, registers, static, dynamic, barriers)
+        lines.append(" ".join(map(str, words)))
+        ours.append(cubin.occupancy(needs(registers, static, barriers), threads, dynamic, arch).blocks)
+    run = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True, check=True)
+    theirs = list(map(int, run.stdout.split()))
+    assert len(theirs) == len(lines)
+    wrong = [(line, a, b) for line, a, b in zip(lines, ours, theirs, strict=True) if a != b]
+    assert not wrong, f"{len(wrong)} differ, such as {wrong[0]}"
