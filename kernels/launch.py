@@ -86,16 +86,22 @@ def for_parameter(value: Any, size: int) -> Any:
     return value
 
 
+_config_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def _small_grids_allowed() -> Iterator[None]:
     """Without numba-cuda's warning of a grid of less than 128 blocks: a small problem has one by right."""
     from numba.cuda.dispatcher import config
 
-    before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
-    try:
-        yield
-    finally:
-        config.CUDA_LOW_OCCUPANCY_WARNINGS = before
+    with (
+        _config_lock
+    ):  # else a second thread would take the first one's 0 for the user's setting, and keep it
+        before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
+        try:
+            yield
+        finally:
+            config.CUDA_LOW_OCCUPANCY_WARNINGS = before
 
 
 class NumbaLauncher:
