@@ -11,12 +11,14 @@ import importlib.util
 import os
 import platform
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_ops.dispatch import BACKENDS, unavailable
 from gpu_ops.errors import OptionError
+from gpu_ops.kernels import cache
 from gpu_ops.presets import DevicePreset, select_preset
 
 __all__ = ["Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
@@ -31,6 +33,9 @@ _PACKAGES = (
     "cupy-cuda12x",
     "cupy-cuda13x",
     "numba-cuda",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvrtc",
     "nvidia-ml-py",
     "torch",
 )
@@ -169,10 +174,7 @@ def _preset(devices: tuple[CudaDevice, ...]) -> tuple[DevicePreset | None, str]:
 
 def _backends() -> tuple[Backend, ...]:
     pairs = [(device, name) for device, names in BACKENDS.items() for name in names]
-    rows = [Backend(device, name, unavailable(device, name)) for device, name in pairs]
-    if "cuda" not in BACKENDS:
-        rows.append(Backend("cuda", "raw, numba", "this version has no CUDA kernels yet"))
-    return tuple(rows)
+    return tuple(Backend(device, name, unavailable(device, name)) for device, name in pairs)
 
 
 def _versions() -> dict[str, str]:
@@ -190,8 +192,9 @@ def _versions() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    folder = cache_folder()
-    rows = {"gpu_ops, CPU kernels": str(folder or "nowhere writable: compiled anew in every process")}
+    nowhere = "nowhere writable: compiled anew in every process"
+    rows = {"gpu_ops, CPU kernels": str(cache_folder() or nowhere)}
+    rows["gpu_ops, GPU kernels"] = str(_quietly(lambda: cache.cache_folder("cuda")) or nowhere)
     for owner, variable, default in _CACHES:
         if importlib.util.find_spec(owner.lower()) is not None:
             rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())
@@ -202,9 +205,13 @@ def cache_folder() -> Path | None:
     """Where compiled CPU kernels are kept; ``None`` when no folder is writable."""
     from gpu_ops.kernels.numba_cpu import jit
 
+    return _quietly(jit.cache_dir)
+
+
+def _quietly(find: Callable[[], Path | None]) -> Path | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning is what the caller says in its own words
-        return jit.cache_dir()
+        return find()
 
 
 def _cpu_model() -> str:

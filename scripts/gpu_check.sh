@@ -28,10 +28,10 @@ failed=0
 
 say() { printf '%s\n' "$*" | tee -a "$out/summary.txt"; }
 
-# step NAME: runs the function of that name into NAME.log and notes how it ended.
+# step NAME: runs the function of that name, in a shell of its own, into NAME.log and notes how it ended.
 step() {
     local name=$1 start=$SECONDS code
-    "$name" >"$out/$name.log" 2>&1
+    ("$name") >"$out/$name.log" 2>&1
     code=$?
     if ((code == 0)); then
         say "ok      $name, $((SECONDS - start)) s"
@@ -45,10 +45,11 @@ step() {
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }
 
 packages() {
-    local missing=()
+    local name missing=()
     for name in numpy numba ml_dtypes cupy numba_cuda pytest hypothesis rich; do has "$name" || missing+=("$name"); done
     for name in xdist pynvml torch; do has "$name" || echo "optional, not installed: $name"; done
-    "$python" --version && "$python" -m pip list --disable-pip-version-check
+    "$python" --version || return
+    "$python" -m pip list --disable-pip-version-check
     if ((${#missing[@]})) && [[ $dry != 1 ]]; then
         echo "needed, not installed: ${missing[*]}"
         return 1
