@@ -145,8 +145,9 @@ GPU_COMPILER = {"cupy", "cuda", "gpu_ops.errors"}
     [
         ("reference", {"numpy", "ml_dtypes", "gpu_ops.reference"}),
         ("kernels", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER),
-        ("gpu_ops", {"numpy", "ml_dtypes", "rich", "pynvml", "gpu_ops"}),
-        ("gpu_ops/emulator", {"numpy", "numba", "llvmlite", "rich"}),  # its loops over lanes are compiled
+        ("gpu_ops", {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "gpu_ops"}),  # cupy: inside functions only
+        # The emulator's loops over lanes are compiled.
+        ("gpu_ops/emulator", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich"}),
     ],
 )
 def test_dependencies_point_one_way(folder, allowed):
