@@ -145,7 +145,8 @@ GPU_COMPILER = {"cupy", "cuda", "gpu_ops.errors"}
     [
         ("reference", {"numpy", "ml_dtypes", "gpu_ops.reference"}),
         ("kernels", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER),
-        ("gpu_ops", {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "gpu_ops"}),  # cupy: inside functions only
+        # CuPy and Numba inside functions only, for arrays that are theirs.
+        ("gpu_ops", {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "numba", "gpu_ops"}),
         # The emulator's loops over lanes are compiled.
         ("gpu_ops/emulator", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich"}),
     ],
