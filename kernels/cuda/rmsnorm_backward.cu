@@ -42,8 +42,8 @@ constexpr bool kResidual = RESIDUAL;
 // VECS = 4 is for long rows, one per block, which may have all 64 K registers. 5 blocks of 256 threads at 48 registers
 // are 40 warps, more than half of an SM's 64 or 48.
 constexpr bool kOneRow = kVecs != 2;
-constexpr int kMaxThreads = kVecs == 4 ? 1024 : 256;
-constexpr int kMinBlocks = kVecs == 4 ? 1 : 5;
+constexpr int kMaxThreads = kVecs == 2 ? 256 : 1024;
+constexpr int kMinBlocks = kVecs == 2 ? 5 : 1;
 
 constexpr int kQuad = VEC < 4 ? VEC : 4, kQuads = VEC / kQuad;
 typedef Vec<f32, kQuad> quad;
