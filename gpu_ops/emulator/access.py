@@ -115,7 +115,9 @@ def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
     assert isinstance(source, Address)
     dtype = DTYPE[ptx_type]
     bits = np.dtype(f"u{dtype.itemsize}")
-    if "param" in instruction.modifiers and source.base not in m.program.local:
+    if "param" in instruction.modifiers and m.register(source.base) is not None:
+        space = GLOBAL  # the address of a __grid_constant__ parameter
+    elif "param" in instruction.modifiers and source.base not in m.program.local:
         if source.base not in (p.name for p in m.program.parameters):
             raise PtxError(f"PTX line {instruction.line}: no parameter {source.base}")
 

@@ -64,15 +64,21 @@ def _numba_fields(arg: Any, memory: Memory) -> Iterator[Any]:
 
 
 def _bytes(i: int, parameter: Variable, value: Any) -> bytes:
-    size = parameter.bytes
-    if isinstance(value, (bool, int)) and parameter.type in DTYPE:
-        dtype = DTYPE[parameter.type]
+    size, dtype = parameter.bytes, DTYPE.get(parameter.type)
+    if isinstance(value, (bool, int, float)) and dtype is not None:
+        if size != dtype.itemsize:
+            raise EmulatorError(
+                f"argument {i} is {value!r}, the kernel's parameter has {size} bytes of its own type"
+            )
+        if isinstance(value, float) and dtype.kind != "f":
+            if parameter.type[0] != "b":
+                raise EmulatorError(f"argument {i} is {value!r}, the kernel's parameter an integer")
+            dtype = np.dtype(f"f{size}")
         if dtype.kind == "f":
             return np.array(value, dtype).tobytes()
+        if not -(1 << 8 * size - 1) <= value < 1 << 8 * size:
+            raise EmulatorError(f"argument {i} is {value!r}, the kernel's parameter has {size} bytes")
         return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-    if isinstance(value, float) and parameter.type in DTYPE:
-        kind = DTYPE[parameter.type]
-        return np.array(value, kind if kind.kind == "f" else f"f{size}").tobytes()
     data: bytes = value if isinstance(value, bytes) else np.asarray(value).tobytes()
     if len(data) != size:
         raise EmulatorError(f"argument {i} has {len(data)} bytes ({value!r}), the kernel's parameter {size}")
