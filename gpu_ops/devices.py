@@ -224,10 +224,14 @@ class Recorder:
         *,
         shared: int = 0,
     ) -> None:
-        sizes = (" x ".join(map(str, size)) for size in (grid, block))
-        self.launches.append(
-            "{}: grid {}, block {}, {} bytes of dynamic shared memory".format(kernel.label, *sizes, shared)
-        )
+        grid_text, block_text = (" x ".join(map(str, _without_ones(size))) for size in (grid, block))
+        shared_text = f", {shared} bytes of dynamic shared memory" if shared else ""
+        self.launches.append(f"{kernel.label}: grid {grid_text}, block {block_text}{shared_text}")
+
+
+def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
+    """A grid or block without the axes at its end that have length one."""
+    return _without_ones(size[:-1]) if len(size) > 1 and size[-1] == 1 else size
 
 
 @functools.cache

@@ -234,6 +234,8 @@ def rmsnorm_backward(
     def run() -> Any:
         with arrays.on(choice) as on:
             dx, dweight = compute(on)
+            if not rows:  # no kernel has run
+                dweight.fill(0)
             return (arrays.give(dx) if out is None else out), arrays.give(dweight)
 
     return Plan(

@@ -39,6 +39,9 @@ class FakeArray:
     def view(self, dtype):
         return FakeArray(self.host.view(dtype), self.device.id)
 
+    def fill(self, value):
+        self.host.fill(value)
+
     def swapaxes(self, a, b):
         return FakeArray(self.host.swapaxes(a, b), self.device.id)
 

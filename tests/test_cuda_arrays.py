@@ -74,6 +74,14 @@ def test_backward(cupy, x, weight):
     assert [g.host.tobytes() for g in got] == [w.tobytes() for w in want]
 
 
+def test_no_rows(cupy, x, weight):
+    none, rstd = FakeArray(x[:0]), FakeArray(np.zeros(0, np.float32))
+    dx, dweight = gpu_ops.rmsnorm_backward(none, none, FakeArray(weight), rstd)
+    assert dx.shape == (0, COLS)
+    assert not dweight.host.any()
+    assert cupy.launched == []
+
+
 def test_out_is_written_and_returned(cupy, x, weight):
     wide = np.full((ROWS, COLS + 8), 7, np.float32)
     out = FakeArray(wide)[:, 4:-4]

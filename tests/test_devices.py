@@ -141,9 +141,11 @@ def test_a_recorder_tells_and_runs_nothing(tmp_path):
     assert huge.strides == (3 << 16, 1 << 16, 4)
     assert huge.flags.c_contiguous
     assert recorder.empty((), np.int8).shape == ()
-    recorder.launch(kernel, (56, 2), (128,), [huge], shared=1024)
+    recorder.launch(kernel, (56, 2, 1), (128,), [huge], shared=1024)
+    recorder.launch(kernel, (1, 1), (32, 4), [huge])
     assert recorder.launches == [
-        "nothing[T=bf16]: grid 56 x 2, block 128, 1024 bytes of dynamic shared memory"
+        "nothing[T=bf16]: grid 56 x 2, block 128, 1024 bytes of dynamic shared memory",
+        "nothing[T=bf16]: grid 1, block 32 x 4",
     ]
 
 
