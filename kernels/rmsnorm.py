@@ -39,7 +39,11 @@ _FORWARD = (
     (64, 32, 2),  # 512 columns: the last with its weights in registers
     (128, 32, 4),  # 1024 columns: a whole warp, and still no barrier
     (256, None, 2),  # more bytes in a warp's hands would leave it too few blocks: 128 threads
-    (1024, None, 4),  # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
+    (
+        1024,
+        None,
+        4,
+    ),  # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
 )  # then shared memory, then global memory read twice
 _BACKWARD = (
     (8, 4, 2),
@@ -143,18 +147,22 @@ def forward(
     rows, cols = x.shape
     if rows == 0:
         return
+    has_residual = residual is not None
+    if not has_residual:
+        residual, s = x, y  # stand-ins: the kernel without residual touches neither
+    arrays = (x, weight, residual, y, s, rstd)
     llama = np.int32(casting == "llama")
-    other, total = (x, y) if residual is None else (residual, s)  # dummies: the kernel without residual reads neither
     if backend == "numba":
-        args = (x, weight, other, y, total, rstd, np.float64(eps), np.float64(weight_offset))
-        kernel = _twin("forward", x.dtype.name, residual is not None)
-        device.launch(kernel, (min(rows, _MAX_GRID), 1, 1), (_TWIN_THREADS, 1, 1), (*map(_bits, args), llama))
+        kernel = _twin("forward", x.dtype.name, has_residual)
+        args = (*arrays, np.float64(eps), np.float64(weight_offset), llama)
+        device.launch(kernel, (min(rows, _MAX_GRID), 1, 1), (_TWIN_THREADS, 1, 1), args)
         return
-    config = _configure("forward", device, x, weight, other, y, total)
-    args = (x, weight, other, y, total, rstd, np.int64(rows), np.int32(cols), *map(_stride, (x, other, y, total)))
-    # At least the smallest float32: 1 / sqrt(0) of a row of zeros would make it NaN.
-    scalars = (np.float32(max(eps, 2.0**-149)), np.float32(1 / cols), np.float32(weight_offset), llama)
-    _launch(device, _kernel("forward", config, x.dtype.name, residual is not None), config, (*args, *scalars))
+    config = _configure("forward", device, x, weight, residual, y, s)
+    strides = map(_stride, (x, residual, y, s))
+    # At least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros.
+    numbers = (_float32(max(eps, 2.0**-149)), _float32(1 / cols), _float32(weight_offset), llama)
+    args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers)
+    _launch(device, _kernel("forward", config, x.dtype.name, has_residual), config, args)
 
 
 def backward(
@@ -171,28 +179,32 @@ def backward(
     weight_offset: float,
     casting: str,
 ) -> None:
-    """Fills ``dx`` and ``dweight``. ``dx`` may be ``dy``. With no rows nothing is launched: dweight is the caller's."""
+    """Fills ``dx``, which may be ``dy``, and ``dweight``; with no rows nothing runs, and the caller fills it."""
     rows, cols = x.shape
     if rows == 0:
         return
+    has_dresidual = dresidual is not None
+    if not has_dresidual:
+        dresidual = dy  # a stand-in
     llama = np.int32(casting == "llama")
-    extra = dy if dresidual is None else dresidual
     if backend == "numba":
         grid = min(rows, 2 * device.sms)
         partial = device.empty((grid, cols), np.float64)
-        args = (dy, x, weight, rstd, extra, dx, partial, np.float64(weight_offset))
-        kernel = _twin("backward", x.dtype.name, dresidual is not None)
-        device.launch(kernel, (grid, 1, 1), (_TWIN_THREADS, 1, 1), (*map(_bits, args), llama))
+        kernel = _twin("backward", x.dtype.name, has_dresidual)
+        args = (dy, x, weight, rstd, dresidual, dx, partial, np.float64(weight_offset), llama)
+        device.launch(kernel, (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
         reduce = _twin("dweight", x.dtype.name, False)
         device.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), (partial, dweight))
         return
-    config = _configure("backward", device, x, weight, dy, extra, dx)
+    config = _configure("backward", device, x, weight, dy, dresidual, dx)
     partial = device.empty((config.grid, cols), np.float32)
-    args = (dy, x, weight, rstd, extra, dx, partial, np.int64(rows), np.int32(cols))
-    strides = map(_stride, (dy, x, extra, dx))
-    scalars = (np.float32(1 / cols), np.float32(weight_offset), llama)
-    _launch(device, _kernel("backward", config, x.dtype.name, dresidual is not None), config, (*args, *strides, *scalars))
-    device.launch(_DWEIGHT, (-(-cols // 32), 1, 1), (32, 32, 1), (partial, dweight, np.int32(config.grid), np.int32(cols)))
+    arrays = (dy, x, weight, rstd, dresidual, dx, partial)
+    strides = map(_stride, (dy, x, dresidual, dx))
+    numbers = (_float32(1 / cols), _float32(weight_offset), llama)
+    args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers)
+    _launch(device, _kernel("backward", config, x.dtype.name, has_dresidual), config, args)
+    args = (partial, dweight, np.int32(config.grid), np.int32(cols))
+    device.launch(_DWEIGHT, (-(-cols // 32), 1, 1), (32, 32, 1), args)
 
 
 _DWEIGHT = CudaKernel("rmsnorm_dweight", "rmsnorm_dweight")
@@ -222,7 +234,7 @@ def _kernel(which: Pass, config: RowConfig, dtype: str, residual: bool) -> CudaK
         "forward": ("rmsnorm", "rmsnorm_forward"),
         "backward": ("rmsnorm_backward", "rmsnorm_backward"),
     }[which]
-    defines = {
+    defines: dict[str, str | int] = {
         "DTYPE": _DTYPES[dtype],
         "VEC": config.vec,
         "ACCESS": config.access,
@@ -269,10 +281,10 @@ def _stride(array: Any) -> np.int64:
     return np.int64(array.strides[0] // array.dtype.itemsize)
 
 
-def _bits(value: Any) -> Any:
-    """bfloat16 as the integers that Numba kernels take; anything else as it is."""
-    is_bfloat16 = getattr(value, "dtype", None) is not None and value.dtype.name == "bfloat16"
-    return value.view(np.uint16) if is_bfloat16 else value
+def _float32(value: float) -> np.float32:
+    """Rounded; the largest float32 for what lies beyond."""
+    largest = float(np.finfo(np.float32).max)
+    return np.float32(min(max(value, -largest), largest))
 
 
 def _round_up(n: int, multiple: int) -> int:
