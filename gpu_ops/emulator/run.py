@@ -42,7 +42,75 @@ def launch(
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
 ) -> None:
-    """Run a kernel on the CPU."""
+    """Run a kernel on the CPU, under the sanitizer.
+
+    Parameters
+    ----------
+    source : str
+        CUDA C++, which is compiled, or PTX. Of a Numba kernel: the PTX that ``numba.cuda.compile`` makes of it.
+    name : str
+        The entry; in CUDA C++ an ``extern "C" __global__`` function.
+    grid, block : int or tuple of up to 3 ints
+        Blocks, and threads of a block (1 to 1024), as ``x``, ``(x, y)`` or ``(x, y, z)``.
+    args : sequence
+        NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. A CUDA C++
+        kernel takes an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
+    shared : int
+        Dynamic shared memory of a block, in bytes.
+    arch : str
+        What CUDA C++ is compiled for.
+    sanitize : bool
+        False: do not look for races, reads of what nobody wrote, or wrong masks. Faster.
+    sample : iterable of int, optional
+        Run these blocks only, by linear id.
+
+    Raises
+    ------
+    SanitizerError
+        The kernel made a fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, the message names
+        block, thread, instruction and source line. What was written until then stays written.
+    PtxError, UnknownInstruction
+        The text is not understood, or has an instruction that the emulator does not have.
+    EmulatorError
+        No such kernel, or arguments that do not fit its parameters.
+    KernelCompileError
+        The CUDA C++ does not compile, or there is no compiler.
+
+    Examples
+    --------
+    Every thread doubles one element; the array has one too few.
+
+    >>> from gpu_ops import emulator
+    >>> ptx = '''
+    ... .version 8.0
+    ... .target sm_80
+    ... .address_size 64
+    ... .visible .entry twice(.param .u64 x)
+    ... {
+    ...     .reg .b32 %r<2>;
+    ...     .reg .f32 %f<2>;
+    ...     .reg .b64 %rd<2>;
+    ...     ld.param.u64 %rd0, [x];
+    ...     mov.u32 %r0, %tid.x;
+    ...     mul.wide.u32 %rd1, %r0, 4;
+    ...     add.s64 %rd0, %rd0, %rd1;
+    ...     ld.global.f32 %f0, [%rd0];
+    ...     add.f32 %f0, %f0, %f0;
+    ...     st.global.f32 [%rd0], %f0;
+    ...     ret;
+    ... }
+    ... '''
+    >>> x = np.arange(4, dtype=np.float32)
+    >>> emulator.launch(ptx, "twice", 1, 4, [x])
+    >>> x.tolist()
+    [0.0, 2.0, 4.0, 6.0]
+    >>> emulator.launch(ptx, "twice", 1, 5, [x])
+    Traceback (most recent call last):
+        ...
+    gpu_ops.emulator.errors.SanitizerError: out of bounds: 4-byte read at ..., 0 bytes past the end of argument 0 ...
+      kernel twice, block (0,0,0) thread (4,0,0)
+      at PTX line 14: ld.global.f32 %f0, [%rd0];
+    """
     _launch(
         link_source(source, name, arch), grid, block, args, shared=shared, sanitize=sanitize, sample=sample
     )

@@ -5,6 +5,7 @@ Out-of-bounds and misaligned accesses, barrier divergence and deadlock are found
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -232,4 +233,12 @@ def _variable(program: Program, offset: int) -> str:
     if not found:
         return ""
     at, name = max(found)
-    return f" ({name}+{offset + SHARED_BASE - at})"
+    return f" ({_plain(name)}+{offset + SHARED_BASE - at})"
+
+
+def _plain(name: str) -> str:
+    """The variable of a function as the source names it: ``s`` for ``_ZZ10block_sumsE1s``."""
+    for length, rest in re.findall(r"E(?=(\d+)(\w+)$)", name):
+        if len(rest) == int(length):
+            return str(rest)
+    return name
