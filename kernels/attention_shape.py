@@ -1,0 +1,59 @@
+"""The by-value argument of the attention kernels: ``AttentionShape`` of cuda/include/attention_shape.cuh."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["ATTENTION_SHAPE", "UNLIMITED", "q_in_registers", "shared_bytes"]
+
+UNLIMITED = (
+    1 << 30
+)  # of a window's side: further than any sequence is long, and sums with lengths stay in int32
+
+_ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
+
+ATTENTION_SHAPE = np.dtype(
+    [
+        *[(name, _ROW_STRIDES) for name in ("q", "k", "v", "out")],
+        *[(name, "i8") for name in ("lse_batch", "lse_head", "out_split", "lse_split")],
+        *[(name, "i8", (4,)) for name in ("bias", "block_mask")],
+        *[(name, "i8") for name in ("block_table_batch", "alibi_batch")],
+        *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
+        *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k", "page_size")],
+        ("num_splits", "i4"),
+        *[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")],
+        ("negate", "i4"),
+    ],
+    align=True,
+)
+
+
+def q_in_registers(
+    itemsize: int, block_m: int, block_n: int, warps_m: int, warps_n: int, head_dim: int, head_dim_v: int
+) -> bool:
+    """Whether a warp keeps its rows of Q in registers, by the kernel's own rule."""
+    slabs, steps = block_m // warps_m // 16, head_dim * itemsize // 32
+    return 4 * slabs * (block_n // warps_n // 8 + head_dim_v // 8 + steps) <= 160
+
+
+def shared_bytes(
+    itemsize: int,
+    block_m: int,
+    block_n: int,
+    warps_m: int,
+    warps_n: int,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    split: bool = False,
+) -> int:
+    """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V."""
+    q, k, v = (
+        itemsize * rows * columns
+        for rows, columns in ((block_m, head_dim), (block_n, head_dim), (block_n, head_dim_v))
+    )
+    in_registers = q_in_registers(itemsize, block_m, block_n, warps_m, warps_n, head_dim, head_dim_v)
+    tiles = k + v + (max(k, q) if in_registers else k + q)
+    partial = split or warps_n > 1  # sums leave in float, and the warps' with their row statistics
+    out = block_m * head_dim_v * (4 * warps_n if partial else itemsize)
+    return max(tiles, out + (8 * warps_n * block_m if partial else 0))
