@@ -342,5 +342,5 @@ class Machine:
     def fault(self, kind: str, pc: int, lane: int, what: str) -> SanitizerError:
         where = self.program.where(pc)
         return SanitizerError(
-            kind, f"{what}\n  kernel {self.program.name}, {self.thread(lane)}\n  at {where}"
+            kind, f"{what}\n  kernel {self.program.title}, {self.thread(lane)}\n  at {where}"
         )

@@ -7,7 +7,6 @@ Counts are of the PTX and of the launch's own addresses; nothing is timed. What 
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 
 from gpu_ops.emulator.counts import BufferProfile, Counts, InstructionProfile, LineProfile, total
 from gpu_ops.emulator.opclass import CLASSES
+from gpu_ops.emulator.program import plain_name
 from gpu_ops.emulator.traffic import SECTOR
 
 __all__ = ["Profile"]
@@ -59,11 +59,7 @@ class Profile:
     @property
     def name(self) -> str:
         """The kernel's name as its source has it: Numba mangles it with its module and types."""
-        name, rest = self.kernel, self.kernel.removeprefix("_ZN" if self.kernel.startswith("_ZN") else "_Z")
-        while rest != self.kernel and (found := re.match(r"\d+", rest)):
-            end = found.end() + int(found.group())
-            name, rest = rest[found.end() : end], rest[end:]
-        return name
+        return plain_name(self.kernel)
 
     # -- sums -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ return is a branch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from gpu_ops.emulator.syntax import (
 )
 from gpu_ops.emulator.types import DTYPE, Array
 
-__all__ = ["LOCAL_BASE", "SHARED_BASE", "Program", "immediate", "link"]
+__all__ = ["LOCAL_BASE", "SHARED_BASE", "Program", "immediate", "link", "plain_name"]
 
 #: The first byte of a window. On sm_90 the system owns the first KiB of shared memory; here too on older
 #: architectures, so that a null pointer into shared memory is always a fault.
@@ -59,6 +60,10 @@ class Program:
     local_bytes: int = 0
     idle: list[Any] = field(default_factory=list, repr=False)  # machines that ran it, for the next launch
 
+    @property
+    def title(self) -> str:
+        return plain_name(self.name)
+
     def where(self, pc: int) -> str:
         """``rmsnorm.ptx:120 ld.global.f32 ... (rmsnorm.cu:35)``: for messages."""
         instruction = self.code[pc]
@@ -76,6 +81,15 @@ class Program:
         while location is not None and location.file in self.module.files:
             yield self.module.files[location.file], location.line
             location = location.caller
+
+
+def plain_name(name: str) -> str:
+    """A kernel's name as its source has it: Numba mangles it with its module and types."""
+    plain, rest = name, name.removeprefix("_ZN" if name.startswith("_ZN") else "_Z")
+    while rest != name and (found := re.match(r"\d+", rest)):
+        end = found.end() + int(found.group())
+        plain, rest = rest[found.end() : end], rest[end:]
+    return plain
 
 
 def link(module: Module, name: str) -> Program:

@@ -181,11 +181,11 @@ def _launch(
     grid, block = _triple(grid), _triple(block)
     threads = math.prod(block)
     if not 0 < threads <= 1024:
-        raise EmulatorError(f"{program.name}: a block of {block} threads; a block has 1 to 1024")
+        raise EmulatorError(f"{program.title}: a block of {block} threads; a block has 1 to 1024")
     count = math.prod(grid)
     blocks = np.arange(count) if sample is None else np.unique(np.fromiter(sample, np.int64))
     if len(blocks) and not 0 <= blocks[0] <= blocks[-1] < count:
-        raise EmulatorError(f"{program.name}: sample names blocks outside the grid of {count}")
+        raise EmulatorError(f"{program.title}: sample names blocks outside the grid of {count}")
     memory = Memory(program, arguments.buffers(args), shadowed=sanitize)
     data, offsets = arguments.pack(program.parameters, args, memory)
     start = memory.constant("kernel parameters", data)
@@ -199,7 +199,7 @@ def _launch(
     padded = -(-threads // WARP) * WARP
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))
     with (
-        visible(f"gpu_ops: emulating {program.name}, {len(blocks)} blocks of {threads} threads"),
+        visible(f"gpu_ops: emulating {program.title}, {len(blocks)} blocks of {threads} threads"),
         np.errstate(all="ignore"),
     ):
         for first in range(0, len(blocks), batch):
