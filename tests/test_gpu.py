@@ -11,6 +11,7 @@ import pytest
 from compare import random
 
 import gpu_ops
+from gpu_ops import devices
 from gpu_ops.devices import cuda_missing, current_device
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
 
@@ -66,31 +67,42 @@ def ulps(a, b):
     return int(np.abs(a - b).max()), float((a == b).mean())
 
 
-# Both run the same program; the emulator rounds every operation correctly, the GPU approximates 1/sqrt and division
-# within two units. That moves rstd, and through it a rounding of y or dx here and there.
+@pytest.fixture
+def like_the_gpu(cupy, monkeypatch):
+    """The emulator stands for this very GPU, so that both get the same kernels and the same grid."""
+    gpu = current_device("cuda")
+    monkeypatch.setenv("GPU_OPS_ARCH", gpu.arch)
+
+    class Emulator(devices.EmulatorDevice):
+        def __init__(self):
+            super().__init__()
+            self.sms, self.smem_per_block_optin = gpu.sms, gpu.smem_per_block_optin
+
+    monkeypatch.setattr(devices, "EmulatorDevice", Emulator)
+
+
+# Both run the same program, and IEEE arithmetic leaves nothing to choose. The one approximation is rsqrt.approx in
+# the forward CUDA C++ kernel: within two units on a GPU, rounded correctly by the emulator.
 @pytest.mark.parametrize("casting", ["fp32", "llama"])
 def test_the_emulator_and_the_gpu_agree_to_the_last_bits(
-    cupy, operands, name, casting, monkeypatch, record_property
+    like_the_gpu, operands, name, casting, record_property
 ):
-    monkeypatch.setenv("GPU_OPS_ARCH", cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
     x, residual, weight = operands
     options = {"casting": casting, "backend": name}
     gpu, emulated = (
         gpu_ops.rmsnorm(x, weight, residual=residual, return_rstd=True, device=device, **options)
         for device in ("cuda", "emulator")
     )
-    rstd = emulated[-1]
-    gpu += gpu_ops.rmsnorm_backward(residual, x, weight, rstd, device="cuda", **options)
-    emulated += gpu_ops.rmsnorm_backward(residual, x, weight, rstd, device="emulator", **options)
-    for what, a, b, most in zip(
-        ("y", "s", "rstd", "dx", "dweight"), gpu, emulated, (2, 0, 2, 2, None), strict=True
-    ):
+    s, rstd = emulated[1:]
+    gpu += gpu_ops.rmsnorm_backward(residual, s, weight, rstd, device="cuda", **options)
+    emulated += gpu_ops.rmsnorm_backward(residual, s, weight, rstd, device="emulator", **options)
+    allowed = dict.fromkeys(("y", "s", "rstd", "dx", "dweight"), 0)
+    if name == "raw":
+        allowed |= {"rstd": 2, "y": 2 if x.dtype.itemsize == 2 else 5}
+    for (what, most), a, b in zip(allowed.items(), gpu, emulated, strict=True):
         distance, equal = ulps(a, b)
         record_property(what, f"{distance} units at most, {100 * equal:.2f} % equal")
-        if most is None:  # a sum over rows that cancel: units of its terms, not of the result
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
-        else:
-            assert distance <= most, f"{what}: {distance} units apart"
+        assert distance <= most, f"{what}: {distance} units apart, {100 * equal:.2f} % equal"
 
 
 def test_cupy_arrays(cupy, operands, name):
