@@ -51,6 +51,11 @@ def steps(m: Machine) -> list[Step]:
                 f"PTX line {instruction.line}: the emulator has no {instruction.form}: "
                 f"{m.program.module.source_line(instruction.line)}{m.program.source(pc)}"
             ) from error
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise PtxError(
+                f"PTX line {instruction.line}: these operands make no {instruction.form}: "
+                f"{m.program.module.source_line(instruction.line)}"
+            ) from error
         if instruction.guard is not None:
             guard = m.register(instruction.guard.name)
             if guard is None:
@@ -71,6 +76,8 @@ def _nothing(m: Machine, pc: int, instruction: Instruction) -> Step:
 
 
 def _arithmetic(m: Machine, pc: int, instruction: Instruction) -> Step:
+    if not instruction.operands:
+        raise Unknown(instruction.form)
     target, *sources = instruction.operands
     three = instruction.opcode in ("min", "max") and len(sources) == 3  # sm_100: a form of its own
     op = lookup(instruction.opcode + "3" * three, instruction.modifiers)

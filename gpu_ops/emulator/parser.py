@@ -26,6 +26,7 @@ from gpu_ops.emulator.syntax import (
     Vector,
 )
 from gpu_ops.emulator.tokens import Cursor
+from gpu_ops.emulator.types import DTYPE
 
 __all__ = ["parse"]
 
@@ -37,10 +38,6 @@ _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 def parse(text: str) -> Module:
     """Parse a PTX file; :class:`PtxError` names the line that is not understood."""
     return _Parser(text).module()
-
-
-def _size(ptx_type: str) -> int:
-    return _SIZES[ptx_type.lstrip(".bsuf")] if ptx_type != ".pred" else 1
 
 
 class _Parser(Cursor):
@@ -118,7 +115,7 @@ class _Parser(Cursor):
             while self.accept("["):
                 count *= 0 if self.peek() == "]" else self.integer()
                 self.expect("]")
-            size = _size(ptx_type)
+            size = self.size(ptx_type)
             variable = Variable(name + suffix, space, ptx_type[1:], max(align, size * width), count * size)
             if self.accept("="):
                 variable.initial = list(self.initialiser())
@@ -133,6 +130,12 @@ class _Parser(Cursor):
                 self.accept(",")
         else:
             yield self.operand(Scope(None, ""))
+
+    def size(self, ptx_type: str) -> int:
+        bits = ptx_type.lstrip(".bsuf")
+        if bits not in _SIZES:
+            raise self.error(f"{ptx_type!r} is not a type")
+        return _SIZES[bits]
 
     # -- functions ------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class _Parser(Cursor):
                 if token.kind == "word" and following == ":":
                     scope.names.add(token.text)
                 elif token.text in (".reg", ".local", ".shared", ".param", ".const", ".global"):
-                    while self.tokens[at].text != ";":
+                    while self.tokens[at].text != ";" and self.tokens[at].kind != "end":
                         at += 1
                         if self.tokens[at].kind == "word" and not self.tokens[at].text.startswith("."):
                             scope.names.add(self.tokens[at].text)
@@ -230,6 +233,8 @@ class _Parser(Cursor):
         while self.tokens[self.at].line == self.tokens[first].line:
             self.at += 1
         words = [token.text for token in self.tokens[first + 1 : self.at]]
+        if not all(word.isdigit() for word in (*words[:3], *words[-3:])):
+            raise self.error(f"line information is not understood: {' '.join(words)}")
         caller = None
         if "inlined_at" in words:
             place = tuple(words[words.index("inlined_at") + 1 :])
@@ -238,6 +243,8 @@ class _Parser(Cursor):
 
     def registers(self, function: Function, scope: Scope) -> None:
         ptx_type = self.next()
+        if ptx_type[1:] not in DTYPE:
+            raise self.error(f"{ptx_type!r} is not a type of a register")
         while True:
             name = self.next()
             if self.accept("<"):

@@ -57,6 +57,8 @@ class Cursor:
 
     def next(self) -> str:
         token = self.tokens[self.at]
+        if token.kind == "end":
+            raise self.error("the text ends too early")
         self.at += 1
         return token.text
 
