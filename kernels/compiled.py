@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +38,16 @@ def source_files(ptx: str) -> list[str]:
 
 def pack(unit: Compiled) -> bytes:
     cubin = None if unit.cubin is None else base64.b64encode(unit.cubin).decode()
-    return json.dumps({**vars(unit), "cubin": cubin}).encode()
+    return zlib.compress(json.dumps({**vars(unit), "cubin": cubin}).encode(), 1)
 
 
 def unpack(payload: bytes) -> Compiled:
     """What :func:`pack` packed; ValueError for anything else."""
     try:
-        fields = json.loads(payload)
+        fields = json.loads(zlib.decompress(payload))
         cubin = fields.pop("cubin")
         return Compiled(**fields, cubin=None if cubin is None else base64.b64decode(cubin))
-    except (TypeError, KeyError, AttributeError) as error:
+    except (zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a compiled kernel: {error!r}") from error
 
 

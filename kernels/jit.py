@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 CUDA_FOLDER = Path(__file__).resolve().parent / "cuda"
-_FORMAT = 1  # of the entries on disk
+_FORMAT = 2  # of the entries on disk
 
 Define = tuple[str, str | int]
 

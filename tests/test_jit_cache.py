@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,7 @@ DAMAGE = {
     "cut": lambda data: data[:-100],
     "one bit": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
     "empty": lambda data: b"",
-    "of another format": lambda data: foreign(b'{"ptx": 1}'),
+    "of another format": lambda data: foreign(zlib.compress(b'{"ptx": 1}')),
     "no JSON": lambda data: foreign(b"\x80\x04"),
 }
 
