@@ -203,8 +203,8 @@ def backward(
     numbers = (_float32(1 / cols), _float32(weight_offset), llama)
     args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers)
     _launch(device, _kernel("backward", config, x.dtype.name, has_dresidual), config, args)
-    args = (partial, dweight, np.int32(config.grid), np.int32(cols))
-    device.launch(_DWEIGHT, (-(-cols // 32), 1, 1), (32, 32, 1), args)
+    sizes = (np.int32(config.grid), np.int32(cols))
+    device.launch(_DWEIGHT, (-(-cols // 32), 1, 1), (32, 32, 1), (partial, dweight, *sizes))
 
 
 _DWEIGHT = CudaKernel("rmsnorm_dweight", "rmsnorm_dweight")

@@ -196,17 +196,16 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
         }
     }
 
-    // 3. The block's part of dweight: the sums of its row groups, first to last.
+    // 3. The block's part of dweight: the sums of its row groups, first to last. Threads go by columns, so that the
+    // stores are whole sectors; the slots they read then collide in pairs, once per block.
     if constexpr (kKeep == Keep::kRegisters) {
         __syncthreads();
-        for (int k = block_thread; k < kVecs * kQuads * threads; k += block_threads) {
-            const int owner = k % threads, i = k / threads / kQuads, q = k / threads % kQuads;
-            quad dw = slots[(i * kQuads + q) * block_threads + owner];
-            for (int g = 1; g < groups; ++g) {
-                dw = dw + slots[(i * kQuads + q) * block_threads + g * threads + owner];
-            }
-            const int c = (i * threads + owner) * VEC + q * kQuad;
-            if (c < cols) store<kQuad>(block_partial() + c, dw);
+        for (int k = block_thread; k < kVecs * kQuads * threads && k * kQuad < cols; k += block_threads) {
+            const int owner = k / kQuads % threads, i = k / kQuads / threads, q = k % kQuads;
+            const quad* slot = &slots[(i * kQuads + q) * block_threads + owner];
+            quad dw = *slot;
+            for (int g = 1; g < groups; ++g) dw = dw + slot[g * threads];
+            store<kQuad>(block_partial() + k * kQuad, dw);
         }
     }
 }
