@@ -1,331 +1,343 @@
 """Attention forward for Numba: tiled, with online softmax. The readable twin of the CUDA C++ kernel.
 
-    out = softmax(s) v,  s = softcap(softmax_scale * q k^T) + alibi + bias, masked;  lse = log(sum(exp(s)))
+    out = softmax(s) v,    s = softcap(softmax_scale * q k^T) + alibi + bias, masked,    lse = log(sum(exp(s)))
 
-A block of 128 threads owns ``block_m`` *rows*: a row is a query of one of the heads that share a key head
-(row = query * group + head, so that keys are read once for the whole group). It walks over the keys in tiles of
-``block_n`` and keeps, for each row, the maximum of the scores so far, their sum, and O, the weighted sum of values:
+A block of 128 threads owns ``block_m`` *rows*. A row is a query of one of the query heads that share a key head
+(row = query * group + head of the group), so that keys and values are read once for the whole group. The block walks over
+the keys that its rows see, ``block_n`` at a time, and keeps of each row the largest score so far m, the sum l of
+exp2(score - m), and O, the values weighted by the same:
 
-    S  = Q K^T                       (block_m, block_n)   registers; Q and K pass through shared memory in chunks
-    m' = max(m, max over keys of S)
-    P  = exp2(S - m')                (block_m, block_n)   shared memory
-    O  = O exp2(m - m') + P V        (block_m, head_dim_v) registers; V passes through shared memory in chunks
+    S = Q K^T                      (block_m, block_n) in registers; Q and K pass through shared memory in chunks
+    m_new = max(m, max(S))
+    P = exp2(S - m_new)            (block_m, block_n) in shared memory
+    O = O exp2(m - m_new) + P V    (block_m, slab)    in registers; V passes through shared memory in chunks
+    l = l exp2(m - m_new) + sum(P)
 
-Nothing as large as seqlen_q x seqlen_k exists anywhere. 4 flops per query, key and element of head_dim.
+and in the end out = O / l. Nothing of size seqlen_q x seqlen_k exists anywhere. 4 flops per query, key and column.
 
-The threads of a block form a grid of 8 x 16. Thread (r, c) owns rows r, r + 8, ... and of each row the keys (of S) and
-columns (of O) c, c + 16, ...: what it loads from shared memory serves several multiplications, and the 16 threads of a row
-are half a warp, so that maxima and sums over a row are shuffles.
+The threads form a grid of 8 x 16. Thread (r, c) owns the rows r, r + 8, ... and of each the keys (of S) and columns (of O)
+c, c + 16, ... A number that it takes from shared memory so serves several products, and a row's 16 threads are half a
+warp, which finds maxima and sums by shuffles:
+
+              c = 0   1  ...  15 | 0   1  ...  15 | ...           S[8 i + r, 16 j + c] is s[i, j] of thread (r, c)
+    row r     t0     t1      t15   t0    t1   t15
+    row r+1   t16    t17     t31   t16 ...                        threads t0 .. t31: one warp
+
+:mod:`.attention_config` says how large the tiles are and why.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from functools import cache
 from typing import Any
 
-import numpy as np
-from numba import cuda, int32, int64
+from numba import cuda, float32, float64, int32, int64, uint32
 from numba.cuda import libdevice
 
 from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREADS, Config
 from gpu_ops.kernels.numba_cuda.dtype import functions
-from gpu_ops.kernels.numba_cuda.memory import load_at, load_vector
+from gpu_ops.kernels.numba_cuda.memory import fetch, load_at, take
 
-__all__ = ["Config", "forward", "make_forward", "select_config"]
+__all__ = ["LOG2E", "forward_kernel"]
 
-Array = Any  # of the device
-
-THREADS = 128
-ROW_THREADS = 16  # threads that share a row
-ROWS = THREADS // ROW_THREADS
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-UNLIMITED = 2**30  # a window no sequence fills
-
-
-@dataclass(frozen=True)
-class Config:
-    """A kernel: its tiles, and the features that it has. What is False costs nothing."""
-
-    dtype: str
-    bias_dtype: str
-    block_m: int  # rows of a block
-    block_n: int  # keys of a tile
-    chunk: int  # columns of Q and K in shared memory at a time
-    slab: int  # columns of V and O of a block
-    chunk_v: int  # rows of V in shared memory at a time
-    masked: bool = False  # causal or a window
-    softcap: bool = False
-    sinks: bool = False
-    alibi: bool = False
-    bias: bool = False
-    block_mask: bool = False
-    paged: bool = False
-    split: bool = False
-
-    @property
-    def shared_bytes(self) -> int:
-        """Static shared memory of a block."""
-        return self.staged * self.itemsize + self.block_m * (self.block_n + 16) * self.itemsize + self.tables
-
-    @property
-    def itemsize(self) -> int:
-        return 8 if self.dtype == "float64" else 4
-
-    @property
-    def staged(self) -> int:
-        """Elements of the shared memory through which Q, K and V pass."""
-        return max((self.block_m + self.block_n) * self.stride, self.chunk_v * self.slab)
-
-    @property
-    def stride(self) -> int:
-        """Length of a row of Q and K in shared memory: 16 bytes of padding put rows into different banks."""
-        return self.chunk + 16 // self.itemsize
-
-    @property
-    def tables(self) -> int:
-        return 8 * (self.block_m + 2 * self.block_n) + 8 * self.block_m
-
-
-def select_config(dtype: str, head_dim: int, head_dim_v: int, rows: int, **features: Any) -> Config:
-    slab = min(-(-head_dim_v // 16) * 16, 128)
-    double = dtype == "float64"
-    block_m, block_n = (32, 32) if double else (64, 64)
-    chunk = 16 if double else 32
-    features.setdefault("bias_dtype", dtype)
-    return Config(
-        dtype=dtype,
-        block_m=block_m,
-        block_n=block_n,
-        chunk=chunk,
-        slab=slab,
-        chunk_v=32 if not double else 16,
-        **features,
-    )
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
+WARP = 0xFFFFFFFF
 
 
 @cache
-def make_forward(config: Config) -> NumbaKernel:
-    """The kernel of a configuration, made once."""
-    f = functions(config.dtype)
-    load, store, compute = f.load, f.store, f.compute
-    load_bias = functions(config.bias_dtype).load
-    double = config.dtype == "float64"
-    exp2 = libdevice.exp2 if double else libdevice.exp2f
-    log2 = libdevice.log2 if double else libdevice.log2f
-    tanh = libdevice.tanh if double else libdevice.tanhf
+def forward_kernel(config: Config) -> NumbaKernel:
+    """The kernel of a configuration, made once. An array that it does not use is the number 0 to it.
 
-    block_m, block_n, chunk, chunk_v, slab = (
-        config.block_m, config.block_n, config.chunk, config.chunk_v, config.slab,
-    )  # fmt: skip
-    stride, p_stride, staged = config.stride, block_n + 16, config.staged
+    ==========  ======================================================================  ==================
+    q           (batch, seqlen_q, nheads, head_dim)                                     any strides, as all
+    k, v        (batch, seqlen_k, nheads_kv, head_dim or head_dim_v), or pages
+    out         (batch, seqlen_q, nheads, head_dim_v)
+    lse         (batch, nheads, seqlen_q)
+    sequences   (batch, 4): q start, q length, k start, k length                        int64, contiguous
+    table       (batch, max_pages)                                                      int32
+    alibi       (batch, nheads)                                                         float32
+    sinks       (nheads,)                                                               float32
+    bias        (batch, nheads, seqlen_q, seqlen_k)                                     broadcast
+    visible     (batch, nheads, query blocks, key blocks)                               uint8
+    ==========  ======================================================================  ==================
+
+    Sequences may also lie end to end in arrays of one batch entry. With ``config.split``, out and lse are those of
+    the parts: (parts * batch, ...), in the type computed with and in float64.
+    """
+    f, number = functions(config.dtype), functions(config.dtype).compute
+    bias_load = functions(config.bias or config.dtype).load
+    block_m, block_n, chunk, chunk_v, slab = _tiles(config)
+    stride, stride_p = config.stride, config.stride_p
+    n_staged, n_p = config.staged, block_m * stride_p
+    staged_k = block_m * stride  # K lies behind Q
     my_rows, my_keys, my_columns = block_m // ROWS, block_n // ROW_THREADS, slab // ROW_THREADS
-    masked, softcapped, has_sinks, has_alibi = config.masked, config.softcap, config.sinks, config.alibi
-    has_bias, has_block_mask, paged, split_keys = config.bias, config.block_mask, config.paged, config.split
-    plain = not (softcapped or has_alibi or has_bias)
-    infinity = compute(np.inf)
-    hidden = compute(-0.0)
+    width = 16 // config.itemsize  # numbers that one access to shared memory fetches
 
-    def stager(rows, columns, stride):
-        """A device function that copies a tile of an array to shared memory."""
-        per_thread = rows * columns // THREADS
+    masked, capped, with_sinks, with_alibi = config.masked, config.softcap, config.sinks, config.alibi
+    with_bias, with_blocks, paged, split = bool(config.bias), config.block_mask, config.paged, config.split
+    in_powers_of_e = config.in_powers_of_e
+    exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
+    statistic = float64 if split else number
+    log2 = libdevice.log2 if statistic is float64 else libdevice.log2f
+    store = _same if split else f.store
+    infinity, nothing, hidden = float("inf"), 0.0, -0.0
 
-        @cuda.jit(device=True)
-        def stage(target, source, offsets, column, end, column_stride):
-            """target[r, c] = element ``column + c`` of row r, which begins at byte offsets[r]; 0 from ``end`` on.
-
-            All loads come before all stores, so that they wait for memory together. Returns whether all is finite.
-            """
-            values = cuda.local.array(per_thread, compute)
-            finite = True
-            for i in range(per_thread):
-                at = cuda.threadIdx.x + i * THREADS
-                x = column + at % columns
-                value = load(load_at(source, offsets[at // columns] + min(x, end - 1) * column_stride))
-                values[i] = value if x < end else compute(0)
-                finite = finite and abs(value) < infinity
-            for i in range(per_thread):
-                at = cuda.threadIdx.x + i * THREADS
-                target[at // columns * stride + at % columns] = values[i]
-            return finite
-
-        return stage
-
-    stage_q, stage_k = stager(block_m, chunk, stride), stager(block_n, chunk, stride)
-    stage_v = stager(chunk_v, slab, slab)
+    stage_q = _stager(f, number, block_m, chunk, stride)
+    stage_k = _stager(f, number, block_n, chunk, stride)
+    stage_v = _stager(f, number, chunk_v, slab, slab)
 
     def attention_forward(
-        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, scale, softcap, left, right, block_q, block_k,
-        n_splits,
+        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+        scale, softcap, left, right, block_q, block_k, n_parts,
     ):  # fmt: skip
-        q_rows = cuda.shared.array(block_m, int64)  # where rows begin, in bytes
-        k_rows = cuda.shared.array(block_n, int64)
-        v_rows = cuda.shared.array(block_n, int64)
+        staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
+        p = cuda.shared.array(n_p, number, alignment=16)
+        q_offset = cuda.shared.array(block_m, int64)  # where a row begins in its array, in bytes
+        k_offset = cuda.shared.array(block_n, int64)
+        v_offset = cuda.shared.array(block_n, int64)
         query_of = cuda.shared.array(block_m, int32)
         head_of = cuda.shared.array(block_m, int32)
-        buffer = cuda.shared.array(staged, compute, alignment=16)
-        sq, sk = buffer[: block_m * stride], buffer[block_m * stride :]
-        sp = cuda.shared.array((block_m, p_stride), compute, alignment=16)
-
-        s = cuda.local.array((my_rows, my_keys), compute)
-        o = cuda.local.array((my_rows, my_columns), compute)
-        row_max = cuda.local.array(my_rows, compute)
+        s = cuda.local.array((my_rows, my_keys), number)
+        o = cuda.local.array((my_rows, my_columns), number)
+        row_max = cuda.local.array(my_rows, number)
         row_sum = cuda.local.array(
-            my_rows, compute
-        )  # of this thread's keys; the 16 threads add up at the end
-        thread = int32(cuda.threadIdx.x)
-        r, c = thread // ROW_THREADS, thread % ROW_THREADS
+            my_rows, number
+        )  # over this thread's keys; the 16 threads add up at the end
+        few = cuda.local.array((1, width), number)
+        some_k = cuda.local.array((my_keys, width), number)
+        some_v = cuda.local.array((width, my_columns), number)
+        thread = uint32(cuda.threadIdx.x)
+        r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
 
-        # Which rows, keys and columns are this block's.
-        heads_kv, head_dim, head_dim_v = k.shape[2], q.shape[3], v.shape[3]
-        group = int32(q.shape[2] // heads_kv)
-        batch, n_slabs = sequences.shape[0], (head_dim_v + slab - 1) // slab
+        # Which rows, keys and columns this block has.
+        batch, nheads_kv, head_dim, head_dim_v = sequences.shape[0], k.shape[2], q.shape[3], v.shape[3]
+        n_slabs = (head_dim_v + slab - 1) // slab
+        group = int32(q.shape[2] // nheads_kv)
         x = int64(cuda.blockIdx.x)
         first_column, x = x % n_slabs * slab, x // n_slabs
-        head_kv, x = x % heads_kv, x // heads_kv
+        head_kv, x = x % nheads_kv, x // nheads_kv
         b, x = x % batch, x // batch
-        part, x = x % n_splits, x // n_splits
-        blocks = cuda.gridDim.x // (n_slabs * heads_kv * batch * n_splits)
-        first_row = int32((blocks - 1 - x) * block_m)  # causal: the longest first
-        q_start, q_len = sequences[b, 0], int32(sequences[b, 1])
-        k_start, k_len = sequences[b, 2], int32(sequences[b, 3])
-        n_rows = q_len * group
+        part, x = x % n_parts, x // n_parts
+        n_blocks = cuda.gridDim.x // (n_slabs * nheads_kv * batch * n_parts)
+        first_row = int32(n_blocks - 1 - x) * int32(
+            block_m
+        )  # the last rows first: causal, they see the most keys
+        q_start, q_len, k_start, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 2], sequences[b, 3]
+        n_rows = int32(q_len) * group
         if first_row >= n_rows:  # a shorter sequence of the batch
             return
-        qb = b if q.shape[0] > 1 else 0
-        kb = b if k.shape[0] > 1 else 0
-
+        q_batch = b if q.shape[0] > 1 else int64(0)  # one entry: the only sequence, or all end to end
+        k_batch = b if k.shape[0] > 1 else int64(0)
         if thread < block_m:
-            row = min(first_row + thread, n_rows - 1)
+            row = min(first_row + int32(thread), n_rows - 1)  # past the last: computed again, not stored
             query, head = row // group, int32(head_kv) * group + row % group
             query_of[thread], head_of[thread] = query, head
-            q_rows[thread] = qb * q.strides[0] + (q_start + query) * q.strides[1] + head * q.strides[2]
-        first_query, last_query = first_row // group, (min(first_row + block_m, n_rows) - 1) // group
-        diagonal = k_len - q_len
-        begin, end = int32(0), k_len
+            q_offset[thread] = q_batch * q.strides[0] + (q_start + query) * q.strides[1] + head * q.strides[2]
+
+        # The keys that any of its rows sees; the last query sits on the last key.
+        diagonal = int32(k_len - q_len)
+        begin, end = int32(0), int32(k_len)
         if masked:
-            begin = max(begin, first_query + diagonal - left)
-            end = min(end, last_query + diagonal + right + 1)
-        if split_keys:
+            begin = int32(max(begin, first_row // group + diagonal - left))
+            end = int32(min(end, (min(first_row + block_m, n_rows) - 1) // group + diagonal + right + 1))
+        if split:
             tiles = (max(end - begin, 0) + block_n - 1) // block_n
-            per_part = (tiles + n_splits - 1) // n_splits * block_n
-            begin += part * per_part
-            end = min(end, begin + per_part)
+            each = (tiles + n_parts - 1) // n_parts * block_n
+            begin = int32(begin + part * each)
+            end = int32(min(end, begin + each))
 
         for i in range(my_rows):
-            row_max[i] = -infinity
-            row_sum[i] = 0
+            row_max[i], row_sum[i] = -infinity, nothing
             for t in range(my_columns):
-                o[i, t] = 0
+                o[i, t] = nothing
+        cuda.syncthreads()
 
         for first in range(begin, end, block_n):
-            cuda.syncthreads()  # the last tile's use of the tables is over
+            # 1. Where the tile's keys lie. Past the last one: that one again, masked below.
+            if with_blocks:
+                seen = uint32(0)
+                for i in range(my_rows):
+                    for j in range(my_keys):
+                        query, key = query_of[r + i * ROWS], min(first + c + j * ROW_THREADS, end - 1)
+                        see = visible[b, head_of[r + i * ROWS], query // block_q, key // block_k] != 0
+                        seen |= uint32(see) << uint32(i * my_keys + j)
+                if cuda.syncthreads_or(int32(seen)) == 0:
+                    continue
             if thread < block_n:
-                key = min(first + thread, end - 1)
+                key = min(first + int32(thread), end - 1)
+                place, entry = k_start + key, k_batch
                 if paged:
-                    page, key_ = int64(table[b, key // k.shape[1]]), int64(key % k.shape[1])
-                else:
-                    page, key_ = kb, k_start + key
-                k_rows[thread] = page * k.strides[0] + key_ * k.strides[1] + head_kv * k.strides[2]
-                v_rows[thread] = page * v.strides[0] + key_ * v.strides[1] + head_kv * v.strides[2]
+                    place, entry = int64(key % k.shape[1]), int64(table[b, key // k.shape[1]])
+                k_offset[thread] = entry * k.strides[0] + place * k.strides[1] + head_kv * k.strides[2]
+                v_offset[thread] = entry * v.strides[0] + place * v.strides[1] + head_kv * v.strides[2]
+
+            # 2. S = Q K^T.
             for i in range(my_rows):
                 for j in range(my_keys):
-                    s[i, j] = 0
+                    s[i, j] = nothing
             for column in range(0, head_dim, chunk):
+                cuda.syncthreads()  # all are done with what is staged
+                stage_q(staged, 0, q, q_offset, 0, column, head_dim, q.strides[3])
+                stage_k(staged, staged_k, k, k_offset, 0, column, head_dim, k.strides[3])
                 cuda.syncthreads()
-                stage_q(sq, q, q_rows, column, head_dim, q.strides[3])
-                stage_k(sk, k, k_rows, column, head_dim, k.strides[3])
-                cuda.syncthreads()
-                for d in range(chunk):
+                for d in range(0, chunk, width):
+                    for j in range(my_keys):
+                        fetch(some_k, j, staged, staged_k + (c + j * ROW_THREADS) * stride + d)
                     for i in range(my_rows):
+                        fetch(few, 0, staged, (r + i * ROWS) * stride + d)
                         for j in range(my_keys):
-                            s[i, j] += (
-                                sq[(r + i * ROWS) * stride + d] * sk[(c + j * ROW_THREADS) * stride + d]
-                            )
+                            for e in range(width):
+                                s[i, j] += few[0, e] * some_k[j, e]
 
+            # 3. Scores: scale, softcap, ALiBi, bias, masks.
             for i in range(my_rows):
-                row = r + i * ROWS
+                query, head = query_of[r + i * ROWS], head_of[r + i * ROWS]
+                low, high = begin, end
+                if masked:
+                    low = int32(query + diagonal - left)
+                    high = min(end, int32(query + diagonal + right + 1))
                 for j in range(my_keys):
-                    key = first + c + j * ROW_THREADS
-                    value = s[i, j] * scale
-                    hide = key >= end
-                    if masked:
-                        position = query_of[row] + diagonal
-                        hide = hide or key < position - left or key > position + right
-                    s[i, j] = -infinity if hide else value
+                    key = int32(first + c + j * ROW_THREADS)
+                    score = s[i, j] * scale
+                    hide = key < low or key >= high
+                    if capped:
+                        score = softcap * tanh(score / softcap)
+                    if with_alibi:
+                        score -= number(alibi[b, head]) * number(abs(query + diagonal - key))
+                    if with_bias:
+                        added = number(bias_load(bias[b, head, query, min(key, end - 1)]))
+                        score += added
+                        hide = hide or added == -infinity
+                    if in_powers_of_e:
+                        score *= number(LOG2E)
+                    if with_blocks:
+                        hide = hide or (seen >> uint32(i * my_keys + j)) & uint32(1) == 0
+                    s[i, j] = -infinity if hide else score
 
+            # 4. Online softmax.
             for i in range(my_rows):
                 top = row_max[i]
                 for j in range(my_keys):
                     top = max(top, s[i, j])
-                for shift in (8, 4, 2, 1):
-                    top = max(top, cuda.shfl_xor_sync(0xFFFFFFFF, top, shift))
-                base = top if top > -infinity else compute(0)  # nothing seen yet: keep -inf - -inf away
+                for distance in (8, 4, 2, 1):
+                    top = max(top, cuda.shfl_xor_sync(WARP, top, distance))
+                base = top if top > -infinity else number(nothing)  # nothing seen yet: keep -inf - -inf away
                 shrink = exp2(row_max[i] - base)
-                total = compute(0)
-                for j in range(my_keys):
-                    p = exp2(s[i, j] - base) if s[i, j] != -infinity else hidden
-                    total += p
-                    sp[r + i * ROWS, c + j * ROW_THREADS] = p
                 row_max[i] = top
-                row_sum[i] = row_sum[i] * shrink + total
+                row_sum[i] *= shrink
+                for j in range(my_keys):
+                    weight = number(hidden) if s[i, j] == -infinity else exp2(s[i, j] - base)
+                    row_sum[i] += weight
+                    p[(r + i * ROWS) * stride_p + c + j * ROW_THREADS] = weight
                 for t in range(my_columns):
                     o[i, t] *= shrink
 
+            # 5. O += P V. A weight of -0 marks a key that the row does not see: not even a NaN of it counts.
             for first_v in range(0, block_n, chunk_v):
                 cuda.syncthreads()
-                finite = stage_v(buffer, v, v_rows[first_v:], first_column, head_dim_v, v.strides[3])
+                finite = stage_v(staged, 0, v, v_offset, first_v, first_column, head_dim_v, v.strides[3])
                 if cuda.syncthreads_and(int32(finite)):
-                    for j in range(chunk_v):
-                        for i in range(my_rows):
+                    for j in range(0, chunk_v, width):
+                        for e in range(width):
                             for t in range(my_columns):
-                                o[i, t] += (
-                                    sp[r + i * ROWS, first_v + j] * buffer[j * slab + c + t * ROW_THREADS]
-                                )
-                else:  # a key that is not seen, weight -0, has no part even if its value is NaN
+                                some_v[e, t] = take(staged, (j + e) * slab + c + t * ROW_THREADS)
+                        for i in range(my_rows):
+                            fetch(few, 0, p, (r + i * ROWS) * stride_p + first_v + j)
+                            for e in range(width):
+                                for t in range(my_columns):
+                                    o[i, t] += few[0, e] * some_v[e, t]
+                else:
                     for j in range(chunk_v):
                         for i in range(my_rows):
-                            p = sp[r + i * ROWS, first_v + j]
-                            if p != 0:
+                            weight = p[(r + i * ROWS) * stride_p + first_v + j]
+                            if not math.copysign(1.0, weight) < 0:
                                 for t in range(my_columns):
-                                    o[i, t] += p * buffer[j * slab + c + t * ROW_THREADS]
+                                    o[i, t] += weight * staged[j * slab + c + t * ROW_THREADS]
+            cuda.syncthreads()  # all are done with the tables and with P
 
+        # out = O / l. A sink is one more score, of a key without a value.
         for i in range(my_rows):
-            for shift in (8, 4, 2, 1):
-                row_sum[i] += cuda.shfl_xor_sync(0xFFFFFFFF, row_sum[i], shift)
+            for distance in (8, 4, 2, 1):
+                row_sum[i] += cuda.shfl_xor_sync(WARP, row_sum[i], distance)
             row = r + i * ROWS
             if first_row + row < n_rows:
-                total = row_sum[i]
-                inverse = compute(1) / total if total != 0 else compute(0)
-                at, head = q_start + query_of[row], head_of[row]
-                ob = part * batch + b if out.shape[0] > 1 else 0
+                head, at = head_of[row], q_start + query_of[row]
+                top, total, factor = row_max[i], row_sum[i], number(1.0)
+                if with_sinks:
+                    sink = number(sinks[head]) * number(LOG2E)
+                    top = max(row_max[i], sink)
+                    base = top if top > -infinity else number(nothing)
+                    factor = exp2(row_max[i] - base)
+                    total = total * factor + exp2(sink - base)
+                blind = total == nothing
+                factor = number(nothing) if blind else factor / total
+                entry = part * batch + b if split else q_batch
                 if c == 0 and first_column == 0:
-                    lse[ob, head, at] = (row_max[i] + log2(total)) * compute(LN2) if total != 0 else -infinity
+                    log_sum = (statistic(top) + log2(statistic(total))) * statistic(LN2)
+                    lse[entry, head, at] = -infinity if blind else log_sum
                 for t in range(my_columns):
                     column = first_column + c + t * ROW_THREADS
                     if column < head_dim_v:
-                        out[ob, at, head, column] = store(o[i, t] * inverse)
+                        out[entry, at, head, column] = store(o[i, t] * factor)
 
-    e, w = f.element, f.statistics
-    e_bias = functions(config.bias_dtype).element
-    arrays = f"{e}[:,:,:,:],{e}[:,:,:,:],{e}[:,:,:,:],{e}[:,:,:,:],{w}[:,:,:],int64[:,::1]"
-    optional = f"int32[:,:],{w}[:,:],{w}[:],{e_bias}[:,:,:,:],uint8[:,:,:,:]"
-    scalars = f"{w},{w},int32,int32,int32,int32,int32"
-    return NumbaKernel(
-        attention_forward, f"void({arrays},{optional},{scalars})", f"attention_forward{config}"
-    )
+    return NumbaKernel(attention_forward, _signature(config), config.label)
 
 
-def forward(
-    device, q, k, v, out, lse, sequences, *, max_seqlen_q, softmax_scale, left=UNLIMITED, right=UNLIMITED
-):
-    masked = left < UNLIMITED or right < UNLIMITED
-    config = select_config(q.dtype.name, q.shape[3], v.shape[3], 1, masked=masked)
-    kernel = make_forward(config)
-    batch, heads_kv = sequences.shape[0], k.shape[2]
-    group = q.shape[2] // heads_kv
-    blocks = -(-max_seqlen_q * group // config.block_m)
-    grid = blocks * batch * heads_kv * -(-v.shape[3] // config.slab)
-    stand_ins = (sequences.view(np.int32), lse[0], lse[0, 0], q, q.view(np.uint8))
-    args = (q, k, v, out, lse, sequences, *stand_ins, softmax_scale * LOG2E, 0.0, left, right, 0, 0, 1)
-    device.launch(kernel, (grid,), (THREADS,), args)
+def _stager(f, number, rows, columns, stride):
+    """A device function that copies ``rows`` x ``columns`` elements of an array to shared memory."""
+    lanes = 32 if columns % 32 == 0 else 16  # threads side by side in a row
+    step = THREADS // lanes
+    my_rows, my_columns = rows // step, columns // lanes
+    load, infinity = f.load, float("inf")
+
+    @cuda.jit(device=True)
+    def stage(target, start, source, offsets, first_row, first_column, end, column_stride):
+        """``target[start + y * stride + x]`` = column ``first_column + x`` of the row that begins at byte
+        ``offsets[first_row + y]``; from column ``end`` on 0. Returns whether all is finite.
+
+        All loads come before all stores, and none is behind a branch: they wait for memory together.
+        """
+        values = cuda.local.array((my_rows, my_columns), number)
+        x, y = uint32(cuda.threadIdx.x) % uint32(lanes), uint32(cuda.threadIdx.x) // uint32(lanes)
+        finite = True
+        for j in range(my_columns):
+            column = first_column + x + j * lanes
+            at = min(column, end - 1) * column_stride
+            for i in range(my_rows):
+                value = load(load_at(source, take(offsets, first_row + y + i * step) + at))
+                values[i, j] = value if column < end else number(0.0)
+                finite = finite and abs(value) < infinity
+        for j in range(my_columns):
+            for i in range(my_rows):
+                target[start + (y + i * step) * stride + x + j * lanes] = values[i, j]
+        return finite
+
+    return stage
+
+
+@cuda.jit(device=True)
+def _same(value):
+    return value
+
+
+def _tiles(config):
+    return config.block_m, config.block_n, config.chunk, config.chunk_v, config.slab
+
+
+def _signature(config: Config) -> str:
+    f = functions(config.dtype)
+    computed = str(f.compute)
+    result, statistics = (computed, "float64") if config.split else (f.element, f.statistics)
+    rank4 = "[:, :, :, :]"
+    optional = {
+        "int32[:, :]": config.paged,
+        "float32[:, :]": config.alibi,
+        "float32[:]": config.sinks,
+        (functions(config.bias).element if config.bias else "") + rank4: config.bias,
+        "uint8" + rank4: config.block_mask,
+    }
+    arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
+    arrays += [array if given else "int32" for array, given in optional.items()]
+    return f"void({', '.join([*arrays, computed, computed, *['int32'] * 5])})"

@@ -5,53 +5,65 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-__all__ = ["load_at", "load_vector"]
+__all__ = ["fetch", "load_at", "take"]
 
 _GLOBAL, _SHARED = 1, 3  # address spaces
-_BYTE = ir.IntType(8)
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, space: int) -> Any:
+def _first(context: Any, builder: Any, array_type: Any, array: Any, space: int) -> Any:
+    """A pointer to an array's first element, in its address space."""
     data = context.make_array(array_type)(context, builder, array).data
-    return builder.addrspacecast(data, ir.PointerType(data.type.pointee, space))
+    return builder.addrspacecast(data, ir.PointerType(data.type.pointee, space)) if space else data
 
 
 @intrinsic
 def load_at(typingctx, array, offset):
-    """The element ``offset`` bytes behind the first of an array in global memory."""
+    """The element that begins ``offset`` bytes behind the first one of an array in global memory."""
 
     def generate(context, builder, signature, args):
-        element = signature.args[0].dtype
-        first = _pointer(context, builder, signature.args[0], args[0], _GLOBAL)
-        address = builder.gep(builder.bitcast(first, ir.PointerType(_BYTE, _GLOBAL)), [args[1]])
-        value = builder.load(
-            builder.bitcast(address, first.type), align=context.get_abi_sizeof(first.type.pointee)
-        )
-        return context.data_model_manager[element].from_data(builder, value)
+        array_type = signature.args[0]
+        first = _first(context, builder, array_type, args[0], _GLOBAL)
+        address = builder.gep(builder.bitcast(first, ir.PointerType(ir.IntType(8), _GLOBAL)), [args[1]])
+        size = array_type.dtype.bitwidth // 8
+        value = builder.load(builder.bitcast(address, first.type), align=size)
+        return context.data_model_manager[array_type.dtype].from_data(builder, value)
 
     return array.dtype(array, types.int64), generate
 
 
 @intrinsic
-def load_vector(typingctx, array, row, column):
-    """16 bytes of a row-major array in shared memory, as a tuple: ``column`` is a multiple of that many elements,
-    and so is the length of a row."""
-    width = 16 * 8 // array.dtype.bitwidth
+def take(typingctx, array, i):
+    """``array[i]`` of a 1-D array in shared memory, without the instructions that make a negative ``i`` mean from the end."""
 
     def generate(context, builder, signature, args):
-        array_type, row_type, column_type = signature.args
-        first = _pointer(context, builder, array_type, args[0], _SHARED)
-        row_length = context.make_array(array_type)(context, builder, args[0]).shape
-        strides = cgutils.unpack_tuple(builder, row_length)
-        at = builder.add(builder.mul(args[1], strides[1]), args[2])
-        vector = ir.VectorType(first.type.pointee, width)
-        pointer = builder.bitcast(builder.gep(first, [at]), ir.PointerType(vector, _SHARED))
-        loaded = builder.load(pointer, align=16)
-        items = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), i)) for i in range(width)]
-        return context.make_tuple(builder, signature.return_type, items)
+        pointer = builder.gep(_first(context, builder, signature.args[0], args[0], _SHARED), [args[1]])
+        return builder.load(pointer, align=signature.args[0].dtype.bitwidth // 8)
 
-    return types.UniTuple(array.dtype, width)(array, types.int64, types.int64), generate
+    return array.dtype(array, types.int64), generate
+
+
+@intrinsic
+def fetch(typingctx, target, i, source, at):
+    """``target[i, :] = source[at : at + n]``, of n elements that are 16 bytes: one access instead of n.
+
+    ``target`` (…, n) is a local array; ``source`` is a 1-D array in shared memory, aligned to 16 bytes, and ``at`` a
+    multiple of n.
+    """
+
+    def generate(context, builder, signature, args):
+        width = 128 // signature.args[2].dtype.bitwidth
+        source = _first(context, builder, signature.args[2], args[2], _SHARED)
+        vector = ir.VectorType(source.type.pointee, width)
+        pointer = builder.bitcast(builder.gep(source, [args[3]]), ir.PointerType(vector, _SHARED))
+        loaded = builder.load(pointer, align=16)
+        row = builder.mul(args[1], ir.Constant(args[1].type, width))
+        target = _first(context, builder, signature.args[0], args[0], 0)
+        for e in range(width):
+            element = builder.extract_element(loaded, ir.Constant(ir.IntType(32), e))
+            builder.store(element, builder.gep(target, [builder.add(row, ir.Constant(row.type, e))]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64), generate

@@ -1,0 +1,118 @@
+"""Which kernel of attention.py a problem gets: tiles, features, and in how many parts its keys are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ROWS", "ROW_THREADS", "THREADS", "Config", "count_splits", "select_config"]
+
+THREADS = 128
+ROW_THREADS = 16  # threads that share a row: half a warp
+ROWS = THREADS // ROW_THREADS
+
+# Rows of the problem up to | block_m. Every key that is staged serves block_m rows, and each thread has
+# block_m / 8 of them in registers.
+_BLOCK_M = (
+    (
+        8,
+        8,
+    ),  # decoding with few heads per key head: keys are read once, more rows would be multiplied for nothing
+    (16, 16),
+    (32, 32),
+)
+_BLOCK_M_MAX = {
+    4: 64,
+    8: 32,
+}  # by bytes per number: 8 rows a thread, 4 in float64, whose numbers take two registers
+
+# head_dim_v up to | columns of V that a block owns. Wider values go to several blocks, each of which computes the
+# scores again: more columns would not fit in registers.
+_SLAB = ((16, 16), (32, 32), (64, 64), (96, 96))
+_SLAB_MAX = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel: its tiles, and the features that it has. A feature that is False costs nothing."""
+
+    dtype: str
+    block_m: int  # rows of a block
+    block_n: int  # keys of a tile
+    chunk: int  # columns of Q and K in shared memory at a time
+    slab: int  # columns of V and O of a block
+    chunk_v: int  # rows of V in shared memory at a time
+    masked: bool = False  # causal or a window
+    softcap: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    bias: str = ""  # its dtype
+    block_mask: bool = False
+    paged: bool = False
+    split: bool = False  # keys in parts, one block each
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the numbers that the kernel computes with."""
+        return 8 if self.dtype == "float64" else 4
+
+    @property
+    def in_powers_of_e(self) -> bool:
+        """Whether scores are made in natural units; else softmax_scale comes with the factor to powers of 2."""
+        return self.softcap or self.alibi or bool(self.bias)
+
+    @property
+    def stride(self) -> int:
+        """Numbers from a row of Q or K to the next in shared memory. 16 bytes more than it has: then eight threads
+        that read 16 bytes each, of eight rows, meet all 32 banks once."""
+        return self.chunk + 16 // self.itemsize
+
+    @property
+    def stride_p(self) -> int:
+        """The same for P. Half a warp writes 16 keys of a row, the other half of the next row: 16 banks further."""
+        return self.block_n + 16
+
+    @property
+    def staged(self) -> int:
+        """Numbers in the shared memory that Q and K, and then V, pass through."""
+        return max((self.block_m + self.block_n) * self.stride, self.chunk_v * self.slab)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Static shared memory of a block: numbers, and the tables of where rows begin and what they are."""
+        numbers = self.staged + self.block_m * self.stride_p
+        return numbers * self.itemsize + self.block_m * (8 + 4 + 4) + self.block_n * (8 + 8)
+
+    @property
+    def label(self) -> str:
+        """Such as ``attention_forward[float32,64x64,slab 64,masked]``."""
+        flags = ("masked", "softcap", "sinks", "alibi", "bias", "block_mask", "paged", "split")
+        words = [self.dtype, f"{self.block_m}x{self.block_n}", f"slab {self.slab}"]
+        words += [flag for flag in flags if getattr(self, flag)]
+        return f"attention_forward[{','.join(words)}]"
+
+
+def select_config(
+    dtype: str, head_dim: int, head_dim_v: int, rows: int, *, bias: str = "", **features: bool
+) -> Config:
+    """``rows``: queries of the longest sequence times query heads per key head.
+
+    ==========  ==========================================================================================
+    block_n     64 keys, 32 in float64: P takes 20 KB, 6 KB where a block has 16 rows
+    chunk       32 columns, 16 in float64 and for the thinnest heads: a warp reads whole rows of a chunk
+    chunk_v     as many rows as fit where Q and K were, up to a tile: fewer barriers
+    ==========  ==========================================================================================
+    """
+    itemsize = 8 if dtype == "float64" else 4
+    most = _BLOCK_M_MAX[itemsize]
+    block_m = min(next((size for limit, size in _BLOCK_M if rows <= limit), most), most)
+    block_n, chunk = (32, 16) if itemsize == 8 else (64, 16 if head_dim <= 16 else 32)
+    slab = next((size for limit, size in _SLAB if head_dim_v <= limit), _SLAB_MAX)
+    staged = (block_m + block_n) * (chunk + 16 // itemsize)
+    chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and (n * slab <= staged or n == 8))
+    return Config(dtype, block_m, block_n, chunk, slab, chunk_v, bias=bias, **features)
+
+
+def count_splits(config: Config, blocks: int, seqlen_k: int, sms: int) -> int:
+    """Parts of the keys: so many that two blocks per SM have work, each at least four tiles of keys."""
+    wanted = -(-2 * sms // max(blocks, 1))
+    return max(1, min(wanted, seqlen_k // (4 * config.block_n), THREADS))
