@@ -8,10 +8,11 @@ Host functions in ``kernels/<op>.py`` take one of them first and ask nothing els
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ __all__ = [
     "cuda_device",
     "cuda_missing",
     "current_device",
+    "host_function",
 ]
 
 Array = np.ndarray[Any, Any]  # or a cupy.ndarray, which has the same shape, dtype and strides
@@ -232,6 +234,20 @@ class Recorder:
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
     """A grid or block without the axes at its end that have length one."""
     return _without_ones(size[:-1]) if len(size) > 1 and size[-1] == 1 else size
+
+
+def host_function(name: str, on: Device | None, backend: str) -> Callable[..., None]:
+    """A host function such as ``"rmsnorm.forward"`` of the kernels that were chosen.
+
+    ``on`` None: the one of ``kernels/numba_cpu``. Otherwise that of ``kernels``, which takes the device and the
+    backend first; given here, so that the arguments are the same everywhere.
+    """
+    stem, function = name.split(".")
+    if on is None:
+        return getattr(importlib.import_module(f"gpu_ops.kernels.numba_cpu.{stem}"), function)  # type: ignore[no-any-return]
+    return functools.partial(
+        getattr(importlib.import_module(f"gpu_ops.kernels.{stem}"), function), on, backend
+    )
 
 
 @functools.cache

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.rmsnorm import Casting
-
-if TYPE_CHECKING:
-    from gpu_ops.devices import Device
 
 __all__ = ["rmsnorm", "rmsnorm_backward"]
 
@@ -112,7 +109,7 @@ def rmsnorm(
         y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
         s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
         rstd = arrays.new(x_.shape[:-1], _statistics(x_), "rstd")
-        _host_function("forward", on, choice)(
+        host_function("rmsnorm.forward", on, choice.backend)(
             as_rows(x_),
             weight_,
             None if residual_ is None else as_rows(residual_),
@@ -218,7 +215,7 @@ def rmsnorm_backward(
             return dx, dweight
         dx = arrays.new(x_.shape, x_.dtype, "dx") if out_ is None else out_
         dweight = arrays.new(weight_.shape, _statistics(x_), "dweight")
-        _host_function("backward", on, choice)(
+        host_function("rmsnorm.backward", on, choice.backend)(
             as_rows(dy_),
             as_rows(x_),
             weight_,
@@ -264,17 +261,6 @@ def _statistics(x: Array) -> np.dtype[Any]:
 
 def _cannot(dtype: str) -> dict[str, str]:
     return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
-
-
-def _host_function(name: str, on: Device | None, choice: Choice) -> Callable[..., None]:
-    """``forward`` or ``backward`` of the kernels that were chosen; they take the same arguments everywhere."""
-    if on is None:
-        from gpu_ops.kernels.numba_cpu import rmsnorm as cpu
-
-        return cast(Callable[..., None], getattr(cpu, name))
-    from gpu_ops.kernels import rmsnorm as gpu
-
-    return partial(getattr(gpu, name), on, choice.backend)
 
 
 def _config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,9 +66,11 @@ def test_an_op_without_cuda_kernels_refuses_by_name(op, device, monkeypatch):
         example()
 
 
-def test_the_ops_with_cuda_kernels_say_so_themselves():
-    assert has_cuda_kernels("rmsnorm")
-    assert has_cuda_kernels("rmsnorm_backward")
+@pytest.mark.parametrize("op", [name for name in OPS if has_cuda_kernels(name)])
+def test_an_op_with_cuda_kernels_is_tested_on_them(op):
+    stem = getattr(gpu_ops, op).__module__.removeprefix("gpu_ops.")
+    tests = (Path(__file__).parent / f"test_{stem}.py").read_text()
+    assert re.search(r"""^DEVICES = \("cpu", "emulator", "cuda"\)$""", tests, re.MULTILINE)
 
 
 def test_without_a_gpu_cuda_is_refused_with_the_reason(monkeypatch):
