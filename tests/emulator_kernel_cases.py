@@ -134,6 +134,12 @@ def generic_pointers():
     return Launch("generic_pointers", 1, 64, [x, zeros(64, np.float32)], {1: y})
 
 
+def padding():
+    t = np.arange(64)
+    y = (t + 4) * 10000.0 + 5 + 2 * t - 4  # the last of three copies, and once more
+    return Launch("padding", 1, 64, [zeros(64, np.float64), 5], {0: y})
+
+
 def by_value():
     dtype = np.dtype([("scale", "f4"), ("table", "i4", 6), ("tag", "i1")], align=True)
     s = np.array((0.5, ints(6), -3), dtype)
@@ -269,8 +275,8 @@ CASES: dict[str, Callable[[], Launch]] = {
     f.__name__.strip("_"): f
     for f in (
         nested_ifs, trip_counts, early_return, jump_table, do_while, calls, local_array, globals_, generic_pointers,
-        by_value, widths, spin_lock, last_block, flags, end_while_polled, named_barriers, counting_barriers, atomics,
-        partial_masks, inline_scopes, predicated, clocks,
+        by_value, padding, widths, spin_lock, last_block, flags, end_while_polled, named_barriers, counting_barriers,
+        atomics, partial_masks, inline_scopes, predicated, clocks,
     )
 }  # fmt: skip
 

@@ -140,6 +140,28 @@ extern "C" __global__ void generic_pointers(const float* x, float* y) {
   y[t] = load(from, t & 3) + (__isShared(from) ? 1000 : 0) + (__isGlobal(from) ? 2000 : 0);
 }
 
+struct Padded {  // with padding, which copies read and nobody writes
+  char a;
+  double b;
+  short c;
+};
+
+__noinline__ __device__ Padded next(Padded p) {
+  p.a++, p.c--;
+  return p;
+}
+
+extern "C" __global__ void padding(double* y, int n) {
+  int t = threadIdx.x;
+  Padded p, all[3];
+  p.a = t, p.b = n, p.c = 2 * t;
+#pragma unroll 1
+  for (int i = 0; i < 3; i++) all[i] = p = next(p);
+  Padded q = all[n % 3];
+  q = next(q);
+  y[t] = q.a * 10000 + q.b + q.c;
+}
+
 extern "C" __global__ void by_value(Settings s, const __grid_constant__ Settings c, short n, float* y, int which) {
   int t = threadIdx.x;
   const Settings& chosen = c;

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import SanitizerError, launch
+from gpu_ops.emulator import SanitizerError, launch, machine
 from gpu_ops.emulator.sanitizer import KINDS
 from tests import emulator_bugs, emulator_bugs_order
 
@@ -17,10 +17,15 @@ BUGS = [*emulator_bugs.BUGS, *emulator_bugs_order.BUGS]
 LINE = re.compile(r"kernel\.cu:(\d+)\)")  # of a chain of inlined calls the outermost
 
 
-def run(bug, form, rng):
+# What the machine finds by itself; a gap in a strided array takes the sanitizer.
+ALWAYS = {"out of bounds", "misaligned", "deadlock", "livelock", "trap"}
+ALSO_ALWAYS, NOT_ALWAYS = {"barriers of one warp in both branches"}, {"gap between rows read"}
+
+
+def run(bug, form, rng, **options):
     args, expected = bug.args(rng)
     shared = bug.shared[form == "bad"]
-    launch(bug.source(form), "k", bug.grid, bug.block, args, shared=shared, sample=bug.sample)
+    launch(bug.source(form), "k", bug.grid, bug.block, args, shared=shared, sample=bug.sample, **options)
     return args, expected
 
 
@@ -51,6 +56,44 @@ def test_the_bug_is_found_and_named(bug, rng):
     assert lines[-1] == bug.line("BUG"), message
     if bug.other:
         assert lines[0] == bug.line("OTHER"), message
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
+def test_without_the_sanitizer_only_the_machine_finds_faults(bug, rng):
+    found = None
+    try:
+        run(bug, "bad", rng, sanitize=False)
+    except SanitizerError as error:
+        found = error.kind
+    always = (bug.kind in ALWAYS or bug.name in ALSO_ALWAYS) and bug.name not in NOT_ALWAYS
+    assert found == (bug.kind if always else None)
+
+
+def test_polling_that_counts_is_a_livelock_in_the_end(monkeypatch):
+    monkeypatch.setattr(machine, "_ROUNDS", 500)
+    source = """
+extern "C" __global__ void k(volatile int* flag, int* y) {
+  int n = 0;
+  while (flag[0] == 0) n++;
+  y[threadIdx.x] = n;
+}
+"""
+    with pytest.raises(SanitizerError, match="polling memory that nobody changes") as caught:
+        launch(source, "k", 1, 32, (np.zeros(1, np.int32), np.zeros(32, np.int32)))
+    assert caught.value.kind == "livelock"
+
+
+def test_a_loop_of_atomics_is_none(monkeypatch):
+    """Its rounds look alike, but registers change."""
+    monkeypatch.setattr(machine, "_REPEATS", 2)
+    source = """
+extern "C" __global__ void k(int* y, int n) {
+  for (int i = 0; i < n; i++) atomicAdd(y, 1);
+}
+"""
+    y = np.zeros(1, np.int32)
+    launch(source, "k", 2, 32, (y, 300))
+    assert y[0] == 2 * 32 * 300
 
 
 def test_every_kind_of_fault_is_planted():

@@ -51,6 +51,7 @@ class Access:
     size: int  # bytes per lane
     read: bool
     write: bool
+    element: int = 0  # bytes, of a load that must find something written in each; 0: it need not
     atomic: bool = False
     asynchronous: bool = False
     constant: bool = False  # ld.global.nc: the data must not change during the launch
@@ -129,7 +130,11 @@ def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
         return Step(parameter, everyone=True)
     where = address(m, instruction, source)
     constant = "nc" in instruction.modifiers
-    access = Access(pc, space, count * dtype.itemsize, read=True, write=False, constant=constant)
+    # Arguments of a call come with the padding of their structs, which nobody writes.
+    element = 0 if "param" in instruction.modifiers else dtype.itemsize
+    access = Access(
+        pc, space, count * dtype.itemsize, read=True, write=False, element=element, constant=constant
+    )
 
     def run(mask: Mask) -> None:
         place = locate(m, access, mask, where())

@@ -105,8 +105,10 @@ class Sanitizer:
             raise self.m.fault(kind, access.pc, int(place.lanes[position]), f"{verb} of {what}: {where}")
 
     def _local(self, access: Access, lanes: Array, host: Array) -> None:
+        if access.read and not access.element:
+            return
         base, stride = int(self.m.memory.windows[4]), int(self.m.memory.windows[6])
-        position = shadow.check_local(host, lanes, base, stride, self.written, access.size, access.read)
+        position = shadow.check_local(host, lanes, base, stride, self.written, access.size, access.element)
         if position >= 0:
             lane = int(lanes[position])
             offset = int(host[position]) - base - lane * stride

@@ -27,11 +27,8 @@ PENDING, PENDING_PC = 14, 15  # PENDING: the thread + 1
 COLUMNS = 16  # a cache line of int32
 
 MULTI_LANE, MULTI_WARP = 1, 2  # there are more than the one kept: lanes of its warp epoch, other warps
-WRITTEN, ATOMIC, PLAIN_BEFORE = (
-    4,
-    8,
-    16,
-)  # PLAIN_BEFORE: the warp wrote without an atomic, in an earlier warp epoch
+WRITTEN, ATOMIC = 4, 8
+PLAIN_BEFORE = 16  # the warp wrote without an atomic, in an earlier warp epoch
 
 UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(1, 6)  # RACE_: with an earlier one
 
@@ -71,16 +68,20 @@ def check_global(host, owner, table, size, wrong, reads, writes):  # type: ignor
     return 0, 0, 0
 
 
-@loop("int64(int64[::1], int32[::1], int64, int64, uint8[:,::1], int64, boolean)")
-def check_local(host, lanes, base, stride, written, size, reads):  # type: ignore[no-untyped-def]
-    """Position of the first read of a local byte that its thread has not written, or -1."""
+@loop("int64(int64[::1], int32[::1], int64, int64, uint8[:,::1], int64, int64)")
+def check_local(host, lanes, base, stride, written, size, element):  # type: ignore[no-untyped-def]
+    """Position of the first read of a local element that its thread has not written, or -1; ``element`` 0: a write.
+
+    One written byte is enough: compilers copy structs with their padding.
+    """
     for i in range(len(host)):
         offset = host[i] - base - lanes[i] * stride
-        for b in range(size):
-            if reads and written[lanes[i], offset + b] == 0:
-                return i
-            if not reads:
-                written[lanes[i], offset + b] = 1
+        if element == 0:
+            written[lanes[i], offset : offset + size] = 1
+        else:
+            for first in range(offset, offset + size, element):
+                if not written[lanes[i], first : first + element].any():
+                    return i
     return -1
 
 
