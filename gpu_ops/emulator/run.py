@@ -20,6 +20,7 @@ from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import Program, link
 from gpu_ops.emulator.sanitizer import Sanitizer
+from gpu_ops.emulator.syntax import Module
 from gpu_ops.kernels.progress import visible
 
 __all__ = ["launch", "profile", "record"]
@@ -152,14 +153,19 @@ def record() -> Iterator[list[Profile]]:
 @lru_cache(maxsize=256)
 def link_source(source: str, name: str, arch: str) -> Program:
     """The program of an entry of PTX or CUDA C++ text."""
+    return link(_module(source, arch), name)
+
+
+@lru_cache(maxsize=64)
+def _module(source: str, arch: str) -> Module:
     if ".address_size" in source or ".entry" in source:
-        return link(parse(source), name)
+        return parse(source)
     from gpu_ops.kernels.jit import compile_text
 
     compiled = compile_text(source, arch)
     module = parse(compiled.ptx)
     module.sources = dict(compiled.sources)
-    return link(module, name)
+    return module
 
 
 def _triple(size: int | tuple[int, ...]) -> tuple[int, int, int]:
