@@ -44,8 +44,8 @@ constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
 constexpr bool kResidual = RESIDUAL;
 
-// Registers per thread: 40 with 512 x 3 threads resident, 48 with 448 x 3, both more than half of an SM of 2048. A row
-// in shared memory may be so long that one block of 1024 threads is all that fits.
+// At most 48 registers per thread in blocks of 128 or 256 are 40 warps on an SM, of 64 or 48; at most 40 in blocks of
+// 512 are 48. A row in shared memory may be so long that one block of 1024 threads is all that fits.
 constexpr int kMaxThreads = kKeep == Keep::kShared ? 1024 : kKeep == Keep::kGlobal ? 512 : kVecs > 2 ? 256 : 128;
 constexpr int kMinBlocks = kKeep == Keep::kShared ? 1 : kKeep == Keep::kGlobal ? 3 : kVecs > 2 ? 5 : 10;
 
@@ -53,7 +53,7 @@ constexpr int kMinBlocks = kKeep == Keep::kShared ? 1 : kKeep == Keep::kGlobal ?
 // them from L1 or L2 when it needs them, while others wait for memory.
 constexpr bool kKeepWeights = kKeep == Keep::kRegisters && kVecs <= 2;
 
-// Full unrolling puts held[] in registers. Elsewhere, and for loads, four vectors in flight per thread are enough.
+// Full unrolling puts held[] in registers. Elsewhere four loads in flight per thread are enough.
 constexpr int kUnroll = kKeep == Keep::kRegisters ? kVecs : 2;
 constexpr int kBatch = kResidual ? 2 : kKeep == Keep::kRegisters ? kVecs : 4;
 constexpr int kUnrolledBatches = kKeep == Keep::kRegisters ? kVecs / kBatch : 1;
@@ -109,7 +109,8 @@ __device__ __forceinline__ float total(const float (&squares)[kSums]) {
 }
 
 // (s * rstd) * (weight_offset + weight) of the two numbers, or the one, in a word.
-__device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, float rstd, float weight_offset, int llama) {
+__device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, float rstd, float weight_offset,
+                                               int llama) {
     float n[vec::kPerWord], gain[vec::kPerWord];
     Packed<scalar>::widen(s, n);
     Packed<scalar>::widen(weight, gain);
@@ -188,8 +189,7 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
             }
         }
         float sum = row_sum(total(squares));
-
-        forget(thread);
+        forget(thread);  // columns are computed again: kept, they would take a register per vector
 
         // 2. The statistics, in range.
         float scale = range_scale(sum, eps);
@@ -203,7 +203,6 @@ rmsnorm_forward(const scalar* x, const scalar* weight, const scalar* residual, s
         }
         const float row_rstd = scale * rsqrt_accurate(fmaf(sum, inverse_cols, eps * scale * scale));
         if (thread == 0 && end > 0) rstd[r] = row_rstd;
-
         forget(thread);
 
         // 3. The output.

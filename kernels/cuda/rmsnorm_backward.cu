@@ -39,8 +39,8 @@ constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
 constexpr bool kResidual = RESIDUAL;
 
-// VECS = 4 is for long rows, one per block, which may have all 64 K registers. 5 blocks of 256 threads at 48 registers
-// are 40 warps, more than half of an SM's 64 or 48.
+// VECS = 4 is for long rows, one per block, which may have all 64 K registers. 5 blocks of 256 threads at 48
+// registers are 40 warps, more than half of an SM's 64 or 48.
 constexpr bool kOneRow = kVecs != 2;
 constexpr int kMaxThreads = kVecs == 2 ? 256 : 1024;
 constexpr int kMinBlocks = kVecs == 2 ? 5 : 1;
@@ -136,7 +136,7 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
             else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
         };
 
-        forget(thread);
+        forget(thread);  // columns are computed again: kept, they would take a register per vector
 
         float sum = 0.0f;
         #pragma unroll kUnroll
@@ -153,8 +153,8 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
                 #pragma unroll
                 for (int k = 0; k < kQuadWords; ++k) {
                     const int word = q * kQuadWords + k;
-                    const Gradients g =
-                        gradients(row_dy.word[word], row_x.word[word], w.word[word], row_rstd, weight_offset, llama);
+                    const Gradients g = gradients(row_dy.word[word], row_x.word[word], w.word[word], row_rstd,
+                                                  weight_offset, llama);
                     #pragma unroll
                     for (int e = 0; e < kPerWord; ++e) {
                         sum = fmaf(g.m[e], g.n[e], sum);
@@ -182,7 +182,8 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
             const vec row_dy = get_dy(i);
             #pragma unroll
             for (int k = 0; k < vec::kWords; ++k) {
-                Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_rstd, weight_offset, llama);
+                Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_rstd,
+                                        weight_offset, llama);
                 float more[vec::kPerWord];
                 Packed<scalar>::widen(extra.word[k], more);
                 #pragma unroll

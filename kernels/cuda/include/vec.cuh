@@ -113,8 +113,8 @@ template <typename T, int N> __device__ __forceinline__ Vec<T, N> operator+(Vec<
     return a;
 }
 
-// The same words, of which the compiler no longer knows what it has made of them. Else it would keep the floats of an
-// earlier unpack, twice the registers, across whatever lies between rather than unpack again.
+// The same value, of which the compiler no longer knows what it has made of it, so that it computes that again
+// rather than keep it in registers meanwhile: floats unpacked from words (twice the registers), addresses.
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
 template <typename V> __device__ __forceinline__ V fresh(V v) {
