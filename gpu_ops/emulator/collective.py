@@ -39,6 +39,17 @@ def _bits(lanes: Array) -> Array:
     return np.repeat(np.packbits(lanes, axis=1, bitorder="little").view(np.uint32), WARP, axis=1)
 
 
+def _together(here: Array, named: Array) -> Array:
+    """Per lane, the lanes that stand here with the same mask: others are here for another meeting."""
+    together = _bits(here)
+    mixed = np.flatnonzero((named != named[:, :1]).any(axis=1))
+    if mixed.size:
+        masks = named[mixed]
+        same = (masks[:, :, np.newaxis] == masks[:, np.newaxis, :]) & here[mixed, np.newaxis, :]
+        together[mixed] = np.packbits(same, axis=2, bitorder="little").view(np.uint32)[:, :, 0]
+    return together
+
+
 def _collective(pc: int, members: Reader | None, run: Callable[[Machine, Array, Array, Mask], None]) -> Step:
     """``run(machine, active [W, 32], members [W, 32], mask)`` for the lanes that are complete."""
 
@@ -46,10 +57,11 @@ def _collective(pc: int, members: Reader | None, run: Callable[[Machine, Array, 
         if active is m.none:
             return group.pc + 1
         here = m.full(active).reshape(-1, WARP)
-        named = _rows(m, _FULL if members is None else members())
+        masks = _FULL if members is None else members()
+        named = _rows(m, masks)
         following: int | None = group.pc + 1
-        if active is not None:
-            missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_bits(here)
+        if active is not None or masks.size > 1:
+            missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
             late = here & (missing != 0)
             if late.any():
                 following = m.park(group, late.ravel())

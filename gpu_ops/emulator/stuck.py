@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +25,10 @@ def stuck(m: Machine, kind: str) -> SanitizerError:
         lines.append(
             f"{len(lanes)} threads, first {m.thread(int(lanes[0]))}: {why}\n    at {m.program.where(pc)}"
         )
-    opcodes = Counter(m.program.code[g.pc].opcode for g in m.parked)
-    if kind == "deadlock" and opcodes["bar"] + opcodes["barrier"]:
+    parked = [m.program.code[g.pc] for g in m.parked]
+    if kind == "deadlock" and any(
+        i.opcode in ("bar", "barrier") and i.modifiers[:1] != ("warp",) for i in parked
+    ):
         kind = "barrier divergence"
     left = int(m.alive.sum())
     text = f"none of the {left} threads that kernel {m.program.name} has left can go on"
