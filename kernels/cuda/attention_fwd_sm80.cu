@@ -32,12 +32,12 @@
 //   SOFTCAP ALIBI SINKS      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
 //   BLOCK_MASK  0 or 1, without PACK_GQA
-//   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; q, k, v, out have one batch entry, lse_batch is 0
+//   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0, lse (nheads, total_q)
 //   SEQUSED_K   0 or 1: seqused_k (batch) int, instead of shape.seqlen_k
 //   PAGED       0 or 1: key j of a sequence is row j % page_size of page block_table[j / page_size]
 //   PACK_GQA    0 or 1: rows are (query, head of the group), heads side by side: k is read once per group
-//   SPLIT       0 or 1: the keys of a row are divided among shape.num_splits blocks. out and lse are float
-//               [num_splits][...] and joined by attention_combine; where lse is -inf, out is not written
+//   SPLIT       0 or 1: the tiles of a row are divided among shape.num_splits blocks. out and lse are float, one per
+//               split (out_split, lse_split), and joined by attention_combine.cu; where lse is -inf, out is not written
 //
 //   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, alibi_slopes,
 //                     bias, block_mask, shape); what the variant does not use may be null, lse too. With SPLIT sinks
@@ -49,229 +49,479 @@
 //   shared kernels/attention_shape.py: shared_bytes()
 //   q, k, v, out and all strides: multiples of 16 bytes
 #include "attention_shape.cuh"
+#include "key_rows.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "online_softmax.cuh"
 #include "tile.cuh"
 
+enum class Bias { kNone, kSame, kFloat };
+template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
+template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
+
 typedef DTYPE scalar;
 
 constexpr Mask kMask = Mask::MASK;
+constexpr Bias kBias = Bias::BIAS;
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
-constexpr int kSlabs = BLOCK_M / WARPS_M / 16;       // of 16 rows, per warp
-constexpr int kWarpN = BLOCK_N / WARPS_N;
-constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;
-constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;  // of 32 bytes, in Q K^T
-constexpr int kStepKeys = 32 / sizeof(scalar);          // keys per step of P V
+constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // of 16 rows, per warp; rows per lane
+constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile, per warp
+constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // accumulators of 16 x 8
+constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // of Q K^T
 
 // 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight.
 constexpr bool kQInRegisters = 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
 
+// Scores to which nothing is added are scaled by the multiply-add of the exponent.
+constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Rows of one tile may see different keys.
+constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;
+
 typedef Tile<scalar, BLOCK_M, HEAD_DIM> TileQ;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM> TileK;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
-typedef Tile<scalar, BLOCK_M, HEAD_DIM_V> TileOut;
+
+// O leaves through shared memory: as it is stored, or where several warps have parts of it, in float.
+typedef typename ChooseType<SPLIT, float, scalar>::type out_scalar;
+typedef typename ChooseType<(WARPS_N > 1), float, out_scalar>::type staged;
+typedef Tile<staged, BLOCK_M * WARPS_N, HEAD_DIM_V, sizeof(staged) == 4> TileO;
+struct Part { float row_max, weight; };  // of a row and a warp: behind the tile
 
 constexpr int kOffsetV = TileK::kBytes, kOffsetOddK = kOffsetV + TileV::kBytes;
 constexpr int kOffsetQ = kQInRegisters ? kOffsetOddK : kOffsetOddK + TileK::kBytes;
 
 static_assert(kSlabs == 1 || kSlabs == 2, "a warp has 16 or 32 rows");
 static_assert(kWarpN % 16 == 0, "ldmatrix.x4 reads 16 keys");
+static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different block masks");
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-// The rows of a matrix of keys.
-struct KeyRows {
-    const scalar* first;
-    int64 stride;
+// softcap's tanh. The approximation is off by half a unit of float16, which is too much for float.
+__device__ __forceinline__ float soft_sign(float x) {
+    if constexpr (sizeof(scalar) == 2) return ptx::tanh(x);
+    else return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2e * x));
+}
 
-    __device__ __forceinline__ const scalar* operator()(int row) const { return first + row * stride; }
+__device__ __forceinline__ float widened(float x) { return x; }
+
+template <typename T> __device__ __forceinline__ float widened(T x) {
+    float value[2];
+    Packed<T>::widen(x.bits, value);
+    return value[0];
+}
+
+template <typename T> __device__ __forceinline__ void store_pair(unsigned char* to, const float (&pair)[2]) {
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<float2*>(to) = make_float2(pair[0], pair[1]);
+    else *reinterpret_cast<unsigned*>(to) = Packed<T>::narrow(pair);
+}
+
+// What a block works on.
+struct Work {
+    int batch, head, kv_head;      // with PACK_GQA head is the first of the group
+    int q_begin, seqlen_q, seqlen_k;
+    int row0, rows;                // of rows, the block's first
+    int column0, columns;          // of out, the block's
+    int group;
+
+    __device__ __forceinline__ int query(int row) const { return PACK_GQA ? row / group : row; }
+    __device__ __forceinline__ int head_of(int row) const { return PACK_GQA ? head + row % group : head; }
+    __device__ __forceinline__ int shift() const { return seqlen_k - seqlen_q; }
 };
 
+// A warp's part of it: accumulators, and one step per tile of keys.
 struct Forward {
     const AttentionShape& shape;
+    const Work& work;
     const int lane, warp_m, warp_n;
     const unsigned shared;
-    KeyRows k, v;
-    int seqlen_k, head_dim_v;
-    KeyRange keys;
-    int tile_end;                  // tiles [.., tile_end) are looked at
-    int tile_begin;
-    int position;                  // of this lane's row 0, as a key: on the diagonal
+    KeyRows<TileK, kThreads, PAGED> k;
+    KeyRows<TileV, kThreads, PAGED> v;
+    const unsigned char* bias;     // of the sequence
+    BlockMask block_mask;
     unsigned k_now, k_next;
+    int query[PACK_GQA ? kRows : 1];
+    float slope[PACK_GQA && ALIBI ? kRows : 1];
+    bool careful = false;
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
-    float acc_o[kSlabs][kTilesO][4] = {};
+    float acc_o[kSlabs][kTilesO][4];
     OnlineSoftmax<kSlabs> softmax;
 
-    __device__ __forceinline__ Forward(const AttentionShape& shape)
-        : shape(shape), lane(threadIdx.x % 32), warp_m(threadIdx.x / 32 % WARPS_M), warp_n(threadIdx.x / 32 / WARPS_M),
-          shared(ptx::shared_address(dynamic_shared)), k_now(shared), k_next(shared + kOffsetOddK) {}
+    // Row r of this lane in the matrix of rows; its query; the key that query sits on.
+    __device__ __forceinline__ int row(int r) const { return work.row0 + warp_m * kSlabs * 16 + lane / 4 + 8 * r; }
+    __device__ __forceinline__ int query_of(int r) const { return PACK_GQA ? query[PACK_GQA ? r : 0] : row(r); }
+    __device__ __forceinline__ int diagonal(int r) const { return query_of(r) + work.shift(); }
 
-    template <typename TileT>
-    __device__ __forceinline__ void load_keys(unsigned tile, const KeyRows& rows, int n, int cols) {
-        const int first = n * BLOCK_N;
-        copy_tile_async<TileT, kThreads>(tile, seqlen_k - first, cols, [&](int row, bool) { return rows(first + row); });
-        ptx::cp_async_commit();
-    }
-
-    __device__ __forceinline__ void load_q_fragment(unsigned (&a)[kSlabs][4], int i) const {
-        const LaneAddress<TileQ> rows(lane % 16, lane / 16);
+    __device__ __forceinline__ void start() {
+        k_now = shared, k_next = shared + kOffsetOddK;
+        softmax = {};
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-            ptx::ldmatrix4(a[slab], rows.at(shared + kOffsetQ + warp_m * kSlabs * 16 * TileQ::kRowBytes, i, 16 * slab));
+            #pragma unroll
+            for (int j = 0; j < kTilesO; ++j) {
+                #pragma unroll
+                for (int r = 0; r < 4; ++r) acc_o[slab][j][r] = 0.0f;
+            }
         }
+    }
+
+    __device__ __forceinline__ LaneAddress<TileQ> q_address() const {
+        return {shared + kOffsetQ, warp_m * kSlabs * 16 + lane % 16, lane / 16};
     }
 
     // S = Q K^T: 16 keys and 32 bytes of head_dim per ldmatrix.
     __device__ __forceinline__ void scores(float (&s)[kSlabs][kTilesS][4]) {
-        const LaneAddress<TileK> rows(warp_n * kWarpN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        const LaneAddress<TileK> rows_k(k_now, warp_n * kWarpN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        const LaneAddress<TileQ> rows_q = q_address();
         #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-            unsigned a[kSlabs][4];
-            if constexpr (!kQInRegisters) load_q_fragment(a, i);
+            #pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                if constexpr (!kQInRegisters) ptx::ldmatrix4(q[0][slab], rows_q.at(i, 16 * slab));
+            }
             #pragma unroll
             for (int j = 0; j < kTilesS; j += 2) {
                 unsigned b[4];
-                ptx::ldmatrix4(b, rows.at(k_now, i, 8 * j));
+                ptx::ldmatrix4(b, rows_k.at(i, 8 * j));
                 #pragma unroll
                 for (int slab = 0; slab < kSlabs; ++slab) {
-                    const unsigned(&q_i)[4] = kQInRegisters ? q[kQInRegisters ? i : 0][slab] : a[slab];
-                    multiply<scalar>(s[slab][j], q_i, b[0], b[1]);
-                    multiply<scalar>(s[slab][j + 1], q_i, b[2], b[3]);
+                    const unsigned(&a)[4] = q[kQInRegisters ? i : 0][slab];
+                    multiply<scalar>(s[slab][j], a, b[0], b[1]);
+                    multiply<scalar>(s[slab][j + 1], a, b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // Softcap, ALiBi and bias: scores in units of log2. `first` is the key of this lane's first column.
+    __device__ __forceinline__ void shape_row(float (&s)[kTilesS][4], int r, int first, int end) {
+        const int h = r % 2;
+        const float along = static_cast<float>(diagonal(r) - first);
+        int64 bias_row = 0;
+        if constexpr (kBias != Bias::kNone) bias_row = work.head_of(row(r)) * shape.bias[1] + query_of(r) * shape.bias[2];
+        #pragma unroll
+        for (int j = 0; j < kTilesS; ++j) {
+            #pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = s[j][2 * h + e];
+                const int column = 8 * j + e;
+                if constexpr (SOFTCAP) x = shape.softcap_log2 * soft_sign(x * shape.softcap_in);
+                else x *= shape.scale_log2;
+                if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
+                if constexpr (kBias != Bias::kNone) {
+                    float b = minus_infinity();  // where nothing is seen nothing is read
+                    if (column < end && row(r) < work.rows) {
+                        const int64 at = bias_row + (first + column) * shape.bias[3];
+                        if constexpr (kBias == Bias::kFloat) b = reinterpret_cast<const float*>(bias)[at];
+                        else b = widened(reinterpret_cast<const scalar*>(bias)[at]);
+                    }
+                    x = b == minus_infinity() ? b : fmaf(b, kLog2e, x);
                 }
             }
         }
     }
 
     // O += P V. The accumulators of two tiles of S are the A operand of 16 keys:
+    //
     //   a0, a1 = (c0 c1), (c2 c3) of the first      a2, a3 = of the second
-    __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
-        const LaneAddress<TileV> rows(warp_n * kWarpN + lane % 16, lane / 16);
+    //
+    // 8 keys of float make a step. There A wants keys t and t + 4 where the accumulator has 2t and 2t + 1: the rows of V
+    // are taken in that order.
+    template <bool kCareful> __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
+        constexpr bool kHalf = sizeof(scalar) == 2;
+        constexpr int kKeys = kHalf ? 16 : 8;
+        const int row0 = warp_n * kWarpN + (kHalf ? lane % 16 : lane % 4 * 2);
+        const LaneAddress<TileV> even(shared + kOffsetV + (kHalf ? 0 : lane / 4 % 4 * 4), row0, kHalf ? lane / 16 : lane / 16);
+        const LaneAddress<TileV> odd(shared + kOffsetV + lane / 4 % 4 * 4, row0 + 1, lane / 16);
         #pragma unroll
-        for (int i = 0; i < kTilesS / 2; ++i) {
+        for (int i = 0; i < kWarpN / kKeys; ++i) {
             unsigned a[kSlabs][4];
             #pragma unroll
             for (int slab = 0; slab < kSlabs; ++slab) {
                 #pragma unroll
-                for (int r = 0; r < 4; ++r) a[slab][r] = Packed<scalar>::narrow(&p[slab][2 * i + r / 2][r % 2 * 2]);
+                for (int r = 0; r < 4; ++r) {
+                    if constexpr (kHalf) a[slab][r] = Packed<scalar>::narrow(&p[slab][2 * i + r / 2][r % 2 * 2]);
+                    else a[slab][r] = __float_as_uint(p[slab][i][r % 2 * 2 + r / 2]);
+                }
             }
             #pragma unroll
-            for (int j = 0; j < kTilesO; j += 2) {
+            for (int j = 0; j < kTilesO; j += kHalf ? 2 : 1) {
                 unsigned b[4];
-                ptx::ldmatrix4_transposed(b, rows.at(shared + kOffsetV, j / 2, 16 * i));
+                if constexpr (kHalf) {
+                    ptx::ldmatrix4_transposed(b, even.at(j / 2, 16 * i));
+                } else {
+                    b[0] = ptx::load_shared(even.at(j, 8 * i));
+                    b[1] = ptx::load_shared(odd.at(j, 8 * i));
+                }
                 #pragma unroll
                 for (int slab = 0; slab < kSlabs; ++slab) {
-                    multiply<scalar>(acc_o[slab][j], a[slab], b[0], b[1]);
-                    multiply<scalar>(acc_o[slab][j + 1], a[slab], b[2], b[3]);
+                    #pragma unroll
+                    for (int tile = 0; tile < (kHalf ? 2 : 1); ++tile) {
+                        if constexpr (kCareful) {
+                            multiply_seen<scalar>(acc_o[slab][j + tile], a[slab], b[2 * tile], b[2 * tile + 1]);
+                        } else {
+                            multiply<scalar>(acc_o[slab][j + tile], a[slab], b[2 * tile], b[2 * tile + 1]);
+                        }
+                    }
                 }
             }
         }
     }
 
-    // One tile of keys. Its K is on the way.
-    template <bool kMasked> __device__ __forceinline__ void step(int n) {
+    // Tile n. Its K is on the way; tile `next` comes after it, unless that is negative. partly: the block mask hides some
+    // of it.
+    template <bool kMasked> __device__ __forceinline__ void step(int n, int next, bool partly) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // K is here; everybody is done with V and the other K
-        load_keys<TileV>(shared + kOffsetV, v, n, head_dim_v);
-        if (n > tile_begin) load_keys<TileK>(k_next, k, n - 1, shape.head_dim);
-        else ptx::cp_async_commit();
+        v.template load<!kMasked>(shared + kOffsetV, n, work.seqlen_k, work.columns);
+        ptx::cp_async_commit();
+        if (next >= 0) k.template load<true>(k_next, next, work.seqlen_k, shape.head_dim);
+        ptx::cp_async_commit();
 
         float s[kSlabs][kTilesS][4] = {};
         scores(s);
-        if constexpr (kMasked) {
-            const int first = n * BLOCK_N + warp_n * kWarpN + lane % 4 * 2;
-            #pragma unroll
-            for (int r = 0; r < 2 * kSlabs; ++r) {
-                const int diagonal = position + 8 * r;
-                int end = seqlen_k;
-                if constexpr (kMask != Mask::kNone) end = min(end, diagonal + shape.window_right + 1);
-                mask_row<kMask>(s[r / 2], r % 2, diagonal - shape.window_left - first, end - first);
+        const int first = n * BLOCK_N + warp_n * kWarpN + lane % 4 * 2;
+        #pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float(&row_s)[kTilesS][4] = s[r / 2];
+            int end = work.seqlen_k;
+            if constexpr (kMask != Mask::kNone) end = min(end, diagonal(r) + shape.window_right + 1);
+            if constexpr (!kPlainScores) shape_row(row_s, r, first, end - first);
+            if constexpr (kMasked) {
+                mask_row<kMask>(row_s, r % 2, diagonal(r) - shape.window_left - first, end - first);
+                if constexpr (BLOCK_MASK) {
+                    if (partly && row(r) < work.rows) mask_blocks(row_s, r % 2, block_mask, query_of(r), first, end - first);
+                }
             }
         }
-        softmax.weigh(s, acc_o, shape.scale_log2);
+        softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
         __syncthreads();  // V is here
-        add_values(s);
+        if (kMasked && careful) add_values<true>(s);
+        else add_values<false>(s);
         const unsigned swap = k_now;
         k_now = k_next, k_next = swap;
     }
+
+    // The next tile to the left, from n on, that the block mask does not hide; -1 when there is none.
+    __device__ __forceinline__ int find(int n, int begin, bool& partly) const {
+        if constexpr (BLOCK_MASK) {
+            const int row_end = min(work.row0 + BLOCK_M, work.rows);
+            for (; n >= begin; --n) {
+                const auto part = block_mask.seen(work.row0, row_end, n * BLOCK_N, min((n + 1) * BLOCK_N, work.seqlen_k));
+                partly = part == BlockMask::kPart;
+                if (part != BlockMask::kNothing) return n;
+            }
+        }
+        return n >= begin ? n : -1;
+    }
+
+    // Q, which is on the way, when all that has come since, the first K, may still be.
+    __device__ __forceinline__ void receive_q() {
+        if (kQInRegisters || shape.negate) ptx::cp_async_wait<1>();
+        if (shape.negate) Copy<TileQ, kThreads>::negate(dynamic_shared + kOffsetQ);
+        if constexpr (kQInRegisters) {
+            __syncthreads();
+            const LaneAddress<TileQ> rows = q_address();
+            #pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                #pragma unroll
+                for (int slab = 0; slab < kSlabs; ++slab) ptx::ldmatrix4(q[i][slab], rows.at(i, 16 * slab));
+            }
+        }
+    }
+
+    // All tiles [begin, end), of which [all_begin, all_end) need no mask.
+    __device__ __forceinline__ void run(int begin, int end, int all_begin, int all_end) {
+        bool partly = false, next_partly = false;
+        int n = find(end - 1, begin, partly);
+        if (n >= 0) k.template load<false>(k_now, n, work.seqlen_k, shape.head_dim);
+        ptx::cp_async_commit();
+        if (!careful) receive_q();
+        for (int next; n >= 0; n = next, partly = next_partly) {
+            next = find(n - 1, begin, next_partly);
+            // Two bodies: tiles that are seen whole are most of them and compare nothing.
+            if (kBias != Bias::kNone || partly || n >= all_end || n < all_begin) step<true>(n, next, partly);
+            else step<false>(n, next, false);
+        }
+    }
+
+    __device__ __forceinline__ bool all_finite() const {
+        float zero = 0.0f;
+        #pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            #pragma unroll
+            for (int j = 0; j < kTilesO; ++j) {
+                #pragma unroll
+                for (int r = 0; r < 4; ++r) zero = fmaf(acc_o[slab][j][r], 0.0f, zero);
+            }
+        }
+        return zero == 0.0f;
+    }
 };
 
+// The softmax weights of a row are relative to row_max and sum up to row_sum: adds the sink, writes lse and gives what O
+// is to be multiplied with.
+__device__ __forceinline__ float finish_row(const AttentionShape& shape, const Work& work, int row, float row_max,
+                                            float row_sum, const float* sinks, float* lse) {
+    float scale = 1.0f;
+    if (SINKS && !SPLIT && row < work.rows) {
+        const float sink = sinks[work.head_of(row)] * kLog2e, m = fmaxf(row_max, sink);
+        scale = ptx::exp2(row_max - m);
+        row_sum = fmaf(row_sum, scale, ptx::exp2(sink - m));
+        row_max = m;
+    }
+    if (lse != nullptr && row < work.rows && work.column0 == 0) {
+        lse[work.head_of(row) * shape.lse_head + work.query(row)] =
+            row_sum == 0.0f ? minus_infinity() : fmaf(row_max, kLn2, logf(row_sum));
+    }
+    return row_sum == 0.0f ? 0.0f : scale / row_sum;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_forward(const scalar* q, const scalar* k, const scalar* v, void* out, float* lse, const int* cu_seqlens_q,
+attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, float* lse, const int* cu_seqlens_q,
                   const int* cu_seqlens_k, const int* seqused_k, const int* block_table, const float* sinks,
-                  const float* alibi_slopes, const void* bias, const unsigned char* block_mask,
+                  const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
                   const __grid_constant__ AttentionShape shape) {
-    Forward f(shape);
-    const int head = blockIdx.y, batch = blockIdx.z, kv_head = head / shape.group;
-    // The longest rows first: short ones fill the end.
-    const int m = kMask == Mask::kCausal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int row0 = m * BLOCK_M, seqlen_q = shape.seqlen_q, shift = shape.seqlen_k - seqlen_q;
-    f.seqlen_k = shape.seqlen_k;
-    f.head_dim_v = shape.head_dim_v;
-    f.k = {k + batch * shape.k.batch + kv_head * shape.k.head, shape.k.row};
-    f.v = {v + batch * shape.v.batch + kv_head * shape.v.head, shape.v.row};
-    f.keys = KeyRange::of<kMask>(row0 + shift, min(row0 + BLOCK_M, seqlen_q) - 1 + shift, f.seqlen_k,
-                                 shape.window_left, shape.window_right);
-    f.position = row0 + f.warp_m * kSlabs * 16 + f.lane / 4 + shift;
-    f.tile_begin = f.keys.begin / BLOCK_N;
-    f.tile_end = (f.keys.end + BLOCK_N - 1) / BLOCK_N;
+    // Which rows: of causal ones the longest first, so that short ones fill the end.
+    const int batch = blockIdx.z;
+    const int blocks_m = SPLIT ? gridDim.x / shape.num_splits : gridDim.x;
+    const int split = SPLIT ? blockIdx.x / blocks_m : 0, m = SPLIT ? blockIdx.x % blocks_m : blockIdx.x;
+    Work work;
+    work.head = blockIdx.y / VALUE_PARTS * (PACK_GQA ? shape.group : 1);
+    work.kv_head = PACK_GQA ? blockIdx.y / VALUE_PARTS : work.head / shape.group;
+    work.group = shape.group;
+    work.column0 = blockIdx.y % VALUE_PARTS * HEAD_DIM_V;
+    work.columns = min(HEAD_DIM_V, shape.head_dim_v - work.column0);
+    const int q_begin = VARLEN ? cu_seqlens_q[batch] : 0, k_begin = VARLEN ? cu_seqlens_k[batch] : 0;
+    work.seqlen_q = VARLEN ? cu_seqlens_q[batch + 1] - q_begin : shape.seqlen_q;
+    work.seqlen_k = SEQUSED_K ? seqused_k[batch] : VARLEN ? cu_seqlens_k[batch + 1] - k_begin : shape.seqlen_k;
+    work.rows = PACK_GQA ? work.seqlen_q * shape.group : work.seqlen_q;
+    work.row0 = (kMask == Mask::kCausal ? blocks_m - 1 - m : m) * BLOCK_M;
+    if (VARLEN && work.row0 >= work.rows) return;
 
-    if (f.tile_end > f.tile_begin) {
-        const scalar* q_rows = q + batch * shape.q.batch + head * shape.q.head + row0 * shape.q.row;
-        copy_tile_async<TileQ, kThreads>(f.shared + kOffsetQ, seqlen_q - row0, shape.head_dim,
-                                         [&](int row, bool) { return q_rows + row * shape.q.row; });
-        int n = f.tile_end - 1;
-        f.load_keys<TileK>(f.k_now, f.k, n, shape.head_dim);
-        if constexpr (kQInRegisters) {
-            ptx::cp_async_wait<0>();
-            __syncthreads();
-            #pragma unroll
-            for (int i = 0; i < kSteps; ++i) f.load_q_fragment(f.q[i], i);
-        }
-        for (; n >= max(f.keys.all_end / BLOCK_N, f.tile_begin); --n) f.step<true>(n);
-        for (; n >= (f.keys.all_begin + BLOCK_N - 1) / BLOCK_N; --n) f.step<false>(n);
-        if constexpr (kMask == Mask::kLocal) {
-            for (; n >= f.tile_begin; --n) f.step<true>(n);
+    q += batch * shape.q.batch + q_begin * shape.q.row;
+    out += batch * shape.out.batch + q_begin * shape.out.row + split * shape.out_split + work.column0;
+    if (lse != nullptr) lse += batch * shape.lse_batch + q_begin + split * shape.lse_split;
+    k += (PAGED ? 0 : batch * shape.k.batch) + k_begin * shape.k.row + work.kv_head * shape.k.head;
+    v += (PAGED ? 0 : batch * shape.v.batch) + k_begin * shape.v.row + work.kv_head * shape.v.head + work.column0;
+    const int* pages = PAGED ? block_table + batch * shape.block_table_batch : nullptr;
+    Forward f{shape, work, int(threadIdx.x % 32), int(threadIdx.x / 32 % WARPS_M), int(threadIdx.x / 32 / WARPS_M),
+              ptx::shared_address(dynamic_shared), {k, shape.k, pages, shape.page_size}, {v, shape.v, pages, shape.page_size}};
+    if constexpr (PACK_GQA) {
+        #pragma unroll
+        for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(r));
+    }
+    if constexpr (ALIBI) {
+        #pragma unroll
+        for (int r = 0; r < (PACK_GQA ? kRows : 1); ++r) {
+            f.slope[r] = alibi_slopes[batch * shape.alibi_batch + work.head_of(f.row(r))] * kLog2e;
         }
     }
+    if constexpr (kBias != Bias::kNone) f.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? 4 : sizeof(scalar));
+    if constexpr (BLOCK_MASK) {
+        f.block_mask = {block_mask + batch * shape.block_mask[0] + work.head * shape.block_mask[1], shape.block_mask[2],
+                        shape.block_mask[3], shape.block_q, shape.block_k};
+    }
 
+    // Which tiles.
+    const KeyRange keys = KeyRange::of<kMask>(work.query(work.row0) + work.shift(),
+                                              work.query(min(work.row0 + BLOCK_M, work.rows) - 1) + work.shift(),
+                                              work.seqlen_k, shape.window_left, shape.window_right);
+    int begin = keys.begin / BLOCK_N, end = (keys.end + BLOCK_N - 1) / BLOCK_N;
+    if constexpr (SPLIT) {
+        const int share = (max(end - begin, 0) + shape.num_splits - 1) / shape.num_splits;
+        begin += split * share;
+        end = min(end, begin + share);
+    }
+
+    // From right to left. Where something in V is not finite, again: rows that do not see it are not to have it.
+    f.start();
+    if (begin < end) {
+        typedef Copy<TileQ, kThreads> LoadQ;
+        LoadQ::template start<false>(f.shared + kOffsetQ, work.rows - work.row0, shape.head_dim, [&](int row, int) {
+            row += work.row0;
+            return q + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head + LoadQ::column();
+        });
+        ptx::cp_async_commit();
+        const int all_begin = (keys.all_begin + BLOCK_N - 1) / BLOCK_N, all_end = keys.all_end / BLOCK_N;
+        for (;;) {
+            f.run(begin, end, all_begin, all_end);
+            if (!kHides || f.careful || !__syncthreads_or(!f.all_finite())) break;
+            f.careful = true;
+            f.start();
+        }
+    }
+    __syncthreads();  // everybody is done with the tiles: their place is that of O
+
+    unsigned char* const tile = dynamic_shared;
+    Part* const parts = reinterpret_cast<Part*>(tile + TileO::kBytes);  // [WARPS_N][BLOCK_M]
     #pragma unroll
-    for (int r = 0; r < 2 * kSlabs; ++r) {
+    for (int r = 0; r < kRows; ++r) {
+        const int tile_row = f.warp_n * BLOCK_M + f.row(r) - work.row0;
         const float sum = f.softmax.total(r);
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        float scale = 1.0f;
+        if constexpr (WARPS_N > 1) {
+            if (f.lane % 4 == 0) parts[tile_row] = {f.softmax.row_max[r], sum};
+        } else {
+            scale = finish_row(shape, work, f.row(r), f.softmax.row_max[r], sum, sinks, f.lane % 4 ? nullptr : lse);
+        }
         #pragma unroll
         for (int j = 0; j < kTilesO; ++j) {
-            f.acc_o[r / 2][j][r % 2 * 2] *= inverse;
-            f.acc_o[r / 2][j][r % 2 * 2 + 1] *= inverse;
+            const float pair[2] = {f.acc_o[r / 2][j][r % 2 * 2] * scale, f.acc_o[r / 2][j][r % 2 * 2 + 1] * scale};
+            const int byte = (8 * j + f.lane % 4 * 2) * sizeof(staged);
+            store_pair<staged>(tile + TileO::at(0, tile_row, byte / 16) + byte % 16, pair);
         }
-        const int row = row0 + f.warp_m * kSlabs * 16 + f.lane / 4 + 8 * r;
-        if (lse != nullptr && f.lane % 4 == 0 && row < seqlen_q) {
-            lse[batch * shape.lse_batch + head * shape.lse_head + row] =
-                sum == 0.0f ? minus_infinity() : f.softmax.row_max[r] * 0.6931471805599453f + logf(sum);
+    }
+    if constexpr (WARPS_N > 1) {
+        // The warps' sums have maxima of their own.
+        __syncthreads();
+        for (int i = threadIdx.x; i < BLOCK_M; i += kThreads) {
+            float row_max = kNothing, row_sum = 0.0f;
+            for (int w = 0; w < WARPS_N; ++w) row_max = fmaxf(row_max, parts[w * BLOCK_M + i].row_max);
+            for (int w = 0; w < WARPS_N; ++w) {
+                Part& part = parts[w * BLOCK_M + i];
+                const float alpha = ptx::exp2(part.row_max - row_max);
+                row_sum = fmaf(part.weight, alpha, row_sum);
+                part.weight = alpha;
+            }
+            const float scale = finish_row(shape, work, work.row0 + i, row_max, row_sum, sinks, lse);
+            for (int w = 0; w < WARPS_N; ++w) parts[w * BLOCK_M + i].weight *= scale;
         }
+        __syncthreads();
+    } else {
+        __syncwarp();  // a warp stores the rows it has
     }
 
-    // Out through shared memory, so that whole chunks leave. A warp reads the rows it wrote.
-    __syncthreads();
-    const int warp_row = f.warp_m * kSlabs * 16;
-    #pragma unroll
-    for (int r = 0; r < 2 * kSlabs; ++r) {
-        #pragma unroll
-        for (int j = 0; j < kTilesO; ++j) {
-            const int row = warp_row + f.lane / 4 + 8 * r;
-            *reinterpret_cast<unsigned*>(dynamic_shared + TileOut::at(0, row, j) + f.lane % 4 * 4) =
-                Packed<scalar>::narrow(&f.acc_o[r / 2][j][r % 2 * 2]);
+    // Whole chunks of rows leave.
+    constexpr int kChunk = 16 / sizeof(out_scalar), kChunks = HEAD_DIM_V / kChunk;
+    constexpr int kSharedRows = WARPS_N > 1 ? BLOCK_M : 16 * kSlabs, kSharing = WARPS_N > 1 ? kThreads : 32;
+    const int first = WARPS_N > 1 ? 0 : f.warp_m * kSharedRows;
+    for (int i = threadIdx.x % kSharing; i < kSharedRows * kChunks; i += kSharing) {
+        const int tile_row = first + i / kChunks, chunk = i % kChunks, row = work.row0 + tile_row;
+        if (row >= work.rows || chunk * kChunk >= work.columns) continue;
+        uint4 words;
+        if constexpr (WARPS_N > 1) {
+            float sum[kChunk] = {};
+            for (int w = 0; w < WARPS_N; ++w) {
+                const float weight = parts[w * BLOCK_M + tile_row].weight;
+                #pragma unroll
+                for (int c = 0; c < kChunk; c += 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(
+                        tile + TileO::at(0, w * BLOCK_M + tile_row, (chunk * kChunk + c) / 4));
+                    sum[c] = fmaf(x.x, weight, sum[c]), sum[c + 1] = fmaf(x.y, weight, sum[c + 1]);
+                    sum[c + 2] = fmaf(x.z, weight, sum[c + 2]), sum[c + 3] = fmaf(x.w, weight, sum[c + 3]);
+                }
+            }
+            constexpr int kPerWord = Packed<out_scalar>::kPerWord;
+            words.x = Packed<out_scalar>::narrow(sum), words.y = Packed<out_scalar>::narrow(sum + kPerWord);
+            words.z = Packed<out_scalar>::narrow(sum + 2 * kPerWord), words.w = Packed<out_scalar>::narrow(sum + 3 * kPerWord);
+        } else {
+            words = *reinterpret_cast<const uint4*>(tile + TileO::at(0, tile_row, chunk));
         }
-    }
-    __syncwarp();
-    scalar* out_head = static_cast<scalar*>(out) + batch * shape.out.batch + head * shape.out.head;
-    for (int i = f.lane; i < kSlabs * 16 * TileOut::kChunks; i += 32) {
-        const int row = warp_row + i / TileOut::kChunks, chunk = i % TileOut::kChunks;
-        if (row0 + row < seqlen_q && chunk * TileOut::kChunk < f.head_dim_v) {
-            *reinterpret_cast<uint4*>(out_head + (row0 + row) * shape.out.row + chunk * TileOut::kChunk) =
-                *reinterpret_cast<const uint4*>(dynamic_shared + TileOut::at(0, row, chunk));
-        }
+        out_scalar* to = out + work.query(row) * shape.out.row + work.head_of(row) * shape.out.head;
+        *reinterpret_cast<uint4*>(to + chunk * kChunk) = words;
     }
 }

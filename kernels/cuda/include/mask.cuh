@@ -1,6 +1,7 @@
 // Which keys a row sees: limits per row, computed once, so that an element costs a comparison of its column, a
 // constant, with a register.
 #pragma once
+#include "attention_shape.cuh"
 
 enum class Mask {
     kNone,    // all keys
@@ -41,6 +42,44 @@ __device__ __forceinline__ void mask_row(float (&s)[kTiles][4], int h, int begin
             bool visible = 8 * j + e < end;
             if constexpr (kMask == Mask::kLocal) visible = visible && 8 * j + e >= begin;
             s[j][2 * h + e] = visible ? s[j][2 * h + e] : minus_infinity();
+        }
+    }
+}
+
+// The block mask of one head: a byte per block_q queries and block_k keys, 0 where they do not see each other.
+struct BlockMask {
+    enum Part { kNothing, kPart, kAll };
+    const unsigned char* visible;
+    int64 stride_q, stride_k;
+    int block_q, block_k;
+
+    // How much of keys [key, key_end) queries [query, query_end) see; asked by whole warps, which share the looking.
+    __device__ __forceinline__ Part seen(int query, int query_end, int key, int key_end) const {
+        const int first_q = query / block_q, first_k = key / block_k;
+        const int across = (key_end - 1) / block_k - first_k + 1;
+        const int blocks = ((query_end - 1) / block_q - first_q + 1) * across;
+        bool any = false, all = true;
+        for (int i = threadIdx.x % 32; i < blocks; i += 32) {
+            const bool sees = visible[(first_q + i / across) * stride_q + (first_k + i % across) * stride_k];
+            any |= sees, all &= sees;
+        }
+        if (__all_sync(0xffffffffu, all)) return kAll;
+        return __any_sync(0xffffffffu, any) ? kPart : kNothing;
+    }
+
+    __device__ __forceinline__ bool sees(int query, int key) const {
+        return visible[query / block_q * stride_q + key / block_k * stride_k];
+    }
+};
+
+// Scores of the columns that query does not see by the block mask become -inf; columns from `end` on have no blocks.
+template <int kTiles>
+__device__ __forceinline__ void mask_blocks(float (&s)[kTiles][4], int h, const BlockMask& mask, int query, int first, int end) {
+    #pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+        #pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (8 * j + e < end && !mask.sees(query, first + 8 * j + e)) s[j][2 * h + e] = minus_infinity();
         }
     }
 }

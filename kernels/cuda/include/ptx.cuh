@@ -14,6 +14,18 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// The same address, of which the compiler no longer knows that it is constant: else it would compute all addresses of a
+// tile before the loop and keep them in registers, instead of adding constants in the instructions that use them.
+__device__ __forceinline__ unsigned opaque(unsigned address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+template <typename T> __device__ __forceinline__ T* opaque(T* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
+
 // Four 8 x 8 matrices of 16-bit elements (8 x 4 of 32 bits): lane 8 j + r gives the address of row r of matrix j.
 __device__ __forceinline__ void ldmatrix4(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

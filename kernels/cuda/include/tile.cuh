@@ -10,7 +10,9 @@
 #pragma once
 #include "ptx.cuh"
 
-template <typename T, int kRows_, int kCols_> struct Tile {
+//
+// kPairs: for float accumulators, of which a row's quad writes two chunks at a time, 4 rows of them at once.
+template <typename T, int kRows_, int kCols_, bool kPairs = false> struct Tile {
     using Scalar = T;
     static constexpr int kRows = kRows_;
     static constexpr int kRowBytes = kCols_ * sizeof(T);
@@ -18,50 +20,75 @@ template <typename T, int kRows_, int kCols_> struct Tile {
     static constexpr int kChunks = kRowBytes / 16;
     static constexpr int kGroup = kRowBytes % 128 == 0 ? 8 : 4;  // chunks that change places with one another
     static constexpr int kBytes = kRows * kRowBytes;
-    static_assert(kRowBytes % 64 == 0 && kRows % 8 == 0, "no permutation for such rows");
+    static_assert(kRowBytes % (kPairs ? 128 : 64) == 0 && kRows % 8 == 0, "no permutation for such rows");
 
-    static __device__ __forceinline__ int key(int row) { return kGroup == 8 ? row & 7 : (row >> 1) & 3; }
+    static __device__ __forceinline__ int key(int row) {
+        if (kPairs) return (row & 3) * 2 + (row >> 2 & 1);
+        return kGroup == 8 ? row & 7 : row >> 1 & 3;
+    }
 
     static __device__ __forceinline__ unsigned at(unsigned tile, int row, int chunk) {
         return tile + row * kRowBytes + ((chunk ^ key(row)) << 4);
     }
 };
 
-// Where a lane finds 32 bytes (two chunks) of its row: in step i at base + (step ^ twist) + a constant. Rows 8 or 16
-// further down have the same key, so that few registers hold all addresses of a tile.
+// Where a lane finds 32 bytes (two chunks) of its row: in step i at (row, i * 32 ^ twist). Rows 8 or 16 further down have
+// the same key, so that 2 or 4 registers and constants make all addresses of a tile.
 template <typename TileT> struct LaneAddress {
     static constexpr int kSpan = TileT::kGroup * 16;  // bytes that change places with one another
-    int row;    // of chunk 0, were it not permuted
-    int twist;  // (chunk parity ^ key) * 16
+    unsigned step[kSpan / 32];
 
-    __device__ __forceinline__ LaneAddress(int lane_row, int lane_chunk)
-        : row(lane_row * TileT::kRowBytes), twist((lane_chunk ^ TileT::key(lane_row)) << 4) {}
+    __device__ __forceinline__ LaneAddress(unsigned tile, int row, int chunk) {
+        const int twist = (chunk ^ TileT::key(row)) << 4;
+        #pragma unroll
+        for (int i = 0; i < kSpan / 32; ++i) step[i] = ptx::opaque(tile + row * TileT::kRowBytes + (i * 32 ^ twist));
+    }
 
-    __device__ __forceinline__ unsigned at(unsigned tile, int i, int rows_down) const {
-        return tile + row + ((i * 32 % kSpan) ^ twist) + i * 32 / kSpan * kSpan + rows_down * TileT::kRowBytes;
+    __device__ __forceinline__ unsigned at(int i, int rows_down) const {
+        return step[i % (kSpan / 32)] + (i * 32 / kSpan * kSpan + rows_down * TileT::kRowBytes);
     }
 };
 
-// Copies rows [0, rows) and columns [0, cols) of a matrix, zeros elsewhere; cols is a multiple of a chunk. Threads
-// lie side by side along a row, for whole lines of global memory. row_at(r, inside) is the
-// address of row r; outside, of anything: it is not read.
-template <typename TileT, int kThreads, typename RowAt>
-__device__ __forceinline__ void copy_tile_async(unsigned tile, int rows, int cols, RowAt row_at) {
-    constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
+// Copies a tile, rows [0, rows) of it or kWhole, and columns [0, cols), a multiple of a chunk; zeros elsewhere. Threads
+// lie side by side along a row, for whole lines of global memory:
+//
+//     thread t has rows t / kAcross + kDown i and chunks t % kAcross + kAcross j
+//
+// row_at(row, i) is where in global memory the thread's row i, which is this row of the tile, has its column(). From
+// `rows` on it is not read and may be anywhere.
+template <typename TileT, int kThreads> struct Copy {
+    static constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
+    static constexpr int kMine = (TileT::kRows + kDown - 1) / kDown;
     static_assert(kDown % 8 == 0, "a thread's rows have one key");
-    const int row0 = threadIdx.x / kAcross, chunk0 = threadIdx.x % kAcross;
-    const unsigned to = TileT::at(tile, row0, chunk0);
-    #pragma unroll
-    for (int r = 0; r < (TileT::kRows + kDown - 1) / kDown; ++r) {
-        const int row = row0 + r * kDown;
-        if (TileT::kRows % kDown != 0 && row >= TileT::kRows) break;
-        const bool inside = row < rows;
-        const auto* from = row_at(row, inside) + chunk0 * TileT::kChunk;
-        #pragma unroll
-        for (int c = 0; c < TileT::kChunks / kAcross; ++c) {
-            const bool column = (chunk0 + c * kAcross) * TileT::kChunk < cols;
-            ptx::cp_async16(to + r * kDown * TileT::kRowBytes + c * kAcross * 16, from + c * kAcross * TileT::kChunk,
-                               inside && column ? 16 : 0);
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / kAcross; }
+    static __device__ __forceinline__ int column() { return threadIdx.x % kAcross * TileT::kChunk; }
+
+    // Flips the signs of what this thread has copied, when it has arrived.
+    static __device__ __forceinline__ void negate(unsigned char* tile) {
+        const unsigned sign = TileT::kChunk == 8 ? 0x80008000u : 0x80000000u;
+        for (int i = 0; i < kMine && row() + i * kDown < TileT::kRows; ++i) {
+            for (int j = 0; j < TileT::kChunks; j += kAcross) {
+                uint4& x = *reinterpret_cast<uint4*>(tile + TileT::at(0, row() + i * kDown, threadIdx.x % kAcross + j));
+                x.x ^= sign, x.y ^= sign, x.z ^= sign, x.w ^= sign;
+            }
         }
     }
-}
+
+    template <bool kWhole, typename RowAt>
+    static __device__ __forceinline__ void start(unsigned tile, int rows, int cols, RowAt row_at) {
+        const unsigned to = ptx::opaque(TileT::at(tile, row(), threadIdx.x % kAcross));
+        #pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const int at = row() + i * kDown;
+            if (TileT::kRows % kDown != 0 && at >= TileT::kRows) break;
+            const auto* from = row_at(at, i);
+            #pragma unroll
+            for (int j = 0; j < TileT::kChunks / kAcross; ++j) {
+                const bool inside = column() + j * kAcross * TileT::kChunk < cols && (kWhole || at < rows);
+                ptx::cp_async16(to + i * kDown * TileT::kRowBytes + j * kAcross * 16, from + j * kAcross * TileT::kChunk,
+                                inside ? 16 : 0);
+            }
+        }
+    }
+};
