@@ -174,6 +174,10 @@ CASES = {
         program({0: (WRITE, 0)}, WARP_BARRIER, {1: (ATOMIC, 0)}, {40: (ATOMIC, 0)}),
         (40, ATOMIC, (0, WRITE)),
     ),
+    "a write after both names the atomic": (
+        program({2: (WRITE, 0)}, WARP_BARRIER, {1: (ATOMIC, 0)}, {0: (WRITE, 0)}),
+        (0, WRITE, (1, ATOMIC)),
+    ),
     "the last of several atomics does not hide the others": (
         program({0: (ATOMIC, 0), 40: (ATOMIC, 0)}, {40: (READ, 0)}),
         (40, READ, (0, ATOMIC)),

@@ -144,8 +144,8 @@ class Sanitizer:
             copy = other(int(s[shadow.PENDING]) - 1, int(s[shadow.PENDING_PC]), "the copy was issued")
             what = f"{what}, where an asynchronous copy is still on its way; {copy}"
             return m.fault("asynchronous copy not waited for", access.pc, lane, what)
-        first, did = (shadow.W_FLAGS, "written") if kind == shadow.RACE_WRITE else (shadow.R_FLAGS, "read")
-        last = other(*_rival(s[first : first + 7], lane % m.padded), did)
+        wrote = kind == shadow.RACE_WRITE
+        last = other(*_rival(s, wrote, lane % m.padded, access.atomic), "written" if wrote else "read")
         return m.fault("shared-memory race", access.pc, lane, f"{what}, with no barrier since it was {last}")
 
     # -- order ------------------------------------------------------------------------------------
@@ -220,12 +220,15 @@ def _granule(program: Program) -> int:
     return smallest
 
 
-def _rival(state: Array, thread: int) -> tuple[int, int]:
-    """(thread, pc) of the access that races with one of ``thread``, of the columns of writes or reads."""
-    flags, _, kept, _, pc, other, other_pc = (int(v) for v in state)
-    known = [(kept, pc), (other, other_pc)] if flags & ~(shadow.WRITTEN | shadow.ATOMIC) else [(kept, pc)]
-    if flags & shadow.PLAIN_BEFORE:
-        known.reverse()
+def _rival(state: Array, of_write: bool, thread: int, atomic: bool) -> tuple[int, int]:
+    """(thread, pc) of the access in a row of the state that races with one of ``thread``."""
+    first = shadow.W_FLAGS if of_write else shadow.R_FLAGS
+    flags, _, kept, _, pc, other = (int(v) for v in state[first : first + 6])
+    if atomic and flags & shadow.ATOMIC:  # not with the atomics, but with what was there before them
+        return shadow.unpacked(int(state[shadow.W_PLAIN]))
+    known = [(kept, pc)]
+    if flags & (shadow.MULTI_LANE | shadow.MULTI_WARP):
+        known.append(shadow.unpacked(other))
     return min(known, key=lambda k: (k[0] // 32 == thread // 32, k[0] == thread))
 
 

@@ -17,13 +17,14 @@ from gpu_ops.emulator.compiled import loop, peek, poke
 
 __all__ = [
     "COLUMNS", "PENDING_READ", "PENDING_WRITE", "RACE_READ", "RACE_WRITE", "UNINITIALISED", "check_global",
-    "check_local", "check_shared", "finish_copies",
+    "check_local", "check_shared", "finish_copies", "unpacked",
 ]  # fmt: skip
 
 # Columns of a granule's row: the last write, the last read, an asynchronous copy on its way here.
-W_FLAGS, W_EPOCH, W_THREAD, W_WARP_EPOCH, W_PC, W_OTHER, W_OTHER_PC = range(7)
-R_FLAGS, R_EPOCH, R_THREAD, R_WARP_EPOCH, R_PC, R_OTHER, R_OTHER_PC = range(7, 14)
-PENDING, PENDING_PC = 14, 15  # PENDING: the thread + 1
+W_FLAGS, W_EPOCH, W_THREAD, W_WARP_EPOCH, W_PC, W_OTHER, W_PLAIN = range(7)
+R_FLAGS, R_EPOCH, R_THREAD, R_WARP_EPOCH, R_PC, R_OTHER = range(7, 13)
+PENDING, PENDING_PC = 13, 14  # PENDING: the thread + 1
+_THREAD_BITS = 10  # W_OTHER, W_PLAIN and R_OTHER hold a thread and a pc above it: see `unpacked`
 COLUMNS = 16  # a cache line of int32
 
 MULTI_LANE, MULTI_WARP = 1, 2  # there are more than the one kept: lanes of its warp epoch, other warps
@@ -37,6 +38,11 @@ _FILL = 0x0101010101010101
 _WRITE_BITS = 1 * _FILL  # outside
 _CLEARED = 2 * _FILL  # unwritten
 _STORED = 8 * _FILL  # by this launch
+
+
+def unpacked(packed: int) -> tuple[int, int]:
+    """(thread, pc) of a column that holds both."""
+    return packed & (1 << _THREAD_BITS) - 1, packed >> _THREAD_BITS
 
 
 @loop("UniTuple(int64,3)(int64[::1], int32[::1], int64[:,::1], int64, int64, boolean, boolean)")
@@ -133,18 +139,18 @@ def check_shared(  # type: ignore[no-untyped-def]
                     s[W_EPOCH], s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = epoch, thread, warp_epoch, pc
                 elif s[W_FLAGS] & ATOMIC == 0:  # by this warp: conflicts with more than the atomic does
                     if s[W_WARP_EPOCH] < warp_epoch:
-                        s[W_OTHER], s[W_OTHER_PC] = s[W_THREAD], s[W_PC]
+                        s[W_PLAIN] = s[W_PC] << _THREAD_BITS | s[W_THREAD]
                         s[W_FLAGS] = WRITTEN | ATOMIC | PLAIN_BEFORE
                         s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = thread, warp_epoch, pc
                 elif not same_warp:
                     s[W_FLAGS] |= MULTI_WARP
-                    s[W_OTHER], s[W_OTHER_PC] = thread, pc
+                    s[W_OTHER] = pc << _THREAD_BITS | thread
                 elif s[W_WARP_EPOCH] < warp_epoch:
                     s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = thread, warp_epoch, pc
                     s[W_FLAGS] &= ~MULTI_LANE
                 elif s[W_THREAD] != thread:
-                    if s[W_FLAGS] & (MULTI_WARP | PLAIN_BEFORE) == 0:
-                        s[W_OTHER], s[W_OTHER_PC] = thread, pc
+                    if s[W_FLAGS] & MULTI_WARP == 0:
+                        s[W_OTHER] = pc << _THREAD_BITS | thread
                     s[W_FLAGS] |= MULTI_LANE
             if reads and not atomic:
                 if s[R_EPOCH] != epoch:
@@ -152,13 +158,13 @@ def check_shared(  # type: ignore[no-untyped-def]
                     s[R_THREAD], s[R_WARP_EPOCH], s[R_PC] = thread, warp_epoch, pc
                 elif s[R_THREAD] // 32 != thread // 32:
                     s[R_FLAGS] |= MULTI_WARP
-                    s[R_OTHER], s[R_OTHER_PC] = thread, pc
+                    s[R_OTHER] = pc << _THREAD_BITS | thread
                 elif s[R_WARP_EPOCH] < warp_epoch:
                     s[R_THREAD], s[R_WARP_EPOCH], s[R_PC] = thread, warp_epoch, pc
                     s[R_FLAGS] &= ~MULTI_LANE
                 elif s[R_THREAD] != thread:
                     if s[R_FLAGS] & MULTI_WARP == 0:
-                        s[R_OTHER], s[R_OTHER_PC] = thread, pc
+                        s[R_OTHER] = pc << _THREAD_BITS | thread
                     s[R_FLAGS] |= MULTI_LANE
     return 0, 0, 0
 
