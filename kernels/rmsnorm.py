@@ -111,7 +111,7 @@ def select_config(
     if which == "forward" and shared + _SCRATCH <= smem_per_block_optin:
         # As many threads as 56 registers each allow, in as many blocks as their rows fit, at most three.
         blocks = min(3, smem_per_sm // (shared + _SCRATCH + _RESERVED))
-        threads = {1: 1024, 2: 512, 3: 384}[blocks]
+        threads = {1: 1024, 2: 576, 3: 384}[blocks]
         grid = _grid(which, rows, 1, _MAX_GRID)
         return RowConfig("Shared", vec, access, 0, threads, 1, grid, shared)
 
