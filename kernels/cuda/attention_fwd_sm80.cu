@@ -112,6 +112,24 @@ template <typename T> __device__ __forceinline__ float widened(T x) {
     return value[0];
 }
 
+template <typename T> __device__ __forceinline__ T narrowed(float x) {
+    if constexpr (sizeof(T) == 4) {
+        return x;
+    } else {
+        const float pair[2] = {x, 0.0f};
+        return {static_cast<unsigned short>(Packed<T>::narrow(pair))};
+    }
+}
+
+// A word without the numbers that are not finite.
+__device__ __forceinline__ unsigned only_finite(unsigned word) {
+    float value[2];
+    Packed<scalar>::widen(word, value);
+    #pragma unroll
+    for (int i = 0; i < Packed<scalar>::kPerWord; ++i) value[i] = fabsf(value[i]) < -minus_infinity() ? value[i] : 0.0f;
+    return Packed<scalar>::narrow(value);
+}
+
 template <typename T> __device__ __forceinline__ void store_pair(unsigned char* to, const float (&pair)[2]) {
     if constexpr (sizeof(T) == 4) *reinterpret_cast<float2*>(to) = make_float2(pair[0], pair[1]);
     else *reinterpret_cast<unsigned*>(to) = Packed<T>::narrow(pair);
@@ -143,7 +161,7 @@ struct Forward {
     unsigned k_now, k_next;
     int query[PACK_GQA ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
-    bool careful = false;
+    bool careful = false;          // V has numbers that are not finite: they are left out, and added later
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
     float acc_o[kSlabs][kTilesO][4];
     OnlineSoftmax<kSlabs> softmax;
@@ -194,12 +212,17 @@ struct Forward {
         }
     }
 
+    __device__ __forceinline__ float bias_at(int row, int query, int key) const {
+        if constexpr (kBias == Bias::kNone) return 0.0f;
+        const int64 at = work.head_of(row) * shape.bias[1] + query * shape.bias[2] + key * shape.bias[3];
+        if constexpr (kBias == Bias::kFloat) return reinterpret_cast<const float*>(bias)[at];
+        else return widened(reinterpret_cast<const scalar*>(bias)[at]);
+    }
+
     // Softcap, ALiBi and bias: scores in units of log2. `first` is the key of this lane's first column.
     __device__ __forceinline__ void shape_row(float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
         const float along = static_cast<float>(diagonal(r) - first);
-        int64 bias_row = 0;
-        if constexpr (kBias != Bias::kNone) bias_row = work.head_of(row(r)) * shape.bias[1] + query_of(r) * shape.bias[2];
         #pragma unroll
         for (int j = 0; j < kTilesS; ++j) {
             #pragma unroll
@@ -210,12 +233,9 @@ struct Forward {
                 else x *= shape.scale_log2;
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {
-                    float b = minus_infinity();  // where nothing is seen nothing is read
-                    if (column < end && row(r) < work.rows) {
-                        const int64 at = bias_row + (first + column) * shape.bias[3];
-                        if constexpr (kBias == Bias::kFloat) b = reinterpret_cast<const float*>(bias)[at];
-                        else b = widened(reinterpret_cast<const scalar*>(bias)[at]);
-                    }
+                    // What nobody sees is not read.
+                    const float b = column < end && row(r) < work.rows ? bias_at(row(r), query_of(r), first + column)
+                                                                       : minus_infinity();
                     x = b == minus_infinity() ? b : fmaf(b, kLog2e, x);
                 }
             }
@@ -228,7 +248,7 @@ struct Forward {
     //
     // 8 keys of float make a step. There A wants keys t and t + 4 where the accumulator has 2t and 2t + 1: the rows of V
     // are taken in that order.
-    template <bool kCareful> __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
+    __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
         constexpr bool kHalf = sizeof(scalar) == 2;
         constexpr int kKeys = kHalf ? 16 : 8;
         const int row0 = warp_n * kWarpN + (kHalf ? lane % 16 : lane % 4 * 2);
@@ -258,11 +278,7 @@ struct Forward {
                 for (int slab = 0; slab < kSlabs; ++slab) {
                     #pragma unroll
                     for (int tile = 0; tile < (kHalf ? 2 : 1); ++tile) {
-                        if constexpr (kCareful) {
-                            multiply_seen<scalar>(acc_o[slab][j + tile], a[slab], b[2 * tile], b[2 * tile + 1]);
-                        } else {
-                            multiply<scalar>(acc_o[slab][j + tile], a[slab], b[2 * tile], b[2 * tile + 1]);
-                        }
+                        multiply<scalar>(acc_o[slab][j + tile], a[slab], b[2 * tile], b[2 * tile + 1]);
                     }
                 }
             }
@@ -298,9 +314,9 @@ struct Forward {
         softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
+        if (kHides && careful) Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite);
         __syncthreads();  // V is here
-        if (kMasked && careful) add_values<true>(s);
-        else add_values<false>(s);
+        add_values(s);
         const unsigned swap = k_now;
         k_now = k_next, k_next = swap;
     }
@@ -321,7 +337,10 @@ struct Forward {
     // Q, which is on the way, when all that has come since, the first K, may still be.
     __device__ __forceinline__ void receive_q() {
         if (kQInRegisters || shape.negate) ptx::cp_async_wait<1>();
-        if (shape.negate) Copy<TileQ, kThreads>::negate(dynamic_shared + kOffsetQ);
+        if (shape.negate) {
+            const unsigned signs = sizeof(scalar) == 2 ? 0x80008000u : 0x80000000u;
+            Copy<TileQ, kThreads>::each_word(dynamic_shared + kOffsetQ, [=](unsigned word) { return word ^ signs; });
+        }
         if constexpr (kQInRegisters) {
             __syncthreads();
             const LaneAddress<TileQ> rows = q_address();
@@ -340,11 +359,51 @@ struct Forward {
         if (n >= 0) k.template load<false>(k_now, n, work.seqlen_k, shape.head_dim);
         ptx::cp_async_commit();
         if (!careful) receive_q();
-        for (int next; n >= 0; n = next, partly = next_partly) {
-            next = find(n - 1, begin, next_partly);
-            // Two bodies: tiles that are seen whole are most of them and compare nothing.
-            if (kBias != Bias::kNone || partly || n >= all_end || n < all_begin) step<true>(n, next, partly);
-            else step<false>(n, next, false);
+        // Two loops, so that tiles that are seen whole, most of them, compare nothing. Masked ones come first, and with a
+        // window last; with a block mask the two take turns.
+        const auto masked = [&] {
+            return kBias != Bias::kNone || partly || n >= all_end || (kMask == Mask::kLocal && n < all_begin);
+        };
+        do {
+            for (int next; n >= 0 && masked(); n = next, partly = next_partly) {
+                next = find(n - 1, begin, next_partly);
+                step<true>(n, next, partly);
+            }
+            if constexpr (kBias != Bias::kNone) break;
+            for (int next; n >= 0 && !masked(); n = next, partly = next_partly) {
+                next = find(n - 1, begin, next_partly);
+                step<false>(n, next, false);
+            }
+        } while ((kMask == Mask::kLocal || BLOCK_MASK) && n >= 0);
+    }
+
+    // Whether a row sees a key: what the masks do tile by tile, for one pair.
+    __device__ __forceinline__ bool sees(int row, int key) const {
+        const int query = work.query(row), diagonal = query + work.shift();
+        bool visible = true;
+        if (kMask != Mask::kNone) visible = key <= diagonal + shape.window_right;
+        if (kMask == Mask::kLocal) visible = visible && key >= diagonal - shape.window_left;
+        if (BLOCK_MASK) visible = visible && block_mask.sees(query, key);
+        return visible && bias_at(row, query, key) != minus_infinity();
+    }
+
+    // Adds to O, staged in shared memory, the numbers of V that are not finite, where they are seen: 0 * inf is NaN, so
+    // the product would bring them to every row. A column of a thread; slow, and rare.
+    __device__ __forceinline__ void add_special(unsigned char* tile, int first_key, int last_key) const {
+        #pragma unroll 1
+        for (int column = threadIdx.x; column < work.columns; column += kThreads) {
+            #pragma unroll 1
+            for (int key = first_key; key < last_key; ++key) {
+                const float x = widened(v.at(key, column));
+                if (fabsf(x) < -minus_infinity()) continue;
+                #pragma unroll 1
+                for (int row = 0; row < BLOCK_M && work.row0 + row < work.rows; ++row) {
+                    if (!sees(work.row0 + row, key)) continue;
+                    const int byte = column * sizeof(staged);
+                    staged& o = *reinterpret_cast<staged*>(tile + TileO::at(0, row, byte / 16) + byte % 16);
+                    o = narrowed<staged>(widened(o) + x);
+                }
+            }
         }
     }
 
@@ -437,7 +496,7 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         end = min(end, begin + share);
     }
 
-    // From right to left. Where something in V is not finite, again: rows that do not see it are not to have it.
+    // From right to left. Where something in V is not finite, once more without it: rows may not see it.
     f.start();
     if (begin < end) {
         typedef Copy<TileQ, kThreads> LoadQ;
@@ -493,6 +552,11 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         __syncthreads();
     } else {
         __syncwarp();  // a warp stores the rows it has
+    }
+    if (kHides && f.careful) {
+        __syncthreads();
+        f.add_special(tile, begin * BLOCK_N, min(end * BLOCK_N, work.seqlen_k));
+        __syncthreads();
     }
 
     // Whole chunks of rows leave.

@@ -30,6 +30,13 @@ public:
         }
     }
 
+    // One number: slow.
+    __device__ __forceinline__ Scalar at(int key, int col) const {
+        const int page = kPaged ? key / page_size_ : 0;
+        const int64 first = kPaged ? pages_[page] * stride_.batch : 0;
+        return column_[first + (key - page * static_cast<int>(page_size_)) * stride_.row + col - Loader::column()];
+    }
+
 private:
     const Scalar* column_;  // the thread's, of row 0
     RowStrides stride_;     // batch: from page to page

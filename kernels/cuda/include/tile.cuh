@@ -64,14 +64,15 @@ template <typename TileT, int kThreads> struct Copy {
     static __device__ __forceinline__ int row() { return threadIdx.x / kAcross; }
     static __device__ __forceinline__ int column() { return threadIdx.x % kAcross * TileT::kChunk; }
 
-    // Flips the signs of what this thread has copied, when it has arrived.
-    static __device__ __forceinline__ void negate(unsigned char* tile) {
-        const unsigned sign = TileT::kChunk == 8 ? 0x80008000u : 0x80000000u;
-        for (int i = 0; i < kMine && row() + i * kDown < TileT::kRows; ++i) {
-            for (int j = 0; j < TileT::kChunks; j += kAcross) {
-                uint4& x = *reinterpret_cast<uint4*>(tile + TileT::at(0, row() + i * kDown, threadIdx.x % kAcross + j));
-                x.x ^= sign, x.y ^= sign, x.z ^= sign, x.w ^= sign;
-            }
+    // Applies rule to the words that this thread has copied, when they have arrived: for rare cases, and small.
+    template <typename Rule> static __device__ __forceinline__ void each_word(unsigned char* tile, Rule rule) {
+        #pragma unroll 1
+        for (int i = 0; i < kMine * (TileT::kChunks / kAcross); ++i) {
+            const int at = row() + i / (TileT::kChunks / kAcross) * kDown;
+            if (at >= TileT::kRows) break;
+            const int chunk = threadIdx.x % kAcross + i % (TileT::kChunks / kAcross) * kAcross;
+            uint4& x = *reinterpret_cast<uint4*>(tile + TileT::at(0, at, chunk));
+            x.x = rule(x.x), x.y = rule(x.y), x.z = rule(x.z), x.w = rule(x.w);
         }
     }
 
