@@ -8,7 +8,7 @@ import pytest
 from emulator_forms import edges
 
 from gpu_ops.emulator.instructions import Unknown
-from gpu_ops.emulator.instructions.atomic import combine, in_order, serialise
+from gpu_ops.emulator.instructions.atomic import combine, in_order
 from gpu_ops.emulator.types import BITS, DTYPE
 
 HALF = {"f16": np.float16, "f16x2": np.float16, "bf16": ml_dtypes.bfloat16, "bf16x2": ml_dtypes.bfloat16}
@@ -188,22 +188,6 @@ def test_many_lanes_on_one_counter(rng):
     for value in values:
         total += value
     assert new[0] == total
-
-
-def test_rounds(rng):
-    for addresses in address_patterns(rng, 300):
-        addresses.flags.writeable = False
-        rounds = serialise(addresses)
-        np.testing.assert_array_equal(np.sort(np.concatenate(rounds)), np.arange(len(addresses)))
-        turns = {}
-        for turn, lanes in enumerate(rounds):
-            assert (np.diff(lanes) > 0).all()
-            assert len(np.unique(addresses[lanes])) == len(lanes)
-            for lane in lanes:
-                turns.setdefault(int(addresses[lane]), []).append((turn, int(lane)))
-        for of_address in turns.values():
-            assert [turn for turn, _ in of_address] == list(range(len(of_address)))
-            assert [lane for _, lane in of_address] == sorted(lane for _, lane in of_address)
 
 
 @pytest.mark.parametrize(

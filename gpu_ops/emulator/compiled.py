@@ -8,50 +8,21 @@ shadow bytes or 0. ``windows``: see :class:`~gpu_ops.emulator.memory.Memory`.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.jit import DiskCache
+from gpu_ops.emulator.ahead import loop
 
-__all__ = ["MISALIGNED", "OUT_OF_BOUNDS", "copy", "gather", "loop", "peek", "poke", "resolve", "scatter"]
+__all__ = ["MISALIGNED", "OUT_OF_BOUNDS", "copy", "gather", "peek", "poke", "resolve", "scatter"]
 
 OUT_OF_BOUNDS, MISALIGNED = 1, 2
 
 # Columns of the windows array: shared (host, limit, bytes per block, threads per block), local (host, limit, stride)
 SHARED_LO, LOCAL_LO = 0x400, 0x100  # as in program.py
 SHARED_WINDOW, LOCAL_WINDOW, WINDOW_BYTES = 1 << 56, 1 << 57, 1 << 32
-
-
-class loop:
-    """A function compiled ahead for the given signatures, kept on disk under a hash of its source file."""
-
-    def __init__(self, *signatures: str) -> None:
-        self.signatures = signatures
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @cache
-        def compiled() -> Any:
-            dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
-            for i, signature in enumerate(self.signatures):
-                source = Path(function.__code__.co_filename).read_bytes() + Path(__file__).read_bytes()
-                digest = hashlib.sha256(source).hexdigest()[:12]
-                dispatcher._cache = DiskCache(f"emulator-{function.__name__}-{i}-{digest}")
-                dispatcher.compile(signature)
-            dispatcher.disable_compile()
-            return dispatcher
-
-        def call(*arguments: Any) -> Any:
-            return compiled()(*arguments)
-
-        return call
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from numba.core import types
 
-from gpu_ops.emulator.compiled import loop, peek, poke
+from gpu_ops.emulator.ahead import loop
+from gpu_ops.emulator.compiled import peek, poke
 
 __all__ = [
     "COLUMNS", "PENDING_READ", "PENDING_WRITE", "RACE_READ", "RACE_WRITE", "UNINITIALISED", "check_global",

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.emulator.compiled import loop, peek, poke
+from gpu_ops.emulator.ahead import loop
+from gpu_ops.emulator.compiled import peek, poke
 
 __all__ = [
     "BYTES", "GLOBAL_COLUMNS", "IDEAL", "LANES", "PHASES", "READ", "REQUESTS", "SECTOR", "SECTORS", "SHARED_COLUMNS",

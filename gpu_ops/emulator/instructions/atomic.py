@@ -1,8 +1,7 @@
 """What atom and red do to a value in memory, and what each lane finds when several hit one address.
 
 Such lanes take turns in lane order (silicon promises no order). :func:`combine` is the operation on
-values; :func:`serialise` splits lanes into rounds in which no address occurs twice; :func:`in_order`
-evaluates all turns at once and stays fast with thousands of lanes on one address.
+values; :func:`in_order` evaluates all turns at once and stays fast with thousands of lanes on one address.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from gpu_ops.emulator.instructions import unknown
 from gpu_ops.emulator.types import DTYPE, Array
 
-__all__ = ["combine", "in_order", "serialise"]
+__all__ = ["combine", "in_order"]
 
 _HALF: dict[str, Any] = {
     "f16": np.float16,
@@ -113,20 +112,6 @@ def _by_address(addresses: Array) -> tuple[Array, Array, Array] | None:
     if len(starts) == len(addresses):
         return None
     return order, starts, np.diff(starts, append=len(addresses))
-
-
-def serialise(addresses: Array) -> list[Array]:
-    """Lane indices of each round: the first lane of each address, then the second, ...; each ascending."""
-    lanes = np.arange(len(addresses))
-    groups = _by_address(addresses)
-    if groups is None:
-        return [lanes]
-    order, starts, counts = groups
-    turn = np.empty_like(lanes)
-    turn[order] = lanes - np.repeat(starts, counts)
-    by_turn = turn.argsort(kind="stable")
-    ends = np.bincount(turn).cumsum()
-    return [by_turn[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 # The functions below take lanes sorted by address: `begin`, the value of each address; `starts` and `counts`

@@ -12,47 +12,17 @@ sums", IEEE Transactions on Computers 57(4), 2008).
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numba.extending import intrinsic
 
-from gpu_ops.emulator.types import Array
-from gpu_ops.kernels.numba_cpu.jit import DiskCache
+from gpu_ops.emulator.ahead import ufunc
 
 __all__ = ["MODE", "fma", "fma32"]
 
 MODE = {name: np.uint8(number) for number, name in enumerate(("odd", "rz", "rm", "rp"))}
 _ODD, _DOWN, _UP = 0, 2, 3
-
-
-class _ufunc:
-    """A NumPy ufunc compiled for the given signatures at its first call, kept on disk."""
-
-    def __init__(self, *signatures: str) -> None:
-        self.signatures = signatures
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Array]:
-        @cache
-        def compiled() -> Any:
-            ufunc = numba.vectorize(function)
-            digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-            for i, signature in enumerate(self.signatures):
-                ufunc._dispatcher.cache = DiskCache(f"emulator-{function.__name__}-{i}-{digest}")
-                ufunc.add(signature)
-            ufunc.disable_compile()
-            return ufunc
-
-        def call(*operands: Any) -> Array:
-            result: Array = compiled()(*operands)
-            return result
-
-        return call
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -63,13 +33,13 @@ def _llvm_fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return a(a, b, c), codegen
 
 
-@_ufunc("float32(float32, float32, float32)", "float64(float64, float64, float64)")
+@ufunc("float32(float32, float32, float32)", "float64(float64, float64, float64)")
 def fma(a, b, c):  # type: ignore[no-untyped-def]
     """``a * b + c`` to nearest even, of float32 or float64."""
     return _llvm_fma(a, b, c)
 
 
-@_ufunc("float32(float32, float32, float32, uint8)")
+@ufunc("float32(float32, float32, float32, uint8)")
 def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
     """``a * b + c`` of float32, rounded as ``MODE`` says."""
     product = np.float64(a) * np.float64(b)
