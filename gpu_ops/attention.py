@@ -16,7 +16,7 @@ __all__ = ["attention", "attention_backward"]
 LAYOUTS = ("bshd", "bhsd")
 
 
-@op
+@op(cuda=True)
 def attention(
     q: Any,
     k: Any,
@@ -105,24 +105,22 @@ def attention(
     return_lse = checks.flag(name, "return_lse", return_lse)
     shape = _out_shape(problem, layout)
     out_ = arrays.write("out", out, shape, problem.q.dtype)
-    choice = choose(name, device, backend)
+    given = None if out_ is None else swap(out_, layout)
+    choice = choose(name, device, backend, arrays, cannot=attention_launch.cannot(problem, given))
 
-    def run() -> Any:
-        result = arrays.new(shape, problem.q.dtype) if out_ is None else out_
-        if choice.backend == "reference":
-            from gpu_ops.reference import attention as reference
+    def by_reference() -> Any:
+        from gpu_ops.reference import attention as reference
 
-            result[...], lse = reference.attention(
-                swap(problem.q, layout), swap(problem.k, layout), swap(problem.v, layout),
-                **problem.options.given(dense=True), layout=layout, return_lse=True,
-            )  # fmt: skip
-        else:
-            lse = arrays.new((problem.batch, problem.nheads, problem.seqlen_q), lse_dtype(problem))
-            attention_launch.forward(problem, swap(result, layout), lse)
-        returned = arrays.give(result) if out is None else out
-        return (returned, arrays.give(lse)) if return_lse else returned
+        return reference.attention(
+            swap(problem.q, layout), swap(problem.k, layout), swap(problem.v, layout),
+            **problem.options.given(dense=True), layout=layout, return_lse=True,
+        )  # fmt: skip
 
-    return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
+    return attention_launch.plan(
+        arrays, problem, choice, by_reference,
+        shape=shape, lse_shape=(problem.batch, problem.nheads, problem.seqlen_q),
+        as_bshd=lambda x: swap(x, layout), out=out, view=out_, return_lse=return_lse,
+    )  # fmt: skip
 
 
 @op
@@ -202,7 +200,7 @@ def attention_backward(
     for label, x in (("dout", dout_), ("out", out_)):
         checks.exactly(name, label, x, _out_shape(problem, layout), problem.q.dtype)
     statistics = (problem.batch, problem.nheads, problem.seqlen_q)
-    checks.exactly(name, "lse", lse_, statistics, lse_dtype(problem))
+    checks.exactly(name, "lse", lse_, statistics, problem.lse_dtype)
     checks.flag(name, "deterministic", deterministic)
     return_extra = checks.flag(name, "return_extra", return_extra)
     inputs = [swap(x, layout) for x in (problem.q, problem.k, problem.v)]
@@ -229,16 +227,7 @@ def attention_backward(
         results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
-    return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
-
-
-def lse_dtype(problem: Problem) -> np.dtype[Any]:
-    return np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
-
-
-def describe(choice: Any, problem: Problem) -> str:
-    """The config line of a plan."""
-    return "NumPy, float64" if choice.backend == "reference" else str(attention_launch.config(problem))
+    return Plan(name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run)
 
 
 def write_grads(arrays: Arrays, grads: Any, inputs: list[Array]) -> list[Array]:
@@ -278,8 +267,6 @@ def _problem(op: str, arrays: Arrays, q: Any, k: Any, v: Any, layout: str, **giv
     axes.bind("v", v_, f"batch {keys} head_dim_v")
     expect(op, axes)
     dtype = checks.float_dtype(op, q=q_, k=k_, v=v_)
-    sequences = np.zeros((axes["batch"], 4), np.int64)
-    sequences[:, 1], sequences[:, 3] = axes["seqlen_q"], axes["seqlen_k"]
     return Problem(
         q=swap(q_, layout),
         k=swap(k_, layout),
@@ -289,7 +276,6 @@ def _problem(op: str, arrays: Arrays, q: Any, k: Any, v: Any, layout: str, **giv
         batch=axes["batch"],
         seqlen_q=axes["seqlen_q"],
         seqlen_k=axes["seqlen_k"],
-        sequences=sequences,
     )
 
 

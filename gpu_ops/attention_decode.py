@@ -8,7 +8,6 @@ import numpy as np
 
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.attention import lse_dtype
 from gpu_ops.attention_problem import INT32, Problem, expect, options
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError
@@ -16,7 +15,7 @@ from gpu_ops.errors import OptionError
 __all__ = ["attention_decode"]
 
 
-@op
+@op(cuda=True)
 def attention_decode(
     q: Any,
     k_cache: Any,
@@ -84,31 +83,21 @@ def attention_decode(
     return_lse = checks.flag(name, "return_lse", return_lse)
     shape = (problem.batch, problem.seqlen_q, problem.nheads, problem.v.shape[3])
     out_ = arrays.write("out", out, shape, problem.q.dtype)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=attention_launch.cannot(problem, out_))
 
-    def run() -> Any:
-        result = arrays.new(shape, problem.q.dtype) if out_ is None else out_
-        if choice.backend == "reference":
-            from gpu_ops.reference import attention as reference
+    def by_reference() -> Any:
+        from gpu_ops.reference import attention as reference
 
-            result[...], lse = reference.attention_decode(
-                problem.q, problem.k, problem.v, seqused_k=problem.sequences[:, 3],
-                block_table=problem.block_table, **problem.options.given(dense=False), return_lse=True,
-            )  # fmt: skip
-        else:
-            lse = arrays.new((problem.batch, problem.nheads, problem.seqlen_q), lse_dtype(problem))
-            attention_launch.forward(problem, result, lse, num_splits)
-        returned = arrays.give(result) if out is None else out
-        return (returned, arrays.give(lse)) if return_lse else returned
+        return reference.attention_decode(
+            problem.q, problem.k, problem.v, seqused_k=problem.sequences[:, 3],
+            block_table=problem.block_table, **problem.options.given(dense=False), return_lse=True,
+        )  # fmt: skip
 
-    def config() -> str:
-        return (
-            "NumPy, float64"
-            if choice.backend == "reference"
-            else str(attention_launch.config(problem, num_splits))
-        )
-
-    return Plan(name, choice, problem.__str__, config, run)
+    return attention_launch.plan(
+        arrays, problem, choice, by_reference,
+        shape=shape, lse_shape=(problem.batch, problem.nheads, problem.seqlen_q), as_bshd=lambda x: x,
+        out=out, view=out_, return_lse=return_lse, num_splits=num_splits,
+    )  # fmt: skip
 
 
 def _problem(
@@ -139,15 +128,12 @@ def _problem(
         axes.bind("block_table", table, "batch max_pages")
         checks.exactly(op, "block_table", table, table.shape, INT32)
         capacity = axes["max_pages"] * axes["page_size"]
-    if ((used < 0) | (used > capacity)).any():
-        raise OptionError(
-            f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; "
-            f"got {np.array2string(used, threshold=8)}"
-        )
-    if table is not None:
-        _pages_exist(op, table, used, axes["page_size"], axes["num_pages"])
-    sequences = np.zeros((axes["batch"], 4), np.int64)
-    sequences[:, 1], sequences[:, 3] = axes["seqlen_q"], used
+    longest = capacity  # a bound: what lies on a GPU is taken on trust, since looking would wait for it
+    if not arrays.on_cuda:
+        longest = int(used.max(initial=0))
+        _check_used(op, used, capacity)
+        if table is not None:
+            _pages_exist(op, table, used, axes["page_size"], axes["num_pages"])
     return Problem(
         q=q_,
         k=k_,
@@ -156,10 +142,18 @@ def _problem(
         dtype=dtype,
         batch=axes["batch"],
         seqlen_q=axes["seqlen_q"],
-        seqlen_k=int(used.max(initial=0)),
-        sequences=sequences,
+        seqlen_k=longest,
+        seqused_k=used,
         block_table=table,
     )
+
+
+def _check_used(op: str, used: Array, capacity: int) -> None:
+    if ((used < 0) | (used > capacity)).any():
+        raise OptionError(
+            f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; "
+            f"got {np.array2string(used, threshold=8)}"
+        )
 
 
 def _pages_exist(op: str, table: Array, used: Array, page_size: int, num_pages: int) -> None:

@@ -1,18 +1,76 @@
-"""From a checked attention problem to the CPU kernels' arguments, and to the reference's."""
+"""From a checked attention problem to the kernels' arguments, on the CPU and on GPUs; the plan of a forward call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.arrays import Array
+from gpu_ops.arrays import Array, Arrays
 from gpu_ops.attention_problem import Problem
+from gpu_ops.devices import Device
+from gpu_ops.dispatch import Choice, Plan
 
-__all__ = ["backward", "config", "forward"]
+__all__ = ["backward", "cannot", "describe", "plan"]
 
 
-def config(problem: Problem, num_splits: int = 0) -> Any:
+def plan(
+    arrays: Arrays,
+    problem: Problem,
+    choice: Choice,
+    by_reference: Callable[[], Any],
+    *,
+    shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+    as_bshd: Callable[[Array], Array],
+    out: Any,
+    view: Array | None,
+    return_lse: bool,
+    num_splits: int = 0,
+) -> Plan:
+    """The plan of a forward call: ``out`` the caller's, ``view`` of it; ``as_bshd`` gives the kernels' view."""
+
+    def compute(on: Device | None) -> list[Array]:
+        result = arrays.new(shape, problem.q.dtype, "out") if view is None else view
+        if choice.backend == "reference":
+            result[...], lse = by_reference()
+            return [result, lse]
+        # On a GPU lse has no use of its own.
+        statistics = [arrays.new(lse_shape, problem.lse_dtype, "lse")] if return_lse or on is None else []
+        given = next((x if x.ndim == 3 else x[None] for x in statistics), None)
+        _forward(problem, as_bshd(result), given, num_splits, choice, on)
+        return [result, *statistics]
+
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            result, *statistics = compute(on)
+            returned = arrays.give(result) if out is None else out
+            return (returned, arrays.give(statistics[0])) if return_lse else returned
+
+    def config() -> str:
+        if choice.device == "cpu":
+            return describe(choice, problem, num_splits)
+        return arrays.launches(choice, compute)
+
+    return Plan(arrays.op, choice, problem.__str__, config, run)
+
+
+def describe(choice: Choice, problem: Problem, num_splits: int = 0) -> str:
+    """The config line of a plan on the CPU."""
+    return "NumPy, float64" if choice.backend == "reference" else str(_config(problem, num_splits))
+
+
+def cannot(problem: Problem, out: Array | None) -> dict[str, str]:
+    """Why a backend cannot run this problem. ``out`` (batch, seqlen_q, nheads, head_dim_v) as the caller gave it."""
+    from gpu_ops.kernels.attention import raw_cannot
+
+    p = problem
+    why = raw_cannot(p.q, p.k, p.v, out, p.batch, max(p.seqlen_q, p.seqlen_k))
+    return {"raw": why} if why else {}
+
+
+def _config(problem: Problem, num_splits: int = 0) -> Any:
     """The CPU kernel's tile configuration for this problem."""
     from gpu_ops.kernels.numba_cpu.attention_config import select_config
 
@@ -21,12 +79,35 @@ def config(problem: Problem, num_splits: int = 0) -> Any:
     return select_config(p.batch, p.nheads, p.nheads_kv, p.seqlen_q, p.seqlen_k, num_splits, decode=plain)
 
 
-def forward(problem: Problem, out: Array, lse: Array, num_splits: int = 0) -> None:
+def _forward(
+    problem: Problem, out: Array, lse: Array | None, num_splits: int, choice: Choice, on: Device | None
+) -> None:
     """Fill ``out`` (batch, seqlen_q, nheads, head_dim_v) and ``lse`` (batch, nheads, seqlen_q)."""
-    from gpu_ops.kernels.numba_cpu import attention as kernels
+    p, o = problem, problem.options
+    if on is None:
+        from gpu_ops.kernels.numba_cpu import attention as cpu
 
-    p = problem
-    kernels.forward(p.q, p.k, p.v, out, lse, p.sequences, config=config(p, num_splits), **_arguments(p))
+        assert lse is not None
+        cpu.forward(p.q, p.k, p.v, out, lse, p.sequences, config=_config(p, num_splits), **_arguments(p))
+        return
+    from gpu_ops.kernels import attention as gpu
+
+    arguments = _common(p, gpu.UNLIMITED)
+    if o.alibi_slopes is not None:
+        arguments["alibi_slopes"] = o.alibi_slopes[None] if o.alibi_slopes.ndim == 1 else o.alibi_slopes
+    if o.bias is not None:
+        arguments["bias"] = _four_axes(o.bias)
+    if o.block_mask is not None:
+        mask = o.block_mask
+        arguments |= {"visible": _four_axes(mask.visible), "block_q": mask.block_q, "block_k": mask.block_k}
+    gpu.forward(
+        on, choice.backend, p.q, p.k, p.v, out, lse,
+        **arguments, sinks=o.sinks, offsets=p.offsets, seqused_k=p.seqused_k, num_splits=num_splits,
+    )  # fmt: skip
+
+
+def _four_axes(x: Array) -> Array:
+    return x[(None,) * (4 - x.ndim)]
 
 
 def backward(
@@ -48,21 +129,27 @@ def backward(
     )
 
 
-def _arguments(p: Problem) -> dict[str, Any]:
-    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
-
+def _common(p: Problem, unlimited: int) -> dict[str, Any]:
+    """What the host functions of the CPU and of GPUs call alike."""
     o = p.options
-    left, right = (UNLIMITED if side < 0 else side for side in o.window_size)
-    arguments: dict[str, Any] = {
+    left, right = (unlimited if side < 0 else side for side in o.window_size)
+    return {
         "max_seqlen_q": p.seqlen_q,
         "max_seqlen_k": p.seqlen_k,
         "left": left,
         "right": min(right, 0) if o.causal else right,
         "softmax_scale": o.softmax_scale,
         "softcap": o.softcap,
-        "packed": p.packed,
         "block_table": p.block_table,
     }
+
+
+def _arguments(p: Problem) -> dict[str, Any]:
+    """For the CPU."""
+    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
+
+    o = p.options
+    arguments = {**_common(p, UNLIMITED), "packed": p.packed}
     if o.sinks is not None:
         arguments["sinks"] = o.sinks.astype(np.float64)
     if o.alibi_slopes is not None:

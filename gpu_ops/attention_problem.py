@@ -6,7 +6,8 @@ allocated or written; the backends read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,30 @@ class Problem:
     options: Options
     dtype: str
     batch: int
-    seqlen_q: int  # the longest of the batch, as is seqlen_k
+    seqlen_q: int  # the longest of the batch, as is seqlen_k; of lengths that lie on a GPU a bound
     seqlen_k: int
-    sequences: Array = field(repr=False)  # int64 (batch, 4): q start, q length, k start, k length
-    packed: bool = False  # varlen: q, k, v have one batch entry that holds all sequences
+    offsets: tuple[Array, ...] = ()  # varlen: cu_seqlens of q and k; q, k, v have one batch entry for all
+    seqused_k: Array | None = None
     block_table: Array | None = None
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.offsets)
+
+    @cached_property
+    def sequences(self) -> Array:
+        """int64 (batch, 4): q start, q length, k start, k length. For problems in host memory."""
+        table = np.zeros((self.batch, 4), np.int64)
+        table[:, 1], table[:, 3] = self.seqlen_q, self.seqlen_k
+        for column, offsets in zip((0, 2), self.offsets, strict=False):
+            table[:, column], table[:, column + 1] = offsets[:-1], np.diff(offsets)
+        if self.seqused_k is not None:
+            table[:, 3] = self.seqused_k
+        return table
+
+    @property
+    def lse_dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     @property
     def nheads(self) -> int:
@@ -131,17 +151,22 @@ def options(
         sinks=sinks_,
         alibi_slopes=slopes,
         bias=None if bias is None else _bias(op, arrays.read("bias", bias), q, axes),
-        block_mask=None if block_mask is None else _block_mask(op, block_mask, axes),
+        block_mask=None if block_mask is None else _block_mask(op, arrays, block_mask, axes),
     )
 
 
 def cu_seqlens(op: str, arrays: Arrays, name: str, x: Any, total: int) -> Array:
-    """Offsets of sequences laid end to end: int32, from 0, never falling, to ``total`` exactly."""
+    """Offsets of sequences laid end to end: int32, from 0, never falling, to ``total`` exactly.
+
+    Those on a GPU are taken on trust: looking would wait for it.
+    """
     offsets = arrays.read(name, x)
     if offsets.dtype != INT32:
         raise DTypeError(f"{op}: {name} is {offsets.dtype}, expected int32; cast it: {name}.astype('int32')")
     if offsets.ndim != 1 or len(offsets) == 0:
         raise ShapeError(f"{op}: {name} has shape {offsets.shape}, expected (batch + 1,)")
+    if arrays.on_cuda:
+        return offsets
     if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
         raise OptionError(
             f"{op}: {name} must start at 0, never fall, and end at the total {total}; "
@@ -169,7 +194,7 @@ def _bias(op: str, bias: Array, q: Array, axes: checks.Axes) -> Array:
     return bias
 
 
-def _block_mask(op: str, mask: Any, axes: checks.Axes) -> BlockMask:
+def _block_mask(op: str, arrays: Arrays, mask: Any, axes: checks.Axes) -> BlockMask:
     if not isinstance(mask, BlockMask):
         raise DTypeError(
             f"{op}: block_mask is {type(mask).__name__}; pass gpu_ops.BlockMask(visible, block_q, block_k)"
@@ -182,7 +207,7 @@ def _block_mask(op: str, mask: Any, axes: checks.Axes) -> BlockMask:
             f"ceil(seqlen_q / {mask.block_q}), ceil(seqlen_k / {mask.block_k})) = {full}; "
             "any of them may be 1, batch and nheads may be left out"
         )
-    return mask
+    return replace(mask, visible=arrays.read("block_mask.visible", mask.visible))
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops import attention_launch, checks
-from gpu_ops.arrays import Arrays
-from gpu_ops.attention import describe, lse_dtype, run_backward, write_grads
+from gpu_ops.arrays import Array, Arrays
+from gpu_ops.attention import run_backward, write_grads
 from gpu_ops.attention_problem import Problem, cu_seqlens, expect, options
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError, ShapeError
@@ -16,7 +16,7 @@ from gpu_ops.errors import OptionError, ShapeError
 __all__ = ["attention_varlen", "attention_varlen_backward"]
 
 
-@op
+@op(cuda=True)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -47,7 +47,9 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
         Start at 0, never fall, end at the total. Empty sequences are fine.
     max_seqlen_q, max_seqlen_k : int, optional
-        The longest sequence, when it is known; a smaller value than the true one is an error.
+        The longest sequence, or a bound; a smaller value than the true one is an error. Give it with
+        arrays on a GPU: their lengths are taken on trust, since looking would wait for the GPU, and
+        without a bound blocks are launched for sequences as long as the total.
     causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, return_lse, out
         As in :func:`attention`; causal is bottom-right aligned within each sequence.
 
@@ -80,24 +82,22 @@ def attention_varlen(
     total, heads = problem.q.shape[1], problem.nheads
     shape = (total, heads, problem.v.shape[3])
     out_ = arrays.write("out", out, shape, problem.q.dtype)
-    choice = choose(name, device, backend)
+    given = None if out_ is None else out_[None]
+    choice = choose(name, device, backend, arrays, cannot=attention_launch.cannot(problem, given))
 
-    def run() -> Any:
-        result = arrays.new(shape, problem.q.dtype) if out_ is None else out_
-        if choice.backend == "reference":
-            from gpu_ops.reference import attention as reference
+    def by_reference() -> Any:
+        from gpu_ops.reference import attention as reference
 
-            result[...], lse = reference.attention_varlen(
-                problem.q[0], problem.k[0], problem.v[0], *_offsets(problem),
-                **problem.options.given(dense=False), return_lse=True,
-            )  # fmt: skip
-        else:
-            lse = arrays.new((heads, total), lse_dtype(problem))
-            attention_launch.forward(problem, result[None], lse[None])
-        returned = arrays.give(result) if out is None else out
-        return (returned, arrays.give(lse)) if return_lse else returned
+        return reference.attention_varlen(
+            problem.q[0], problem.k[0], problem.v[0], *problem.offsets,
+            **problem.options.given(dense=False), return_lse=True,
+        )  # fmt: skip
 
-    return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
+    return attention_launch.plan(
+        arrays, problem, choice, by_reference,
+        shape=shape, lse_shape=(heads, total), as_bshd=lambda x: x[None], out=out, view=out_,
+        return_lse=return_lse,
+    )  # fmt: skip
 
 
 @op
@@ -164,7 +164,7 @@ def attention_varlen_backward(
     total, heads = problem.q.shape[1], problem.nheads
     for label, x in (("dout", dout_), ("out", out_)):
         checks.exactly(name, label, x, (total, heads, problem.v.shape[3]), problem.q.dtype)
-    checks.exactly(name, "lse", lse_, (heads, total), lse_dtype(problem))
+    checks.exactly(name, "lse", lse_, (heads, total), problem.lse_dtype)
     checks.flag(name, "deterministic", deterministic)
     return_extra = checks.flag(name, "return_extra", return_extra)
     inputs = [x[0] for x in (problem.q, problem.k, problem.v)]
@@ -178,7 +178,7 @@ def attention_varlen_backward(
 
             q_, k_, v_ = inputs
             *computed, extra = reference.attention_varlen_backward(
-                dout_, q_, k_, v_, out_, lse_, *_offsets(problem),
+                dout_, q_, k_, v_, out_, lse_, *problem.offsets,
                 **problem.options.given(dense=False), return_extra=True,
             )  # fmt: skip
             for view, gradient in zip(views, computed, strict=True):
@@ -189,7 +189,7 @@ def attention_varlen_backward(
         results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
-    return Plan(name, choice, problem.__str__, lambda: describe(choice, problem), run)
+    return Plan(name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run)
 
 
 def _problem(
@@ -212,40 +212,42 @@ def _problem(
     expect(op, axes)
     dtype = checks.float_dtype(op, q=q_, k=k_, v=v_)
     sides = [
-        cu_seqlens(op, arrays, "cu_seqlens_q", cu_seqlens_q, axes["total_q"]).astype(np.int64),
-        cu_seqlens(op, arrays, "cu_seqlens_k", cu_seqlens_k, axes["total_k"]).astype(np.int64),
+        cu_seqlens(op, arrays, "cu_seqlens_q", cu_seqlens_q, axes["total_q"]),
+        cu_seqlens(op, arrays, "cu_seqlens_k", cu_seqlens_k, axes["total_k"]),
     ]
     if len(sides[0]) != len(sides[1]):
         raise ShapeError(
             f"{op}: cu_seqlens_q and cu_seqlens_k describe {len(sides[0]) - 1} and {len(sides[1]) - 1} "
             "sequences; both need batch + 1 entries"
         )
-    lengths = [np.diff(side) for side in sides]
-    longest = [int(n.max(initial=0)) for n in lengths]
-    for label, bound, true in zip(
-        ("max_seqlen_q", "max_seqlen_k"), (max_seqlen_q, max_seqlen_k), longest, strict=True
-    ):
-        if bound is not None and checks.integer(op, label, bound, low=0) < true:
-            raise OptionError(
-                f"{op}: {label}={bound}, but the longest sequence has {true} tokens; omit it or raise it"
-            )
-    axes.set("batch", len(lengths[0]), "cu_seqlens_q")
+    longest = (
+        _longest(op, arrays, "max_seqlen_q", max_seqlen_q, sides[0], axes["total_q"]),
+        _longest(op, arrays, "max_seqlen_k", max_seqlen_k, sides[1], axes["total_k"]),
+    )
+    batch = len(sides[0]) - 1
+    axes.set("batch", batch, "cu_seqlens_q")
     return Problem(
         q=q_[None],
         k=k_[None],
         v=v_[None],
         options=options(op, arrays, q_, axes, **given),
         dtype=dtype,
-        batch=len(lengths[0]),
+        batch=batch,
         seqlen_q=longest[0],
         seqlen_k=longest[1],
-        sequences=np.stack([sides[0][:-1], lengths[0], sides[1][:-1], lengths[1]], axis=1),
-        packed=True,
+        offsets=tuple(sides),
     )
 
 
-def _offsets(p: Problem) -> tuple[Any, Any]:
-    """cu_seqlens_q and cu_seqlens_k again."""
-    ends = p.sequences[:, [0, 2]] + p.sequences[:, [1, 3]]
-    offsets = np.concatenate([np.zeros((1, 2), np.int64), ends]).astype(np.int32)
-    return offsets[:, 0], offsets[:, 1]
+def _longest(op: str, arrays: Arrays, name: str, bound: int | None, offsets: Array, total: int) -> int:
+    """The longest sequence; where the lengths lie on a GPU, the caller's bound of it, or the total."""
+    if bound is not None:
+        bound = checks.integer(op, name, bound, low=0)
+    if arrays.on_cuda:
+        return total if bound is None else min(bound, total)
+    longest = int(np.diff(offsets).max(initial=0))
+    if bound is not None and bound < longest:
+        raise OptionError(
+            f"{op}: {name}={bound}, but the longest sequence has {longest} tokens; omit it or raise it"
+        )
+    return longest

@@ -1,0 +1,278 @@
+"""Attention on the GPU: the launch of the CUDA C++ kernels and of their Numba twins.
+
+Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous; sequences laid end to
+end have one batch entry. :mod:`.attention_config` says which tiles; the kernels are ``cuda/attention_fwd_sm80.cu``,
+``cuda/attention_combine.cu`` and ``numba_cuda/attention.py``. Nothing here reads memory of the device, and all that
+is allocated is ``device.empty`` for the partial results of divided keys and, for the twins, 32 bytes per sequence:
+with ``out`` given, a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.attention_config import (
+    MAX_HEAD_DIM,
+    Config,
+    DeviceLimits,
+    Mask,
+    Problem,
+    select_config,
+)
+from gpu_ops.kernels.attention_shape import ATTENTION_SHAPE, UNLIMITED
+from gpu_ops.kernels.jit import CudaKernel, Variant
+
+__all__ = ["UNLIMITED", "forward", "raw_cannot", "variants"]
+
+Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+
+_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_LOG2E = math.log2(math.e)
+_ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
+_MAX_GRID_YZ = 65535
+
+
+def forward(
+    device: Any,
+    backend: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    left: int = UNLIMITED,
+    right: int = UNLIMITED,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    visible: Array | None = None,
+    block_q: int = 1,
+    block_k: int = 1,
+    offsets: tuple[Array, ...] = (),
+    seqused_k: Array | None = None,
+    block_table: Array | None = None,
+    num_splits: int = 0,
+) -> None:
+    """Fills ``out`` and, when given, ``lse`` (batch, nheads, seqlen_q).
+
+    ``left``, ``right``: keys visible on either side of the diagonal. ``sinks`` (nheads,), ``alibi_slopes`` (batch
+    or 1, nheads); ``bias`` and ``visible`` have four axes, of length 1 where they broadcast. ``offsets``:
+    cu_seqlens of q and k, whose sequences lie end to end; ``seqused_k``: k and v are caches, with ``block_table``
+    in pages. ``max_seqlen_*`` may be bounds.
+    """
+    batch = len(offsets[0]) - 1 if offsets else len(q)
+    if batch * max_seqlen_q == 0:
+        return
+    left, right = min(left, UNLIMITED), min(right, UNLIMITED)
+    if max_seqlen_q == 1 and right >= 0:
+        right = UNLIMITED  # the only query sits on the last key
+    if backend == "numba":
+        _numba(
+            device, q, k, v, out, lse, batch,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
+            left=left, right=right, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, bias=bias,
+            visible=visible, block_q=block_q, block_k=block_k, offsets=offsets, seqused_k=seqused_k,
+            block_table=block_table, num_splits=num_splits,
+        )  # fmt: skip
+        return
+
+    nheads, head_dim, head_dim_v = q.shape[2], q.shape[3], v.shape[3]
+    mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
+    problem = Problem(
+        q.dtype.itemsize, batch, nheads, k.shape[2], max_seqlen_q, max_seqlen_k, head_dim, head_dim_v,
+        mask=mask, window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
+        block_mask=visible is not None, varlen=bool(offsets), num_splits=num_splits,
+    )  # fmt: skip
+    config = select_config(problem, DeviceLimits(device.sms, device.smem_per_block_optin))
+    split = config.num_splits > 1
+    target, target_lse = out, lse
+    if split:
+        target = device.empty((config.num_splits, *out.shape), np.float32, "parts of out")
+        target_lse = device.empty(
+            (config.num_splits, batch, nheads, max_seqlen_q), np.float32, "parts of lse"
+        )
+
+    shape = np.zeros((), ATTENTION_SHAPE)
+    for name, array in (("q", q), ("k", k), ("v", v), ("out", target)):
+        shape[name] = _strides(array)[-4:-1]
+    if target_lse is not None:
+        shape["lse_batch"], shape["lse_head"] = _strides(target_lse)[-3:-1]
+    if split:
+        shape["out_split"], shape["lse_split"] = _strides(target)[0], _strides(target_lse)[0]
+    if bias is not None:
+        shape["bias"] = _strides(bias)
+    if visible is not None:
+        shape["block_mask"] = _strides(visible)
+    if alibi_slopes is not None:
+        shape["alibi_batch"] = _strides(alibi_slopes)[0]
+    if block_table is not None:
+        shape["block_table_batch"] = _strides(block_table)[0]
+        shape["page_size"] = k.shape[1]
+    scale = max(abs(softmax_scale), _SMALLEST)
+    numbers = {
+        "seqlen_q": max_seqlen_q, "seqlen_k": max_seqlen_k, "nheads": nheads, "group": problem.group,
+        "head_dim": head_dim, "head_dim_v": head_dim_v, "window_left": left, "window_right": right,
+        "block_q": block_q, "block_k": block_k, "num_splits": config.num_splits,
+        "scale_log2": _float32(scale * _LOG2E), "negate": softmax_scale < 0,
+    }  # fmt: skip
+    if softcap > 0:
+        numbers |= {"softcap_in": _float32(scale / softcap), "softcap_log2": _float32(softcap * _LOG2E)}
+    for name, value in numbers.items():
+        shape[name] = value
+
+    kernel = _kernel(
+        config, q.dtype.name, mask,
+        SOFTCAP=softcap > 0, ALIBI=alibi_slopes is not None, SINKS=sinks is not None and not split,
+        BIAS="kNone" if bias is None else "kSame" if bias.dtype == q.dtype else "kFloat",
+        BLOCK_MASK=visible is not None, VARLEN=bool(offsets), SEQUSED_K=seqused_k is not None,
+        PAGED=block_table is not None,
+    )  # fmt: skip
+    arrays = (
+        q, k, v, target, target_lse, *(offsets or (None, None)), seqused_k, block_table,
+        None if split else sinks, alibi_slopes, bias, None if visible is None else visible.view(np.uint8),
+    )  # fmt: skip
+    args = (*(np.uint64(0) if array is None else array for array in arrays), shape[()])
+    device.launch(kernel, config.grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
+
+
+def raw_cannot(q: Array, k: Array, v: Array, out: Array | None, batch: int, seqlen: int) -> str | None:
+    """Why the CUDA C++ kernels cannot run these arrays; None when they can.
+
+    Arrays that are not aligned are refused and not copied: a cache may be most of the device's memory.
+    """
+    itemsize, dims = q.dtype.itemsize, (q.shape[3], v.shape[3])
+    if q.dtype.name not in _DTYPES:
+        return f"{q.dtype.name} has Numba kernels only"
+    most = MAX_HEAD_DIM[itemsize]
+    if max(dims) > most or any(d % 8 for d in dims):
+        return f"head_dim {dims[0]}/{dims[1]}: {q.dtype.name} wants multiples of 8 up to {most}"
+    for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if array is None or not array.size:
+            continue
+        strides = [stride for n, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
+        if math.gcd(_ALIGNMENT, _address(array), *strides) < _ALIGNMENT:
+            return (
+                f"address and strides {array.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
+            )
+    if max(batch, 2 * q.shape[2]) > _MAX_GRID_YZ:
+        return f"batch {batch}, {q.shape[2]} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
+    if seqlen >= UNLIMITED:
+        return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
+    return None
+
+
+_SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the scale, and -inf times 0 is NaN
+
+
+def _kernel(config: Config, dtype: str, mask: Mask, *, BIAS: str = "kNone", **flags: bool) -> CudaKernel:
+    tile = config.tile
+    defines: dict[str, str | int] = {
+        "DTYPE": _DTYPES[dtype], "HEAD_DIM": config.head_dim, "HEAD_DIM_V": config.head_dim_v,
+        "VALUE_PARTS": config.value_parts, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "MASK": mask, "BIAS": BIAS,
+    }  # fmt: skip
+    for name in ("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED"):
+        defines[name] = int(flags.get(name, False))
+    defines |= {"PACK_GQA": int(config.pack_gqa), "SPLIT": int(config.num_splits > 1)}
+    return CudaKernel("attention_fwd_sm80", "attention_forward", tuple(defines.items()))
+
+
+def _numba(
+    device: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    batch: int,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    offsets: tuple[Array, ...],
+    seqused_k: Array | None,
+    alibi_slopes: Array | None,
+    bias: Array | None,
+    visible: Array | None,
+    block_q: int,
+    block_k: int,
+    num_splits: int,
+    **rest: Any,
+) -> None:
+    """Options as the Numba kernels take them: broadcast, and (q start, q length, k start, k length) per sequence."""
+    from gpu_ops.kernels.numba_cuda import attention_launch
+
+    # Operators of arrays, which make a CuPy array on the GPU and wait for nothing.
+    sequences = np.zeros_like(q, np.int64, shape=(batch, 4), order="C")
+    sequences[:, 1], sequences[:, 3] = max_seqlen_q, max_seqlen_k
+    for column, ends in zip((0, 2), offsets, strict=False):
+        sequences[:, column] = ends[:-1]
+        sequences[:, column + 1] = ends[1:] - ends[:-1]
+    if seqused_k is not None:
+        sequences[:, 3] = seqused_k
+    nheads = q.shape[2]
+    if lse is None:
+        lse = device.empty((len(q), nheads, q.shape[1]), _statistics(q), "lse")
+    if alibi_slopes is not None:
+        alibi_slopes = np.broadcast_to(alibi_slopes, (batch, nheads))
+    if bias is not None:
+        bias = np.broadcast_to(bias, (batch, nheads, max_seqlen_q, max_seqlen_k))
+    if visible is not None:
+        blocks = (-(-max_seqlen_q // block_q), -(-max_seqlen_k // block_k))
+        visible = np.broadcast_to(visible, (batch, nheads, *blocks))
+    attention_launch.forward(
+        device, q, k, v, out, lse, sequences,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, alibi_slopes=alibi_slopes, bias=bias,
+        visible=visible, block_q=block_q, block_k=block_k,
+        num_splits=1 if offsets else num_splits, **rest,
+    )  # fmt: skip
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """The commonest of the CUDA C++ kernels, and one with every option: a user's call compiles what it needs.
+
+    All tiles and options would be thousands; each takes one to five seconds.
+    """
+    from gpu_ops.presets import ARCHES
+
+    limits = DeviceLimits(100, ARCHES[arch].smem_per_block_optin)
+    if limits.smem_per_block_optin < 99 * 1024:
+        return  # sm_75 has neither bfloat16 nor cp.async
+    plain: tuple[tuple[str, int, Mask], ...] = (
+        ("bfloat16", 64, "kCausal"), ("bfloat16", 128, "kCausal"), ("bfloat16", 256, "kNone"),
+        ("float32", 128, "kCausal"),
+    )  # fmt: skip
+    for dtype, head_dim, mask in plain:
+        itemsize = 4 if dtype == "float32" else 2
+        problem = Problem(itemsize, 4, 16, 16, 4096, 4096, head_dim, head_dim, mask=mask)
+        config = select_config(problem, limits)
+        yield Variant(_kernel(config, dtype, mask), config.threads, config.shared_bytes)
+
+
+def _statistics(q: Array) -> type:
+    return np.float64 if q.dtype == np.float64 else np.float32
+
+
+def _strides(array: Array) -> tuple[int, ...]:
+    """In elements; 0 where the axis has one entry."""
+    return tuple(
+        stride // array.dtype.itemsize if n > 1 else 0
+        for n, stride in zip(array.shape, array.strides, strict=True)
+    )
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
+
+
+def _float32(value: float) -> np.float32:
+    """Rounded; the largest float32 for what lies beyond."""
+    return np.float32(min(value, float(np.finfo(np.float32).max)))
