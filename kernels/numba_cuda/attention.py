@@ -3,8 +3,8 @@
     out = softmax(s) v,    s = softcap(softmax_scale * q k^T) + alibi + bias, masked,    lse = log(sum(exp(s)))
 
 A block of 128 threads owns ``block_m`` *rows*. A row is a query of one of the query heads that share a key head
-(row = query * group + head of the group), so that keys and values are read once for the whole group. The block walks over
-the keys that its rows see, ``block_n`` at a time, and keeps of each row the largest score so far m, the sum l of
+(row = query * group + head in the group), so that keys and values are read once for the whole group. The block walks
+over the keys that its rows see, ``block_n`` at a time, and keeps of each row the largest score so far m, the sum l of
 exp2(score - m), and O, the values weighted by the same:
 
     S = Q K^T                      (block_m, block_n) in registers; Q and K pass through shared memory in chunks
@@ -15,9 +15,9 @@ exp2(score - m), and O, the values weighted by the same:
 
 and in the end out = O / l. Nothing of size seqlen_q x seqlen_k exists anywhere. 4 flops per query, key and column.
 
-The threads form a grid of 8 x 16. Thread (r, c) owns the rows r, r + 8, ... and of each the keys (of S) and columns (of O)
-c, c + 16, ... A number that it takes from shared memory so serves several products, and a row's 16 threads are half a
-warp, which finds maxima and sums by shuffles:
+The threads form a grid of 8 x 16. Thread (r, c) owns the rows r, r + 8, ... and of each the keys (of S) and columns
+(of O) c, c + 16, ... A number that it takes from shared memory so serves several products, and a row's 16 threads are
+half a warp, which finds maxima and sums by shuffles:
 
               c = 0   1  ...  15 | 0   1  ...  15 | ...           S[8 i + r, 16 j + c] is s[i, j] of thread (r, c)
     row r     t0     t1      t15   t0    t1   t15
@@ -30,15 +30,14 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
-from numba import cuda, float32, float64, int32, int64, uint32
+from numba import cuda, float64, int32, int64, uint32
 from numba.cuda import libdevice
 
 from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREADS, Config
 from gpu_ops.kernels.numba_cuda.dtype import functions
-from gpu_ops.kernels.numba_cuda.memory import fetch, load_at, take
+from gpu_ops.kernels.numba_cuda.memory import fetch, stager, take
 
 __all__ = ["LOG2E", "forward_kernel"]
 
@@ -84,9 +83,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
     store = _same if split else f.store
     infinity, nothing, hidden = float("inf"), 0.0, -0.0
 
-    stage_q = _stager(f, number, block_m, chunk, stride)
-    stage_k = _stager(f, number, block_n, chunk, stride)
-    stage_v = _stager(f, number, chunk_v, slab, slab)
+    stage_q = stager(config.dtype, THREADS, block_m, chunk, stride)
+    stage_k = stager(config.dtype, THREADS, block_n, chunk, stride)
+    stage_v = stager(config.dtype, THREADS, chunk_v, slab, slab)
 
     def attention_forward(
         q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
@@ -283,38 +282,6 @@ def forward_kernel(config: Config) -> NumbaKernel:
                         out[entry, at, head, column] = store(o[i, t] * factor)
 
     return NumbaKernel(attention_forward, _signature(config), config.label)
-
-
-def _stager(f, number, rows, columns, stride):
-    """A device function that copies ``rows`` x ``columns`` elements of an array to shared memory."""
-    lanes = 32 if columns % 32 == 0 else 16  # threads side by side in a row
-    step = THREADS // lanes
-    my_rows, my_columns = rows // step, columns // lanes
-    load, infinity = f.load, float("inf")
-
-    @cuda.jit(device=True)
-    def stage(target, start, source, offsets, first_row, first_column, end, column_stride):
-        """``target[start + y * stride + x]`` = column ``first_column + x`` of the row that begins at byte
-        ``offsets[first_row + y]``; from column ``end`` on 0. Returns whether all is finite.
-
-        All loads come before all stores, and none is behind a branch: they wait for memory together.
-        """
-        values = cuda.local.array((my_rows, my_columns), number)
-        x, y = uint32(cuda.threadIdx.x) % uint32(lanes), uint32(cuda.threadIdx.x) // uint32(lanes)
-        finite = True
-        for j in range(my_columns):
-            column = first_column + x + j * lanes
-            at = min(column, end - 1) * column_stride
-            for i in range(my_rows):
-                value = load(load_at(source, take(offsets, first_row + y + i * step) + at))
-                values[i, j] = value if column < end else number(0.0)
-                finite = finite and abs(value) < infinity
-        for j in range(my_columns):
-            for i in range(my_rows):
-                target[start + (y + i * step) * stride + x + j * lanes] = values[i, j]
-        return finite
-
-    return stage
 
 
 @cuda.jit(device=True)

@@ -1,9 +1,9 @@
 """Split-KV for Numba: the results of parts of the keys become one.
 
-    m = max(lse_p, sink),  weight_p = exp(lse_p - m) / (sum of exp(lse_p - m) + exp(sink - m)),  out = sum of weight_p out_p
+    lse = log(exp(sink) + sum over parts of exp(lse_p)),    out = sum over parts of exp(lse_p - lse) out_p
 
-With few queries there are too few blocks for a GPU; then each gets a part of the keys (flash decoding), and this kernel
-follows. A block takes one query of one head, a thread the columns t, t + 128, ...
+With few queries there are too few blocks for a GPU: then each gets a part of the keys (flash decoding), and this
+kernel follows. A block takes one query of one head, thread t its columns t, t + 128, ...
 """
 
 from __future__ import annotations

@@ -1,14 +1,19 @@
-"""Memory accesses that array indexing in Numba does not express: at a byte offset, and 16 bytes at once."""
+"""Global to shared memory, shared memory to registers: accesses that array indexing in Numba does not express."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
+from numba import cuda, uint32
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-__all__ = ["fetch", "load_at", "take"]
+from gpu_ops.kernels.numba_cuda.dtype import functions
+
+__all__ = ["fetch", "load_at", "stager", "take"]
 
 _GLOBAL, _SHARED = 1, 3  # address spaces
 
@@ -36,7 +41,7 @@ def load_at(typingctx, array, offset):
 
 @intrinsic
 def take(typingctx, array, i):
-    """``array[i]`` of a 1-D array in shared memory, without the instructions that make a negative ``i`` mean from the end."""
+    """``array[i]`` of a 1-D array in shared memory; ``i`` is not negative, which indexing would look into."""
 
     def generate(context, builder, signature, args):
         pointer = builder.gep(_first(context, builder, signature.args[0], args[0], _SHARED), [args[1]])
@@ -67,3 +72,36 @@ def fetch(typingctx, target, i, source, at):
         return context.get_dummy_value()
 
     return types.void(target, types.int64, source, types.int64), generate
+
+
+@cache  # variants share these: each is compiled once
+def stager(dtype: str, threads: int, rows: int, columns: int, stride: int) -> Callable[..., bool]:
+    """A device function that copies ``rows`` x ``columns`` elements of an array to shared memory."""
+    lanes = 32 if columns % 32 == 0 else 16  # threads side by side in a row
+    step = threads // lanes
+    my_rows, my_columns = rows // step, columns // lanes
+    load, number, infinity = functions(dtype).load, functions(dtype).compute, float("inf")
+
+    @cuda.jit(device=True)
+    def stage(target, start, source, offsets, first_row, first_column, end, column_stride):
+        """``target[start + y * stride + x]`` = column ``first_column + x`` of the row that begins at byte
+        ``offsets[first_row + y]``; from column ``end`` on 0. Returns whether all is finite.
+
+        All loads come before all stores, and none is behind a branch: they wait for memory together.
+        """
+        values = cuda.local.array((my_rows, my_columns), number)
+        x, y = uint32(cuda.threadIdx.x) % uint32(lanes), uint32(cuda.threadIdx.x) // uint32(lanes)
+        finite = True
+        for j in range(my_columns):
+            column = first_column + x + j * lanes
+            at = min(column, end - 1) * column_stride
+            for i in range(my_rows):
+                value = load(load_at(source, take(offsets, first_row + y + i * step) + at))
+                values[i, j] = value if column < end else number(0.0)
+                finite = finite and abs(value) < infinity
+        for j in range(my_columns):
+            for i in range(my_rows):
+                target[start + (y + i * step) * stride + x + j * lanes] = values[i, j]
+        return finite
+
+    return stage
