@@ -120,9 +120,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
         b, x = x % batch, x // batch
         part, x = x % n_parts, x // n_parts
         n_blocks = cuda.gridDim.x // (n_slabs * nheads_kv * batch * n_parts)
-        first_row = int32(n_blocks - 1 - x) * int32(
-            block_m
-        )  # the last rows first: causal, they see the most keys
+        # The last rows first: of a causal problem they see the most keys.
+        first_row = int32(n_blocks - 1 - x) * int32(block_m)
         q_start, q_len, k_start, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 2], sequences[b, 3]
         n_rows = int32(q_len) * group
         if first_row >= n_rows:  # a shorter sequence of the batch
