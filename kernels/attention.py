@@ -96,18 +96,14 @@ def forward(
     split = config.num_splits > 1
     target, target_lse = out, lse
     if split:
-        target = device.empty((config.num_splits, *out.shape), np.float32, "parts of out")
-        target_lse = device.empty(
-            (config.num_splits, batch, nheads, max_seqlen_q), np.float32, "parts of lse"
-        )
+        parts = (config.num_splits, batch, nheads, max_seqlen_q)
+        target = device.empty((*parts, head_dim_v), np.float32, "parts of out")
+        target_lse = device.empty(parts, np.float32, "parts of lse")
 
     shape = np.zeros((), ATTENTION_SHAPE)
-    for name, array in (("q", q), ("k", k), ("v", v), ("out", target)):
-        shape[name] = _strides(array)[-4:-1]
-    if target_lse is not None:
-        shape["lse_batch"], shape["lse_head"] = _strides(target_lse)[-3:-1]
-    if split:
-        shape["out_split"], shape["lse_split"] = _strides(target)[0], _strides(target_lse)[0]
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        shape[name] = _strides(array)[:3]
+    _place(shape, target, target_lse, split)
     if bias is not None:
         shape["bias"] = _strides(bias)
     if visible is not None:
@@ -116,12 +112,11 @@ def forward(
         shape["alibi_batch"] = _strides(alibi_slopes)[0]
     if block_table is not None:
         shape["block_table_batch"] = _strides(block_table)[0]
-        shape["page_size"] = k.shape[1]
     scale = max(abs(softmax_scale), _SMALLEST)
     numbers = {
         "seqlen_q": max_seqlen_q, "seqlen_k": max_seqlen_k, "nheads": nheads, "group": problem.group,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "window_left": left, "window_right": right,
-        "block_q": block_q, "block_k": block_k, "num_splits": config.num_splits,
+        "block_q": block_q, "block_k": block_k, "page_size": k.shape[1], "num_splits": config.num_splits,
         "scale_log2": _float32(scale * _LOG2E), "negate": softmax_scale < 0,
     }  # fmt: skip
     if softcap > 0:
@@ -140,8 +135,15 @@ def forward(
         q, k, v, target, target_lse, *(offsets or (None, None)), seqused_k, block_table,
         None if split else sinks, alibi_slopes, bias, None if visible is None else visible.view(np.uint8),
     )  # fmt: skip
-    args = (*(np.uint64(0) if array is None else array for array in arrays), shape[()])
+    args = (*map(_pointer, arrays), shape[()])
     device.launch(kernel, config.grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
+    if target_lse is not None and split:
+        _place(shape, out, lse, False)
+        shape["out_split"], shape["lse_split"] = target[0].size, target_lse[0].size
+        rows = batch * nheads * max_seqlen_q
+        args = (target, target_lse, _pointer(sinks), out, _pointer(lse), np.int64(rows), shape[()])
+        combine = _combine(q.dtype.name, sinks is not None)
+        device.launch(combine, (-(-rows // _COMBINE_ROWS), 1, 1), (32 * _COMBINE_ROWS, 1, 1), args)
 
 
 def raw_cannot(q: Array, k: Array, v: Array, out: Array | None, batch: int, seqlen: int) -> str | None:
@@ -184,6 +186,27 @@ def _kernel(config: Config, dtype: str, mask: Mask, *, BIAS: str = "kNone", **fl
         defines[name] = int(flags.get(name, False))
     defines |= {"PACK_GQA": int(config.pack_gqa), "SPLIT": int(config.num_splits > 1)}
     return CudaKernel("attention_fwd_sm80", "attention_forward", tuple(defines.items()))
+
+
+def _combine(dtype: str, sinks: bool) -> CudaKernel:
+    defines: tuple[tuple[str, str | int], ...] = (("DTYPE", _DTYPES[dtype]), ("SINKS", int(sinks)))
+    return CudaKernel("attention_combine", "attention_combine", defines)
+
+
+_COMBINE_ROWS = 4  # per block, a warp each
+
+
+def _place(shape: Array, out: Array, lse: Array | None, split: bool) -> None:
+    """Where out and lse lie; parts of them as (num_splits, batch, nheads, seqlen_q), otherwise as the caller's."""
+    strides = _strides(out)
+    if split:
+        shape["out_split"], batch, head, row = strides[:4]
+    else:
+        batch, row, head = strides[:3]
+    shape["out"] = batch, row, head
+    if lse is not None:
+        *of_split, shape["lse_batch"], shape["lse_head"], _ = _strides(lse)
+        shape["lse_split"] = of_split[0] if split else 0
 
 
 def _numba(
@@ -255,6 +278,10 @@ def variants(arch: str) -> Iterator[Variant]:
         problem = Problem(itemsize, 4, 16, 16, 4096, 4096, head_dim, head_dim, mask=mask)
         config = select_config(problem, limits)
         yield Variant(_kernel(config, dtype, mask), config.threads, config.shared_bytes)
+
+
+def _pointer(array: Array | None) -> Array:
+    return np.uint64(0) if array is None else array
 
 
 def _statistics(q: Array) -> type:

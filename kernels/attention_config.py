@@ -28,16 +28,15 @@ MAX_HEAD_DIM = {
     2: 512,
     4: 256,
 }  # by itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all
-_MAX_ACCUMULATORS = 192  # registers of S, O and Q: with the 60 to 90 others, 255
-_OTHER_REGISTERS = 80  # ptxas on sm_80: 55 to 88 beside them
+_MAX_ACCUMULATORS = 160  # registers of S, O and Q: with 45 to 95 others, fewer than the 255 that there are
+_OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
 _REGISTERS_PER_SM = 65536
 _RESERVED = 1024  # bytes of shared memory that the driver keeps per block
-_BYTES_PER_STEP = (
-    24  # of K and V that an SM gets from L2 while its tensor cores do a 16 x 8 x 16 product's k-row
-)
+# Bytes of K and V that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
+_BYTES_PER_PRODUCT = 64
+_SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
 _MIN_KEYS_PER_SPLIT = 256  # less, and the partial results weigh as much as the keys
 _MAX_SPLITS = 128
-_MAX_GRID_YZ = 65535
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ _TILES = (
     ),  # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
     Tile(64, 32, 4),  # head_dim 256 on cards with 99 KB; float32 up to 128: 64 KB
     Tile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
+    Tile(32, 64, 2),  # 17 to 32 rows
     Tile(32, 16, 2),  # the widest heads on cards with 99 KB
     Tile(16, 128, 1, 4),  # decode, head_dim 64: the rows of a GQA group once, keys divided among four warps
     Tile(16, 64, 1, 4),  # decode, head_dim 128: 48 KB of keys and values, two blocks per SM
@@ -134,10 +134,21 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int, int]:
 
 
 def legal_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, split: bool = False
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    smem_per_block_optin: int,
+    *,
+    split: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
-    """Tiles whose shared memory and registers a block may have, with the former; for HEAD_DIM and HEAD_DIM_V."""
+    """Tiles for ``rows`` rows per head that a block has the registers and the shared memory for, with the latter.
+
+    ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V.
+    """
     for tile in _TILES:
+        if tile.warps_n > 1 and rows > tile.block_m:
+            continue  # each warp looks at a part of the keys only: four times the loads of rows in four warps
         sizes = (itemsize, tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
         shared = shared_bytes(*sizes, split=split)
         if (
@@ -164,12 +175,12 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     best: tuple[float, Config] | None = None
     packings = (False, True) if p.group > 1 and not p.block_mask else (False,)
     for pack in packings:
+        rows = p.seqlen_q * (p.group if pack else 1)
+        heads = (p.nheads_kv if pack else p.nheads) * parts
         for splitting in (False, True) if _may_split(p) else (False,):
             for tile, shared in legal_tiles(
-                p.itemsize, head_dim, head_dim_v, device.smem_per_block_optin, split=splitting
+                p.itemsize, head_dim, head_dim_v, rows, device.smem_per_block_optin, split=splitting
             ):
-                rows = p.seqlen_q * (p.group if pack else 1)
-                heads = (p.nheads_kv if pack else p.nheads) * parts
                 tiles_m = max(-(-rows // tile.block_m), 1)
                 resident = _resident(tile, p.itemsize, head_dim, head_dim_v, shared, device)
                 splits = 1
@@ -197,7 +208,7 @@ def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
     keys = _round_up(max(int(keys), 1), tile.block_n)
     columns = config.head_dim + config.head_dim_v
     multiply = tile.block_m * keys * columns / 2048
-    load = keys * columns * p.itemsize / _BYTES_PER_STEP / 16
+    load = keys * columns * p.itemsize / _BYTES_PER_PRODUCT
     slow = (1 + 8 / tile.warp_rows) * (1 + 8 / tile.block_n)
     blocks = config.grid[0] * config.grid[1] * config.grid[2]
     on_one = -(-blocks // sms)
@@ -205,11 +216,8 @@ def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
     cost = on_one * max(multiply * slow * (1 + 4 / together), load)
     if config.num_splits > 1:  # partial results are written and read again, in float
         rows = tile.block_m * blocks / sms
-        cost += 2 * rows * config.head_dim_v * 4 / _BYTES_PER_STEP / 16 + _SECOND_LAUNCH
+        cost += 2 * rows * config.head_dim_v * 4 / _BYTES_PER_PRODUCT + _SECOND_LAUNCH
     return cost
-
-
-_SECOND_LAUNCH = 500  # about 2 us of an SM
 
 
 def _visible_keys(p: Problem, tile: Tile) -> float:

@@ -77,7 +77,9 @@ def for_parameter(value: Any, size: int) -> Any:
     if isinstance(value, np.generic):
         if value.nbytes != size:
             raise TypeError(f"a parameter of {size} bytes was given {value!r}, {value.nbytes} bytes")
-        return value
+        return (
+            np.asarray(value) if isinstance(value, np.void) else value
+        )  # CuPy passes an array of one by value
     if isinstance(value, bool | int):
         unsigned = value >= 1 << (8 * size - 1)
         return np.dtype(f"{'u' if unsigned else 'i'}{size}").type(value)
