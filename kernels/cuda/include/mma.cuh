@@ -3,7 +3,9 @@
 // A float has 24 significant bits, a tensor-core operand 11 of them. It is cut in two, and the three products that
 // matter are added up, the small ones first:
 //
-//     x = big + small        x y = small_x big_y + big_x small_y + big_x big_y        (2^-21 of x y is lost)
+//     x = big + small        x y = small_x big_y + big_x small_y + big_x big_y        (2^-22 of x y is lost)
+//
+// Both are rounded, not cut off: the errors of a sum would all have one sign.
 #pragma once
 #include "ptx.cuh"
 
@@ -11,13 +13,19 @@ template <typename T> __device__ __forceinline__ void multiply(float (&c)[4], co
     ptx::mma<T>(c, a, b0, b1);
 }
 
-__device__ __forceinline__ unsigned small_part(unsigned x) {
-    return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & 0xffffe000u));
-}
+struct Split {
+    unsigned big, small;
+
+    explicit __device__ __forceinline__ Split(unsigned x)
+        : big(ptx::round_tf32(__uint_as_float(x))),
+          small(ptx::round_tf32(__uint_as_float(x) - __uint_as_float(big))) {}
+};
 
 template <> __device__ __forceinline__ void multiply<f32>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const unsigned small_a[4] = {small_part(a[0]), small_part(a[1]), small_part(a[2]), small_part(a[3])};
-    ptx::mma<f32>(c, small_a, b0, b1);
-    ptx::mma<f32>(c, a, small_part(b0), small_part(b1));
-    ptx::mma<f32>(c, a, b0, b1);
+    const Split x[4] = {Split(a[0]), Split(a[1]), Split(a[2]), Split(a[3])}, y[2] = {Split(b0), Split(b1)};
+    const unsigned big[4] = {x[0].big, x[1].big, x[2].big, x[3].big};
+    const unsigned small[4] = {x[0].small, x[1].small, x[2].small, x[3].small};
+    ptx::mma<f32>(c, small, y[0].big, y[1].big);
+    ptx::mma<f32>(c, big, y[0].small, y[1].small);
+    ptx::mma<f32>(c, big, y[0].big, y[1].big);
 }
