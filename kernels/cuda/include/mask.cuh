@@ -2,6 +2,7 @@
 // constant, with a register.
 #pragma once
 #include "attention_shape.cuh"
+#include "math.cuh"
 
 enum class Mask {
     kNone,    // all keys
@@ -9,7 +10,7 @@ enum class Mask {
     kLocal,   // and from window_left left of it
 };
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+__device__ __forceinline__ float minus_infinity() { return -infinity(); }
 
 // Keys [begin, end) that row positions [first, last] (on the diagonal of key position + shift) may see; and those,
 // [all_begin, all_end), that every one of them sees.

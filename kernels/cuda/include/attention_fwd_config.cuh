@@ -1,0 +1,65 @@
+// What the macros of attention_fwd_sm80.cu say, as constants and types, and what a block works on.
+#pragma once
+#include "attention_shape.cuh"
+#include "key_rows.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "online_softmax.cuh"
+#include "scalar.cuh"
+#include "tile.cuh"
+
+enum class Bias { kNone, kSame, kFloat };
+template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
+template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
+
+typedef DTYPE scalar;
+
+constexpr Mask kMask = Mask::MASK;
+constexpr Bias kBias = Bias::BIAS;
+constexpr int kThreads = 32 * WARPS_M * WARPS_N;
+constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // of 16 rows, per warp; rows per lane
+constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile, per warp
+constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // accumulators of 16 x 8
+constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // of Q K^T
+
+// 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight.
+constexpr bool kQInRegisters = 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
+
+// Scores to which nothing is added are scaled by the multiply-add of the exponent.
+constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Rows of one tile may see different keys.
+constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;
+
+typedef Tile<scalar, BLOCK_M, HEAD_DIM> TileQ;
+typedef Tile<scalar, BLOCK_N, HEAD_DIM> TileK;
+typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
+
+// O leaves through shared memory: as it is stored, or where several warps have parts of it, in float.
+typedef typename ChooseType<SPLIT, float, scalar>::type out_scalar;
+typedef typename ChooseType<(WARPS_N > 1), float, out_scalar>::type staged;
+typedef Tile<staged, BLOCK_M * WARPS_N, HEAD_DIM_V, sizeof(staged) == 4> TileO;
+struct Part { float row_max, weight; };  // of a row and a warp: behind the tile
+
+constexpr int kOffsetV = TileK::kBytes, kOffsetOddK = kOffsetV + TileV::kBytes;
+constexpr int kOffsetQ = kQInRegisters ? kOffsetOddK : kOffsetOddK + TileK::kBytes;
+
+static_assert(kSlabs == 1 || kSlabs == 2, "a warp has 16 or 32 rows");
+static_assert(kWarpN % 16 == 0, "ldmatrix.x4 reads 16 keys");
+static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different block masks");
+
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+
+// What a block works on.
+struct Work {
+    int batch, head, kv_head;      // with PACK_GQA head is the first of the group
+    int q_begin, seqlen_q, seqlen_k;
+    int row0, rows;                // of rows, the block's first
+    int column0, columns;          // of out, the block's
+    int group;
+
+    __device__ __forceinline__ int query(int row) const { return PACK_GQA ? row / group : row; }
+    __device__ __forceinline__ int head_of(int row) const { return PACK_GQA ? head + row % group : head; }
+    __device__ __forceinline__ int shift() const { return seqlen_k - seqlen_q; }
+};

@@ -1,0 +1,35 @@
+// Single numbers and pairs of the storage types.
+#pragma once
+#include "dtype.cuh"
+#include "math.cuh"
+
+__device__ __forceinline__ float widened(float x) { return x; }
+
+template <typename T> __device__ __forceinline__ float widened(T x) {
+    float value[2];
+    Packed<T>::widen(x.bits, value);
+    return value[0];
+}
+
+template <typename T> __device__ __forceinline__ T narrowed(float x) {
+    if constexpr (sizeof(T) == 4) {
+        return x;
+    } else {
+        const float pair[2] = {x, 0.0f};
+        return {static_cast<unsigned short>(Packed<T>::narrow(pair))};
+    }
+}
+
+template <typename T> __device__ __forceinline__ void store_pair(unsigned char* to, const float (&pair)[2]) {
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<float2*>(to) = make_float2(pair[0], pair[1]);
+    else *reinterpret_cast<unsigned*>(to) = Packed<T>::narrow(pair);
+}
+
+// A word without the numbers that are not finite.
+template <typename T> __device__ __forceinline__ unsigned only_finite(unsigned word) {
+    float value[2];
+    Packed<T>::widen(word, value);
+    #pragma unroll
+    for (int i = 0; i < Packed<T>::kPerWord; ++i) value[i] = fabsf(value[i]) < infinity() ? value[i] : 0.0f;
+    return Packed<T>::narrow(value);
+}
