@@ -33,7 +33,7 @@ def q_in_registers(
 ) -> bool:
     """Whether a warp keeps its rows of Q in registers, by the kernel's own rule."""
     slabs, steps = block_m // warps_m // 16, head_dim * itemsize // 32
-    return 4 * slabs * (block_n // warps_n // 8 + head_dim_v // 8 + steps) <= 160
+    return itemsize == 2 and 4 * slabs * (block_n // warps_n // 8 + head_dim_v // 8 + steps) <= 160
 
 
 def shared_bytes(

@@ -1,8 +1,8 @@
 // Joins attention over parts of the keys (attention_fwd_sm80.cu with SPLIT).
 //
-//   partial      (num_splits, ...) float   shape.out without a split, plus shape.out_split from part to part
-//   partial_lse  (num_splits, batch, nheads, seqlen_q) float, natural log; where it is -inf, partial is not read
-//   out          (batch, seqlen_q, nheads, head_dim_v) DTYPE, last axis contiguous     lse (batch, nheads, seqlen_q) float
+//   partial      (num_splits, batch, nheads, seqlen_q, head_dim_v) float, contiguous but for shape.out_split
+//   partial_lse  (num_splits, batch, nheads, seqlen_q)             float, natural log, and shape.lse_split
+//   out          (batch, seqlen_q, nheads, head_dim_v) DTYPE, by shape.out        lse (batch, nheads, seqlen_q) float
 //
 //   lse = ln(sum_s exp(lse_s) + exp(sink))        out = sum_s exp(lse_s - lse) partial_s
 //
@@ -14,23 +14,17 @@
 // Macros: DTYPE; SINKS 0 or 1.
 //   grid   (ceil(batch * nheads * seqlen_q / 4))     block 128
 #include "attention_shape.cuh"
-#include "dtype.cuh"
 #include "math.cuh"
+#include "reduce.cuh"
+#include "scalar.cuh"
 
 typedef DTYPE scalar;
-constexpr unsigned kWarp = 0xffffffffu;
 
 __device__ __forceinline__ float warp_max(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, offset));
+    for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
     return x;
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kWarp, x, offset);
-    return x;
-}
-
-// partial_strides: of partial; shape.out and shape.lse_*: of out and lse.
 extern "C" __global__ void __launch_bounds__(128)
 attention_combine(const float* partial, const float* partial_lse, const float* sinks, scalar* out, float* lse, int64 rows,
                   const __grid_constant__ AttentionShape shape) {
@@ -49,13 +43,12 @@ attention_combine(const float* partial, const float* partial_lse, const float* s
     const float shift = highest == -infinity() ? 0.0f : highest;  // nothing is seen: no -inf - -inf
     float sum = 0.0f;
     for (int s = lane; s < shape.num_splits; s += 32) sum += expf(partial_lse[s * shape.lse_split] - shift);
-    sum = warp_sum(sum) + (SINKS ? expf(sink - shift) : 0.0f);
+    sum = warp_sum(sum, 32) + (SINKS ? expf(sink - shift) : 0.0f);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     if (lse != nullptr && lane == 0) {
         lse[batch * shape.lse_batch + head * shape.lse_head + query] = sum == 0.0f ? -infinity() : shift + logf(sum);
     }
 
-    // Parts lie as (num_splits, batch, nheads, seqlen_q, head_dim_v).
     partial += row * shape.head_dim_v;
     out += batch * shape.out.batch + query * shape.out.row + head * shape.out.head;
     for (int column0 = 0; column0 < shape.head_dim_v; column0 += 128) {
@@ -67,7 +60,7 @@ attention_combine(const float* partial, const float* partial_lse, const float* s
             const float my_lse = lane < count ? partial_lse[(first + lane) * shape.lse_split] : -infinity();
             const float my_weight = expf(my_lse - shift) * inverse;
             for (int s = 0; s < count; ++s) {
-                const float weight = __shfl_sync(kWarp, my_weight, s);
+                const float weight = __shfl_sync(kFullWarp, my_weight, s);
                 if (weight == 0.0f || !mine) continue;
                 const float4 x = *reinterpret_cast<const float4*>(partial + (first + s) * shape.out_split + column);
                 acc[0] = fmaf(weight, x.x, acc[0]), acc[1] = fmaf(weight, x.y, acc[1]);
@@ -75,11 +68,6 @@ attention_combine(const float* partial, const float* partial_lse, const float* s
             }
         }
         if (!mine) continue;
-        if constexpr (sizeof(scalar) == 4) {
-            *reinterpret_cast<float4*>(out + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
-        } else {
-            *reinterpret_cast<uint2*>(out + column) =
-                make_uint2(Packed<scalar>::narrow(acc), Packed<scalar>::narrow(acc + Packed<scalar>::kPerWord));
-        }
+        store_four(out + column, acc);
     }
 }

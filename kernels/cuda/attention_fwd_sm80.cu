@@ -188,33 +188,26 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         __syncthreads();
     }
 
-    // Whole chunks of rows leave.
-    constexpr int kChunk = 16 / sizeof(out_scalar), kChunks = HEAD_DIM_V / kChunk;
+    // Rows leave in chunks: of 16 bytes, or of 4 sums.
+    constexpr int kChunk = WARPS_N > 1 ? 4 : 16 / sizeof(out_scalar), kChunks = HEAD_DIM_V / kChunk;
     constexpr int kSharedRows = WARPS_N > 1 ? BLOCK_M : 16 * kSlabs, kSharing = WARPS_N > 1 ? kThreads : 32;
     const int first = WARPS_N > 1 ? 0 : f.warp_m * kSharedRows;
     for (int i = threadIdx.x % kSharing; i < kSharedRows * kChunks; i += kSharing) {
         const int tile_row = first + i / kChunks, chunk = i % kChunks, row = work.row0 + tile_row;
         if (row >= work.rows || chunk * kChunk >= work.columns) continue;
-        uint4 words;
+        out_scalar* to = out + work.query(row) * shape.out.row + work.head_of(row) * shape.out.head + chunk * kChunk;
         if constexpr (WARPS_N > 1) {
-            float sum[kChunk] = {};
+            float sum[4] = {};
+            #pragma unroll
             for (int w = 0; w < WARPS_N; ++w) {
                 const float weight = parts[w * BLOCK_M + tile_row].weight;
-                #pragma unroll
-                for (int c = 0; c < kChunk; c += 4) {
-                    const float4 x = *reinterpret_cast<const float4*>(
-                        tile + TileO::at(0, w * BLOCK_M + tile_row, (chunk * kChunk + c) / 4));
-                    sum[c] = fmaf(x.x, weight, sum[c]), sum[c + 1] = fmaf(x.y, weight, sum[c + 1]);
-                    sum[c + 2] = fmaf(x.z, weight, sum[c + 2]), sum[c + 3] = fmaf(x.w, weight, sum[c + 3]);
-                }
+                const float4 x = *reinterpret_cast<const float4*>(tile + TileO::at(0, w * BLOCK_M + tile_row, chunk));
+                sum[0] = fmaf(x.x, weight, sum[0]), sum[1] = fmaf(x.y, weight, sum[1]);
+                sum[2] = fmaf(x.z, weight, sum[2]), sum[3] = fmaf(x.w, weight, sum[3]);
             }
-            constexpr int kPerWord = Packed<out_scalar>::kPerWord;
-            words.x = Packed<out_scalar>::narrow(sum), words.y = Packed<out_scalar>::narrow(sum + kPerWord);
-            words.z = Packed<out_scalar>::narrow(sum + 2 * kPerWord), words.w = Packed<out_scalar>::narrow(sum + 3 * kPerWord);
+            store_four(to, sum);
         } else {
-            words = *reinterpret_cast<const uint4*>(tile + TileO::at(0, tile_row, chunk));
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + TileO::at(0, tile_row, chunk));
         }
-        out_scalar* to = out + work.query(row) * shape.out.row + work.head_of(row) * shape.out.head;
-        *reinterpret_cast<uint4*>(to + chunk * kChunk) = words;
     }
 }

@@ -22,8 +22,9 @@ constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a
 constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // accumulators of 16 x 8
 constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // of Q K^T
 
-// 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight.
-constexpr bool kQInRegisters = 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
+// 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight. A Q of floats would be kept
+// split in two.
+constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
 
 // Scores to which nothing is added are scaled by the multiply-add of the exponent.
 constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;

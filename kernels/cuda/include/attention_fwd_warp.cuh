@@ -173,7 +173,7 @@ struct Forward {
         softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
-        if (kHides && careful) Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
+        if (kMasked && kHides && careful) Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
         __syncthreads();  // V is here
         add_values(s);
         const unsigned swap = k_now;

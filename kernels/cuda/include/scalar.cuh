@@ -33,3 +33,8 @@ template <typename T> __device__ __forceinline__ unsigned only_finite(unsigned w
     for (int i = 0; i < Packed<T>::kPerWord; ++i) value[i] = fabsf(value[i]) < infinity() ? value[i] : 0.0f;
     return Packed<T>::narrow(value);
 }
+
+template <typename T> __device__ __forceinline__ void store_four(T* to, const float (&value)[4]) {
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(to) = make_float4(value[0], value[1], value[2], value[3]);
+    else *reinterpret_cast<uint2*>(to) = make_uint2(Packed<T>::narrow(value), Packed<T>::narrow(value + 2));
+}
