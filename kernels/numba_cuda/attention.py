@@ -13,7 +13,8 @@ exp2(score - m), and O, the values weighted by the same:
     O = O exp2(m - m_new) + P V    (block_m, slab)    in registers; V passes through shared memory in chunks
     l = l exp2(m - m_new) + sum(P)
 
-and in the end out = O / l. Nothing of size seqlen_q x seqlen_k exists anywhere. 4 flops per query, key and column.
+and in the end out = O / l. :mod:`.attention_tile` has these steps. Nothing of size seqlen_q x seqlen_k exists anywhere.
+4 flops per query, key and column.
 
 The threads form a grid of 8 x 16. Thread (r, c) owns the rows r, r + 8, ... and of each the keys (of S) and columns
 (of O) c, c + 16, ... A number that it takes from shared memory so serves several products, and a row's 16 threads are
@@ -36,13 +37,13 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREADS, Config
+from gpu_ops.kernels.numba_cuda.attention_tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.numba_cuda.dtype import functions
-from gpu_ops.kernels.numba_cuda.memory import fetch, stager, take
+from gpu_ops.kernels.numba_cuda.memory import stager
 
 __all__ = ["LOG2E", "forward_kernel"]
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
-WARP = 0xFFFFFFFF
 
 
 @cache
@@ -72,7 +73,6 @@ def forward_kernel(config: Config) -> NumbaKernel:
     n_staged, n_p = config.staged, block_m * stride_p
     staged_k = block_m * stride  # K lies behind Q
     my_rows, my_keys, my_columns = block_m // ROWS, block_n // ROW_THREADS, slab // ROW_THREADS
-    width = 16 // config.itemsize  # numbers that one access to shared memory fetches
 
     masked, capped, with_sinks, with_alibi = config.masked, config.softcap, config.sinks, config.alibi
     with_bias, with_blocks, paged, split = bool(config.bias), config.block_mask, config.paged, config.split
@@ -81,11 +81,14 @@ def forward_kernel(config: Config) -> NumbaKernel:
     statistic = float64 if split else number
     log2 = libdevice.log2 if statistic is float64 else libdevice.log2f
     store = _same if split else f.store
-    infinity, nothing, hidden = float("inf"), 0.0, -0.0
+    infinity, nothing = float("inf"), 0.0
 
     stage_q = stager(config.dtype, THREADS, block_m, chunk, stride)
     stage_k = stager(config.dtype, THREADS, block_n, chunk, stride)
     stage_v = stager(config.dtype, THREADS, chunk_v, slab, slab)
+    multiply = scorer(number, block_m, block_n, chunk, stride)
+    weigh = weigher(number, my_rows, my_keys, my_columns, stride_p)
+    accumulate, accumulate_seen = accumulators(number, my_rows, my_columns, chunk_v, slab, stride_p)
 
     def attention_forward(
         q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
@@ -101,12 +104,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
         s = cuda.local.array((my_rows, my_keys), number)
         o = cuda.local.array((my_rows, my_columns), number)
         row_max = cuda.local.array(my_rows, number)
-        row_sum = cuda.local.array(
-            my_rows, number
-        )  # over this thread's keys; the 16 threads add up at the end
-        few = cuda.local.array((1, width), number)
-        some_k = cuda.local.array((my_keys, width), number)
-        some_v = cuda.local.array((width, my_columns), number)
+        row_sum = cuda.local.array(my_rows, number)  # over this thread's keys; 16 threads add up in the end
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
 
@@ -180,14 +178,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                 stage_q(staged, 0, q, q_offset, 0, column, head_dim, q.strides[3])
                 stage_k(staged, staged_k, k, k_offset, 0, column, head_dim, k.strides[3])
                 cuda.syncthreads()
-                for d in range(0, chunk, width):
-                    for j in range(my_keys):
-                        fetch(some_k, j, staged, staged_k + (c + j * ROW_THREADS) * stride + d)
-                    for i in range(my_rows):
-                        fetch(few, 0, staged, (r + i * ROWS) * stride + d)
-                        for j in range(my_keys):
-                            for e in range(width):
-                                s[i, j] += few[0, e] * some_k[j, e]
+                multiply(s, staged, r, c)
 
             # 3. Scores: scale, softcap, ALiBi, bias, masks.
             for i in range(my_rows):
@@ -214,45 +205,17 @@ def forward_kernel(config: Config) -> NumbaKernel:
                         hide = hide or (seen >> uint32(i * my_keys + j)) & uint32(1) == 0
                     s[i, j] = -infinity if hide else score
 
-            # 4. Online softmax.
-            for i in range(my_rows):
-                top = row_max[i]
-                for j in range(my_keys):
-                    top = max(top, s[i, j])
-                for distance in (8, 4, 2, 1):
-                    top = max(top, cuda.shfl_xor_sync(WARP, top, distance))
-                base = top if top > -infinity else number(nothing)  # nothing seen yet: keep -inf - -inf away
-                shrink = exp2(row_max[i] - base)
-                row_max[i] = top
-                row_sum[i] *= shrink
-                for j in range(my_keys):
-                    weight = number(hidden) if s[i, j] == -infinity else exp2(s[i, j] - base)
-                    row_sum[i] += weight
-                    p[(r + i * ROWS) * stride_p + c + j * ROW_THREADS] = weight
-                for t in range(my_columns):
-                    o[i, t] *= shrink
+            # 4. P and l from S; O and l follow the new maximum.
+            weigh(s, p, o, row_max, row_sum, r, c)
 
             # 5. O += P V. A weight of -0 marks a key that the row does not see: not even a NaN of it counts.
             for first_v in range(0, block_n, chunk_v):
                 cuda.syncthreads()
                 finite = stage_v(staged, 0, v, v_offset, first_v, first_column, head_dim_v, v.strides[3])
                 if cuda.syncthreads_and(int32(finite)):
-                    for j in range(0, chunk_v, width):
-                        for e in range(width):
-                            for t in range(my_columns):
-                                some_v[e, t] = take(staged, (j + e) * slab + c + t * ROW_THREADS)
-                        for i in range(my_rows):
-                            fetch(few, 0, p, (r + i * ROWS) * stride_p + first_v + j)
-                            for e in range(width):
-                                for t in range(my_columns):
-                                    o[i, t] += few[0, e] * some_v[e, t]
+                    accumulate(o, p, staged, first_v, r, c)
                 else:
-                    for j in range(chunk_v):
-                        for i in range(my_rows):
-                            weight = p[(r + i * ROWS) * stride_p + first_v + j]
-                            if not math.copysign(1.0, weight) < 0:
-                                for t in range(my_columns):
-                                    o[i, t] += weight * staged[j * slab + c + t * ROW_THREADS]
+                    accumulate_seen(o, p, staged, first_v, r, c)
             cuda.syncthreads()  # all are done with the tables and with P
 
         # out = O / l. A sink is one more score, of a key without a value.
