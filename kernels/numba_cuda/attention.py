@@ -13,8 +13,8 @@ exp2(score - m), and O, the values weighted by the same:
     O = O exp2(m - m_new) + P V    (block_m, slab)    in registers; V passes through shared memory in chunks
     l = l exp2(m - m_new) + sum(P)
 
-and in the end out = O / l. :mod:`.attention_tile` has these steps. Nothing of size seqlen_q x seqlen_k exists anywhere.
-4 flops per query, key and column.
+and in the end out = O / l. :mod:`.attention_tile` has these steps. Nothing of size seqlen_q x seqlen_k exists
+anywhere. 4 flops per query, key and column.
 
 The threads form a grid of 8 x 16. Thread (r, c) owns the rows r, r + 8, ... and of each the keys (of S) and columns
 (of O) c, c + 16, ... A number that it takes from shared memory so serves several products, and a row's 16 threads are
