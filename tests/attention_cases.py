@@ -7,7 +7,7 @@ option meets every other one without testing the whole product.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -98,8 +98,17 @@ class Problem:
         return self.q, self.k, self.v
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Rows such that every two levels of different factors appear together in some row."""
+Row = dict[str, Any]
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], seed: int = 0, *, allowed: Callable[[Row], Row] = dict
+) -> list[Row]:
+    """Rows such that every two levels of different factors appear together in some row.
+
+    ``allowed`` gives the row without what its other levels exclude; the first factor that decides is "form". Pairs
+    that it never leaves together are left out.
+    """
     rng = np.random.default_rng(seed)
     names = list(factors)
     missing = {
@@ -109,17 +118,27 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[s
         for j in range(len(factors[b]))
     }
 
+    def repaired(row: dict[str, int]) -> dict[str, int]:
+        levels = allowed({n: factors[n][i] for n, i in row.items()})
+        return {n: factors[n].index(level) for n, level in levels.items()}
+
     def pairs(row: dict[str, int]) -> set[Any]:
         return set(itertools.combinations(row.items(), 2)) & missing
 
+    forms = [{"form": i} for i in range(len(factors["form"]))] if "form" in factors else [{}]
+    first = dict.fromkeys(names, 0)
+    missing &= {
+        pair for pair in missing for form in forms
+        if set(pair) <= repaired({**first, **form, **dict(pair)}).items()
+    }  # fmt: skip
     rows = []
     while missing:
-        candidates = []
+        candidates, open_pairs = [], sorted(missing)
         for _ in range(30):
             row = {n: int(rng.integers(len(factors[n]))) for n in names}
-            (a, i), (b, j) = sorted(missing)[rng.integers(len(missing))]
+            (a, i), (b, j) = open_pairs[rng.integers(len(missing))]
             row[a], row[b] = i, j
-            candidates.append(row)
+            candidates.append(repaired(row))
         best = max(candidates, key=lambda row: len(pairs(row)))
         missing -= pairs(best)
         rows.append({n: factors[n][i] for n, i in best.items()})
@@ -137,7 +156,7 @@ def make(
     mask: str = "full",
     seqlens: tuple[int, int] = (5, 7),
     heads: tuple[int, int] = (4, 4),
-    head_dims: tuple[int, int] = (4, 4),
+    head_dims: tuple[int, int] = (8, 8),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: bool = False,

@@ -1,6 +1,7 @@
 """One test body, every backend: a test that takes ``backend`` runs on each that can run here.
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
+Its ``slow_on_emulator(name, backend, **parameters)``, if it has one, says which tests are slow there.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def _cell(device, name):
     return pytest.param({"device": device, "backend": name}, id=f"{device}-{name}", marks=marks)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config, items):
     """Tests marked ``gpu`` skip without one. CUDA C++ kernels take no float64: those tests are left out."""
+    for item in items:
+        if _is_slow_on_emulator(item):
+            item.add_marker(pytest.mark.slow)
     dropped = [item for item in items if _is_raw_float64(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -52,7 +57,16 @@ def pytest_collection_modifyitems(config, items):
 def _is_raw_float64(item):
     given = item.callspec.params if hasattr(item, "callspec") else {}
     backend = given.get("backend")
-    return isinstance(backend, dict) and backend["backend"] == "raw" and given.get("dtype") is np.float64
+    float64 = given.get("dtype") in (np.float64, "float64")
+    return isinstance(backend, dict) and backend["backend"] == "raw" and float64
+
+
+def _is_slow_on_emulator(item):
+    rule = getattr(item.module, "slow_on_emulator", None)
+    given = dict(item.callspec.params) if rule and hasattr(item, "callspec") else {}
+    backend = given.pop("backend", None)
+    emulated = isinstance(backend, dict) and backend["device"] == "emulator"
+    return emulated and rule(item.originalname, backend["backend"], **given)
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)

@@ -10,6 +10,16 @@ from gpu_ops.reference import attention as reference
 from tests.attention_cases import DTYPES, assert_gradient, assert_lse, pairwise, row_id
 from tests.compare import assert_close
 
+DEVICES = ("cpu", "emulator", "cuda")
+
+
+def slow_on_emulator(name, backend, **given):
+    """What stays shows each behaviour once; test_attention_pairwise crosses the options."""
+    if name == "test_lengths":
+        return given["dtype"] != "bfloat16"
+    return name == "test_options" or given.get("dtype") == "float64"
+
+
 # Lengths of (queries, keys) of each sequence.
 LENGTHS = {
     "one": [(37, 37)],
@@ -37,7 +47,7 @@ def make(
 ):
     """(dout, q, k, v), (cu_seqlens_q, cu_seqlens_k), options, max_seqlens."""
     rng = np.random.default_rng(0)
-    pairs = np.array(LENGTHS[lengths], np.int32).reshape(-1, 2)
+    pairs = np.array(LENGTHS.get(lengths, lengths), np.int32).reshape(-1, 2)
     cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in pairs.T]
     (nheads, nheads_kv), (head_dim, head_dim_v) = heads, head_dims
     shapes = [
@@ -58,12 +68,15 @@ def check(backend, *, max_seqlens=True, **settings):
     (dout, q, k, v), cu, options, longest = make(**settings)
     given = longest if max_seqlens else {}
     out, lse = gpu_ops.attention_varlen(q, k, v, *cu, **given, **options, return_lse=True, **backend)
-    *grads, extra = gpu_ops.attention_varlen_backward(
-        dout, q, k, v, out, lse, *cu, **given, **options, return_extra=True, **backend
-    )
-    results = [out, lse, *grads, *extra.values()]
-    assert set(extra) == {"sinks"} & set(options)
-    assert [x.dtype for x in (out, *grads)] == [q.dtype] * 4
+    assert out.dtype == q.dtype
+    results = [out, lse]
+    if backend["device"] == "cpu":
+        *grads, extra = gpu_ops.attention_varlen_backward(
+            dout, q, k, v, out, lse, *cu, **given, **options, return_extra=True, **backend
+        )
+        results += [*grads, *extra.values()]
+        assert set(extra) == {"sinks"} & set(options)
+        assert [x.dtype for x in grads] == [q.dtype] * 3
 
     expected = []
     for precision in ("float64", "naive"):
@@ -101,7 +114,9 @@ def test_lengths(lengths, dtype, backend):
 def test_a_sequence_does_not_depend_on_its_neighbours(dtype, backend):
     (dout, q, k, v), cu, options, _ = make(dtype=dtype, causal=True)
     out, lse = gpu_ops.attention_varlen(q, k, v, *cu, **options, return_lse=True, **backend)
-    grads = gpu_ops.attention_varlen_backward(dout, q, k, v, out, lse, *cu, **options, **backend)
+    has_backward = backend["device"] == "cpu"
+    if has_backward:
+        grads = gpu_ops.attention_varlen_backward(dout, q, k, v, out, lse, *cu, **options, **backend)
     for b in (2, 4):
         rows, keys = slice(cu[0][b], cu[0][b + 1]), slice(cu[1][b], cu[1][b + 1])
         alone = [np.full_like(x, np.nan) for x in (dout, q, k, v)]  # the neighbours are NaN
@@ -110,6 +125,8 @@ def test_a_sequence_does_not_depend_on_its_neighbours(dtype, backend):
         o, s = gpu_ops.attention_varlen(*alone[1:], *cu, **options, return_lse=True, **backend)
         np.testing.assert_array_equal(o[rows], out[rows])
         np.testing.assert_array_equal(s[:, rows], lse[:, rows])
+        if not has_backward:
+            continue
         g = gpu_ops.attention_varlen_backward(*alone, o, s, *cu, **options, **backend)
         for x, y, where in zip(g, grads, (rows, keys, keys), strict=True):
             np.testing.assert_array_equal(x[where], y[where])
