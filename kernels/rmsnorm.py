@@ -7,6 +7,7 @@ readable twins ``numba_cuda/rmsnorm.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
+from gpu_ops.presets import ARCHES
 
 __all__ = ["RowConfig", "backward", "forward", "select_config", "variants"]
 
@@ -50,9 +52,14 @@ _BACKWARD = (
     (16, 8, 2),
     (32, 16, 2),
     (64, 32, 2),
-    (512, None, 2),  # 4096 columns: x and dy, 16 registers; at most 256 threads at 48 registers, 5 blocks
-    (4096, None, 4),  # 32768 columns: up to 1024 threads at 64 registers, all that an SM has
+    (512, None, 2),  # x and dy of 4096 columns, 16 registers: 5 blocks of at most 256 threads
+    (4096, None, 4),  # 32 registers: threads as below; one block of 1024 from 2305 vectors on
 )  # then global memory read twice
+
+_TABLES: dict[Pass, tuple[tuple[int, int | None, int], ...]] = {"forward": _FORWARD, "backward": _BACKWARD}
+
+# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48 and 56 registers.
+_BACKWARD_WARPS = {2: 40, 4: 36}
 
 # Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
 _MAX_ROUNDINGS = 56
@@ -89,18 +96,20 @@ def select_config(
     n_vecs = cols // vec
     smem_per_sm = smem_per_block_optin + _RESERVED
 
-    for limit, threads_per_row, vecs in _FORWARD if which == "forward" else _BACKWARD:
+    for limit, threads_per_row, vecs in _TABLES[which]:
         if n_vecs > limit:
             continue
         threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
         rows_per_block = _BLOCK // threads if threads_per_row else 1
-        shared = 0 if which == "forward" else 4 * vecs * vec * threads * rows_per_block
+        shared = 0 if which == "forward" else _sums_bytes(n_vecs, vec, vecs, threads, rows_per_block)
         if shared + _SCRATCH > smem_per_block_optin:
             break
         if which == "backward":
-            warps = 40 if vecs == 2 else 32  # that fit on an SM with 48 and with 64 registers per thread
-            by_registers = max(1, warps * _WARP // (threads * rows_per_block))
-            resident = sms * min(by_registers, smem_per_sm // (shared + _SCRATCH + _RESERVED))
+            by_registers = _BACKWARD_WARPS[vecs] * _WARP // (threads * rows_per_block)
+            blocks = min(by_registers, smem_per_sm // (shared + _SCRATCH + _RESERVED))
+            if vecs == 4:  # no more blocks fit, but more threads may: 288, 384, 576 rather than 256, 320, 512
+                threads = min(1024, _BACKWARD_WARPS[vecs] // blocks * _WARP)
+            resident = sms * blocks
         else:
             # Where the weights stay in registers a block goes through many rows; elsewhere it has one.
             resident = sms * 10 if rows_per_block > 1 and vecs == 2 else _MAX_GRID
@@ -118,6 +127,14 @@ def select_config(
     # One block per SM in the backward: what it adds to in global memory should stay in L2.
     threads, resident = (512, _MAX_GRID) if which == "forward" else (1024, sms)
     return RowConfig("Global", vec, access, 0, threads, 1, _grid(which, rows, 1, resident), 0)
+
+
+def _sums_bytes(n_vecs: int, vec: int, vecs: int, threads: int, rows_per_block: int) -> int:
+    """The sums of dweight of a block's columns, laid out as ``rmsnorm_backward.cu`` says."""
+    wave = 128 // min(16, 4 * vec)
+    stride = threads * rows_per_block + threads % wave
+    slots = n_vecs if rows_per_block == 1 else vecs * stride
+    return 4 * vec * _round_up(slots, 8)
 
 
 def _grid(which: Pass, rows: int, rows_per_block: int, resident: int) -> int:
@@ -210,22 +227,24 @@ def backward(
 _DWEIGHT = CudaKernel("rmsnorm_dweight", "rmsnorm_dweight")
 _TWIN_THREADS = 256
 
+# Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
+_SIZES = (1024, 2048, 4096, 8192, 16384, 2**20, 255, 1023, 4095, 16383, 2**20 + 1)
+
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``forward`` and ``backward`` launch, with the threads of a long row in its reach."""
-    plans: dict[Pass, tuple[tuple[Keep, int, int], ...]] = {
-        "forward": (("Registers", 2, 128), ("Registers", 4, 256), ("Shared", 0, 1024), ("Global", 0, 512)),
-        "backward": (("Registers", 2, 256), ("Registers", 4, 512), ("Global", 0, 1024)),
-    }
+    optin = ARCHES[arch.rstrip("af")].smem_per_block_optin
+    seen = set()
     for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
-        vector = 16 // itemsize
-        for vec, access in ((vector, vector), (vector, 1), (1, 1)):
-            for which, kept in plans.items():
-                for keep, vecs, threads in kept:
-                    shared = 4 * vecs * vec * threads if which == "backward" else 0
-                    config = RowConfig(keep, vec, access, vecs, threads, 1, 1, shared)
-                    for residual in (False, True):
-                        yield Variant(_kernel(which, config, dtype, residual), threads, shared)
+        for cols, alignment, which in itertools.product(_SIZES, (16, itemsize), _TABLES):
+            c = select_config(
+                which, 1, cols, itemsize, alignment=alignment, sms=1, smem_per_block_optin=optin
+            )
+            for residual in (False, True):
+                kernel = _kernel(which, c, dtype, residual)
+                if kernel not in seen:
+                    seen.add(kernel)
+                    yield Variant(kernel, c.threads, c.shared_bytes)
     yield Variant(_DWEIGHT, 1024)
 
 

@@ -22,10 +22,13 @@
 // the row groups of its block, last over blocks, in rmsnorm_dweight. No float sees more than about 60 of these
 // additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of blocks is chosen for that.
 //
-// Macros and ownership are those of rmsnorm.cu. Slots of the sums, T threads per block, each slot 4 floats (VEC of
-// them if fewer), so that a warp's 32 accesses lie side by side:
+// Macros and ownership are those of rmsnorm.cu. Slots of the sums, each 4 floats (VEC of them if fewer), with T threads
+// per row, B per block, and W slots, 8 or 32, in 128 bytes:
 //
-//   slot (i, q), thread t  at  (i * kQuads + q) * T + t      floats 4q .. 4q+3 of vector i of thread t
+//   slot (i, q), thread t of row group g  at  q * plane + ((i * stride + g * T + t) ^ 4q)      stride = B + T % W
+//
+// holds floats 4q .. 4q+3 of vector v = i * T + t of the row. plane is the least multiple of 8 that will do. A warp's
+// accesses are to different banks, both when its lanes go by v and, in the last step, by v and q, q fastest.
 #include "dtype.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -39,11 +42,10 @@ constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
 constexpr bool kResidual = RESIDUAL;
 
-// VECS = 4 is for long rows, one per block, which may have all 64 K registers. 5 blocks of 256 threads at 48
-// registers are 40 warps, more than half of an SM's 64 or 48.
-constexpr bool kOneRow = kVecs != 2;
-constexpr int kMaxThreads = kVecs == 2 ? 256 : 1024;
-constexpr int kMinBlocks = kVecs == 2 ? 5 : 1;
+// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
+// Four vectors of 16-bit numbers that arrive one by one take more.
+constexpr bool kOneRow = kVecs != 2;  // long rows, one per block
+constexpr int kMaxRegisters = kVecs != 4 ? 48 : VEC == 8 && ACCESS == 1 ? 64 : 56;
 
 constexpr int kQuad = VEC < 4 ? VEC : 4, kQuads = VEC / kQuad;
 typedef Vec<f32, kQuad> quad;
@@ -84,7 +86,7 @@ __device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned
     return g;
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+extern "C" __global__ void __maxnreg__(kMaxRegisters)
 rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const float* rstd, const scalar* dresidual,
                  scalar* dx, float* partial, long long rows, int cols, long long dy_stride, long long x_stride,
                  long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama) {
@@ -99,11 +101,17 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
     const auto block_partial = [&] { return partial + (long long)blockIdx.x * cols; };
 
     // The sums of this thread's columns.
-    const int block_threads = threads * groups, block_thread = group * threads + thread;
+    const int stride = groups * threads + threads % int(128 / sizeof(quad));
+    const int plane = ((groups == 1 ? cols / VEC : kVecs * stride) + 7) / 8 * 8;
     quad* const slots = reinterpret_cast<quad*>(dynamic_shared);
+    const auto slot = [&](int i, int q, int g, int t) -> quad& {
+        return slots[q * plane + ((i * stride + g * threads + t) ^ 4 * q)];
+    };
     if constexpr (kKeep == Keep::kRegisters) {
         #pragma unroll
-        for (int k = 0; k < kVecs * kQuads; ++k) slots[k * block_threads + block_thread] = {};
+        for (int i = 0; i < kVecs; ++i) {
+            for (int q = 0; q < kQuads && column(i) < cols; ++q) slot(i, q, group, thread) = {};
+        }
     }
 
     // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
@@ -120,7 +128,6 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
         if constexpr (kKeep == Keep::kRegisters) {
             #pragma unroll
             for (int i = 0; i < kVecs; ++i) {
-                held_x[i] = held_dy[i] = {};
                 if (column(i) < end) {
                     held_x[i] = load<vec, ACCESS, Cache::kOnce>(x + r * x_stride + column(i));
                     held_dy[i] = load<vec, ACCESS, Cache::kOnce>(dy + r * dy_stride + column(i));
@@ -146,9 +153,9 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
             const vec row_x = get_x(i), row_dy = get_dy(i);
             #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
-                quad* const slot = &slots[(i * kQuads + q) * block_threads + block_thread];
+                forget(thread);  // else this reads ahead, and the registers do not suffice
                 quad dw = {};
-                if constexpr (kKeep == Keep::kRegisters) dw = *slot;
+                if constexpr (kKeep == Keep::kRegisters) dw = slot(i, q, group, thread);
                 else if (!first_row) dw = load<quad, kQuad, Cache::kDefault>(block_partial() + column(i) + q * kQuad);
                 #pragma unroll
                 for (int k = 0; k < kQuadWords; ++k) {
@@ -162,11 +169,11 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
                         total = __float_as_uint(fmaf(g.dy[e], g.n_seen[e], __uint_as_float(total)));
                     }
                 }
-                if constexpr (kKeep == Keep::kRegisters) *slot = dw;
+                if constexpr (kKeep == Keep::kRegisters) slot(i, q, group, thread) = dw;
                 else store<kQuad>(block_partial() + column(i) + q * kQuad, dw);
             }
         }
-        const float mean = row_sum(sum) * inverse_cols;
+        const float mean = row_sum(sum, thread) * inverse_cols;
         forget(thread);
 
         // 2. The output.
@@ -198,14 +205,13 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
     }
 
     // 3. The block's part of dweight: the sums of its row groups, first to last. Threads go by columns, so that the
-    // stores are whole sectors; the slots they read then collide in pairs, once per block.
+    // stores are whole sectors.
     if constexpr (kKeep == Keep::kRegisters) {
         __syncthreads();
-        for (int k = block_thread; k < kVecs * kQuads * threads && k * kQuad < cols; k += block_threads) {
-            const int owner = k / kQuads % threads, i = k / kQuads / threads, q = k % kQuads;
-            const quad* slot = &slots[(i * kQuads + q) * block_threads + owner];
-            quad dw = *slot;
-            for (int g = 1; g < groups; ++g) dw = dw + slot[g * threads];
+        for (int k = group * threads + thread; k * kQuad < cols; k += groups * threads) {
+            const int v = k / kQuads, q = k % kQuads;
+            quad dw = {};
+            for (int g = 0; g < groups; ++g) dw = dw + slot(v / threads, q, g, v % threads);
             store<kQuad>(block_partial() + k * kQuad, dw);
         }
     }

@@ -20,11 +20,11 @@ public:
 
     explicit __device__ __forceinline__ RowSum(Scratch& scratch) : scratch_(scratch) {}
 
-    __device__ __forceinline__ float operator()(float value) {
+    __device__ __forceinline__ float operator()(float value, int thread = threadIdx.x) {
         const int width = blockDim.x;
         value = warp_sum(value, min(width, 32));
         if (width <= 32) return value;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int warp = thread / 32, lane = thread % 32;
         if (lane == 0) scratch_[turn_][warp] = value;
         __syncthreads();
         value = lane < width / 32 ? scratch_[turn_][lane] : 0.0f;
