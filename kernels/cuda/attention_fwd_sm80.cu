@@ -68,82 +68,14 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
     return row_sum == 0.0f ? 0.0f : scale / row_sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, float* lse, const int* cu_seqlens_q,
-                  const int* cu_seqlens_k, const int* seqused_k, const int* block_table, const float* sinks,
-                  const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
-                  const __grid_constant__ AttentionShape shape) {
-    // Which rows: of causal ones the longest first, so that short ones fill the end.
-    const int batch = blockIdx.z;
-    const int blocks_m = SPLIT ? gridDim.x / shape.num_splits : gridDim.x;
-    const int split = SPLIT ? blockIdx.x / blocks_m : 0, m = SPLIT ? blockIdx.x % blocks_m : blockIdx.x;
-    Work work;
-    work.head = blockIdx.y / VALUE_PARTS * (PACK_GQA ? shape.group : 1);
-    work.kv_head = PACK_GQA ? blockIdx.y / VALUE_PARTS : work.head / shape.group;
-    work.group = shape.group;
-    work.column0 = blockIdx.y % VALUE_PARTS * HEAD_DIM_V;
-    work.columns = min(HEAD_DIM_V, shape.head_dim_v - work.column0);
-    const int q_begin = VARLEN ? cu_seqlens_q[batch] : 0, k_begin = VARLEN ? cu_seqlens_k[batch] : 0;
-    work.seqlen_q = VARLEN ? cu_seqlens_q[batch + 1] - q_begin : shape.seqlen_q;
-    work.seqlen_k = SEQUSED_K ? seqused_k[batch] : VARLEN ? cu_seqlens_k[batch + 1] - k_begin : shape.seqlen_k;
-    work.rows = PACK_GQA ? work.seqlen_q * shape.group : work.seqlen_q;
-    work.row0 = (kMask == Mask::kCausal ? blocks_m - 1 - m : m) * BLOCK_M;
-    if (VARLEN && work.row0 >= work.rows) return;
+// O to global memory, by way of shared memory.
+__device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, float* lse) {
+    const AttentionShape& shape = f.shape;
+    const Work& work = f.work;
+    out += work.batch * shape.out.batch + work.q_begin * shape.out.row + work.split * shape.out_split + work.column0;
+    if (lse != nullptr) lse += work.batch * shape.lse_batch + work.q_begin + work.split * shape.lse_split;
 
-    q += batch * shape.q.batch + q_begin * shape.q.row;
-    out += batch * shape.out.batch + q_begin * shape.out.row + split * shape.out_split + work.column0;
-    if (lse != nullptr) lse += batch * shape.lse_batch + q_begin + split * shape.lse_split;
-    k += (PAGED ? 0 : batch * shape.k.batch) + k_begin * shape.k.row + work.kv_head * shape.k.head;
-    v += (PAGED ? 0 : batch * shape.v.batch) + k_begin * shape.v.row + work.kv_head * shape.v.head + work.column0;
-    const int* pages = PAGED ? block_table + batch * shape.block_table_batch : nullptr;
-    Forward f{shape, work, int(threadIdx.x % 32), int(threadIdx.x / 32 % WARPS_M), int(threadIdx.x / 32 / WARPS_M),
-              ptx::shared_address(dynamic_shared), {k, shape.k, pages, shape.page_size}, {v, shape.v, pages, shape.page_size}};
-    if constexpr (PACK_GQA) {
-        #pragma unroll
-        for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(r));
-    }
-    if constexpr (ALIBI) {
-        #pragma unroll
-        for (int r = 0; r < (PACK_GQA ? kRows : 1); ++r) {
-            f.slope[r] = alibi_slopes[batch * shape.alibi_batch + work.head_of(f.row(r))] * kLog2e;
-        }
-    }
-    if constexpr (kBias != Bias::kNone) f.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? 4 : sizeof(scalar));
-    if constexpr (BLOCK_MASK) {
-        f.block_mask = {block_mask + batch * shape.block_mask[0] + work.head * shape.block_mask[1], shape.block_mask[2],
-                        shape.block_mask[3], shape.block_q, shape.block_k};
-    }
-
-    // Which tiles.
-    const KeyRange keys = KeyRange::of<kMask>(work.query(work.row0) + work.shift(),
-                                              work.query(min(work.row0 + BLOCK_M, work.rows) - 1) + work.shift(),
-                                              work.seqlen_k, shape.window_left, shape.window_right);
-    int begin = keys.begin / BLOCK_N, end = (keys.end + BLOCK_N - 1) / BLOCK_N;
-    if constexpr (SPLIT) {
-        const int share = (max(end - begin, 0) + shape.num_splits - 1) / shape.num_splits;
-        begin += split * share;
-        end = min(end, begin + share);
-    }
-
-    // From right to left. Where something in V is not finite, once more without it: rows may not see it.
-    f.start();
-    if (begin < end) {
-        typedef Copy<TileQ, kThreads> LoadQ;
-        LoadQ::template start<false>(f.shared + kOffsetQ, work.rows - work.row0, shape.head_dim, [&](int row, int) {
-            row += work.row0;
-            return q + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head + LoadQ::column();
-        });
-        ptx::cp_async_commit();
-        const int all_begin = (keys.all_begin + BLOCK_N - 1) / BLOCK_N, all_end = keys.all_end / BLOCK_N;
-        for (;;) {
-            f.run(begin, end, all_begin, all_end);
-            if (!kHides || f.careful || !__syncthreads_or(!f.all_finite())) break;
-            f.careful = true;
-            f.start();
-        }
-    }
-    __syncthreads();  // everybody is done with the tiles: their place is that of O
-
+    __syncthreads();  // everybody is done with the tiles
     unsigned char* const tile = dynamic_shared;
     Part* const parts = reinterpret_cast<Part*>(tile + TileO::kBytes);  // [WARPS_N][BLOCK_M]
     #pragma unroll
@@ -184,7 +116,7 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
     }
     if (kHides && f.careful) {
         __syncthreads();
-        f.add_special(tile, begin * BLOCK_N, min(end * BLOCK_N, work.seqlen_k));
+        f.add_special(tile);
         __syncthreads();
     }
 
@@ -209,5 +141,57 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         } else {
             *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + TileO::at(0, tile_row, chunk));
         }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, float* lse, const int* cu_seqlens_q,
+                  const int* cu_seqlens_k, const int* seqused_k, const int* block_table, const float* sinks,
+                  const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
+                  const __grid_constant__ AttentionShape shape) {
+    // Where something in V is not finite, a second time without it: rows may not see it.
+    for (bool careful = false;; careful = true) {
+        const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
+        if (VARLEN && work.row0 >= work.rows) return;
+        const int64 batch = work.batch;
+        const int* pages = PAGED ? block_table + batch * shape.block_table_batch : nullptr;
+        const scalar* k_rows = k + (PAGED ? 0 : batch * shape.k.batch) + work.k_begin * shape.k.row + work.kv_head * shape.k.head;
+        const scalar* v_rows = v + (PAGED ? 0 : batch * shape.v.batch) + work.k_begin * shape.v.row +
+                               work.kv_head * shape.v.head + work.column0;
+        Forward f{shape, work, careful, int(threadIdx.x % 32), int(threadIdx.x / 32 % WARPS_M),
+                  int(threadIdx.x / 32 / WARPS_M), ptx::shared_address(dynamic_shared),
+                  {k_rows, shape.k, pages, shape.page_size}, {v_rows, shape.v, pages, shape.page_size}};
+        if constexpr (PACK_GQA) {
+            #pragma unroll
+            for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(r));
+        }
+        if constexpr (ALIBI) {
+            #pragma unroll
+            for (int r = 0; r < (PACK_GQA ? kRows : 1); ++r) {
+                f.slope[r] = alibi_slopes[batch * shape.alibi_batch + work.head_of(f.row(r))] * kLog2e;
+            }
+        }
+        if constexpr (kBias != Bias::kNone) f.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? 4 : sizeof(scalar));
+        if constexpr (BLOCK_MASK) {
+            f.block_mask = {block_mask + batch * shape.block_mask[0] + work.head * shape.block_mask[1], shape.block_mask[2],
+                            shape.block_mask[3], shape.block_q, shape.block_k};
+        }
+
+        f.start();
+        const Tiles tiles = work.tiles(shape);
+        if (tiles.begin < tiles.end) {
+            typedef Copy<TileQ, kThreads> LoadQ;
+            const scalar* q_rows = q + batch * shape.q.batch + work.q_begin * shape.q.row + LoadQ::column();
+            LoadQ::template start<false>(f.shared + kOffsetQ, work.rows - work.row0, shape.head_dim, [&](int row, int) {
+                row += work.row0;
+                return q_rows + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head;
+            });
+            ptx::cp_async_commit();
+            f.run(tiles);
+            if (kHides && !careful && __syncthreads_or(!f.all_finite())) continue;
+        }
+        f.work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
+        store(f, sinks, out, lse);
+        return;
     }
 }

@@ -52,15 +52,55 @@ static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-// What a block works on.
+struct Tiles { int begin, end, all_begin, all_end; };  // those that some row sees, those that need no mask
+
+// What a block works on, from its place in the grid. It is asked for again where it is needed again: registers are short
+// in between.
 struct Work {
-    int batch, head, kv_head;      // with PACK_GQA head is the first of the group
-    int q_begin, seqlen_q, seqlen_k;
-    int row0, rows;                // of rows, the block's first
-    int column0, columns;          // of out, the block's
-    int group;
+    int batch, split;
+    int head, kv_head, group;           // with PACK_GQA head is the first of the group
+    int q_begin, seqlen_q, k_begin, seqlen_k;
+    int row0, rows;                     // the block's first, of all
+    int column0, columns;               // of out, the block's
+
+    static __device__ __forceinline__ Work of(const AttentionShape& shape, const int* cu_seqlens_q,
+                                              const int* cu_seqlens_k, const int* seqused_k) {
+        const int x = ptx::opaque(blockIdx.x), y = ptx::opaque(blockIdx.y), batch = ptx::opaque(blockIdx.z);
+        const int blocks_m = SPLIT ? gridDim.x / shape.num_splits : gridDim.x;
+        const int m = SPLIT ? x % blocks_m : x;
+        Work work;
+        work.batch = batch;
+        work.split = SPLIT ? x / blocks_m : 0;
+        work.group = shape.group;
+        work.kv_head = PACK_GQA ? y / VALUE_PARTS : y / VALUE_PARTS / shape.group;
+        work.head = PACK_GQA ? work.kv_head * shape.group : y / VALUE_PARTS;
+        work.q_begin = VARLEN ? cu_seqlens_q[batch] : 0;
+        work.k_begin = VARLEN ? cu_seqlens_k[batch] : 0;
+        work.seqlen_q = VARLEN ? cu_seqlens_q[batch + 1] - work.q_begin : shape.seqlen_q;
+        work.seqlen_k = SEQUSED_K ? seqused_k[batch] : VARLEN ? cu_seqlens_k[batch + 1] - work.k_begin : shape.seqlen_k;
+        work.rows = PACK_GQA ? work.seqlen_q * shape.group : work.seqlen_q;
+        // Of causal rows the longest first: short ones fill the end.
+        work.row0 = (kMask == Mask::kCausal ? blocks_m - 1 - m : m) * BLOCK_M;
+        work.column0 = y % VALUE_PARTS * HEAD_DIM_V;
+        work.columns = min(HEAD_DIM_V, shape.head_dim_v - work.column0);
+        return work;
+    }
 
     __device__ __forceinline__ int query(int row) const { return PACK_GQA ? row / group : row; }
     __device__ __forceinline__ int head_of(int row) const { return PACK_GQA ? head + row % group : head; }
     __device__ __forceinline__ int shift() const { return seqlen_k - seqlen_q; }
+
+    __device__ __forceinline__ Tiles tiles(const AttentionShape& shape) const {
+        const int last = min(row0 + BLOCK_M, rows) - 1;
+        const KeyRange keys = KeyRange::of<kMask>(query(row0) + shift(), query(last) + shift(), seqlen_k,
+                                                  shape.window_left, shape.window_right);
+        Tiles tiles{keys.begin / BLOCK_N, (keys.end + BLOCK_N - 1) / BLOCK_N, (keys.all_begin + BLOCK_N - 1) / BLOCK_N,
+                    keys.all_end / BLOCK_N};
+        if constexpr (SPLIT) {
+            const int share = (max(tiles.end - tiles.begin, 0) + shape.num_splits - 1) / shape.num_splits;
+            tiles.begin += split * share;
+            tiles.end = min(tiles.end, tiles.begin + share);
+        }
+        return tiles;
+    }
 };

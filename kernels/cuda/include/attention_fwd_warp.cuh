@@ -10,7 +10,8 @@ __device__ __forceinline__ float soft_sign(float x) {
 
 struct Forward {
     const AttentionShape& shape;
-    const Work& work;
+    Work work;
+    const bool careful;            // V has numbers that are not finite: they are left out, and added later
     const int lane, warp_m, warp_n;
     const unsigned shared;
     KeyRows<TileK, kThreads, PAGED> k;
@@ -20,7 +21,6 @@ struct Forward {
     unsigned k_now, k_next;
     int query[PACK_GQA ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
-    bool careful = false;          // V has numbers that are not finite: they are left out, and added later
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
     float acc_o[kSlabs][kTilesO][4];
     OnlineSoftmax<kSlabs> softmax;
@@ -211,26 +211,25 @@ struct Forward {
         }
     }
 
-    // All tiles [begin, end), of which [all_begin, all_end) need no mask.
-    __device__ __forceinline__ void run(int begin, int end, int all_begin, int all_end) {
+    __device__ __forceinline__ void run(const Tiles& tiles) {
         bool partly = false, next_partly = false;
-        int n = find(end - 1, begin, partly);
+        int n = find(tiles.end - 1, tiles.begin, partly);
         if (n >= 0) k.template load<false>(k_now, n, work.seqlen_k, shape.head_dim);
         ptx::cp_async_commit();
-        if (!careful) receive_q();
+        receive_q();
         // Two loops, so that tiles that are seen whole, most of them, compare nothing. Masked ones come first, and with a
         // window last; with a block mask the two take turns.
         const auto masked = [&] {
-            return kBias != Bias::kNone || partly || n >= all_end || (kMask == Mask::kLocal && n < all_begin);
+            return kBias != Bias::kNone || partly || n >= tiles.all_end || (kMask == Mask::kLocal && n < tiles.all_begin);
         };
         do {
             for (int next; n >= 0 && masked(); n = next, partly = next_partly) {
-                next = find(n - 1, begin, next_partly);
+                next = find(n - 1, tiles.begin, next_partly);
                 step<true>(n, next, partly);
             }
             if constexpr (kBias != Bias::kNone) break;
             for (int next; n >= 0 && !masked(); n = next, partly = next_partly) {
-                next = find(n - 1, begin, next_partly);
+                next = find(n - 1, tiles.begin, next_partly);
                 step<false>(n, next, false);
             }
         } while ((kMask == Mask::kLocal || BLOCK_MASK) && n >= 0);
@@ -248,11 +247,13 @@ struct Forward {
 
     // Adds to O, staged in shared memory, the numbers of V that are not finite, where they are seen: 0 * inf is NaN, so
     // the product would bring them to every row. A column of a thread; slow, and rare.
-    __device__ __forceinline__ void add_special(unsigned char* tile, int first_key, int last_key) const {
+    __device__ __forceinline__ void add_special(unsigned char* tile) const {
+        const Tiles tiles = work.tiles(shape);
+        const int last_key = min(tiles.end * BLOCK_N, work.seqlen_k);
         #pragma unroll 1
         for (int column = threadIdx.x; column < work.columns; column += kThreads) {
             #pragma unroll 1
-            for (int key = first_key; key < last_key; ++key) {
+            for (int key = tiles.begin * BLOCK_N; key < last_key; ++key) {
                 const float x = widened(v.at(key, column));
                 if (fabsf(x) < -minus_infinity()) continue;
                 #pragma unroll 1
