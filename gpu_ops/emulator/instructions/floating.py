@@ -108,7 +108,8 @@ def _compute(operation: str, element: str, mode: str) -> tuple[Compute, Callable
 
 
 def _fused(operation: str, mode: str, *operands: Array) -> Array:
-    return fma32(*_FUSED[operation](mode, *operands), MODE[mode])
+    result: Array = fma32(*_FUSED[operation](mode, *operands), MODE[mode])
+    return result
 
 
 def _directed32(operation: str, mode: str, *operands: Array) -> Array:
