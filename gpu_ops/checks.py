@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.arrays import Array
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 
-__all__ = ["FLOAT_DTYPES", "Axes", "exactly", "flag", "float_dtype", "integer", "number", "one_of"]
+__all__ = ["FLOAT_DTYPES", "Axes", "exactly", "flag", "float_dtype", "integer", "number", "one_of", "window"]
 
 FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -126,6 +126,14 @@ def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int
         bounds = f"[{'-inf' if low is None else low}, {'inf' if high is None else high}]"
         raise OptionError(f"{op}: {name} must lie in {bounds}, got {result}")
     return result
+
+
+def window(op: str, value: Any) -> tuple[int, int]:
+    """``window_size``: how far a query sees to either side, -1 for no limit."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise OptionError(f"{op}: window_size must be (left, right), -1 for no limit; got {value!r}")
+    left, right = (integer(op, f"window_size[{i}]", side, low=-1) for i, side in enumerate(value))
+    return left, right
 
 
 def flag(op: str, name: str, value: Any) -> bool:
