@@ -211,28 +211,36 @@ struct Forward {
         }
     }
 
+    // Tile n, and which comes next.
+    template <bool kMasked> __device__ __forceinline__ void advance(int& n, int begin, bool& partly) {
+        bool next_partly = false;
+        const int next = find(n - 1, begin, next_partly);
+        step<kMasked>(n, next, partly);
+        n = next, partly = next_partly;
+    }
+
     __device__ __forceinline__ void run(const Tiles& tiles) {
-        bool partly = false, next_partly = false;
+        bool partly = false;
         int n = find(tiles.end - 1, tiles.begin, partly);
         if (n >= 0) k.template load<false>(k_now, n, work.seqlen_k, shape.head_dim);
         ptx::cp_async_commit();
         receive_q();
-        // Two loops, so that tiles that are seen whole, most of them, compare nothing. Masked ones come first, and with a
-        // window last; with a block mask the two take turns.
         const auto masked = [&] {
             return kBias != Bias::kNone || partly || n >= tiles.all_end || (kMask == Mask::kLocal && n < tiles.all_begin);
         };
-        do {
-            for (int next; n >= 0 && masked(); n = next, partly = next_partly) {
-                next = find(n - 1, tiles.begin, next_partly);
-                step<true>(n, next, partly);
+        // Tiles that are seen whole, most of them, compare nothing. Masked ones come first; with a window, and wherever a
+        // block mask says so, they come again.
+        if constexpr (kMask == Mask::kLocal || BLOCK_MASK) {
+            while (n >= 0) {
+                if (masked()) advance<true>(n, tiles.begin, partly);
+                else advance<false>(n, tiles.begin, partly);
             }
-            if constexpr (kBias != Bias::kNone) break;
-            for (int next; n >= 0 && !masked(); n = next, partly = next_partly) {
-                next = find(n - 1, tiles.begin, next_partly);
-                step<false>(n, next, false);
+        } else {
+            while (n >= 0 && masked()) advance<true>(n, tiles.begin, partly);
+            if constexpr (kBias == Bias::kNone) {
+                while (n >= 0) advance<false>(n, tiles.begin, partly);
             }
-        } while ((kMask == Mask::kLocal || BLOCK_MASK) && n >= 0);
+        }
     }
 
     // Whether a row sees a key: what the masks do tile by tile, for one pair.
