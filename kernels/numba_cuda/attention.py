@@ -39,7 +39,7 @@ from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREADS, Config
 from gpu_ops.kernels.numba_cuda.attention_tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.numba_cuda.dtype import functions
-from gpu_ops.kernels.numba_cuda.memory import stager
+from gpu_ops.kernels.numba_cuda.memory import stager, store_at
 
 __all__ = ["LOG2E", "forward_kernel"]
 
@@ -218,30 +218,35 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     accumulate_seen(o, p, staged, first_v, r, c)
             cuda.syncthreads()  # all are done with the tables and with P
 
-        # out = O / l. A sink is one more score, of a key without a value.
+        # lse, and what O is to be multiplied by. A sink is one more score, of a key without a value.
+        entry = part * batch + b if split else q_batch
         for i in range(my_rows):
             for distance in (8, 4, 2, 1):
                 row_sum[i] += cuda.shfl_xor_sync(WARP, row_sum[i], distance)
+            top, total, factor = row_max[i], row_sum[i], number(1.0)
+            head, at = head_of[r + i * ROWS], q_start + query_of[r + i * ROWS]
+            if with_sinks:
+                sink = number(sinks[head]) * number(LOG2E)
+                top = max(row_max[i], sink)
+                base = top if top > -infinity else number(nothing)
+                factor = exp2(row_max[i] - base)
+                total = total * factor + exp2(sink - base)
+            blind = total == nothing
+            row_sum[i] = number(nothing) if blind else factor / total
+            if c == 0 and first_column == 0 and first_row + r + i * ROWS < n_rows:
+                log_sum = (statistic(top) + log2(statistic(total))) * statistic(LN2)
+                lse[entry, head, at] = -infinity if blind else log_sum
+
+        across = ROW_THREADS * out.strides[3]
+        # out = O / l, in a loop of its own: a longer one would not be unrolled, and O leave the registers.
+        for i in range(my_rows):
             row = r + i * ROWS
             if first_row + row < n_rows:
-                head, at = head_of[row], q_start + query_of[row]
-                top, total, factor = row_max[i], row_sum[i], number(1.0)
-                if with_sinks:
-                    sink = number(sinks[head]) * number(LOG2E)
-                    top = max(row_max[i], sink)
-                    base = top if top > -infinity else number(nothing)
-                    factor = exp2(row_max[i] - base)
-                    total = total * factor + exp2(sink - base)
-                blind = total == nothing
-                factor = number(nothing) if blind else factor / total
-                entry = part * batch + b if split else q_batch
-                if c == 0 and first_column == 0:
-                    log_sum = (statistic(top) + log2(statistic(total))) * statistic(LN2)
-                    lse[entry, head, at] = -infinity if blind else log_sum
+                begins = entry * out.strides[0] + head_of[row] * out.strides[2]
+                begins += (q_start + query_of[row]) * out.strides[1] + (first_column + c) * out.strides[3]
                 for t in range(my_columns):
-                    column = first_column + c + t * ROW_THREADS
-                    if column < head_dim_v:
-                        out[entry, at, head, column] = store(o[i, t] * factor)
+                    if first_column + c + t * ROW_THREADS < head_dim_v:
+                        store_at(out, begins + t * across, store(o[i, t] * row_sum[i]))
 
     return NumbaKernel(attention_forward, _signature(config), config.label)
 

@@ -1,8 +1,8 @@
 """What a block of the Numba attention kernel does with a tile of keys: scores, online softmax, weighted values.
 
-Device functions for thread (r, c) of the block's 8 x 16, which has rows r, r + 8, ... and keys or columns c, c + 16 and
-so on. They are inlined, so that ``s``, ``o``, ``row_max`` and ``row_sum``, arrays of the kernel, stay in registers. Each
-is made once for its sizes, and all variants of the kernel share it.
+Device functions for thread (r, c) of the block's 8 x 16, which has rows r, r + 8, ... and keys or columns c, c + 16
+and so on. They are inlined, so that ``s``, ``o``, ``row_max`` and ``row_sum``, arrays of the kernel, stay in
+registers. Each is made once for its sizes, and all variants of the kernel share it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from numba.cuda.extending import intrinsic
 
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
-__all__ = ["fetch", "load_at", "stager", "take"]
+__all__ = ["fetch", "load_at", "stager", "store_at", "take"]
 
 _GLOBAL, _SHARED = 1, 3  # address spaces
 
@@ -24,19 +24,38 @@ def _first(context: Any, builder: Any, array_type: Any, array: Any, space: int) 
     return builder.addrspacecast(data, ir.PointerType(data.type.pointee, space)) if space else data
 
 
+def _element(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """A pointer to the element that begins ``offset`` bytes behind the first one of an array in global memory."""
+    first = _first(context, builder, array_type, array, _GLOBAL)
+    address = builder.gep(builder.bitcast(first, ir.PointerType(ir.IntType(8), _GLOBAL)), [offset])
+    return builder.bitcast(address, first.type)
+
+
 @intrinsic
 def load_at(typingctx, array, offset):
     """The element that begins ``offset`` bytes behind the first one of an array in global memory."""
 
     def generate(context, builder, signature, args):
         array_type = signature.args[0]
-        first = _first(context, builder, array_type, args[0], _GLOBAL)
-        address = builder.gep(builder.bitcast(first, ir.PointerType(ir.IntType(8), _GLOBAL)), [args[1]])
-        size = array_type.dtype.bitwidth // 8
-        value = builder.load(builder.bitcast(address, first.type), align=size)
+        element = _element(context, builder, array_type, *args)
+        value = builder.load(element, align=array_type.dtype.bitwidth // 8)
         return context.data_model_manager[array_type.dtype].from_data(builder, value)
 
     return array.dtype(array, types.int64), generate
+
+
+@intrinsic
+def store_at(typingctx, array, offset, value):
+    """Write the element that begins ``offset`` bytes behind the first one of an array in global memory."""
+
+    def generate(context, builder, signature, args):
+        array_type = signature.args[0]
+        element = _element(context, builder, array_type, *args[:2])
+        data = context.data_model_manager[array_type.dtype].as_data(builder, args[2])
+        builder.store(data, element, align=array_type.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, array.dtype), generate
 
 
 @intrinsic
