@@ -53,7 +53,9 @@ _BACKWARD = (
     (32, 16, 2),
     (64, 32, 2),
     (512, None, 2),  # x and dy of 4096 columns, 16 registers: 5 blocks of at most 256 threads
-    (4096, None, 4),  # 32 registers: threads as below; one block of 1024 from 2305 vectors on
+    # 32 registers: threads as below. Above 2304 vectors, 9216 columns of float32, one block of 1024: half of an SM's
+    # 2048, but x and dy of two such rows would take all its registers.
+    (4096, None, 4),
 )  # then global memory read twice
 
 _TABLES: dict[Pass, tuple[tuple[int, int | None, int], ...]] = {"forward": _FORWARD, "backward": _BACKWARD}
@@ -94,7 +96,10 @@ def select_config(
     vec = 16 // itemsize if cols * itemsize % 16 == 0 else 1
     access = vec if alignment % (vec * itemsize) == 0 else 1
     n_vecs = cols // vec
-    smem_per_sm = smem_per_block_optin + _RESERVED
+
+    def fit(shared: int) -> int:
+        """Blocks that an SM's shared memory has room for: it is given out in units of 128 bytes."""
+        return (smem_per_block_optin + _RESERVED) // _round_up(shared + _SCRATCH + _RESERVED, 128)
 
     for limit, threads_per_row, vecs in _TABLES[which]:
         if n_vecs > limit:
@@ -106,7 +111,7 @@ def select_config(
             break
         if which == "backward":
             by_registers = _BACKWARD_WARPS[vecs] * _WARP // (threads * rows_per_block)
-            blocks = min(by_registers, smem_per_sm // (shared + _SCRATCH + _RESERVED))
+            blocks = min(by_registers, fit(shared))
             if vecs == 4:  # no more blocks fit, but more threads may: 288, 384, 576 rather than 256, 320, 512
                 threads = min(1024, _BACKWARD_WARPS[vecs] // blocks * _WARP)
             resident = sms * blocks
@@ -119,7 +124,7 @@ def select_config(
     shared = n_vecs * max(4, vec * itemsize)
     if which == "forward" and shared + _SCRATCH <= smem_per_block_optin:
         # As many threads as 56 registers each allow, in as many blocks as their rows fit, at most three.
-        blocks = min(3, smem_per_sm // (shared + _SCRATCH + _RESERVED))
+        blocks = min(3, fit(shared))
         threads = {1: 1024, 2: 576, 3: 384}[blocks]
         grid = _grid(which, rows, 1, _MAX_GRID)
         return RowConfig("Shared", vec, access, 0, threads, 1, grid, shared)
@@ -217,9 +222,9 @@ def backward(
     partial = device.empty((config.grid, cols), np.float32)
     arrays = (dy, x, weight, rstd, dresidual, dx, partial)
     strides = map(_stride, (dy, x, dresidual, dx))
-    numbers = (_float32(1 / cols), _float32(weight_offset), llama)
+    numbers = (_float32(1 / cols), _float32(weight_offset), llama, np.int32(has_dresidual))
     args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers)
-    _launch(device, _kernel("backward", config, x.dtype.name, has_dresidual), config, args)
+    _launch(device, _kernel("backward", config, x.dtype.name), config, args)
     sizes = (np.int32(config.grid), np.int32(cols))
     device.launch(_DWEIGHT, (-(-cols // 32), 1, 1), (32, 32, 1), (partial, dweight, *sizes))
 
@@ -248,7 +253,7 @@ def variants(arch: str) -> Iterator[Variant]:
     yield Variant(_DWEIGHT, 1024)
 
 
-def _kernel(which: Pass, config: RowConfig, dtype: str, residual: bool) -> CudaKernel:
+def _kernel(which: Pass, config: RowConfig, dtype: str, residual: bool = False) -> CudaKernel:
     stem, entry = {
         "forward": ("rmsnorm", "rmsnorm_forward"),
         "backward": ("rmsnorm_backward", "rmsnorm_backward"),
@@ -259,8 +264,9 @@ def _kernel(which: Pass, config: RowConfig, dtype: str, residual: bool) -> CudaK
         "ACCESS": config.access,
         "KEEP": f"k{config.keep}",
         "VECS": config.vecs,
-        "RESIDUAL": int(residual),
     }
+    if which == "forward":
+        defines["RESIDUAL"] = int(residual)
     return CudaKernel(stem, entry, tuple(defines.items()))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
 
-from gpu_ops.kernels.rmsnorm import RowConfig, select_config
-from gpu_ops.presets import PRESETS
+import pytest
+from compilers import needs_nvrtc
+
+from gpu_ops.kernels import cubin, jit
+from gpu_ops.kernels.rmsnorm import RowConfig, _kernel, select_config, variants
+from gpu_ops.presets import ARCHES, PRESETS
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
 COLS = [1, 2, 7, 8, 64, 100, 123, 128, 256, 257, 512, 1000, 1024, 2048, 4095, 4096, 5120, 8192, 8193, 12288, 16384,
@@ -100,3 +104,46 @@ def test_many_small_rows_fill_the_card_and_keep_their_weights():
     assert (c.threads_per_row, c.rows_per_block, c.vecs) == (8, 16, 2)
     assert c.grid == 10 * card.sms
     assert choose("forward", 20, 128, 2, card).grid == 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+def test_every_choice_is_listed(arch):
+    listed = {v.kernel for v in variants(arch)}
+    card = PRESETS[arch.rstrip("a")]
+    for cols in COLS:
+        for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
+            for alignment in (16, itemsize):
+                c = choose("forward", 64, cols, itemsize, card, alignment)
+                assert {_kernel("forward", c, dtype, residual) for residual in (False, True)} <= listed
+                assert (
+                    _kernel("backward", choose("backward", 64, cols, itemsize, card, alignment), dtype)
+                    in listed
+                )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+def test_more_than_half_of_the_warps(dtype, itemsize, arch):
+    """Rows of whole vectors, up to 16384 elements, have no spills and more than half of an SM's warps at work.
+
+    But for one case: of x and dy in registers, 32 per thread, two blocks would fill the 65536 of an SM. So a float32
+    row of more than 4 * 576 vectors gets one block of 1024 threads, half of the 2048 that some SMs have.
+    """
+    limits = ARCHES[arch]
+
+    @functools.cache
+    def resources(kernel):
+        compiled = jit.assemble(jit.compile_kernel(kernel, arch), arch)
+        return cubin.resources(compiled.cubin, kernel.entry, compiled.log)
+
+    for which in ("forward", "backward"):
+        for cols in range(16 // itemsize, 16385, 16 // itemsize):
+            c = choose(which, 1 << 20, cols, itemsize, PRESETS[arch])
+            needs = resources(_kernel(which, c, dtype, which == "forward"))
+            assert needs.spill_bytes == 0
+            share = cubin.occupancy(needs, c.threads, c.shared_bytes, limits).share
+            if which == "backward" and cols > 4 * 4 * 576 and itemsize == 4 and arch == "sm_80":
+                assert (share, c.threads) == (0.5, 1024)
+            else:
+                assert share > 0.5, (which, cols, c)

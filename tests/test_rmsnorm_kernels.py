@@ -76,9 +76,9 @@ def test_long_rows(arch, dtype, cols, rng, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_misaligned_rows_give_the_same_bits(dtype, rng):
-    x, dy = random(rng, (3, 4096), dtype), random(rng, (3, 4096), dtype)
-    weight = random(rng, (4096,), dtype)
-    wide = np.zeros((3, 4097), dtype)
+    x, dy = random(rng, (3, 8192), dtype), random(rng, (3, 8192), dtype)
+    weight = random(rng, (8192,), dtype)
+    wide = np.zeros((3, 8193), dtype)
     wide[:, 1:] = x
     y, _, rstd = forward(x, weight)
     for got, want in zip(forward(wide[:, 1:], weight)[::2], (y, rstd), strict=True):

@@ -22,8 +22,8 @@
 // the row groups of its block, last over blocks, in rmsnorm_dweight. No float sees more than about 60 of these
 // additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of blocks is chosen for that.
 //
-// Macros and ownership are those of rmsnorm.cu. Slots of the sums, each 4 floats (VEC of them if fewer), with T threads
-// per row, B per block, and W slots, 8 or 32, in 128 bytes:
+// Macros, without RESIDUAL, and ownership are those of rmsnorm.cu. Slots of the sums, each 4 floats (VEC of them if
+// fewer), with T threads per row, B per block, and W slots, 8 or 32, in 128 bytes:
 //
 //   slot (i, q), thread t of row group g  at  q * plane + ((i * stride + g * T + t) ^ 4q)      stride = B + T % W
 //
@@ -40,7 +40,6 @@ typedef Vec<scalar, VEC> vec;
 
 constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
-constexpr bool kResidual = RESIDUAL;
 
 // More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
 // Four vectors of 16-bit numbers that arrive one by one take more.
@@ -89,7 +88,8 @@ __device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned
 extern "C" __global__ void __maxnreg__(kMaxRegisters)
 rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const float* rstd, const scalar* dresidual,
                  scalar* dx, float* partial, long long rows, int cols, long long dy_stride, long long x_stride,
-                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama) {
+                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama,
+                 int has_dresidual) {
     __shared__ RowSum::Scratch scratch;
     RowSum row_sum(scratch);
     int thread = threadIdx.x;
@@ -181,7 +181,7 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
         for (int i = 0; i < n_mine; ++i) {
             if (column(i) >= end) continue;
             vec extra = {};
-            if constexpr (kResidual) {
+            if (has_dresidual) {
                 extra = load<vec, ACCESS, Cache::kOnce>(dresidual + r * dresidual_stride + column(i));
             }
             const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
@@ -196,7 +196,7 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
                 #pragma unroll
                 for (int e = 0; e < vec::kPerWord; ++e) {
                     g.m[e] = row_rstd * fmaf(-g.n[e], mean, g.m[e]);
-                    if constexpr (kResidual) g.m[e] += more[e];
+                    if (has_dresidual) g.m[e] += more[e];
                 }
                 row_x.word[k] = Packed<scalar>::narrow(g.m);
             }
