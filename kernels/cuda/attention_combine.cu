@@ -26,8 +26,8 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-attention_combine(const float* partial, const float* partial_lse, const float* sinks, scalar* out, float* lse, int64 rows,
-                  const __grid_constant__ AttentionShape shape) {
+attention_combine(const float* partial, const float* partial_lse, const float* sinks, scalar* out, float* lse,
+                  int64 rows, const __grid_constant__ AttentionShape shape) {
     const int lane = threadIdx.x % 32;
     const int64 row = blockIdx.x * 4ll + threadIdx.x / 32;
     if (row >= rows) return;

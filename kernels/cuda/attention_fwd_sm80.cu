@@ -1,22 +1,24 @@
 // Attention, forward, on tensor cores by mma.sync (sm_80 and later).
 //
-//   q    (batch, seqlen_q, nheads,    head_dim)    DTYPE     k, v  (batch, seqlen_k, nheads_kv, head_dim or head_dim_v)
-//   out  (batch, seqlen_q, nheads,    head_dim_v)  DTYPE     lse   (batch, nheads, seqlen_q) float, natural log
+//   q    (batch, seqlen_q, nheads,    head_dim)    DTYPE     k    (batch, seqlen_k, nheads_kv, head_dim)
+//   out  (batch, seqlen_q, nheads,    head_dim_v)  DTYPE     v    (batch, seqlen_k, nheads_kv, head_dim_v)
+//   lse  (batch, nheads, seqlen_q) float, natural log
 //
 //   s = softcap(softmax_scale q k^T) - slope |i + seqlen_k - seqlen_q - j| + bias     masked: -inf
 //   out = softmax(s) v        lse = ln sum exp(s)        a row that sees nothing: 0 and -inf
 //
-// Reads q once and k, v once per block of rows; 4 seqlen_q seqlen_k head_dim flops per head, all but the softmax on
-// tensor cores. A block holds BLOCK_M rows of one head and goes through the keys BLOCK_N at a time, from the right
-// (the masked end) to the left. A warp has 16 or 32 rows and BLOCK_N / WARPS_N of the keys of each tile.
+// Reads q once and k, v once per block of rows; 4 seqlen_q seqlen_k head_dim flops per head, all but the
+// softmax on tensor cores. A block holds BLOCK_M rows of one head and goes through the keys BLOCK_N at a
+// time, from the right (the masked end) to the left. A warp has 16 or 32 rows and BLOCK_N / WARPS_N of the
+// keys of each tile.
 //
 //   tile     S = Q K^T                           O += P V
 //   A        Q: registers, or shared memory      P: the registers of S, as they lie
 //   B        K: ldmatrix                         V: ldmatrix.trans
 //
-// K has two buffers and V one: while S and the softmax of tile n are computed, V of n and K of n - 1 arrive; O += P V
-// covers what is left of K. A second V would only cover what S and the softmax cover already, for shared memory that
-// a second block per SM needs more.
+// K has two buffers and V one: while S and the softmax of tile n are computed, V of n and K of n - 1 arrive;
+// O += P V covers what is left of K. A second V would only cover what S and the softmax cover already, for
+// shared memory that a second block per SM needs more.
 //
 //   shared memory   | K, even tiles | V | K, odd tiles |   Q   |      Q in registers: its place is that of odd K
 //                   | out (or its partial sums in float), when all tiles are done
@@ -24,7 +26,7 @@
 // Macros, all of them needed:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
 //   HEAD_DIM    a multiple of 32 that holds shape.head_dim; the rest is filled with zeros
-//   HEAD_DIM_V  the same for the values; with VALUE_PARTS > 1 part of them: each block makes HEAD_DIM_V of out's columns
+//   HEAD_DIM_V  the same for the values, or a part of them: a block makes HEAD_DIM_V of out's columns
 //   VALUE_PARTS ceil(shape.head_dim_v / HEAD_DIM_V)
 //   BLOCK_M     WARPS_M times 16 or 32           WARPS_M
 //   BLOCK_N     WARPS_N times a multiple of 16   WARPS_N    warps that share rows and divide the keys of a tile
@@ -36,8 +38,8 @@
 //   SEQUSED_K   0 or 1: seqused_k (batch) int, instead of shape.seqlen_k
 //   PAGED       0 or 1: key j of a sequence is row j % page_size of page block_table[j / page_size]
 //   PACK_GQA    0 or 1: rows are (query, head of the group), heads side by side: k is read once per group
-//   SPLIT       0 or 1: the tiles of a row are divided among shape.num_splits blocks. out and lse are float, one per
-//               split (out_split, lse_split), and joined by attention_combine.cu; where lse is -inf, out is not written
+//   SPLIT       0 or 1: the tiles of a row are divided among shape.num_splits blocks. out and lse are float,
+//               one per split (out_split, lse_split), and joined by attention_combine.cu
 //
 //   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, alibi_slopes,
 //                     bias, block_mask, shape); what the variant does not use may be null, lse too. With SPLIT sinks
@@ -50,8 +52,8 @@
 //   q, k, v, out and all strides: multiples of 16 bytes
 #include "attention_fwd_warp.cuh"
 
-// The softmax weights of a row are relative to row_max and sum up to row_sum: adds the sink, writes lse and gives what O
-// is to be multiplied with.
+// The softmax weights of a row are relative to row_max and sum up to row_sum: adds the sink, writes lse and
+// gives what O is to be multiplied with.
 __device__ __forceinline__ float finish_row(const AttentionShape& shape, const Work& work, int row, float row_max,
                                             float row_sum, const float* sinks, float* lse) {
     float scale = 1.0f;
@@ -145,19 +147,19 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, float* lse, const int* cu_seqlens_q,
-                  const int* cu_seqlens_k, const int* seqused_k, const int* block_table, const float* sinks,
-                  const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
-                  const __grid_constant__ AttentionShape shape) {
+attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, float* lse,
+                  const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, const int* block_table,
+                  const float* sinks, const float* alibi_slopes, const unsigned char* bias,
+                  const unsigned char* block_mask, const __grid_constant__ AttentionShape shape) {
     // Where something in V is not finite, a second time without it: rows may not see it.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         if (VARLEN && work.row0 >= work.rows) return;
         const int64 batch = work.batch;
         const int* pages = PAGED ? block_table + batch * shape.block_table_batch : nullptr;
-        const scalar* k_rows = k + (PAGED ? 0 : batch * shape.k.batch) + work.k_begin * shape.k.row + work.kv_head * shape.k.head;
-        const scalar* v_rows = v + (PAGED ? 0 : batch * shape.v.batch) + work.k_begin * shape.v.row +
-                               work.kv_head * shape.v.head + work.column0;
+        const scalar* k_rows = k + work.k_begin * shape.k.row + work.kv_head * shape.k.head;
+        const scalar* v_rows = v + work.k_begin * shape.v.row + work.kv_head * shape.v.head + work.column0;
+        if (!PAGED) k_rows += batch * shape.k.batch, v_rows += batch * shape.v.batch;
         Forward f{shape, work, careful, int(threadIdx.x % 32), int(threadIdx.x / 32 % WARPS_M),
                   int(threadIdx.x / 32 / WARPS_M), ptx::shared_address(dynamic_shared),
                   {k_rows, shape.k, pages, shape.page_size}, {v_rows, shape.v, pages, shape.page_size}};
@@ -171,10 +173,12 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                 f.slope[r] = alibi_slopes[batch * shape.alibi_batch + work.head_of(f.row(r))] * kLog2e;
             }
         }
-        if constexpr (kBias != Bias::kNone) f.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? 4 : sizeof(scalar));
+        if constexpr (kBias != Bias::kNone) {
+            f.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));
+        }
         if constexpr (BLOCK_MASK) {
-            f.block_mask = {block_mask + batch * shape.block_mask[0] + work.head * shape.block_mask[1], shape.block_mask[2],
-                            shape.block_mask[3], shape.block_q, shape.block_k};
+            f.block_mask = {block_mask + batch * shape.block_mask[0] + work.head * shape.block_mask[1],
+                            shape.block_mask[2], shape.block_mask[3], shape.block_q, shape.block_k};
         }
 
         f.start();
@@ -182,10 +186,11 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         if (tiles.begin < tiles.end) {
             typedef Copy<TileQ, kThreads> LoadQ;
             const scalar* q_rows = q + batch * shape.q.batch + work.q_begin * shape.q.row + LoadQ::column();
-            LoadQ::template start<false>(f.shared + kOffsetQ, work.rows - work.row0, shape.head_dim, [&](int row, int) {
+            const auto row_at = [&](int row, int) {
                 row += work.row0;
                 return q_rows + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head;
-            });
+            };
+            LoadQ::template start<false>(f.shared + kOffsetQ, work.rows - work.row0, shape.head_dim, row_at);
             ptx::cp_async_commit();
             f.run(tiles);
             if (kHides && !careful && __syncthreads_or(!f.all_finite())) continue;

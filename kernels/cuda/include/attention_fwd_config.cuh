@@ -22,8 +22,8 @@ constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a
 constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // accumulators of 16 x 8
 constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // of Q K^T
 
-// 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight. A Q of floats would be kept
-// split in two.
+// 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight. A Q of floats
+// would be kept split in two.
 constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
 
 // Scores to which nothing is added are scaled by the multiply-add of the exponent.
@@ -54,8 +54,8 @@ extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
 struct Tiles { int begin, end, all_begin, all_end; };  // those that some row sees, those that need no mask
 
-// What a block works on, from its place in the grid. It is asked for again where it is needed again: registers are short
-// in between.
+// What a block works on, from its place in the grid. It is asked for again where it is needed again:
+// registers are short in between.
 struct Work {
     int batch, split;
     int head, kv_head, group;           // with PACK_GQA head is the first of the group
@@ -77,7 +77,9 @@ struct Work {
         work.q_begin = VARLEN ? cu_seqlens_q[batch] : 0;
         work.k_begin = VARLEN ? cu_seqlens_k[batch] : 0;
         work.seqlen_q = VARLEN ? cu_seqlens_q[batch + 1] - work.q_begin : shape.seqlen_q;
-        work.seqlen_k = SEQUSED_K ? seqused_k[batch] : VARLEN ? cu_seqlens_k[batch + 1] - work.k_begin : shape.seqlen_k;
+        work.seqlen_k = SEQUSED_K ? seqused_k[batch]
+                        : VARLEN  ? cu_seqlens_k[batch + 1] - work.k_begin
+                                  : shape.seqlen_k;
         work.rows = PACK_GQA ? work.seqlen_q * shape.group : work.seqlen_q;
         // Of causal rows the longest first: short ones fill the end.
         work.row0 = (kMask == Mask::kCausal ? blocks_m - 1 - m : m) * BLOCK_M;
@@ -94,8 +96,8 @@ struct Work {
         const int last = min(row0 + BLOCK_M, rows) - 1;
         const KeyRange keys = KeyRange::of<kMask>(query(row0) + shift(), query(last) + shift(), seqlen_k,
                                                   shape.window_left, shape.window_right);
-        Tiles tiles{keys.begin / BLOCK_N, (keys.end + BLOCK_N - 1) / BLOCK_N, (keys.all_begin + BLOCK_N - 1) / BLOCK_N,
-                    keys.all_end / BLOCK_N};
+        Tiles tiles{keys.begin / BLOCK_N, (keys.end + BLOCK_N - 1) / BLOCK_N,
+                    (keys.all_begin + BLOCK_N - 1) / BLOCK_N, keys.all_end / BLOCK_N};
         if constexpr (SPLIT) {
             const int share = (max(tiles.end - tiles.begin, 0) + shape.num_splits - 1) / shape.num_splits;
             tiles.begin += split * share;

@@ -8,6 +8,12 @@ __device__ __forceinline__ float soft_sign(float x) {
     else return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2e * x));
 }
 
+// What a warp holds of its 16 or 32 rows, lane = 4 g + t; c: an accumulator's numbers, r = 2 slab + h: rows g
+// + 8 h
+//
+//   q[step][slab]      A operand, 32 bytes of head_dim     a0 (g), a1 (g + 8), a2, a3: 16 bytes further
+//   s[slab][tile][c]   scores, then weights                c = 2 h + e: row 16 slab + 8 h + g, key 8 tile + 2t + e
+//   acc_o[slab][tile]  sums of weighted values             the same, columns of v
 struct Forward {
     const AttentionShape& shape;
     Work work;
@@ -105,14 +111,14 @@ struct Forward {
     //
     //   a0, a1 = (c0 c1), (c2 c3) of the first      a2, a3 = of the second
     //
-    // 8 keys of float make a step. There A wants keys t and t + 4 where the accumulator has 2t and 2t + 1: the rows of V
-    // are taken in that order.
+    // 8 keys of float make a step. There A wants keys t and t + 4 where the accumulator has 2t and 2t + 1:
+    // the rows of V are taken in that order.
     __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
         constexpr bool kHalf = sizeof(scalar) == 2;
         constexpr int kKeys = kHalf ? 16 : 8;
         const int row0 = warp_n * kWarpN + (kHalf ? lane % 16 : lane % 4 * 2);
-        const LaneAddress<TileV> even(shared + kOffsetV + (kHalf ? 0 : lane / 4 % 4 * 4), row0, kHalf ? lane / 16 : lane / 16);
-        const LaneAddress<TileV> odd(shared + kOffsetV + lane / 4 % 4 * 4, row0 + 1, lane / 16);
+        const unsigned tile_v = shared + kOffsetV + (kHalf ? 0 : lane / 4 % 4 * 4);
+        const LaneAddress<TileV> even(tile_v, row0, lane / 16), odd(tile_v, row0 + 1, lane / 16);
         #pragma unroll
         for (int i = 0; i < kWarpN / kKeys; ++i) {
             unsigned a[kSlabs][4];
@@ -144,8 +150,8 @@ struct Forward {
         }
     }
 
-    // Tile n. Its K is on the way; tile `next` comes after it, unless that is negative. partly: the block mask hides some
-    // of it.
+    // Tile n. Its K is on the way; tile `next` comes after it, unless that is negative. partly: the block
+    // mask hides some of it.
     template <bool kMasked> __device__ __forceinline__ void step(int n, int next, bool partly) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // K is here; everybody is done with V and the other K
@@ -166,14 +172,17 @@ struct Forward {
             if constexpr (kMasked) {
                 mask_row<kMask>(row_s, r % 2, diagonal(r) - shape.window_left - first, end - first);
                 if constexpr (BLOCK_MASK) {
-                    if (partly && row(r) < work.rows) mask_blocks(row_s, r % 2, block_mask, query_of(r), first, end - first);
+                    const bool look = partly && row(r) < work.rows;
+                    if (look) mask_blocks(row_s, r % 2, block_mask, query_of(r), first, end - first);
                 }
             }
         }
         softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
-        if (kMasked && kHides && careful) Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
+        if (kMasked && kHides && careful) {
+            Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
+        }
         __syncthreads();  // V is here
         add_values(s);
         const unsigned swap = k_now;
@@ -185,7 +194,8 @@ struct Forward {
         if constexpr (BLOCK_MASK) {
             const int row_end = min(work.row0 + BLOCK_M, work.rows);
             for (; n >= begin; --n) {
-                const auto part = block_mask.seen(work.row0, row_end, n * BLOCK_N, min((n + 1) * BLOCK_N, work.seqlen_k));
+                const int key_end = min((n + 1) * BLOCK_N, work.seqlen_k);
+                const auto part = block_mask.seen(work.row0, row_end, n * BLOCK_N, key_end);
                 partly = part == BlockMask::kPart;
                 if (part != BlockMask::kNothing) return n;
             }
@@ -193,7 +203,7 @@ struct Forward {
         return n >= begin ? n : -1;
     }
 
-    // Q, which is on the way, when all that has come since, the first K, may still be.
+    // Waits for Q, not for the first K, which was asked for later.
     __device__ __forceinline__ void receive_q() {
         if (kQInRegisters || shape.negate) ptx::cp_async_wait<1>();
         if (shape.negate) {
@@ -219,6 +229,7 @@ struct Forward {
         n = next, partly = next_partly;
     }
 
+    // All tiles, from the right to the left; Q is on the way.
     __device__ __forceinline__ void run(const Tiles& tiles) {
         bool partly = false;
         int n = find(tiles.end - 1, tiles.begin, partly);
@@ -226,10 +237,11 @@ struct Forward {
         ptx::cp_async_commit();
         receive_q();
         const auto masked = [&] {
-            return kBias != Bias::kNone || partly || n >= tiles.all_end || (kMask == Mask::kLocal && n < tiles.all_begin);
+            if (kMask == Mask::kLocal && n < tiles.all_begin) return true;
+            return kBias != Bias::kNone || partly || n >= tiles.all_end;
         };
-        // Tiles that are seen whole, most of them, compare nothing. Masked ones come first; with a window, and wherever a
-        // block mask says so, they come again.
+        // Tiles that are seen whole, most of them, compare nothing. Masked ones come first; with a window,
+        // and wherever a block mask says so, they come again.
         if constexpr (kMask == Mask::kLocal || BLOCK_MASK) {
             while (n >= 0) {
                 if (masked()) advance<true>(n, tiles.begin, partly);
@@ -253,8 +265,8 @@ struct Forward {
         return visible && bias_at(row, query, key) != minus_infinity();
     }
 
-    // Adds to O, staged in shared memory, the numbers of V that are not finite, where they are seen: 0 * inf is NaN, so
-    // the product would bring them to every row. A column of a thread; slow, and rare.
+    // Adds to O, staged in shared memory, the numbers of V that are not finite, where they are seen: 0 * inf
+    // is NaN, so the product would bring them to every row. A column of a thread; slow, and rare.
     __device__ __forceinline__ void add_special(unsigned char* tile) const {
         const Tiles tiles = work.tiles(shape);
         const int last_key = min(tiles.end * BLOCK_N, work.seqlen_k);
@@ -263,7 +275,7 @@ struct Forward {
             #pragma unroll 1
             for (int key = tiles.begin * BLOCK_N; key < last_key; ++key) {
                 const float x = widened(v.at(key, column));
-                if (fabsf(x) < -minus_infinity()) continue;
+                if (fabsf(x) < infinity()) continue;
                 #pragma unroll 1
                 for (int row = 0; row < BLOCK_M && work.row0 + row < work.rows; ++row) {
                     if (!sees(work.row0 + row, key)) continue;

@@ -1,7 +1,7 @@
 // Sizes, strides and scalars of an attention problem, passed by value; kernels/attention_shape.py mirrors it.
 //
-// Strides count elements; that of head_dim is 1. seqlen_q and seqlen_k are those of every sequence, or with VARLEN
-// and SEQUSED_K the longest.
+// Strides count elements; that of head_dim is 1. seqlen_q and seqlen_k are those of every sequence, or with
+// VARLEN and SEQUSED_K the longest.
 #pragma once
 
 typedef long long int64;

@@ -1,4 +1,5 @@
-// The rows of K or V of one sequence and head, as a thread copies them tile by tile: one after the other, or in pages.
+// The rows of K or V of one sequence and head, as a thread copies them tile by tile: one after the other, or
+// in pages.
 #pragma once
 #include "attention_shape.cuh"
 #include "tile.cuh"

@@ -1,5 +1,5 @@
-// Which keys a row sees: limits per row, computed once, so that an element costs a comparison of its column, a
-// constant, with a register.
+// Which keys a row sees: limits per row, computed once, so that an element costs a comparison of its column,
+// a constant, with a register.
 #pragma once
 #include "attention_shape.cuh"
 #include "math.cuh"
@@ -12,8 +12,8 @@ enum class Mask {
 
 __device__ __forceinline__ float minus_infinity() { return -infinity(); }
 
-// Keys [begin, end) that row positions [first, last] (on the diagonal of key position + shift) may see; and those,
-// [all_begin, all_end), that every one of them sees.
+// Keys [begin, end) that row positions [first, last] (on the diagonal of key position + shift) may see; and
+// those, [all_begin, all_end), that every one of them sees.
 struct KeyRange {
     int begin, end, all_begin, all_end;
 
@@ -32,8 +32,8 @@ struct KeyRange {
     }
 };
 
-// Scores of columns [8 tile + e] that lie outside [begin, end) of their row become -inf. Both are relative to this
-// lane's first column.
+// Scores of columns [8 tile + e] that lie outside [begin, end) of their row become -inf. Both are relative to
+// this lane's first column.
 template <Mask kMask, int kTiles>
 __device__ __forceinline__ void mask_row(float (&s)[kTiles][4], int h, int begin, int end) {
     #pragma unroll
@@ -47,14 +47,16 @@ __device__ __forceinline__ void mask_row(float (&s)[kTiles][4], int h, int begin
     }
 }
 
-// The block mask of one head: a byte per block_q queries and block_k keys, 0 where they do not see each other.
+// The block mask of one head: a byte per block_q queries and block_k keys, 0 where they do not see each
+// other.
 struct BlockMask {
     enum Part { kNothing, kPart, kAll };
     const unsigned char* visible;
     int64 stride_q, stride_k;
     int block_q, block_k;
 
-    // How much of keys [key, key_end) queries [query, query_end) see; asked by whole warps, which share the looking.
+    // How much of keys [key, key_end) queries [query, query_end) see; asked by whole warps, which share the
+    // looking.
     __device__ __forceinline__ Part seen(int query, int query_end, int key, int key_end) const {
         const int first_q = query / block_q, first_k = key / block_k;
         const int across = (key_end - 1) / block_k - first_k + 1;
@@ -73,9 +75,11 @@ struct BlockMask {
     }
 };
 
-// Scores of the columns that query does not see by the block mask become -inf; columns from `end` on have no blocks.
+// Scores of the columns that query does not see by the block mask become -inf; columns from `end` on have no
+// blocks.
 template <int kTiles>
-__device__ __forceinline__ void mask_blocks(float (&s)[kTiles][4], int h, const BlockMask& mask, int query, int first, int end) {
+__device__ __forceinline__ void mask_blocks(float (&s)[kTiles][4], int h, const BlockMask& mask, int query,
+                                            int first, int end) {
     #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
         #pragma unroll

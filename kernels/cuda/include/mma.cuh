@@ -1,7 +1,7 @@
 // c += a b of one tensor-core step, 32 bytes of A wide: 16 columns of 16-bit numbers, or 8 of float.
 //
-// A float has 24 significant bits, a tensor-core operand 11 of them. It is cut in two, and the three products that
-// matter are added up, the small ones first:
+// A float has 24 significant bits, a tensor-core operand 11 of them. It is cut in two, and the three products
+// that matter are added up, the small ones first:
 //
 //     x = big + small        x y = small_x big_y + big_x small_y + big_x big_y        (2^-22 of x y is lost)
 //
@@ -9,7 +9,8 @@
 #pragma once
 #include "ptx.cuh"
 
-template <typename T> __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <typename T>
+__device__ __forceinline__ void multiply(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     ptx::mma<T>(c, a, b0, b1);
 }
 
@@ -21,7 +22,8 @@ struct Split {
           small(ptx::round_tf32(__uint_as_float(x) - __uint_as_float(big))) {}
 };
 
-template <> __device__ __forceinline__ void multiply<f32>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <>
+__device__ __forceinline__ void multiply<f32>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     const Split x[4] = {Split(a[0]), Split(a[1]), Split(a[2]), Split(a[3])}, y[2] = {Split(b0), Split(b1)};
     const unsigned big[4] = {x[0].big, x[1].big, x[2].big, x[3].big};
     const unsigned small[4] = {x[0].small, x[1].small, x[2].small, x[3].small};

@@ -1,15 +1,16 @@
 // Softmax of rows whose scores come tile by tile (Milakov and Gimelshein 2018), in units of log2.
 //
-// A warp holds kSlabs accumulators of 16 rows; row r = 2 slab + h of a lane is row 16 slab + 8 h + lane / 4 of the
-// warp, shared with the three other lanes of the quad:
+// A warp holds kSlabs accumulators of 16 rows; row r = 2 slab + h of a lane is row 16 slab + 8 h + lane / 4
+// of the warp, shared with the three other lanes of the quad:
 //
 //                     columns 0 1 | 2 3 | 4 5 | 6 7                     s[slab][tile][2 h + e]:
 //     row g            lane  4g     4g+1  4g+2  4g+3     h = 0          column 8 tile + 2 (lane % 4) + e
 //     row g + 8        lane  4g     4g+1  4g+2  4g+3     h = 1
 //
-// The maximum is lazy: exponents are taken relative to one that may be up to 2^kHeadroom too small, so that after
-// the first tiles neither O is rescaled nor the quad asked. The same maximum divides in the end: nothing is lost but
-// range, and 2^8 times the sum of a row is far from the end of float16 (one weight) and of float (the sum).
+// The maximum is lazy: exponents are taken relative to one that may be up to 2^kHeadroom too small, so that
+// after the first tiles neither O is rescaled nor the quad asked. The same maximum divides in the end:
+// nothing is lost but range, and 2^8 times the sum of a row is far from the end of float16 (one weight) and
+// of float (the sum).
 #pragma once
 #include "ptx.cuh"
 
@@ -28,7 +29,8 @@ template <int kSlabs> struct OnlineSoftmax {
 
     // Scores (times scale in units of log2) to weights, in place.
     template <int kTiles, int kTilesO>
-    __device__ __forceinline__ void weigh(float (&s)[kSlabs][kTiles][4], float (&acc_o)[kSlabs][kTilesO][4], float scale) {
+    __device__ __forceinline__ void weigh(float (&s)[kSlabs][kTiles][4], float (&acc_o)[kSlabs][kTilesO][4],
+                                          float scale) {
         float tile_max[kRows];
         bool grown = false;
         #pragma unroll
@@ -62,7 +64,8 @@ template <int kSlabs> struct OnlineSoftmax {
 
 private:
     template <int kTilesO>
-    __device__ __forceinline__ void raise(const float (&tile_max)[kRows], float (&acc_o)[kSlabs][kTilesO][4], float scale) {
+    __device__ __forceinline__ void raise(const float (&tile_max)[kRows], float (&acc_o)[kSlabs][kTilesO][4],
+                                          float scale) {
         #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             float m = fmaxf(tile_max[r], __shfl_xor_sync(0xffffffffu, tile_max[r], 1));

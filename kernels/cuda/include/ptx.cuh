@@ -8,14 +8,18 @@
 #pragma once
 #include "dtype.cuh"
 
+typedef unsigned Operand[4];   // A; two B
+typedef float Accumulator[4];  // C
+
 namespace ptx {
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// The same address, of which the compiler no longer knows that it is constant: else it would compute all addresses of a
-// tile before the loop and keep them in registers, instead of adding constants in the instructions that use them.
+// The same address, of which the compiler no longer knows that it is constant: else it would compute all
+// addresses of a tile before the loop and keep them in registers, instead of adding constants in the
+// instructions that use them.
 __device__ __forceinline__ unsigned opaque(unsigned address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -26,7 +30,8 @@ template <typename T> __device__ __forceinline__ T* opaque(T* address) {
     return address;
 }
 
-// Four 8 x 8 matrices of 16-bit elements (8 x 4 of 32 bits): lane 8 j + r gives the address of row r of matrix j.
+// Four 8 x 8 matrices of 16-bit elements (8 x 4 of 32 bits): lane 8 j + r gives the address of row r of
+// matrix j.
 __device__ __forceinline__ void ldmatrix4(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
@@ -43,7 +48,8 @@ __device__ __forceinline__ unsigned load_shared(unsigned address) {
     return word;
 }
 
-// 16 bytes from global to shared memory, past the registers and past L1; what exceeds `bytes` (0 or 16) is zero.
+// 16 bytes from global to shared memory, past the registers and past L1; what exceeds `bytes` (0 or 16) is
+// zero.
 __device__ __forceinline__ void cp_async16(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
@@ -57,16 +63,17 @@ template <int kNewest> __device__ __forceinline__ void cp_async_wait() {
 }
 
 // c += a b, with a 32 bytes wide.
-template <typename T> __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+template <typename T>
+__device__ __forceinline__ void mma(Accumulator& c, const Operand& a, unsigned b0, unsigned b1);
 
-template <> __device__ __forceinline__ void mma<f16>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <> __device__ __forceinline__ void mma<f16>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <> __device__ __forceinline__ void mma<bf16>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <> __device__ __forceinline__ void mma<bf16>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -74,7 +81,7 @@ template <> __device__ __forceinline__ void mma<bf16>(float (&c)[4], const unsig
 }
 
 // Of each operand the upper 19 bits count: round_tf32 makes the best of them.
-template <> __device__ __forceinline__ void mma<f32>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <> __device__ __forceinline__ void mma<f32>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

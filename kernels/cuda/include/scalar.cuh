@@ -35,6 +35,6 @@ template <typename T> __device__ __forceinline__ unsigned only_finite(unsigned w
 }
 
 template <typename T> __device__ __forceinline__ void store_four(T* to, const float (&value)[4]) {
-    if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(to) = make_float4(value[0], value[1], value[2], value[3]);
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(to) = {value[0], value[1], value[2], value[3]};
     else *reinterpret_cast<uint2*>(to) = make_uint2(Packed<T>::narrow(value), Packed<T>::narrow(value + 2));
 }

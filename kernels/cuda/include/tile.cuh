@@ -1,7 +1,8 @@
-// Tiles of a matrix in shared memory: rows of 16-byte chunks, permuted so that neither side meets a bank twice.
+// Tiles of a matrix in shared memory: rows of 16-byte chunks, permuted so that neither side meets a bank
+// twice.
 //
-// ldmatrix reads one chunk of each of 8 rows at a time, a copy writes whole rows. With rows a multiple of the 128
-// bytes of all banks, chunk c of row r therefore lies at c ^ (r & 7):
+// ldmatrix reads one chunk of each of 8 rows at a time, a copy writes whole rows. With rows a multiple of the
+// 128 bytes of all banks, chunk c of row r therefore lies at c ^ (r & 7):
 //
 //              chunk   0 1 2 3 4 5 6 7
 //     row 0            0 1 2 3 4 5 6 7         an odd multiple of 64 bytes: two rows to a line of banks,
@@ -32,8 +33,8 @@ template <typename T, int kRows_, int kCols_, bool kPairs = false> struct Tile {
     }
 };
 
-// Where a lane finds 32 bytes (two chunks) of its row: in step i at (row, i * 32 ^ twist). Rows 8 or 16 further down have
-// the same key, so that 2 or 4 registers and constants make all addresses of a tile.
+// Where a lane finds 32 bytes (two chunks) of its row: in step i at (row, i * 32 ^ twist). Rows 8 or 16
+// further down have the same key, so that 2 or 4 registers and constants make all addresses of a tile.
 template <typename TileT> struct LaneAddress {
     static constexpr int kSpan = TileT::kGroup * 16;  // bytes that change places with one another
     unsigned step[kSpan / 32];
@@ -49,13 +50,13 @@ template <typename TileT> struct LaneAddress {
     }
 };
 
-// Copies a tile, rows [0, rows) of it or kWhole, and columns [0, cols), a multiple of a chunk; zeros elsewhere. Threads
-// lie side by side along a row, for whole lines of global memory:
+// Copies a tile, rows [0, rows) of it or kWhole, and columns [0, cols), a multiple of a chunk; zeros
+// elsewhere. Threads lie side by side along a row, for whole lines of global memory:
 //
 //     thread t has rows t / kAcross + kDown i and chunks t % kAcross + kAcross j
 //
-// row_at(row, i) is where in global memory the thread's row i, which is this row of the tile, has its column(). From
-// `rows` on it is not read and may be anywhere.
+// row_at(row, i) is where in global memory the thread's row i, which is this row of the tile, has its
+// column(). From `rows` on it is not read and may be anywhere.
 template <typename TileT, int kThreads> struct Copy {
     static constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
     static constexpr int kMine = (TileT::kRows + kDown - 1) / kDown;
@@ -64,7 +65,8 @@ template <typename TileT, int kThreads> struct Copy {
     static __device__ __forceinline__ int row() { return threadIdx.x / kAcross; }
     static __device__ __forceinline__ int column() { return threadIdx.x % kAcross * TileT::kChunk; }
 
-    // Applies rule to the words that this thread has copied, when they have arrived: for rare cases, and small.
+    // Applies rule to the words that this thread has copied, when they have arrived: for rare cases, and
+    // small.
     template <typename Rule> static __device__ __forceinline__ void each_word(unsigned char* tile, Rule rule) {
         #pragma unroll 1
         for (int i = 0; i < kMine * (TileT::kChunks / kAcross); ++i) {
@@ -87,8 +89,8 @@ template <typename TileT, int kThreads> struct Copy {
             #pragma unroll
             for (int j = 0; j < TileT::kChunks / kAcross; ++j) {
                 const bool inside = column() + j * kAcross * TileT::kChunk < cols && (kWhole || at < rows);
-                ptx::cp_async16(to + i * kDown * TileT::kRowBytes + j * kAcross * 16, from + j * kAcross * TileT::kChunk,
-                                inside ? 16 : 0);
+                ptx::cp_async16(to + i * kDown * TileT::kRowBytes + j * kAcross * 16,
+                                from + j * kAcross * TileT::kChunk, inside ? 16 : 0);
             }
         }
     }
