@@ -36,6 +36,8 @@ class Config:
     dtypes: tuple[str, ...] = ()
     seqlens: tuple[int, ...] = ()
     use_torch: bool = True
+    grid: str = ""
+    """A named set of problems that a bench offers in place of its default one."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,6 +74,10 @@ class Case:
     torch: Prepare | None = None
     numba: Prepare | None = None
     """On CUDA, where ``ours`` is CUDA C++: the same with the Numba kernels."""
+    peers: Mapping[str, Prepare] = field(default_factory=dict)
+    """On CUDA: more to compare with, by name."""
+    by_bytes: bool = False
+    """Bytes are the natural unit whatever the arithmetic: the limit of decoding is how fast the cache is read."""
     bandwidth: Literal["copy", "read"] = "copy"
     """Which measured bandwidth bounds the case: ``read`` where the result is small."""
     sample: Callable[[Inputs, Any], tuple[Inputs, Any]] | None = None
@@ -90,7 +96,12 @@ class Case:
     @property
     def in_flops(self) -> bool:
         """True where arithmetic is the natural unit (more than 16 operations per byte)."""
-        return self.flops > 16 * self.bytes
+        return self.flops > 16 * self.bytes and not self.by_bytes
+
+    def contender(self, name: str) -> Prepare:
+        """``ours``, ``naive``, ``torch``, ``numba`` or one of ``peers``."""
+        found: Prepare = self.peers[name] if name in self.peers else getattr(self, name)
+        return found
 
 
 def normal(

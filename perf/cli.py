@@ -66,6 +66,7 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     )
     if not one_op:
         p.add_argument("--op", nargs="+", choices=bench_names(), default=(), help="default: all")
+    p.add_argument("--grid", default="", metavar="NAME", help="attention: field, gqa or decode, for GPUs")
     p.add_argument("--list", action="store_true", help="print the cases and measure nothing")
     p.add_argument("--save", metavar="DIR", help="write the results as JSON into this folder")
     p.add_argument("--compare", metavar="OLD.json", help="flag regressions against a saved run")
@@ -103,8 +104,14 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     if emulated and (args.save or args.compare or args.plot):
         p.error("--device emulator measures no times that --save, --compare or --plot could keep")
     seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
-    config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch)
     names = list(ops or args.op or bench_names())
+    if args.grid:
+        offered = {name: getattr(bench(name), "GRIDS", ()) for name in names}
+        names = [name for name in names if args.grid in offered[name]]
+        if not names:
+            known = [f"{name}: {', '.join(grids)}" for name, grids in offered.items() if grids]
+            p.error(f"--grid {args.grid}: unknown; there are {'; '.join(known) or 'none for this op'}")
+    config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch, args.grid)
     if args.list:
         print("\n".join(case.key for name in names for case in cases(name, config)))
         return 0
@@ -180,6 +187,9 @@ def conclude(console: Console, results: Sequence[Result], seconds: float) -> int
         mean = max(r.error.mean for r in single if r.error)
         console.print(f"float32 attention: mean absolute error {mean:.2e} at worst (promised: below 1e-05)")
     failed = [r for r in results if not r.passed]
+    missing = {f"{name}: {why.splitlines()[0]}": r for r in results for name, why in r.left_out.items()}
+    for text, result in missing.items():  # each reason once, with the last case that it held for
+        console.print(f"left out {text} ({result.case.key})", style="yellow", markup=False)
     for result in failed:
         reason = result.failure or (
             f"error out of tolerance, {result.error.worst}" if result.error else "no error taken"

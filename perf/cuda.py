@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -79,12 +80,14 @@ def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
 
     The pool's own count, or the driver's when that is larger: a library with its own allocator shows only there.
     """
-    prepare = getattr(case, contender)
+    prepare = case.contender(contender)
     prepare(make_inputs(case, config, small=True))()
     call = prepare(make_inputs(case, config))
     cupy.cuda.Device().synchronize()
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
+    if torch := sys.modules.get("torch"):  # what it keeps for itself would not show as growth
+        torch.cuda.empty_cache()
     used, held = pool.used_bytes(), driver_used()
     hook = PoolPeak()
     with hook:
@@ -110,7 +113,7 @@ def measure_limits(repetitions: int = 20) -> Limits:
     half_a, half_b = a.astype(cupy.float16), b.astype(cupy.float16)
     half = best(lambda: half_a @ half_b, repetitions)
     flops = 2.0 * n**3
-    return Limits(2 * size / copy, size / read, flops / single, flops / half, size)
+    return Limits(2 * size / copy, size / read, flops / single, buffer_bytes=size, matmul_half=flops / half)
 
 
 def best(call: Call, repetitions: int) -> float:

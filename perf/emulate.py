@@ -40,6 +40,8 @@ class Launch:
     profile: Profile
     needs: cubin.Resources | None  # None: no ptxas here
     occupancy: cubin.Occupancy | None
+    label: str
+    """The kernel, and by what it was asked for where that is not the first choice."""
 
     @property
     def once(self) -> float:
@@ -78,12 +80,15 @@ def run_op(op: str, cases: Sequence[Case], console: Console) -> bool:
 
 
 def launches(case: Case) -> Iterator[Launch]:
-    """Run a case once and take what it launched; what its preparation launches does not count."""
-    call = case.ours(case.make(np.random.default_rng(0)))
-    with emulator.record() as profiles:
-        call()
-    for profile in profiles:
-        yield Launch(case, profile, *fit(profile))
+    """Run a case once by each backend and take what it launched; what its preparation launches does not count."""
+    for prepare, suffix in ((case.ours, ""), (case.numba, ", Numba")):
+        if prepare is None:
+            continue
+        call = prepare(case.make(np.random.default_rng(0)))
+        with emulator.record() as profiles:
+            call()
+        for profile in profiles:
+            yield Launch(case, profile, *fit(profile), profile.name + suffix)
 
 
 def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | None]:
@@ -117,7 +122,7 @@ def table(op: str, done: Sequence[Launch]) -> Table:
     for launch in done:
         case = launch.case
         head = (case.name, case.shape, short_dtype(case.dtype)) if case is not previous else ("", "", "")
-        grid.add_row(*map(escape, (*head, launch.profile.name)), *figures(launch))
+        grid.add_row(*map(escape, (*head, launch.label)), *figures(launch))
         previous = case
     return grid
 

@@ -13,17 +13,19 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from perf import accuracy
-from perf.case import Call, Case, Config, Prepare, copy_inputs, make_inputs
+from perf.case import DTYPES, Call, Case, Config, Prepare, copy_inputs, make_inputs
 from perf.limits import Limits, buffer_size
 from perf.machine import memory_available, threads
 from perf.memory import Growth, Probe
 from perf.stats import Timing, summarise
 
 MAX_SETS = 64
+ALL_SCORES = "torch math"
+"""The peer that holds the scores of all heads at once: its memory is what attention in O(N^2) takes."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Result:
     failure: str = ""
     seconds: float = 0.0
     """What measuring this case took, compilation and memory included."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Contenders that cannot run this case on the GPU, with their own words."""
 
     @property
     def share_of_limit(self) -> float | None:
@@ -102,6 +106,7 @@ class Result:
             "times_naive": self.times("naive"),
             "times_torch": self.times("torch"),
             "times_numba": self.times("numba"),
+            "left_out": self.left_out,
             "memory": {name: asdict(growth) for name, growth in self.memory.items()},
             "error": asdict(self.error) if self.error else None,
             "passed": self.passed,
@@ -157,7 +162,11 @@ def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
     return max(1, min(MAX_SETS, math.ceil(cold_bytes / working_set)))
 
 
-def prepare_contenders(case: Case, inputs: Any, config: Config) -> list[Contender]:
+def prepare_contenders(
+    case: Case, inputs: Any, config: Config, left_out: dict[str, str] | None = None
+) -> list[Contender]:
+    """Ours first. On CUDA a contender that cannot run is noted in ``left_out``: a library may have no kernel for a
+    dtype, and what holds all scores may not fit."""
     on_cuda = config.device == "cuda"  # whose timer leaves the caches cold by itself
     cold_bytes = 0 if on_cuda else min(buffer_size(config.quick), memory_available() // 8)
     wanted: list[tuple[str, Prepare, float]] = [("ours", case.ours, case.bytes)]
@@ -167,13 +176,22 @@ def prepare_contenders(case: Case, inputs: Any, config: Config) -> list[Contende
         wanted.append(("naive", case.naive, case.dense_bytes or case.bytes))
     if case.torch is not None and config.use_torch and have_torch():
         wanted.append(("torch", case.torch, case.dense_bytes or case.bytes))
+        wanted += [(name, prepare, case.bytes) for name, prepare in case.peers.items() if on_cuda]
     counts = {name: copies_needed(case, size, cold_bytes) for name, _, size in wanted}
     sets = [inputs]
     while len(sets) < max(counts.values()):
         sets.append(copy_inputs(inputs))
     contenders = []
     for index, (name, prepare, _) in enumerate(wanted):
-        calls = [prepare(one) for one in sets[: counts[name]]]
+        try:
+            calls = [prepare(one) for one in sets[: counts[name]]]
+            if on_cuda and name != "ours":
+                calls[0]()
+        except Exception as error:
+            if left_out is None or not on_cuda or name == "ours":
+                raise
+            left_out[name] = f"{type(error).__name__}: {error}"
+            continue
         # every contender starts elsewhere, so that none finds what another has just read
         contenders.append(Contender(name, calls, position=index * len(calls) // len(wanted)))
     return contenders
@@ -185,23 +203,27 @@ def run_case(
     """Measure one case. A contender or a check that raises ends up in ``failure``, not in a traceback."""
     start = time.perf_counter()
     effort = effort or (QUICK if config.quick else THOROUGH)
-    seconds, limited_by = limits.seconds(case.flops, case.bytes, case.bandwidth)
+    half = DTYPES[case.dtype].itemsize == 2
+    seconds, limited_by = limits.seconds(case.flops, case.bytes, case.bandwidth, half=half)
     timings: dict[str, Timing] = {}
+    left_out: dict[str, str] = {}
     error, growths, failure = None, {}, ""
     try:
         inputs = make_inputs(case, config)
-        timings = interleave(prepare_contenders(case, inputs, config), effort, timer_for(config))
+        contenders = prepare_contenders(case, inputs, config, left_out)
+        timings = interleave(contenders, effort, timer_for(config))
+        del contenders
         error = accuracy.check(case, inputs, config)
         del inputs
         if probe is not None:
-            names = ["ours"] + (["naive"] if case.naive is not None else [])
+            names = [name for name in ("ours", "naive", ALL_SCORES) if name in timings]
             growths = {name: probe.growth(case, config, name) for name in names}
     except Exception as exc:  # one broken case must not hide the others
         failure = f"{type(exc).__name__}: {exc}"
         if not str(exc) or isinstance(exc, AssertionError | AttributeError | NameError):
             failure += "\n" + traceback.format_exc()
     spent = time.perf_counter() - start
-    return Result(case, timings, seconds, limited_by, error, growths, failure, spent)
+    return Result(case, timings, seconds, limited_by, error, growths, failure, spent, left_out)
 
 
 def timer_for(config: Config) -> Callable[[Call], float]:

@@ -29,13 +29,16 @@ class Limits:
     matmul_bfloat16: float | None = None
     """torch's bfloat16 matmul where torch is installed: for information, no share is taken of it."""
     buffer_bytes: int = 0
+    matmul_half: float | None = None
+    """Of 16-bit inputs on a GPU, where it sets the limit of 16-bit cases."""
 
     def bandwidth(self, kind: str) -> float:
         return self.read if kind == "read" else self.copy
 
-    def seconds(self, flops: float, traffic: float, kind: str) -> tuple[float, str]:
-        """The least time for that work (the roofline), and which limit sets it."""
-        arithmetic, memory = flops / self.matmul, traffic / self.bandwidth(kind)
+    def seconds(self, flops: float, traffic: float, kind: str, *, half: bool = False) -> tuple[float, str]:
+        """The least time for that work (the roofline), and which limit sets it. ``half``: on 16-bit inputs."""
+        matmul = self.matmul_half if half and self.matmul_half else self.matmul
+        arithmetic, memory = flops / matmul, traffic / self.bandwidth(kind)
         return (arithmetic, "matmul") if arithmetic >= memory else (memory, kind)
 
     def to_json(self) -> dict[str, Any]:

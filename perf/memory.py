@@ -124,7 +124,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     bench = importlib.import_module(f"perf.bench_{request['op']}")
     cases: dict[str, Case] = {case.key: case for case in bench.cases(config)}
     case = cases[request["key"]]
-    prepare = getattr(case, request["contender"])
+    prepare = case.contender(request["contender"])
     prepare(make_inputs(case, config, small=True))()
     call = prepare(make_inputs(case, config))
     peak, value = peak_growth(call)

@@ -24,8 +24,8 @@ CAPTION = (
     "bandwidth · memory: peak beyond inputs and results, ours / naive · x naive, x torch: their time over "
     "ours · error: largest / tolerance (mean)"
 )
-PEERS = ("naive", "torch", "numba")
-"""Contenders that get a column; the last, the Numba kernels, where ours are CUDA C++."""
+PEERS = ("naive", "torch")
+"""Contenders that always have a column; others, on CUDA, where one was timed."""
 
 
 def make_console() -> Console:
@@ -37,6 +37,7 @@ def make_console() -> Console:
 def print_header(console: Console, machine: dict[str, Any], limits: Limits, config: Config) -> None:
     console.print(f"[bold]{escape(label(machine))}[/] · commit {machine['commit']} · " + _versions(machine))
     half = f", bfloat16 in torch {rate(limits.matmul_bfloat16)}" if limits.matmul_bfloat16 else ""
+    half += f", float16 matmul {rate(limits.matmul_half)}" if limits.matmul_half else ""
     console.print(
         f"limits of this run: copy {limits.copy / 1e9:.1f} GB/s, read {limits.read / 1e9:.1f} GB/s, "
         f"float32 matmul {rate(limits.matmul)}{half}"
@@ -54,7 +55,8 @@ def table(op: str, results: Sequence[Result]) -> Table:
     grid.add_column("case", no_wrap=True)
     grid.add_column("shape", no_wrap=True)
     grid.add_column("dtype", no_wrap=True)
-    peers = [name for name in PEERS if name != "numba" or any("numba" in r.timings for r in results)]
+    timed = dict.fromkeys(name for r in results for name in r.timings if name != "ours")
+    peers = [*PEERS, *(name for name in timed if name not in PEERS)]
     for name in ("time", "rate", "limit", "memory", *(f"x {peer}" for peer in peers), "error"):
         grid.add_column(name, justify="right", no_wrap=name != "error")
     for result in results:
@@ -62,7 +64,7 @@ def table(op: str, results: Sequence[Result]) -> Table:
     return grid
 
 
-def row(result: Result, peers: Sequence[str] = PEERS[:2]) -> list[str]:
+def row(result: Result, peers: Sequence[str] = PEERS) -> list[str]:
     case = result.case
     head = [case.name, case.shape, short_dtype(case.dtype)]
     if "ours" not in result.timings:

@@ -75,6 +75,12 @@ def test_preparation_does_not_count():
     assert len(list(emulate.launches(case("copy", ours)))) == 1
 
 
+def test_both_backends_are_shown():
+    both = list(emulate.launches(case("copy", strided, numba=partial(strided, stride=2))))
+    assert [launch.label for launch in both] == ["strided", "strided, Numba"]
+    assert [launch.once for launch in both] == [1, 0.75]
+
+
 @pytest.mark.skipif(toolkit.tool("ptxas") is None, reason="needs ptxas")
 def test_what_a_launch_takes():
     (launch,) = emulate.launches(case("copy", strided))

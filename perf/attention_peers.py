@@ -1,0 +1,214 @@
+"""What attention is measured against: the plain formula in NumPy and in CuPy, and torch's SDPA by its backends."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from perf.case import Call, Inputs, Prepare, torch_view
+
+# --- the plain formula in NumPy: one head at a time, which is faster and smaller than all heads at once ---
+
+
+def causal_bias(q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray | None:
+    """0 where visible, -inf where not. Made once and kept, so neither its time nor its memory counts."""
+    if not causal:
+        return None
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    hidden = np.triu(np.ones((seqlen_q, seqlen_k), dtype=bool), seqlen_k - seqlen_q + 1)
+    return np.where(hidden, np.float32(-np.inf), np.float32(0))
+
+
+def probabilities(q: np.ndarray, k: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """softmax(q k^T / sqrt(head_dim)) of one head, float32."""
+    scores = (q * np.float32(1 / math.sqrt(q.shape[-1]))) @ k.T
+    if bias is not None:
+        scores += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
+
+
+def naive_forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
+    q, k, v = (x.astype(np.float32, copy=False) for x in (q, k, v))
+    out = np.empty_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            out[b, :, h] = probabilities(q[b, :, h], k[b, :, h // group], bias) @ v[b, :, h // group]
+    return out.astype(dtype, copy=False)
+
+
+def naive_backward(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None
+) -> tuple[np.ndarray, ...]:
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
+    dout, q, k, v = (x.astype(np.float32, copy=False) for x in (dout, q, k, v))
+    dq, dk, dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
+    scale = np.float32(1 / math.sqrt(q.shape[-1]))
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            q1, k1, v1, dout1 = q[b, :, h], k[b, :, h // group], v[b, :, h // group], dout[b, :, h]
+            p = probabilities(q1, k1, bias)
+            dv[b, :, h // group] += p.T @ dout1
+            ds = dout1 @ v1.T
+            ds -= np.einsum("ij,ij->i", p, ds)[:, None]
+            ds *= p
+            ds *= scale
+            dq[b, :, h] = ds @ k1
+            dk[b, :, h // group] += ds.T @ q1
+    return tuple(x.astype(dtype, copy=False) for x in (dq, dk, dv))
+
+
+def naive_decode(x: Inputs) -> Call:
+    def call() -> np.ndarray:
+        q, k, v = x["q"], x["k"], x["v"]
+        batch, _, nheads, head_dim = q.shape
+        dtype, nheads_kv = q.dtype, k.shape[2]
+        q, k, v = (a.astype(np.float32, copy=False) for a in (q, k, v))
+        q = q.reshape(batch, nheads_kv, nheads // nheads_kv, head_dim) * np.float32(1 / math.sqrt(head_dim))
+        scores = q @ k.transpose(0, 2, 3, 1)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        out = (scores @ v.transpose(0, 2, 1, 3)) / scores.sum(axis=-1, keepdims=True)
+        return out.reshape(batch, 1, nheads, head_dim).astype(dtype, copy=False)
+
+    return call
+
+
+# --- the same on a GPU: matmuls in the arrays' dtype, one for each head, since CuPy widens 16-bit batches ---
+
+
+def device_forward(causal: bool, x: Inputs) -> Call:
+    """One head at a time, the scores of one as large as they are."""
+    q, k, v = (x[name] for name in "qkv")
+    batch, seqlen_q, nheads, head_dim = q.shape
+    shape = (batch, seqlen_q, k.shape[2], nheads // k.shape[2], head_dim)
+    parts = _contiguous(q.reshape(shape).transpose(0, 2, 3, 1, 4))
+    heads = functools.partial(_heads, parts, _by_heads(k), _by_heads(v), _device_bias(q, k, causal))
+    return lambda: heads().transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def device_decode(x: Inputs) -> Call:
+    """The query heads of a group are the rows of one matmul."""
+    q, k, v = (x[name] for name in "qkv")
+    batch, _, nheads, head_dim = q.shape
+    parts = _contiguous(q.reshape(batch, k.shape[2], 1, nheads // k.shape[2], head_dim))
+    heads = functools.partial(_heads, parts, _by_heads(k), _by_heads(v), None)
+    return lambda: heads().reshape(q.shape)
+
+
+def _heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    """q (batch, nheads_kv, parts, rows, head_dim) over k, v (batch, nheads_kv, seqlen_k, head_dim)."""
+    out = np.empty_like(q)
+    scale = np.float32(1 / math.sqrt(q.shape[-1]))
+    for b, h, part in np.ndindex(*q.shape[:3]):
+        scores = (q[b, h, part] @ k[b, h].T).astype(np.float32)
+        scores *= scale
+        if bias is not None:
+            scores += bias
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(axis=-1, keepdims=True)
+        out[b, h, part] = scores.astype(q.dtype, copy=False) @ v[b, h]
+    return out
+
+
+def _by_heads(x: Any) -> Any:
+    """A copy made ahead: a matmul of rows that lie apart would make it at every call."""
+    return _contiguous(x.transpose(0, 2, 1, 3))
+
+
+def _contiguous(x: Any) -> Any:
+    return _module(x).ascontiguousarray(x)
+
+
+def _device_bias(q: Any, k: Any, causal: bool) -> Any:
+    """:func:`causal_bias` where the arrays are."""
+    if not causal:
+        return None
+    xp, shape = _module(q), (q.shape[1], k.shape[1])
+    return xp.triu(xp.full(shape, -np.inf, np.float32), shape[1] - shape[0] + 1)
+
+
+def _module(x: Any) -> Any:
+    """numpy or cupy."""
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+# --- torch ---
+
+
+def torch_forward(causal: bool, x: Inputs) -> Call:
+    import torch
+
+    q, k, v = (torch_view(x[name]).transpose(1, 2) for name in "qkv")
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+    def call() -> Any:
+        with torch.no_grad():
+            return attend()
+
+    return call
+
+
+def torch_backward(causal: bool, x: Inputs) -> Call:
+    import torch
+
+    q, k, v = (torch_view(x[name]).transpose(1, 2).requires_grad_() for name in "qkv")
+    dout = torch_view(x["dout"]).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def torch_decode(x: Inputs) -> Call:
+    import torch
+
+    q, k, v = (torch_view(x[name]) for name in "qkv")
+    batch, _, nheads, head_dim = q.shape
+    q = q.reshape(batch, k.shape[2], nheads // k.shape[2], head_dim)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return call
+
+
+SDPA_BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+
+
+def sdpa_peers(prepare: Prepare) -> dict[str, Prepare]:
+    """``prepare`` with each backend of torch's SDPA forced; one that cannot run the problem raises."""
+    return {
+        f"torch {name}": functools.partial(_with_backend, member, prepare)
+        for name, member in SDPA_BACKENDS.items()
+    }
+
+
+def _with_backend(member: str, prepare: Prepare, x: Inputs) -> Call:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    call, backend = prepare(x), getattr(SDPBackend, member)
+
+    def limited() -> Any:
+        with sdpa_kernel(backend):
+            return call()
+
+    return limited
