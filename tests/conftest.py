@@ -1,7 +1,8 @@
 """One test body, every backend: a test that takes ``backend`` runs on each that can run here.
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
-Its ``slow_on_emulator(name, backend, **parameters)``, if it has one, says which tests are slow there.
+Its ``quick_on_emulator(raw)``, if it has one, says of tests by name which levels of their parameters run there by
+default, None for none; the others are slow.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ def _is_raw_float64(item):
 
 
 def _is_slow_on_emulator(item):
-    rule = getattr(item.module, "slow_on_emulator", None)
-    given = dict(item.callspec.params) if rule and hasattr(item, "callspec") else {}
-    backend = given.pop("backend", None)
-    emulated = isinstance(backend, dict) and backend["device"] == "emulator"
-    return emulated and rule(item.originalname, backend["backend"], **given)
+    rule = getattr(item.module, "quick_on_emulator", None)
+    given = item.callspec.params if rule and hasattr(item, "callspec") else {}
+    backend = given.get("backend")
+    if not isinstance(backend, dict) or backend["device"] != "emulator":
+        return False
+    quick = rule(backend["backend"] == "raw").get(item.originalname, {})
+    return quick is None or any(given[name] not in levels for name, levels in quick.items())
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)

@@ -24,27 +24,30 @@ from tests.attention_cases import (
 DEVICES = ("cpu", "emulator", "cuda")
 
 
-def slow_on_emulator(name, backend, **given):
-    """What stays shows each behaviour once; test_attention_pairwise crosses the options."""
-    if name == "test_shapes":
-        few = (
-            [(64, 128), (113, 203)]
-            if backend == "numba"
-            else [(1, 1), (64, 128), (239, 1), (113, 203), (256, 256)]
-        )
-        return (given["dtype"], given["mask"]) != ("bfloat16", "causal") or given["seqlens"] not in few
-    if name == "test_head_dims":
-        few = (
-            [(1, 1), (59, 59)]
-            if backend == "numba"
-            else [(1, 1), (80, 80), (192, 128), (64, 512), (576, 512)]
-        )
-        return given["dtype"] != "bfloat16" or given["head_dims"] not in few
-    if name in ("test_options", "test_against_torch", "test_large_scores_do_not_overflow"):
-        return True
-    if name == "test_random_windows":
-        return given["seed"] > 2 or backend == "numba"
-    return False
+def quick_on_emulator(raw):
+    """Each behaviour once; test_attention_pairwise crosses the options."""
+    return {
+        "test_shapes": {
+            "dtype": ["bfloat16"],
+            "mask": ["causal"],
+            "seqlens": [(1, 1), (113, 203), (239, 1)][not raw :],
+        },
+        "test_head_dims": {
+            "dtype": ["bfloat16"],
+            "head_dims": [(1, 1), (59, 59), *[(80, 80), (64, 512)] * raw],
+        },
+        "test_random_windows": {"seed": [0, 1] * raw},
+        "test_tiny_and_negative_scales": {"softmax_scale": [1e-30, -0.7] if raw else [-0.7]},
+        "test_float64_is_float64": {"mask": ["band"]},
+        "test_rows_that_see_nothing": {"dtype": ["bfloat16"] * raw, "sinks": [True]},
+        "test_empty_inputs": {"dtype": ["bfloat16", "float64"]},
+        "test_blocks_that_nobody_sees_may_hold_anything": {"bad": [np.nan] * raw},
+        "test_keys_behind_a_mask_may_hold_anything": {"mask": ["causal"], "bad": [np.nan] * raw},
+        "test_keys_behind_a_bias_may_hold_anything": {"bad": [np.inf] * raw},
+        "test_bias_broadcasts": {"shape": [(), (113, 1), (4, 1, 203)] * raw},
+        "test_a_visible_nan_is_not_lost": {"dtype": ["bfloat16"] * raw, "softcap": [0.0]},
+        **dict.fromkeys(("test_options", "test_against_torch", "test_large_scores_do_not_overflow"), None),
+    }
 
 
 FAST_DTYPES = ("float32", "bfloat16", "float16")

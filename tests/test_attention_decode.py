@@ -14,13 +14,18 @@ from tests.compare import assert_close
 DEVICES = ("cpu", "emulator", "cuda")
 
 
-def slow_on_emulator(name, backend, **given):
-    """What stays shows each behaviour once; test_attention_pairwise crosses the options."""
-    if name == "test_options":
-        return True
-    if name == "test_head_dims":
-        return given["head_dim"] == 256 or backend == "numba"
-    return name in ("test_dtypes", "test_out") and given["dtype"] in (np.float16, np.float64)
+def quick_on_emulator(raw):
+    """Each behaviour once; test_attention_pairwise crosses the options."""
+    return {
+        "test_options": None,
+        "test_dtypes": {"dtype": ["float16", "float64"], "page_size": [16]},
+        "test_out": {"dtype": ["bfloat16"], "page_size": [16]},
+        "test_head_dims": {"head_dim": [59, 96] * raw},
+        "test_paged_equals_contiguous": {"page_size": [16]},
+        "test_rows_that_see_nothing": {"sinks": [True]},
+        "test_a_sink_of_minus_infinity_is_none": {"num_splits": [3]},
+        "test_empty_inputs": {"page_size": [None, 4] if raw else [4]},
+    }
 
 
 FACTORS = {
