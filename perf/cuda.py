@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -84,16 +85,21 @@ def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
     prepare(make_inputs(case, config, small=True))()
     call = prepare(make_inputs(case, config))
     cupy.cuda.Device().synchronize()
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    if torch := sys.modules.get("torch"):  # what it keeps for itself would not show as growth
-        torch.cuda.empty_cache()
-    used, held = pool.used_bytes(), driver_used()
+    release()  # what torch keeps would not show as growth
+    used, held = cupy.get_default_memory_pool().used_bytes(), driver_used()
     hook = PoolPeak()
     with hook:
         value = call()
         cupy.cuda.Device().synchronize()
     return max(hook.peak - used, driver_used() - held, 0), nbytes(value)
+
+
+def release() -> None:
+    """Give the device back what CuPy's pool and torch's hold in store."""
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
 
 
 def driver_used() -> int:

@@ -191,6 +191,9 @@ def prepare_contenders(
             if left_out is None or not on_cuda or name == "ours":
                 raise
             left_out[name] = f"{type(error).__name__}: {error}"
+            calls = []
+        if not calls:
+            release(config)  # only now does the error no longer hold what its frames did
             continue
         # every contender starts elsewhere, so that none finds what another has just read
         contenders.append(Contender(name, calls, position=index * len(calls) // len(wanted)))
@@ -209,6 +212,7 @@ def run_case(
     left_out: dict[str, str] = {}
     error, growths, failure = None, {}, ""
     try:
+        release(config)
         inputs = make_inputs(case, config)
         contenders = prepare_contenders(case, inputs, config, left_out)
         timings = interleave(contenders, effort, timer_for(config))
@@ -224,6 +228,14 @@ def run_case(
             failure += "\n" + traceback.format_exc()
     spent = time.perf_counter() - start
     return Result(case, timings, seconds, limited_by, error, growths, failure, spent, left_out)
+
+
+def release(config: Config) -> None:
+    """On CUDA: memory that CuPy and torch keep for later goes back to the device, for the other one to use."""
+    if config.device == "cuda":
+        from perf import cuda
+
+        cuda.release()
 
 
 def timer_for(config: Config) -> Callable[[Call], float]:

@@ -143,6 +143,7 @@ def small(monkeypatch):
     """A small decode case, measured as on CUDA but for the place of its inputs and the timer."""
     monkeypatch.setattr(harness, "make_inputs", lambda case, config: case.make(np.random.default_rng(0)))
     monkeypatch.setattr(harness, "timer_for", lambda config: harness.timed)
+    monkeypatch.setattr(harness, "release", lambda config: None)
     monkeypatch.setattr(harness.accuracy, "check", lambda *_: None)
     return bench_attention.decode(Shape(1, 1, 64, 2, 1, 16), "float32", "cuda")
 
