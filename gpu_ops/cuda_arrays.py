@@ -19,12 +19,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from gpu_ops.block_mask import BlockMask
 from gpu_ops.devices import CudaDevice, cuda_device, cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError
 
@@ -162,6 +164,8 @@ def through_the_device(op: str, planner: Callable[..., Any], args: Any, kwargs: 
     origin: dict[int, Any] = {}
 
     def there(x: Any) -> Any:
+        if isinstance(x, BlockMask):
+            return replace(x, visible=there(x.visible))
         if not isinstance(x, np.ndarray):
             return x
         if id(x) not in moved:  # `out=x` stays one array

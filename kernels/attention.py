@@ -17,6 +17,7 @@ import numpy as np
 
 from gpu_ops.kernels.attention_config import (
     MAX_HEAD_DIM,
+    SMEM_KIB,
     Config,
     DeviceLimits,
     Mask,
@@ -260,24 +261,27 @@ def _numba(
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The commonest of the CUDA C++ kernels, and one with every option: a user's call compiles what it needs.
+    """The commonest of the CUDA C++ kernels, decoding from pages among them: a call compiles what it needs.
 
     All tiles and options would be thousands; each takes one to five seconds.
     """
-    from gpu_ops.presets import ARCHES
-
-    limits = DeviceLimits(100, ARCHES[arch].smem_per_block_optin)
-    if limits.smem_per_block_optin < 99 * 1024:
+    number = int(arch[3:].rstrip("af"))
+    if number < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
-    plain: tuple[tuple[str, int, Mask], ...] = (
-        ("bfloat16", 64, "kCausal"), ("bfloat16", 128, "kCausal"), ("bfloat16", 256, "kNone"),
-        ("float32", 128, "kCausal"),
+    limits = DeviceLimits(100, 1024 * SMEM_KIB.get(number, 99))
+    shapes: tuple[tuple[str, int, Mask, int], ...] = (
+        ("bfloat16", 64, "kCausal", 4096), ("bfloat16", 128, "kCausal", 4096), ("bfloat16", 256, "kNone", 4096),
+        ("float32", 128, "kCausal", 4096), ("float16", 128, "kNone", 1),
     )  # fmt: skip
-    for dtype, head_dim, mask in plain:
+    for dtype, head_dim, mask, seqlen_q in shapes:
         itemsize = 4 if dtype == "float32" else 2
-        problem = Problem(itemsize, 4, 16, 16, 4096, 4096, head_dim, head_dim, mask=mask)
-        config = select_config(problem, limits)
-        yield Variant(_kernel(config, dtype, mask), config.threads, config.shared_bytes)
+        config = select_config(
+            Problem(itemsize, 4, 32, 8, seqlen_q, 4096, head_dim, head_dim, mask=mask), limits
+        )
+        decode = seqlen_q == 1
+        kernel = _kernel(config, dtype, mask, SEQUSED_K=decode, PAGED=decode)
+        yield Variant(kernel, config.threads, config.shared_bytes)
+    yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
 
 
 def _pointer(array: Array | None) -> Array:

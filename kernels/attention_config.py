@@ -30,6 +30,7 @@ MAX_HEAD_DIM = {
     2: 512,
     4: 256,
 }  # by itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all
+SMEM_KIB = {80: 163, 87: 163, 90: 227, 100: 227}  # that a block may have; the others from sm_86 on: 99
 _MAX_ACCUMULATORS = 160  # registers of S, O and Q: with 45 to 95 others, fewer than the 255 that there are
 _OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
 _REGISTERS_PER_SM = 65536
