@@ -163,7 +163,7 @@ def cu_seqlens(op: str, arrays: Arrays, name: str, x: Any, total: int) -> Array:
     offsets = arrays.read(name, x)
     if offsets.dtype != INT32:
         raise DTypeError(f"{op}: {name} is {offsets.dtype}, expected int32; cast it: {name}.astype('int32')")
-    if offsets.ndim != 1 or len(offsets) == 0:
+    if offsets.ndim != 1 or offsets.size == 0:
         raise ShapeError(f"{op}: {name} has shape {offsets.shape}, expected (batch + 1,)")
     if arrays.on_cuda:
         return offsets

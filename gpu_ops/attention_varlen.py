@@ -215,16 +215,16 @@ def _problem(
         cu_seqlens(op, arrays, "cu_seqlens_q", cu_seqlens_q, axes["total_q"]),
         cu_seqlens(op, arrays, "cu_seqlens_k", cu_seqlens_k, axes["total_k"]),
     ]
-    if len(sides[0]) != len(sides[1]):
+    if sides[0].size != sides[1].size:
         raise ShapeError(
-            f"{op}: cu_seqlens_q and cu_seqlens_k describe {len(sides[0]) - 1} and {len(sides[1]) - 1} "
+            f"{op}: cu_seqlens_q and cu_seqlens_k describe {sides[0].size - 1} and {sides[1].size - 1} "
             "sequences; both need batch + 1 entries"
         )
     longest = (
         _longest(op, arrays, "max_seqlen_q", max_seqlen_q, sides[0], axes["total_q"]),
         _longest(op, arrays, "max_seqlen_k", max_seqlen_k, sides[1], axes["total_k"]),
     )
-    batch = len(sides[0]) - 1
+    batch = sides[0].size - 1
     axes.set("batch", batch, "cu_seqlens_q")
     return Problem(
         q=q_[None],

@@ -70,7 +70,7 @@ def forward(
     cu_seqlens of q and k, whose sequences lie end to end; ``seqused_k``: k and v are caches, with ``block_table``
     in pages. ``max_seqlen_*`` may be bounds.
     """
-    batch = len(offsets[0]) - 1 if offsets else len(q)
+    batch = offsets[0].shape[0] - 1 if offsets else q.shape[0]
     if batch * max_seqlen_q == 0:
         return
     left, right = min(left, UNLIMITED), min(right, UNLIMITED)
@@ -244,7 +244,7 @@ def _numba(
         sequences[:, 3] = seqused_k
     nheads = q.shape[2]
     if lse is None:
-        lse = device.empty((len(q), nheads, q.shape[1]), _statistics(q), "lse")
+        lse = device.empty((q.shape[0], nheads, q.shape[1]), _statistics(q), "lse")
     if alibi_slopes is not None:
         alibi_slopes = np.broadcast_to(alibi_slopes, (batch, nheads))
     if bias is not None:
