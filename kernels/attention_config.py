@@ -31,7 +31,9 @@ MAX_HEAD_DIM = {
     4: 256,
 }  # by itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all
 SMEM_KIB = {80: 163, 87: 163, 90: 227, 100: 227}  # that a block may have; the others from sm_86 on: 99
-_MAX_ACCUMULATORS = 160  # registers of S, O and Q: with 45 to 95 others, fewer than the 255 that there are
+# Registers of S, O and Q, by itemsize: with 45 to 95 others, fewer than the 255 that there are. 3 x TF32 needs more.
+_MAX_ACCUMULATORS = {2: 160, 4: 128}
+_MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 registers
 _OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
 _REGISTERS_PER_SM = 65536
 _RESERVED = 1024  # bytes of shared memory that the driver keeps per block
@@ -130,9 +132,9 @@ class Config:
         return 32 * self.tile.warps
 
 
-def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int, int]:
-    """HEAD_DIM, HEAD_DIM_V and VALUE_PARTS: whole 32 columns, and no more than 256 of O in registers."""
-    parts = -(-head_dim_v // 256)
+def head_dims(itemsize: int, head_dim: int, head_dim_v: int) -> tuple[int, int, int]:
+    """HEAD_DIM, HEAD_DIM_V and VALUE_PARTS: whole 32 columns, and no more of O than registers hold."""
+    parts = -(-head_dim_v // _MAX_COLUMNS[itemsize])
     return _round_up(head_dim, 32), _round_up(-(-head_dim_v // parts), 32), parts
 
 
@@ -156,7 +158,7 @@ def legal_tiles(
         shared = shared_bytes(*sizes, split=split)
         if (
             shared <= smem_per_block_optin
-            and _accumulators(tile, itemsize, head_dim, head_dim_v) <= _MAX_ACCUMULATORS
+            and _accumulators(tile, itemsize, head_dim, head_dim_v) <= _MAX_ACCUMULATORS[itemsize]
         ):
             yield tile, shared
 
@@ -189,7 +191,7 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
 
 def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
     """Every legal way to run a problem, with its cost."""
-    head_dim, head_dim_v, parts = head_dims(p.head_dim, p.head_dim_v)
+    head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     packings = (False, True) if p.group > 1 and not p.block_mask else (False,)
     splittings = (False,) if p.num_splits == 1 or p.varlen else (False, True)
     for pack, split in itertools.product(packings, splittings):
