@@ -77,6 +77,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     out += work.batch * shape.out.batch + work.q_begin * shape.out.row + work.split * shape.out_split + work.column0;
     if (lse != nullptr) lse += work.batch * shape.lse_batch + work.q_begin + work.split * shape.lse_split;
 
+    ptx::cp_async_wait<0>();  // of Q, where a block mask hides every key
     __syncthreads();  // everybody is done with the tiles
     unsigned char* const tile = dynamic_shared;
     Part* const parts = reinterpret_cast<Part*>(tile + TileO::kBytes);  // [WARPS_N][BLOCK_M]
