@@ -17,7 +17,6 @@ import numpy as np
 
 from gpu_ops.kernels.attention_config import (
     MAX_HEAD_DIM,
-    SMEM_KIB,
     Config,
     DeviceLimits,
     Mask,
@@ -25,6 +24,7 @@ from gpu_ops.kernels.attention_config import (
     select_config,
 )
 from gpu_ops.kernels.attention_shape import ATTENTION_SHAPE, UNLIMITED
+from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["UNLIMITED", "forward", "raw_cannot", "variants"]
@@ -265,10 +265,9 @@ def variants(arch: str) -> Iterator[Variant]:
 
     All tiles and options would be thousands; each takes one to five seconds.
     """
-    number = int(arch[3:].rstrip("af"))
-    if number < 80:
+    if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
-    limits = DeviceLimits(100, 1024 * SMEM_KIB.get(number, 99))
+    limits = DeviceLimits(100, smem_per_block_optin(arch))
     shapes: tuple[tuple[str, int, Mask, int], ...] = (
         ("bfloat16", 64, "kCausal", 4096), ("bfloat16", 128, "kCausal", 4096), ("bfloat16", 256, "kNone", 4096),
         ("float32", 128, "kCausal", 4096), ("float16", 128, "kNone", 1),

@@ -30,7 +30,6 @@ MAX_HEAD_DIM = {
     2: 512,
     4: 256,
 }  # by itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all
-SMEM_KIB = {80: 163, 87: 163, 90: 227, 100: 227}  # that a block may have; the others from sm_86 on: 99
 # Registers of S, O and Q, by itemsize: with 45 to 95 others, fewer than the 255 that there are. 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 128}
 _MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 registers

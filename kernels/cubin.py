@@ -21,6 +21,7 @@ __all__ = [
     "occupancy",
     "parameter_sizes",
     "resources",
+    "smem_per_block_optin",
 ]
 
 _FRAME_SIZE, _REGCOUNT = 0x11, 0x2F  # in .nv.info: (symbol, value) each
@@ -68,6 +69,12 @@ class Limits(Protocol):
     def registers_per_sm(self) -> int: ...
     @property
     def max_threads_per_block(self) -> int: ...
+
+
+def smem_per_block_optin(arch: str) -> int:
+    """Bytes of shared memory that a block of an architecture such as ``"sm_90a"`` may have, static and dynamic."""
+    kib = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+    return 1024 * kib.get(int(arch[3:].rstrip("af")), 99)  # 99: sm_86, 89, 120
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.presets import ARCHES
 
 __all__ = ["RowConfig", "backward", "forward", "select_config", "variants"]
 
@@ -238,7 +238,7 @@ _SIZES = (1024, 2048, 4096, 8192, 16384, 2**20, 255, 1023, 4095, 16383, 2**20 + 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``forward`` and ``backward`` launch, with the threads of a long row in its reach."""
-    optin = ARCHES[arch.rstrip("af")].smem_per_block_optin
+    optin = smem_per_block_optin(arch)
     seen = set()
     for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
         for cols, alignment, which in itertools.product(_SIZES, (16, itemsize), _TABLES):

@@ -185,3 +185,10 @@ def test_occupancy_is_the_toolkits(tmp_path):
     assert len(theirs) == len(lines)
     wrong = [(line, a, b) for line, a, b in zip(lines, ours, theirs, strict=True) if a != b]
     assert not wrong, f"{len(wrong)} differ, such as {wrong[0]}"
+
+
+def test_shared_memory_of_a_block_is_the_presets():
+    assert {name: cubin.smem_per_block_optin(name) for name in ARCHES} == {
+        name: arch.smem_per_block_optin for name, arch in ARCHES.items()
+    }
+    assert cubin.smem_per_block_optin("sm_90a") == cubin.smem_per_block_optin("sm_90")
