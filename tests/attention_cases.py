@@ -264,8 +264,8 @@ def cancellation(
 ) -> float:
     """What dq and dk may be off where a row sees one key.
 
-    There ds = P (dP - delta) is 0: two sums of the same products. The naive reference forms both by one operation, which
-    cancels exactly; a kernel sums each in an order of its own, which leaves a float32 ulp.
+    There ds = P (dP - delta) is 0: two sums of the same products. The naive reference forms both by one operation,
+    which cancels exactly; a kernel sums each in an order of its own, which leaves a float32 ulp.
     """
     if name not in ("dq", "dk") or not q.size:
         return 0.0
