@@ -145,7 +145,7 @@ def options(
         checks.exactly(op, "alibi_slopes", slopes, shape, np.dtype(np.float32))
     return Options(
         causal=checks.flag(op, "causal", causal),
-        window_size=_window(op, window_size),
+        window_size=checks.window(op, window_size),
         softmax_scale=checks.number(op, "softmax_scale", softmax_scale),
         softcap=checks.number(op, "softcap", softcap, low=0.0),
         sinks=sinks_,
@@ -173,13 +173,6 @@ def cu_seqlens(op: str, arrays: Arrays, name: str, x: Any, total: int) -> Array:
             f"got {np.array2string(offsets, threshold=8)}"
         )
     return offsets
-
-
-def _window(op: str, value: Any) -> tuple[int, int]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise OptionError(f"{op}: window_size must be (left, right), -1 for no limit; got {value!r}")
-    left, right = (checks.integer(op, f"window_size[{i}]", side, low=-1) for i, side in enumerate(value))
-    return left, right
 
 
 def _bias(op: str, bias: Array, q: Array, axes: checks.Axes) -> Array:
