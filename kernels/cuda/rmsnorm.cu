@@ -45,9 +45,11 @@ constexpr int kVecs = VECS;
 constexpr bool kResidual = RESIDUAL;
 
 // At most 48 registers per thread in blocks of 128 or 256 are 40 warps on an SM, of 64 or 48; at most 40 in blocks of
-// 512 are 48. A row in shared memory may be so long that one block of 1024 threads is all that fits.
+// 512 are 48, with a residual 32 at up to 64. A row in shared memory may be so long that one block of 1024 threads is
+// all that fits.
 constexpr int kMaxThreads = kKeep == Keep::kShared ? 1024 : kKeep == Keep::kGlobal ? 512 : kVecs > 2 ? 256 : 128;
-constexpr int kMinBlocks = kKeep == Keep::kShared ? 1 : kKeep == Keep::kGlobal ? 3 : kVecs > 2 ? 5 : 10;
+constexpr int kMinBlocks =
+    kKeep == Keep::kShared ? 1 : kKeep == Keep::kGlobal ? (kResidual ? 2 : 3) : kVecs > 2 ? 5 : 10;
 
 // Where a block has several rows it goes through many: the weights stay in registers. A block with one row reads
 // them from L1 or L2 when it needs them, while others wait for memory.

@@ -42,16 +42,18 @@ constexpr Keep kKeep = Keep::KEEP;
 constexpr int kVecs = VECS;
 
 // More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
-// Four vectors of 16-bit numbers that arrive one by one take more.
 constexpr bool kOneRow = kVecs != 2;  // long rows, one per block
-constexpr int kMaxRegisters = kVecs != 4 ? 48 : VEC == 8 && ACCESS == 1 ? 64 : 56;
+constexpr int kMaxRegisters = kVecs == 4 ? 56 : 48;
+
+// Eight numbers that arrive one by one leave no registers to keep a row in: it is read again, from L1 or L2.
+constexpr bool kHold = kKeep == Keep::kRegisters && !(VEC == 8 && ACCESS == 1);
 
 constexpr int kQuad = VEC < 4 ? VEC : 4, kQuads = VEC / kQuad;
 typedef Vec<f32, kQuad> quad;
 
 constexpr int kPerWord = VEC < vec::kPerWord ? VEC : vec::kPerWord;  // a lone 16-bit number fills half of its word
 constexpr int kQuadWords = kQuad / kPerWord;
-constexpr int kHeld = kKeep == Keep::kRegisters ? kVecs : 1;
+constexpr int kHeld = kHold ? kVecs : 1;
 constexpr int kUnroll = kKeep == Keep::kRegisters ? kVecs : 2;
 
 extern __shared__ uint4 dynamic_shared[];
@@ -125,7 +127,7 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
         // 1. Read the row; sum m * n over it; add to the sums of dweight. dx may be dy: a thread reads what it will
         // write, and nobody else does.
         vec held_x[kHeld], held_dy[kHeld];
-        if constexpr (kKeep == Keep::kRegisters) {
+        if constexpr (kHold) {
             #pragma unroll
             for (int i = 0; i < kVecs; ++i) {
                 if (column(i) < end) {
@@ -135,11 +137,11 @@ rmsnorm_backward(const scalar* dy, const scalar* x, const scalar* weight, const 
             }
         }
         const auto get_x = [&](int i) {
-            if constexpr (kKeep == Keep::kRegisters) return fresh(held_x[i]);
+            if constexpr (kHold) return fresh(held_x[i]);
             else return load<vec, ACCESS, Cache::kDefault>(x + r * x_stride + column(i));
         };
         const auto get_dy = [&](int i) {
-            if constexpr (kKeep == Keep::kRegisters) return fresh(held_dy[i]);
+            if constexpr (kHold) return fresh(held_dy[i]);
             else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
         };
 
