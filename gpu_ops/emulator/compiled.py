@@ -21,7 +21,10 @@ __all__ = ["MISALIGNED", "OUT_OF_BOUNDS", "copy", "gather", "peek", "poke", "res
 OUT_OF_BOUNDS, MISALIGNED = 1, 2
 
 # Columns of the windows array: shared (host, limit, bytes per block, threads per block), local (host, limit, stride)
-SHARED_LO, LOCAL_LO = 0x400, 0x100  # as in program.py
+
+# The first byte of a window. On sm_90 the system owns the first KiB of shared memory; here too on older
+# architectures, so that a null pointer into shared memory is always a fault.
+SHARED_BASE, LOCAL_BASE = 0x400, 0x100
 SHARED_WINDOW, LOCAL_WINDOW, WINDOW_BYTES = 1 << 56, 1 << 57, 1 << 32
 
 
@@ -87,14 +90,14 @@ def resolve(space, lanes, address, size, table, windows, host, owner):  # type: 
             host[i] = table[last, 2] + (a - table[last, 0])
             owner[i] = last
         elif where == 2:
-            if a < SHARED_LO or a + size > windows[1]:
+            if a < SHARED_BASE or a + size > windows[1]:
                 return OUT_OF_BOUNDS, i
-            host[i] = windows[0] + (lanes[i] // windows[3]) * windows[2] + (a - SHARED_LO)
+            host[i] = windows[0] + (lanes[i] // windows[3]) * windows[2] + (a - SHARED_BASE)
             owner[i] = -1
         else:
-            if a < LOCAL_LO or a + size > windows[5]:
+            if a < LOCAL_BASE or a + size > windows[5]:
                 return OUT_OF_BOUNDS, i
-            host[i] = windows[4] + lanes[i] * windows[6] + (a - LOCAL_LO)
+            host[i] = windows[4] + lanes[i] * windows[6] + (a - LOCAL_BASE)
             owner[i] = -2
     return 0, 0
 

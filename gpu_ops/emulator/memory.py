@@ -20,21 +20,19 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator import compiled
-from gpu_ops.emulator.program import LOCAL_BASE, SHARED_BASE, Program, initial_bytes
+from gpu_ops.emulator.compiled import LOCAL_BASE, SHARED_BASE
+from gpu_ops.emulator.program import Program, initial_bytes
+from gpu_ops.emulator.shadow import OUTSIDE, POISONED, UNWRITTEN
 from gpu_ops.emulator.types import Array
 
 __all__ = [
-    "GENERIC", "GLOBAL", "LOCAL", "OUTSIDE", "POISONED", "SHARED", "SPACES", "STORED", "UNWRITTEN", "Allocation",
-    "Buffer", "Memory",
+    "GENERIC", "GLOBAL", "LOCAL", "SHARED", "SPACES", "Allocation", "Buffer", "Memory",
 ]  # fmt: skip
 
 GENERIC, GLOBAL, SHARED, LOCAL = range(4)
 SPACES = {"global": GLOBAL, "const": GLOBAL, "shared": SHARED, "local": LOCAL}
 
 _SPACING = 1 << 36
-
-# Shadow bits of a byte of global memory; 0 is a byte that may be read and written.
-OUTSIDE, UNWRITTEN, POISONED, STORED = 1, 2, 4, 8  # STORED: by this launch; ld.global.nc must not read it
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.emulator.compiled import LOCAL_BASE, SHARED_BASE
 from gpu_ops.emulator.errors import EmulatorError, PtxError
 from gpu_ops.emulator.syntax import (
     Address,
@@ -32,12 +33,7 @@ from gpu_ops.emulator.syntax import (
 )
 from gpu_ops.emulator.types import DTYPE, Array
 
-__all__ = ["LOCAL_BASE", "SHARED_BASE", "Program", "immediate", "link", "plain_name"]
-
-#: The first byte of a window. On sm_90 the system owns the first KiB of shared memory; here too on older
-#: architectures, so that a null pointer into shared memory is always a fault.
-SHARED_BASE = 0x400
-LOCAL_BASE = 0x100
+__all__ = ["Program", "immediate", "link", "plain_name"]
 
 _DEPTH = 64  # of nested calls: deeper is recursion
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpu_ops.emulator import shadow
+from gpu_ops.emulator.compiled import SHARED_BASE
 from gpu_ops.emulator.errors import SanitizerError
-from gpu_ops.emulator.memory import OUTSIDE, POISONED, STORED, UNWRITTEN
-from gpu_ops.emulator.program import SHARED_BASE, Program
+from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
 from gpu_ops.emulator.types import BITS, Array
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Sanitizer:
         wrong = OUTSIDE | POISONED | UNWRITTEN | (STORED if access.constant else 0)
         bits, position, byte = shadow.check_global(
             place.host, place.owner, self.m.memory.table, access.size,
-            wrong * 0x0101010101010101, access.read, access.write,
+            wrong * EACH_BYTE, access.read, access.write,
         )  # fmt: skip
         if bits:
             kind, what = next(text for bit, text in _GLOBAL.items() if bits & bit)

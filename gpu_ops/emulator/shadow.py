@@ -17,8 +17,9 @@ from gpu_ops.emulator.ahead import loop
 from gpu_ops.emulator.compiled import peek, poke
 
 __all__ = [
-    "COLUMNS", "PENDING_READ", "PENDING_WRITE", "RACE_READ", "RACE_WRITE", "UNINITIALISED", "check_global",
-    "check_local", "check_shared", "finish_copies", "unpacked",
+    "COLUMNS", "EACH_BYTE", "OUTSIDE", "PENDING_READ", "PENDING_WRITE", "POISONED", "RACE_READ", "RACE_WRITE",
+    "STORED", "UNINITIALISED", "UNWRITTEN", "check_global", "check_local", "check_shared", "finish_copies",
+    "unpacked",
 ]  # fmt: skip
 
 # Columns of a granule's row: the last write, the last read, an asynchronous copy on its way here.
@@ -34,11 +35,9 @@ PLAIN_BEFORE = 16  # the warp wrote without an atomic, in an earlier warp epoch
 
 UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(1, 6)  # RACE_: with an earlier one
 
-# Shadow bits of global memory, as in memory.py, repeated in all bytes of a word.
-_FILL = 0x0101010101010101
-_WRITE_BITS = 1 * _FILL  # outside
-_CLEARED = 2 * _FILL  # unwritten
-_STORED = 8 * _FILL  # by this launch
+# Shadow bits of a byte of global memory; 0 is a byte that may be read and written.
+OUTSIDE, UNWRITTEN, POISONED, STORED = 1, 2, 4, 8  # STORED: by this launch; ld.global.nc must not read it
+EACH_BYTE = 0x0101010101010101  # times a bit: that bit in all bytes of a word
 
 
 def unpacked(packed: int) -> tuple[int, int]:
@@ -61,13 +60,13 @@ def check_global(host, owner, table, size, wrong, reads, writes):  # type: ignor
         step = 8 if size >= 8 else 1
         for b in range(0, size, step):
             bits = peek(at + b, word) if step == 8 else types.uint64(peek(at + b, octet))
-            bad = bits & (types.uint64(wrong) if reads else types.uint64(_WRITE_BITS))
+            bad = bits & (types.uint64(wrong) if reads else types.uint64(OUTSIDE * EACH_BYTE))
             if bad != 0:
                 for k in range(step):
                     if (bad >> types.uint64(8 * k)) & types.uint64(255) != 0:
                         return types.int64((bad >> types.uint64(8 * k)) & types.uint64(255)), i, b + k
             if writes:
-                bits = (bits & ~types.uint64(_CLEARED)) | types.uint64(_STORED)
+                bits = (bits & ~types.uint64(UNWRITTEN * EACH_BYTE)) | types.uint64(STORED * EACH_BYTE)
                 if step == 8:
                     poke(at + b, bits)
                 else:
