@@ -48,6 +48,11 @@ __device__ __forceinline__ unsigned load_shared(unsigned address) {
     return word;
 }
 
+__device__ __forceinline__ void store_shared(unsigned address, const unsigned (&word)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+}
+
 // 16 bytes from global to shared memory, past the registers and past L1; what exceeds `bytes` (0 or 16) is
 // zero.
 __device__ __forceinline__ void cp_async16(unsigned to, const void* from, int bytes) {

@@ -38,3 +38,14 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(to) = {value[0], value[1], value[2], value[3]};
     else *reinterpret_cast<uint2*>(to) = make_uint2(Packed<T>::narrow(value), Packed<T>::narrow(value + 2));
 }
+
+template <typename T> __device__ __forceinline__ void load_four(const T* from, float (&value)[4]) {
+    if constexpr (sizeof(T) == 4) {
+        const float4 x = *reinterpret_cast<const float4*>(from);
+        value[0] = x.x, value[1] = x.y, value[2] = x.z, value[3] = x.w;
+    } else {
+        const uint2 x = *reinterpret_cast<const uint2*>(from);
+        Packed<T>::widen(x.x, value);
+        Packed<T>::widen(x.y, value + 2);
+    }
+}

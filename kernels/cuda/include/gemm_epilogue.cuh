@@ -1,0 +1,118 @@
+// What becomes of the sums of a matrix product: four neighbours of a row at a time.
+//
+//   kStore          c = product
+//   kAdd            c = total + product            total (rows, cols) float; c may be total
+//   kGate           c = act(gate) up               both products, gate and up: see Loader, kInterleaved
+//   kGateBackward   the product is dh; c0 holds gate and gets dgate, c1 holds up and gets dup, h gets act(gate) up:
+//                   dgate = dh up act'(gate)       dup = dh act(gate)
+//
+// The sums leave through shared memory, 16 rows of a warp at a time, so that rows are read and written in whole
+// sectors: registers hold pairs of columns.
+#pragma once
+#include "activation.cuh"
+#include "gemm_operand.cuh"
+#include "scalar.cuh"
+
+enum class Epilogue { kStore, kAdd, kGate, kGateBackward };
+
+template <typename Out> struct Results {
+    Out *c, *c1, *h;
+    const float* total;
+    int64 stride, total_stride;
+    int rows, cols;
+};
+
+// Four neighbours, of which `count` exist.
+template <bool kAligned, typename T> __device__ __forceinline__ void get(const T* from, int count, float (&x)[4]) {
+    if constexpr (kAligned) {
+        load_four(from, x);
+    } else {
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = e < count ? widened(from[e]) : 0.0f;
+    }
+}
+
+template <bool kAligned, typename T> __device__ __forceinline__ void put(T* to, int count, const float (&x)[4]) {
+    if constexpr (kAligned) {
+        store_four(to, x);
+    } else {
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            if (e < count) to[e] = narrowed<T>(x[e]);
+        }
+    }
+}
+
+template <Epilogue kEpilogue, Activation kActivation, typename Out, int kSlabs, int kTiles, bool kAligned>
+struct Finish {
+    static constexpr int kGated = kEpilogue == Epilogue::kGate ? 2 : 1;
+    static constexpr int kColumns = 8 * kTiles / kGated;  // of c, per warp
+    typedef Tile<float, 16, kColumns, true> Staged;       // one per warp
+
+    // acc: the warp's, whose first row and column of c are given; `shared` is the warp's own place.
+    static __device__ __forceinline__ void run(const Accumulator (&acc)[kSlabs][kTiles], const Results<Out>& results,
+                                               int row0, int col0, unsigned char* shared) {
+        const int lane = threadIdx.x % 32;
+        #pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            #pragma unroll
+            for (int j = 0; j < kTiles / kGated; ++j) {
+                #pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float pair[2];
+                    #pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const float x = acc[slab][j * kGated][2 * h + e];
+                        if constexpr (kGated == 2) {
+                            pair[e] = activated<kActivation, Out>(x).value * acc[slab][2 * j + 1][2 * h + e];
+                        } else {
+                            pair[e] = x;
+                        }
+                    }
+                    const int byte = 32 * j + lane % 4 * 8;
+                    store_pair<float>(shared + Staged::at(0, lane / 4 + 8 * h, byte / 16) + byte % 16, pair);
+                }
+            }
+            __syncwarp();
+            constexpr int kAcross = kColumns / 4;
+            #pragma unroll 4
+            for (int i = lane; i < 16 * kAcross; i += 32) {
+                const int row = row0 + 16 * slab + i / kAcross, col = col0 + i % kAcross * 4;
+                if (row >= results.rows || col >= results.cols) continue;
+                const float4 x = *reinterpret_cast<const float4*>(shared + Staged::at(0, i / kAcross, i % kAcross));
+                float sum[4] = {x.x, x.y, x.z, x.w};
+                finish(results, row, col, sum);
+            }
+            __syncwarp();
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void finish(const Results<Out>& results, int row, int col, float (&sum)[4]) {
+        const int64 at = row * results.stride + col;
+        const int count = results.cols - col;
+        if constexpr (kEpilogue == Epilogue::kAdd) {
+            float total[4];
+            get<kAligned>(results.total + row * results.total_stride + col, count, total);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += total[e];
+        }
+        if constexpr (kEpilogue == Epilogue::kGateBackward) {
+            float gate[4], up[4], h[4];
+            get<kAligned>(results.c + at, count, gate);
+            get<kAligned>(results.c1 + at, count, up);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const Activated act = activated<kActivation, Out>(gate[e]);
+                gate[e] = sum[e] * up[e] * act.slope;
+                h[e] = act.value * up[e];
+                up[e] = sum[e] * act.value;
+            }
+            put<kAligned>(results.c + at, count, gate);
+            put<kAligned>(results.c1 + at, count, up);
+            put<kAligned>(results.h + at, count, h);
+        } else {
+            put<kAligned>(results.c + at, count, sum);
+        }
+    }
+};

@@ -1,0 +1,79 @@
+// The inner loop of a matrix product: STAGES tiles of A and B in shared memory, of which STAGES - 1 are on the way or
+// here while one is multiplied.
+//
+//   shared memory   | A 0 | B 0 | A 1 | B 1 | ...    tile n is in stage n % STAGES
+//   registers       acc[slab][tile]: rows 16 slab .., columns 8 tile .. of the warp's WARP_M x WARP_N
+#pragma once
+#include "gemm_operand.cuh"
+#include "mma.cuh"
+
+template <typename LoaderA, typename LoaderB> struct Loaders {
+    LoaderA a;
+    LoaderB b;
+};
+
+template <typename TileA, typename TileB, bool kAAlongK, bool kBAlongK, int kSlabs, int kTiles, int kBlockK,
+          int kStages>
+struct Product {
+    typedef typename TileA::Scalar Scalar;
+    static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+    static constexpr int kSteps = kBlockK * sizeof(Scalar) / 32;
+
+    Accumulator acc[kSlabs][kTiles];
+
+    __device__ __forceinline__ Product() {
+        #pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            #pragma unroll
+            for (int j = 0; j < kTiles; ++j) {
+                #pragma unroll
+                for (int r = 0; r < 4; ++r) acc[slab][j][r] = 0.0f;
+            }
+        }
+    }
+
+    // Adds up `tiles` tiles; load(stage, n) starts to copy tile n there. The warp's first row in A and in B.
+    template <typename Load>
+    __device__ __forceinline__ void run(unsigned shared, int row_a, int row_b, int tiles, Load load) {
+        #pragma unroll
+        for (int n = 0; n < kStages - 1; ++n) {
+            if (n < tiles) load(shared + n * kStageBytes, n);
+            ptx::cp_async_commit();
+        }
+        unsigned now = shared, later = shared + (kStages - 1) * kStageBytes;
+        const unsigned end = shared + kStages * kStageBytes;
+        #pragma unroll 1
+        for (int n = 0; n < tiles; ++n) {
+            ptx::cp_async_wait<kStages - 2>();
+            __syncthreads();  // tile n is here; everybody is done with tile n - 1, whose place n + STAGES - 1 takes
+            if (n + kStages - 1 < tiles) load(later, n + kStages - 1);
+            ptx::cp_async_commit();
+            multiply_tile(now, row_a, row_b);
+            now = now + kStageBytes == end ? shared : now + kStageBytes;
+            later = later + kStageBytes == end ? shared : later + kStageBytes;
+        }
+        ptx::cp_async_wait<0>();  // of groups without copies: nothing is on the way when shared memory changes use
+    }
+
+private:
+    __device__ __forceinline__ void multiply_tile(unsigned stage, int row_a, int row_b) {
+        const Fragments<TileA, kAAlongK, true> rows_a(stage, row_a);
+        const Fragments<TileB, kBAlongK, false> rows_b(stage + TileA::kBytes, row_b);
+        #pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            Operand a[kSlabs];
+            #pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) rows_a.read(a[slab], slab, k);
+            #pragma unroll
+            for (int j = 0; j < kTiles; j += 2) {
+                unsigned b[4];
+                rows_b.read(b, j / 2, k);
+                #pragma unroll
+                for (int slab = 0; slab < kSlabs; ++slab) {
+                    multiply<Scalar>(acc[slab][j], a[slab], b[0], b[1]);
+                    multiply<Scalar>(acc[slab][j + 1], a[slab], b[2], b[3]);
+                }
+            }
+        }
+    }
+};
