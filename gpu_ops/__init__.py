@@ -12,6 +12,7 @@ from gpu_ops.dispatch import explain
 from gpu_ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.rope import rope, rope_backward
+from gpu_ops.rope_append_kv import rope_append_kv
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
@@ -36,6 +37,7 @@ __all__ = [
     "rmsnorm_backward",
     "rmsnorm_quant_int8",
     "rope",
+    "rope_append_kv",
     "rope_backward",
     "swiglu",
     "swiglu_backward",

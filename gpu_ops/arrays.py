@@ -114,28 +114,25 @@ class Arrays:
         view = self._view(name, out)
         if view.shape != shape:
             raise ShapeError(f"{self.op}: {name} has shape {view.shape}, expected exactly {shape}")
-        if view.dtype != np.dtype(dtype):
-            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
-        if _read_only(out, view):
-            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array or omit {name}=")
-        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
-            raise ShapeError(
-                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
-                f"pass a C-contiguous array or omit {name}="
-            )
+        self._check_writable(name, out, view, dtype, f" or omit {name}=")
         if rows and not _merges(view):
             raise ShapeError(
                 f"{self.op}: the leading axes of {name} (strides {view.strides}) do not merge into rows; "
                 f"pass a C-contiguous array or omit {name}="
             )
-        for other, x in self._read.items():
-            if _overlap(view, x) and not (other == in_place and _same(view, x)):
-                allowed = f" other than being {in_place} itself" if in_place else ""
-                raise ShapeError(
-                    f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
-                    f"it is read; pass a separate array or omit it"
-                )
+        self._check_apart(name, view, in_place)
         self._write[name] = view
+        return view
+
+    def update(self, name: str, x: Any, dtype: npt.DTypeLike) -> Array:
+        """A writable view of an argument that the op changes in place, such as a cache; its shape is not checked.
+
+        It may not share memory with arrays read or updated before.
+        """
+        view = self._view(name, x)
+        self._check_writable(name, x, view, dtype, "")
+        self._check_apart(name, view, None)
+        self._read[name] = view  # so that what is written later may not overlap it
         return view
 
     def write_each(
@@ -170,6 +167,26 @@ class Arrays:
             self._read[f"{name} {label}"] = view  # so that the next one may not overlap it
             views.append(view)
         return views
+
+    def _check_writable(self, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
+        if view.dtype != np.dtype(dtype):
+            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
+        if _read_only(out, view):
+            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array{else_}")
+        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+            raise ShapeError(
+                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
+                f"pass a C-contiguous array{else_}"
+            )
+
+    def _check_apart(self, name: str, view: Array, in_place: str | None) -> None:
+        for other, x in self._read.items():
+            if _overlap(view, x) and not (other == in_place and _same(view, x)):
+                allowed = f" other than being {in_place} itself" if in_place else ""
+                raise ShapeError(
+                    f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
+                    f"it is read; pass a separate array or omit it"
+                )
 
     def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "the result") -> Array:
         """An uninitialised result, where the kernels of this call run."""

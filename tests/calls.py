@@ -13,6 +13,8 @@ OPS = tuple(
     name for name in gpu_ops.__all__ if name.islower() and name not in ("errors", "explain", "__version__")
 )
 
+WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
+
 
 @dataclass(frozen=True)
 class Call:
@@ -40,6 +42,10 @@ def call(op: str, dtype: Any = np.float32) -> Call:
 
     if op.startswith("attention"):
         return _attention(op, normal)
+    if op == "rope_append_kv":
+        new = {"q": normal(2, 3, 4, 8), "k": normal(2, 3, 2, 8), "v": normal(2, 3, 2, 8)}
+        caches = {"k_cache": normal(2, 16, 2, 8), "v_cache": normal(2, 16, 2, 8)}
+        return Call(op, {**new, **caches}, {"seqused_k": np.array([3, 13], np.int32)})
     if op.startswith("rope"):
         q, k = normal(2, 5, 4, 8), normal(2, 5, 2, 8)
         return Call(op, {"q": q, "k": k} if op == "rope" else {"dq": q, "dk": k})

@@ -144,13 +144,12 @@ CASES = [
     ("rope", "one position", ShapeError, "np.arange", {"positions": 3}),
     ("rope", "scaling as a dict", OptionError, "RopeScaling", {"scaling": {"rope_type": "yarn"}}),
     ("rope", "out is one array for two", OptionError, "two arrays, (q, k)", {"out": ones(2, 5, 4, 8)}),
-    (
-        "rope_backward",
-        "interleaved is text",
-        OptionError,
-        "interleaved must be True",
-        {"interleaved": "half"},
-    ),
+    ("rope_backward", "interleaved is text", OptionError, "must be True", {"interleaved": "half"}),
+    # rope_append_kv
+    ("rope_append_kv", "no room in the cache", OptionError, "[0, 13]", {"seqused_k": ints(3, 14)}),
+    ("rope_append_kv", "nowhere to go", OptionError, "Pass seqused_k=", {"seqused_k": None}),
+    ("rope_append_kv", "one weight", OptionError, "k_weight is missing", {"q_weight": ones(8)}),
+    ("rope_append_kv", "no cache", DTypeError, "k_cache is NoneType", {"k_cache": None}),
     # rmsnorm
     ("rmsnorm", "no axis", ShapeError, "x has shape ()", {"x": np.array(1.0, F32)}),
     ("rmsnorm", "an empty row", ShapeError, "must not be empty", {"x": ones(3, 0), "weight": ones(0)}),
@@ -216,8 +215,8 @@ CASES = [
 # How many results ``out=`` takes, for the ops that have it.
 OUTS = {
     "attention": 1, "attention_varlen": 1, "attention_decode": 1, "rope": 2, "rope_backward": 2, "rmsnorm": 1,
-    "rmsnorm_backward": 1, "rmsnorm_quant_int8": 3, "swiglu": 1, "swiglu_backward": 2, "swiglu_mlp": 1,
-    "swiglu_mlp_backward": 4, "ternary_matmul": 1,
+    "rmsnorm_backward": 1, "rmsnorm_quant_int8": 3, "rope_append_kv": 1, "swiglu": 1, "swiglu_backward": 2,
+    "swiglu_mlp": 1, "swiglu_mlp_backward": 4, "ternary_matmul": 1,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import errors
-from tests.calls import OPS, call, results
+from tests.calls import OPS, WRITTEN, call, results
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Ops whose first array is one of floats, and the name of that array.
@@ -15,8 +15,9 @@ FLOAT_OPS = [op for op in OPS if op not in ("ternary_pack", "ternary_unpack")]
 
 
 def plain_arrays(one):
-    """The NumPy arrays among a call's arguments and options."""
-    return {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
+    """The NumPy arrays among a call's arguments and options that the op only reads."""
+    arrays = {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
+    return {n: x for n, x in arrays.items() if n not in WRITTEN.get(one.op, ())}
 
 
 def every_array(one, change):

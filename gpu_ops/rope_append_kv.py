@@ -1,0 +1,264 @@
+"""rope_append_kv: from the projections to rotated queries and a longer key/value cache, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays
+from gpu_ops.checks import Axes
+from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.errors import OptionError
+from gpu_ops.rope import _positions, _rotary_dim, _scaling, _theta
+from gpu_ops.rope_scaling import RopeScaling
+from gpu_ops.rope_tables import rope_tables
+
+__all__ = ["rope_append_kv"]
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+@op(cuda=True)
+def rope_append_kv(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    slot_mapping: Any = None,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    positions: Any = None,
+    theta: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: RopeScaling | None = None,
+    seqlen: int | None = None,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """QK-norm, rotary embedding and the cache write in one pass, from the projections to what attention reads.
+
+    Per token, with :func:`rmsnorm` over each head (only with weights) and :func:`rope`, but nothing rounded
+    between them::
+
+        out           = rope(rmsnorm(q, q_weight))
+        k_cache[slot] = rope(rmsnorm(k, k_weight))
+        v_cache[slot] = v
+
+    Call :func:`attention_decode` on the caches next, with ``seqused_k + seqlen``.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen, nheads, head_dim)
+        The new tokens. float16, bfloat16, float32 or float64, as all other arrays. q, k and v may be views of one
+        packed projection: ``qkv.reshape(batch, seqlen, -1, head_dim)[:, :, :nheads]``. With ``slot_mapping``
+        (total, nheads, head_dim): tokens of any sequences.
+    k, v : arrays (batch, seqlen, nheads_kv, head_dim), or (total, nheads_kv, head_dim)
+    k_cache, v_cache : arrays (batch, max_seqlen, nheads_kv, head_dim)
+        Changed in place: the rows of the new tokens, nothing else. With ``block_table`` or ``slot_mapping``:
+        pages, (num_pages, page_size, nheads_kv, head_dim).
+    seqused_k : int32 array (batch,)
+        Keys of each sequence that are in its cache already: token i becomes key ``seqused_k[b] + i``.
+    block_table : int32 array (batch, max_pages), optional
+        Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries that no new token needs are
+        ignored and may be -1.
+    slot_mapping : int64 array (total,), instead of seqused_k
+        Where each token goes: page * page_size + row. Negative: nowhere, for padding. No two tokens may share one.
+    q_weight, k_weight : arrays (head_dim,), optional
+        Weights of the norms of q's and k's heads; both or neither. Neither: no norm.
+    eps, weight_offset
+        Of the norms, as in :func:`rmsnorm`.
+    positions : integers, optional
+        As in :func:`rope`. Default: ``seqused_k[b] + i``; with ``slot_mapping`` there is none.
+    theta, rotary_dim, interleaved, scaling, seqlen
+        As in :func:`rope`.
+    out : array like q, optional
+        Receives the rotated q; may be ``q`` itself: in place.
+
+    Returns
+    -------
+    Array like ``q``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written. What ``seqused_k``, ``block_table`` and ``slot_mapping`` say is checked for arrays
+        in host memory. On a GPU that would wait for it: there a token whose place is outside the cache is not stored.
+
+    Notes
+    -----
+    Moves each element once in and once out, where a norm, a rotation and two copies move those of q and k twice
+    or three times. The maths is float32 (float64 for float64) with one rounding at the end.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> q, k = np.ones((1, 2, 4, 8), np.float32), np.ones((1, 2, 1, 8), np.float32)
+    >>> k_cache, v_cache = np.zeros((2, 1, 16, 1, 8), np.float32)
+    >>> used = np.array([5], np.int32)
+    >>> gpu_ops.rope_append_kv(q, k, k, k_cache, v_cache, seqused_k=used).shape
+    (1, 2, 4, 8)
+    >>> v_cache[0, :, 0, 0]
+    array([0., 0., 0., 0., 0., 1., 1., 0., 0., 0., 0., 0., 0., 0., 0., 0.], dtype=float32)
+    """
+    name = "rope_append_kv"
+    arrays = Arrays(name)
+    q_, k_, v_ = arrays.read("q", q), arrays.read("k", k), arrays.read("v", v)
+    packed = slot_mapping is not None
+    axes = Axes(name)
+    tokens = "total" if packed else "batch seqlen"
+    for label, x, heads in (("q", q_, "nheads"), ("k", k_, "nheads_kv"), ("v", v_, "nheads_kv")):
+        axes.bind(label, x, f"{tokens} {heads} head_dim")
+    weights = _weights(arrays, axes, q_weight, k_weight)
+    dtype = checks.float_dtype(name, q=q_, k=k_, v=v_, **weights)
+    caches = _caches(arrays, axes, k_cache, v_cache, q_.dtype, paged=packed or block_table is not None)
+    place = _place(arrays, axes, seqused_k, block_table, slot_mapping)
+    eps = checks.number(name, "eps", eps, above=0.0)
+    weight_offset = checks.number(name, "weight_offset", weight_offset)
+    interleaved = checks.flag(name, "interleaved", interleaved)
+    scaling = _scaling(name, scaling)
+    theta = _theta(name, theta, scaling)
+    rotary_dim = _rotary_dim(name, rotary_dim, axes["head_dim"], scaling)
+    turns, first, last = _turns(arrays, axes, positions, place)
+    longest = max(last + 1, 0) if seqlen is None else checks.integer(name, "seqlen", seqlen, low=0)
+    inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
+    attention_factor = scaling.attention_factor_at(longest)
+    out_ = arrays.write("out", out, q_.shape, q_.dtype, in_place="q")
+    choice = choose(name, device, backend, arrays)
+
+    def run() -> Any:
+        result = np.empty(q_.shape, q_.dtype) if out_ is None else out_
+        if choice.backend == "reference":
+            from gpu_ops.reference.rope_append_kv import rope_append_kv as reference
+
+            result[...], caches[0][...], caches[1][...] = reference(
+                q_, k_, v_, *caches, **place, **weights, eps=eps, weight_offset=weight_offset,
+                positions=turns[0] if packed else turns, theta=theta, rotary_dim=rotary_dim,
+                interleaved=interleaved, scaling=scaling, seqlen=longest,
+            )  # fmt: skip
+        else:
+            from gpu_ops.kernels.numba_cpu import rope_append_kv as kernels
+
+            computed = np.float64 if dtype == "float64" else np.float32
+            cos, sin, rows = rope_tables(turns, first, last, inv_freq, attention_factor, computed)
+            four_axes = [x[None] if packed else x for x in (q_, result, k_, v_)]
+            slots = place["slot_mapping"]
+            kernels.append(
+                *four_axes, *caches, seqused_k=place["seqused_k"], block_table=place["block_table"],
+                slot_mapping=None if slots is None else slots[None], **weights, eps=eps,
+                weight_offset=weight_offset, cos=cos, sin=sin, rows=rows, rotary_dim=rotary_dim,
+                interleaved=interleaved,
+            )  # fmt: skip
+        return arrays.give(result) if out is None else out
+
+    problem = f"q {q_.shape}, k and v {k_.shape} {dtype}"
+    return Plan(name, choice, problem, "", run)
+
+
+def _weights(arrays: Arrays, axes: Axes, q_weight: Any, k_weight: Any) -> dict[str, Array | None]:
+    given = {"q_weight": q_weight, "k_weight": k_weight}
+    missing = [name for name, weight in given.items() if weight is None]
+    if len(missing) == 1:
+        raise OptionError(f"{arrays.op}: {missing[0]} is missing; pass q_weight and k_weight, or neither")
+    if missing:
+        return dict.fromkeys(given)
+    weights: dict[str, Array | None] = {}
+    for name, weight in given.items():
+        weights[name] = read = arrays.read(name, weight)
+        axes.bind(name, read, "head_dim")
+    return weights
+
+
+def _caches(
+    arrays: Arrays, axes: Axes, k_cache: Any, v_cache: Any, dtype: np.dtype[Any], *, paged: bool
+) -> tuple[Array, Array]:
+    found = arrays.update("k_cache", k_cache, dtype), arrays.update("v_cache", v_cache, dtype)
+    rows = "num_pages page_size" if paged else "batch max_seqlen"
+    for name, cache in zip(("k_cache", "v_cache"), found, strict=True):
+        axes.bind(name, cache, f"{rows} nheads_kv head_dim")
+    return found
+
+
+def _place(
+    arrays: Arrays, axes: Axes, seqused_k: Any, block_table: Any, slot_mapping: Any
+) -> dict[str, Array | None]:
+    """The arrays that say where tokens go, checked; what lies on a GPU is checked there, token by token."""
+    op = arrays.op
+    if slot_mapping is not None:
+        if seqused_k is not None or block_table is not None:
+            raise OptionError(f"{op}: slot_mapping says where every token goes; pass it without seqused_k and "
+                              "block_table, or those without it")  # fmt: skip
+        slots = arrays.read("slot_mapping", slot_mapping)
+        checks.exactly(op, "slot_mapping", slots, (axes["total"],), _INT64)
+        if not arrays.on_cuda:
+            _check_slots(op, slots, axes["num_pages"], axes["page_size"])
+        return {"seqused_k": None, "block_table": None, "slot_mapping": slots}
+    if seqused_k is None:
+        raise OptionError(
+            f"{op}: where do the tokens go? Pass seqused_k=, the keys of each sequence that its cache holds "
+            "already, or slot_mapping="
+        )
+    used = arrays.read("seqused_k", seqused_k)
+    checks.exactly(op, "seqused_k", used, (axes["batch"],), _INT32)
+    table = None if block_table is None else arrays.read("block_table", block_table)
+    if table is not None:
+        axes.bind("block_table", table, "batch max_pages")
+        checks.exactly(op, "block_table", table, table.shape, _INT32)
+    if not arrays.on_cuda and axes["seqlen"]:
+        _check_used(op, axes, used, table)
+    return {"seqused_k": used, "block_table": table, "slot_mapping": None}
+
+
+def _check_slots(op: str, slots: Array, num_pages: int, page_size: int) -> None:
+    beyond = np.flatnonzero(slots >= num_pages * page_size)
+    if len(beyond):
+        raise OptionError(
+            f"{op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {num_pages} pages of {page_size} have "
+            f"slots in [0, {num_pages * page_size}), negative ones store nothing"
+        )
+
+
+def _check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
+    """Every new token has a row in its sequence's cache, and with pages the row has a page."""
+    seqlen = axes["seqlen"]
+    page_size = axes["max_seqlen" if table is None else "page_size"]
+    capacity = page_size if table is None else page_size * table.shape[1]
+    if ((used < 0) | (used > capacity - seqlen)).any():
+        raise OptionError(
+            f"{op}: seqused_k must lie in [0, {capacity - seqlen}] for {seqlen} new tokens in a cache of {capacity}; "
+            f"got {np.array2string(used, threshold=8)}"
+        )
+    if table is None:
+        return
+    page = np.arange(table.shape[1])
+    needed = (page >= used[:, None] // page_size) & (page <= (used[:, None] + (seqlen - 1)) // page_size)
+    bad = np.argwhere(needed & ((table < 0) | (table >= axes["num_pages"])))
+    if len(bad):
+        b, i = (int(n) for n in bad[0])
+        raise OptionError(
+            f"{op}: block_table[{b}, {i}] is {int(table[b, i])}, not a page in [0, {axes['num_pages']}), but "
+            f"sequence {b} grows from {int(used[b])} to {int(used[b]) + seqlen} keys"
+        )
+
+
+def _turns(
+    arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Array | None]
+) -> tuple[Array, int, int]:
+    """Positions (batch or 1, seqlen) as int64, packed (1, total); the smallest and the largest."""
+    packed = place["slot_mapping"] is not None
+    if positions is not None:
+        return _positions(arrays.op, arrays, positions, axes, "packed" if packed else "bshd")
+    used = place["seqused_k"]
+    if used is None:
+        raise OptionError(f"{arrays.op}: slot_mapping says where tokens are kept; pass positions= as well")
+    turns = used[:, None] + np.arange(axes["seqlen"])
+    return (turns, int(turns.min()), int(turns.max())) if turns.size else (turns, 0, -1)
