@@ -2,18 +2,24 @@
 //
 //   act(g) = g c(g), where c rises from 0 to 1       act'(g) = c + g c'
 //
-//   kSilu       c = sigmoid(g)                                               2 MUFU, about  6 instructions; 11 with act'
-//   kGelu       c = Phi(g), the normal distribution function                 2              17               20
-//   kGeluTanh   c = sigmoid(sqrt(8 / pi) (g + 0.044715 g^3))                 2               9               16
+//   kSilu       c = sigmoid(g)
+//   kGelu       c = Phi(g), the normal distribution function
+//   kGeluTanh   c = sigmoid(sqrt(8 / pi) (g + 0.044715 g^3))
 //
-// activated<kActivation, T>(g) gives both; what is not used costs nothing. T is the type that the result will be
-// rounded to: float takes the exact exponential (4 instructions more), and for 16 bits the error of the hardware's is
-// far below the rounding. Small values keep their relative accuracy: no c is formed as 1 - something close to 1, nor
-// from the hardware's tanh, whose error of 2^-11 would be all there is of a small c.
+// activated<kActivation, T>(g) gives both; what is not used costs nothing. T is the type that a result will be
+// rounded to. For float the exponential is exact to a unit or two; 16 bits take the hardware's and a shorter
+// polynomial, whose error is a twentieth of their rounding or less. Instructions for 16 bits, two of them MUFU:
 //
-// Limits: act(-inf) = -0, act(inf) = inf, act'(-inf) = 0, act'(inf) = 1; NaN stays NaN. Where inf * 0 would appear the
-// infinite factor is first clamped; fminf and fmaxf drop a NaN, which the other factor then still has. c below
-// 2^-126 is 0.
+//               value   both
+//   kSilu         6      10
+//   kGelu        15      19
+//   kGeluTanh     9      15
+//
+// Small values are as accurate as large ones: no c is formed as 1 - something close to 1, nor from the hardware's
+// tanh, whose error of 2^-11 would be all there is of a small c. A c below 2^-126 is 0.
+//
+// Limits: act(-inf) = -0, act(inf) = inf, act'(-inf) = 0, act'(inf) = 1; NaN stays NaN. Where inf * 0 would appear
+// the infinite factor is first clamped; fminf and fmaxf drop a NaN, which another factor then still has.
 #pragma once
 #include "ptx.cuh"
 
@@ -26,28 +32,38 @@ namespace detail {
 constexpr float kLargest = 0x1.fffffep127f;
 constexpr float kSaturated = 40.0f;  // from here on all c are 0 or 1, and c' is 0
 
-template <typename T> __device__ __forceinline__ float exponential(float x) {
-    if constexpr (sizeof(T) == 4) return expf(x);
-    else return ptx::exp2(1.4426950408889634f * x);
-}
+// e^x from x in units of kUnit, a factor that constants take in.
+template <typename T> struct Exponential {
+    static constexpr float kUnit = 1.4426950408889634f;
+    static __device__ __forceinline__ float of(float units) { return ptx::exp2(units); }
+};
 
-__device__ __forceinline__ float saturated(float g) { return fminf(fmaxf(g, -kSaturated), kSaturated); }
+template <> struct Exponential<f32> {
+    static constexpr float kUnit = 1.0f;
+    static __device__ __forceinline__ float of(float units) { return expf(units); }
+};
 
-// rest = 1 - value, without cancellation.
+// 1 / (1 + e), the sigmoid of -log e, and 1 - that without cancellation.
 struct Sigmoid { float value, rest; };
 
-template <typename T> __device__ __forceinline__ Sigmoid sigmoid(float x) {
-    const float e = exponential<T>(-x);
+__device__ __forceinline__ Sigmoid sigmoid(float e) {
     const float value = ptx::reciprocal(1.0f + e);
     return {value, fminf(e, kLargest) * value};
 }
 
-// With a = |g|: Phi(-a) = exp(-a^2 / 2) P(1 / (1 + 0.3 a)), without branches. P is the minimax fit of
-// exp(a^2 / 2) Phi(-a) on [0, 14] in relative error, 5.8e-8.
-struct Normal { float phi, density; };
+// exp(a^2 / 2) Phi(-a) for 0 <= a: a polynomial in t = 1 / (1 + s a), the minimax fit on [0, 14] in relative error.
+template <typename T> __device__ __forceinline__ float scaled_tail(float a) {  // 1.3e-5, a degree less: 1.3e-4
+    const float t = ptx::reciprocal(fmaf(0.36f, a, 1.0f));
+    float p = -0.09851565064401883f;
+    p = fmaf(p, t, 0.25438745322444895f);
+    p = fmaf(p, t, 0.035116411429421075f);
+    p = fmaf(p, t, 0.168695763592363f);
+    p = fmaf(p, t, 0.14012407502635446f);
+    return fmaf(p, t, 0.0001912894154714915f);
+}
 
-template <typename T> __device__ __forceinline__ Normal normal(float g) {
-    const float t = ptx::reciprocal(fmaf(0.3f, fabsf(g), 1.0f));
+template <> __device__ __forceinline__ float scaled_tail<f32>(float a) {  // 5.8e-8
+    const float t = ptx::reciprocal(fmaf(0.3f, a, 1.0f));
     float p = 0.03837834852134263f;
     p = fmaf(p, t, -0.16916638279325766f);
     p = fmaf(p, t, 0.2286606067688054f);
@@ -56,28 +72,38 @@ template <typename T> __device__ __forceinline__ Normal normal(float g) {
     p = fmaf(p, t, 0.094683386164979f);
     p = fmaf(p, t, 0.12192037344142682f);
     p = fmaf(p, t, 0.11948768510479232f);
-    p = fmaf(p, t, 7.169070897206087e-06f);
-    const float e = exponential<T>(-0.5f * g * g);
-    const float tail = e * p;
-    return {g < 0.0f ? tail : 1.0f - tail, 0.3989422804014327f * e};
+    return fmaf(p, t, 7.169070897206087e-06f);
+}
+
+template <typename T> __device__ __forceinline__ Activated silu(float g) {
+    const Sigmoid c = sigmoid(Exponential<T>::of(-Exponential<T>::kUnit * g));
+    const float value = fmaxf(g, -kLargest) * c.value;
+    return {value, fmaf(fminf(value, kLargest), c.rest, c.value)};
+}
+
+// Of a = |g|: act(g) = max(g, 0) - a Phi(-a); below 0 act'(g) is Phi(-a) - a phi(a), above it 1 minus that.
+template <typename T> __device__ __forceinline__ Activated gelu(float g) {
+    constexpr float kDensity = 0.3989422804014327f;  // phi(0) = 1 / sqrt(2 pi)
+    const float a = fminf(fabsf(g), kSaturated);
+    const float e = Exponential<T>::of(-0.5f * Exponential<T>::kUnit * (g * g));
+    const float p = scaled_tail<T>(a);
+    const float slope = e * fmaf(-kDensity, a, p);
+    return {fmaf(-a, e * p, fmaxf(g, -0.0f)), g < 0.0f ? slope : 1.0f - slope};
+}
+
+template <typename T> __device__ __forceinline__ Activated gelu_tanh(float g) {
+    constexpr float kLinear = 1.5957691216057308f, kCubic = 0.044715f * kLinear;  // sqrt(8 / pi)
+    constexpr float kUnit = Exponential<T>::kUnit;
+    const Sigmoid c = sigmoid(Exponential<T>::of(g * fmaf(-kUnit * kCubic, g * g, -kUnit * kLinear)));
+    const float near = fminf(fmaxf(g, -kSaturated), kSaturated);
+    const float inner = near * fmaf(3.0f * kCubic, near * near, kLinear);  // of the sigmoid: g times its slope
+    return {fmaxf(g, -kLargest) * c.value, fmaf(c.value * c.rest, inner, c.value)};
 }
 
 }  // namespace detail
 
 template <Activation kActivation, typename T> __device__ __forceinline__ Activated activated(float g) {
-    const float bounded = fmaxf(g, -detail::kLargest);
-    if constexpr (kActivation == Activation::kSilu) {
-        const detail::Sigmoid c = detail::sigmoid<T>(g);
-        const float value = bounded * c.value;
-        return {value, fmaf(fminf(value, detail::kLargest), c.rest, c.value)};
-    } else if constexpr (kActivation == Activation::kGelu) {
-        const detail::Normal c = detail::normal<T>(g);
-        return {bounded * c.phi, fmaf(detail::saturated(g), c.density, c.phi)};
-    } else {
-        constexpr float kLinear = 1.5957691216057308f, kCubic = 0.044715f * kLinear;  // sqrt(8 / pi)
-        const detail::Sigmoid c = detail::sigmoid<T>(g * fmaf(kCubic, g * g, kLinear));
-        const float near = detail::saturated(g);
-        const float inner = near * fmaf(3.0f * kCubic, near * near, kLinear);
-        return {bounded * c.value, fmaf(c.value * c.rest, inner, c.value)};
-    }
+    if constexpr (kActivation == Activation::kSilu) return detail::silu<T>(g);
+    else if constexpr (kActivation == Activation::kGelu) return detail::gelu<T>(g);
+    else return detail::gelu_tanh<T>(g);
 }
