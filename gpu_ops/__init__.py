@@ -7,6 +7,7 @@ from gpu_ops import errors
 from gpu_ops.attention import attention, attention_backward
 from gpu_ops.attention_decode import attention_decode
 from gpu_ops.attention_varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.autotune import autotune
 from gpu_ops.block_mask import BlockMask
 from gpu_ops.dispatch import explain
 from gpu_ops.rmsnorm import rmsnorm, rmsnorm_backward
@@ -31,6 +32,7 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "attention_varlen_backward",
+    "autotune",
     "errors",
     "explain",
     "rmsnorm",

@@ -74,11 +74,15 @@ class Arrays:
     def launches(self, choice: Choice, compute: Callable[[Device | None], Any]) -> str:
         """What ``compute`` would launch on a GPU device, for ``explain()``."""
         from gpu_ops.devices import Recorder, current_device
+        from gpu_ops.kernels.tuning import watched
 
         device = self._cuda.device if self._cuda is not None else current_device(choice.device)
         self._device = recorder = Recorder(device)
-        compute(recorder)
-        return "\n            ".join([str(device), *recorder.launches])
+        with watched() as watch:
+            compute(recorder)
+        chosen = filter(None, (asked.measured for asked in watch.asked))
+        tuned = [f"tuned: {label}, the fastest that autotune() measured" for label in chosen]
+        return "\n            ".join([str(device), *recorder.launches, *tuned])
 
     def read(self, name: str, x: Any) -> Array:
         """A read-only use of ``x`` as a NumPy or CuPy view (last axis contiguous, or a copy that is)."""

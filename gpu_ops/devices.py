@@ -1,8 +1,8 @@
 """What runs GPU kernels: a CUDA device, the emulator, and a recorder that runs none and tells.
 
 Host functions in ``kernels/<op>.py`` take one of them first and ask nothing else of where they run:
-``device.arch``, ``device.sms``, ``device.smem_per_block_optin``, ``device.empty(shape, dtype)`` and
-``device.launch(kernel, grid, block, args, shared=...)``.
+``device.arch``, ``device.card``, ``device.sms``, ``device.smem_per_block_optin``, ``device.empty(shape, dtype)``
+and ``device.launch(kernel, grid, block, args, shared=...)``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class Device(Protocol):
         """The compute capability, such as ``"sm_90"``."""
 
     @property
+    def card(self) -> str:
+        """The name that its driver reports; empty for the emulator, of which nothing can be measured."""
+
+    @property
     def sms(self) -> int:
         """Streaming multiprocessors."""
 
@@ -83,6 +87,7 @@ class EmulatorDevice:
         wanted = os.environ.get("GPU_OPS_ARCH")
         preset = select_preset(wanted or _DEFAULT_ARCH)
         self.arch = preset.arch.name
+        self.card = ""
         self.sms = preset.sms
         self.smem_per_block_optin = preset.arch.smem_per_block_optin
         self.sanitize = os.environ.get("GPU_OPS_SANITIZE") != "0"
@@ -176,10 +181,10 @@ class CudaDevice:
         self.arch = f"sm_{self._device.compute_capability}"
         self.sms = int(attributes["MultiProcessorCount"])
         self.smem_per_block_optin = int(attributes["MaxSharedMemoryPerBlockOptin"])
-        self._name = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
+        self.card = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
 
     def __str__(self) -> str:
-        return f"device {self.ordinal}: {self._name}, {self.arch} with {self.sms} SMs"
+        return f"device {self.ordinal}: {self.card}, {self.arch} with {self.sms} SMs"
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
         import cupy
@@ -207,6 +212,7 @@ class Recorder:
 
     def __init__(self, device: Device) -> None:
         self.arch = device.arch
+        self.card = device.card
         self.sms = device.sms
         self.smem_per_block_optin = device.smem_per_block_optin
         self.launches: list[str] = []

@@ -40,6 +40,7 @@ __all__ = [
     "explain",
     "has_cuda_kernels",
     "op",
+    "planner_of",
     "require_cuda_kernels",
     "unavailable",
 ]
@@ -219,9 +220,13 @@ def explain(op: str, *arrays: Any, **options: Any) -> Plan:
       config    NumPy, float64
       not       numba: not asked for
     """
+    return planner_of("explain", op)(*arrays, **options)
+
+
+def planner_of(asked_by: str, op: str) -> Callable[..., Plan]:
+    """The planner of a public op by its name."""
     import gpu_ops
 
     planners = {n: f.plan for n in gpu_ops.__all__ if hasattr(f := getattr(gpu_ops, n), "plan")}
-    planner = planners[one_of("explain", "op", op, planners)]
-    plan: Plan = planner(*arrays, **options)
-    return plan
+    found: Callable[..., Plan] = planners[one_of(asked_by, "op", op, planners)]
+    return found

@@ -24,8 +24,10 @@ from gpu_ops.kernels.attention_config import (
     select_config,
 )
 from gpu_ops.kernels.attention_shape import ATTENTION_SHAPE, UNLIMITED
+from gpu_ops.kernels.attention_tuning import SPACE
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, Variant
+from gpu_ops.kernels.tuning import choose
 
 __all__ = ["UNLIMITED", "forward", "raw_cannot", "variants"]
 
@@ -93,7 +95,7 @@ def forward(
         mask=mask, window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
         block_mask=visible is not None, varlen=bool(offsets), num_splits=num_splits,
     )  # fmt: skip
-    config = select_config(problem, DeviceLimits(device.sms, device.smem_per_block_optin))
+    config = choose(SPACE, problem, DeviceLimits(device.sms, device.smem_per_block_optin), device.card)
     split = config.num_splits > 1
     target, target_lse = out, lse
     if split:

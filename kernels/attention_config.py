@@ -22,7 +22,7 @@ from typing import Literal
 
 from gpu_ops.kernels.attention_shape import q_in_registers, shared_bytes
 
-__all__ = ["Config", "DeviceLimits", "Problem", "Tile", "legal_tiles", "select_config"]
+__all__ = ["Config", "DeviceLimits", "Problem", "Tile", "configs", "legal_tiles", "select_config"]
 
 Mask = Literal["kNone", "kCausal", "kLocal"]
 
@@ -175,7 +175,7 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     LookupError
         No tile fits; see ``MAX_HEAD_DIM``.
     """
-    found = list(_configs(problem, device))
+    found = list(configs(problem, device))
     if not found:
         sizes = f"{problem.head_dim}/{problem.head_dim_v}"
         raise LookupError(f"no tile for head_dim {sizes} in {device.smem_per_block_optin} bytes")
@@ -188,10 +188,12 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     )  # below what the model can tell apart
 
 
-def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
+def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
     """Every legal way to run a problem, with its cost."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     packings = (False, True) if p.group > 1 and not p.block_mask else (False,)
+    if p.seqlen_q * p.group <= max(tile.block_m for tile in _TILES):
+        packings = packings[::-1]  # at the same cost: one block reads the keys of a group, not one per head
     splittings = (False,) if p.num_splits == 1 or p.varlen else (False, True)
     for pack, split in itertools.product(packings, splittings):
         rows = p.seqlen_q * (p.group if pack else 1)

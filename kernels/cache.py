@@ -1,7 +1,7 @@
-"""The folder of compiled kernels: files that are whole or not there, whoever writes at the same time.
+"""The cache folder: files that are whole or not there, whoever writes at the same time.
 
-An entry is 32 bytes of SHA-256, then the payload. It is written beside its place and renamed into it, so a
-reader sees the old file or the new one; a torn or foreign one fails its checksum and is compiled anew.
+An entry, a compiled kernel, is 32 bytes of SHA-256, then the payload. It is written beside its place and renamed into
+it, so a reader sees the old file or the new one; a torn or foreign one fails its checksum and is compiled anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-__all__ = ["cache_folder", "ignore_entry", "publish", "read_entry"]
+__all__ = ["cache_folder", "cache_path", "ignore_entry", "publish", "read_entry", "write_whole"]
 
 _DIGEST = 32
 
@@ -24,6 +24,14 @@ def cache_folder(*parts: str) -> Path | None:
         return _writable(_root().joinpath(*parts))
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         _warn_unwritable(str(error))
+        return None
+
+
+def cache_path(*parts: str) -> Path | None:
+    """Where the cache has something, to be read only: it need not exist. None: there is no home folder."""
+    try:
+        return _root().joinpath(*parts)
+    except RuntimeError:
         return None
 
 
@@ -73,15 +81,19 @@ def ignore_entry(path: Path, reason: object) -> None:
 
 def publish(path: Path, payload: bytes) -> None:
     """Write an entry, all or nothing. A full disk costs the entry, not the kernel in memory."""
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(payload).digest() + payload)
-        Path(temporary).replace(path)
-        temporary = None
+        write_whole(path, hashlib.sha256(payload).digest() + payload)
     except OSError as error:
         warnings.warn(f"gpu_ops: kernel {path.name} not cached: {error}", stacklevel=3)
-    finally:  # also when interrupted
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place and rename it into it: others see all of it, or what was there before."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:  # also when interrupted
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -11,6 +11,7 @@ Environment: ``GPU_OPS_CACHE_DIR`` moves the cache, ``GPU_OPS_DUMP=folder`` writ
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import pkgutil
@@ -42,6 +43,7 @@ __all__ = [
     "compile_text",
     "forget",
     "launch",
+    "source_key",
 ]
 
 CUDA_FOLDER = Path(__file__).resolve().parent / "cuda"
@@ -166,6 +168,15 @@ def forget() -> None:
     """Drop what this process has compiled, so that edited sources are read again."""
     _memory.clear()
     _launchers.clear()
+    source_key.cache_clear()
+
+
+@functools.cache
+def source_key(*stems: str) -> str:
+    """Stands for the sources of CUDA C++ kernels, their headers and the compiler: other ones, another key."""
+    trees = [_read_tree(CUDA_FOLDER / f"{stem}.cu") for stem in stems]
+    files = sorted({Path(path).name: text for tree in trees for path, text in tree.items()}.items())
+    return hashlib.sha256(repr((nvrtc.build_key(), files)).encode()).hexdigest()[:16]
 
 
 def assemble(compiled: Compiled, arch: str) -> Compiled:

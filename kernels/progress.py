@@ -1,14 +1,16 @@
-"""One visible line for work that takes longer than a second."""
+"""What is seen of work that takes longer than a second: one line, or a bar."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 PATIENCE = 1.0  # seconds of silence
+_in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
 
 
 @contextmanager
@@ -17,6 +19,9 @@ def visible(message: str) -> Iterator[None]:
 
     On a terminal it is a spinner that disappears; in a log it is one line.
     """
+    if _in_steps.get():
+        yield
+        return
     done = threading.Event()
     shown = threading.Event()
     terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -41,3 +46,31 @@ def visible(message: str) -> Iterator[None]:
         watcher.join()
         if shown.is_set() and not terminal and sys.stderr is not None:
             print(f"{message}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, which the function that it gives advances; in a log one line, when it is over.
+
+    It stands for the lines of what is done meanwhile in this thread.
+    """
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not terminal:
+        with visible(message):
+            yield from _quietly(lambda: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(message, total=total)
+        yield from _quietly(lambda: bar.advance(task))
+
+
+def _quietly(advance: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    token = _in_steps.set(True)
+    try:
+        yield advance
+    finally:
+        _in_steps.reset(token)

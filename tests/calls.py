@@ -9,9 +9,8 @@ import numpy as np
 
 import gpu_ops
 
-OPS = tuple(
-    name for name in gpu_ops.__all__ if name.islower() and name not in ("errors", "explain", "__version__")
-)
+NO_OPS = ("__version__", "autotune", "errors", "explain")
+OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 
 WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
 

@@ -120,6 +120,16 @@ def test_heads_are_packed_where_that_pads_less():
     assert not packed(1, block_mask=True)
 
 
+@pytest.mark.parametrize("seqlen_k", [1, 256, 4096])
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+def test_a_group_that_fits_one_tile_is_packed(card, seqlen_k):
+    """A block takes as long for four rows as for one: packed, nobody reads the keys a second time."""
+    for heads, itemsize, seqlen_q in itertools.product([(8, 2), (32, 8), (16, 1)], (2, 4), (1, 4)):
+        if seqlen_q * heads[0] // heads[1] <= 16:
+            p = Problem(itemsize, 1, *heads, seqlen_q, seqlen_k, 64, 64)
+            assert select_config(p, limits(card)).pack_gqa, p
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_no_variant_spills(arch):
     for variant in variants(arch):
