@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.checks import Axes
+from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan, choose, op
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.rope_options import axes_of, positions_of, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.rope_tables import rope_tables
+from gpu_ops.rope_tables import frequencies, rope_tables
 
 __all__ = ["rope", "rope_backward"]
 
-_EXACT = 2**53  # integers up to here are exact in float64
-_PLAIN = RopeScaling("default")
-_AXES = {
-    "bshd": "batch seqlen {} head_dim",
-    "bhsd": "batch {} seqlen head_dim",
-    "packed": "total {} head_dim",
-}
+_BY_LENGTH = ("dynamic", "longrope")  # scalings
 
 
-@op
+@op(cuda=True)
 def rope(
     q: Any,
     k: Any = None,
@@ -57,8 +51,9 @@ def rope(
         (batch, seqlen, nheads, head_dim) and (batch, seqlen, nheads_kv, head_dim); or packed sequences of
         3 axes, (total, nheads, head_dim). float16, bfloat16, float32 or float64, the same for both.
     positions
-        Integers: (seqlen,), or (batch, seqlen) where batch may be 1; packed: (total,). Default 0, 1, 2, ...
-        along the sequence (packed: along all of it). Negative ones are allowed.
+        Integers: (seqlen,), or (batch, seqlen) where batch may be 1; packed: (total,). Or one number, the
+        position of the first token, from which they count up along the sequence (packed: along all of it).
+        Default 0. Negative ones are allowed.
     theta
         The base. Default: the scaling's own where ``RopeScaling.from_hf`` found one, else 10000.
     rotary_dim
@@ -70,7 +65,8 @@ def rope(
     scaling
         A :class:`gpu_ops.RopeScaling` for contexts longer than the model was trained with.
     seqlen
-        The length that the dynamic and longrope scalings go by. Default ``max(positions) + 1``.
+        The length that the dynamic and longrope scalings go by. Default ``max(positions) + 1``, for which a
+        call with those scalings waits if positions lie on a GPU; no other call does.
     conjugate
         Rotate by the opposite angle: the inverse while the scaling's attention factor is 1.
     layout
@@ -89,9 +85,9 @@ def rope(
 
     Notes
     -----
-    Su et al., "RoFormer", arXiv 2104.09864, equation 34. cos and sin are made in float64 and rounded to float32
-    (float64 for float64 inputs), so that positions of millions lose nothing; the maths is float32 (float64) and
-    each result is rounded once. Moves each element once in and once out.
+    Su et al., "RoFormer", arXiv 2104.09864, equation 34. Angles have the accuracy of float64, so that positions
+    of millions lose nothing; cos and sin are rounded to float32 (float64 for float64 inputs), the maths is float32
+    (float64) and each result is rounded once. Moves each element once in and once out.
 
     Examples
     --------
@@ -109,7 +105,7 @@ def rope(
     )  # fmt: skip
 
 
-@op
+@op(cuda=True)
 def rope_backward(
     dq: Any,
     dk: Any = None,
@@ -171,146 +167,90 @@ def _plan(
         if i == 0 or x is not None:
             inputs[name] = arrays.read(name, x)
     dtype = checks.float_dtype(who, **inputs)
-    axes, layout = _axes(who, inputs, layout)
+    axes, layout = axes_of(who, inputs, layout)
     interleaved = checks.flag(who, "interleaved", interleaved)
     conjugate = checks.flag(who, "conjugate", conjugate) != transpose  # the transpose turns the other way
-    scaling = _scaling(who, scaling)
-    theta = _theta(who, theta, scaling)
-    rotary_dim = _rotary_dim(who, rotary_dim, axes["head_dim"], scaling)
-    positions_, first, last = _positions(who, arrays, positions, axes, layout)
-    # the length that dynamic and longrope go by
-    longest = max(last + 1, 0) if seqlen is None else checks.integer(who, "seqlen", seqlen, low=0)
+    scaling = scaling_of(who, scaling)
+    theta = theta_of(who, theta, scaling)
+    rotary_dim = rotary_dim_of(who, rotary_dim, axes["head_dim"], scaling)
+    where = positions_of(who, arrays, positions, axes, layout)
+    if not arrays.on_cuda:
+        where.check_bounds(who)
+    if seqlen is not None:
+        longest = checks.integer(who, "seqlen", seqlen, low=0)
+    else:  # only some scalings go by it, and on a device it has to be waited for
+        longest = max(where.bounds[1] + 1, 0) if scaling.kind in _BY_LENGTH or not arrays.on_cuda else 0
     inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
     outs = _outs(who, arrays, inputs, out)
-    choice = choose(who, device, backend)
+    choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))
+    views = [_bshd(x, layout) for x in inputs.values()]
 
-    def run() -> Any:
-        results: list[Array]
+    def compute(on: Device | None) -> list[Array]:
+        results = [
+            _like(arrays, x, f"rotated {name}") if target is None else target
+            for (name, x), target in zip(inputs.items(), outs, strict=True)
+        ]
+        targets = [_bshd(y, layout) for y in results]
         if choice.backend == "reference":
             from gpu_ops.reference import rope as reference
 
             rotated = reference.rope(
-                *inputs.values(), positions=positions_[0] if layout == "packed" else positions_, theta=theta,
-                rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling, seqlen=longest,
-                conjugate=conjugate, layout=layout,
+                *views, positions=where.on_host(), theta=theta, rotary_dim=rotary_dim, interleaved=interleaved,
+                scaling=scaling, seqlen=longest, conjugate=conjugate,
             )  # fmt: skip
-            results = [rotated] if len(inputs) == 1 else list(rotated)
-            for target, y in zip(outs, results, strict=True):
-                if target is not None:
-                    target[...] = y
-        else:
-            from gpu_ops.kernels.numba_cpu import rope as kernels
+            for target, y in zip(targets, [rotated] if len(views) == 1 else rotated, strict=True):
+                target[...] = y
+        elif on is None:
+            from gpu_ops.kernels.numba_cpu import rope as cpu
 
-            pairs = zip(inputs.values(), outs, strict=True)
-            results = [_empty_like(x) if target is None else target for x, target in pairs]
             computed = np.float64 if dtype == "float64" else np.float32
-            cos, sin, rows = rope_tables(positions_, first, last, inv_freq, attention_factor, computed)
-            kernels.rope(
-                [_bshd(x, layout) for x in inputs.values()], [_bshd(y, layout) for y in results],
-                cos, sin, rows, rotary_dim=rotary_dim, interleaved=interleaved, conjugate=conjugate,
+            tables = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
+            cpu.rope(
+                views, targets, *tables, rotary_dim=rotary_dim, interleaved=interleaved, conjugate=conjugate
+            )
+        else:
+            from gpu_ops.kernels import rope as gpu
+
+            gpu.rope(
+                on, choice.backend, views, targets, where.on_device(), frequencies(on, choice.backend, inv_freq),
+                first=where.first, interleaved=interleaved, cos_scale=attention_factor,
+                sin_scale=-attention_factor if conjugate else attention_factor,
             )  # fmt: skip
-        if out is not None:
-            return out if len(inputs) == 1 else tuple(out)
-        given = tuple(arrays.give(y) for y in results)
-        return given[0] if len(given) == 1 else given
+        return results
 
-    shapes = " and ".join(f"{name} {x.shape}" for name, x in inputs.items())
-    pairing = "interleaved" if interleaved else "half-split"
-    problem = f"{shapes} {dtype}, rotary_dim {rotary_dim} {pairing}, scaling {scaling.kind}"
-    return Plan(who, choice, problem, _config(choice, [_bshd(x, layout) for x in inputs.values()]), run)
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            results = compute(on)
+            if out is not None:
+                return out if len(inputs) == 1 else tuple(out)
+            given = tuple(arrays.give(y) for y in results)
+            return given[0] if len(given) == 1 else given
+
+    def problem() -> str:
+        shapes = " and ".join(f"{name} {x.shape}" for name, x in inputs.items())
+        pairing = "interleaved" if interleaved else "half-split"
+        return f"{shapes} {dtype}, rotary_dim {rotary_dim} {pairing}, scaling {scaling.kind}"
+
+    return Plan(who, choice, problem, lambda: _config(choice, views, arrays, compute), run)
 
 
-def _config(choice: Choice, inputs: list[Array]) -> str:
+def _cannot(dtype: str, tokens: int) -> dict[str, str]:
+    if dtype == "float64":
+        return {"raw": "float64 has Numba kernels only"}
+    return {} if tokens < 2**31 else {"raw": f"{tokens} tokens; its limit is 2**31 - 1"}
+
+
+def _config(
+    choice: Choice, views: list[Array], arrays: Arrays, compute: Callable[[Device | None], Any]
+) -> str:
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
     if choice.backend == "reference":
         return "NumPy, float64"
     from gpu_ops.kernels.numba_cpu import rope as kernels
 
-    return kernels.config(inputs)
-
-
-def _axes(who: str, inputs: dict[str, Array], layout: Any) -> tuple[Axes, str]:
-    """Checked axis lengths, and the layout: "bshd", "bhsd" or "packed"."""
-    layout = checks.one_of(who, "layout", layout, ("bshd", "bhsd"))
-    first, x = next(iter(inputs.items()))
-    if x.ndim not in (3, 4):
-        raise ShapeError(
-            f"{who}: {first} has {x.ndim} axes, shape {x.shape}; expected (batch, seqlen, nheads, head_dim), or "
-            f"packed (total, nheads, head_dim)"
-        )
-    if x.ndim == 3:
-        if layout == "bhsd":
-            raise OptionError(
-                f"{who}: layout='bhsd' is for 4 axes; packed {first} is (total, nheads, head_dim)"
-            )
-        layout = "packed"
-    axes = Axes(who)
-    for (name, array), heads in zip(inputs.items(), ("nheads", "nheads_kv"), strict=False):
-        axes.bind(name, array, _AXES[layout].format(heads))
-    return axes, layout
-
-
-def _scaling(who: str, scaling: Any) -> RopeScaling:
-    if scaling is None:
-        return _PLAIN
-    if not isinstance(scaling, RopeScaling):
-        hint = (
-            "RopeScaling.from_hf(config)"
-            if isinstance(scaling, dict)
-            else "for example RopeScaling.linear(4.0)"
-        )
-        raise OptionError(f"{who}: scaling must be a RopeScaling, got {type(scaling).__name__}; use {hint}")
-    return scaling
-
-
-def _theta(who: str, theta: Any, scaling: RopeScaling) -> float:
-    if theta is None:
-        return 10000.0 if scaling.theta is None else scaling.theta
-    return checks.number(who, "theta", theta, above=0.0)
-
-
-def _rotary_dim(who: str, rotary_dim: Any, head_dim: int, scaling: RopeScaling) -> int:
-    origin = "rotary_dim"
-    if rotary_dim is None:
-        partial = scaling.partial_rotary_factor
-        rotary_dim = head_dim if partial is None else int(head_dim * partial)
-        origin = "head_dim" if partial is None else f"rotary_dim = int({head_dim} * partial_rotary_factor)"
-    size = checks.integer(who, "rotary_dim", rotary_dim)
-    if not 2 <= size <= head_dim or size % 2:
-        raise OptionError(
-            f"{who}: {origin} is {size}; components rotate in pairs: pass rotary_dim=, an even number from 2 "
-            f"to head_dim={head_dim}"
-        )
-    return size
-
-
-def _positions(
-    who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str
-) -> tuple[npt.NDArray[np.int64], int, int]:
-    """Positions (batch or 1, seqlen) as int64, packed (1, total); the smallest and the largest."""
-    tokens = axes["total" if layout == "packed" else "seqlen"]
-    if positions is None:
-        return np.arange(tokens)[None], 0, tokens - 1
-    if isinstance(positions, (int, np.integer)):
-        raise ShapeError(
-            f"{who}: positions is the number {positions}; for a sequence that starts there pass "
-            f"{positions} + np.arange({tokens})"
-        )
-    given = arrays.read("positions", positions)
-    if given.dtype.kind not in "iu":
-        raise DTypeError(f"{who}: positions is {given.dtype}; allowed: integers, for example np.int64")
-    allowed = [(tokens,)] if layout == "packed" else [(tokens,), (axes["batch"], tokens), (1, tokens)]
-    if given.shape not in allowed:
-        names = "(total,)" if layout == "packed" else "(seqlen,), (batch, seqlen) or (1, seqlen)"
-        raise ShapeError(
-            f"{who}: positions has shape {given.shape}; expected {names}: "
-            f"{' or '.join(map(str, dict.fromkeys(allowed)))}"
-        )
-    first, last = (int(given.min()), int(given.max())) if given.size else (0, -1)
-    if first < -_EXACT or last > _EXACT:
-        raise OptionError(f"{who}: positions reach beyond 2**53, where angles in float64 mean nothing")
-    as_int64 = given.astype(np.int64, copy=False)
-    return as_int64 if given.ndim == 2 else as_int64[None], first, last
+    return kernels.config(views)
 
 
 def _outs(who: str, arrays: Arrays, inputs: dict[str, Array], out: Any) -> list[Array | None]:
@@ -329,7 +269,10 @@ def _bshd(x: Array, layout: str) -> Array:
     return x[None] if layout == "packed" else x.swapaxes(1, 2) if layout == "bhsd" else x
 
 
-def _empty_like(x: Array) -> Array:
-    """In the order of x's axes in memory, but with the last one innermost (a broadcast x has others there)."""
-    y = np.empty_like(x)
-    return y if y.shape[-1] == 1 or y.strides[-1] == y.itemsize else np.empty(x.shape, x.dtype)
+def _like(arrays: Arrays, x: Array, name: str) -> Array:
+    """A result like x, with tokens and heads in the order in which they lie in x's memory."""
+    tokens, heads = x.ndim - 3, x.ndim - 2
+    if abs(x.strides[tokens]) >= abs(x.strides[heads]):
+        return arrays.new(x.shape, x.dtype, name)
+    shape = (*x.shape[:tokens], x.shape[heads], x.shape[tokens], x.shape[-1])
+    return arrays.new(shape, x.dtype, name).swapaxes(tokens, heads)

@@ -1,22 +1,28 @@
-"""cos and sin for ``rope``: made on the host in float64, kept between calls.
+"""What ``rope`` needs beside q and k: cos and sin for the CPU, frequencies for GPUs, made in float64 and kept.
 
-A table has one row per position and one column per frequency. Counting positions (0, 1, 2, ...) share one
-table that grows by doubling, so a prefill, its decode steps and every layer of a model use the same one. Far
-apart or negative positions get a table of just the rows they need.
+On the CPU a table of cos and sin has one row per position and one column per frequency. Counting positions (0, 1,
+2, ...) share one table that grows by doubling, so a prefill, its decode steps and every layer of a model use the same
+one. Far apart or negative positions get a table of just the rows they need.
+
+On a GPU the kernels compute cos and sin themselves, since there a table would be another 512 bytes to read per token
+for a head_dim of 128, 2.5 % of what Llama-3-8B's q and k move, and positions that lie on the device would have to be
+waited for to know how long it must be. What they need are the frequencies.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.arrays import Array
+from gpu_ops.devices import CudaDevice, Device
 
-__all__ = ["clear_rope_tables", "rope_tables"]
+__all__ = ["clear_rope_tables", "frequencies", "rope_tables", "turns"]
 
 Table: TypeAlias = tuple[Array, Array]
 
@@ -25,6 +31,9 @@ _BLOCK = 256
 
 _lock = threading.Lock()
 _kept: OrderedDict[tuple[bytes, float, str], Table] = OrderedDict()
+
+_MOST_FREQUENCIES = 64  # arrays kept on devices: as many models, or steps of a dynamic scaling
+_on_devices: OrderedDict[tuple[int, str, bytes], Any] = OrderedDict()
 
 
 def rope_tables(
@@ -65,10 +74,73 @@ def rope_tables(
     return cos, sin, rows.reshape(positions.shape).astype(np.int64, copy=False)
 
 
+def frequencies(device: Device, backend: str, inv_freq: npt.NDArray[np.float64]) -> Array:
+    """The frequencies on a device: :func:`turns` for the CUDA C++ kernels, themselves for the Numba kernels.
+
+    Those of a CUDA device stay there. Only the first call with them copies and waits, so a call that is captured in a
+    CUDA graph must not be the first.
+    """
+    if not isinstance(device, CudaDevice):
+        return turns(inv_freq) if backend == "raw" else inv_freq
+    key = (device.ordinal, backend, inv_freq.tobytes())
+    with _lock:
+        found = _on_devices.get(key)
+        if found is None:
+            import cupy
+
+            found = cupy.asarray(turns(inv_freq) if backend == "raw" else inv_freq)
+            cupy.cuda.get_current_stream().synchronize()  # other streams will read it
+            _on_devices[key] = found
+            if len(_on_devices) > _MOST_FREQUENCIES:
+                _on_devices.popitem(last=False)
+        _on_devices.move_to_end(key)
+    return found
+
+
+def turns(inv_freq: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
+    """``inv_freq / (2 pi)`` in units of 2^-64, rounded, without whole turns: what a position adds to an angle.
+
+    A position times this, modulo 2^64, is the angle without its whole turns, off by ``position * 2^-65`` turns.
+    """
+    return _turns(inv_freq.tobytes())
+
+
+@functools.lru_cache(maxsize=_MOST_FREQUENCIES)
+def _turns(inv_freq: bytes) -> npt.NDArray[np.uint64]:
+    found = []
+    for numerator, denominator in map(float.as_integer_ratio, np.frombuffer(inv_freq).tolist()):
+        scaled, unit = numerator * _TURNS_PER_RADIAN, denominator << (_BITS - 64)
+        found.append((scaled + unit // 2) // unit % 2**64)
+    result = np.array(found, np.uint64)
+    result.flags.writeable = False  # it is shared
+    return result
+
+
+def _turns_per_radian(bits: int) -> int:
+    """``2**bits / (2 pi)``, by Machin's formula: pi / 4 = 4 arctan(1 / 5) - arctan(1 / 239)."""
+
+    def arctan_of_inverse(n: int) -> int:
+        power = total = (1 << 2 * bits) // n
+        k = 1
+        while power:
+            power //= -n * n
+            k += 2
+            total += power // k
+        return total
+
+    pi = 4 * (4 * arctan_of_inverse(5) - arctan_of_inverse(239))
+    return (1 << 3 * bits) // (2 * pi)
+
+
+_BITS = 256  # 64 of them are kept; the others are for frequencies up to 2**100 and for rounding
+_TURNS_PER_RADIAN = _turns_per_radian(_BITS)
+
+
 def clear_rope_tables() -> None:
-    """Forget all kept tables."""
+    """Forget all kept tables and frequencies."""
     with _lock:
         _kept.clear()
+        _on_devices.clear()
 
 
 def _keep(key: tuple[bytes, float, str], table: Table) -> None:

@@ -1,0 +1,133 @@
+"""The options of ``rope``, checked: axes, scaling, theta, rotary_dim and positions."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays
+from gpu_ops.checks import Axes
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.rope_scaling import RopeScaling
+
+__all__ = ["Positions", "axes_of", "positions_of", "rotary_dim_of", "scaling_of", "theta_of"]
+
+_EXACT = 2**53  # integers up to here are exact in float64
+_PLAIN = RopeScaling("default")
+_AXES = {
+    "bshd": "batch seqlen {} head_dim",
+    "bhsd": "batch {} seqlen head_dim",
+    "packed": "total {} head_dim",
+}
+
+
+def axes_of(who: str, inputs: dict[str, Array], layout: Any) -> tuple[Axes, str]:
+    """Checked axis lengths, and the layout: "bshd", "bhsd" or "packed"."""
+    layout = checks.one_of(who, "layout", layout, ("bshd", "bhsd"))
+    first, x = next(iter(inputs.items()))
+    if x.ndim not in (3, 4):
+        raise ShapeError(
+            f"{who}: {first} has {x.ndim} axes, shape {x.shape}; expected (batch, seqlen, nheads, head_dim), or "
+            f"packed (total, nheads, head_dim)"
+        )
+    if x.ndim == 3:
+        if layout == "bhsd":
+            raise OptionError(
+                f"{who}: layout='bhsd' is for 4 axes; packed {first} is (total, nheads, head_dim)"
+            )
+        layout = "packed"
+    axes = Axes(who)
+    for (name, array), heads in zip(inputs.items(), ("nheads", "nheads_kv"), strict=False):
+        axes.bind(name, array, _AXES[layout].format(heads))
+    return axes, layout
+
+
+def scaling_of(who: str, scaling: Any) -> RopeScaling:
+    if scaling is None:
+        return _PLAIN
+    if not isinstance(scaling, RopeScaling):
+        hint = (
+            "RopeScaling.from_hf(config)"
+            if isinstance(scaling, dict)
+            else "for example RopeScaling.linear(4.0)"
+        )
+        raise OptionError(f"{who}: scaling must be a RopeScaling, got {type(scaling).__name__}; use {hint}")
+    return scaling
+
+
+def theta_of(who: str, theta: Any, scaling: RopeScaling) -> float:
+    if theta is None:
+        return 10000.0 if scaling.theta is None else scaling.theta
+    return checks.number(who, "theta", theta, above=0.0)
+
+
+def rotary_dim_of(who: str, rotary_dim: Any, head_dim: int, scaling: RopeScaling) -> int:
+    origin = "rotary_dim"
+    if rotary_dim is None:
+        partial = scaling.partial_rotary_factor
+        rotary_dim = head_dim if partial is None else int(head_dim * partial)
+        origin = "head_dim" if partial is None else f"rotary_dim = int({head_dim} * partial_rotary_factor)"
+    size = checks.integer(who, "rotary_dim", rotary_dim)
+    if not 2 <= size <= head_dim or size % 2:
+        raise OptionError(
+            f"{who}: {origin} is {size}; components rotate in pairs: pass rotary_dim=, an even number from 2 "
+            f"to head_dim={head_dim}"
+        )
+    return size
+
+
+@dataclass(frozen=True)
+class Positions:
+    """``array``, integers (batch or 1, tokens of a sequence); or None: ``first``, ``first + 1``, ..."""
+
+    array: Array | None
+    first: int
+    seqlen: int
+    tokens: int  # of all sequences
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest; of an array on a device after waiting for it."""
+        if self.array is None:
+            return self.first, self.first + self.seqlen - 1
+        return (int(self.array.min()), int(self.array.max())) if self.array.size else (0, -1)
+
+    def check_bounds(self, who: str) -> None:
+        if self.bounds[0] < -_EXACT or self.bounds[1] > _EXACT:
+            raise OptionError(f"{who}: positions reach beyond 2**53, where angles in float64 mean nothing")
+
+    def on_host(self) -> npt.NDArray[np.int64]:
+        """All of them, for the CPU."""
+        if self.array is None:
+            return self.first + np.arange(self.seqlen)[None]
+        return self.array.astype(np.int64, copy=False)
+
+    def on_device(self) -> Array | None:
+        """The array, if there is one, in a dtype that the kernels read."""
+        ready = self.array is None or self.array.dtype in (np.int32, np.int64)
+        return self.array if ready else self.array.astype(np.int64)
+
+
+def positions_of(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str) -> Positions:
+    seqlen = axes["total" if layout == "packed" else "seqlen"]
+    tokens = seqlen * (1 if layout == "packed" else axes["batch"])
+    if positions is None:
+        return Positions(None, 0, seqlen, tokens)
+    if isinstance(positions, (int, np.integer)):
+        return Positions(None, checks.integer(who, "positions", positions), seqlen, tokens)
+    given = arrays.read("positions", positions)
+    if given.dtype.kind not in "iu":
+        raise DTypeError(f"{who}: positions is {given.dtype}; allowed: integers, for example np.int64")
+    allowed = [(seqlen,)] if layout == "packed" else [(seqlen,), (axes["batch"], seqlen), (1, seqlen)]
+    if given.shape not in allowed:
+        names = "(total,)" if layout == "packed" else "(seqlen,), (batch, seqlen) or (1, seqlen)"
+        raise ShapeError(
+            f"{who}: positions has shape {given.shape}; expected {names}: "
+            f"{' or '.join(map(str, dict.fromkeys(allowed)))}"
+        )
+    return Positions(given if given.ndim == 2 else given[None], 0, seqlen, tokens)

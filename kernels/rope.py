@@ -1,0 +1,187 @@
+"""RoPE on the GPU: vectors, heads per thread and blocks for a problem, and the launch. ``select_config`` needs none.
+
+Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous. The CUDA C++ kernel is
+``cuda/rope.cu``, its readable twin ``numba_cuda/rope.py``. Nothing here reads memory of the device or allocates any.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.jit import CudaKernel, Variant
+
+__all__ = ["RopeConfig", "rope", "select_config", "variants"]
+
+Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+
+_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
+_RESIDENT = 10 * _THREADS  # threads that an SM has registers for
+_MAX_GRID_Y = 65535
+
+# Heads per thread, which share the 25 instructions of each angle; a pair takes about 8. The most that leave the
+# device two rounds of threads, so that none of it waits for long at the end.
+_HEADS_PER_THREAD = (16, 8, 4, 2)
+_ROUNDS = 2
+
+_HEAD_STRIDES = np.dtype([("batch", "i8"), ("seqlen", "i8"), ("head", "i8")], align=True)
+_SHAPE = np.dtype(
+    [
+        *[(name, _HEAD_STRIDES) for name in ("q", "k", "q_out", "k_out")],
+        *[(name, "i8") for name in ("positions_batch", "positions_seqlen", "first")],
+        *[(name, "u4") for name in ("tokens", "seqlen")],
+        *[
+            (name, "i4")
+            for name in ("nheads", "nheads_kv", "q_blocks", "position_bytes", "rotary_dim", "tail")
+        ],
+        *[(name, "f4") for name in ("cos_scale", "sin_scale")],
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How units, heads and tokens are laid out on threads."""
+
+    vec: int  # elements per access
+    block: tuple[int, int, int]  # units, heads, tokens
+    grid: tuple[int, int, int]  # tokens, heads of q and then of k, units
+    q_blocks: int  # of grid[1]
+
+
+def select_config(
+    tokens: int,
+    nheads: int,
+    nheads_kv: int,
+    rotary_dim: int,
+    tail: int,
+    itemsize: int,
+    *,
+    alignment: int,
+    tokens_inner: bool,
+    sms: int,
+) -> RopeConfig:
+    """The launch for a problem with at least one element.
+
+    ``tail``: components to copy behind rotary_dim. ``alignment``: bytes that divide every address and stride.
+    ``tokens_inner``: tokens, not heads, are side by side in memory.
+    """
+    vec = math.gcd(16, alignment, rotary_dim // 2 * itemsize, tail * itemsize) // itemsize
+    units = rotary_dim // (2 * vec) + -(-tail // (2 * vec))
+    x = min(units, _THREADS)
+    most_heads = max(nheads, nheads_kv)
+    y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp has what lies side by side
+    z = min(max(1, _THREADS // (x * y)), tokens)
+
+    threads = tokens * (nheads + nheads_kv) * units  # with a head each
+    share = next((n for n in _HEADS_PER_THREAD if threads >= n * _ROUNDS * _RESIDENT * sms), 1)
+    share = max(share, -(-2 * most_heads // (y * (_MAX_GRID_Y - 1))))
+    q_blocks, k_blocks = (-(-n // (y * share)) for n in (nheads, nheads_kv))
+    return RopeConfig(vec, (x, y, z), (-(-tokens // z), q_blocks + k_blocks, -(-units // x)), q_blocks)
+
+
+def rope(
+    device: Any,
+    backend: str,
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    positions: Array | None,
+    frequencies: Array,
+    *,
+    first: int,
+    interleaved: bool,
+    cos_scale: float,
+    sin_scale: float,
+) -> None:
+    """Rotate one or two arrays, which differ in nheads alone, in one launch.
+
+    ``positions``: int32 or int64 (batch or 1, seqlen), or None: ``first``, ``first + 1``, ... ``frequencies``, one
+    per pair: of ``gpu_ops.rope_tables.frequencies``. An output may be its input exactly, else they do not overlap.
+    """
+    batch, seqlen, _, head_dim = inputs[0].shape
+    tokens = batch * seqlen
+    q, q_out = inputs[0], outputs[0]
+    # Without k: a stand-in with no heads.
+    k, k_out = (inputs[1], outputs[1]) if len(inputs) == 2 else (q[:, :, :0], q_out[:, :, :0])
+    nheads, nheads_kv = q.shape[2], k.shape[2]
+    if tokens * (nheads + nheads_kv) * head_dim == 0:
+        return
+    rotary_dim = 2 * frequencies.shape[0]
+    in_place = all(_address(x) == _address(y) for x, y in zip(inputs, outputs, strict=True))
+    tail = 0 if in_place else head_dim - rotary_dim
+    if backend == "numba":
+        from gpu_ops.kernels.numba_cuda.rope import THREADS, kernel
+
+        twin = kernel(q.dtype.name, "" if positions is None else positions.dtype.name)
+        numbers = (first, int(interleaved), tail, cos_scale, sin_scale)
+        args = (q, k, q_out, k_out, 0 if positions is None else positions, frequencies, *numbers)
+        device.launch(twin, (tokens, 1, 1), (THREADS, 1, 1), args)
+        return
+
+    arrays = {"q": q, "k": k, "q_out": q_out, "k_out": k_out}
+    config = select_config(
+        tokens, nheads, nheads_kv, rotary_dim, tail, q.dtype.itemsize,
+        alignment=_alignment(arrays.values()), tokens_inner=_tokens_inner(q if nheads else k), sms=device.sms,
+    )  # fmt: skip
+    shape = np.zeros((), _SHAPE)
+    for name, array in arrays.items():
+        shape[name] = tuple(stride // array.dtype.itemsize for stride in array.strides[:3])
+    numbers_by_name = {
+        "first": first, "tokens": tokens, "seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv,
+        "q_blocks": config.q_blocks, "rotary_dim": rotary_dim, "tail": tail,
+        "cos_scale": cos_scale, "sin_scale": sin_scale,
+    }  # fmt: skip
+    if positions is not None:
+        by_batch, by_token = (stride // positions.dtype.itemsize for stride in positions.strides)
+        numbers_by_name |= {
+            "positions_batch": by_batch if positions.shape[0] > 1 else 0,
+            "positions_seqlen": by_token,
+            "position_bytes": positions.dtype.itemsize,
+        }
+    for name, number in numbers_by_name.items():
+        shape[name] = number
+    pointers = (*arrays.values(), frequencies if positions is None else positions, frequencies)
+    device.launch(
+        _kernel(config, q.dtype.name, interleaved), config.grid, config.block, (*pointers, shape[()])
+    )
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every CUDA C++ kernel that ``rope`` launches; the same on every architecture."""
+    for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
+        for size, interleaved in itertools.product((16, 8, 4, 2), (False, True)):
+            if size >= itemsize:
+                config = select_config(
+                    2**20, 32, 8, 128, 0, itemsize, alignment=size, tokens_inner=False, sms=1
+                )
+                yield Variant(_kernel(config, dtype, interleaved), math.prod(config.block))
+
+
+def _kernel(config: RopeConfig, dtype: str, interleaved: bool) -> CudaKernel:
+    defines = (("DTYPE", _DTYPES[dtype]), ("VEC", config.vec), ("INTERLEAVED", int(interleaved)))
+    return CudaKernel("rope", "rope", defines)
+
+
+def _alignment(arrays: Any) -> int:
+    """Bytes, up to 16, that divide the address of every head."""
+    found = 16
+    for x in arrays:
+        if 0 not in x.shape:
+            strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
+            found = math.gcd(found, _address(x), *strides)
+    return found
+
+
+def _tokens_inner(x: Array) -> bool:
+    return x.shape[1] > 1 and x.shape[2] > 1 and abs(x.strides[1]) < abs(x.strides[2])
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
