@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.checks import Axes
+from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.swiglu import Activation
@@ -15,7 +17,7 @@ from gpu_ops.reference.swiglu import Activation
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
 
 
-@op
+@op(cuda=True)
 def swiglu_mlp(
     x: Any,
     w_gate: Any,
@@ -52,9 +54,9 @@ def swiglu_mlp(
 
     Notes
     -----
-    6 * tokens * hidden * ffn flops. On the CPU gate and up exist only as tiles in the cache, and their product as
-    blocks of tokens and of ffn: the scratch stays the same size whatever the number of tokens, and no (tokens, ffn)
-    array exists. 16-bit weights are widened in the cache too.
+    6 * tokens * hidden * ffn flops. gate and up exist only as tiles, in the cache of a CPU and in the registers of a
+    GPU, and their product as blocks of tokens (and of ffn, on the CPU): the scratch stays the same size whatever the
+    number of tokens, and no (tokens, ffn) array exists. Up to 16 tokens on a GPU, each weight is read once.
 
     Examples
     --------
@@ -71,9 +73,9 @@ def swiglu_mlp(
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
     shape = (*x_.shape[:-1], axes["hidden_out"])
     out_ = arrays.write("out", out, shape, x_.dtype, rows=True)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
 
-    def run() -> Any:
+    def compute(on: Device | None) -> Array:
         y: Array
         if choice.backend == "reference":
             from gpu_ops.reference import swiglu as reference
@@ -81,17 +83,25 @@ def swiglu_mlp(
             y = reference.swiglu_mlp(x_, *weights, activation=act)
             if out_ is not None:
                 out_[...] = y
-        else:
-            from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
+            return y
+        y = arrays.new(shape, x_.dtype, "y") if out_ is None else out_
+        if _is_empty(x_, axes):
+            return y
+        forward = host_function("swiglu_mlp.forward", on, choice.backend)
+        forward(as_rows(x_), weights, as_rows(y), activation=act)
+        return y
 
-            y = arrays.new(shape, x_.dtype) if out_ is None else out_
-            kernels.forward(as_rows(x_), weights, as_rows(y), activation=act)
-        return arrays.give(y) if out is None else out
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            y = compute(on)
+            if _is_empty(x_, axes):  # no kernel has run
+                y.fill(0)
+            return arrays.give(y) if out is None else out
 
-    return _plan(name, choice, x_, axes, dtype, act, run)
+    return _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
 
 
-@op
+@op(cuda=True)
 def swiglu_mlp_backward(
     dy: Any,
     x: Any,
@@ -131,7 +141,8 @@ def swiglu_mlp_backward(
 
     Notes
     -----
-    16 * tokens * hidden * ffn flops. Scratch as in the forward call, and for 16-bit dtypes dx in float32 as well.
+    16 * tokens * hidden * ffn flops. Scratch: on the CPU as in the forward call, on a GPU three blocks of all tokens
+    by a part of ffn; for 16-bit dtypes dx in float32 as well.
 
     Examples
     --------
@@ -151,31 +162,32 @@ def swiglu_mlp_backward(
     labels = ("dx", "dw_gate", "dw_up", "dw_down")
     like = {n: (a.shape, a.dtype) for n, a in zip(labels, (x_, *weights), strict=True)}
     outs = arrays.write_each("out", out, like, rows=True)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
 
-    def run() -> Any:
-        results: list[Array]
+    def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import swiglu as reference
 
             results = list(reference.swiglu_mlp_backward(dy_, x_, *weights, activation=act))
             for target, gradient in zip(outs, results, strict=bool(outs)):
                 target[...] = gradient
-        else:
-            from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
+            return results
+        results = outs or [arrays.new(*of, label) for label, of in like.items()]
+        if _is_empty(x_, axes):
+            return results
+        backward = host_function("swiglu_mlp.backward", on, choice.backend)
+        backward(as_rows(dy_), as_rows(x_), weights, as_rows(results[0]), results[1:], activation=act)
+        return results
 
-            results = outs or [arrays.new(a.shape, a.dtype) for a in (x_, *weights)]
-            kernels.backward(
-                as_rows(dy_),
-                as_rows(x_),
-                weights,
-                as_rows(results[0]),
-                results[1:],
-                activation=act,
-            )
-        return tuple(arrays.give(r) for r in results) if out is None else out
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            results = compute(on)
+            if _is_empty(x_, axes):
+                for gradient in results:
+                    gradient.fill(0)
+            return tuple(arrays.give(r) for r in results) if out is None else out
 
-    return _plan(name, choice, x_, axes, dtype, act, run)
+    return _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
 
 
 def _validate(name: str, x: Array, weights: list[Array], **more: Array) -> tuple[str, Axes]:
@@ -194,17 +206,39 @@ def _validate(name: str, x: Array, weights: list[Array], **more: Array) -> tuple
     return dtype, axes
 
 
-def _plan(name: str, choice: Choice, x: Array, axes: Axes, dtype: str, activation: str, run: Any) -> Plan:
+def _is_empty(x: Array, axes: Axes) -> bool:
+    return not x.size or not axes["ffn"] or not axes["hidden_out"]
+
+
+def _cannot(dtype: str) -> dict[str, str]:
+    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
+
+
+def _plan(
+    name: str,
+    choice: Choice,
+    x: Array,
+    axes: Axes,
+    dtype: str,
+    activation: str,
+    arrays: Arrays,
+    compute: Callable[[Device | None], Any],
+    run: Callable[[], Any],
+) -> Plan:
     tokens = math.prod(x.shape[:-1])
+
+    def config() -> str:
+        if choice.device != "cpu":
+            return arrays.launches(choice, compute)
+        if choice.backend == "reference":
+            return "NumPy, float64"
+        from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
+
+        gradients = name.endswith("backward")
+        return kernels.config(tokens, axes["hidden"], axes["ffn"], x.dtype, gradients=gradients)
+
     problem = (
         f"{tokens} tokens, hidden {axes['hidden']}, ffn {axes['ffn']}, hidden_out {axes['hidden_out']}, "
         f"{dtype}, {activation}"
     )
-    config = "NumPy, float64"
-    if choice.backend == "numba":
-        from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
-
-        config = kernels.config(
-            tokens, axes["hidden"], axes["ffn"], x.dtype, gradients=name.endswith("backward")
-        )
     return Plan(name, choice, problem, config, run)

@@ -56,7 +56,7 @@ static_assert(!kGate || kPairs == Pairs::kOne, "the pair of B's is gate and up")
 static_assert(WARPS_M * WARPS_N * Last::Staged::kBytes <= STAGES * Sums::kStageBytes, "C leaves through the stages");
 
 struct GemmShape {
-    int64 stride_a, stride_b, stride_c, stride_total, split_c;  // elements
+    int64 stride_a, stride_b[2], stride_c[2], stride_total, split_c;  // elements; [1]: of b1, c1
     int m, n, k;
     int unused;
 };
@@ -76,7 +76,8 @@ __device__ __forceinline__ void place(int m, int n, int& row0, int& col0) {
 extern "C" __global__ void __launch_bounds__(kThreads)
 gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out_scalar* c, out_scalar* c1,
      out_scalar* h, const float* total, const __grid_constant__ GemmShape shape) {
-    if (kPairs == Pairs::kTwo && blockIdx.z) a0 = a1, b0 = b1, c = c1;
+    const int pair = kPairs == Pairs::kTwo ? blockIdx.z : 0;
+    if (pair) a0 = a1, b0 = b1, c = c1;
     int row0, col0;
     place(shape.m, shape.n, row0, col0);
 
@@ -92,8 +93,9 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     const auto start = [&](int tile) {
         const bool second = kPairs == Pairs::kSum && tile >= one;
         const int k = (second ? tile - one : tile) * BLOCK_K;
-        from_a = LoaderA(second ? a1 : a0, nullptr, shape.stride_a, row0, shape.m, k, shape.k);
-        from_b = LoaderB(second ? b1 : b0, b1, shape.stride_b, col0, shape.n, k, shape.k);
+        from_a = LoaderA({second ? a1 : a0, shape.stride_a}, {}, row0, shape.m, k, shape.k);
+        from_b = LoaderB({second ? b1 : b0, shape.stride_b[second || pair]}, {b1, shape.stride_b[1]}, col0, shape.n,
+                         k, shape.k);
     };
     start(begin);
     Sums sums;
@@ -104,7 +106,7 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     });
     __syncthreads();  // the stages are free
 
-    const Results<out_scalar> results{c + blockIdx.y * shape.split_c, c1, h, total, shape.stride_c,
+    const Results<out_scalar> results{c + blockIdx.y * shape.split_c, c1, h, total, shape.stride_c[pair],
                                       shape.stride_total, shape.m, shape.n};
     Last::run(sums.acc, results, row0 + warp_m * kSlabs * 16, col0 + warp_n * Last::kColumns,
               dynamic_shared + warp * Last::Staged::kBytes);

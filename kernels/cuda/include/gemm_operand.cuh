@@ -45,12 +45,12 @@ class Loader {
     int rows_, cols_;   // how many there are, from that element on
 
 public:
+    struct Matrix { const Scalar* first; int64 stride; };
+
     Loader() = default;
 
     // Rows [first, rows) of the operand from column k of K on. `other` is the second of two interleaved matrices.
-    __device__ __forceinline__ Loader(const Scalar* matrix, const Scalar* other, int64 stride, int first, int rows,
-                                      int k, int k_end)
-        : stride_(stride) {
+    __device__ __forceinline__ Loader(Matrix matrix, Matrix other, int first, int rows, int k, int k_end) {
         int row = threadIdx.x / kAcross;
         const int col = threadIdx.x % kAcross * TileT::kChunk;
         if constexpr (kInterleaved) {
@@ -58,7 +58,8 @@ public:
             row = row / 16 * 8 + row % 8;
         }
         const int row0 = (kAlongK ? first : k) + row, col0 = (kAlongK ? k : first) + col;
-        at_ = matrix + row0 * stride + col0;
+        stride_ = matrix.stride;
+        at_ = matrix.first + row0 * stride_ + col0;
         rows_ = (kAlongK ? rows : k_end) - row0;
         cols_ = (kAlongK ? k_end : rows) - col0;
     }

@@ -1,0 +1,33 @@
+// Adds up the parts of a matrix product whose K was divided (gemm_sm80.cu, gemv.cu), in order: the same bits every
+// time.
+//
+//   parts  (splits, rows, cols) float, contiguous        c  (rows, cols) DTYPE, row stride in elements
+//
+// Reads splits rows cols floats, which are in L2, and writes rows cols numbers.
+//
+// Macros: DTYPE; WIDTH 4 (cols, stride and c are multiples of 4 elements) or 1: columns per thread.
+//   grid   (ceil(rows * cols / WIDTH / 256))     block 256
+#include "scalar.cuh"
+
+typedef long long int64;
+typedef DTYPE scalar;
+
+extern "C" __global__ void __launch_bounds__(256)
+gemm_sum(const float* parts, scalar* c, int64 rows, int64 cols, int64 stride, int splits) {
+    const int64 i = (blockIdx.x * 256ll + threadIdx.x) * WIDTH;
+    if (i >= rows * cols) return;
+    float sum[4] = {};
+    for (int split = 0; split < splits; ++split) {
+        if constexpr (WIDTH == 4) {
+            float part[4];
+            load_four(parts + split * rows * cols + i, part);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += part[e];
+        } else {
+            sum[0] += parts[split * rows * cols + i];
+        }
+    }
+    scalar* const to = c + i / cols * stride + i % cols;
+    if constexpr (WIDTH == 4) store_four(to, sum);
+    else *to = narrowed<scalar>(sum[0]);
+}

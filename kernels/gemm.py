@@ -1,0 +1,334 @@
+"""Matrix products on the GPU, with what a gated MLP does to their results: which kernel, and the launch.
+
+All are ``C = A B^T`` of an A with m rows and a B with n, both of k columns, which lie in memory along k or across
+it (:class:`Operand`). The CUDA C++ kernels are ``cuda/gemm_sm80.cu`` (tensor cores), ``cuda/gemv.cu`` (up to 16
+rows) and ``cuda/gemm_sum.cu``, the readable twin is ``numba_cuda/gemm.py``. Sums are float32, rounded once. K is
+divided only for results too small to occupy the device, always in the same way: the same numbers give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from gpu_ops.kernels.cubin import smem_per_block_optin
+from gpu_ops.kernels.gemm_config import (
+    FEW,
+    Config,
+    DeviceLimits,
+    FewConfig,
+    Problem,
+    select_config,
+    select_few,
+)
+from gpu_ops.kernels.jit import CudaKernel, Variant
+
+__all__ = ["Operand", "gated", "gated_backward", "product", "sum_of_products", "two_products", "variants"]
+
+Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+Pairs = Literal["kOne", "kTwo", "kSum"]
+Epilogue = Literal["kStore", "kAdd", "kGate", "kGateBackward"]
+
+_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
+_ALIGNMENT = 16
+
+# The kernels' last parameter: GemmShape and GemvShape.
+GEMM_SHAPE = np.dtype(
+    [("stride_a", "i8"), ("stride_b", "i8", (2,)), ("stride_c", "i8", (2,)), ("stride_total", "i8")]
+    + [("split_c", "i8")]
+    + [(name, "i4") for name in ("m", "n", "k", "unused")],
+    align=True,
+)
+GEMV_SHAPE = np.dtype(
+    [("stride_x", "i8"), ("stride_w", "i8", (2,)), ("stride_c", "i8"), ("split_c", "i8")]
+    + [(name, "i4") for name in ("m", "n", "k", "unused")],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix of ``rows`` x ``k``; ``across``: its memory is (k, rows). The last axis of memory is contiguous."""
+
+    array: Array
+    across: bool = False
+
+    @property
+    def rows(self) -> int:
+        return int(self.array.shape[1 if self.across else 0])
+
+    @property
+    def k(self) -> int:
+        return int(self.array.shape[0 if self.across else 1])
+
+
+@dataclass(frozen=True)
+class Work:
+    """One launch: pairs of operands alike in shape, those of ``a`` in strides too, and what becomes of the products."""
+
+    a: tuple[Operand, ...]
+    b: tuple[Operand, ...]
+    out: tuple[Array, ...]  # c, c1, h: those that the epilogue has
+    pairs: Pairs = "kOne"
+    epilogue: Epilogue = "kStore"
+    activation: str = "silu"
+    total: Array | None = None
+
+
+def product(
+    device: Any, backend: str, a: Operand, b: Operand, out: Array, *, total: Array | None = None
+) -> None:
+    """``out = a b^T``, plus ``total`` (float32, float64 for float64), which may be ``out`` itself."""
+    _run(device, backend, Work((a,), (b,), (out,), epilogue=_adding(total), total=total))
+
+
+def two_products(
+    device: Any, backend: str, a: tuple[Operand, ...], b: tuple[Operand, ...], out: tuple[Array, ...]
+) -> None:
+    """``out[i] = a[i] b[i]^T`` for i = 0, 1, alike in shape, in one launch."""
+    _run(device, backend, Work(a, b, out, "kTwo"))
+
+
+def sum_of_products(
+    device: Any,
+    backend: str,
+    a: tuple[Operand, ...],
+    b: tuple[Operand, ...],
+    out: Array,
+    *,
+    total: Array | None = None,
+) -> None:
+    """``out = a[0] b[0]^T + a[1] b[1]^T``, plus ``total``, added up before it is rounded."""
+    _run(device, backend, Work(a, b, (out,), "kSum", _adding(total), total=total))
+
+
+def gated(
+    device: Any, backend: str, x: Operand, w_gate: Operand, w_up: Operand, h: Array, *, activation: str
+) -> None:
+    """``h = act(x w_gate^T) * (x w_up^T)``; gate and up are never in memory."""
+    _run(device, backend, Work((x,), (w_gate, w_up), (h,), epilogue="kGate", activation=activation))
+
+
+def gated_backward(
+    device: Any,
+    backend: str,
+    dy: Operand,
+    w_down: Operand,
+    gate: Array,
+    up: Array,
+    h: Array,
+    *,
+    activation: str,
+) -> None:
+    """With ``dh = dy w_down^T``, never in memory: gate becomes dgate, up becomes dup, h ``act(gate) * up``."""
+    out = (gate, up, h)
+    _run(device, backend, Work((dy,), (w_down,), out, epilogue="kGateBackward", activation=activation))
+
+
+def _adding(total: Array | None) -> Epilogue:
+    return "kStore" if total is None else "kAdd"
+
+
+def _run(device: Any, backend: str, work: Work) -> None:
+    m, n = work.out[0].shape
+    if m * n == 0:
+        return
+    if backend == "numba":
+        _run_twin(device, work)
+        return
+    along = not (work.a[0].across or work.b[0].across)
+    if m <= FEW and along and work.pairs == "kOne" and work.epilogue in ("kStore", "kGate"):
+        _run_few(device, work)
+    else:
+        _run_tiles(device, work)
+
+
+def _run_twin(device: Any, work: Work) -> None:
+    """The Numba kernel; its unused arguments have stand-ins."""
+    from gpu_ops.kernels.numba_cuda import gemm as twin
+
+    a, b, out = [o.array for o in work.a], [o.array for o in work.b], work.out
+    kernel = twin.kernel(
+        a[0].dtype.name, out[0].dtype.name, work.a[0].across, work.b[0].across, work.pairs == "kSum",
+        work.epilogue, work.activation,
+    )  # fmt: skip
+    grid = (math.prod(-(-n // twin.BLOCK) for n in out[0].shape), 1, 1)
+    for i in range(2 if work.pairs == "kTwo" else 1):
+        c = out if len(out) == 3 else (out[i],) * 3
+        total = c[0] if work.total is None else work.total
+        args = (a[i], b[i], a[-1], b[-1], *c, total)
+        device.launch(kernel, grid, (twin.THREADS, 1, 1), args)
+
+
+def _run_tiles(device: Any, work: Work) -> None:
+    out = work.out[0]
+    (m, n), k = out.shape, work.a[0].k
+    splittable = work.pairs != "kTwo" and work.epilogue == "kStore"
+    problem = Problem(
+        work.a[0].array.dtype.itemsize, m, n, k * (2 if work.pairs == "kSum" else 1),
+        batch=2 if work.pairs == "kTwo" else 1, gated=work.epilogue == "kGate", splittable=splittable,
+    )  # fmt: skip
+    config = select_config(problem, DeviceLimits(device.sms, device.smem_per_block_optin))
+    target = out if config.splits == 1 else device.empty((config.splits, m, n), np.float32, "parts of sums")
+    shape = np.zeros((), GEMM_SHAPE)
+    shape["m"], shape["n"], shape["k"] = m, n, k
+    shape["stride_a"], shape["split_c"] = _stride(work.a[0].array), m * n
+    shape["stride_b"] = _strides(o.array for o in work.b)
+    shape["stride_c"] = _strides((target, *work.out[1:]))
+    if work.total is not None:
+        shape["stride_total"] = _stride(work.total)
+    a, b = (_filled(o.array for o in operands) for operands in (work.a, work.b))
+    c = _filled((target, *work.out[1:]))
+    kernel = _tiles_kernel(work, config, target.dtype.name)
+    args = (*a[:2], *b[:2], *c, _NULL if work.total is None else work.total, shape[()])
+    grid = (config.blocks, config.splits, problem.batch)
+    device.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
+    if config.splits > 1:
+        _add_up(device, target, out)
+
+
+def _run_few(device: Any, work: Work) -> None:
+    x, out, gate = work.a[0], work.out[0], work.epilogue == "kGate"
+    (m, n), k = out.shape, x.k
+    limits = DeviceLimits(device.sms, device.smem_per_block_optin)
+    config = select_few(m, n, k, x.array.dtype.itemsize, gate, limits)
+    target = out if config.splits == 1 else device.empty((config.splits, m, n), np.float32, "parts of sums")
+    shape = np.zeros((), GEMV_SHAPE)
+    shape["m"], shape["n"], shape["k"] = m, n, k
+    shape["stride_x"], shape["stride_w"] = _stride(x.array), _strides(o.array for o in work.b)
+    shape["stride_c"], shape["split_c"] = _stride(target), m * n
+    w = _filled(o.array for o in work.b)
+    args = (x.array, *w[:2], target, shape[()])
+    kernel = _few_kernel(work, config, target.dtype.name)
+    device.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
+    if config.splits > 1:
+        _add_up(device, target, out)
+
+
+def _add_up(device: Any, parts: Array, out: Array) -> None:
+    splits, rows, cols = parts.shape
+    width = 4 if _aligned([out], 4 * out.dtype.itemsize) else 1
+    kernel = _sum_kernel(out.dtype.name, width)
+    args = (parts, out, np.int64(rows), np.int64(cols), np.int64(_stride(out)), np.int32(splits))
+    device.launch(kernel, (-(-rows * cols // (width * _SUM_THREADS)), 1, 1), (_SUM_THREADS, 1, 1), args)
+
+
+_NULL = np.uint64(0)
+_SUM_THREADS = 256
+
+
+def _filled(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
+    """Three pointers; null where there is no array."""
+    found = (*arrays, _NULL, _NULL)[:3]
+    return found[0], found[1], found[2]
+
+
+def _tiles_kernel(work: Work, config: Config, out: str) -> CudaKernel:
+    tile = config.tile
+    arrays = [o.array for o in (*work.a, *work.b)] + [*work.out]
+    arrays += [] if work.total is None else [work.total]
+    defines: dict[str, str | int] = {
+        "DTYPE": _DTYPES[work.a[0].array.dtype.name], "OUT": _DTYPES[out],
+        "A_ALONG_K": int(not work.a[0].across), "B_ALONG_K": int(not work.b[0].across),
+        "PAIRS": work.pairs, "EPILOGUE": work.epilogue, "ACTIVATION": _ACTIVATIONS[work.activation],
+        "ALIGNED": int(_aligned(arrays)), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_K": config.block_k, "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "STAGES": config.stages,
+    }  # fmt: skip
+    return CudaKernel("gemm_sm80", "gemm", tuple(defines.items()))
+
+
+def _few_kernel(work: Work, config: FewConfig, out: str) -> CudaKernel:
+    defines: dict[str, str | int] = {
+        "DTYPE": _DTYPES[work.a[0].array.dtype.name], "OUT": _DTYPES[out],
+        "GATED": int(work.epilogue == "kGate"), "ACTIVATION": _ACTIVATIONS[work.activation],
+        "ROWS": config.rows, "TOKENS": config.tokens,
+        "ALIGNED": int(_aligned([o.array for o in (*work.a, *work.b)])),
+        "WARPS": config.threads // 32, "UNROLL": config.unroll,
+    }  # fmt: skip
+    return CudaKernel("gemv", "gemv", tuple(defines.items()))
+
+
+def _sum_kernel(dtype: str, width: int) -> CudaKernel:
+    return CudaKernel("gemm_sum", "gemm_sum", (("DTYPE", _DTYPES[dtype]), ("WIDTH", width)))
+
+
+def _aligned(arrays: list[Array], to: int = _ALIGNMENT) -> bool:
+    """Whether addresses, row strides and lengths of rows are all multiples of so many bytes."""
+    return all(
+        math.gcd(to, _address(x), x.shape[1] * x.dtype.itemsize, x.strides[0] if x.shape[0] > 1 else to) == to
+        for x in arrays
+    )
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
+
+
+def _stride(array: Array) -> int:
+    """Elements from one row to the next, of the last two axes."""
+    return int(array.strides[-2]) // int(array.dtype.itemsize)
+
+
+def _strides(arrays: Iterable[Array]) -> tuple[int, int]:
+    """Of two arrays, or of one twice."""
+    found = [_stride(array) for array in arrays]
+    return found[0], found[min(1, len(found) - 1)]
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """The CUDA C++ kernels of a gated MLP, forward and backward, in every type, aligned and not, by tokens."""
+    if int(arch[3:].rstrip("af")) < 80:
+        return  # sm_75 has neither bfloat16 nor cp.async
+    limits = DeviceLimits(100, smem_per_block_optin(arch))
+    seen = set()
+    for work in _representative():
+        (m, n), k = work.out[0].shape, work.a[0].k
+        itemsize, gate = work.a[0].array.dtype.itemsize, work.epilogue == "kGate"
+        problem = Problem(itemsize, m, n, k, gated=gate)
+        config = select_config(problem, limits)
+        found = [
+            Variant(_tiles_kernel(work, config, work.out[0].dtype.name), config.threads, config.shared_bytes)
+        ]
+        if m <= FEW:
+            few = select_few(m, n, k, itemsize, gate, limits)
+            found = [Variant(_few_kernel(work, few, work.out[0].dtype.name), few.threads)]
+        for variant in found:
+            if variant.kernel not in seen:
+                seen.add(variant.kernel)
+                yield variant
+    for width in (1, 4):
+        yield Variant(_sum_kernel("bfloat16", width), _SUM_THREADS)
+
+
+def _representative() -> Iterator[Work]:
+    """Problems, of arrays that have a shape and no memory of their own."""
+
+    def array(rows: int, cols: int, dtype: Any) -> Array:
+        one = np.zeros(16, np.uint8).view(dtype)[:1]
+        return np.lib.stride_tricks.as_strided(one, (rows, cols), (cols * one.itemsize, one.itemsize))
+
+    import ml_dtypes
+
+    for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)):
+        f32 = np.dtype(np.float32)
+        for cols in (4096, 4095):  # aligned, and not
+
+            def operand(rows: int, across: bool = False, cols: int = cols, dtype: Any = dtype) -> Operand:
+                return Operand(array(cols, cols, dtype) if across else array(rows, cols, dtype), across)
+
+            for m in (1, 4, 8, 16, 24, 48, 8192):
+                out = array(m, cols, dtype)
+                x, w = operand(m), operand(cols)
+                forward = Work((x,), (w, w), (out,), epilogue="kGate", activation="gelu")
+                yield forward
+                yield Work((x,), (w,), (out,))
+            out, total, across = array(8192, cols, dtype), array(8192, cols, f32), operand(cols, True)
+            yield Work((x,), (across,), (out, out, out), epilogue="kGateBackward", activation="gelu")
+            yield Work((across, across), (across, across), (array(cols, cols, dtype),) * 2, "kTwo")
+            yield Work((x, x), (across, across), (total,), "kSum", "kAdd", total=total)
+            yield replace(forward, activation="silu")

@@ -1,0 +1,157 @@
+"""Matrix products for Numba, with what a gated MLP does to them: the readable twin of cuda/gemm_sm80.cu and gemv.cu.
+
+kStore          c = a b^T                        kGate           c = act(a b^T) * (a b1^T)
+kAdd            c = total + a b^T                kGateBackward   with dh = a b^T: gate in c becomes dgate, up in c1
+                                                                 dup, h = act(gate) * up
+
+A block makes 64 x 64 of C and goes through K 16 columns at a time: 256 threads bring the tile of A and that of B to
+shared memory, where each element serves 64 rows. Thread (r, q) of 16 x 16 has rows r, r + 16, ... and columns
+q, q + 16, ...: per step 4 + 4 elements for 16 multiply-adds. Sums are float32 (float64 for float64), of tiles
+first and then over tiles: short sums round less.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import cuda
+
+from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.dtype import functions
+from gpu_ops.kernels.numba_cuda.swiglu import activated
+
+__all__ = ["BLOCK", "THREADS", "kernel"]
+
+BLOCK, BLOCK_K = 64, 16
+SIDE = 16  # of the square of threads
+THREADS = SIDE * SIDE
+MINE = BLOCK // SIDE  # rows and columns of a thread
+PADDED = BLOCK + 2  # so that a warp's stores, 16 columns of 2 rows, lie in different banks
+
+
+@cache
+def kernel(
+    dtype: str, out: str, a_across: bool, b_across: bool, summed: bool, epilogue: str, activation: str
+) -> NumbaKernel:
+    """``*_across``: the operand's memory is (k, rows). ``summed``: ``a1 b1^T`` is added; ``out``: type of c."""
+    number, element, c = functions(dtype).compute, functions(dtype).element, functions(out).element
+    total = functions(dtype).statistics if epilogue == "kAdd" else c
+    arrays = [element] * 4 + [c] * 3 + [total]
+    signature = f"void({', '.join(f'{of}[:, :]' for of in arrays)})"
+    name = "_".join(
+        ["gemm", dtype, out, "across" if a_across else "along", "across" if b_across else "along"]
+        + ["sum"] * summed
+        + [epilogue]
+        + [activation] * epilogue.startswith("kGate")
+    )
+    add_tile = adder(number)
+    stage_a, stage_b = stager(dtype, a_across), stager(dtype, b_across)
+    finish = finisher(epilogue, activation, dtype, out)
+    gated, pairs = epilogue == "kGate", 2 if summed else 1
+
+    def gemm(a, b, a1, b1, c, c1, h, total):
+        rows, cols = c.shape
+        tiles = (cols + BLOCK - 1) // BLOCK
+        row0, col0 = cuda.blockIdx.x // tiles * BLOCK, cuda.blockIdx.x % tiles * BLOCK
+        r, q = cuda.threadIdx.x // SIDE, cuda.threadIdx.x % SIDE
+        staged_a = cuda.shared.array((BLOCK_K, PADDED), number)
+        staged_b = cuda.shared.array((BLOCK_K, PADDED), number)
+        staged_up = cuda.shared.array((BLOCK_K if gated else 1, PADDED), number)
+        sums = cuda.local.array((MINE, MINE), number)
+        ups = cuda.local.array((MINE, MINE), number)
+        clear(sums)
+        clear(ups)
+        for pair in range(pairs):
+            left, right = (a1, b1) if pair else (a, b)
+            depth = left.shape[0] if a_across else left.shape[1]
+            for k0 in range(0, depth, BLOCK_K):
+                stage_a(staged_a, left, row0, rows, k0, depth)
+                stage_b(staged_b, right, col0, cols, k0, depth)
+                if gated:
+                    stage_b(staged_up, b1, col0, cols, k0, depth)
+                cuda.syncthreads()
+                add_tile(sums, staged_a, staged_b, r, q)
+                if gated:
+                    add_tile(ups, staged_a, staged_up, r, q)
+                cuda.syncthreads()  # the tiles are free
+        for i in range(MINE):
+            for j in range(MINE):
+                row, col = row0 + r + i * SIDE, col0 + q + j * SIDE
+                if row < rows and col < cols:
+                    finish(sums[i, j], ups[i, j], c, c1, h, total, row, col)
+
+    return NumbaKernel(gemm, signature, name)
+
+
+@cuda.jit(device=True, forceinline=True)
+def clear(sums):
+    for i in range(MINE):
+        for j in range(MINE):
+            sums[i, j] = 0.0
+
+
+@cache
+def adder(number):
+    """A device function: the products of two tiles, for the rows r and columns q of a thread."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_tile(sums, staged_a, staged_b, r, q):
+        part = cuda.local.array((MINE, MINE), number)
+        clear(part)
+        for k in range(BLOCK_K):
+            for i in range(MINE):
+                for j in range(MINE):
+                    part[i, j] += staged_a[k, r + i * SIDE] * staged_b[k, q + j * SIDE]
+        for i in range(MINE):
+            for j in range(MINE):
+                sums[i, j] += part[i, j]
+
+    return add_tile
+
+
+@cache
+def stager(dtype: str, across: bool):
+    """A device function: 64 rows by 16 columns of an operand to shared memory, zeros where it has none."""
+    load, number = functions(dtype).load, functions(dtype).compute
+
+    @cuda.jit(device=True)
+    def stage(target, source, row0, rows, k0, depth):
+        for i in range(cuda.threadIdx.x, BLOCK * BLOCK_K, THREADS):
+            # threads side by side along memory
+            row, k = (i % BLOCK, i // BLOCK) if across else (i // BLOCK_K, i % BLOCK_K)
+            value = number(0.0)
+            if row0 + row < rows and k0 + k < depth:
+                value = load(source[k0 + k, row0 + row] if across else source[row0 + row, k0 + k])
+            target[k, row] = value
+
+    return stage
+
+
+@cache
+def finisher(epilogue: str, activation: str, dtype: str, out: str):
+    """A device function: what becomes of a sum."""
+    load, store, number = functions(dtype).load, functions(out).store, functions(dtype).compute
+    of = activated(activation, dtype)
+
+    @cuda.jit(device=True)
+    def kStore(x, _, c, c1, h, total, row, col):
+        c[row, col] = store(x)
+
+    @cuda.jit(device=True)
+    def kAdd(x, _, c, c1, h, total, row, col):
+        c[row, col] = store(total[row, col] + x)
+
+    @cuda.jit(device=True)
+    def kGate(gate, up, c, c1, h, total, row, col):
+        act, _ = of(gate)
+        c[row, col] = store(act * up)
+
+    @cuda.jit(device=True)
+    def kGateBackward(dh, _, c, c1, h, total, row, col):
+        gate, up = load(c[row, col]), load(c1[row, col])
+        act, slope = of(gate)
+        c[row, col] = store(number(dh * up * slope))
+        c1[row, col] = store(number(dh * act))
+        h[row, col] = store(number(act * up))
+
+    return {"kStore": kStore, "kAdd": kAdd, "kGate": kGate, "kGateBackward": kGateBackward}[epilogue]
