@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast, get_args
-
-import numpy as np
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.swiglu import Activation
@@ -16,7 +16,7 @@ from gpu_ops.reference.swiglu import Activation
 __all__ = ["swiglu", "swiglu_backward"]
 
 
-@op
+@op(cuda=True)
 def swiglu(
     gate: Any,
     up: Any = None,
@@ -69,27 +69,37 @@ def swiglu(
     g, u = _split(name, gate_, up_)
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
     out_ = arrays.write("out", out, g.shape, g.dtype, in_place=None if up is None else "gate", rows=True)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
 
-    def run() -> Any:
-        y: Array
+    def compute(on: Device | None) -> Array:
         if choice.backend == "reference":
             from gpu_ops.reference import swiglu as reference
 
-            y = reference.swiglu(gate_, up_, activation=act)
+            y: Array = reference.swiglu(gate_, up_, activation=act)
             if out_ is not None:
                 out_[...] = y
-        else:
-            from gpu_ops.kernels.numba_cpu import swiglu as kernels
+            return y
+        y = arrays.new(g.shape, g.dtype, "y") if out_ is None else out_
+        host_function("swiglu.forward", on, choice.backend)(
+            as_rows(g), as_rows(u), as_rows(y), activation=act
+        )
+        return y
 
-            y = arrays.new(g.shape, g.dtype) if out_ is None else out_
-            kernels.forward(as_rows(g), as_rows(u), as_rows(y), activation=act, in_place=out is gate)
-        return arrays.give(y) if out is None else out
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            y = compute(on)
+            return arrays.give(y) if out is None else out
 
-    return Plan(name, choice, _problem(g, dtype, act), _config(choice, g), run)
+    return Plan(
+        name,
+        choice,
+        lambda: _problem(g, dtype, act),
+        lambda: _config(choice, g, arrays, compute),
+        run,
+    )
 
 
-@op
+@op(cuda=True)
 def swiglu_backward(
     dy: Any,
     gate: Any,
@@ -136,39 +146,40 @@ def swiglu_backward(
     checks.exactly(name, "dy", dy_, g.shape)
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
     outs = _outs(name, arrays, gate_, up_, out)
-    choice = choose(name, device, backend)
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
 
-    def run() -> Any:
-        results: list[Array]
+    def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import swiglu as reference
 
             computed = reference.swiglu_backward(dy_, gate_, up_, activation=act)
-            results = [computed] if isinstance(computed, np.ndarray) else list(computed)
+            results = list(computed) if isinstance(computed, tuple) else [computed]
             for target, x in zip(outs or [], results, strict=bool(outs)):
                 target[...] = x
-        else:
-            from gpu_ops.kernels.numba_cpu import swiglu as kernels
+            return results
+        like = {"dgate": gate_} if up_ is None else {"dgate": gate_, "dup": up_}
+        results = outs or [arrays.new(x.shape, x.dtype, label) for label, x in like.items()]
+        gradients = _split(name, results[0], None if up_ is None else results[1])
+        host_function("swiglu.backward", on, choice.backend)(
+            *map(as_rows, (dy_, g, u, *gradients)), activation=act
+        )
+        return results
 
-            results = outs or [
-                arrays.new(x.shape, x.dtype) for x in ([gate_] if up_ is None else [gate_, up_])
-            ]
-            dgate, dup = _split(name, results[0], None if up_ is None else results[1])
-            kernels.backward(
-                as_rows(dy_),
-                as_rows(g),
-                as_rows(u),
-                as_rows(dgate),
-                as_rows(dup),
-                activation=act,
-                in_place=out is gate or (isinstance(out, (tuple, list)) and out[0] is gate and out[1] is up),
-            )
-        if out is not None:
-            return out
-        given = tuple(arrays.give(x) for x in results)
-        return given[0] if up_ is None else given
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            results = compute(on)
+            if out is not None:
+                return out
+            given = tuple(map(arrays.give, results))
+            return given[0] if up_ is None else given
 
-    return Plan(name, choice, _problem(g, dtype, act), _config(choice, g), run)
+    return Plan(
+        name,
+        choice,
+        lambda: _problem(g, dtype, act),
+        lambda: _config(choice, g, arrays, compute),
+        run,
+    )
 
 
 def _split(name: str, gate: Array, up: Array | None) -> tuple[Array, Array]:
@@ -200,7 +211,13 @@ def _problem(g: Array, dtype: str, activation: str) -> str:
     return f"{math.prod(g.shape[:-1])} rows of {g.shape[-1]} {dtype}, {activation}"
 
 
-def _config(choice: Choice, g: Array) -> str:
+def _cannot(dtype: str) -> dict[str, str]:
+    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
+
+
+def _config(choice: Choice, g: Array, arrays: Arrays, compute: Callable[[Device | None], Any]) -> str:
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
     if choice.backend == "reference":
         return "NumPy, float64"
     from gpu_ops.kernels.numba_cpu import swiglu as kernels

@@ -34,8 +34,9 @@ def config(rows: int, cols: int) -> str:
     return f"{n_blocks} blocks of at most {min(cols, BLOCK)} elements, {min(n_blocks, chunk)} per task"
 
 
-def forward(gate: Array, up: Array, y: Array, *, activation: str, in_place: bool) -> None:
-    """``y = act(gate) * up``, all (rows, cols); ``in_place``: y is gate's memory."""
+def forward(gate: Array, up: Array, y: Array, *, activation: str) -> None:
+    """``y = act(gate) * up``, all (rows, cols); y may be gate's memory."""
+    in_place = _same_memory(y, gate)
     gate, up, y = _long_rows(gate, up, y)
     n_blocks, chunk = _blocks(*gate.shape)
     n_tasks = -(-n_blocks // chunk)
@@ -50,16 +51,20 @@ def backward(
     dup: Array,
     *,
     activation: str,
-    in_place: bool,
 ) -> None:
     """``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``, all (rows, cols).
 
-    ``in_place``: dgate is gate's memory and dup is up's.
+    dgate may be gate's memory and dup up's.
     """
+    in_place = _same_memory(dgate, gate) and _same_memory(dup, up)
     arrays = _long_rows(dy, gate, up, dgate, dup)
     n_blocks, chunk = _blocks(*arrays[0].shape)
     n_tasks = -(-n_blocks // chunk)
     launch(BACKWARD[activation][gate.dtype], n_tasks, chunk, *map(bits, arrays), in_place)
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return a.ctypes.data == b.ctypes.data  # the caller allows no other overlap
 
 
 def _long_rows(*arrays: Array) -> tuple[Array, ...]:

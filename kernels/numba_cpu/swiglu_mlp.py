@@ -83,7 +83,7 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) ->
         with np.errstate(all="ignore"):  # a value too large for the dtype becomes inf, as in the kernels
             xw = x.astype(wide, copy=False)
             h = linear(xw, w_gate)
-            swiglu.forward(h, linear(xw, w_up), h, activation=activation, in_place=True)
+            swiglu.forward(h, linear(xw, w_up), h, activation=activation)
             y[...] = linear(h, w_down)
         return
     step, block = _steps(tokens, ffn, 1)

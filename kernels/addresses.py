@@ -1,0 +1,34 @@
+"""Where arrays lie: what a host function asks of them before it picks vector accesses and passes strides.
+
+For NumPy and CuPy arrays alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["address", "alignment", "row_stride", "side_by_side"]
+
+
+def address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
+
+
+def alignment(arrays: Sequence[Any], rows: int) -> int:
+    """Bytes, at most 16, that divide the address of every one of so many rows."""
+    strides = [a.strides[0] for a in arrays] if rows > 1 else []
+    return math.gcd(16, *map(address, arrays), *strides)
+
+
+def row_stride(array: Any) -> np.int64:
+    """Elements from one row to the next."""
+    return np.int64(array.strides[0] // array.dtype.itemsize)
+
+
+def side_by_side(arrays: Sequence[Any]) -> bool:
+    """Whether nothing lies between the rows of these (rows, cols) arrays, so that they are one long row."""
+    return all(a.shape[0] == 1 or a.strides[0] == a.shape[1] * a.dtype.itemsize for a in arrays)
