@@ -12,3 +12,14 @@ __device__ __forceinline__ float rsqrt_accurate(float x) {
     const float residual = fmaf(-xr_low, r, fmaf(-xr, r, 1.0f));
     return x < infinity() ? fmaf(0.5f * residual, r, r) : r;
 }
+
+// By what to scale numbers before their squares are summed once more, where the sum of the squares themselves left
+// float's range although the numbers did not; 1 where it is as good as any. Squares of float16 are never out of range.
+//
+//   sum is infinite (or NaN)   2^-80   |x| < 2^128 becomes < 2^48, squares < 2^96
+//   sum < 2^-80                2^64    |x| < 2^-40 becomes < 2^24; skipped where eps hides what was lost
+template <bool kWideRange> __device__ __forceinline__ float square_scale(float sum, float eps) {
+    if (!kWideRange) return 1.0f;
+    if (!(sum < infinity())) return 0x1p-80f;
+    return sum < 0x1p-80f && eps < 0x1p-80f ? 0x1p64f : 1.0f;
+}

@@ -100,6 +100,19 @@ template <typename T, int N> __device__ __forceinline__ float element(const Vec<
     return wide[e % Packed<T>::kPerWord];
 }
 
+template <typename T, int N> __device__ __forceinline__ Vec<T, N> packed(const float* value) {
+    constexpr int kPerWord = Packed<T>::kPerWord;
+    Vec<T, N> v;
+    #pragma unroll
+    for (int w = 0; w < Vec<T, N>::kWords; ++w) {
+        float word[kPerWord] = {};
+        #pragma unroll
+        for (int e = 0; e < kPerWord && w * kPerWord + e < N; ++e) word[e] = value[w * kPerWord + e];
+        v.word[w] = Packed<T>::narrow(word);
+    }
+    return v;
+}
+
 template <typename T, int N> __device__ __forceinline__ Vec<T, N> operator+(Vec<T, N> a, const Vec<T, N>& b) {
     #pragma unroll
     for (int w = 0; w < Vec<T, N>::kWords; ++w) {

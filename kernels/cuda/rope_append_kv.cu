@@ -1,0 +1,236 @@
+// RMSNorm of each head of q and k, RoPE of both, and k and v into their place in a cache, in one launch.
+//
+//   q, out            (batch, seqlen, nheads, head_dim)              DTYPE, last axis contiguous, other strides
+//   k, v              (batch, seqlen, nheads_kv, head_dim)           in elements; out may be q
+//   k_cache, v_cache  (num_pages, page_size, nheads_kv, head_dim)    a contiguous cache is a page per sequence
+//   q_weight, k_weight (head_dim,) or null, both or neither          DTYPE
+//   turns             (rotary_dim / 2,)                              frequencies, see rope.cuh
+//   positions         (batch, seqlen) int or long long, or null: the row of the token in its sequence
+//   seqused_k         (batch,) int                                   token s of sequence b is its row seqused_k[b] + s,
+//   block_table       (batch, max_pages) int, or null                in page block_table[b, row / page_size]
+//   slot_mapping      (batch, seqlen) long long, or null             or page * page_size + row as it says
+//
+//   n = x * rstd * (weight_offset + weight)      y1 = n1 cos - n2 sin      y2 = n2 cos + n1 sin
+//
+// with one rounding, at the end. Moves each element of q, k and v once in and once out; about 14 instructions per
+// element of q and k. A row outside the cache is not stored: what the indices say is not known on the host.
+//
+// Configured by macros:
+//   DTYPE        f16, bf16 or f32
+//   VEC          elements per vector
+//   ACCESS       elements per memory access: VEC, or 1 for arrays that are not aligned to a vector
+//   INTERLEAVED  0 or 1: which components are a pair
+//   UNITS        units per thread
+//
+// A unit is what a thread rotates by one set of angles: two vectors, or one that holds pairs. Units behind rotary_dim
+// are not rotated. Of two vectors, in a head of 12 with rotary_dim 8, with their units:
+//
+//   half-split             | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | 4 | 5 | 4 | 5 |
+//   interleaved, VEC == 1  | 0 | 0 | 1 | 1 | 2 | 2 | 3 | 3 | 4 | 5 | 4 | 5 |
+//
+// blockDim = (threads per head, heads, tokens), gridDim = (tiles of tokens, parts of the heads). A tile of heads is
+// blockDim.y heads of q, of k or of v. A thread computes its angles once and goes through tiles with them; unit u of
+// each head belongs to thread u % blockDim.x, whose neighbours read the neighbouring vectors.
+#include "math.cuh"
+#include "reduce.cuh"
+#include "rope.cuh"
+
+typedef DTYPE scalar;
+typedef Vec<scalar, VEC> vec;
+typedef long long int64;
+
+constexpr int kUnits = UNITS;
+constexpr bool kPairsInside = INTERLEAVED && VEC > 1;
+constexpr int kVectors = kPairsInside ? 1 : 2;   // of a unit
+constexpr int kElements = VEC * kVectors;        // of a unit
+constexpr int kFrequencies = kElements / 2;      // of a unit
+constexpr int kThreads = 128;
+// Registers for more than half of an SM's warps: 72 where it has 48 of them, 56 where it has 64.
+constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 ? 9 : 7;
+
+// kernels/rope_append_kv.py mirrors it.
+struct AppendShape {
+    int64 in[3][3];                      // of q, k, v; strides: batch, token, head
+    int64 out[3][3];                     // of out (batch, token, head), k_cache and v_cache (page, row, head)
+    int64 positions[2], slots[2];        // strides: batch, token
+    int64 block_table;                   // stride: batch
+    int64 tokens;
+    int heads[3];                        // of q, k, v
+    int seqlen, num_pages, page_size, max_pages;
+    int head_dim, rotary_dim;
+    int units, rotary_units;             // all; those that rotate
+    int position_bytes;                  // 4 or 8
+    float inverse_head_dim, eps, weight_offset, attention_factor;
+};
+
+// Where a unit's vectors begin in a head, -1 beyond its end.
+struct Unit {
+    int at[kVectors];
+    bool rotates;
+
+    __device__ __forceinline__ Unit(int unit, const AppendShape& shape) {
+        rotates = unit < shape.rotary_units;
+        const int i = rotates ? unit : unit - shape.rotary_units;
+        const int begin = rotates ? 0 : shape.rotary_dim, end = rotates ? shape.rotary_dim : shape.head_dim;
+        const bool neighbours = INTERLEAVED && !kPairsInside && rotates;
+        const int apart = neighbours ? 1 : rotates ? shape.rotary_units : shape.units - shape.rotary_units;
+        #pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            const int column = begin + ((neighbours ? 2 * i : i) + k * apart) * VEC;
+            at[k] = unit < shape.units && column < end ? column : -1;
+        }
+    }
+};
+
+// A unit of one head in registers.
+struct UnitData {
+    vec vector[kVectors];
+
+    __device__ __forceinline__ void load_from(const scalar* head, const Unit& unit) {
+        #pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (unit.at[k] >= 0) vector[k] = load<vec, ACCESS, Cache::kOnce>(head + unit.at[k]);
+        }
+    }
+
+    __device__ __forceinline__ void store_to(scalar* head, const Unit& unit) const {
+        #pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            if (unit.at[k] >= 0) store<ACCESS>(head + unit.at[k], vector[k]);
+        }
+    }
+
+    // Several short chains of additions: faster than one long one, and more accurate.
+    __device__ __forceinline__ float squares(float scale) const {
+        constexpr int kSums = VEC < 4 ? VEC : 4;
+        float sum[kSums] = {}, total = 0.0f;
+        #pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+            const float x = element(vector[i / VEC], i % VEC) * scale;
+            sum[i % kSums] = fmaf(x, x, sum[i % kSums]);
+        }
+        #pragma unroll
+        for (int i = 0; i < kSums; ++i) total += sum[i];
+        return total;
+    }
+
+    // Normalised, if there is a weight, and turned, if it rotates.
+    __device__ __forceinline__ void finish(const Unit& unit, const scalar* weight, float rstd, float weight_offset,
+                                           const Rotation<kFrequencies>& by) {
+        float x[kElements];
+        #pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+            vector[k] = fresh(vector[k]);
+            vec gain = {};
+            if (weight != nullptr && unit.at[k] >= 0) {
+                gain = load<vec, ACCESS, Cache::kConstant>(weight + unit.at[k]);
+            }
+            #pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                float& n = x[k * VEC + e] = element(vector[k], e);
+                if (weight != nullptr) n = n * rstd * (element(gain, e) + weight_offset);
+            }
+        }
+        if (unit.rotates) {
+            #pragma unroll
+            for (int i = 0; i < kFrequencies; ++i) {
+                const int first = kPairsInside ? 2 * i : i, second = kPairsInside ? 2 * i + 1 : i + VEC;
+                rotate(x[first], x[second], by.cos[i], by.sin[i]);
+            }
+        }
+        #pragma unroll
+        for (int k = 0; k < kVectors; ++k) vector[k] = packed<scalar, VEC>(x + k * VEC);
+    }
+};
+
+// 1 / sqrt(mean of squares + eps) of a head, for all threads that have a part of it.
+__device__ __forceinline__ float rstd_of(const UnitData (&head)[kUnits], const AppendShape& shape) {
+    const auto sum = [&](float scale) {
+        float squares = 0.0f;
+        #pragma unroll
+        for (int u = 0; u < kUnits; ++u) squares += head[u].squares(scale);
+        return warp_sum(squares, blockDim.x);
+    };
+    float total = sum(1.0f);
+    const float scale = square_scale<Packed<scalar>::kWideRange>(total, shape.eps);
+    if (__any_sync(kFullWarp, scale != 1.0f)) total = sum(scale);
+    return scale * rsqrt_accurate(fmaf(total, shape.inverse_head_dim, shape.eps * scale * scale));
+}
+
+// Where a token is kept: the row of a page, or in page -1 nowhere.
+struct Place { int page, row; };
+
+__device__ __forceinline__ Place place_of(int b, int s, int row, const int* block_table, const int64* slot_mapping,
+                                          const AppendShape& shape) {
+    if (slot_mapping != nullptr) {
+        const int64 slot = slot_mapping[b * shape.slots[0] + s * shape.slots[1]];
+        if (slot < 0 || slot >= static_cast<int64>(shape.num_pages) * shape.page_size) return {-1, 0};
+        const int page = static_cast<int>(slot / shape.page_size);
+        return {page, static_cast<int>(slot - static_cast<int64>(page) * shape.page_size)};
+    }
+    const int i = block_table != nullptr ? row / shape.page_size : 0;
+    if (row < 0 || i >= shape.max_pages) return {-1, 0};
+    const int page = block_table != nullptr ? block_table[b * shape.block_table + i] : b;
+    return {page < shape.num_pages ? page : -1, row - i * shape.page_size};
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, scalar* k_cache, scalar* v_cache,
+               const scalar* q_weight, const scalar* k_weight, const Turn* turns, const void* positions,
+               const int* seqused_k, const int* block_table, const int64* slot_mapping,
+               const __grid_constant__ AppendShape shape) {
+    // Threads whose token is past the end own nothing, but stay for the shuffles of their warp.
+    const int64 token = static_cast<int64>(blockIdx.x) * blockDim.z + threadIdx.z;
+    const bool exists = token < shape.tokens;
+    const int b = exists ? token / shape.seqlen : 0, s = exists ? token % shape.seqlen : 0;
+    const int row = seqused_k != nullptr && exists ? seqused_k[b] + s : s;
+    const Place place = exists ? place_of(b, s, row, block_table, slot_mapping, shape) : Place{-1, 0};
+
+    Rotation<kFrequencies> by[kUnits];
+    int64 position = row;
+    if (positions != nullptr && exists) {
+        const int64 i = b * shape.positions[0] + s * shape.positions[1];
+        position = shape.position_bytes == 8 ? static_cast<const int64*>(positions)[i]
+                                             : static_cast<const int*>(positions)[i];
+    }
+    #pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        const int unit = min(static_cast<int>(u * blockDim.x + threadIdx.x), shape.rotary_units - 1);
+        by[u] = rotation<kFrequencies>(turns + unit * kFrequencies, position, shape.attention_factor,
+                                       shape.attention_factor);
+    }
+
+    const int tiles_q = (shape.heads[0] + blockDim.y - 1) / blockDim.y;
+    const int tiles_kv = (shape.heads[1] + blockDim.y - 1) / blockDim.y;
+    for (int tile = blockIdx.y; tile < tiles_q + 2 * tiles_kv; tile += gridDim.y) {
+        const int which = tile < tiles_q ? 0 : tile < tiles_q + tiles_kv ? 1 : 2;  // of q, k, v
+        const int before = which == 0 ? 0 : which == 1 ? tiles_q : tiles_q + tiles_kv;
+        const int h = (tile - before) * blockDim.y + threadIdx.y;
+        const bool mine = exists && h < shape.heads[which] && (which == 0 || place.page >= 0);
+        const int64* in = shape.in[which];
+        const scalar* source = (which == 0 ? q : which == 1 ? k : v) + b * in[0] + s * in[1] + h * in[2];
+
+        UnitData head[kUnits] = {};
+        int thread = threadIdx.x;
+        const auto unit = [&](int u) { return Unit(u * blockDim.x + thread, shape); };
+        #pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+            if (mine) head[u].load_from(source, unit(u));
+        }
+        if (which < 2) {
+            const scalar* weight = which == 0 ? q_weight : k_weight;
+            const float rstd = weight != nullptr ? rstd_of(head, shape) : 1.0f;
+            forget(thread);  // where units lie is computed again: kept, it would take registers
+            #pragma unroll
+            for (int u = 0; u < kUnits; ++u) head[u].finish(unit(u), weight, rstd, shape.weight_offset, by[u]);
+        }
+        forget(thread);
+        const int64* to = shape.out[which];
+        scalar* target = (which == 0 ? out : which == 1 ? k_cache : v_cache) + h * to[2];
+        target += which == 0 ? b * to[0] + s * to[1] : place.page * to[0] + place.row * to[1];
+        #pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+            if (mine) head[u].store_to(target, unit(u));
+        }
+    }
+}
