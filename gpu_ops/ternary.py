@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops import checks
-from gpu_ops.arrays import Array, Arrays, as_rows
-from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.arrays import Array, Arrays
+from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.reference.ternary import Method
 from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.ternary_matmul import ternary_matmul
 from gpu_ops.ternary_matrix import TernaryMatrix, check_trits, matrix_shape, pack, unpack
 from gpu_ops.ternary_scales import group_size_of, not_finite, quantize, threshold_of
 
 __all__ = ["ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
-
-Activations = Literal["int8", "native"]
 
 _NUMPY_ONLY = {"numba": "packing is NumPy code (about 1 ns per weight); it has no kernel"}
 
@@ -212,111 +210,6 @@ strict=False decodes it all the same
         "strict" if strict else "lenient",
         lambda: arrays.give(unpack(name, data, size, fmt, strict=strict)),
     )
-
-
-@op
-def ternary_matmul(
-    x: Any,
-    w: TernaryMatrix,
-    *,
-    activations: str = "int8",
-    out: Any = None,
-    device: str | None = None,
-    backend: str | None = None,
-) -> Plan:
-    """``y = x @ W.T`` with packed ternary weights ``W = scale * t``.
-
-    ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
-    ``q = round_half_even(x * s)``; then ``y[n] = scale[n] / s * sum_k t[n, k] * q[k]`` with an exact
-    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider.
-
-    Parameters
-    ----------
-    x : array (..., K)
-        float16, bfloat16, float32 or float64.
-    w : TernaryMatrix (N, K)
-        Any format; others than w2 are converted at the first call and the result is kept on ``w``.
-    activations : {"int8", "native"}
-    out : array (..., N), optional
-        x's dtype; may not overlap x.
-
-    Returns
-    -------
-    y : array (..., N)
-        x's dtype. A token with a NaN or an infinity gives NaN in int8 mode.
-
-    Raises
-    ------
-    ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written.
-
-    Notes
-    -----
-    Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
-    codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
-
-    Examples
-    --------
-    >>> import numpy as np, gpu_ops
-    >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
-    >>> gpu_ops.ternary_matmul(np.array([[127.0, 27.0, 1.0]], np.float32), w)
-    array([[50., 14.]], dtype=float32)
-    """
-    name = "ternary_matmul"
-    arrays = Arrays(name)
-    if not isinstance(w, TernaryMatrix):
-        raise DTypeError(
-            f"{name}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
-            "TernaryMatrix(codes, scale, shape, format)"
-        )
-    x_ = arrays.read("x", x)
-    n, k = w.shape
-    if x_.ndim == 0 or x_.shape[-1] != k:
-        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
-    dtype = checks.float_dtype(name, x=x_)
-    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
-    out_ = arrays.write("out", out, (*x_.shape[:-1], n), x_.dtype, rows=True)
-    tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
-    choice = choose(name, device, backend, cannot=_cannot(k, groups))
-
-    def run() -> Any:
-        y: Array
-        if choice.backend == "reference":
-            from gpu_ops.reference import ternary as reference
-
-            w2 = w.to("w2")
-            y = reference.ternary_matmul(x_, w2.trits(), w2.scale, activations=mode)
-            if out_ is not None:
-                out_[...] = y
-        else:
-            from gpu_ops.kernels.numba_cpu import ternary as kernels
-
-            w2 = w.to("w2")
-            y = arrays.new((*x_.shape[:-1], n), x_.dtype) if out_ is None else out_
-            scale = w2.scale.reshape(1 if w2.scale.ndim == 0 else n, -1)
-            kernels.matmul(as_rows(x_), w2.codes, k, scale, as_rows(y), activations=mode)
-        return arrays.give(y) if out is None else out
-
-    problem = f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}"
-    return Plan(name, choice, problem, _config(choice, tokens, n, k, groups, dtype, mode), run)
-
-
-# --- validation and parts ------------------------------------------------------------------------
-
-
-def _cannot(k: int, groups: int) -> dict[str, str]:
-    """Known without importing the kernels, so that validation stays cheap."""
-    if groups > 1 and (k // groups) % 4:
-        return {"numba": f"group_size {k // groups} is not a multiple of 4"}
-    return {}
-
-
-def _config(choice: Choice, tokens: int, n: int, k: int, groups: int, dtype: str, mode: str) -> str:
-    if choice.backend == "reference":
-        return "NumPy, exact integers" if mode == "int8" else "NumPy, float64"
-    from gpu_ops.kernels.numba_cpu import ternary as kernels
-
-    return kernels.config(tokens, n, k, groups, dtype, mode)
 
 
 def _embedded_scale(name: str, scale: Any, shape: tuple[int, ...], format: str, block: int) -> Array:

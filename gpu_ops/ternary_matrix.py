@@ -15,6 +15,7 @@ import numpy as np
 
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import integer, one_of
+from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 from gpu_ops.reference.ternary_layouts import LayoutError, block_scales, decode, encode
@@ -66,6 +67,7 @@ class TernaryMatrix:
     shape: tuple[int, int]
     format: str
     _converted: dict[str, TernaryMatrix] = field(default_factory=dict, init=False)
+    _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
 
     def __post_init__(self) -> None:
         fmt = FORMATS[one_of("TernaryMatrix", "format", self.format, FORMATS)]
@@ -88,6 +90,7 @@ class TernaryMatrix:
         matrix = object.__new__(cls)
         matrix._set(codes, scale, shape, format)
         object.__setattr__(matrix, "_converted", {})
+        object.__setattr__(matrix, "_on_cuda", {})
         return matrix
 
     @classmethod
@@ -154,6 +157,30 @@ class TernaryMatrix:
             if format == "w2":  # what the kernels read: every matmul asks for it
                 self._converted[format] = done
         return done
+
+    def on(self, device: Device | None) -> tuple[Array, Array]:
+        """Codes, and scale as (1 or N, groups), where the kernels of ``device`` read them; None: on the CPU.
+
+        A CUDA device gets a copy at the first call, of the codes as they lie. It is kept here, freed with the
+        matrix, and shared by all calls: nobody writes it.
+        """
+        scale = self.scale.reshape(1 if self.scale.ndim == 0 else self.shape[0], -1)
+        if isinstance(device, CudaDevice):
+            held = self._on_cuda.get(device.ordinal)
+            if held is None:
+                import cupy
+
+                # blocking: later calls may come on other streams
+                copies = (cupy.asarray(self.codes, blocking=True), cupy.asarray(scale, blocking=True))
+                held = self._on_cuda.setdefault(device.ordinal, copies)
+            return held
+        codes = self.codes
+        if isinstance(device, EmulatorDevice):
+            if codes.ctypes.data % 16:  # a part of a file; a GPU's copy is always aligned
+                codes = codes.copy()
+            device.name("w.codes", codes)
+            device.name("w.scale", scale)
+        return codes, scale
 
     def _whole_scale(self) -> Array:
         """``scale`` times the scales that the format embeds, if it does."""

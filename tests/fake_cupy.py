@@ -134,7 +134,7 @@ class FakeCupy(ModuleType):
     def current_device(self):
         return self.entered[-1] if self.entered else 0
 
-    def asarray(self, x):
+    def asarray(self, x, blocking=False):
         if isinstance(x, np.ndarray):
             assert x.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
             return FakeArray(x.copy(), self.current_device())

@@ -1,0 +1,80 @@
+// Activations to int8, per token: s = 127 / max(max|x|, 1e-5), q = round half to even (x s); 1 / s multiplies results.
+//
+// What counts is x s in double, rounded once. A float knows it to 2^-16, enough except near a half: there, and once
+// per token for s, double precision decides. A token with a NaN or an infinity has q = 0 and a scale of NaN.
+#pragma once
+#include "math.cuh"
+#include "vec.cuh"
+
+constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats this large are integers; the low byte is q
+
+struct TokenScale {
+    double s, inverse;
+    float s_near;
+
+    // `largest`: the bits of max|x|, which order like the numbers, NaN last.
+    explicit __device__ TokenScale(unsigned largest) {
+        const double absmax = fmax(static_cast<double>(__uint_as_float(largest)), 1e-5);
+        const bool finite = largest < 0x7f800000u;
+        s = finite ? 127.0 / absmax : 0.0;
+        inverse = finite ? absmax / 127.0 : __longlong_as_double(0x7ff8000000000000ll);
+        s_near = static_cast<float>(s);
+    }
+    TokenScale() = default;
+};
+
+// The low byte of the result is q.
+__device__ __forceinline__ unsigned quantized(float x, const TokenScale& scale) {
+    if (scale.s_near == 0.0f) return 0;  // x may be what has made it so
+    float q = fmaf(x, scale.s_near, kRoundingBias) - kRoundingBias;
+    const float off = fmaf(x, scale.s_near, -q);
+    if (fabsf(off) > 0.49996f) q = static_cast<float>(rint(static_cast<double>(x) * scale.s));
+    return __float_as_uint(q + kRoundingBias);
+}
+
+// Four neighbours, the first in the low byte.
+__device__ __forceinline__ unsigned quantized(float x0, float x1, float x2, float x3, const TokenScale& scale) {
+    const unsigned low = __byte_perm(quantized(x0, scale), quantized(x1, scale), 0x0040);
+    const unsigned high = __byte_perm(quantized(x2, scale), quantized(x3, scale), 0x0040);
+    return __byte_perm(low, high, 0x5410);
+}
+
+__device__ __forceinline__ int byte_sum(unsigned q, int sum) {
+    return __dp4a(static_cast<int>(q), 0x01010101, sum);
+}
+
+// 16 bytes of a row of x; what lies beyond column k is zero. `whole`: rows are whole aligned vectors.
+template <typename T> struct Activations {
+    static constexpr int kSize = 16 / sizeof(T);
+    typedef Vec<T, kSize> vec;
+
+    static __device__ __forceinline__ vec get(const T* row, int column, int k, bool whole) {
+        vec v = {};
+        if (whole) {
+            if (column < k) v = load<vec, kSize, Cache::kConstant>(row + column);
+        } else {
+            #pragma unroll
+            for (int e = 0; e < kSize; ++e) {
+                if (column + e >= k) break;
+                unsigned x;
+                detail::read_words<Cache::kConstant, sizeof(T)>(row + column + e, &x);
+                v.word[e / vec::kPerWord] |= x << (e % vec::kPerWord * 16);
+            }
+        }
+        return v;
+    }
+
+    static __device__ __forceinline__ unsigned largest(const vec& v, unsigned so_far) {
+        #pragma unroll
+        for (int e = 0; e < kSize; ++e) so_far = max(so_far, __float_as_uint(element(v, e)) & 0x7fffffffu);
+        return so_far;
+    }
+
+    static __device__ __forceinline__ void quantize(const vec& v, const TokenScale& scale, unsigned (&q)[kSize / 4]) {
+        #pragma unroll
+        for (int i = 0; i < kSize / 4; ++i) {
+            q[i] = quantized(element(v, 4 * i), element(v, 4 * i + 1), element(v, 4 * i + 2), element(v, 4 * i + 3),
+                             scale);
+        }
+    }
+};

@@ -1,0 +1,207 @@
+// y = x W^T with ternary weights and few tokens, one launch: every block quantises the tokens for itself.
+//
+//   x       (tokens, k)       DTYPE, row stride in elements; tokens <= TOKENS
+//   codes   (n, row_bytes)    w2: ternary.cuh
+//   scale   (1 or n, groups)  float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
+//   y       (tokens, n)       DTYPE
+//
+//   y[t][n] = (sum over k of trit q[t]) * scale[n] / s[t]        exact integers, then double, then DTYPE
+//
+// Reads n k / 4 bytes, each once, 16 at a time and past L1. Half an integer instruction per weight (ternary.cuh)
+// keeps the 64 lanes of an SM ahead of its share of memory.
+//
+// A warp has ROWS rows at a time, a lane every 32nd vector of each; ROWS of them share the activations of a vector,
+// which come from shared memory. AHEAD * ROWS vectors are on the way while as many are multiplied, the first ones
+// during the quantisation:
+//
+//     vector of a row  | 0  1 .. 31 | 32 .. 63 | ...        16 bytes, 64 codes
+//     lane               0  1 .. 31   0 ..  31
+//     step               0            1                     2048 codes
+//
+// Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 chunks of 16 bytes in a row, 8 lanes at a
+// time, a chunk of each: chunk c therefore lies at c ^ (c / 8 % 4), which puts them in different banks.
+//
+// Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; GROUPED: groups > 1, flushed to float after each vector.
+#include "reduce.cuh"
+#include "scalar.cuh"
+#include "ternary.cuh"
+#include "ternary_quant.cuh"
+
+typedef DTYPE scalar;
+typedef Activations<scalar> Chunk;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kTokens = TOKENS, kRows = ROWS;
+constexpr int kAhead = ROWS >= 4 ? 1 : 4 / ROWS;
+constexpr int kStepUnits = 32, kStepCodes = kStepUnits * kUnit;
+constexpr bool kGrouped = GROUPED;
+
+extern __shared__ uint4 dynamic_shared[];  // q, then with groups the sum of each unit
+
+struct Shared {
+    unsigned largest[kWarps][kTokens];
+    int sums[kWarps][kTokens];
+    TokenScale scale[kTokens];
+};
+
+__device__ __forceinline__ int swizzled(int chunk) { return chunk ^ (chunk >> 3 & 3); }
+
+__device__ __forceinline__ int* unit_sums(int token, int steps) {
+    return reinterpret_cast<int*>(dynamic_shared + kTokens * steps * (kStepCodes / 16)) + token * steps * kStepUnits;
+}
+
+// Fills q and its sums; returns those of the whole tokens, the same in all threads.
+__device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long long x_stride, int tokens, int k,
+                                         int steps, bool whole, int (&sum)[kTokens]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    #pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+        unsigned largest = 0;
+        for (int at = threadIdx.x * Chunk::kSize; t < tokens && at < k; at += kThreads * Chunk::kSize) {
+            largest = Chunk::largest(Chunk::get(x + t * x_stride, at, k, whole), largest);
+        }
+        largest = __reduce_max_sync(kFullWarp, largest);
+        if (lane == 0) shared.largest[warp][t] = largest;
+    }
+    __syncthreads();
+    if (threadIdx.x < kTokens) {  // double precision takes its time: once per token
+        unsigned largest = 0;
+        for (int w = 0; w < kWarps; ++w) largest = max(largest, shared.largest[w][threadIdx.x]);
+        shared.scale[threadIdx.x] = TokenScale(largest);
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+        const TokenScale scale = shared.scale[t];
+        int mine = 0;
+        unsigned char* row = reinterpret_cast<unsigned char*>(dynamic_shared) + t * steps * kStepCodes;
+        for (int at = threadIdx.x * Chunk::kSize; at < steps * kStepCodes; at += kThreads * Chunk::kSize) {
+            unsigned q[Chunk::kSize / 4];
+            Chunk::quantize(Chunk::get(x + t * x_stride, at, t < tokens ? k : 0, whole), scale, q);
+            unsigned char* to = row + swizzled(at / 16) * 16 + at % 16;
+            int four = 0;
+            if constexpr (Chunk::kSize == 8) {
+                *reinterpret_cast<uint2*>(to) = make_uint2(q[0], q[1]);
+                four = byte_sum(q[1], byte_sum(q[0], 0));
+            } else {
+                *reinterpret_cast<unsigned*>(to) = q[0];
+                four = byte_sum(q[0], 0);
+            }
+            mine += four;
+            if constexpr (kGrouped) {  // the threads of a unit lie side by side
+                #pragma unroll
+                for (int offset = kUnit / Chunk::kSize / 2; offset > 0; offset /= 2) {
+                    four += __shfl_xor_sync(kFullWarp, four, offset);
+                }
+                if (at % kUnit == 0) unit_sums(t, steps)[at / kUnit] = four;
+            }
+        }
+        mine = __reduce_add_sync(kFullWarp, mine);
+        if (lane == 0) shared.sums[warp][t] = mine;
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+        sum[t] = 0;
+        #pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum[t] += shared.sums[w][t];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, scalar* y, long long x_stride,
+             long long row_bytes, long long scale_stride, long long y_stride, int tokens, int n, int k,
+             int group_units, int whole) {
+    __shared__ Shared shared;
+    const int lane = threadIdx.x % 32;
+    const int units = static_cast<int>(row_bytes / 16), steps = (units + kStepUnits - 1) / kStepUnits;
+    const int stride = gridDim.x * kWarps * kRows;
+    int row = (blockIdx.x * kWarps + threadIdx.x / 32) * kRows;
+
+    uint4 next[kAhead][kRows], now[kAhead][kRows];
+    const auto fetch = [&](int first, int step) {
+        #pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const int unit = (step + a) * kStepUnits + lane;
+            #pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                next[a][r] = make_uint4(0, 0, 0, 0);
+                if (first + r < n && unit < units) {
+                    next[a][r] = __ldcs(reinterpret_cast<const uint4*>(codes + (first + r) * row_bytes) + unit);
+                }
+            }
+        }
+    };
+    fetch(row, 0);
+    int token_sum[kTokens];
+    quantize(shared, x, x_stride, tokens, k, steps, whole, token_sum);
+
+    for (; row < n; row += stride) {
+        PlaneSums sums[kRows][kTokens] = {};
+        float grouped[kRows][kTokens] = {};
+        for (int step = 0; step < steps; step += kAhead) {
+            #pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                #pragma unroll
+                for (int r = 0; r < kRows; ++r) now[a][r] = next[a][r];
+            }
+            const bool more = step + kAhead < steps;
+            fetch(more ? row : row + stride, more ? step + kAhead : 0);
+            #pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                if (kAhead > 1 && step + a >= steps) break;
+                #pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    #pragma unroll
+                    for (int t = 0; t < kTokens; ++t) {
+                        const int chunk = ((t * steps + step + a) * kStepUnits + lane) * 4 + (w ^ (lane >> 1 & 3));
+                        const uint4 q = dynamic_shared[chunk];
+                        #pragma unroll
+                        for (int r = 0; r < kRows; ++r) {
+                            const uint4& v = now[a][r];
+                            sums[r][t].add(w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w, q);
+                        }
+                    }
+                }
+                if constexpr (kGrouped) {
+                    const int unit = (step + a) * kStepUnits + lane;
+                    #pragma unroll
+                    for (int r = 0; r < kRows; ++r) {
+                        const bool exists = row + r < n && unit < units;
+                        const float gain = exists ? __ldg(scale + (row + r) * scale_stride + unit / group_units) : 0.0f;
+                        #pragma unroll
+                        for (int t = 0; t < kTokens; ++t) {
+                            const int sum = sums[r][t].total() - unit_sums(t, steps)[unit];
+                            grouped[r][t] = fmaf(static_cast<float>(sum), gain, grouped[r][t]);
+                            sums[r][t] = {};
+                        }
+                    }
+                }
+            }
+        }
+        // Each sum is finished by a lane of its own.
+        double value = 0.0;
+        int mine_row = 0, mine_token = kTokens;
+        #pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            #pragma unroll
+            for (int t = 0; t < kTokens; ++t) {
+                const bool mine = lane == r * kTokens + t;
+                if constexpr (kGrouped) {
+                    const float total = warp_sum(grouped[r][t], 32);
+                    if (mine) value = total;
+                } else {
+                    const int total = __reduce_add_sync(kFullWarp, sums[r][t].total()) - token_sum[t];
+                    if (mine) value = total;
+                }
+                if (mine) mine_row = r, mine_token = t;
+            }
+        }
+        if (mine_token < tokens && row + mine_row < n) {
+            const int to = row + mine_row;
+            if constexpr (!kGrouped) value *= static_cast<double>(__ldg(scale + to * scale_stride));
+            value *= shared.scale[mine_token].inverse;
+            y[mine_token * y_stride + to] = narrowed<scalar>(static_cast<float>(value));
+        }
+    }
+}

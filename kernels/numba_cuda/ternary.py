@@ -1,0 +1,112 @@
+"""Ternary matmul for Numba: the readable twin of cuda/ternary_*.cu, in any dtype and for any K.
+
+int8       q = round half to even (x s), s = 127 / max(max|x|, 1e-5) of the token; y = scale * sum(trit * q) / s
+native     y = scale * sum(trit * x)
+
+A block of 16 x 16 threads makes 16 tokens x 16 rows of weights, a thread one number. 64 codes and activations at a
+time go through shared memory. A word has 16 codes, trit + 1: code e in byte e % 4, bits 2 (e / 4).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import cuda, float64, int8, int32, int64, uint32
+
+from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.dtype import functions
+
+__all__ = ["QUANTIZE_THREADS", "TILE", "matmul_kernel", "quantize_kernel"]
+
+TILE = 16  # tokens, and rows of weights
+UNIT = 64  # codes at a time
+WORDS = UNIT // 16
+PADDED_WORDS = WORDS + 1  # rows begin in different banks
+QUANTIZE_THREADS = 128
+
+
+@cache
+def quantize_kernel(dtype: str) -> NumbaKernel:
+    """``(x, q, inverse)``: a block per token; inverse is 1 / s in float64, NaN for a token that is not finite."""
+    load, _, compute, element, _ = functions(dtype)
+
+    def ternary_quantize(x, q, inverse):
+        shared = cuda.shared.array(QUANTIZE_THREADS, float64)
+        token, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        largest, finite = compute(0.0), 1
+        for k in range(thread, x.shape[1], QUANTIZE_THREADS):
+            v = abs(load(x[token, k]))
+            largest = max(largest, v)
+            if not v < np.inf:
+                finite = 0
+        shared[thread] = largest
+        finite = cuda.syncthreads_and(finite)
+        absmax = 1e-5
+        for i in range(QUANTIZE_THREADS):
+            absmax = max(absmax, shared[i])
+        s = 127.0 / absmax
+        for k in range(thread, x.shape[1], QUANTIZE_THREADS):
+            q[token, k] = int8(round(float64(load(x[token, k])) * s)) if finite else int8(0)
+        if thread == 0:
+            inverse[token] = absmax / 127.0 if finite else np.nan
+
+    signature = f"void({element}[:, :], int8[:, ::1], float64[::1])"
+    return NumbaKernel(ternary_quantize, signature, f"ternary_quantize_{dtype}")
+
+
+@cache
+def matmul_kernel(dtype: str, activations: str) -> NumbaKernel:
+    """``(x, inverse, words, scale, y, group)``: x is q for int8; inverse (tokens,) is read for int8 only."""
+    load, store, compute, element, _ = functions(dtype)
+    exact = activations == "int8"
+    number, entered = (int64, int32) if exact else (compute, compute)
+
+    def ternary_matmul(x, inverse, words, scale, y, group):
+        xs = cuda.shared.array((TILE, UNIT), entered)
+        ws = cuda.shared.array((TILE, PADDED_WORDS), uint32)
+        column, line = cuda.threadIdx.x, cuda.threadIdx.y
+        thread = line * TILE + column
+        row = cuda.blockIdx.x * TILE + column
+        tokens, k_end = x.shape
+        n = words.shape[0]
+        for tile in range(cuda.blockIdx.y, (tokens + TILE - 1) // TILE, cuda.gridDim.y):
+            token = tile * TILE + line
+            acc, total, g = number(0), 0.0, 0
+            for k0 in range(0, k_end, UNIT):
+                for i in range(thread, TILE * UNIT, TILE * TILE):
+                    t, k = tile * TILE + i // UNIT, k0 + i % UNIT
+                    inside = t < tokens and k < k_end
+                    if exact:
+                        xs[i // UNIT, i % UNIT] = x[t, k] if inside else 0
+                    else:
+                        xs[i // UNIT, i % UNIT] = load(x[t, k]) if inside else 0
+                if thread < TILE * WORDS:
+                    r = cuda.blockIdx.x * TILE + thread // WORDS
+                    word = words[r, k0 // 16 + thread % WORDS] if r < n else uint32(0)
+                    ws[thread // WORDS, thread % WORDS] = word
+                cuda.syncthreads()
+                for w in range(WORDS):
+                    word = ws[column, w]
+                    for plane in range(4):
+                        four = word >> uint32(2 * plane)
+                        at = 16 * w + 4 * plane
+                        for byte in range(4):
+                            trit = entered(int32((four >> uint32(8 * byte)) & uint32(3)) - 1)
+                            acc += trit * xs[line, at + byte]
+                        if g < scale.shape[1] and k0 + at + 4 == (g + 1) * group:  # the group ends
+                            if row < n:
+                                total += float64(acc) * scale[row % scale.shape[0], g]
+                            acc, g = number(0), g + 1
+                if not exact and g < scale.shape[1] and row < n:  # short sums in float32 keep rounding small
+                    total += float64(acc) * scale[row % scale.shape[0], g]
+                    acc = number(0)
+                cuda.syncthreads()
+            if row < n and token < tokens:
+                if exact:
+                    total = total * inverse[token]
+                y[token, row] = store(compute(total))
+
+    entering = "int8[:, ::1]" if exact else f"{element}[:, :]"
+    signature = f"void({entering}, float64[::1], uint32[:, ::1], float32[:, ::1], {element}[:, :], int64)"
+    return NumbaKernel(ternary_matmul, signature, f"ternary_matmul_{activations}_{dtype}")
