@@ -188,7 +188,9 @@ def through_the_device(op: str, planner: Callable[..., Any], args: Any, kwargs: 
             f"{op}: device='cuda' takes NumPy arrays, which it copies, or arrays on a CUDA device; "
             "copy those of other libraries there first (x.cuda())"
         )
-    return back(plan.run())
+    results = back(plan.run())
+    back(plan.writes)
+    return results
 
 
 def _bits(x: Any) -> Any:

@@ -75,7 +75,7 @@ class Plan:
     """What a call would do: printable, and runnable once. Made by validation, before anything is touched.
 
     ``problem`` and ``config`` may be functions that give the text: a call that nobody asks to explain
-    itself then spends no time on it.
+    itself then spends no time on it. ``writes``: arguments that it changes in place and does not return.
     """
 
     op: str
@@ -83,6 +83,7 @@ class Plan:
     problem: str | Callable[[], str]
     config: str | Callable[[], str]
     run: Callable[[], Any]
+    writes: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         lines = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,13 @@ import numpy as np
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import Axes
+from gpu_ops.devices import Device
 from gpu_ops.dispatch import Plan, choose, op
-from gpu_ops.errors import OptionError
-from gpu_ops.rope import _positions, _rotary_dim, _scaling, _theta
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.rope import _BY_LENGTH
+from gpu_ops.rope_options import Positions, positions_of, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.rope_tables import rope_tables
+from gpu_ops.rope_tables import frequencies, rope_tables
 
 __all__ = ["rope_append_kv"]
 
@@ -120,48 +123,90 @@ def rope_append_kv(
         axes.bind(label, x, f"{tokens} {heads} head_dim")
     weights = _weights(arrays, axes, q_weight, k_weight)
     dtype = checks.float_dtype(name, q=q_, k=k_, v=v_, **weights)
-    caches = _caches(arrays, axes, k_cache, v_cache, q_.dtype, paged=packed or block_table is not None)
+    paged = packed or block_table is not None
+    caches = _caches(arrays, axes, k_cache, v_cache, q_.dtype, paged=paged)
     place = _place(arrays, axes, seqused_k, block_table, slot_mapping)
     eps = checks.number(name, "eps", eps, above=0.0)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     interleaved = checks.flag(name, "interleaved", interleaved)
-    scaling = _scaling(name, scaling)
-    theta = _theta(name, theta, scaling)
-    rotary_dim = _rotary_dim(name, rotary_dim, axes["head_dim"], scaling)
-    turns, first, last = _turns(arrays, axes, positions, place)
-    longest = max(last + 1, 0) if seqlen is None else checks.integer(name, "seqlen", seqlen, low=0)
+    scaling = scaling_of(name, scaling)
+    theta = theta_of(name, theta, scaling)
+    rotary_dim = rotary_dim_of(name, rotary_dim, axes["head_dim"], scaling)
+    where = _positions(arrays, axes, positions, place)
+    longest = _longest(arrays, axes, seqlen, scaling, where, place)
     inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
     out_ = arrays.write("out", out, q_.shape, q_.dtype, in_place="q")
-    choice = choose(name, device, backend, arrays)
+    cannot = _cannot(dtype, axes["head_dim"], rotary_dim, math.prod(q_.shape[:-2]), interleaved)
+    choice = choose(name, device, backend, arrays, cannot=cannot)
 
-    def run() -> Any:
-        result = np.empty(q_.shape, q_.dtype) if out_ is None else out_
+    def compute(on: Device | None) -> Array:
+        result = arrays.new(q_.shape, q_.dtype, "the rotated q") if out_ is None else out_
         if choice.backend == "reference":
             from gpu_ops.reference.rope_append_kv import rope_append_kv as reference
 
+            assert where is not None
+            turns = where.on_host()
             result[...], caches[0][...], caches[1][...] = reference(
                 q_, k_, v_, *caches, **place, **weights, eps=eps, weight_offset=weight_offset,
                 positions=turns[0] if packed else turns, theta=theta, rotary_dim=rotary_dim,
                 interleaved=interleaved, scaling=scaling, seqlen=longest,
             )  # fmt: skip
-        else:
-            from gpu_ops.kernels.numba_cpu import rope_append_kv as kernels
+            return result
+        four_axes = [x[None] if packed else x for x in (q_, result, k_, v_)]
+        slots = place["slot_mapping"]
+        common = {
+            **place, "slot_mapping": None if slots is None else slots[None], **weights, "eps": eps,
+            "weight_offset": weight_offset, "interleaved": interleaved,
+        }  # fmt: skip
+        if on is None:
+            from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
 
+            assert where is not None
             computed = np.float64 if dtype == "float64" else np.float32
-            cos, sin, rows = rope_tables(turns, first, last, inv_freq, attention_factor, computed)
-            four_axes = [x[None] if packed else x for x in (q_, result, k_, v_)]
-            slots = place["slot_mapping"]
-            kernels.append(
-                *four_axes, *caches, seqused_k=place["seqused_k"], block_table=place["block_table"],
-                slot_mapping=None if slots is None else slots[None], **weights, eps=eps,
-                weight_offset=weight_offset, cos=cos, sin=sin, rows=rows, rotary_dim=rotary_dim,
-                interleaved=interleaved,
-            )  # fmt: skip
-        return arrays.give(result) if out is None else out
+            tables = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
+            cpu.append(*four_axes, *caches, *tables, rotary_dim=rotary_dim, **common)
+        else:
+            from gpu_ops.kernels import rope_append_kv as gpu
 
-    problem = f"q {q_.shape}, k and v {k_.shape} {dtype}"
-    return Plan(name, choice, problem, "", run)
+            gpu.append(
+                on, choice.backend, *four_axes, *caches,
+                None if positions is None or where is None else where.on_device(),
+                frequencies(on, choice.backend, inv_freq), attention_factor=attention_factor, **common,
+            )  # fmt: skip
+        return result
+
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            result = compute(on)
+            return arrays.give(result) if out is None else out
+
+    def problem() -> str:
+        kept = "pages" if paged else "cache"
+        norm = "" if q_weight is None else "QK-norm, "
+        pairing = "interleaved" if interleaved else "half-split"
+        return (
+            f"q {q_.shape}, k and v {k_.shape} {dtype} into {kept} {caches[0].shape}, "
+            f"{norm}rotary_dim {rotary_dim} {pairing}, scaling {scaling.kind}"
+        )
+
+    def config() -> str:
+        if choice.device != "cpu":
+            return arrays.launches(choice, compute)
+        if choice.backend == "reference":
+            return "NumPy, float64"
+        from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
+
+        return cpu.config(*(x[None] if packed else x for x in (q_, k_)))
+
+    return Plan(name, choice, problem, config, run, writes=caches)
+
+
+def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved: bool) -> dict[str, str]:
+    from gpu_ops.kernels.rope_append_kv import raw_cannot
+
+    why = raw_cannot(dtype, head_dim, rotary_dim, tokens, interleaved=interleaved)
+    return {"raw": why} if why else {}
 
 
 def _weights(arrays: Arrays, axes: Axes, q_weight: Any, k_weight: Any) -> dict[str, Array | None]:
@@ -250,15 +295,39 @@ def _check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
         )
 
 
-def _turns(
+def _positions(
     arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Array | None]
-) -> tuple[Array, int, int]:
-    """Positions (batch or 1, seqlen) as int64, packed (1, total); the smallest and the largest."""
-    packed = place["slot_mapping"] is not None
-    if positions is not None:
-        return _positions(arrays.op, arrays, positions, axes, "packed" if packed else "bshd")
-    used = place["seqused_k"]
-    if used is None:
-        raise OptionError(f"{arrays.op}: slot_mapping says where tokens are kept; pass positions= as well")
-    turns = used[:, None] + np.arange(axes["seqlen"])
-    return (turns, int(turns.min()), int(turns.max())) if turns.size else (turns, 0, -1)
+) -> Positions | None:
+    """Of every token; None: the rows in its sequence that arrays on a GPU say."""
+    op, used = arrays.op, place["seqused_k"]
+    if positions is None:
+        if used is None:
+            raise OptionError(f"{op}: slot_mapping says where tokens are kept; pass positions= as well")
+        if arrays.on_cuda:
+            return None
+        turns = used[:, None] + np.arange(axes["seqlen"])
+        return Positions(turns, 0, axes["seqlen"], turns.size)
+    where = positions_of(op, arrays, positions, axes, "bshd" if used is not None else "packed")
+    if where.array is None:
+        raise ShapeError(f"{op}: positions is the number {positions}; pass an array, or seqused_k alone")
+    if not arrays.on_cuda:
+        where.check_bounds(op)
+    return where
+
+
+def _longest(
+    arrays: Arrays,
+    axes: Axes,
+    seqlen: Any,
+    scaling: RopeScaling,
+    where: Positions | None,
+    place: dict[str, Any],
+) -> int:
+    """The length that some scalings go by; of positions on a GPU, which must be waited for, only for those."""
+    if seqlen is not None:
+        return checks.integer(arrays.op, "seqlen", seqlen, low=0)
+    if arrays.on_cuda and scaling.kind not in _BY_LENGTH:
+        return 0
+    if where is not None:
+        return max(where.bounds[1] + 1, 0)
+    return int(place["seqused_k"].max()) + axes["seqlen"] if axes["batch"] else 0

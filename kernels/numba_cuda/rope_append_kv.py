@@ -1,0 +1,115 @@
+"""QK-norm, RoPE and the cache write for Numba: the readable twin of cuda/rope_append_kv.cu.
+
+    n = x * rstd * (offset + weight),    y1 = n1 cos - n2 sin,    y2 = n2 cos + n1 sin,    angle = position * inv_freq[i]
+
+A block takes a token at a time: its threads put cos and sin of every frequency into shared memory, computed in float64
+where the CUDA C++ kernel has fixed-point turns; then each warp takes a head, and its lanes columns side by side. Sums
+over a head are float64: nothing finite overflows, where the CUDA C++ kernel scales.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from numba import cuda, float64, int64
+
+from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.dtype import functions
+
+__all__ = ["THREADS", "kernel"]
+
+THREADS = 128
+_WARPS = THREADS // 32
+
+
+@cache
+def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKernel:
+    """``positions``: the dtype of that array, ``""`` without one; ``place``: rows, pages or slots say where."""
+    load, store, compute, element, statistics = functions(dtype)
+    has_positions, in_pages, in_slots = bool(positions), place == "pages", place == "slots"
+
+    @cuda.jit(device=True)
+    def rstd_of(x, eps):
+        """1 / sqrt(mean of squares + eps) of a head, on every lane."""
+        squares = float64(0.0)
+        for c in range(cuda.threadIdx.x % 32, x.shape[0], 32):
+            squares += float64(load(x[c])) * float64(load(x[c]))
+        for shift in (16, 8, 4, 2, 1):
+            squares += cuda.shfl_xor_sync(0xFFFFFFFF, squares, shift)
+        return compute(1.0 / math.sqrt(squares / x.shape[0] + eps))
+
+    @cuda.jit(device=True)
+    def normalised(x, weight, c, rstd, offset):
+        return load(x[c]) * rstd * (compute(offset) + load(weight[c])) if has_weights else load(x[c])
+
+    @cuda.jit(device=True)
+    def turn_head(x, y, weight, table, pairs, interleaved, eps, offset):
+        """``y = rope(rmsnorm(x))`` of one head; y may be x."""
+        rstd = rstd_of(x, eps) if has_weights else compute(1.0)
+        for i in range(cuda.threadIdx.x % 32, pairs, 32):
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, pairs + i)
+            x1 = normalised(x, weight, first, rstd, offset)
+            x2 = normalised(x, weight, second, rstd, offset)
+            cos, sin = table[i], table[pairs + i]
+            y[first] = store(x1 * cos - x2 * sin)
+            y[second] = store(x2 * cos + x1 * sin)
+        for c in range(2 * pairs + cuda.threadIdx.x % 32, x.shape[0], 32):
+            y[c] = store(normalised(x, weight, c, rstd, offset))
+
+    @cuda.jit(device=True)
+    def place_of(b, s, row, block_table, slot_mapping, num_pages, page_size):
+        """Page and row of a token; page -1: nowhere."""
+        page = int64(b)
+        if in_slots:
+            slot = slot_mapping[b, s]
+            page, row = (slot // page_size, slot % page_size) if slot >= 0 else (int64(-1), int64(0))
+        elif in_pages:
+            i = row // page_size
+            page = int64(block_table[b, i]) if 0 <= i < block_table.shape[1] else int64(-1)
+            row -= i * page_size
+        inside = 0 <= page < num_pages and 0 <= row < page_size
+        return page if inside else int64(-1), row
+
+    def rope_append_kv(
+        q, k, v, out, k_cache, v_cache, q_weight, k_weight, inv_freq, positions, seqused_k, block_table,
+        slot_mapping, interleaved, eps, offset, attention_factor,
+    ):  # fmt: skip
+        table = cuda.shared.array(0, compute)  # cos, then sin
+        batch, seqlen, pairs = q.shape[0], q.shape[1], inv_freq.shape[0]
+        warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+        for token in range(cuda.blockIdx.x, batch * seqlen, cuda.gridDim.x):
+            b, s = token // seqlen, token % seqlen
+            row = int64(s) if in_slots else int64(seqused_k[b]) + s
+            position = row
+            if has_positions:
+                position = int64(positions[b if positions.shape[0] > 1 else 0, s])
+            for i in range(cuda.threadIdx.x, pairs, cuda.blockDim.x):
+                angle = float64(position) * inv_freq[i]
+                table[i] = compute(attention_factor * math.cos(angle))
+                table[pairs + i] = compute(attention_factor * math.sin(angle))
+            cuda.syncthreads()
+            page, row = place_of(b, s, row, block_table, slot_mapping, k_cache.shape[0], k_cache.shape[1])
+            for h in range(warp, q.shape[2], _WARPS):
+                turn_head(q[b, s, h], out[b, s, h], q_weight, table, pairs, interleaved, eps, offset)
+            if page >= 0:
+                for h in range(warp, k.shape[2], _WARPS):
+                    turn_head(
+                        k[b, s, h], k_cache[page, row, h], k_weight, table, pairs, interleaved, eps, offset
+                    )
+                    for c in range(lane, v.shape[3], 32):
+                        v_cache[page, row, h, c] = v[b, s, h, c]
+            cuda.syncthreads()  # the table is free for the next token
+
+    heads = f"{element}[:, :, :, :]"
+    weight = f"{element}[::1]" if has_weights else "int64"
+    optional = (
+        f"{positions}[:, :]" if has_positions else "int64",
+        "int64" if in_slots else "int32[::1]",
+        "int32[:, :]" if in_pages else "int64",
+        "int64[:, :]" if in_slots else "int64",
+    )
+    types = [*[heads] * 6, weight, weight, "float64[::1]", *optional, "int64", *["float64"] * 3]
+    parts = (dtype, positions, place, "norm" if has_weights else "")
+    name = "_".join(filter(None, ("rope_append_kv", *parts)))
+    return NumbaKernel(rope_append_kv, f"void({', '.join(types)})", name)
