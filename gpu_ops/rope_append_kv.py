@@ -146,16 +146,16 @@ def rope_append_kv(
             from gpu_ops.reference.rope_append_kv import rope_append_kv as reference
 
             assert where is not None
-            turns = where.on_host()
+            host = where.on_host()
             result[...], caches[0][...], caches[1][...] = reference(
                 q_, k_, v_, *caches, **place, **weights, eps=eps, weight_offset=weight_offset,
-                positions=turns[0] if packed else turns, theta=theta, rotary_dim=rotary_dim,
+                positions=host[0] if packed else host, theta=theta, rotary_dim=rotary_dim,
                 interleaved=interleaved, scaling=scaling, seqlen=longest,
             )  # fmt: skip
             return result
-        four_axes = [x[None] if packed else x for x in (q_, result, k_, v_)]
+        operands = [*(x[None] if packed else x for x in (q_, result, k_, v_)), *caches]
         slots = place["slot_mapping"]
-        common = {
+        common: dict[str, Any] = {
             **place, "slot_mapping": None if slots is None else slots[None], **weights, "eps": eps,
             "weight_offset": weight_offset, "interleaved": interleaved,
         }  # fmt: skip
@@ -164,15 +164,15 @@ def rope_append_kv(
 
             assert where is not None
             computed = np.float64 if dtype == "float64" else np.float32
-            tables = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
-            cpu.append(*four_axes, *caches, *tables, rotary_dim=rotary_dim, **common)
+            cos, sin, rows = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
+            cpu.append(*operands, cos=cos, sin=sin, rows=rows, rotary_dim=rotary_dim, **common)
         else:
             from gpu_ops.kernels import rope_append_kv as gpu
 
+            turns = None if positions is None or where is None else where.on_device()
             gpu.append(
-                on, choice.backend, *four_axes, *caches,
-                None if positions is None or where is None else where.on_device(),
-                frequencies(on, choice.backend, inv_freq), attention_factor=attention_factor, **common,
+                on, choice.backend, *operands, positions=turns,
+                frequencies=frequencies(on, choice.backend, inv_freq), attention_factor=attention_factor, **common,
             )  # fmt: skip
         return result
 
@@ -209,14 +209,14 @@ def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved
     return {"raw": why} if why else {}
 
 
-def _weights(arrays: Arrays, axes: Axes, q_weight: Any, k_weight: Any) -> dict[str, Array | None]:
+def _weights(arrays: Arrays, axes: Axes, q_weight: Any, k_weight: Any) -> dict[str, Any]:
     given = {"q_weight": q_weight, "k_weight": k_weight}
     missing = [name for name, weight in given.items() if weight is None]
     if len(missing) == 1:
         raise OptionError(f"{arrays.op}: {missing[0]} is missing; pass q_weight and k_weight, or neither")
     if missing:
         return dict.fromkeys(given)
-    weights: dict[str, Array | None] = {}
+    weights: dict[str, Any] = {}
     for name, weight in given.items():
         weights[name] = read = arrays.read(name, weight)
         axes.bind(name, read, "head_dim")
@@ -233,9 +233,7 @@ def _caches(
     return found
 
 
-def _place(
-    arrays: Arrays, axes: Axes, seqused_k: Any, block_table: Any, slot_mapping: Any
-) -> dict[str, Array | None]:
+def _place(arrays: Arrays, axes: Axes, seqused_k: Any, block_table: Any, slot_mapping: Any) -> dict[str, Any]:
     """The arrays that say where tokens go, checked; what lies on a GPU is checked there, token by token."""
     op = arrays.op
     if slot_mapping is not None:
@@ -295,9 +293,7 @@ def _check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
         )
 
 
-def _positions(
-    arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Array | None]
-) -> Positions | None:
+def _positions(arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Any]) -> Positions | None:
     """Of every token; None: the rows in its sequence that arrays on a GPU say."""
     op, used = arrays.op, place["seqused_k"]
     if positions is None:

@@ -1,8 +1,8 @@
 """QK-norm, RoPE and the cache write on the GPU: threads per head and blocks for a problem, and the launch.
 
-Arrays are (batch, seqlen, heads, head_dim), caches (pages, page_size, heads, head_dim), in any strides with the last
-axis contiguous. The CUDA C++ kernel is ``cuda/rope_append_kv.cu``, its readable twin ``numba_cuda/rope_append_kv.py``.
-Nothing here reads memory of the device or allocates any.
+Arrays are (batch, seqlen, heads, head_dim), caches (pages, page_size, heads, head_dim), in any strides with the
+last axis contiguous. The CUDA C++ kernel is ``cuda/rope_append_kv.cu``, its readable twin
+``numba_cuda/rope_append_kv.py``. Nothing here reads memory of the device or allocates any.
 """
 
 from __future__ import annotations
@@ -117,8 +117,6 @@ def append(
     v: Array,
     k_cache: Array,
     v_cache: Array,
-    positions: Array | None,
-    frequencies: Array,
     *,
     seqused_k: Array | None,
     block_table: Array | None,
@@ -127,6 +125,8 @@ def append(
     k_weight: Array | None,
     eps: float,
     weight_offset: float,
+    positions: Array | None,
+    frequencies: Array,
     attention_factor: float,
     interleaved: bool,
 ) -> None:

@@ -3,17 +3,17 @@
 //   q, out            (batch, seqlen, nheads, head_dim)              DTYPE, last axis contiguous, other strides
 //   k, v              (batch, seqlen, nheads_kv, head_dim)           in elements; out may be q
 //   k_cache, v_cache  (num_pages, page_size, nheads_kv, head_dim)    a contiguous cache is a page per sequence
-//   q_weight, k_weight (head_dim,) or null, both or neither          DTYPE
+//   q_weight, k_weight  (head_dim,) or null, both or neither         DTYPE
 //   turns             (rotary_dim / 2,)                              frequencies, see rope.cuh
-//   positions         (batch, seqlen) int or long long, or null: the row of the token in its sequence
-//   seqused_k         (batch,) int                                   token s of sequence b is its row seqused_k[b] + s,
-//   block_table       (batch, max_pages) int, or null                in page block_table[b, row / page_size]
-//   slot_mapping      (batch, seqlen) long long, or null             or page * page_size + row as it says
+//   seqused_k         (batch,) int, or null                          token s of sequence b is row seqused_k[b] + s,
+//   block_table       (batch, max_pages) int, or null                which is in page block_table[b, row / page_size];
+//   slot_mapping      (batch, seqlen) long long, or null             or it is page * page_size + row as this says
+//   positions         (batch, seqlen) int or long long, or null      null: the row
 //
 //   n = x * rstd * (weight_offset + weight)      y1 = n1 cos - n2 sin      y2 = n2 cos + n1 sin
 //
-// with one rounding, at the end. Moves each element of q, k and v once in and once out; about 14 instructions per
-// element of q and k. A row outside the cache is not stored: what the indices say is not known on the host.
+// with one rounding, at the end. Moves each element of q, k and v once in and once out. A row outside the cache is not
+// stored: what the indices say is not known on the host.
 //
 // Configured by macros:
 //   DTYPE        f16, bf16 or f32
@@ -50,8 +50,8 @@ constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUD
 
 // kernels/rope_append_kv.py mirrors it.
 struct AppendShape {
-    int64 in[3][3];                      // of q, k, v; strides: batch, token, head
-    int64 out[3][3];                     // of out (batch, token, head), k_cache and v_cache (page, row, head)
+    int64 inputs[3][3];                  // of q, k, v; strides: batch, token, head
+    int64 outputs[3][3];                 // of out: the same; of k_cache, v_cache: page, row, head
     int64 positions[2], slots[2];        // strides: batch, token
     int64 block_table;                   // stride: batch
     int64 tokens;
@@ -207,7 +207,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, s
         const int before = which == 0 ? 0 : which == 1 ? tiles_q : tiles_q + tiles_kv;
         const int h = (tile - before) * blockDim.y + threadIdx.y;
         const bool mine = exists && h < shape.heads[which] && (which == 0 || place.page >= 0);
-        const int64* in = shape.in[which];
+        const int64* in = shape.inputs[which];
         const scalar* source = (which == 0 ? q : which == 1 ? k : v) + b * in[0] + s * in[1] + h * in[2];
 
         UnitData head[kUnits] = {};
@@ -225,7 +225,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, s
             for (int u = 0; u < kUnits; ++u) head[u].finish(unit(u), weight, rstd, shape.weight_offset, by[u]);
         }
         forget(thread);
-        const int64* to = shape.out[which];
+        const int64* to = shape.outputs[which];
         scalar* target = (which == 0 ? out : which == 1 ? k_cache : v_cache) + h * to[2];
         target += which == 0 ? b * to[0] + s * to[1] : place.page * to[0] + place.row * to[1];
         #pragma unroll

@@ -1,10 +1,11 @@
 """QK-norm, RoPE and the cache write for Numba: the readable twin of cuda/rope_append_kv.cu.
 
-    n = x * rstd * (offset + weight),    y1 = n1 cos - n2 sin,    y2 = n2 cos + n1 sin,    angle = position * inv_freq[i]
+    n = x * rstd * (offset + weight)
+    y1 = n1 cos - n2 sin,    y2 = n2 cos + n1 sin,    angle = position * inv_freq[i]
 
-A block takes a token at a time: its threads put cos and sin of every frequency into shared memory, computed in float64
-where the CUDA C++ kernel has fixed-point turns; then each warp takes a head, and its lanes columns side by side. Sums
-over a head are float64: nothing finite overflows, where the CUDA C++ kernel scales.
+A block takes a token at a time: its threads put cos and sin of every frequency into shared memory, computed in
+float64 where the CUDA C++ kernel has fixed-point turns; then each warp takes a head, and its lanes columns side by
+side. Sums over a head are float64: nothing finite overflows, where the CUDA C++ kernel scales.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WARPS = THREADS // 32
 @cache
 def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKernel:
     """``positions``: the dtype of that array, ``""`` without one; ``place``: rows, pages or slots say where."""
-    load, store, compute, element, statistics = functions(dtype)
+    load, store, compute, element, _ = functions(dtype)
     has_positions, in_pages, in_slots = bool(positions), place == "pages", place == "slots"
 
     @cuda.jit(device=True)
