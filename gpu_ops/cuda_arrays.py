@@ -166,6 +166,8 @@ def through_the_device(op: str, planner: Callable[..., Any], args: Any, kwargs: 
     def there(x: Any) -> Any:
         if isinstance(x, BlockMask):
             return replace(x, visible=there(x.visible))
+        if isinstance(x, (tuple, list)):  # `out` of several
+            return tuple(map(there, x))
         if not isinstance(x, np.ndarray):
             return x
         if id(x) not in moved:  # `out=x` stays one array

@@ -109,8 +109,9 @@ class Positions:
 
     def on_device(self) -> Array | None:
         """The array, if there is one, in a dtype that the kernels read."""
-        ready = self.array is None or self.array.dtype in (np.int32, np.int64)
-        return self.array if ready else self.array.astype(np.int64)
+        if self.array is None or self.array.dtype in (np.int32, np.int64):
+            return self.array
+        return self.array.astype(np.int64)
 
 
 def positions_of(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str) -> Positions:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.arrays import Array
-from gpu_ops.devices import CudaDevice, Device
+from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
 
 __all__ = ["clear_rope_tables", "frequencies", "rope_tables", "turns"]
 
@@ -80,21 +80,25 @@ def frequencies(device: Device, backend: str, inv_freq: npt.NDArray[np.float64])
     Those of a CUDA device stay there. Only the first call with them copies and waits, so a call that is captured in a
     CUDA graph must not be the first.
     """
+    wanted = turns(inv_freq) if backend == "raw" else inv_freq
+    if isinstance(device, EmulatorDevice):
+        device.name("frequencies", wanted)
     if not isinstance(device, CudaDevice):
-        return turns(inv_freq) if backend == "raw" else inv_freq
+        return wanted
     key = (device.ordinal, backend, inv_freq.tobytes())
     with _lock:
         found = _on_devices.get(key)
         if found is None:
             import cupy
 
-            found = cupy.asarray(turns(inv_freq) if backend == "raw" else inv_freq)
+            found = cupy.asarray(wanted)
             cupy.cuda.get_current_stream().synchronize()  # other streams will read it
             _on_devices[key] = found
             if len(_on_devices) > _MOST_FREQUENCIES:
                 _on_devices.popitem(last=False)
         _on_devices.move_to_end(key)
-    return found
+    result: Array = found
+    return result
 
 
 def turns(inv_freq: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.addresses import address
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["RopeConfig", "rope", "select_config", "variants"]
@@ -25,10 +26,9 @@ _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
 _MAX_GRID_Y = 65535
 
-# Heads per thread, which share the 25 instructions of each angle; a pair takes about 8. The most that leave the
-# device two rounds of threads, so that none of it waits for long at the end.
-_HEADS_PER_THREAD = (16, 8, 4, 2)
-_ROUNDS = 2
+# Heads per thread: they share the 25 instructions of each angle, where a pair takes about 8. As many as it takes to
+# have all threads on the device at once; more than this gain little.
+_MOST_HEADS = 16
 
 _HEAD_STRIDES = np.dtype([("batch", "i8"), ("seqlen", "i8"), ("head", "i8")], align=True)
 _SHAPE = np.dtype(
@@ -81,9 +81,9 @@ def select_config(
     z = min(max(1, _THREADS // (x * y)), tokens)
 
     threads = tokens * (nheads + nheads_kv) * units  # with a head each
-    share = next((n for n in _HEADS_PER_THREAD if threads >= n * _ROUNDS * _RESIDENT * sms), 1)
-    share = max(share, -(-2 * most_heads // (y * (_MAX_GRID_Y - 1))))
-    q_blocks, k_blocks = (-(-n // (y * share)) for n in (nheads, nheads_kv))
+    heads = min(_MOST_HEADS, -(-threads // (_RESIDENT * sms)))
+    heads = max(heads, -(-2 * most_heads // (y * (_MAX_GRID_Y - 1))))
+    q_blocks, k_blocks = (-(-n // (y * heads)) for n in (nheads, nheads_kv))
     return RopeConfig(vec, (x, y, z), (-(-tokens // z), q_blocks + k_blocks, -(-units // x)), q_blocks)
 
 
@@ -114,7 +114,7 @@ def rope(
     if tokens * (nheads + nheads_kv) * head_dim == 0:
         return
     rotary_dim = 2 * frequencies.shape[0]
-    in_place = all(_address(x) == _address(y) for x, y in zip(inputs, outputs, strict=True))
+    in_place = all(address(x) == address(y) for x, y in zip(inputs, outputs, strict=True))
     tail = 0 if in_place else head_dim - rotary_dim
     if backend == "numba":
         from gpu_ops.kernels.numba_cuda.rope import THREADS, kernel
@@ -175,13 +175,9 @@ def _alignment(arrays: Any) -> int:
     for x in arrays:
         if 0 not in x.shape:
             strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
-            found = math.gcd(found, _address(x), *strides)
+            found = math.gcd(found, address(x), *strides)
     return found
 
 
 def _tokens_inner(x: Array) -> bool:
-    return x.shape[1] > 1 and x.shape[2] > 1 and abs(x.strides[1]) < abs(x.strides[2])
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
+    return bool(x.shape[1] > 1 and x.shape[2] > 1 and abs(x.strides[1]) < abs(x.strides[2]))

@@ -141,7 +141,7 @@ CASES = [
     ("rope", "a theta of 0", OptionError, "theta must be finite and > 0", {"theta": 0.0}),
     ("rope", "positions of floats", DTypeError, "positions is float32", {"positions": ones(5)}),
     ("rope", "too many positions", ShapeError, "positions has shape", {"positions": np.arange(6)}),
-    ("rope", "one position", ShapeError, "np.arange", {"positions": 3}),
+    ("rope", "a position that is no integer", DTypeError, "positions is float", {"positions": 3.0}),
     ("rope", "scaling as a dict", OptionError, "RopeScaling", {"scaling": {"rope_type": "yarn"}}),
     ("rope", "out is one array for two", OptionError, "two arrays, (q, k)", {"out": ones(2, 5, 4, 8)}),
     ("rope_backward", "interleaved is text", OptionError, "must be True", {"interleaved": "half"}),

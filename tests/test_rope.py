@@ -12,6 +12,7 @@ from gpu_ops import RopeScaling, rope, rope_backward
 from gpu_ops.reference import rope as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
+DEVICES = ("cpu", "emulator", "cuda")
 LONG = tuple(1.0 + 0.25 * i for i in range(8))
 SCALINGS = {
     "none": None,
@@ -92,6 +93,14 @@ def test_scalings(name, seqlen, dtype, backend, rng):
 def test_positions(positions, dtype, backend, rng):
     q, k = random(rng, (2, 6, 3, 8), dtype), random(rng, (2, 6, 1, 8), dtype)
     check(rope, reference.rope, [q, k], dtype, backend, positions=positions)
+
+
+@pytest.mark.parametrize("first", [0, 70, -5, np.int32(1000)])
+def test_one_position_is_the_first(first, dtype, backend, rng):
+    q, packed = random(rng, (2, 6, 3, 8), dtype), random(rng, (6, 3, 8), dtype)
+    for x in (q, packed):
+        got = rope(x, positions=first, **backend)
+        np.testing.assert_array_equal(got, rope(x, positions=int(first) + np.arange(6), **backend))
 
 
 def test_packed_sequences_equal_the_same_sequences_in_a_batch(dtype, backend, rng):
@@ -197,7 +206,7 @@ def test_nan_and_inf_stay_in_their_pair(dtype, backend):
 
 
 def test_dynamic_goes_by_the_largest_position_or_by_seqlen(backend, rng):
-    q = rng.standard_normal((1, 4, 1, 8))
+    q = random(rng, (1, 4, 1, 8), np.float32)
     dynamic = RopeScaling.dynamic(2.0, 64)
     positions = np.array([0, 1, 2, 199])
     by_positions = rope(q, positions=positions, scaling=dynamic, **backend)
@@ -212,7 +221,7 @@ def test_dynamic_goes_by_the_largest_position_or_by_seqlen(backend, rng):
 
 
 def test_theta_and_rotary_dim_come_from_the_config_unless_given(backend, rng):
-    q = rng.standard_normal((1, 4, 1, 8))
+    q = random(rng, (1, 4, 1, 8), np.float32)
     scaling = RopeScaling.from_hf({"rope_theta": 500.0, "partial_rotary_factor": 0.5})
     np.testing.assert_array_equal(
         rope(q, scaling=scaling, **backend), rope(q, theta=500.0, rotary_dim=4, **backend)
@@ -230,8 +239,8 @@ def test_explain_says_what_would_run():
     assert "tokens per task" in text
 
 
-def test_bfloat16_rounds_once():
+def test_bfloat16_rounds_once(backend, rng):
     """The result is the float32 result rounded: nothing is rounded on the way."""
-    q = np.random.default_rng(1).standard_normal((1, 64, 2, 32)).astype(ml_dtypes.bfloat16)
-    wide = rope(q.astype(np.float32))
-    np.testing.assert_array_equal(rope(q), wide.astype(ml_dtypes.bfloat16))
+    q = random(rng, (1, 64, 2, 32), ml_dtypes.bfloat16)
+    wide = rope(q.astype(np.float32), **backend)
+    np.testing.assert_array_equal(rope(q, **backend), wide.astype(ml_dtypes.bfloat16))

@@ -1,0 +1,311 @@
+"""RoPE's GPU kernels by themselves: plans for every card, what they move, registers, angles, arrays on a device."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import random
+from compilers import needs_nvrtc
+from fake_cupy import FakeArray, FakeCupy
+
+import gpu_ops
+from gpu_ops import RopeScaling, devices, dispatch, emulator, rope
+from gpu_ops.devices import EmulatorDevice
+from gpu_ops.kernels import cubin, jit
+from gpu_ops.kernels import rope as kernels
+from gpu_ops.presets import ARCHES, PRESETS
+from gpu_ops.rope_tables import clear_rope_tables, turns
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype(np.float32)
+RAW = {"device": "emulator", "backend": "raw"}
+CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
+
+
+def choose(tokens, nheads, nheads_kv, head_dim, card, *, itemsize=2, alignment=16, rotary_dim=None, **order):
+    rotary_dim = rotary_dim or head_dim // 2 * 2
+    sizes = (tokens, nheads, nheads_kv, rotary_dim, head_dim - rotary_dim, itemsize)
+    order = order or {"tokens_inner": False}
+    return kernels.select_config(*sizes, alignment=alignment, sms=card.sms, **order)
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@pytest.mark.parametrize("tokens_inner", [False, True])
+def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
+    for head_dim in (2, 3, 7, 40, 64, 80, 96, 128, 256, 1000, 4099):
+        for tokens in (1, 7, 4096, 1 << 20, 2**31 - 1):
+            for nheads, nheads_kv in ((1, 0), (0, 1), (32, 8), (71, 1), (10**6, 3)):
+                c = choose(tokens, nheads, nheads_kv, head_dim, card, tokens_inner=tokens_inner)
+                x, y, z = c.block
+                assert x * y * z <= 128
+                assert c.grid[0] <= 2**31 - 1
+                assert max(c.grid[1:]) <= 65535
+                assert (c.grid[0] - 1) * z < tokens <= c.grid[0] * z
+                units = -(-(head_dim // 2 * 2) // (2 * c.vec)) + -(-(head_dim % 2) // (2 * c.vec))
+                assert (c.grid[2] - 1) * x < units <= c.grid[2] * x
+                for heads, blocks in ((nheads, c.q_blocks), (nheads_kv, c.grid[1] - c.q_blocks)):
+                    assert (blocks - 1) * y < max(heads, 1)
+                    assert (blocks > 0) == (heads > 0)
+
+
+def test_vectors_are_as_long_as_shapes_and_alignment_allow():
+    h100 = PRESETS["H100 SXM"]
+    for head_dim, more, vec in (
+        (128, {}, 8), (80, {}, 8), (72, {}, 4), (100, {}, 2), (6, {}, 1), (128, {"itemsize": 4}, 4),
+        (128, {"alignment": 8}, 4), (128, {"alignment": 2}, 1), (128, {"rotary_dim": 8}, 4),
+        (96, {"rotary_dim": 64}, 8), (7, {"rotary_dim": 4}, 1),
+    ):  # fmt: skip
+        assert choose(64, 32, 8, head_dim, h100, **more).vec == vec, (head_dim, more)
+
+
+def test_long_sequences_share_their_angles_and_short_ones_fill_the_card():
+    h100 = PRESETS["H100 SXM"]
+    decode = choose(1, 32, 8, 128, h100)
+    assert (decode.block, decode.grid) == ((8, 4, 1), (1, 10, 1))  # one head per thread
+    prefill = choose(8192, 32, 8, 128, h100)
+    assert (prefill.block, prefill.grid) == ((8, 4, 4), (2048, 2, 1))  # 8 heads of q, 2 of k
+    assert choose(8192, 32, 8, 128, h100, tokens_inner=True).block == (8, 1, 16)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_more_than_half_of_the_warps_and_no_spills(arch):
+    for variant in kernels.variants(arch):
+        compiled = jit.compile_kernel(variant.kernel, arch)
+        needs = cubin.resources(compiled.cubin, "rope", compiled.log)
+        assert needs.spill_bytes == needs.local_bytes == 0, variant.kernel.label
+        assert cubin.occupancy(needs, variant.threads_per_block, 0, ARCHES[arch]).share > 0.5
+
+
+def test_every_plan_is_listed():
+    listed = {v.kernel for v in kernels.variants("sm_80")}
+    for head_dim in (2, 7, 40, 72, 80, 100, 128, 256):
+        for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
+            for alignment in (16, 8, 4, itemsize):
+                c = choose(64, 32, 8, head_dim, CARDS[0], itemsize=itemsize, alignment=alignment)
+                assert {kernels._kernel(c, dtype, pairs) for pairs in (False, True)} <= listed
+
+
+# ---- what moves ---------------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (BF16, {}),
+        (BF16, {"interleaved": True}),
+        (F32, {}),
+        (BF16, {"rotary_dim": 32}),
+        (BF16, {"layout": "bhsd"}),
+        (BF16, {"in_place": True}),
+    ],
+    ids=str,
+)
+def test_each_element_moves_once(dtype, options, rng):
+    """Whole sectors in 16-byte accesses, one launch, and beside q and k only the positions."""
+    options = dict(options)
+    q, k = (random(rng, (2, 48, heads, 128), dtype) for heads in (8, 2))
+    if options.get("layout"):
+        q, k = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k))
+    in_place = options.pop("in_place", False)
+    positions = rng.integers(0, 10**6, (2, 48))
+    with emulator.record() as profiles:
+        rope(q, k, positions=positions, out=(q, k) if in_place else None, **options, **RAW)
+    (profile,) = profiles
+    moved = {b.name: (b.bytes_read, b.bytes_written) for b in profile.buffers}
+    for name, x in (("q", q), ("k", k)):
+        if in_place:
+            assert moved[name] == (x.nbytes, x.nbytes)
+        else:
+            assert (moved[name], moved[f"rotated {name}"]) == ((x.nbytes, 0), (0, x.nbytes))
+    least = 2 * (q.nbytes + k.nbytes) + positions.nbytes
+    frequencies = 8 * 64  # bytes, which stay in L1
+    assert profile.least_bytes <= least + frequencies
+    vectors = [i for i in profile.instructions if i.global_requests and "v4" in i.form]
+    assert len(vectors) == 4
+    assert {i.sectors_per_128_bytes for i in vectors} == {4.0}
+    assert sum(i.global_bytes for i in vectors) == 2 * (q.nbytes + k.nbytes)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_misaligned_heads_give_the_same_bits(interleaved, rng):
+    q = random(rng, (2, 5, 3, 32), BF16)
+    wide = np.zeros((2, 5, 3, 37), BF16)
+    wide[..., 1:33] = q
+    options = {"interleaved": interleaved, "rotary_dim": 24, **RAW}
+    want = rope(q, **options)
+    np.testing.assert_array_equal(rope(wide[..., 1:33], **options), want)
+    rope(wide[..., 1:33], out=wide[..., 1:33], **options)
+    np.testing.assert_array_equal(wide[..., 1:33], want)
+    assert not wide[..., 0].any()
+    assert not wide[..., 33:].any()
+
+
+class Sparse(EmulatorDevice):
+    """Is given views of ``memory`` and passes all of it on: the sanitizer keeps no list of the gaps between them."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def launch(self, kernel, grid, block, args, *, shared=0):
+        whole = {self.memory.ctypes.data: self.memory}
+        args = [whole.get(a.ctypes.data, a) if isinstance(a, np.ndarray) and a.ndim else a for a in args]
+        super().launch(kernel, grid, block, args, shared=shared)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("far", [0, 1, 2], ids=["batch", "seqlen", "head"])
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_offsets_have_64_bits(which, far, monkeypatch):
+    """The last entry along one axis lies more than 2^31 elements behind the first; what is between is not touched."""
+    monkeypatch.setenv("GPU_OPS_SANITIZE", "0")  # its notes on 4 GB take half a minute
+    shape = (2, 3, 5, 16)
+    strides = [3 * 5 * 16, 5 * 16, 16, 1]
+    strides[far] = (2**31 // (shape[far] - 1) + 64) // 8 * 8
+    memory = np.zeros(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1, np.uint16).view(BF16)
+    assert memory.size > 2**31
+    far_away = np.lib.stride_tricks.as_strided(memory, shape, [2 * n for n in strides])
+    x = random(np.random.default_rng(0), shape, BF16)
+    want = rope(x, **RAW)
+    run = functools.partial(
+        kernels.rope, Sparse(memory), "raw", positions=None, frequencies=turns(RopeScaling("default").inv_freq(16)),
+        first=0, interleaved=False, cos_scale=1.0, sin_scale=1.0,
+    )  # fmt: skip
+    if which == "input":
+        far_away[...] = x
+        got = np.empty_like(x)
+        run([far_away], [got])
+    else:
+        run([x], [far_away])
+        got = far_away
+    np.testing.assert_array_equal(got, want)
+
+
+# ---- angles -------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_one_radian():
+    """1 / (2 pi) in base 16: .28BE60DB9391054A7F09D5F47D4D3770..., and a fast frequency without its whole turns."""
+    digits = 0x28BE60DB9391054A7F09D5F47D4D3770
+    found = turns(np.array([1.0, 2.0**-40, 2.0**40, 7.0]))
+    assert found.tolist() == [
+        digits >> 64,
+        (digits >> 104) + 1,
+        (digits >> 24) % 2**64,
+        (7 * digits >> 64) % 2**64,
+    ]
+
+
+@pytest.mark.parametrize("name", ["raw", "numba"])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_angles_far_out(name, theta, rng):
+    """cos and sin themselves, by pairs (1, 0): two units in the last place, wherever the position is."""
+    near = rng.integers(-(2**20), 2**20, 250)
+    positions = np.concatenate([near, [0, 1, -1, 2**20, 10**6, 2**31 - 1]])
+    q = np.zeros((1, len(positions), 1, 128), np.float32)
+    q[..., :64] = 1.0
+    for dtype in (np.int32, np.int64):
+        got = rope(q, positions=positions.astype(dtype), theta=theta, device="emulator", backend=name)[
+            0, :, 0
+        ]
+        angle = np.fmod(positions[:, None].astype(np.longdouble) * theta ** (-np.arange(64) / 64), 2 * np.pi)
+        bound = np.where(np.abs(positions) <= 2**20, 2.0**-23, 2.0**-22)[:, None]
+        assert (np.abs(got[:, :64] - np.cos(angle)) <= bound).all()
+        assert (np.abs(got[:, 64:] - np.sin(angle)) <= bound).all()
+
+
+# ---- arrays on a device -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = FakeCupy()
+    fake.waited = 0
+
+    def synchronize():
+        fake.waited += 1
+
+    fake.cuda.get_current_stream = lambda: SimpleNamespace(synchronize=synchronize)
+    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
+    for cached in caches:
+        cached.cache_clear()
+    clear_rope_tables()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    yield fake
+    clear_rope_tables()
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def problem(rng):
+    q, k = random(rng, (2, 7, 4, 32), np.float16), random(rng, (2, 7, 1, 32), np.float16)
+    return q, k, rng.integers(0, 5000, (2, 7))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, None], ids=["int32", "int64", "none"])
+def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype):
+    """FakeArray has no max() and does not become NumPy."""
+    q, k, positions = problem
+    positions = None if dtype is None else positions.astype(dtype)
+    want = rope(q, k, positions=positions, **RAW)
+    there = None if dtype is None else FakeArray(positions)
+    out = FakeArray(np.empty_like(q)), FakeArray(np.empty_like(k))
+    for _ in range(3):
+        got = rope(FakeArray(q), FakeArray(k), positions=there, backend="raw", out=out)
+        for g, o, w in zip(got, out, want, strict=True):
+            assert g is o
+            np.testing.assert_array_equal(g.host, w)
+    assert len(cupy.launched) == 3
+    assert cupy.waited == 1, "the frequencies are copied once"
+
+
+@needs_nvrtc
+def test_scalings_that_go_by_the_length(cupy, problem):
+    q, k, positions = problem
+    dynamic = RopeScaling.dynamic(2.0, 64)
+    want = rope(q, k, positions=positions, scaling=dynamic, seqlen=5000, **RAW)
+    here, there = (FakeArray(q), FakeArray(k)), FakeArray(positions)
+    got = rope(*here, positions=there, scaling=dynamic, seqlen=5000)
+    np.testing.assert_array_equal(got[0].host, want[0])
+    with pytest.raises(AttributeError):  # it asks for their largest
+        rope(*here, positions=there, scaling=dynamic)
+    np.testing.assert_array_equal(  # which needs no asking where positions count up
+        rope(*here, positions=100, scaling=dynamic)[1].host,
+        rope(q, k, positions=100, scaling=dynamic, **RAW)[1],
+    )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("in_place", [False, True])
+def test_numpy_arrays_are_copied_there_and_back(cupy, problem, in_place):
+    q, k, positions = problem
+    want = rope(q, k, positions=positions, **RAW)
+    out = (q, k) if in_place else (np.empty_like(q), np.empty_like(k))
+    got = rope(q, k, positions=positions, device="cuda", backend="raw", out=out)
+    for g, o, w in zip(got, out, want, strict=True):
+        assert g is o
+        np.testing.assert_array_equal(o, w)
+
+
+@needs_nvrtc
+def test_explain_names_the_kernel():
+    q, k = np.ones((1, 64, 32, 128), np.float16), np.ones((1, 64, 8, 128), np.float16)
+    text = str(gpu_ops.explain("rope", q, k, **RAW))
+    assert "rope[DTYPE=f16,VEC=8,INTERLEAVED=0]: grid 16 x 10, block 8 x 4 x 4" in text
+    wide = gpu_ops.explain("rope", q.astype(np.float64), device="emulator")
+    assert wide.choice.backend == "numba"
+    assert "float64 has Numba kernels only" in str(wide)
