@@ -263,9 +263,9 @@ def _numba(
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The commonest of the CUDA C++ kernels, decoding from pages among them: a call compiles what it needs.
+    """The commonest of the kernels, decoding from pages among them, then of their Numba twins.
 
-    All tiles and options would be thousands; each takes one to five seconds.
+    All tiles and options would be thousands; each takes one to five seconds, and a call compiles what it needs.
     """
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
@@ -283,6 +283,21 @@ def variants(arch: str) -> Iterator[Variant]:
         kernel = _kernel(config, dtype, mask, SEQUSED_K=decode, PAGED=decode)
         yield Variant(kernel, config.threads, config.shared_bytes)
     yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
+    yield from _numba_variants()
+
+
+def _numba_variants() -> Iterator[Variant]:
+    from gpu_ops.kernels.numba_cuda.attention import forward_kernel
+    from gpu_ops.kernels.numba_cuda.attention_combine import combine_kernel
+    from gpu_ops.kernels.numba_cuda.attention_config import THREADS
+    from gpu_ops.kernels.numba_cuda.attention_config import select_config as select_twin
+
+    for config in (
+        select_twin("bfloat16", 128, 128, rows=4096, masked=True),  # 254 registers: none has more
+        select_twin("float16", 128, 128, rows=4, paged=True, split=True),
+    ):
+        yield Variant(forward_kernel(config), THREADS)
+    yield Variant(combine_kernel("float16", False), THREADS)
 
 
 def _pointer(array: Array | None) -> Array:

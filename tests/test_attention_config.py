@@ -16,7 +16,7 @@ from gpu_ops.kernels.attention_config import (
     select_config,
 )
 from gpu_ops.kernels.attention_shape import shared_bytes
-from gpu_ops.kernels.jit import compile_kernel
+from gpu_ops.kernels.jit import assemble, compile_kernel
 from gpu_ops.presets import PRESETS
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
@@ -133,5 +133,5 @@ def test_a_group_that_fits_one_tile_is_packed(card, seqlen_k):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_no_variant_spills(arch):
     for variant in variants(arch):
-        compiled = compile_kernel(variant.kernel, arch)
+        compiled = assemble(compile_kernel(variant.kernel, arch), arch)
         assert cubin.resources(compiled.cubin, compiled.entry).local_bytes == 0, variant.kernel.label
