@@ -1,6 +1,7 @@
 """RoPE on q and k together: half-split and interleaved pairs, forward; backward is the same kernel.
 
-``python perf/bench_rope.py --device cpu --dtype bfloat16 --seqlen 512 4096``
+``python perf/bench_rope.py --device cpu --dtype bfloat16 --seqlen 512 4096``; ``--device cuda`` measures the CUDA C++
+kernel and its Numba twin, ``--device emulator`` counts what they move.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def case(name: str, seqlen: int, dtype: str) -> Case:
     function = gpu_ops.rope_backward if backward else gpu_ops.rope
     sign = -1.0 if backward else 1.0
 
-    def ours(x: Inputs) -> Call:
+    def ours(x: Inputs, **how: str) -> Call:
         if not in_place:
-            return functools.partial(function, x["q"], x["k"], **options)
+            return functools.partial(function, x["q"], x["k"], **options, **how)
         # Rotations keep the norm, so repeated calls on the same buffers neither grow nor vanish.
         q, k = x["q"].copy(), x["k"].copy()
-        return functools.partial(function, q, k, **options, out=(q, k))
+        return functools.partial(function, q, k, **options, **how, out=(q, k))
 
     def against(x: Inputs, precision: Precision) -> Any:
         definition = reference_backward if backward else reference_rope
@@ -70,6 +71,7 @@ def case(name: str, seqlen: int, dtype: str) -> Case:
         make=maker(data, seqlen, DTYPES[dtype]),
         make_small=maker(data, min(seqlen, SMALL), DTYPES[dtype]),
         ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=functools.partial(naive, sign, interleaved),
         torch=None if in_place else functools.partial(torch_rope, sign, interleaved),
         reference=against,
@@ -100,7 +102,8 @@ def tables(seqlen: int, sign: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def naive(sign: float, interleaved: bool, x: Inputs) -> Call:
-    cos, sin = tables(x["q"].shape[1], sign)
+    # `like`: on the device, where the inputs are
+    cos, sin = (np.asarray(t, like=x["q"]) for t in tables(x["q"].shape[1], sign))
     halves = (
         (slice(0, None, 2), slice(1, None, 2))
         if interleaved
@@ -123,7 +126,7 @@ def torch_rope(sign: float, interleaved: bool, x: Inputs) -> Call:
     import torch
 
     q, k = torch_view(x["q"]), torch_view(x["k"])
-    cos, sin = (torch.from_numpy(t) for t in tables(q.shape[1], sign))
+    cos, sin = (torch.from_numpy(t).to(q.device) for t in tables(q.shape[1], sign))
     if interleaved:
         turn = torch.complex(cos, sin)
 
