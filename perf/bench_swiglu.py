@@ -12,11 +12,13 @@ if __package__ in (None, ""):  # run as a file: the repository root takes perf/'
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import gpu_ops
+from gpu_ops.reference.swiglu import Activation
 from gpu_ops.reference.swiglu import swiglu as reference_swiglu
 from gpu_ops.reference.swiglu import swiglu_backward as reference_backward
 from gpu_ops.reference.swiglu import swiglu_mlp as reference_mlp
@@ -24,6 +26,7 @@ from gpu_ops.reference.swiglu import swiglu_mlp_backward as reference_mlp_backwa
 from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
 
 HIDDEN, FFN = 4096, 14336  # Llama-3-8B
+EMULATED = 512, 1536  # of the MLP: the emulator takes an hour for a teraflop
 SAMPLED = 16
 SMALL = (33, 320)
 
@@ -31,32 +34,76 @@ SMALL = (33, 320)
 def cases(config: Config) -> list[Case]:
     tokens = config.seqlens or ((1024,) if config.quick else (512, 4096))
     mlp_tokens = config.seqlens or ((64,) if config.quick else (1, 128, 512))
+    sizes = EMULATED if config.device == "emulator" else (HIDDEN, FFN)
     found = []
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for count in tokens:
             found += [forward(count, dtype), backward(count, dtype)]
             if not config.quick:
                 found.append(forward_out(count, dtype))
-        found += [mlp(count, dtype) for count in mlp_tokens]
+            if config.device != "cpu":
+                found.append(forward_packed(count, dtype))
+                for activation in ("gelu", "gelu_tanh"):
+                    found += [build(count, dtype, activation) for build in (forward, backward)]
+        found += [mlp(count, dtype, sizes) for count in mlp_tokens]
         if not config.quick:
-            found += [mlp_backward(count, dtype) for count in mlp_tokens if count > 1]
+            found += [mlp_backward(count, dtype, sizes) for count in mlp_tokens if count > 1]
     return found
 
 
-def forward(tokens: int, dtype: str) -> Case:
+def forward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(gpu_ops.swiglu, x["gate"], x["up"], activation=activation, **how)
+
     return Case(
         op="swiglu",
-        name="forward",
+        name="forward" if activation == "silu" else f"forward, {activation}",
         shape=f"{tokens} x {FFN}",
         dtype=dtype,
         flops=10.0 * tokens * FFN,
         bytes=3.0 * tokens * FFN * DTYPES[dtype].itemsize,
         make=maker(data, tokens, FFN, DTYPES[dtype]),
         make_small=maker(data, *SMALL, DTYPES[dtype]),
-        ours=lambda x: functools.partial(gpu_ops.swiglu, x["gate"], x["up"]),
-        naive=lambda x: functools.partial(naive_forward, x["gate"], x["up"]),
-        torch=torch_forward,
-        reference=lambda x, precision: reference_swiglu(x["gate"], x["up"], precision=precision),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=(lambda x: functools.partial(naive_forward, x["gate"], x["up"]))
+        if activation == "silu"
+        else None,
+        torch=functools.partial(torch_forward, activation=activation),
+        reference=lambda x, precision: reference_swiglu(
+            x["gate"], x["up"], activation=activation, precision=precision
+        ),
+        sample=sample_rows,
+    )
+
+
+def forward_packed(tokens: int, dtype: str) -> Case:
+    """Gate and up side by side in one array, as one matrix product leaves them."""
+
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(gpu_ops.swiglu, x["packed"], **how)
+
+    def halves(x: Inputs) -> tuple[np.ndarray, np.ndarray]:
+        half = x["packed"].shape[-1] // 2
+        return x["packed"][:, :half], x["packed"][:, half:]
+
+    def packed(rng: np.random.Generator, rows: int, width: int) -> Inputs:
+        return {"packed": normal(rng, (rows, 2 * width), DTYPES[dtype])}
+
+    return Case(
+        op="swiglu",
+        name="forward, packed",
+        shape=f"{tokens} x {FFN}",
+        dtype=dtype,
+        flops=10.0 * tokens * FFN,
+        bytes=3.0 * tokens * FFN * DTYPES[dtype].itemsize,
+        make=maker(packed, tokens, FFN),
+        make_small=maker(packed, *SMALL),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=lambda x: functools.partial(naive_forward, *halves(x)),
+        torch=lambda x: torch_forward(dict(zip(("gate", "up"), halves(x), strict=True))),
+        reference=lambda x, precision: reference_swiglu(x["packed"], precision=precision),
         sample=sample_rows,
     )
 
@@ -64,8 +111,8 @@ def forward(tokens: int, dtype: str) -> Case:
 def forward_out(tokens: int, dtype: str) -> Case:
     """Into a buffer that exists: without the page faults of a fresh result on any side."""
 
-    def ours(x: Inputs) -> Call:
-        return functools.partial(gpu_ops.swiglu, x["gate"], x["up"], out=np.zeros_like(x["gate"]))
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(gpu_ops.swiglu, x["gate"], x["up"], out=np.zeros_like(x["gate"]), **how)
 
     def naive(x: Inputs) -> Call:
         return functools.partial(naive_forward, x["gate"], x["up"], np.zeros_like(x["gate"]))
@@ -78,53 +125,62 @@ def forward_out(tokens: int, dtype: str) -> Case:
         silu = torch.ops.aten.silu.out
         return lambda: silu(gate, out=out).mul_(up)
 
-    return Case(
-        op="swiglu",
+    return replace(
+        forward(tokens, dtype),
         name="forward, out=",
-        shape=f"{tokens} x {FFN}",
-        dtype=dtype,
-        flops=10.0 * tokens * FFN,
-        bytes=3.0 * tokens * FFN * DTYPES[dtype].itemsize,
-        make=maker(data, tokens, FFN, DTYPES[dtype]),
-        make_small=maker(data, *SMALL, DTYPES[dtype]),
         ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=naive,
         torch=torch,
-        reference=lambda x, precision: reference_swiglu(x["gate"], x["up"], precision=precision),
-        sample=sample_rows,
     )
 
 
-def backward(tokens: int, dtype: str) -> Case:
+def backward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
+    def ours(x: Inputs, **how: str) -> Call:
+        arguments = (x["dy"], x["gate"], x["up"])
+        return functools.partial(gpu_ops.swiglu_backward, *arguments, activation=activation, **how)
+
+    def naive(x: Inputs) -> Call:
+        return functools.partial(naive_backward, x["dy"], x["gate"], x["up"])
+
     return Case(
         op="swiglu",
-        name="backward",
+        name="backward" if activation == "silu" else f"backward, {activation}",
         shape=f"{tokens} x {FFN}",
         dtype=dtype,
         flops=20.0 * tokens * FFN,
         bytes=5.0 * tokens * FFN * DTYPES[dtype].itemsize,
         make=maker(data, tokens, FFN, DTYPES[dtype], dy=True),
         make_small=maker(data, *SMALL, DTYPES[dtype], dy=True),
-        ours=lambda x: functools.partial(gpu_ops.swiglu_backward, x["dy"], x["gate"], x["up"]),
-        naive=lambda x: functools.partial(naive_backward, x["dy"], x["gate"], x["up"]),
-        torch=torch_backward,
-        reference=lambda x, precision: reference_backward(x["dy"], x["gate"], x["up"], precision=precision),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=naive if activation == "silu" else None,
+        torch=functools.partial(torch_backward, activation=activation),
+        reference=lambda x, precision: reference_backward(
+            x["dy"], x["gate"], x["up"], activation=activation, precision=precision
+        ),
         sample=sample_rows,
         backward=True,
     )
 
 
-def mlp(tokens: int, dtype: str) -> Case:
+def mlp(tokens: int, dtype: str, sizes: tuple[int, int]) -> Case:
+    hidden, ffn = sizes
+
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(gpu_ops.swiglu_mlp, x["x"], x["w_gate"], x["w_up"], x["w_down"], **how)
+
     return Case(
         op="swiglu",
         name="mlp",
-        shape=f"{tokens} x {HIDDEN} x {FFN}",
+        shape=f"{tokens} x {hidden} x {ffn}",
         dtype=dtype,
-        flops=6.0 * tokens * HIDDEN * FFN,
-        bytes=mlp_bytes(tokens, dtype),
-        make=maker(mlp_data, tokens, HIDDEN, FFN, DTYPES[dtype]),
+        flops=6.0 * tokens * hidden * ffn,
+        bytes=mlp_bytes(tokens, dtype, sizes),
+        make=maker(mlp_data, tokens, hidden, ffn, DTYPES[dtype]),
         make_small=maker(mlp_data, 5, 512, 1344, DTYPES[dtype]),
-        ours=lambda x: functools.partial(gpu_ops.swiglu_mlp, x["x"], x["w_gate"], x["w_up"], x["w_down"]),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         naive=naive_mlp,
         torch=torch_mlp,
         reference=lambda x, precision: reference_mlp(
@@ -134,21 +190,27 @@ def mlp(tokens: int, dtype: str) -> Case:
     )
 
 
-def mlp_backward(tokens: int, dtype: str) -> Case:
+def mlp_backward(tokens: int, dtype: str, sizes: tuple[int, int]) -> Case:
+    hidden, ffn = sizes
+
     def call(function: Any, x: Inputs, **options: Any) -> Any:
         return function(x["dy"], x["x"], x["w_gate"], x["w_up"], x["w_down"], **options)
+
+    def ours(x: Inputs, **how: str) -> Call:
+        return functools.partial(call, gpu_ops.swiglu_mlp_backward, x, **how)
 
     return Case(
         op="swiglu",
         name="mlp backward",
-        shape=f"{tokens} x {HIDDEN} x {FFN}",
+        shape=f"{tokens} x {hidden} x {ffn}",
         dtype=dtype,
         # gate and up once more, then two matmuls for each of the three weights
-        flops=16.0 * tokens * HIDDEN * FFN,
-        bytes=2 * mlp_bytes(tokens, dtype),
-        make=maker(mlp_data, tokens, HIDDEN, FFN, DTYPES[dtype], dy=True),
+        flops=16.0 * tokens * hidden * ffn,
+        bytes=2 * mlp_bytes(tokens, dtype, sizes),
+        make=maker(mlp_data, tokens, hidden, ffn, DTYPES[dtype], dy=True),
         make_small=maker(mlp_data, 5, 512, 1344, DTYPES[dtype], dy=True),
-        ours=lambda x: functools.partial(call, gpu_ops.swiglu_mlp_backward, x),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
         torch=torch_mlp_backward,
         reference=lambda x, precision: call(reference_mlp_backward, x, precision=precision),
         backward=True,
@@ -156,8 +218,9 @@ def mlp_backward(tokens: int, dtype: str) -> Case:
     )
 
 
-def mlp_bytes(tokens: int, dtype: str) -> float:
-    return (3.0 * HIDDEN * FFN + 2.0 * tokens * HIDDEN) * DTYPES[dtype].itemsize
+def mlp_bytes(tokens: int, dtype: str, sizes: tuple[int, int]) -> float:
+    hidden, ffn = sizes
+    return (3.0 * hidden * ffn + 2.0 * tokens * hidden) * DTYPES[dtype].itemsize
 
 
 def data(
@@ -231,21 +294,27 @@ def naive_mlp(x: Inputs) -> Call:
     return call
 
 
-def torch_forward(x: Inputs) -> Call:
-    import torch
-
-    gate, up = torch_view(x["gate"]), torch_view(x["up"])
-    return lambda: torch.nn.functional.silu(gate) * up
+def torch_forward(x: Inputs, activation: Activation = "silu") -> Call:
+    gate, up, act = torch_view(x["gate"]), torch_view(x["up"]), torch_activation(activation)
+    return lambda: act(gate) * up
 
 
-def torch_backward(x: Inputs) -> Call:
+def torch_backward(x: Inputs, activation: Activation = "silu") -> Call:
     import torch
 
     gate, up, dy = (torch_view(x[name]) for name in ("gate", "up", "dy"))
     gate.requires_grad_()
     up.requires_grad_()
-    y = torch.nn.functional.silu(gate) * up
+    y = torch_activation(activation)(gate) * up
     return lambda: torch.autograd.grad(y, (gate, up), dy, retain_graph=True)
+
+
+def torch_activation(activation: Activation) -> Any:
+    from torch.nn import functional
+
+    if activation == "silu":
+        return functional.silu
+    return functools.partial(functional.gelu, approximate="none" if activation == "gelu" else "tanh")
 
 
 def torch_mlp(x: Inputs) -> Call:
