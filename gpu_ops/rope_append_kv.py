@@ -148,7 +148,7 @@ def rope_append_kv(
             assert where is not None
             host = where.on_host()
             result[...], caches[0][...], caches[1][...] = reference(
-                q_, k_, v_, *caches, **place, **weights, eps=eps, weight_offset=weight_offset,
+                q_, k_, v_, caches[0], caches[1], **place, **weights, eps=eps, weight_offset=weight_offset,
                 positions=host[0] if packed else host, theta=theta, rotary_dim=rotary_dim,
                 interleaved=interleaved, scaling=scaling, seqlen=longest,
             )  # fmt: skip
