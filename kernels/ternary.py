@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.jit import CudaKernel, Variant
-from gpu_ops.kernels.ternary_config import UNIT, gemv_config, gemv_configs
+from gpu_ops.kernels.ternary_config import (
+    GEMV_SHARED,
+    UNIT,
+    GemmConfig,
+    GemvConfig,
+    gemm_config,
+    gemm_configs,
+    gemv_config,
+    gemv_configs,
+)
 
 __all__ = ["matmul", "variants"]
 
@@ -33,9 +42,15 @@ def matmul(
     if backend == "numba":
         _twin(device, x, codes, k, scale, y, activations)
         return
-    for first in range(0, tokens, 4):
-        part = slice(first, first + 4)
-        _gemv(device, x[part], codes, k, scale, y[part])
+    if activations == "int8":
+        gemv = gemv_config(tokens, n, k, scale.shape[1], sms=device.sms)
+        if gemv is not None:
+            _gemv(device, gemv, x, codes, k, scale, y)
+            return
+        rows, sums, inverse = _quantized(device, x, k, scale.shape[1] > 1)
+    else:
+        rows, sums, inverse = _padded(device, x, k), scale, scale  # stand-ins: the kernel touches neither
+    _gemm(device, rows, sums, inverse, codes, scale, y)
 
 
 def _twin(device: Any, x: Any, codes: Any, k: int, scale: Any, y: Any, activations: str) -> None:
@@ -56,12 +71,9 @@ def _twin(device: Any, x: Any, codes: Any, k: int, scale: Any, y: Any, activatio
     device.launch(twins.matmul_kernel(dtype, activations), grid, (twins.TILE, twins.TILE, 1), args)
 
 
-def _gemv(device: Any, x: Any, codes: Any, k: int, scale: Any, y: Any) -> None:
+def _gemv(device: Any, config: GemvConfig, x: Any, codes: Any, k: int, scale: Any, y: Any) -> None:
     tokens, n = y.shape
     groups = scale.shape[1]
-    config = gemv_config(tokens, n, k, groups, sms=device.sms)
-    assert config is not None
-    kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, groups > 1)
     args = (
         x,
         codes,
@@ -74,23 +86,93 @@ def _gemv(device: Any, x: Any, codes: Any, k: int, scale: Any, y: Any) -> None:
         np.int32(tokens),
         np.int32(n),
         np.int32(k),
-        np.int32(max(k // groups // UNIT, 1)),
+        np.int32(k // groups // UNIT),
         np.int32(_is_whole(x)),
     )
+    kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, groups > 1)
     device.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
+
+
+def _quantized(device: Any, x: Any, k: int, grouped: bool) -> tuple[Any, Any, Any]:
+    """x as int8, zero up to whole units; its sums per token, or per token and unit; 1 / s per token."""
+    tokens, units = x.shape[0], -(-k // UNIT)
+    q = device.empty((tokens, units * UNIT), np.int8)
+    sums = device.empty((tokens, units) if grouped else (tokens,), np.int32)
+    inverse = device.empty((tokens,), np.float64)
+    sizes = (_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(_is_whole(x)))
+    args = (x, q, inverse, sums, *sizes)
+    kernel = _quant_kernel("ternary_quantize", x.dtype.name, grouped)
+    device.launch(kernel, (tokens, 1, 1), (_QUANT_THREADS, 1, 1), args)
+    return q, sums, inverse
+
+
+def _padded(device: Any, x: Any, k: int) -> Any:
+    """x where its rows are whole units and aligned, else such a copy."""
+    if k % UNIT == 0 and _is_whole(x):
+        return x
+    tokens, width = x.shape[0], -(-k // UNIT) * UNIT
+    copy = device.empty((tokens, width), x.dtype)
+    args = (x, copy, _stride(x), np.int32(k), np.int32(width))
+    device.launch(
+        _quant_kernel("ternary_pad", x.dtype.name, False), (tokens, 1, 1), (_QUANT_THREADS, 1, 1), args
+    )
+    return copy
+
+
+def _gemm(device: Any, rows: Any, sums: Any, inverse: Any, codes: Any, scale: Any, y: Any) -> None:
+    tokens, n = y.shape
+    itemsize, grouped = rows.dtype.itemsize, scale.shape[1] > 1
+    config = gemm_config(tokens, n, itemsize, grouped=grouped, sms=device.sms)
+    units = codes.shape[1] * 4 // UNIT
+    shape = np.zeros((), _SHAPE)
+    shape["x_stride"], shape["row_bytes"] = _stride(rows), codes.shape[1]
+    shape["scale_stride"], shape["y_stride"] = _scale_stride(scale), _stride(y)
+    shape["tokens"], shape["n"], shape["units"] = tokens, n, units
+    shape["group_units"] = units // scale.shape[1]
+    quads = math.gcd(_address(y), y.strides[0] if tokens > 1 else 0, n * y.dtype.itemsize)
+    shape["aligned"] = quads % (4 * y.dtype.itemsize) == 0
+    kernel = _gemm_kernel(rows.dtype.name, y.dtype.name, grouped, config)
+    args = (rows, codes, scale, sums, inverse, y, shape[()])
+    grid = (config.blocks(tokens, n), 1, 1)
+    device.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes(itemsize))
+
+
+# TernaryShape of ternary_gemm.cu
+_SHAPE = np.dtype(
+    [(name, np.int64) for name in ("x_stride", "row_bytes", "scale_stride", "y_stride")]
+    + [(name, np.int32) for name in ("tokens", "n", "units", "group_units", "aligned", "unused")]
+)
+
+_QUANT_THREADS = 256
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``matmul`` launches."""
-    for dtype in _DTYPES:
-        for tokens, rows in gemv_configs():
-            for grouped in (False, True):
-                yield Variant(_gemv_kernel(dtype, tokens, rows, grouped), 256, 64 * 1024)
+    for grouped in (False, True):
+        for dtype in _DTYPES:
+            for tokens, rows in gemv_configs():
+                yield Variant(_gemv_kernel(dtype, tokens, rows, grouped), 256, GEMV_SHARED)
+            for entry in ("ternary_quantize", "ternary_pad"):
+                yield Variant(_quant_kernel(entry, dtype, grouped), _QUANT_THREADS)
+            for act in ("int8", dtype):
+                itemsize = 1 if act == "int8" else 4 if dtype == "float32" else 2
+                for c in gemm_configs(itemsize, grouped=grouped):
+                    yield Variant(_gemm_kernel(act, dtype, grouped, c), c.threads, c.shared_bytes(itemsize))
 
 
 def _gemv_kernel(dtype: str, tokens: int, rows: int, grouped: bool) -> CudaKernel:
     defines = (("DTYPE", _DTYPES[dtype]), ("TOKENS", tokens), ("ROWS", rows), ("GROUPED", int(grouped)))
     return CudaKernel("ternary_gemv", "ternary_gemv", defines)
+
+
+def _quant_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
+    return CudaKernel("ternary_quant", entry, (("DTYPE", _DTYPES[dtype]), ("GROUPED", int(grouped))))
+
+
+def _gemm_kernel(act: str, out: str, grouped: bool, config: GemmConfig) -> CudaKernel:
+    defines: dict[str, str | int] = {"ACT": "q8" if act == "int8" else _DTYPES[act], "OUT": _DTYPES[out]}
+    defines |= {"GROUPED": int(grouped), **{name.upper(): size for name, size in vars(config).items()}}
+    return CudaKernel("ternary_gemm", "ternary_gemm", tuple(defines.items()))
 
 
 def _is_whole(x: Any) -> bool:

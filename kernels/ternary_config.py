@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["GemvConfig", "gemv_config", "gemv_configs"]
+__all__ = [
+    "GEMV_SHARED",
+    "UNIT",
+    "GemmConfig",
+    "GemvConfig",
+    "gemm_config",
+    "gemm_configs",
+    "gemv_config",
+    "gemv_configs",
+]
 
 UNIT = 64  # codes that a row is padded to, in 16 bytes
 _STEP = 2048  # codes that a warp of the GEMV reads of a row at a time
@@ -18,7 +27,7 @@ _STEP = 2048  # codes that a warp of the GEMV reads of a row at a time
 # they meet; tokens times rows times four sums are the registers, 75 (three blocks of an SM) to 120 (two).
 _GEMV = ((1, (4, 2, 1)), (2, (4, 2, 1)), (4, (2, 1)))
 _GEMV_WARPS = 8
-_GEMV_SHARED = 64 * 1024  # bytes of q; K up to 65536 of one token, 16384 of four
+GEMV_SHARED = 64 * 1024  # bytes of q; K up to 65536 of one token, 16384 of four
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ def gemv_config(tokens: int, n: int, k: int, groups: int, *, sms: int) -> GemvCo
         if tokens > limit:
             continue
         shared = limit * (padded + (4 * padded // UNIT if groups > 1 else 0))
-        if shared > _GEMV_SHARED:
+        if shared > GEMV_SHARED:
             return None
         resident = sms * (3 if limit == 1 else 2)
         for rows in choices:
@@ -58,3 +67,61 @@ def gemv_configs() -> Iterator[tuple[int, int]]:
     for tokens, choices in _GEMV:
         for rows in choices:
             yield tokens, rows
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A block makes block_n rows of weights by block_m tokens, ``units`` of 64 along K in each of its stages."""
+
+    block_n: int
+    block_m: int
+    units: int
+    warps_n: int
+    warps_m: int
+    warps_k: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_m * self.warps_k
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Of activations of ``itemsize`` bytes: the stages, gaps included, or the result that leaves through them."""
+        weights = self.units * self.block_n * 16 + 128
+        activations = self.units * (self.block_m * UNIT * itemsize + 64)
+        return max(self.stages * (weights + activations), self.block_m * (self.block_n + 4) * 4)
+
+    def blocks(self, tokens: int, n: int) -> int:
+        return -(-tokens // self.block_m) * -(-n // self.block_n)
+
+
+# block_n, block_m, units, warps (n, m, k), stages. Bytes of activations decide how many units a stage has.
+#
+# Few tokens: the weights are the traffic. 32 rows make 128 blocks of N = 4096; four warps share them and take turns
+# along K. At least 3 x 12 KB are on the way per block, of which four fit on an SM.
+_FEW: dict[int, dict[int, GemmConfig]] = {
+    1: {16: GemmConfig(32, 16, 8, 1, 1, 4, 4), 32: GemmConfig(32, 32, 4, 1, 1, 4, 4)},
+    2: {16: GemmConfig(32, 16, 4, 1, 1, 4, 4), 32: GemmConfig(32, 32, 4, 1, 1, 4, 3)},
+    4: {16: GemmConfig(32, 16, 4, 1, 1, 4, 3), 32: GemmConfig(32, 32, 4, 1, 1, 4, 2)},
+}
+# 32 x 32 of a warp, 64 registers of sums with groups.
+_MIDDLE = {itemsize: GemmConfig(64, 64, max(2 // itemsize, 1), 2, 2, 1, 4) for itemsize in (1, 2, 4)}
+# 64 x 32 of a warp: each word is unpacked in four warps, 7 instructions for 32 of its products.
+_LARGE = {itemsize: GemmConfig(128, 128, 2 // itemsize, 2, 4, 1, 3) for itemsize in (1, 2)}
+
+
+def gemm_config(tokens: int, n: int, itemsize: int, *, grouped: bool, sms: int) -> GemmConfig:
+    """The tile for a problem; ``itemsize``: bytes of an activation."""
+    for limit, few in _FEW[itemsize].items():
+        if tokens <= limit:
+            return few
+    large = None if grouped else _LARGE.get(itemsize)
+    return large if large is not None and large.blocks(tokens, n) >= sms else _MIDDLE[itemsize]
+
+
+def gemm_configs(itemsize: int, *, grouped: bool) -> Iterator[GemmConfig]:
+    """Every tile that :func:`gemm_config` may choose."""
+    yield from _FEW[itemsize].values()
+    yield _MIDDLE[itemsize]
+    if not grouped and itemsize in _LARGE:
+        yield _LARGE[itemsize]

@@ -22,6 +22,23 @@ from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.ternary_formats import FORMATS
 
+DEVICES = ("cpu", "emulator", "cuda")
+
+
+def quick_on_emulator(raw):
+    """Levels that run on the emulator by default; test_ternary_cuda.py has more of each kernel."""
+    return {
+        "test_int8_equals_integer_numpy": {"k": {65, 257} if raw else {65}},
+        "test_worst_case_magnitudes": {"m": {1, 20}, "value": {1}} if raw else None,
+        "test_matmul_within_tolerance": {"m": {1, 21} if raw else {6}, "kind": {"row", "group64", "group4"}},
+        "test_native_equals_integer_numpy_on_small_integers": {"m": {3}},
+    }
+
+
+def float_dtypes(backend):
+    """CUDA C++ kernels take no float64."""
+    return (np.float32,) if backend["backend"] == "raw" else (np.float32, np.float64)
+
 
 def trits(rng, shape):
     return rng.integers(-1, 2, shape).astype(np.int8)
@@ -47,7 +64,7 @@ def test_int8_equals_integer_numpy(k, backend, rng):
         x, t = integers(rng, (m, k)), trits(rng, (n, k))
         w = TernaryMatrix.from_trits(t, format=next(formats))
         expected = x.astype(np.int64) @ t.T.astype(np.int64)
-        for x_dtype in (np.float32, np.float64):
+        for x_dtype in float_dtypes(backend):
             y = ternary_matmul(x.astype(x_dtype), w, **backend)
             assert y.dtype == x_dtype
             np.testing.assert_array_equal(y, expected, err_msg=f"{m} x {n} x {k}")
@@ -59,7 +76,7 @@ def test_int8_equals_integer_numpy(k, backend, rng):
 def test_worst_case_magnitudes(m, value, x_value, backend):
     for k in (128, 8191, 65536):
         w = TernaryMatrix.from_trits(np.full((5, k), value, np.int8))
-        y = ternary_matmul(np.full((m, k), float(x_value)), w, **backend)
+        y = ternary_matmul(np.full((m, k), x_value, np.float32), w, **backend)
         np.testing.assert_array_equal(y, np.full((m, 5), float(k * value * x_value)))
 
 
@@ -101,6 +118,10 @@ def test_matmul_within_tolerance(activations, kind, m, dtype, backend, rng):
     t = trits(rng, (37, 640))
     w = TernaryMatrix.from_trits(t, SCALES[kind](rng, 37, 640))
     x = random(rng, (m, 640), dtype)
+    if kind == "group4" and backend["backend"] == "raw":
+        with pytest.raises(DeviceError, match="raw: group_size 4 is not a multiple of 64"):
+            ternary_matmul(x, w, activations=activations, **backend)
+        return
     y = ternary_matmul(x, w, activations=activations, **backend)
     assert y.dtype == dtype
     exact, naive = (

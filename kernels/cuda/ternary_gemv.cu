@@ -201,7 +201,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
             const int to = row + mine_row;
             if constexpr (!kGrouped) value *= static_cast<double>(__ldg(scale + to * scale_stride));
             value *= shared.scale[mine_token].inverse;
-            y[mine_token * y_stride + to] = narrowed<scalar>(static_cast<float>(value));
+            y[mine_token * y_stride + to] = narrowed<scalar>(before_narrowing<scalar>(value));
         }
     }
 }

@@ -11,8 +11,8 @@
 //
 // Sums are of codes, which are unsigned: sum t q = sum (t + 1) q - sum q, and sum q is a number per token.
 #pragma once
+#include "dtype.cuh"
 
-constexpr int kCodesPerWord = 16;
 constexpr int kUnit = 64;  // codes in a vector of 16 bytes, which rows are padded to
 
 namespace ptx {
@@ -41,3 +41,14 @@ struct PlaneSums {
         return (plane[0] + (plane[1] >> 2)) + ((plane[2] >> 4) + (plane[3] >> 6));
     }
 };
+
+// What narrows to the T nearest to x: float16 is rounded once, as NumPy does, to which end its float keeps in its last
+// bit whether anything was cut off. (bfloat16 goes by way of the nearest float, as in ml_dtypes.)
+template <typename T> __device__ __forceinline__ float before_narrowing(double x) {
+    if constexpr (sizeof(T) == 2 && !Packed<T>::kWideRange) {
+        const float cut = __double2float_rz(x);
+        return __uint_as_float(__float_as_uint(cut) | (x == x && static_cast<double>(cut) != x));
+    } else {
+        return static_cast<float>(x);
+    }
+}

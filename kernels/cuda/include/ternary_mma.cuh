@@ -1,0 +1,114 @@
+// Ternary weights as the left operand of tensor cores, activations as the right one: D (weights, tokens).
+//
+// The order of k is free as long as both operands have the same. A lane 4 g + t has, of 64 neighbours along K, the 16
+// that share a word: word t of its rows g and g + 8, and activations 16 t .. of its token g, `kChunks` vectors of 16
+// bytes. No permutation, no ldmatrix; a word is unpacked in registers as it is needed:
+//
+//   activations   mma        codes of a lane     per vector of activations, two steps
+//   int8          m16n8k32   8 per row           planes 2 s, 2 s + 1 as they are, 0 .. 2 (ternary.cuh)
+//   f16, bf16     m16n8k16   4                   plane 2 h + s as trits
+//   f32           m16n8k8    2                   bytes 2 s, 2 s + 1 of plane h as trits; x in two parts of TF32
+#pragma once
+#include "ptx.cuh"
+#include "ternary.cuh"
+
+struct q8 { signed char bits; };  // int8 activations
+
+typedef int IntAccumulator[4];
+
+namespace ptx {
+
+// c += a b, unsigned bytes by signed ones.
+__device__ __forceinline__ void mma_codes(IntAccumulator& c, const Operand& a, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint4 load_shared4(unsigned address) {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(address));
+    return words;
+}
+
+__device__ __forceinline__ unsigned subtract_f16x2(unsigned x, unsigned y) {
+    unsigned z;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
+__device__ __forceinline__ unsigned fma_bf16x2(unsigned x, unsigned y, unsigned z) {
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(y), "r"(z));
+    return x;
+}
+
+}  // namespace ptx
+
+__device__ __forceinline__ unsigned plane(unsigned word, int i) { return word >> 2 * i & 0x03030303u; }
+
+// Two codes of a plane as a pair of trits: a byte above the code makes it 1024 + code (f16) or 128 + code (bf16).
+template <typename T> __device__ __forceinline__ unsigned trit_pair(unsigned codes, int pair) {
+    const unsigned select = pair ? 0x4342 : 0x4140;
+    if constexpr (sizeof(T) == 2 && Packed<T>::kWideRange) {
+        return ptx::fma_bf16x2(__byte_perm(codes, 0x43, select), 0x3f803f80u, 0xc301c301u);  // * 1 - 129
+    } else {
+        return ptx::subtract_f16x2(__byte_perm(codes, 0x64, select), 0x64016401u);
+    }
+}
+
+// The code in a byte of a plane as a trit in float: 2^23 + code, less 2^23 + 1.
+__device__ __forceinline__ unsigned trit_float(unsigned codes, int byte) {
+    return __float_as_uint(__uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 | byte)) - 8388609.0f);
+}
+
+template <typename T> struct Ternary {
+    typedef Accumulator Sum;
+    typedef float Number;
+    static constexpr int kChunks = sizeof(T);  // vectors of 16 bytes for 16 activations
+
+    // What a lane has of rows g and g + 8 for step s of vector h.
+    static __device__ __forceinline__ void unpack(Operand& a, unsigned low, unsigned high, int h, int s) {
+        if constexpr (sizeof(T) == 1) {
+            a[0] = plane(low, 2 * s), a[1] = plane(high, 2 * s);
+            a[2] = plane(low, 2 * s + 1), a[3] = plane(high, 2 * s + 1);
+        } else if constexpr (sizeof(T) == 2) {
+            const unsigned x = plane(low, 2 * h + s), y = plane(high, 2 * h + s);
+            a[0] = trit_pair<T>(x, 0), a[1] = trit_pair<T>(y, 0);
+            a[2] = trit_pair<T>(x, 1), a[3] = trit_pair<T>(y, 1);
+        } else {
+            const unsigned x = plane(low, h), y = plane(high, h);
+            a[0] = trit_float(x, 2 * s), a[1] = trit_float(y, 2 * s);
+            a[2] = trit_float(x, 2 * s + 1), a[3] = trit_float(y, 2 * s + 1);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply(Sum& c, const Operand& a, unsigned b0, unsigned b1) {
+        if constexpr (sizeof(T) == 4) {
+            ptx::mma<f32>(c, a, rest(b0), rest(b1));
+            ptx::mma<f32>(c, a, big(b0), big(b1));
+        } else {
+            ptx::mma<T>(c, a, b0, b1);
+        }
+    }
+
+private:
+    // The upper 11 bits of a float, and what they leave: trits are exact in TF32, so that 2^-22 of x is lost at most.
+    static __device__ __forceinline__ unsigned big(unsigned x) { return x & 0xffffe000u; }
+
+    static __device__ __forceinline__ unsigned rest(unsigned x) {
+        const float value = __uint_as_float(x);
+        if (!(fabsf(value) < __uint_as_float(0x7f800000u))) return x;  // infinity - infinity would be NaN
+        return ptx::round_tf32(value - __uint_as_float(big(x)));
+    }
+};
+
+template <> struct Ternary<q8> : Ternary<signed char> {
+    typedef IntAccumulator Sum;
+    typedef int Number;
+
+    static __device__ __forceinline__ void multiply(Sum& c, const Operand& a, unsigned b0, unsigned b1) {
+        ptx::mma_codes(c, a, b0, b1);
+    }
+};

@@ -1,0 +1,274 @@
+// y = x W^T with ternary weights and many tokens, on tensor cores (mma.sync, sm_80 and later).
+//
+//   x        (tokens, units 64)  ACT: q8 from ternary_quantize, else the activations themselves; row stride in elements
+//   codes    (n, row_bytes)      w2
+//   scale    (1 or n, groups)    float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
+//   sums     (tokens) or, GROUPED, (tokens, units) int, and inverse (tokens) double: of q8 only
+//   y        (tokens, n)         OUT
+//
+//   q8      y = (sum over k of code q - sum of q) * scale * inverse     exact integers, then double
+//   others  y = (sum over k of trit x) * scale                          float
+//
+// Weights stay packed until they are in registers (ternary_mma.cuh), so that of a tile the activations take most of the
+// shared memory. 2 tokens n k operations, no more but at the edges.
+//
+// A block makes BLOCK_N rows of weights by BLOCK_M tokens and goes through K by UNITS units of 64, a pipeline of STAGES
+// deep; WARPS_K warps share a tile of the result and take turns with the units. A stage, `u` a unit:
+//
+//     weights       [u][row] 16 bytes + a gap     lane 4 g + t reads word t of row g: 8 rows are all banks
+//     activations   [u][token] 64 numbers + a gap lane 4 g + t reads vectors of token g, permuted by `swizzled`
+//
+// The gaps shift the units of a row to different banks, when they are written side by side.
+//
+// Macros: ACT q8, f16, bf16 or f32; OUT; GROUPED: groups > 1, flushed to float at the end of each; BLOCK_N, BLOCK_M,
+// UNITS, WARPS_N, WARPS_M, WARPS_K, STAGES: kernels/ternary_config.py
+#include "scalar.cuh"
+#include "ternary_mma.cuh"
+
+typedef ACT act;
+typedef OUT out_scalar;
+typedef Ternary<act> Math;
+typedef Math::Number number;
+
+template <bool, typename X, typename> struct Pick { typedef X type; };
+template <typename X, typename Y> struct Pick<false, X, Y> { typedef Y type; };
+
+constexpr bool kQuantized = sizeof(act) == 1, kGrouped = GROUPED;
+constexpr int kUnits = UNITS, kStages = STAGES;
+constexpr int kThreads = 32 * WARPS_N * WARPS_M * WARPS_K;
+constexpr int kSlabs = BLOCK_N / WARPS_N / 16, kTiles = BLOCK_M / WARPS_M / 8;  // of a warp: 16 rows, 8 tokens each
+constexpr int kRowChunks = 4 * sizeof(act);                                     // of 16 bytes, per token and unit
+constexpr int kWeightUnit = BLOCK_N * 16 + 128 / kUnits, kActUnit = BLOCK_M * kRowChunks * 16 + 64;
+constexpr int kWeightBytes = kUnits * kWeightUnit, kStageBytes = kWeightBytes + kUnits * kActUnit;
+constexpr int kTileStride = BLOCK_N + 4;  // numbers, of the result on its way out
+
+static_assert(BLOCK_N % (16 * WARPS_N) == 0 && BLOCK_M % (8 * WARPS_M) == 0, "whole products");
+static_assert(kUnits <= 8 && kWeightBytes % 64 == 0, "gaps are whole vectors");
+
+struct TernaryShape {
+    long long x_stride, row_bytes, scale_stride, y_stride;
+    int tokens, n, units, group_units, aligned;  // aligned: rows of y begin at, and are, whole vectors of four
+    int unused;
+};
+
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+
+__device__ __forceinline__ int swizzled(int token, int chunk) {
+    if constexpr (sizeof(act) == 4) return chunk ^ (chunk >> 3 | (token & 1) << 1);
+    else if constexpr (sizeof(act) == 2) return chunk ^ (token & 1);
+    else return chunk;
+}
+
+struct Loader {
+    const unsigned char* codes;
+    const act* x;
+    int rows, tokens;  // that exist, of the tile's
+
+    // Starts to copy units first .. of the tile; zeros for those that do not exist.
+    __device__ __forceinline__ void load(unsigned stage, int first, const TernaryShape& shape) const {
+        constexpr int kAll = BLOCK_N * kUnits, kAllActs = BLOCK_M * kUnits * kRowChunks;
+        #pragma unroll
+        for (int i0 = 0; i0 < kAll; i0 += kThreads) {
+            const int i = i0 + threadIdx.x, row = i / kUnits, unit = i % kUnits;
+            if (kAll % kThreads != 0 && i >= kAll) break;
+            const bool inside = row < rows && first + unit < shape.units;
+            const unsigned char* from = codes + (inside ? row * shape.row_bytes + (first + unit) * 16 : 0);
+            ptx::cp_async16(stage + unit * kWeightUnit + row * 16, from, inside ? 16 : 0);
+        }
+        #pragma unroll
+        for (int i0 = 0; i0 < kAllActs; i0 += kThreads) {
+            const int i = i0 + threadIdx.x, token = i / (kUnits * kRowChunks), at = i % (kUnits * kRowChunks);
+            if (kAllActs % kThreads != 0 && i >= kAllActs) break;
+            const int unit = at / kRowChunks, chunk = at % kRowChunks;
+            const bool inside = token < tokens && first + unit < shape.units;
+            const act* from = x;
+            if (inside) from += token * shape.x_stride + (first + unit) * kUnit + chunk * (16 / int(sizeof(act)));
+            const unsigned to = stage + kWeightBytes + unit * kActUnit;
+            ptx::cp_async16(to + (token * kRowChunks + swizzled(token, chunk)) * 16, from, inside ? 16 : 0);
+        }
+    }
+};
+
+// What a warp has of the result.
+struct Sums {
+    Math::Sum now[kSlabs][kTiles] = {};
+    Accumulator flushed[kGrouped ? kSlabs : 1][kGrouped ? kTiles : 1] = {};
+    int correction[kGrouped ? kTiles : 1][2] = {};
+
+    __device__ __forceinline__ void multiply(unsigned weights, unsigned acts, int row, int token) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        unsigned low[kSlabs], high[kSlabs];
+        #pragma unroll
+        for (int i = 0; i < kSlabs; ++i) {
+            low[i] = ptx::load_shared(weights + (row + 16 * i + g) * 16 + 4 * t);
+            high[i] = ptx::load_shared(weights + (row + 16 * i + g + 8) * 16 + 4 * t);
+        }
+        #pragma unroll
+        for (int h = 0; h < Math::kChunks; ++h) {
+            uint4 b[kTiles];
+            #pragma unroll
+            for (int j = 0; j < kTiles; ++j) {
+                const int chunk = (token + 8 * j + g) * kRowChunks + swizzled(g, t * Math::kChunks + h);
+                b[j] = ptx::load_shared4(acts + chunk * 16);
+            }
+            #pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                #pragma unroll
+                for (int i = 0; i < kSlabs; ++i) {
+                    Operand a;
+                    Math::unpack(a, low[i], high[i], h, s);
+                    #pragma unroll
+                    for (int j = 0; j < kTiles; ++j) {
+                        Math::multiply(now[i][j], a, s ? b[j].z : b[j].x, s ? b[j].w : b[j].y);
+                    }
+                }
+            }
+        }
+    }
+
+    // The correction of a unit, of the two tokens that a lane has of each tile.
+    __device__ __forceinline__ void correct(const int* sums, int token, int tokens, int units) {
+        #pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+            #pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int mine = token + 8 * j + threadIdx.x % 4 * 2 + e;
+                if (mine < tokens) correction[j][e] += __ldg(sums + static_cast<long long>(mine) * units);
+            }
+        }
+    }
+
+    // A group ends: scale points to it, in the first row of the matrix.
+    __device__ __forceinline__ void flush(const float* scale, int row, int n, long long stride) {
+        #pragma unroll
+        for (int i = 0; i < kSlabs; ++i) {
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int mine = row + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+                const float gain = mine < n ? __ldg(scale + mine * stride) : 0.0f;
+                #pragma unroll
+                for (int j = 0; j < kTiles; ++j) {
+                    #pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        number& sum = now[i][j][2 * half + e];
+                        if constexpr (kQuantized) sum -= correction[j][e];
+                        float& total = flushed[i][j][2 * half + e];
+                        total = fmaf(static_cast<float>(sum), gain, total);
+                        sum = 0;
+                    }
+                }
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < kTiles; ++j) correction[j][0] = correction[j][1] = 0;
+    }
+};
+
+// Sums of the warps that share a tile, to shared memory as [token][row].
+template <typename T>
+__device__ __forceinline__ void gather(T* tile, const Sums& sums, int row, int token, int turn) {
+    #pragma unroll 1
+    for (int k = 0; k < WARPS_K; ++k) {
+        if (turn == k) {
+            #pragma unroll
+            for (int i = 0; i < kSlabs; ++i) {
+                #pragma unroll
+                for (int j = 0; j < kTiles; ++j) {
+                    #pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        T sum;
+                        if constexpr (kGrouped) sum = sums.flushed[i][j][r];
+                        else sum = sums.now[i][j][r];
+                        const int to = token + 8 * j + threadIdx.x % 4 * 2 + r % 2;
+                        T& at = tile[to * kTileStride + row + 16 * i + threadIdx.x % 32 / 4 + r / 2 * 8];
+                        at = k == 0 ? sum : at + sum;
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const int* sums, const double* inverse,
+             out_scalar* y, const __grid_constant__ TernaryShape shape) {
+    const int tiles_n = (shape.n + BLOCK_N - 1) / BLOCK_N;
+    const int row0 = blockIdx.x % tiles_n * BLOCK_N, token0 = blockIdx.x / tiles_n * BLOCK_M;
+    const int warp = threadIdx.x / 32, warp_k = warp / (WARPS_N * WARPS_M);
+    const int row = warp % WARPS_N * kSlabs * 16, token = warp / WARPS_N % WARPS_M * kTiles * 8;
+    const Loader from{codes + row0 * shape.row_bytes, x + token0 * shape.x_stride, shape.n - row0,
+                      shape.tokens - token0};
+    const unsigned shared = ptx::shared_address(dynamic_shared);
+    const int steps = (shape.units + kUnits - 1) / kUnits;
+
+    Sums sums_of_warp;
+    #pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) {
+        if (s < steps) from.load(shared + s * kStageBytes, s * kUnits, shape);
+        ptx::cp_async_commit();
+    }
+    int now = 0, later = kStages - 1;
+    #pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        ptx::cp_async_wait<kStages - 2>();
+        __syncthreads();  // the step's stage is here; everybody is done with the one before, which is filled again
+        if (step + kStages - 1 < steps) from.load(shared + later * kStageBytes, (step + kStages - 1) * kUnits, shape);
+        ptx::cp_async_commit();
+        const unsigned stage = shared + now * kStageBytes;
+        #pragma unroll
+        for (int k = 0; k < kUnits; k += WARPS_K) {
+            const int in_stage = k + warp_k, unit = step * kUnits + in_stage;
+            if (kUnits > WARPS_K && unit >= shape.units) break;
+            sums_of_warp.multiply(stage + in_stage * kWeightUnit, stage + kWeightBytes + in_stage * kActUnit, row, token);
+            if constexpr (kGrouped) {
+                if (unit >= shape.units) break;
+                if constexpr (kQuantized) {
+                    sums_of_warp.correct(sums + token0 * static_cast<long long>(shape.units) + unit, token,
+                                         shape.tokens - token0, shape.units);
+                }
+                const int group = unit / shape.group_units, next = unit + WARPS_K;
+                if (next >= shape.units || next / shape.group_units != group) {
+                    sums_of_warp.flush(scale + row0 * shape.scale_stride + group, row, shape.n - row0,
+                                       shape.scale_stride);
+                }
+            }
+        }
+        now = now + 1 == kStages ? 0 : now + 1;
+        later = later + 1 == kStages ? 0 : later + 1;
+    }
+    ptx::cp_async_wait<0>();  // of groups without copies: nothing is on the way when shared memory changes use
+    __syncthreads();
+
+    // Out through shared memory, four neighbours of a token's row by a thread.
+    typedef Pick<kGrouped, float, number>::type total;
+    total* tile = reinterpret_cast<total*>(dynamic_shared);
+    gather(tile, sums_of_warp, row, token, warp_k);
+    for (int i = threadIdx.x; i < BLOCK_M * (BLOCK_N / 4); i += kThreads) {
+        const int to = i / (BLOCK_N / 4), column = i % (BLOCK_N / 4) * 4;
+        if (token0 + to >= shape.tokens || row0 + column >= shape.n) continue;
+        float result[4];
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int r = min(row0 + column + e, shape.n - 1);
+            const total sum = tile[to * kTileStride + column + e];
+            if constexpr (kQuantized) {
+                double value;
+                if constexpr (kGrouped) value = sum;
+                else value = (sum - __ldg(sums + token0 + to)) * static_cast<double>(__ldg(scale + r * shape.scale_stride));
+                result[e] = before_narrowing<out_scalar>(value * __ldg(inverse + token0 + to));
+            } else {
+                result[e] = kGrouped ? sum : sum * __ldg(scale + r * shape.scale_stride);
+            }
+        }
+        out_scalar* at = y + (token0 + to) * shape.y_stride + row0 + column;
+        if (shape.aligned) {
+            store_four(at, result);
+        } else {
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (row0 + column + e < shape.n) at[e] = narrowed<out_scalar>(result[e]);
+            }
+        }
+    }
+}

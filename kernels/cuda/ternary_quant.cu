@@ -1,0 +1,81 @@
+// What stands before the product of many tokens: int8 activations, or rows that vectors can be copied from.
+//
+//   ternary_quantize   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_quant.cuh) and sums of q, int32:
+//                      one per token, or, GROUPED, one per unit of 64
+//   ternary_pad        x to a copy
+//
+// Both write rows of whole units, zero beyond k. A block per token; x is read twice, the second time from L1 or L2.
+#include "reduce.cuh"
+#include "ternary.cuh"
+#include "ternary_quant.cuh"
+
+typedef DTYPE scalar;
+typedef Activations<scalar> Chunk;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr bool kGrouped = GROUPED;
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize(const scalar* x, signed char* q, double* inverse, int* sums, long long x_stride, int k, int padded,
+                 int whole) {
+    __shared__ unsigned largest_of[kWarps];
+    __shared__ int sum_of[kWarps];
+    __shared__ TokenScale shared_scale;
+    const long long token = blockIdx.x;
+    const scalar* row = x + token * x_stride;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+    unsigned largest = 0;
+    for (int at = threadIdx.x * Chunk::kSize; at < k; at += kThreads * Chunk::kSize) {
+        largest = Chunk::largest(Chunk::get(row, at, k, whole), largest);
+    }
+    largest = __reduce_max_sync(kFullWarp, largest);
+    if (lane == 0) largest_of[warp] = largest;
+    __syncthreads();
+    if (threadIdx.x == 0) {  // double precision takes its time: once
+        for (int w = 1; w < kWarps; ++w) largest = max(largest, largest_of[w]);
+        shared_scale = TokenScale(largest);
+        inverse[token] = shared_scale.inverse;
+    }
+    __syncthreads();
+    const TokenScale scale = shared_scale;
+
+    int sum = 0;
+    for (int first = 0; first < padded; first += kThreads * Chunk::kSize) {  // all lanes stay for the shuffles
+        const int at = first + threadIdx.x * Chunk::kSize;
+        int four = 0;
+        if (at < padded) {
+            unsigned word[Chunk::kSize / 4];
+            Chunk::quantize(Chunk::get(row, at, k, whole), scale, word);
+            detail::write_words<Chunk::kSize>(q + token * padded + at, word);
+            #pragma unroll
+            for (int i = 0; i < Chunk::kSize / 4; ++i) four = byte_sum(word[i], four);
+        }
+        if constexpr (kGrouped) {  // the threads of a unit lie side by side
+            #pragma unroll
+            for (int offset = kUnit / Chunk::kSize / 2; offset > 0; offset /= 2) {
+                four += __shfl_xor_sync(kFullWarp, four, offset);
+            }
+            if (at < padded && at % kUnit == 0) sums[token * (padded / kUnit) + at / kUnit] = four;
+        } else {
+            sum += four;
+        }
+    }
+    if constexpr (!kGrouped) {
+        sum = __reduce_add_sync(kFullWarp, sum);
+        if (lane == 0) sum_of[warp] = sum;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int w = 1; w < kWarps; ++w) sum += sum_of[w];
+            sums[token] = sum;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_pad(const scalar* x, scalar* copy, long long x_stride, int k, int padded) {
+    const long long token = blockIdx.x;
+    for (int at = threadIdx.x * Chunk::kSize; at < padded; at += kThreads * Chunk::kSize) {
+        store<Chunk::kSize>(copy + token * padded + at, Chunk::get(x + token * x_stride, at, k, false));
+    }
+}
