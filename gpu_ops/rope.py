@@ -11,6 +11,7 @@ from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.errors import OptionError
 from gpu_ops.rope_options import axes_of, positions_of, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables
@@ -180,7 +181,10 @@ def _plan(
         longest = checks.integer(who, "seqlen", seqlen, low=0)
     else:  # only some scalings go by it, and on a device it has to be waited for
         longest = max(where.bounds[1] + 1, 0) if scaling.kind in _BY_LENGTH or not arrays.on_cuda else 0
-    inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
+    with np.errstate(over="ignore"):
+        inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
+    if not np.isfinite(inv_freq).all():
+        raise OptionError(f"{who}: theta={theta:g} makes frequencies infinite")
     attention_factor = scaling.attention_factor_at(longest)
     outs = _outs(who, arrays, inputs, out)
     choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))
@@ -272,7 +276,8 @@ def _bshd(x: Array, layout: str) -> Array:
 def _like(arrays: Arrays, x: Array, name: str) -> Array:
     """A result like x, with tokens and heads in the order in which they lie in x's memory."""
     tokens, heads = x.ndim - 3, x.ndim - 2
-    if abs(x.strides[tokens]) >= abs(x.strides[heads]):
+    inner = min(x.shape[tokens], x.shape[heads]) > 1 and 0 < abs(x.strides[tokens]) < abs(x.strides[heads])
+    if not inner:
         return arrays.new(x.shape, x.dtype, name)
     shape = (*x.shape[:tokens], x.shape[heads], x.shape[tokens], x.shape[-1])
     return arrays.new(shape, x.dtype, name).swapaxes(tokens, heads)

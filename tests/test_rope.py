@@ -116,6 +116,16 @@ def test_packed_sequences_equal_the_same_sequences_in_a_batch(dtype, backend, rn
     np.testing.assert_array_equal(rope(q, **backend), rope(q[None], **backend)[0])
 
 
+def test_results_lie_in_memory_as_the_inputs(backend, rng):
+    q = random(rng, (2, 9, 4, 16), np.float32)
+    turned = np.ascontiguousarray(q.swapaxes(1, 2)).swapaxes(1, 2)
+    for x in (q, turned, turned[0], q[:, :1], np.broadcast_to(q[:, :1], q.shape)):
+        y = rope(x, **backend)
+        if x is turned or x.ndim == 3:
+            y = y.swapaxes(-3, -2)
+        assert y.flags.c_contiguous
+
+
 def test_layout_bhsd_is_a_transposed_view(dtype, backend, rng):
     q, k = random(rng, (2, 4, 9, 16), dtype), random(rng, (2, 2, 9, 16), dtype)
     options = {"positions": np.arange(18).reshape(2, 9)}

@@ -19,6 +19,7 @@ from gpu_ops.devices import EmulatorDevice
 from gpu_ops.kernels import cubin, jit
 from gpu_ops.kernels import rope as kernels
 from gpu_ops.presets import ARCHES, PRESETS
+from gpu_ops.reference import rope as reference
 from gpu_ops.rope_tables import clear_rope_tables, turns
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -134,6 +135,36 @@ def test_each_element_moves_once(dtype, options, rng):
     assert len(vectors) == 4
     assert {i.sectors_per_128_bytes for i in vectors} == {4.0}
     assert sum(i.global_bytes for i in vectors) == 2 * (q.nbytes + k.nbytes)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_that_share_a_thread(interleaved, layout, monkeypatch, rng):
+    """As on a device that is full: the same bits as with a head per thread, for fewer instructions."""
+    axes = (2, 5, 45, 128) if layout == "bshd" else (2, 45, 5, 128)
+    q = random(rng, axes, BF16)
+    k = random(rng, (2, 5, 3, 128) if layout == "bshd" else (2, 3, 5, 128), BF16)
+    options = {"interleaved": interleaved, "layout": layout, **RAW}
+    with emulator.record() as profiles:
+        want = rope(q, k, **options)
+        monkeypatch.setattr(kernels, "_RESIDENT", 1)
+        got = rope(q, k, **options)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+    pairs = (q.size + k.size) // 2
+    alone, shared = (p.counts.lanes / pairs for p in profiles)
+    assert alone <= 72, "of the PTX, of which ptxas saves a part; measured: 64 to 71"
+    assert shared <= 24, "measured: 18 to 22"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_more_units_than_a_block_has_threads(interleaved, rng):
+    q = random(rng, (1, 3, 2, 1103), F32)
+    options = {"rotary_dim": 1002, "interleaved": interleaved, "positions": 50}
+    want = reference.rope(q, **{**options, "positions": 50 + np.arange(3)}, precision="float64")
+    np.testing.assert_allclose(rope(q, **options, **RAW), want, rtol=0, atol=2.0**-22 * np.abs(q).max())
 
 
 @needs_nvrtc

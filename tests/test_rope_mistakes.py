@@ -118,3 +118,8 @@ def test_shifted_overlap_is_refused():
     with pytest.raises(ShapeError, match="shares memory with q"):
         rope(room[:, :8], out=room[:, 1:])
     assert (room == 1).all()
+
+
+def test_a_base_whose_frequencies_overflow():
+    with pytest.raises(OptionError, match=r"rope: theta=1e-320 makes frequencies infinite"):
+        rope(np.ones((1, 2, 1, 128), np.float32), theta=1e-320)
