@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gpu_ops.dispatch import has_cuda_kernels
-from perf import compare, emulate, limits, machine, report
+from perf import compare, emulate, limits, machine, report, roofline
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
@@ -67,6 +67,11 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     if not one_op:
         p.add_argument("--op", nargs="+", choices=bench_names(), default=(), help="default: all")
     p.add_argument("--grid", default="", metavar="NAME", help="attention: field, gqa or decode, for GPUs")
+    p.add_argument(
+        "--roofline",
+        action="store_true",
+        help="attention: upper bounds from the cards' data sheets; measures nothing and needs no GPU",
+    )
     p.add_argument("--list", action="store_true", help="print the cases and measure nothing")
     p.add_argument("--save", metavar="DIR", help="write the results as JSON into this folder")
     p.add_argument("--compare", metavar="OLD.json", help="flag regressions against a saved run")
@@ -115,6 +120,10 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     if args.list:
         print("\n".join(case.key for name in names for case in cases(name, config)))
         return 0
+    if args.roofline:
+        if "attention" not in names or "float64" in args.dtype:
+            p.error("--roofline: of attention only, and tensor cores have no float64 for it")
+        return roofline.run(config.dtypes, unique(args.seqlen), report.make_console())
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
     os.environ["GPU_OPS_DEVICE"] = config.device  # NumPy arrays may otherwise be sent to a GPU

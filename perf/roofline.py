@@ -1,0 +1,167 @@
+"""An upper bound of attention's speed on every card, from its data sheet: which unit limits which tile. No GPU.
+
+A block multiplies BLOCK_M rows with BLOCK_N keys at a time. Every unit has a share of the work of such a tile; at
+best all of them are busy at once, and the slowest sets the pace:
+
+========  ====================================================================  =================================
+unit      work of a tile                                                        rate
+========  ====================================================================  =================================
+tensor    2 BLOCK_M BLOCK_N (d + dv) operations, of float32 three times         the card's peak
+shared    K and V: written once, read by each warp that has rows of its own;    128 bytes per clock and SM
+          Q, where it is not in registers: read by each warp that shares rows
+exp2      BLOCK_M BLOCK_N, on the MUFU                                          16 per clock and SM, sm_75 to sm_120
+issue     multiplications of 16 x 8 x 16, loads of fragments, copies of 16      4 warps per clock and SM
+          bytes; of a score scale, exp2, maximum, sum, half a conversion; of
+          float32 multiplications of 16 x 8 x 8, three instructions to cut a
+          word of a fragment in two, four to add three products up
+L2        K and V                                                               64 bytes per clock and SM
+memory    of the whole problem: q, k, v and out once                            the card's bandwidth
+========  ====================================================================  =================================
+
+Clocks are boost clocks and all SMs are busy to the end. What is left out can only lower the bound: latency, barriers,
+what the L2 cache itself delivers, power. On sm_90 and sm_100 the peak is that of wgmma and tcgen05, which mma.sync,
+the instruction of this kernel, does not reach: there the bound is a loose one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from gpu_ops.kernels.attention_config import Config, DeviceLimits, Problem, select_config
+from gpu_ops.kernels.attention_shape import q_in_registers
+from gpu_ops.presets import PRESETS, DevicePreset, select_preset
+from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
+from perf.case import DTYPES
+from perf.report import short_dtype
+
+SHARED, EXP2, ISSUE, L2 = 128, 16, 4, 64  # per clock and SM
+UNITS = ("tensor", "shared", "exp2", "issue", "L2", "memory")
+TITLE = "attention, forward: upper bounds from data sheets, not measured"
+CAPTION = (
+    "TFLOPS: by the operations that the formula counts, at most · percentages: how busy each unit is then, full "
+    "attention; the one at 100 % is the limit · of peak: the bound over the card's peak"
+)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that each unit is busy with a problem."""
+
+    config: Config
+    flops: float
+    seconds: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.seconds[self.limit] / 1e12
+
+
+def bound(card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False) -> Bound:
+    """For the tile that ``select_config`` takes on this card."""
+    itemsize = DTYPES[dtype].itemsize
+    problem = Problem(
+        itemsize, shape.batch, shape.nheads, shape.nheads_kv, shape.seqlen_q, shape.seqlen_k,
+        shape.head_dim, shape.head_dim, mask="kCausal" if causal else "kNone",
+    )  # fmt: skip
+    config = select_config(problem, DeviceLimits(card.sms, card.arch.smem_per_block_optin))
+    tiles = count_tiles(shape, config, causal)
+    flops, clocks = work(config, itemsize)
+    seconds = {"tensor": tiles * flops / peak(card, dtype)}
+    seconds |= {unit: tiles * n / (card.sms * card.boost_mhz * 1e6) for unit, n in clocks.items()}
+    seconds["memory"] = shape.nbytes(itemsize) / (card.memory_gbps * 1e9)
+    return Bound(config, shape.flops(causal=causal), seconds)
+
+
+def peak(card: DevicePreset, dtype: str) -> float:
+    """Operations per second on tensor cores; float32 takes three of TF32 for one."""
+    tflops = card.peaks.tf32 if dtype == "float32" else getattr(card.peaks, dtype, None)
+    if tflops is None:
+        raise ValueError(f"{card.name} has no {dtype} on tensor cores")
+    return float(tflops) * 1e12 / (3 if dtype == "float32" else 1)
+
+
+def count_tiles(shape: Shape, config: Config, causal: bool) -> int:
+    """BLOCK_M x BLOCK_N tiles that some row sees, of all heads, sequences and parts of the values."""
+    group = shape.nheads // shape.nheads_kv if config.pack_gqa else 1
+    rows, tile = shape.seqlen_q * group, config.tile
+    count = 0
+    for first in range(0, rows, tile.block_m):
+        last_query = (min(first + tile.block_m, rows) - 1) // group
+        keys = (
+            min(last_query + 1, shape.seqlen_q) + shape.seqlen_k - shape.seqlen_q
+            if causal
+            else shape.seqlen_k
+        )
+        count += -(-max(keys, 0) // tile.block_n)
+    return count * shape.nheads // group * shape.batch * config.value_parts
+
+
+def work(config: Config, itemsize: int) -> tuple[float, dict[str, float]]:
+    """(operations, clocks of an SM by unit) of a tile."""
+    t, d, dv = config.tile, config.head_dim, config.head_dim_v
+    products = t.block_m * t.block_n * (d + dv)
+    scores = t.block_m * t.block_n
+    arriving = t.block_n * (d + dv) * itemsize
+    k_read, v_read = (t.warps_m * t.block_n * columns * itemsize for columns in (d, dv))
+    held = q_in_registers(itemsize, t.block_m, t.block_n, t.warps_m, t.warps_n, d, dv)
+    q_read = 0 if held else t.warps_n * t.block_m * d * itemsize
+    half = itemsize == 2
+    # ldmatrix.x4 and cp.async move 16 bytes a lane.
+    instructions = (k_read + q_read + arriving) / 512 + 4 * scores / 32
+    if half:
+        instructions += products / (16 * 8 * 16) + v_read / 512 + 0.5 * scores / 32
+    else:
+        words = (k_read + v_read + q_read) / 4 + scores  # of fragments, P among them
+        instructions += (3 + 4) * products / (16 * 8 * 8) + v_read / 128 + 3 * words / 32
+    clocks = {
+        "shared": (arriving + k_read + v_read + q_read) / SHARED,
+        "exp2": scores / EXP2,
+        "issue": instructions / ISSUE,
+        "L2": arriving / L2,
+    }
+    return 2 * products, clocks
+
+
+def run(dtypes: Sequence[str], seqlens: Sequence[int], console: Console) -> int:
+    """Print the bounds of the field's grid; ``GPU_OPS_ARCH`` selects one card. Returns the exit code."""
+    if os.environ.get("GPU_OPS_ARCH"):
+        cards = [select_preset()]
+    else:
+        cards = [card for card in PRESETS.values() if not card.generic]
+    cards = [card for card in cards if card.arch.compute_capability >= (8, 0)]  # sm_75 has no such kernel
+    console.print(table(cards, dtypes or ("bfloat16",), seqlens or (4096,)))
+    console.print(f"[dim]{CAPTION}[/]")
+    return 0 if cards else 1
+
+
+def table(cards: Sequence[DevicePreset], dtypes: Sequence[str], seqlens: Sequence[int]) -> Table:
+    grid = Table(title=TITLE, title_justify="left", title_style="bold", pad_edge=False)
+    for name in ("card", "shape", "dtype", "tile"):
+        grid.add_column(name, no_wrap=True)
+    for name in ("TFLOPS full", "causal", "of peak", *UNITS):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for card in cards:
+        for dtype in dtypes:
+            for head_dim in FIELD_HEAD_DIMS:
+                for seqlen in seqlens:
+                    heads = WIDTH // head_dim
+                    shape = Shape(max(1, TOKENS // seqlen), seqlen, seqlen, heads, heads, head_dim)
+                    grid.add_row(card.name, str(shape), short_dtype(dtype), *cells(card, shape, dtype))
+    return grid
+
+
+def cells(card: DevicePreset, shape: Shape, dtype: str) -> list[str]:
+    full, causal = (bound(card, shape, dtype, causal=causal) for causal in (False, True))
+    tile, longest = full.config.tile, full.seconds[full.limit]
+    name = f"{tile.block_m} x {tile.block_n}, {tile.warps} warps"
+    speeds = [f"{full.tflops:.0f}", f"{causal.tflops:.0f}", f"{1e12 * full.tflops / peak(card, dtype):.0%}"]
+    return [name, *speeds, *(f"{full.seconds[unit] / longest:.0%}" for unit in UNITS)]
