@@ -121,5 +121,5 @@ def test_shifted_overlap_is_refused():
 
 
 def test_a_base_whose_frequencies_overflow():
-    with pytest.raises(OptionError, match=r"rope: theta=1e-320 makes frequencies infinite"):
+    with pytest.raises(OptionError, match=r"rope: theta=.*e-32. makes frequencies infinite"):
         rope(np.ones((1, 2, 1, 128), np.float32), theta=1e-320)
