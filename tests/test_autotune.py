@@ -325,3 +325,21 @@ def test_the_stopwatch_keeps_the_device_busy_while_the_host_enqueues(monkeypatch
     log.clear()
     stopwatch(lambda: log.append("run"))
     assert log == ["fill"] * 7 + ["record", "run", "record", "wait"]  # 2 * 3.1 ms at 1 ms each
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, monkeypatch, rng):
+    """The real stopwatch: the winner is used, and gives the same result."""
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
+    tuning.forget()
+    q, k, v = (cupy.asarray(rng.standard_normal((2, 512, 8, 64)).astype(np.float16)) for _ in range(3))
+    before = gpu_ops.attention(q, k, v, causal=True)
+    report = gpu_ops.autotune("attention", q, k, v, causal=True)
+    assert report.path.is_file()
+    assert report.seconds[report.winner] <= 1.01 * min(report.seconds.values())
+    assert all(1e-7 < seconds < 1 for seconds in report.seconds.values())
+    assert report.winner in str(gpu_ops.explain("attention", q, k, v, causal=True))
+    after = gpu_ops.attention(q, k, v, causal=True)
+    np.testing.assert_allclose(cupy.asnumpy(after), cupy.asnumpy(before), rtol=0, atol=2e-3)
+    tuning.forget()
