@@ -24,7 +24,7 @@ Array = Any  # of the device: numpy.ndarray or cupy.ndarray
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
-_MAX_GRID_Y = 65535
+_MAX_GRID, _MAX_GRID_Y = 2**31 - 1, 65535
 
 # Heads per thread: they share the 25 instructions of each angle, where a pair takes about 8. As many as it takes to
 # have all threads on the device at once; more than this gain little.
@@ -117,12 +117,12 @@ def rope(
     in_place = all(address(x) == address(y) for x, y in zip(inputs, outputs, strict=True))
     tail = 0 if in_place else head_dim - rotary_dim
     if backend == "numba":
-        from gpu_ops.kernels.numba_cuda.rope import THREADS, kernel
+        from gpu_ops.kernels.numba_cuda import rope as twins
 
-        twin = kernel(q.dtype.name, "" if positions is None else positions.dtype.name)
+        twin = twins.kernel(q.dtype.name, "" if positions is None else positions.dtype.name)
         numbers = (first, int(interleaved), tail, cos_scale, sin_scale)
         args = (q, k, q_out, k_out, 0 if positions is None else positions, frequencies, *numbers)
-        device.launch(twin, (tokens, 1, 1), (THREADS, 1, 1), args)
+        device.launch(twin, (min(tokens, _MAX_GRID), 1, 1), (twins.THREADS, 1, 1), args)
         return
 
     arrays = {"q": q, "k": k, "q_out": q_out, "k_out": k_out}
@@ -130,27 +130,21 @@ def rope(
         tokens, nheads, nheads_kv, rotary_dim, tail, q.dtype.itemsize,
         alignment=_alignment(arrays.values()), tokens_inner=_tokens_inner(q if nheads else k), sms=device.sms,
     )  # fmt: skip
-    shape = np.zeros((), _SHAPE)
-    for name, array in arrays.items():
-        shape[name] = tuple(stride // array.dtype.itemsize for stride in array.strides[:3])
-    numbers_by_name = {
-        "first": first, "tokens": tokens, "seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv,
-        "q_blocks": config.q_blocks, "rotary_dim": rotary_dim, "tail": tail,
-        "cos_scale": cos_scale, "sin_scale": sin_scale,
+    fields: dict[str, Any] = {
+        name: tuple(stride // x.dtype.itemsize for stride in x.strides[:3]) for name, x in arrays.items()
+    } | {
+        "positions_batch": 0, "positions_seqlen": 0, "first": first, "tokens": tokens, "seqlen": seqlen,
+        "nheads": nheads, "nheads_kv": nheads_kv, "q_blocks": config.q_blocks, "position_bytes": 0,
+        "rotary_dim": rotary_dim, "tail": tail, "cos_scale": cos_scale, "sin_scale": sin_scale,
     }  # fmt: skip
     if positions is not None:
-        by_batch, by_token = (stride // positions.dtype.itemsize for stride in positions.strides)
-        numbers_by_name |= {
-            "positions_batch": by_batch if positions.shape[0] > 1 else 0,
-            "positions_seqlen": by_token,
-            "position_bytes": positions.dtype.itemsize,
-        }
-    for name, number in numbers_by_name.items():
-        shape[name] = number
+        size = fields["position_bytes"] = positions.dtype.itemsize
+        fields["positions_batch"] = positions.strides[0] // size if positions.shape[0] > 1 else 0
+        fields["positions_seqlen"] = positions.strides[1] // size
+    shape = np.array(tuple(fields[name] for name in _SHAPE.fields or ()), _SHAPE)[()]
     pointers = (*arrays.values(), frequencies if positions is None else positions, frequencies)
-    device.launch(
-        _kernel(config, q.dtype.name, interleaved), config.grid, config.block, (*pointers, shape[()])
-    )
+    kernel = _kernel(config, q.dtype.name, interleaved)
+    device.launch(kernel, config.grid, config.block, (*pointers, shape))
 
 
 def variants(arch: str) -> Iterator[Variant]:
