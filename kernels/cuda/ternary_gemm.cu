@@ -240,26 +240,36 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
     ptx::cp_async_wait<0>();  // of groups without copies: nothing is on the way when shared memory changes use
     __syncthreads();
 
-    // Out through shared memory, four neighbours of a token's row by a thread.
+    // Out through shared memory; a thread has the same four rows of all its tokens.
     typedef Pick<kGrouped, float, number>::type total;
     total* tile = reinterpret_cast<total*>(dynamic_shared);
     gather(tile, sums_of_warp, row, token, warp_k);
-    for (int i = threadIdx.x; i < BLOCK_M * (BLOCK_N / 4); i += kThreads) {
-        const int to = i / (BLOCK_N / 4), column = i % (BLOCK_N / 4) * 4;
-        if (token0 + to >= shape.tokens || row0 + column >= shape.n) continue;
+    constexpr int kAcross = BLOCK_N / 4;
+    static_assert(kThreads % kAcross == 0, "a thread's rows are the same for all tokens");
+    const int column = threadIdx.x % kAcross * 4, here = shape.n - row0 - column;
+    if (here <= 0) return;
+    float gain[4];
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        gain[e] = kGrouped ? 1.0f : __ldg(scale + (row0 + column + min(e, here - 1)) * shape.scale_stride);
+    }
+    for (int to = threadIdx.x / kAcross; to < min(BLOCK_M, shape.tokens - token0); to += kThreads / kAcross) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(tile + to * kTileStride + column);
+        const unsigned sum[4] = {bits.x, bits.y, bits.z, bits.w};
         float result[4];
-        #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int r = min(row0 + column + e, shape.n - 1);
-            const total sum = tile[to * kTileStride + column + e];
-            if constexpr (kQuantized) {
+        if constexpr (kQuantized) {
+            const double by = __ldg(inverse + token0 + to);
+            const int correction = kGrouped ? 0 : __ldg(sums + token0 + to);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
                 double value;
-                if constexpr (kGrouped) value = sum;
-                else value = (sum - __ldg(sums + token0 + to)) * static_cast<double>(__ldg(scale + r * shape.scale_stride));
-                result[e] = before_narrowing<out_scalar>(value * __ldg(inverse + token0 + to));
-            } else {
-                result[e] = kGrouped ? sum : sum * __ldg(scale + r * shape.scale_stride);
+                if constexpr (kGrouped) value = __uint_as_float(sum[e]);
+                else value = (static_cast<int>(sum[e]) - correction) * static_cast<double>(gain[e]);
+                result[e] = before_narrowing<out_scalar>(value * by);
             }
+        } else {
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) result[e] = __uint_as_float(sum[e]) * gain[e];
         }
         out_scalar* at = y + (token0 + to) * shape.y_stride + row0 + column;
         if (shape.aligned) {
@@ -267,7 +277,7 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
         } else {
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (row0 + column + e < shape.n) at[e] = narrowed<out_scalar>(result[e]);
+                if (e < here) at[e] = narrowed<out_scalar>(result[e]);
             }
         }
     }

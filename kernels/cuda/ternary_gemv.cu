@@ -1,7 +1,7 @@
 // y = x W^T with ternary weights and few tokens, one launch: every block quantises the tokens for itself.
 //
 //   x       (tokens, k)       DTYPE, row stride in elements; tokens <= TOKENS
-//   codes   (n, row_bytes)    w2: ternary.cuh
+//   codes   (n, row_bytes)    w2: ternary.cuh; n >= ROWS
 //   scale   (1 or n, groups)  float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
 //   y       (tokens, n)       DTYPE
 //
@@ -22,6 +22,7 @@
 // time, a chunk of each: chunk c therefore lies at c ^ (c / 8 % 4), which puts them in different banks.
 //
 // Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; GROUPED: groups > 1, flushed to float after each vector.
+#include "ptx.cuh"
 #include "reduce.cuh"
 #include "scalar.cuh"
 #include "ternary.cuh"
@@ -40,7 +41,7 @@ extern __shared__ uint4 dynamic_shared[];  // q, then with groups the sum of eac
 
 struct Shared {
     unsigned largest[kWarps][kTokens];
-    int sums[kWarps][kTokens];
+    int sums[kWarps][kTokens], sum[kTokens];
     TokenScale scale[kTokens];
 };
 
@@ -50,9 +51,9 @@ __device__ __forceinline__ int* unit_sums(int token, int steps) {
     return reinterpret_cast<int*>(dynamic_shared + kTokens * steps * (kStepCodes / 16)) + token * steps * kStepUnits;
 }
 
-// Fills q and its sums; returns those of the whole tokens, the same in all threads.
+// Fills q and its sums.
 __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long long x_stride, int tokens, int k,
-                                         int steps, bool whole, int (&sum)[kTokens]) {
+                                         int steps, bool whole) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -100,62 +101,73 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
         if (lane == 0) shared.sums[warp][t] = mine;
     }
     __syncthreads();
-    #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-        sum[t] = 0;
-        #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum[t] += shared.sums[w][t];
+    if (threadIdx.x < kTokens) {
+        int sum = 0;
+        for (int w = 0; w < kWarps; ++w) sum += shared.sums[w][threadIdx.x];
+        shared.sum[threadIdx.x] = sum;
     }
+    __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, scalar* y, long long x_stride,
-             long long row_bytes, long long scale_stride, long long y_stride, int tokens, int n, int k,
-             int group_units, int whole) {
+             long long scale_stride, long long y_stride, int row_bytes, int tokens, int n, int k, int group_units,
+             int whole) {
     __shared__ Shared shared;
     const int lane = threadIdx.x % 32;
-    const int units = static_cast<int>(row_bytes / 16), steps = (units + kStepUnits - 1) / kStepUnits;
+    const int units = row_bytes / 16, steps = (units + kStepUnits - 1) / kStepUnits;
     const int stride = gridDim.x * kWarps * kRows;
-    int row = (blockIdx.x * kWarps + threadIdx.x / 32) * kRows;
 
+    // The last rows are taken kRows at a time too: some of them again, to be left alone at the end.
+    int row = (blockIdx.x * kWarps + threadIdx.x / 32) * kRows;
+    const auto first_unit = [&](int row) {
+        return codes + static_cast<long long>(min(row, n - kRows)) * row_bytes + lane * 16;
+    };
+    const unsigned char* from = first_unit(row);
     uint4 next[kAhead][kRows], now[kAhead][kRows];
-    const auto fetch = [&](int first, int step) {
+    const auto fetch = [&](int step) {
         #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
-            const int unit = (step + a) * kStepUnits + lane;
+            const bool exists = (step + a) * kStepUnits + lane < units;
             #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                next[a][r] = make_uint4(0, 0, 0, 0);
-                if (first + r < n && unit < units) {
-                    next[a][r] = __ldcs(reinterpret_cast<const uint4*>(codes + (first + r) * row_bytes) + unit);
-                }
+                const unsigned char* at = from + r * row_bytes + a * kStepUnits * 16;
+                next[a][r] = exists ? __ldcs(reinterpret_cast<const uint4*>(at)) : make_uint4(0, 0, 0, 0);
             }
         }
+        from += kAhead * kStepUnits * 16;
     };
-    fetch(row, 0);
-    int token_sum[kTokens];
-    quantize(shared, x, x_stride, tokens, k, steps, whole, token_sum);
+    fetch(0);
+    quantize(shared, x, x_stride, tokens, k, steps, whole);
+    unsigned acts[4];  // where the lane's four chunks of the first step lie
+    #pragma unroll
+    for (int w = 0; w < 4; ++w) acts[w] = ptx::shared_address(dynamic_shared) + swizzled(lane * 4 + w) * 16;
 
     for (; row < n; row += stride) {
+        const int base = min(row, n - kRows);
         PlaneSums sums[kRows][kTokens] = {};
-        float grouped[kRows][kTokens] = {};
+        float grouped[kGrouped ? kRows : 1][kTokens] = {};
         for (int step = 0; step < steps; step += kAhead) {
             #pragma unroll
             for (int a = 0; a < kAhead; ++a) {
                 #pragma unroll
                 for (int r = 0; r < kRows; ++r) now[a][r] = next[a][r];
             }
-            const bool more = step + kAhead < steps;
-            fetch(more ? row : row + stride, more ? step + kAhead : 0);
+            if (step + kAhead < steps) {
+                fetch(step + kAhead);
+            } else if (row + stride < n) {
+                from = first_unit(row + stride);
+                fetch(0);
+            }
             #pragma unroll
             for (int a = 0; a < kAhead; ++a) {
                 if (kAhead > 1 && step + a >= steps) break;
                 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
+                for (int t = 0; t < kTokens; ++t) {
+                    const int offset = (t * steps + step + a) * kStepCodes;
                     #pragma unroll
-                    for (int t = 0; t < kTokens; ++t) {
-                        const int chunk = ((t * steps + step + a) * kStepUnits + lane) * 4 + (w ^ (lane >> 1 & 3));
-                        const uint4 q = dynamic_shared[chunk];
+                    for (int w = 0; w < 4; ++w) {
+                        const uint4 q = ptx::load_shared4(acts[w] + offset);
                         #pragma unroll
                         for (int r = 0; r < kRows; ++r) {
                             const uint4& v = now[a][r];
@@ -167,8 +179,8 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
                     const int unit = (step + a) * kStepUnits + lane;
                     #pragma unroll
                     for (int r = 0; r < kRows; ++r) {
-                        const bool exists = row + r < n && unit < units;
-                        const float gain = exists ? __ldg(scale + (row + r) * scale_stride + unit / group_units) : 0.0f;
+                        const float gain =
+                            unit < units ? __ldg(scale + (base + r) * scale_stride + unit / group_units) : 0.0f;
                         #pragma unroll
                         for (int t = 0; t < kTokens; ++t) {
                             const int sum = sums[r][t].total() - unit_sums(t, steps)[unit];
@@ -179,9 +191,9 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
                 }
             }
         }
-        // Each sum is finished by a lane of its own.
-        double value = 0.0;
-        int mine_row = 0, mine_token = kTokens;
+        // Each of the warp's results is finished by a lane of its own.
+        int whole_sum = 0;
+        float grouped_sum = 0.0f;
         #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             #pragma unroll
@@ -189,19 +201,19 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
                 const bool mine = lane == r * kTokens + t;
                 if constexpr (kGrouped) {
                     const float total = warp_sum(grouped[r][t], 32);
-                    if (mine) value = total;
+                    grouped_sum = mine ? total : grouped_sum;
                 } else {
-                    const int total = __reduce_add_sync(kFullWarp, sums[r][t].total()) - token_sum[t];
-                    if (mine) value = total;
+                    const int total = __reduce_add_sync(kFullWarp, sums[r][t].total());
+                    whole_sum = mine ? total : whole_sum;
                 }
-                if (mine) mine_row = r, mine_token = t;
             }
         }
-        if (mine_token < tokens && row + mine_row < n) {
-            const int to = row + mine_row;
-            if constexpr (!kGrouped) value *= static_cast<double>(__ldg(scale + to * scale_stride));
-            value *= shared.scale[mine_token].inverse;
-            y[mine_token * y_stride + to] = narrowed<scalar>(before_narrowing<scalar>(value));
+        const int t = lane % kTokens, to = base + lane / kTokens;
+        if (lane < kRows * kTokens && t < tokens && to >= row) {
+            double value;
+            if constexpr (kGrouped) value = grouped_sum;
+            else value = (whole_sum - shared.sum[t]) * static_cast<double>(__ldg(scale + to * scale_stride));
+            y[t * y_stride + to] = narrowed<scalar>(before_narrowing<scalar>(value * shared.scale[t].inverse));
         }
     }
 }

@@ -23,6 +23,13 @@ __device__ __forceinline__ int dp4a(unsigned codes, unsigned q, int sum) {
     return sum;
 }
 
+__device__ __forceinline__ uint4 load_shared4(unsigned address) {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(address));
+    return words;
+}
+
 }  // namespace ptx
 
 // Four sums, of planes 0 to 3: of 1, 4, 16 and 64 times the products. Half an instruction per weight and product:

@@ -26,13 +26,6 @@ __device__ __forceinline__ void mma_codes(IntAccumulator& c, const Operand& a, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ uint4 load_shared4(unsigned address) {
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(address));
-    return words;
-}
-
 __device__ __forceinline__ unsigned subtract_f16x2(unsigned x, unsigned y) {
     unsigned z;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
