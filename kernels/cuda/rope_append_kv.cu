@@ -171,7 +171,8 @@ __device__ __forceinline__ Place place_of(int b, int s, int row, const int* bloc
     const int i = block_table != nullptr ? row / shape.page_size : 0;
     if (row < 0 || i >= shape.max_pages) return {-1, 0};
     const int page = block_table != nullptr ? block_table[b * shape.block_table + i] : b;
-    return {page < shape.num_pages ? page : -1, row - i * shape.page_size};
+    const int in_page = row - i * shape.page_size;
+    return {page < shape.num_pages && in_page < shape.page_size ? page : -1, in_page};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
