@@ -23,7 +23,7 @@ template <int N> struct Rotation {
     float cos[N], sin[N];
 };
 
-// cos and sin of a turn: off by 1.4 units in the last place at most.
+// cos and sin of a turn: off by 8e-8 at most, 1.3 units in the last place of numbers near 1.
 __device__ __forceinline__ void cos_sin(Turn turn, float& cos, float& sin) {
     const unsigned high = static_cast<unsigned>(turn >> 32);
     const unsigned quadrant = (high + 0x20000000u) >> 30;  // the nearest; from there it is an eighth at most
