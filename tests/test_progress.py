@@ -1,0 +1,55 @@
+"""What is seen of work that takes long: a line in a log, a bar on a terminal, and nothing twice."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from gpu_ops.kernels import progress
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+
+
+def work(advance):
+    for _ in range(2):
+        with progress.visible("compiling"):
+            time.sleep(0.05)
+        advance()
+
+
+def test_a_log_has_one_line_for_all_steps(capsys):
+    with progress.steps("measuring", 2) as advance:
+        work(advance)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("measuring: 0.")
+    with progress.visible("compiling"):
+        time.sleep(0.05)
+    assert capsys.readouterr().err.startswith("compiling: 0.")
+
+
+def test_a_terminal_has_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.steps("measuring", 2) as advance:
+        work(advance)
+    shown = screen.getvalue()
+    assert "measuring" in shown
+    assert "2/2" in shown
+    assert "compiling" not in shown
+
+
+def test_an_error_inside_ends_it():
+    with pytest.raises(KeyError), progress.steps("measuring", 2):
+        raise KeyError
+    assert not progress._in_steps.get()
