@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
-from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.devices import Device, host_function
+from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm_quant_int8"]
 
 
-@op
+@op(cuda=True)
 def rmsnorm_quant_int8(
     x: Any,
     weight: Any,
@@ -94,10 +96,11 @@ def rmsnorm_quant_int8(
         "rowsum": np.int32,
     }
     outs = _outs(name, arrays, x_, types, out)
-    choice = choose(name, device, backend)
+    cannot = {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
+    choice = choose(name, device, backend, arrays, cannot=cannot)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
-    def run() -> Any:
+    def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import rmsnorm as reference
 
@@ -108,34 +111,50 @@ def rmsnorm_quant_int8(
             )
             for target, value in zip(outs, results[:3], strict=bool(outs)):
                 target[...] = value
-        else:
-            from gpu_ops.kernels.numba_cpu import rmsnorm_quant as kernels
+            return results
+        shapes = (x_.shape, x_.shape[:-1], x_.shape[:-1])
+        results = outs or [
+            arrays.new(n, t, label) for n, (label, t) in zip(shapes, types.items(), strict=True)
+        ]
+        s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
+        host_function("rmsnorm_quant.forward", on, choice.backend)(
+            as_rows(x_),
+            weight_,
+            None if residual_ is None else as_rows(residual_),
+            as_rows(results[0]),
+            results[1].reshape(-1),
+            results[2].reshape(-1),
+            None if s is None else as_rows(s),
+            eps=eps,
+            weight_offset=weight_offset,
+            llama=mode == "llama",
+        )
+        return results if s is None else [*results, s]
 
-            shapes = (x_.shape, x_.shape[:-1], x_.shape[:-1])
-            results = outs or [arrays.new(n, t) for n, t in zip(shapes, types.values(), strict=True)]
-            s = None if residual_ is None else arrays.new(x_.shape, x_.dtype)
-            kernels.forward(
-                as_rows(x_),
-                weight_,
-                None if residual_ is None else as_rows(residual_),
-                as_rows(results[0]),
-                results[1].reshape(-1),
-                results[2].reshape(-1),
-                None if s is None else as_rows(s),
-                eps=eps,
-                weight_offset=weight_offset,
-                llama=mode == "llama",
-            )
-            results = results if s is None else [*results, s]
-        given = [arrays.give(r) for r in results]
-        return tuple(given) if out is None else (*out, *given[3:])
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            given = [arrays.give(r) for r in compute(on)]
+            return tuple(given) if out is None else (*out, *given[3:])
 
-    config = "NumPy, float64"
-    if choice.backend == "numba":
-        from gpu_ops.kernels.numba_cpu import rmsnorm
+    return Plan(
+        name,
+        choice,
+        lambda: f"{rows} rows of {cols} {dtype} to int8, casting {mode}",
+        lambda: _config(choice, rows, cols, arrays, compute),
+        run,
+    )
 
-        config = rmsnorm.config(rows, cols)
-    return Plan(name, choice, f"{rows} rows of {cols} {dtype} to int8, casting {mode}", config, run)
+
+def _config(
+    choice: Choice, rows: int, cols: int, arrays: Arrays, compute: Callable[[Device | None], Any]
+) -> str:
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
+    if choice.backend == "reference":
+        return "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+
+    return kernels.config(rows, cols)
 
 
 def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, type], out: Any) -> list[Array]:

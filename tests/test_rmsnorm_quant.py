@@ -13,6 +13,7 @@ import gpu_ops
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.reference import rmsnorm as reference
 
+DEVICES = ("cpu", "emulator", "cuda")
 CASTINGS = ["fp32", "llama", "gemma"]
 SHAPES = [(1,), (7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
 
