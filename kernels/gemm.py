@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -69,7 +69,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Work:
-    """One launch: pairs of operands alike in shape, those of ``a`` in strides too, and what becomes of the products."""
+    """One launch: pairs of operands alike in shape (``a``: in strides too), and what becomes of the products."""
 
     a: tuple[Operand, ...]
     b: tuple[Operand, ...]
@@ -281,54 +281,42 @@ def _strides(arrays: Iterable[Array]) -> tuple[int, int]:
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """The CUDA C++ kernels of a gated MLP, forward and backward, in every type, aligned and not, by tokens."""
+    """The CUDA C++ kernels of a Llama-3-8B's MLP, forward and backward, by tokens; some of them unaligned."""
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
     limits = DeviceLimits(100, smem_per_block_optin(arch))
-    seen = set()
     for work in _representative():
         (m, n), k = work.out[0].shape, work.a[0].k
         itemsize, gate = work.a[0].array.dtype.itemsize, work.epilogue == "kGate"
-        problem = Problem(itemsize, m, n, k, gated=gate)
-        config = select_config(problem, limits)
-        found = [
-            Variant(_tiles_kernel(work, config, work.out[0].dtype.name), config.threads, config.shared_bytes)
-        ]
+        dtype = work.out[0].dtype.name
         if m <= FEW:
             few = select_few(m, n, k, itemsize, gate, limits)
-            found = [Variant(_few_kernel(work, few, work.out[0].dtype.name), few.threads)]
-        for variant in found:
-            if variant.kernel not in seen:
-                seen.add(variant.kernel)
-                yield variant
-    for width in (1, 4):
-        yield Variant(_sum_kernel("bfloat16", width), _SUM_THREADS)
+            yield Variant(_few_kernel(work, few, dtype), few.threads)
+        else:
+            config = select_config(Problem(itemsize, m, n, k, gated=gate), limits)
+            yield Variant(_tiles_kernel(work, config, dtype), config.threads, config.shared_bytes)
+    yield Variant(_sum_kernel("bfloat16", 4), _SUM_THREADS)
 
 
 def _representative() -> Iterator[Work]:
     """Problems, of arrays that have a shape and no memory of their own."""
-
-    def array(rows: int, cols: int, dtype: Any) -> Array:
-        one = np.zeros(16, np.uint8).view(dtype)[:1]
-        return np.lib.stride_tricks.as_strided(one, (rows, cols), (cols * one.itemsize, one.itemsize))
-
     import ml_dtypes
 
-    for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)):
-        f32 = np.dtype(np.float32)
-        for cols in (4096, 4095):  # aligned, and not
+    for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)):
+        for tokens, ffn in ((1, 14335), (8192, 14335), (1, 14336), (16, 14336), (24, 14336), (8192, 14336)):
+            x, w = (Operand(_imagined(rows, 4096, dtype)) for rows in (tokens, ffn))
+            h, y = (_imagined(tokens, cols, dtype) for cols in (ffn, 4096))
+            yield Work((x,), (w, w), (h,), epilogue="kGate", activation="gelu")
+            yield Work((Operand(h),), (Operand(_imagined(4096, ffn, dtype)),), (y,))
+        total = _imagined(8192, 4096, np.dtype(np.float32))
+        h_across, x_across, dw = Operand(h, True), Operand(x.array, True), _imagined(ffn, 4096, dtype)
+        w_down, w_across = Operand(_imagined(4096, ffn, dtype), True), Operand(w.array, True)
+        yield Work((x,), (w_down,), (h, h, h), epilogue="kGateBackward", activation="gelu")
+        yield Work((h_across,) * 2, (x_across,) * 2, (dw, dw), "kTwo")
+        yield Work((Operand(h),) * 2, (w_across,) * 2, (total,), "kSum", "kAdd", total=total)
 
-            def operand(rows: int, across: bool = False, cols: int = cols, dtype: Any = dtype) -> Operand:
-                return Operand(array(cols, cols, dtype) if across else array(rows, cols, dtype), across)
 
-            for m in (1, 4, 8, 16, 24, 48, 8192):
-                out = array(m, cols, dtype)
-                x, w = operand(m), operand(cols)
-                forward = Work((x,), (w, w), (out,), epilogue="kGate", activation="gelu")
-                yield forward
-                yield Work((x,), (w,), (out,))
-            out, total, across = array(8192, cols, dtype), array(8192, cols, f32), operand(cols, True)
-            yield Work((x,), (across,), (out, out, out), epilogue="kGateBackward", activation="gelu")
-            yield Work((across, across), (across, across), (array(cols, cols, dtype),) * 2, "kTwo")
-            yield Work((x, x), (across, across), (total,), "kSum", "kAdd", total=total)
-            yield replace(forward, activation="silu")
+def _imagined(rows: int, cols: int, dtype: np.dtype[Any]) -> Array:
+    return np.lib.stride_tricks.as_strided(
+        np.empty(1, dtype), (rows, cols), (cols * dtype.itemsize, dtype.itemsize)
+    )

@@ -3,12 +3,12 @@
 ``select_config`` takes every tile of ``_TILES`` that the device can run and orders them by :func:`_cost`, a model of
 what decides between tiles, not of microseconds:
 
-===================  ==================================================================================
-work of a block      its tile times K, edges included; or the bytes it brings from L2, if they take longer
-blocks per SM        those of the fullest SM: that is the time (waves)
-1 + 8 / warp's sides a fragment read from shared memory serves as many products as the other side has rows
-1 + 4 / warps        warps that share an SM: one waits for its tile while others multiply
-===================  ==================================================================================
+=========================  ============================================================================
+work of a block            its tile times K, edges included; or the bytes it brings from L2, if they take longer
+blocks per SM              those of the fullest SM: that is the time (waves)
+1 + 16 / rows + 16 / cols  of a warp: what one side reads from shared memory serves all of the other
+1 + 2 / warps              warps that share an SM: one waits for its tile while others multiply
+=========================  ============================================================================
 
 Up to ``FEW`` rows the weights' bytes are all that counts: ``select_few`` configures ``gemv.cu``.
 """
@@ -65,10 +65,7 @@ class Tile:
 # In order of preference where the model sees no difference. All of mma.sync, on every architecture from sm_80 on.
 _TILES = (
     Tile(128, 128, 2, 2),  # 16 bits: 64 x 64 per warp, two blocks per SM in 64 KB (99 KB cards: 48) each
-    Tile(128, 256, 2, 4),  # 16 bits where L2 is what limits (sm_90): a quarter fewer bytes per product
-    Tile(
-        128, 128, 4, 2
-    ),  # float32: 32 x 64 per warp, the most that three products per step leave registers for
+    Tile(128, 128, 4, 2),  # float32: 32 x 64 per warp, the most that operands split in two allow
     Tile(64, 128, 2, 2),  # up to 64 rows; results too small for the tiles above to reach every SM
     Tile(64, 64, 2, 2),  # the same, smaller still
     Tile(32, 128, 1, 2),  # 17 to 32 rows: half as much padding
@@ -178,10 +175,10 @@ def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
     k = -(-p.k // (config.splits * config.block_k)) * config.block_k
     multiply = tile.block_m * tile.block_n * k / 2048 * (3 if p.itemsize == 4 else 1) * p.itemsize / 2
     load = (tile.block_m + tile.block_n) * k * p.itemsize / _BYTES_PER_PRODUCT
-    slow = 1 + 8 / tile.warp_m + 8 / tile.warp_n
+    slow = 1 + 16 / tile.warp_m + 16 / tile.warp_n
     on_one = -(-config.blocks * config.splits * p.batch // sms)
     together = min(on_one, resident) * tile.warps
-    cost = on_one * max(multiply * slow * (1 + 4 / together), load)
+    cost = on_one * max(multiply * slow * (1 + 2 / together), load)
     if config.splits > 1:  # parts are written and read again, in float
         cost += 2 * config.splits * p.m * p.n * 4 / sms / _BYTES_PER_PRODUCT + _SECOND_LAUNCH
     return cost
@@ -206,7 +203,7 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     """Up to ``FEW`` rows.
 
     A block reads all of x, from L1 and L2, for ROWS rows of each matrix: x may take half as much as the weights. With
-    fewer than two blocks per SM, of 256 threads and 128 bytes under way in each, k is divided; a gated result
+    fewer than two blocks per SM, of 256 threads with up to 128 bytes under way each, k is divided; a gated result
     cannot be.
     """
     matrices = 2 if gated else 1
@@ -214,7 +211,9 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     while rows * matrices < 2 * m and rows < 32:
         rows *= 2
     groups = rows // 8 * matrices
-    unroll = 8 // groups  # vectors of weights under way per lane: 8
+    unroll = (
+        8 if itemsize == 2 else 4
+    ) // groups  # vectors under way per lane; floats are split in two besides
     blocks = -(-n // rows)
     turn = _FEW_WARPS * unroll * _ROW_BYTES // itemsize
     splits = 1 if gated else max(1, min(2 * device.sms // blocks, -(-k // turn), _MAX_SPLITS))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import tracemalloc
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
 from row_cases import close, views
 
 import gpu_ops
+from gpu_ops.devices import EmulatorDevice, Recorder
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
+DEVICES = ("cpu", "emulator", "cuda")
 NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
-# tokens below and above the path for few tokens, odd sizes, hidden_out != hidden
+# tokens below and above the paths for few tokens, odd sizes, hidden_out != hidden
 CASES = [
     ((1,), 1, 1, 1),
     ((5,), 7, 3, 9),
@@ -28,6 +31,22 @@ CASES = [
     ((2, 3, 40), 40, 123, 31),
     ((130, 24), 24, 50, 24),
 ]
+
+
+def quick_on_emulator(raw):
+    """Each behaviour once; the kernels have tests of their own, test_gemm_cuda."""
+    dtypes = [ml_dtypes.bfloat16, np.float32] if raw else [np.float16, np.float64]
+    return {
+        "test_forward_and_backward": {
+            "dtype": dtypes,
+            "case": [CASES[i] for i in ((0, 1, 5, 7) if raw else (0, 7))],
+        },
+        "test_other_activations": {"dtype": dtypes[:1]},
+        "test_empty": {"dtype": dtypes[:1]},
+        "test_any_strides": {"dtype": dtypes[:1] * raw},
+        "test_out": {"dtype": dtypes[:1]},
+        "test_a_nan_stays_in_its_token": {"dtype": dtypes[:1]},
+    }
 
 
 def make(rng, shape, hidden, ffn, hidden_out, dtype):
@@ -82,6 +101,85 @@ def test_many_blocks(dtype, monkeypatch, rng):
     assert wide[:, 30:54].tobytes() == gpu_ops.swiglu_mlp(*arguments).tobytes()
     assert not wide[:, :30].any()
     assert not wide[:, 54:].any()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("which", ["raw", "numba"])
+def test_many_blocks_on_a_gpu(which, dtype, monkeypatch, rng):
+    """Chunks of tokens, and blocks of ffn over which dx adds up; the last ones are shorter."""
+    from gpu_ops.kernels import swiglu_mlp as kernels
+
+    for name, value in {"TOKENS": 32, "SCRATCH": 1, "FFN": 32, "_MULTIPLE": 16}.items():
+        monkeypatch.setattr(kernels, name, value)
+    inputs = make(rng, (50, 40), 40, 88, 24, np.dtype(dtype))
+    how = {"device": "emulator", "backend": which}
+    plan = str(gpu_ops.explain("swiglu_mlp", *inputs[1:], **how))
+    assert plan.count("kGate") == 2
+    plan = str(gpu_ops.explain("swiglu_mlp_backward", *inputs, **how))
+    assert plan.count("kGateBackward") == 3
+    check(inputs, "silu", how)
+
+
+def test_matrices_of_different_strides(rng):
+    """Gate and up as halves of one array, or not; gradients into halves of one."""
+    dy, x, w_gate, w_up, w_down = make(rng, (20, 24), 24, 40, 16, np.dtype(np.float32))
+    how = {"device": "emulator", "backend": "raw"}
+    apart = np.zeros((40, 32), np.float32)
+    apart[:, :24] = w_up
+    weights = w_gate, apart[:, :24], w_down
+    for rows in (20, 3):
+        got = gpu_ops.swiglu_mlp(x[:rows], *weights, **how)
+        assert got.tobytes() == gpu_ops.swiglu_mlp(x[:rows], w_gate, w_up, w_down, **how).tobytes()
+    wants = gpu_ops.swiglu_mlp_backward(dy, x, w_gate, w_up, w_down, **how)
+    wide = np.zeros((40, 48), np.float32)
+    out = np.zeros_like(x), np.zeros_like(w_gate), wide[:, 8:32], np.zeros_like(w_down)
+    gpu_ops.swiglu_mlp_backward(dy, x, *weights, out=out, **how)
+    assert [o.tobytes() for o in out] == [w.tobytes() for w in wants]
+    assert not wide[:, :8].any()
+    assert not wide[:, 32:].any()
+
+
+class Allocations(Recorder):
+    """Counts bytes, and keeps all of them: the most that a call can hold at a time."""
+
+    def __init__(self):
+        super().__init__(EmulatorDevice())
+        self.bytes = 0
+
+    def empty(self, shape, dtype, name="workspace"):
+        array = super().empty(shape, dtype, name)
+        self.bytes += array.nbytes
+        return array
+
+
+@pytest.mark.parametrize("which", ["raw", "numba"])
+def test_memory_of_a_gpu(which):
+    """Llama-3-8B, 8192 tokens in bfloat16: results and workspace against the same in separate steps."""
+    from gpu_ops.kernels import swiglu_mlp as kernels
+
+    tokens, hidden, ffn, dtype = 8192, 4096, 14336, np.dtype(ml_dtypes.bfloat16)
+    imagined = Allocations()
+    x, dy = (imagined.empty((tokens, hidden), dtype) for _ in range(2))
+    weights = [imagined.empty(s, dtype) for s in ((ffn, hidden), (ffn, hidden), (hidden, ffn))]
+    rows, wide, matrices = x.nbytes, tokens * ffn * 2, 3 * weights[0].nbytes
+
+    forward = Allocations()
+    y = forward.empty(x.shape, dtype)
+    kernels.forward(forward, which, x, weights, y, activation="silu")
+    assert forward.bytes <= 0.6 * (2 * wide + rows)  # gate, up; h in the place of gate; y
+    assert forward.bytes == rows + kernels.scratch_bytes(tokens, hidden, ffn, 2)
+
+    backward = Allocations()
+    results = [backward.empty(a.shape, dtype) for a in (x, *weights)]
+    kernels.backward(backward, which, dy, x, weights, results[0], results[1:], activation="silu")
+    # gate, up, dh, h; dgate and dup in the place of two of them; dx once per product
+    assert backward.bytes <= 0.6 * (4 * wide + 2 * rows + matrices)
+    assert backward.bytes == rows + matrices + kernels.scratch_bytes(tokens, hidden, ffn, 2, gradients=True)
+
+    many = Allocations()  # four times the tokens
+    x, y = (imagined.empty((4 * tokens, hidden), dtype) for _ in range(2))
+    kernels.forward(many, which, x, weights, y, activation="silu")
+    assert many.bytes == forward.bytes - rows
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 16, 8), (3, 0, 16, 8), (3, 8, 0, 8), (3, 8, 16, 0)], ids=str)

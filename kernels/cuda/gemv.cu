@@ -2,21 +2,21 @@
 //
 //   c = x w0^T   or   act(x w0^T) (x w1^T)     x (m, k), w (n, k), c (m, n), m <= TOKENS; sums are float
 //
-// Bound by memory: every weight is read once, by one thread, 16 bytes at a time, and goes from registers to the tensor
-// cores. 2 m n k flops (4 gated) for n k weights (2 n k).
+// Bound by memory: every weight is read once, by one thread, 16 bytes at a time, and used in registers. 2 m n k flops
+// (4 gated) for n k weights (2 n k). A warp has groups of 8 rows; gate and up take turns:
 //
-// The weights are the A operand of mma.sync, 16 rows by 32 bytes of k, the tokens are B. A lane may take any columns
-// of k as long as A and B agree: it takes 16 bytes side by side, whose words serve two steps.
+//     lane 4 g + t      row g of each group, bytes 16 t .. of a chunk of 64
 //
-//     lane 4 g + t      row g of a group, bytes 16 t .. of a chunk of 64      words 0, 1: first step   2, 3: second
-//     A, rows 0 .. 7    group 2 i        with gate and up: gate
-//     A, rows 8 .. 15   group 2 i + 1    up, so that a lane has both sums of an element; zero where there is none
+// 16 bits    The weights are the A operand of mma.sync, 16 rows by 32 bytes of k, the tokens are B. A lane may take any
+//            columns of k as long as A and B agree: of its 16 bytes, words 0 and 1 are the first step, 2 and 3 the
+//            second. Rows 0 .. 7 of A are group 2 i, rows 8 .. 15 group 2 i + 1; zero where there is none.
+// float32    Multiply-adds: 16 per weight at most, which memory outlasts, and exact products.
 //
 // The WARPS warps of a block share its rows and take turns along k, UNROLL chunks each. Their sums meet in shared
 // memory and are added up in order: the same bits every time.
 //
 // Macros, all of them needed:
-//   DTYPE   f16, bf16, f32 (3 x TF32)             OUT      the same, or f32
+//   DTYPE   f16, bf16, f32                        OUT      the same, or f32
 //   GATED   0 or 1                                ACTIVATION  kSilu, kGelu, kGeluTanh
 //   ROWS    of each matrix per block: 8, 16 or 32
 //   TOKENS  8 or 16                               ALIGNED  1: as in gemm_sm80.cu, for x and w
@@ -26,7 +26,8 @@
 //   grid   (ceil(n / ROWS), splits): each split adds up a part of k; c is then (splits, m, n) float
 //   block  32 WARPS
 #include "activation.cuh"
-#include "mma.cuh"
+#include "ptx.cuh"
+#include "reduce.cuh"
 #include "scalar.cuh"
 #include "vec.cuh"
 
@@ -61,6 +62,80 @@ template <Cache kCache> __device__ __forceinline__ vec fetch(const scalar* row, 
     return v;
 }
 
+// Sums of a block's warps, to be added up: [warp][group][token][row of the group].
+struct Parts {
+    float sum[WARPS][kGroups][TOKENS][8];
+
+    __device__ __forceinline__ float total(int group, int token, int row) const {
+        float x = 0.0f;
+        #pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) x += sum[warp][group][token][row];
+        return x;
+    }
+};
+
+// A warp's sums. add(w, row_of): one chunk of k, w its weights by group; row_of(token) gives that token's 16 bytes.
+template <bool kHalf = sizeof(scalar) == 2> struct Sums {
+    Accumulator sum[kSlabs][kTokenTiles] = {};
+
+    template <typename RowOf> __device__ __forceinline__ void add(const vec (&w)[kGroups], RowOf row_of) {
+        #pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+            const vec b = row_of(8 * tile + threadIdx.x % 32 / 4);
+            #pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                const vec upper = w[2 * slab], lower = 2 * slab + 1 < kGroups ? w[2 * slab + 1] : vec{};
+                #pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    const Operand a = {upper.word[i], lower.word[i], upper.word[i + 1], lower.word[i + 1]};
+                    ptx::mma<scalar>(sum[slab][tile], a, b.word[i], b.word[i + 1]);
+                }
+            }
+        }
+    }
+
+    // Lanes t = 2, 3 store their second token first: no two of a warp's stores are then in one bank.
+    __device__ __forceinline__ void store(Parts& parts) const {
+        const int lane = threadIdx.x % 32, odd = lane / 2 % 2;
+        #pragma unroll
+        for (int i = 0; i < kGroups * kTokenTiles; ++i) {
+            const int group = i / kTokenTiles, tile = i % kTokenTiles, h = group % 2 * 2;
+            const Accumulator& c = sum[group / 2][tile];
+            float(&to)[TOKENS][8] = parts.sum[threadIdx.x / 32][group];
+            const int token = 8 * tile + lane % 4 * 2;
+            to[token + odd][lane / 4] = odd ? c[h + 1] : c[h];
+            to[token + 1 - odd][lane / 4] = odd ? c[h] : c[h + 1];
+        }
+    }
+};
+
+template <> struct Sums<false> {
+    float sum[kGroups][TOKENS] = {};
+
+    template <typename RowOf> __device__ __forceinline__ void add(const vec (&w)[kGroups], RowOf row_of) {
+        #pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const vec x = row_of(token);
+            #pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                #pragma unroll
+                for (int e = 0; e < kVec; ++e) {
+                    sum[group][token] = fmaf(element(w[group], e), element(x, e), sum[group][token]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(Parts& parts) const {
+        #pragma unroll
+        for (int i = 0; i < kGroups * TOKENS; ++i) {
+            const float total = warp_sum(sum[i / TOKENS][i % TOKENS], 4);
+            float& to = parts.sum[threadIdx.x / 32][i / TOKENS][i % TOKENS][threadIdx.x % 32 / 4];
+            if (threadIdx.x % 4 == 0) to = total;
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gemv(const scalar* x, const scalar* w0, const scalar* w1, out_scalar* c, const __grid_constant__ GemvShape shape) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
@@ -78,74 +153,35 @@ gemv(const scalar* x, const scalar* w0, const scalar* w1, out_scalar* c, const _
         return (second ? w1 : w0) + row_of(group) * shape.stride_w[second];
     };
 
-    Accumulator sums[kSlabs][kTokenTiles] = {};
+    Sums<> sums;
     for (int turn = first; turn < end_turn; ++turn) {
         const int k0 = turn * kTurn + warp * UNROLL * kChunk + lane % 4 * kVec;
-        vec w[UNROLL][2 * kSlabs];
+        vec w[UNROLL][kGroups];
         #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             #pragma unroll
-            for (int i = 0; i < 2 * kSlabs; ++i) {
-                w[u][i] = {};
-                if (i >= kGroups) continue;
+            for (int i = 0; i < kGroups; ++i) {
                 w[u][i] = fetch<Cache::kOnce>(weights(i), k0 + u * kChunk, row_of(i) < shape.n ? shape.k : 0);
             }
         }
         #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            #pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile) {
-                const int token = 8 * tile + g;
-                const vec b = fetch<Cache::kConstant>(x + token * shape.stride_x, k0 + u * kChunk,
-                                                      token < shape.m ? shape.k : 0);
-                #pragma unroll
-                for (int slab = 0; slab < kSlabs; ++slab) {
-                    const vec &upper = w[u][2 * slab], &lower = w[u][2 * slab + 1];
-                    #pragma unroll
-                    for (int step = 0; step < 2; ++step) {
-                        const int i = 2 * step;
-                        const Operand a = {upper.word[i], lower.word[i], upper.word[i + 1], lower.word[i + 1]};
-                        multiply<scalar>(sums[slab][tile], a, b.word[i], b.word[i + 1]);
-                    }
-                }
-            }
+            sums.add(w[u], [&](int token) {
+                const int end = token < shape.m ? shape.k : 0;
+                return fetch<Cache::kConstant>(x + token * shape.stride_x, k0 + u * kChunk, end);
+            });
         }
     }
 
-    // [warp][slab][token tile][half][token][row]. Lanes t = 2, 3 store their second token first: no two of a warp's
-    // stores are then in one bank.
-    constexpr int kSums = kSlabs * kTokenTiles * 2 * 64;
-    __shared__ float parts[WARPS][kSums];
-    #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-        #pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-            #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const Accumulator& sum = sums[slab][tile];
-                float* const to = &parts[warp][((slab * kTokenTiles + tile) * 2 + h) * 64 + g];
-                const int odd = lane / 2 % 2, token = lane % 4 * 2;
-                to[(token + odd) * 8] = odd ? sum[2 * h + 1] : sum[2 * h];
-                to[(token + 1 - odd) * 8] = odd ? sum[2 * h] : sum[2 * h + 1];
-            }
-        }
-    }
+    __shared__ Parts parts;
+    sums.store(parts);
     __syncthreads();
-
-    const auto total = [&](int group, int token, int row) {
-        float sum = 0.0f;
-        #pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            sum += parts[i][((group / 2 * kTokenTiles + token / 8) * 2 + group % 2) * 64 + token % 8 * 8 + row];
-        }
-        return sum;
-    };
     for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
         const int group = i / (8 * TOKENS), token = i / 8 % TOKENS, row = 8 * group + i % 8;
         if (token >= shape.m || row0 + row >= shape.n) continue;
-        float sum = total(group * kMatrices, token, row % 8);
+        float sum = parts.total(group * kMatrices, token, i % 8);
         if constexpr (GATED) {
-            sum = activated<Activation::ACTIVATION, out_scalar>(sum).value * total(2 * group + 1, token, row % 8);
+            sum = activated<Activation::ACTIVATION, out_scalar>(sum).value * parts.total(2 * group + 1, token, i % 8);
         }
         c[blockIdx.y * shape.split_c + token * shape.stride_c + row0 + row] = narrowed<out_scalar>(sum);
     }

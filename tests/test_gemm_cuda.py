@@ -1,0 +1,204 @@
+"""The matrix products by themselves: every layout, size and epilogue on the emulator; what they move and compute."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import random
+
+from gpu_ops import emulator
+from gpu_ops.devices import EmulatorDevice
+from gpu_ops.kernels import gemm
+from gpu_ops.kernels.gemm import Operand
+from gpu_ops.reference.swiglu import swiglu, swiglu_backward
+
+F16, BF16, F32, F64 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+# Of the sum of |a b|: one rounding of the result, and those of the sum; float32 drops 2^-22 of each product.
+ROUNDING = {F16: 2.0**-11, BF16: 2.0**-8, F32: 2.0**-20, F64: 2.0**-49}
+LAYOUTS = {"NT": (False, False), "NN": (False, True), "TN": (True, True), "TT": (True, False)}
+
+
+def matrix(rng, rows, cols, dtype, across=False):
+    """An operand, and its values as (rows, k) in float64."""
+    x = np.zeros((cols, rows) if across else (rows, cols), dtype)
+    x[...] = random(rng, x.shape, dtype)
+    return Operand(x, across), (x.T if across else x).astype(float)
+
+
+def device_for(**arrays):
+    device = EmulatorDevice()
+    for name, array in arrays.items():
+        device.name(name, array)
+    return device
+
+
+def check(c, want, magnitude, dtype):
+    error = np.abs(c.astype(float) - want)
+    bound = ROUNDING[dtype] * magnitude + 1e-30
+    worst = np.unravel_index(np.argmax(error / bound), error.shape)
+    assert (error <= bound).all(), f"worst at {worst}: got {c[worst]}, expected {want[worst]}"
+
+
+# rows, columns, k: a tile of each size with remainders on every side, k below a tile, one element
+SIZES = [(130, 136, 40), (49, 200, 96), (30, 72, 24), (17, 33, 5), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("which", ["raw", "numba"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
+def test_layouts(which, layout, dtype, rng):
+    if which == "raw" and dtype == F64:
+        pytest.skip("float64 has Numba kernels only")
+    a_across, b_across = LAYOUTS[layout]
+    for m, n, k in SIZES:
+        a, wide_a = matrix(rng, m, k, dtype, a_across)
+        b, wide_b = matrix(rng, n, k, dtype, b_across)
+        device = device_for(a=a.array, b=b.array)
+        c = device.empty((m, n), dtype, "c")
+        gemm.product(device, which, a, b, c)
+        check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
+
+
+@pytest.mark.parametrize("which", ["raw", "numba"])
+@pytest.mark.parametrize("offset", [1, 8])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_views(which, offset, dtype, rng):
+    """Rows that lie apart, at addresses aligned and not; nothing beside the view is read or written."""
+    m, n, k = 70, 48, 40
+    wide = {
+        name: np.zeros((rows, cols + 16), dtype)
+        for name, rows, cols in (("a", m, k), ("b", n, k), ("c", m, n))
+    }
+    inside = {name: x[:, offset : x.shape[1] - 16 + offset] for name, x in wide.items()}
+    for name in "ab":
+        wide[name].fill(np.nan)
+        inside[name][...] = random(rng, inside[name].shape, dtype)
+    device = device_for(**inside)
+    gemm.product(device, which, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
+    a, b = inside["a"].astype(float), inside["b"].astype(float)
+    check(inside["c"], a @ b.T, np.abs(a) @ np.abs(b).T, dtype)
+    inside["c"].fill(0)
+    assert not wide["c"].any()
+
+
+@pytest.mark.parametrize("which", ["raw", "numba"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_pairs(which, dtype, rng):
+    """Two products in a launch, their sum, and a sum onto what is there; strides of the second pair's own."""
+    m, n, k = 72, 40, 48
+    (a0, x0), (a1, x1) = (matrix(rng, m, k, dtype) for _ in range(2))
+    b0, y0 = matrix(rng, n, k, dtype)
+    apart = np.zeros((n, k + 8), dtype)[:, :k]
+    apart[...] = random(rng, (n, k), dtype)
+    b1, y1 = Operand(apart), apart.astype(float)
+    wants = x0 @ y0.T, x1 @ y1.T
+    sizes = np.abs(x0) @ np.abs(y0).T, np.abs(x1) @ np.abs(y1).T
+    device = device_for(a0=a0.array, a1=a1.array, b0=b0.array, b1=apart)
+    out = device.empty((m, n), dtype, "c"), np.zeros((m, n + 8), dtype)[:, :n]
+    gemm.two_products(device, which, (a0, a1), (b0, b1), out)
+    for c, want, size in zip(out, wants, sizes, strict=True):
+        check(c, want, size, dtype)
+    total = device.empty((m, n), F32, "total")
+    gemm.sum_of_products(device, which, (a0, a1), (b0, b1), total)
+    check(total, sum(wants), sum(sizes), F32)
+    gemm.sum_of_products(device, which, (a0, a1), (b0, b1), total, total=total)
+    check(total, 2 * sum(wants), 2 * sum(sizes), F32)
+    gemm.product(device, which, a0, b0, out[0], total=total)
+    check(out[0], 2 * sum(wants) + wants[0], 3 * sum(sizes), dtype)
+
+
+@pytest.mark.parametrize("which", ["raw", "numba"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("m", [3, 20])
+def test_gates(which, activation, m, rng):
+    """In float32, against the activation of exact products."""
+    n, k = 72, 40
+    x, wide_x = matrix(rng, m, k, F32)
+    (w_gate, g), (w_up, u) = (matrix(rng, n, k, F32) for _ in range(2))
+    gate, up = (wide_x @ w.T / np.sqrt(k) for w in (g, u))
+    for w in (w_gate, w_up):
+        w.array[...] /= np.sqrt(np.float32(k))
+    device = device_for(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
+    h = device.empty((m, n), F32, "h")
+    gemm.gated(device, which, x, w_gate, w_up, h, activation=activation)
+    np.testing.assert_allclose(h, swiglu(gate, up, activation=activation), rtol=1e-4, atol=2e-5)
+
+    dh = wide_x @ g.T / np.sqrt(k)
+    stored = [np.zeros((m, n), F32) for _ in range(2)]
+    stored[0][...], stored[1][...] = gate, up
+    dgate, dup = swiglu_backward(dh, gate, up, activation=activation)
+    gemm.gated_backward(device, which, x, w_gate, *stored, h, activation=activation)
+    for got, want in ((stored[0], dgate), (stored[1], dup), (h, swiglu(gate, up, activation=activation))):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_divided_k(m, rng):
+    """Few rows and columns, much k: several blocks each add up a part, in the same order every time."""
+    n, k = 24, 4096
+    a, wide_a = matrix(rng, m, k, BF16)
+    b, wide_b = matrix(rng, n, k, BF16)
+    bits = []
+    for _ in range(2):
+        device = device_for(a=a.array, b=b.array)
+        c = device.empty((m, n), BF16, "c")
+        with emulator.record() as profiles:
+            gemm.product(device, "raw", a, b, c)
+        assert [p.kernel for p in profiles][1:] == ["gemm_sum"]
+        bits.append(c.tobytes())
+    assert bits[0] == bits[1]
+    check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, BF16)
+    odd = np.zeros((m, n + 1), BF16)[:, 1:]
+    gemm.product(device_for(a=a.array, b=b.array, c=odd), "raw", a, b, odd)
+    assert odd.tobytes() == bits[0]
+
+
+def conflicts(profile):
+    return [i.ptx for i in profile.instructions if i.waves > i.phases]
+
+
+def traffic(profile):
+    return {b.name: (b.bytes_read, b.bytes_written) for b in profile.buffers}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_whole_tiles(layout, dtype, rng):
+    """No bank conflict, whole sectors, and no product on the tensor cores that was not asked for."""
+    a_across, b_across = LAYOUTS[layout]
+    m, n, k = 256, 256, 128
+    a, _ = matrix(rng, m, k, dtype, a_across)
+    b, _ = matrix(rng, n, k, dtype, b_across)
+    device = device_for(a=a.array, b=b.array)
+    c = device.empty((m, n), dtype, "c")
+    with emulator.record() as profiles:
+        gemm.product(device, "raw", a, b, c)
+    (profile,) = profiles
+    assert not conflicts(profile)
+    wide = [i for i in profile.instructions if i.global_requests]
+    assert wide
+    assert {i.sectors_per_128_bytes for i in wide} == {4.0}
+    assert traffic(profile)["c"] == (0, c.nbytes)
+    asked = m * n * k * (3 if dtype == F32 else 1)  # float32: three products of halves
+    assert asked <= sum(profile.multiply_adds.values()) <= 1.05 * asked
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("m", [1, 5, 16])
+def test_weights_are_read_once(m, dtype, rng):
+    n, k = 64, 1024
+    x, _ = matrix(rng, m, k, dtype)
+    (w_gate, _), (w_up, _) = (matrix(rng, n, k, dtype) for _ in range(2))
+    device = device_for(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
+    h = device.empty((m, n), dtype, "h")
+    with emulator.record() as profiles:
+        gemm.gated(device, "raw", x, w_gate, w_up, h, activation="silu")
+    (profile,) = profiles
+    moved = traffic(profile)
+    assert moved["w_gate"] == moved["w_up"] == (w_gate.array.nbytes, 0)
+    assert moved["h"] == (0, h.nbytes)
+    assert not conflicts(profile)
+    loads = [i for i in profile.instructions if i.global_requests and ".cs" in i.form]
+    assert loads
+    assert all(".v4" in i.form and i.sectors_per_128_bytes == 4 for i in loads)
