@@ -65,20 +65,32 @@ class Bound:
         return self.flops / self.seconds[self.limit] / 1e12
 
 
-def bound(card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False) -> Bound:
-    """For the tile that ``select_config`` takes on this card."""
+def bound(
+    card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False, config: Config | None = None
+) -> Bound:
+    """Of one way to run a problem; by default of that which this card gets."""
     itemsize = DTYPES[dtype].itemsize
-    problem = Problem(
-        itemsize, shape.batch, shape.nheads, shape.nheads_kv, shape.seqlen_q, shape.seqlen_k,
-        shape.head_dim, shape.head_dim, mask="kCausal" if causal else "kNone",
-    )  # fmt: skip
-    config = select_config(problem, DeviceLimits(card.sms, card.arch.smem_per_block_optin))
+    config = config or select_config(*problem(card, shape, dtype, causal))
     tiles = count_tiles(shape, config, causal)
     flops, clocks = work(config, itemsize)
     seconds = {"tensor": tiles * flops / peak(card, dtype)}
     seconds |= {unit: tiles * n / (card.sms * card.boost_mhz * 1e6) for unit, n in clocks.items()}
     seconds["memory"] = shape.nbytes(itemsize) / (card.memory_gbps * 1e9)
     return Bound(config, shape.flops(causal=causal), seconds)
+
+
+def problem(card: DevicePreset, shape: Shape, dtype: str, causal: bool) -> tuple[Problem, DeviceLimits]:
+    """As ``select_config`` takes it."""
+    sizes = (
+        shape.batch,
+        shape.nheads,
+        shape.nheads_kv,
+        shape.seqlen_q,
+        shape.seqlen_k,
+        *2 * (shape.head_dim,),
+    )
+    found = Problem(DTYPES[dtype].itemsize, *sizes, mask="kCausal" if causal else "kNone")
+    return found, DeviceLimits(card.sms, card.arch.smem_per_block_optin)
 
 
 def peak(card: DevicePreset, dtype: str) -> float:

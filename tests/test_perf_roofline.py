@@ -6,7 +6,7 @@ import ml_dtypes
 import pytest
 from compilers import needs_nvrtc
 
-from gpu_ops.kernels.attention_config import Config, DeviceLimits, Problem, Tile, select_config
+from gpu_ops.kernels.attention_config import Config, DeviceLimits, Problem, Tile, configs, select_config
 from gpu_ops.presets import PRESETS
 from perf import cli, roofline
 from perf.attention_grids import Shape
@@ -109,6 +109,17 @@ def test_no_bound_is_above_the_peak(card):
             found = bound(card, Shape(2, 1000, 3000, 8, 2, head_dim), dtype, causal=causal)
             assert tuple(found.seconds) == UNITS
             assert 0 < found.tflops * 1e12 <= roofline.peak(card, dtype)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_other_tile_could_be_faster_in_long_sequences(card, dtype):
+    """select_config knows no data sheets; where it chose a tile that these forbid to win, it would be wrong."""
+    for head_dim in (64, 96, 128, 256):
+        shape = Shape(4, 4096, 4096, 16, 16, head_dim)
+        every = (c for _, c in configs(*roofline.problem(card, shape, dtype, False)) if c.num_splits == 1)
+        best = max(bound(card, shape, dtype, config=c).tflops for c in every)
+        assert bound(card, shape, dtype).tflops >= 0.99 * best, head_dim
 
 
 def test_a_card_without_the_dtype():
