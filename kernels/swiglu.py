@@ -106,7 +106,7 @@ _TWIN_THREADS = 256
 
 
 def _kernel(which: Pass, config: GatedConfig, dtype: str, activation: str) -> CudaKernel:
-    defines = {
+    defines: dict[str, str | int] = {
         "DTYPE": _DTYPES[dtype],
         "ACTIVATION": _ACTIVATIONS[activation],
         "VEC": config.vec,

@@ -9,8 +9,8 @@
 //
 // llama != 0 rounds s * rstd, weight_offset + weight and y to DTYPE.
 //
-// Moves each element once: 3 bytes of 16-bit elements, 7 with a residual. A thread keeps its part of a row in registers,
-// as floats, so that the last pass is a multiply-add and a quarter of a store per element:
+// Moves each element once: 3 bytes of 16-bit elements, 7 with a residual. A thread keeps its part of a row in
+// registers, as floats, so that the last pass is a multiply-add and part of a store per element:
 //
 //   t = s * gain, while the squares and max|t| are summed up:   one barrier
 //   q = round(t * factor),  factor = rstd * 127 / absmax,  absmax = max|t| * rstd
