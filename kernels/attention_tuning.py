@@ -6,6 +6,8 @@ many parts as the model takes, half or twice as many. No number of its own: it m
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpu_ops.kernels.attention_config import Config, DeviceLimits, Problem, configs, head_dims, select_config
@@ -17,7 +19,8 @@ _MOST = 8  # tiles with or without packing; up to three ways to divide the keys 
 _WORTH_MEASURING = 2.0  # times the least cost by the model: further off, it need not be right to be believed
 
 
-def candidates(problem: Problem, device: DeviceLimits) -> dict[str, Config]:
+@functools.lru_cache(maxsize=64)  # a search takes some milliseconds, and each measured call asks again
+def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
     """By label, the model's choice first, then by what the model thinks of them."""
     found = sorted(configs(problem, device), key=lambda pair: pair[0])
     if problem.num_splits > 1:  # asked for
