@@ -18,6 +18,9 @@ from gpu_ops.kernels.numba_cpu.rope import rotate
 
 Array = np.ndarray[Any, Any]
 
+# Functions of their own: LLVM uses vectors for their loops, and scalars for the same loops within the kernel.
+inner = njit(error_model="numpy", fastmath=set(REASSOC), no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
 
 def config(q: Array, k: Array) -> str:
     return f"{_tokens_per_task(q, k)} tokens per task"
@@ -99,6 +102,29 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
     )
 
 
+@inner
+def fill(line, x, gain, eps, offset, normalise):
+    """``line = x``, or its RMSNorm with weights ``offset + gain``."""
+    if normalise:
+        total = 0.0
+        for i in range(len(line)):
+            value = np.float64(load(x, i))
+            total += value * value
+        scale = like(offset, 1.0 / np.sqrt(total / len(line) + eps))
+        for i in range(len(line)):
+            line[i] = load(x, i) * scale * (offset + load(gain, i))
+    else:
+        for i in range(len(line)):
+            line[i] = load(x, i)
+
+
+@inner
+def rotated(line, y, cos, sin, rotary_dim, interleaved):
+    rotate(line, y, cos, sin, rotary_dim, interleaved, False)
+    for i in range(rotary_dim, len(line)):
+        store(y, i, line[i])
+
+
 @kernel(_signature, fastmath=REASSOC)
 def append_tokens(
     state, n_tasks, chunk, q, out, k, v, k_cache, v_cache, q_weight, k_weight, seqused_k, block_table,
@@ -135,26 +161,3 @@ def append_tokens(
                 for i in range(len(value)):
                     kept[i] = value[i]
         task = claim(state)
-
-
-@njit(inline="always")
-def fill(line, x, gain, eps, offset, normalise):
-    """``line = x``, or its RMSNorm with weights ``offset + gain``."""
-    if normalise:
-        total = 0.0
-        for i in range(len(line)):
-            value = np.float64(load(x, i))
-            total += value * value
-        scale = like(offset, 1.0 / np.sqrt(total / len(line) + eps))
-        for i in range(len(line)):
-            line[i] = load(x, i) * scale * (offset + load(gain, i))
-    else:
-        for i in range(len(line)):
-            line[i] = load(x, i)
-
-
-@njit(inline="always")
-def rotated(line, y, cos, sin, rotary_dim, interleaved):
-    rotate(line, y, cos, sin, rotary_dim, interleaved, False)
-    for i in range(rotary_dim, len(line)):
-        store(y, i, line[i])

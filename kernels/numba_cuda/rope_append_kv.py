@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from numba import cuda, float64, int64
+from numba import cuda, float64, int64, uint32
 
 from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
@@ -31,32 +31,35 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
     has_positions, in_pages, in_slots = bool(positions), place == "pages", place == "slots"
 
     @cuda.jit(device=True)
-    def rstd_of(x, eps):
+    def rstd_of(x, b, s, h, eps):
         """1 / sqrt(mean of squares + eps) of a head, on every lane."""
         squares = float64(0.0)
-        for c in range(cuda.threadIdx.x % 32, x.shape[0], 32):
-            squares += float64(load(x[c])) * float64(load(x[c]))
+        for c in range(uint32(cuda.threadIdx.x % 32), uint32(x.shape[3]), uint32(32)):
+            squares += float64(load(x[b, s, h, c])) * float64(load(x[b, s, h, c]))
         for shift in (16, 8, 4, 2, 1):
             squares += cuda.shfl_xor_sync(0xFFFFFFFF, squares, shift)
-        return compute(1.0 / math.sqrt(squares / x.shape[0] + eps))
+        return compute(1.0 / math.sqrt(squares / x.shape[3] + eps))
 
     @cuda.jit(device=True)
-    def normalised(x, weight, c, rstd, offset):
-        return load(x[c]) * rstd * (compute(offset) + load(weight[c])) if has_weights else load(x[c])
+    def normalised(x, b, s, h, c, weight, rstd, offset):
+        n = load(x[b, s, h, c])
+        return n * rstd * (compute(offset) + load(weight[c])) if has_weights else n
 
     @cuda.jit(device=True)
-    def turn_head(x, y, weight, table, pairs, interleaved, eps, offset):
-        """``y = rope(rmsnorm(x))`` of one head; y may be x."""
-        rstd = rstd_of(x, eps) if has_weights else compute(1.0)
-        for i in range(cuda.threadIdx.x % 32, pairs, 32):
-            first, second = (2 * i, 2 * i + 1) if interleaved else (i, pairs + i)
-            x1 = normalised(x, weight, first, rstd, offset)
-            x2 = normalised(x, weight, second, rstd, offset)
+    def turn_head(x, b, s, y, page, row, h, weight, table, pairs, interleaved, eps, offset):
+        """``y[page, row, h] = rope(rmsnorm(x[b, s, h]))``; y may be x."""
+        rstd = rstd_of(x, b, s, h, eps) if has_weights else compute(1.0)
+        lane, pairs, columns = uint32(cuda.threadIdx.x % 32), uint32(pairs), uint32(x.shape[3])
+        for i in range(lane, pairs, uint32(32)):
+            first = uint32(2) * i if interleaved else i
+            second = first + uint32(1) if interleaved else pairs + i
+            x1 = normalised(x, b, s, h, first, weight, rstd, offset)
+            x2 = normalised(x, b, s, h, second, weight, rstd, offset)
             cos, sin = table[i], table[pairs + i]
-            y[first] = store(x1 * cos - x2 * sin)
-            y[second] = store(x2 * cos + x1 * sin)
-        for c in range(2 * pairs + cuda.threadIdx.x % 32, x.shape[0], 32):
-            y[c] = store(normalised(x, weight, c, rstd, offset))
+            y[page, row, h, first] = store(x1 * cos - x2 * sin)
+            y[page, row, h, second] = store(x2 * cos + x1 * sin)
+        for c in range(uint32(2) * pairs + lane, columns, uint32(32)):
+            y[page, row, h, c] = store(normalised(x, b, s, h, c, weight, rstd, offset))
 
     @cuda.jit(device=True)
     def place_of(b, s, row, block_table, slot_mapping, num_pages, page_size):
@@ -78,7 +81,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
     ):  # fmt: skip
         table = cuda.shared.array(0, compute)  # cos, then sin
         batch, seqlen, pairs = q.shape[0], q.shape[1], inv_freq.shape[0]
-        warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+        warp, lane = uint32(cuda.threadIdx.x // 32), uint32(cuda.threadIdx.x % 32)
         for token in range(cuda.blockIdx.x, batch * seqlen, cuda.gridDim.x):
             b, s = token // seqlen, token % seqlen
             row = int64(s) if in_slots else int64(seqused_k[b]) + s
@@ -91,14 +94,16 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
                 table[pairs + i] = compute(attention_factor * math.sin(angle))
             cuda.syncthreads()
             page, row = place_of(b, s, row, block_table, slot_mapping, k_cache.shape[0], k_cache.shape[1])
-            for h in range(warp, q.shape[2], _WARPS):
-                turn_head(q[b, s, h], out[b, s, h], q_weight, table, pairs, interleaved, eps, offset)
+            b, s = uint32(b), uint32(s)  # unsigned: an index that cannot be negative needs no wrap-around
+            for h in range(warp, uint32(q.shape[2]), uint32(_WARPS)):
+                turn_head(q, b, s, out, b, s, h, q_weight, table, pairs, interleaved, eps, offset)
             if page >= 0:
-                for h in range(warp, k.shape[2], _WARPS):
+                page, row = uint32(page), uint32(row)
+                for h in range(warp, uint32(k.shape[2]), uint32(_WARPS)):
                     turn_head(
-                        k[b, s, h], k_cache[page, row, h], k_weight, table, pairs, interleaved, eps, offset
-                    )
-                    for c in range(lane, v.shape[3], 32):
+                        k, b, s, k_cache, page, row, h, k_weight, table, pairs, interleaved, eps, offset
+                    )  # fmt: skip
+                    for c in range(lane, uint32(v.shape[3]), uint32(32)):
                         v_cache[page, row, h, c] = v[b, s, h, c]
             cuda.syncthreads()  # the table is free for the next token
 

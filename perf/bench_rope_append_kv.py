@@ -1,0 +1,149 @@
+"""QK-norm, RoPE and the cache write in one pass: a prompt, and a decode step of many sequences, paged.
+
+``python perf/bench_rope_append_kv.py --device cpu --dtype bfloat16 --seqlen 512 4096`` (seqlen: tokens of the prompt)
+"""
+
+from __future__ import annotations
+
+if __package__ in (None, ""):  # run as a file: the repository root takes perf/'s place on the path
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import functools
+from typing import Any
+
+import numpy as np
+
+import gpu_ops
+from gpu_ops.reference.precision import Precision
+from gpu_ops.reference.rope_append_kv import rope_append_kv as reference_append
+from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal
+
+NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Qwen3-8B, which normalises the heads of q and k
+THETA = 1e6
+PAGE_SIZE = 16
+DECODE_BATCH = 64
+SMALL = 45
+
+
+def cases(config: Config) -> list[Case]:
+    seqlens = config.seqlens or ((2048,) if config.quick else (512, 4096))
+    return [
+        case(name, seqlen, dtype)
+        for dtype in config.dtypes or ("float32", "bfloat16")
+        for seqlen in seqlens
+        for name in (("prompt",) if config.quick else ("prompt", "prompt, three steps", "decode"))
+    ]
+
+
+def case(name: str, seqlen: int, dtype: str) -> Case:
+    """``decode``: one token each of many sequences that have so many keys; else a prompt of so many tokens."""
+    batch, new, used = (DECODE_BATCH, 1, seqlen) if name == "decode" else (1, seqlen, 0)
+    itemsize = DTYPES[dtype].itemsize
+
+    def ours(x: Inputs, **how: str) -> Call:
+        if name == "prompt, three steps":
+            return three_steps(x, **how)
+        out = np.empty_like(x["q"])
+
+        def call() -> Any:
+            gpu_ops.rope_append_kv(**x, theta=THETA, out=out, **how)
+            return out, x["k_cache"], x["v_cache"]
+
+        return call
+
+    def against(x: Inputs, precision: Precision) -> Any:
+        return reference_append(**x, theta=THETA, precision=precision)
+
+    return Case(
+        op="rope_append_kv",
+        name=name,
+        shape=f"B{batch} S{new} used {used} H{NHEADS}/{NHEADS_KV} D{HEAD_DIM}",
+        dtype=dtype,
+        flops=10.0 * batch * new * (NHEADS + NHEADS_KV) * HEAD_DIM,
+        bytes=2.0 * batch * new * (NHEADS + 2 * NHEADS_KV) * HEAD_DIM * itemsize,
+        make=maker(data, batch, new, used, DTYPES[dtype]),
+        make_small=maker(data, min(batch, 3), min(new, SMALL), min(used, SMALL), DTYPES[dtype]),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=naive,
+        reference=against,
+        by_bytes=True,
+        note="naive gets its cos and sin tables for nothing",
+    )
+
+
+def data(rng: np.random.Generator, batch: int, new: int, used: int, dtype: np.dtype[Any]) -> Inputs:
+    """Pages for the new tokens alone: nothing else of a cache is touched."""
+    first, end = used // PAGE_SIZE, -(-(used + new) // PAGE_SIZE)
+    pages = rng.permutation(batch * (end - first))
+    table = np.full((batch, end), -1, np.int32)
+    table[:, first:] = pages.reshape(batch, -1)
+    found = {
+        name: normal(rng, (batch, new, heads, HEAD_DIM), dtype)
+        for name, heads in (("q", NHEADS), ("k", NHEADS_KV), ("v", NHEADS_KV))
+    }
+    for name in ("k_cache", "v_cache"):
+        found[name] = np.zeros((len(pages), PAGE_SIZE, NHEADS_KV, HEAD_DIM), dtype)
+    return {
+        **found,
+        "seqused_k": np.full(batch, used, np.int32),
+        "block_table": table,
+        **{name: normal(rng, (HEAD_DIM,), dtype) for name in ("q_weight", "k_weight")},
+    }
+
+
+def places(x: Inputs) -> tuple[Any, Any, Any]:
+    """The position, page and row of every token."""
+    count = functools.partial(np.arange, like=x["seqused_k"])  # where the arrays are
+    positions = x["seqused_k"][:, None] + count(x["q"].shape[1])
+    pages = x["block_table"][count(len(positions))[:, None], positions // PAGE_SIZE]
+    return positions, pages, positions % PAGE_SIZE
+
+
+def three_steps(x: Inputs, **how: str) -> Call:
+    """The same with rmsnorm, rope and assignments."""
+    positions, pages, rows = places(x)
+    q, k = np.empty_like(x["q"]), np.empty_like(x["k"])
+
+    def call() -> Any:
+        gpu_ops.rmsnorm(x["q"], x["q_weight"], out=q, **how)
+        gpu_ops.rmsnorm(x["k"], x["k_weight"], out=k, **how)
+        gpu_ops.rope(q, k, positions=positions, theta=THETA, out=(q, k), **how)
+        x["k_cache"][pages, rows], x["v_cache"][pages, rows] = k, x["v"]
+        return q, x["k_cache"], x["v_cache"]
+
+    return call
+
+
+def naive(x: Inputs) -> Call:
+    positions, pages, rows = places(x)
+    pairs = np.arange(0, HEAD_DIM, 2, like=positions)
+    angles = positions[:, :, None, None] * THETA ** (-pairs / HEAD_DIM)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    half = HEAD_DIM // 2
+
+    def turned(heads: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        wide = heads.astype(np.float32, copy=False)
+        wide = wide / np.sqrt(np.mean(np.square(wide), axis=-1, keepdims=True) + 1e-6) * weight
+        first, second = wide[..., :half], wide[..., half:]
+        out = np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+        return out.astype(heads.dtype, copy=False)
+
+    weights = {name: x[name].astype(np.float32) for name in ("q_weight", "k_weight")}
+
+    def call() -> Any:
+        q = turned(x["q"], weights["q_weight"])
+        x["k_cache"][pages, rows] = turned(x["k"], weights["k_weight"])
+        x["v_cache"][pages, rows] = x["v"]
+        return q, x["k_cache"], x["v_cache"]
+
+    return call
+
+
+if __name__ == "__main__":
+    from perf.cli import run_as_script
+
+    run_as_script("rope_append_kv")
