@@ -220,6 +220,9 @@ def _add_up(device: Any, parts: Array, out: Array) -> None:
 
 _NULL = np.uint64(0)
 _SUM_THREADS = 256
+_FEW_PRODUCTS = (
+    64  # of float32, in a sum: more of them, and the roundings of the sum exceed what 3 x TF32 loses
+)
 
 
 def _filled(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
@@ -238,6 +241,7 @@ def _tiles_kernel(work: Work, config: Config, out: str) -> CudaKernel:
         "PAIRS": work.pairs, "EPILOGUE": work.epilogue, "ACTIVATION": _ACTIVATIONS[work.activation],
         "ALIGNED": int(_aligned(arrays)), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_K": config.block_k, "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "STAGES": config.stages,
+        "EXACT": int(work.a[0].array.dtype == np.float32 and work.a[0].k <= _FEW_PRODUCTS),
     }  # fmt: skip
     return CudaKernel("gemm_sm80", "gemm", tuple(defines.items()))
 

@@ -21,6 +21,7 @@
 //   EPILOGUE    kStore, kAdd, kGate (b0 and b1 are gate and up, PAIRS is kOne), kGateBackward
 //   ACTIVATION  kSilu, kGelu, kGeluTanh
 //   ALIGNED     1: addresses, strides and lengths of rows in memory are multiples of 16 bytes (total: as c)
+//   EXACT       1: f32 by multiply-adds, for small k
 //   BLOCK_M  BLOCK_N  BLOCK_K  WARPS_M  WARPS_N  STAGES     kernels/gemm_config.py. kGate: BLOCK_N / 2 columns of c
 //
 //   gemm(a0, a1, b0, b1, c, c1, h, total, shape); what the variant does not use may be null
@@ -47,11 +48,13 @@ typedef OperandTile<scalar, A_ALONG_K, BLOCK_M, BLOCK_K>::type TileA;
 typedef OperandTile<scalar, B_ALONG_K, BLOCK_N, BLOCK_K>::type TileB;
 typedef Loader<TileA, A_ALONG_K, BLOCK_K, kThreads, ALIGNED> LoaderA;
 typedef Loader<TileB, B_ALONG_K, BLOCK_K, kThreads, ALIGNED, kGate> LoaderB;
-typedef Product<TileA, TileB, A_ALONG_K, B_ALONG_K, kSlabs, kTiles, BLOCK_K, STAGES> Sums;
+typedef Product<TileA, TileB, A_ALONG_K, B_ALONG_K, kSlabs, kTiles, BLOCK_K, STAGES,
+                EXACT> Sums;
 typedef Finish<kEpilogue, Activation::ACTIVATION, out_scalar, kSlabs, kTiles, ALIGNED> Last;
 
 static_assert(BLOCK_M % (16 * WARPS_M) == 0 && BLOCK_N % (16 * WARPS_N) == 0, "ldmatrix reads 16 rows");
 static_assert(BLOCK_K * sizeof(scalar) % 64 == 0, "rows of a tile are whole groups of chunks");
+static_assert(!EXACT || sizeof(scalar) == 4, "16-bit products are exact");
 static_assert(!kGate || kPairs == Pairs::kOne, "the pair of B's is gate and up");
 static_assert(WARPS_M * WARPS_N * Last::Staged::kBytes <= STAGES * Sums::kStageBytes, "C leaves through the stages");
 

@@ -7,13 +7,10 @@
 #include "gemm_operand.cuh"
 #include "mma.cuh"
 
-template <typename LoaderA, typename LoaderB> struct Loaders {
-    LoaderA a;
-    LoaderB b;
-};
-
+// kExact: floats are multiplied outside the tensor cores, whose 3 x TF32 loses 2^-22 of a product. In a sum of few
+// products that would be its largest error.
 template <typename TileA, typename TileB, bool kAAlongK, bool kBAlongK, int kSlabs, int kTiles, int kBlockK,
-          int kStages>
+          int kStages, bool kExact>
 struct Product {
     typedef typename TileA::Scalar Scalar;
     static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -48,7 +45,8 @@ struct Product {
             __syncthreads();  // tile n is here; everybody is done with tile n - 1, whose place n + STAGES - 1 takes
             if (n + kStages - 1 < tiles) load(later, n + kStages - 1);
             ptx::cp_async_commit();
-            multiply_tile(now, row_a, row_b);
+            if constexpr (kExact) multiply_add_tile(now, row_a, row_b);
+            else multiply_tile(now, row_a, row_b);
             now = now + kStageBytes == end ? shared : now + kStageBytes;
             later = later + kStageBytes == end ? shared : later + kStageBytes;
         }
@@ -75,5 +73,35 @@ private:
                 }
             }
         }
+    }
+
+    // The same sums, element by element: a lane's rows of A and of B are those of its accumulators.
+    __device__ __forceinline__ void multiply_add_tile(unsigned stage, int row_a, int row_b) {
+        const int lane = threadIdx.x % 32;
+        #pragma unroll 1
+        for (int k = 0; k < kBlockK; ++k) {
+            float a[2 * kSlabs], b[2 * kTiles];
+            #pragma unroll
+            for (int i = 0; i < 2 * kSlabs; ++i) a[i] = one<TileA, kAAlongK>(stage, row_a + lane / 4 + 8 * i, k);
+            #pragma unroll
+            for (int i = 0; i < 2 * kTiles; ++i) {
+                b[i] = one<TileB, kBAlongK>(stage + TileA::kBytes, row_b + lane % 4 * 2 + i / 2 * 8 + i % 2, k);
+            }
+            #pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                #pragma unroll
+                for (int i = 0; i < 4 * kTiles; ++i) {
+                    float& sum = acc[slab][i / 4][i % 4];
+                    sum = fmaf(a[2 * slab + i % 4 / 2], b[i / 4 * 2 + i % 2], sum);
+                }
+            }
+        }
+    }
+
+    template <typename TileT, bool kAlongK>
+    static __device__ __forceinline__ float one(unsigned tile, int row, int k) {
+        const int down = kAlongK ? row : k, across = kAlongK ? k : row;
+        return __uint_as_float(ptx::load_shared(TileT::at(tile, down, across / TileT::kChunk) +
+                                                across % TileT::kChunk * 4));
     }
 };
