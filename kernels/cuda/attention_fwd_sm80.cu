@@ -25,7 +25,7 @@
 //
 // Macros, all of them needed:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
-//   HEAD_DIM    a multiple of 32 that holds shape.head_dim; the rest is filled with zeros
+//   HEAD_DIM    the least multiple of 32 that holds shape.head_dim; the rest is filled with zeros
 //   HEAD_DIM_V  the same for the values, or a part of them: a block makes HEAD_DIM_V of out's columns
 //   VALUE_PARTS ceil(shape.head_dim_v / HEAD_DIM_V)
 //   BLOCK_M     WARPS_M times 16 or 32           WARPS_M
@@ -74,6 +74,7 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
 __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, float* lse) {
     const AttentionShape& shape = f.shape;
     const Work& work = f.work;
+    const Place me = Place::mine();
     out += work.batch * shape.out.batch + work.q_begin * shape.out.row + work.split * shape.out_split + work.column0;
     if (lse != nullptr) lse += work.batch * shape.lse_batch + work.q_begin + work.split * shape.lse_split;
 
@@ -83,18 +84,19 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     Part* const parts = reinterpret_cast<Part*>(tile + TileO::kBytes);  // [WARPS_N][BLOCK_M]
     #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const int tile_row = f.warp_n * BLOCK_M + f.row(r) - work.row0;
+        const int tile_row = me.warp_n * BLOCK_M + me.row(r);
         const float sum = f.softmax.total(r);
         float scale = 1.0f;
         if constexpr (WARPS_N > 1) {
-            if (f.lane % 4 == 0) parts[tile_row] = {f.softmax.row_max[r], sum};
+            if (me.lane % 4 == 0) parts[tile_row] = {-f.softmax.minus_max[r], sum};
         } else {
-            scale = finish_row(shape, work, f.row(r), f.softmax.row_max[r], sum, sinks, f.lane % 4 ? nullptr : lse);
+            float* const to = me.lane % 4 ? nullptr : lse;
+            scale = finish_row(shape, work, f.row(me, r), -f.softmax.minus_max[r], sum, sinks, to);
         }
         #pragma unroll
         for (int j = 0; j < kTilesO; ++j) {
             const float pair[2] = {f.acc_o[r / 2][j][r % 2 * 2] * scale, f.acc_o[r / 2][j][r % 2 * 2 + 1] * scale};
-            const int byte = (8 * j + f.lane % 4 * 2) * sizeof(staged);
+            const int byte = (8 * j + me.lane % 4 * 2) * sizeof(staged);
             store_pair<staged>(tile + TileO::at(0, tile_row, byte / 16) + byte % 16, pair);
         }
     }
@@ -126,7 +128,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     // Rows leave in chunks: of 16 bytes, or of 4 sums.
     constexpr int kChunk = WARPS_N > 1 ? 4 : 16 / sizeof(out_scalar), kChunks = HEAD_DIM_V / kChunk;
     constexpr int kSharedRows = WARPS_N > 1 ? BLOCK_M : 16 * kSlabs, kSharing = WARPS_N > 1 ? kThreads : 32;
-    const int first = WARPS_N > 1 ? 0 : f.warp_m * kSharedRows;
+    const int first = WARPS_N > 1 ? 0 : me.warp_m * kSharedRows;
     for (int i = threadIdx.x % kSharing; i < kSharedRows * kChunks; i += kSharing) {
         const int tile_row = first + i / kChunks, chunk = i % kChunks, row = work.row0 + tile_row;
         if (row >= work.rows || chunk * kChunk >= work.columns) continue;
@@ -158,20 +160,21 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         if (VARLEN && work.row0 >= work.rows) return;
         const int64 batch = work.batch;
         const int* pages = PAGED ? block_table + batch * shape.block_table_batch : nullptr;
-        const scalar* k_rows = k + work.k_begin * shape.k.row + work.kv_head * shape.k.head;
-        const scalar* v_rows = v + work.k_begin * shape.v.row + work.kv_head * shape.v.head + work.column0;
-        if (!PAGED) k_rows += batch * shape.k.batch, v_rows += batch * shape.v.batch;
-        Forward f{shape, work, careful, int(threadIdx.x % 32), int(threadIdx.x / 32 % WARPS_M),
-                  int(threadIdx.x / 32 / WARPS_M), ptx::shared_address(dynamic_shared),
-                  {k_rows, shape.k, pages, shape.page_size}, {v_rows, shape.v, pages, shape.page_size}};
+        const unsigned shared = ptx::shared_address(dynamic_shared);
+        const auto first_row = [&](const Work& work, const scalar* x, const RowStrides& stride) {
+            return x + (PAGED ? 0 : work.batch * stride.batch) + work.k_begin * stride.row + work.kv_head * stride.head;
+        };
+        const Place me = Place::mine();
+        Forward f{shape, work, careful, {first_row(work, k, shape.k), shape.k, pages, shape.page_size},
+                  {first_row(work, v + work.column0, shape.v), shape.v, pages, shape.page_size}};
         if constexpr (PACK_GQA) {
             #pragma unroll
-            for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(r));
+            for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(me, r));
         }
         if constexpr (ALIBI) {
             #pragma unroll
             for (int r = 0; r < (PACK_GQA ? kRows : 1); ++r) {
-                f.slope[r] = alibi_slopes[batch * shape.alibi_batch + work.head_of(f.row(r))] * kLog2e;
+                f.slope[r] = alibi_slopes[batch * shape.alibi_batch + work.head_of(f.row(me, r))] * kLog2e;
             }
         }
         if constexpr (kBias != Bias::kNone) {
@@ -182,21 +185,23 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                             shape.block_mask[2], shape.block_mask[3], shape.block_q, shape.block_k};
         }
 
-        f.start();
+        f.start(shared);
         const Tiles tiles = work.tiles(shape);
         if (tiles.begin < tiles.end) {
             typedef Copy<TileQ, kThreads> LoadQ;
             const scalar* q_rows = q + batch * shape.q.batch + work.q_begin * shape.q.row + LoadQ::column();
-            const auto row_at = [&](int row, int) {
+            const auto row_at = [&](int row) {
                 row += work.row0;
                 return q_rows + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head;
             };
-            LoadQ::template start<false>(f.shared + kOffsetQ, work.rows - work.row0, shape.head_dim, row_at);
+            LoadQ::template start<kSpare>(LoadQ::at(shared + kOffsetQ), false, work.rows - work.row0, shape.head_dim,
+                                          row_at);
             ptx::cp_async_commit();
             f.run(tiles);
-            if (kHides && !careful && __syncthreads_or(!f.all_finite())) continue;
+            if (kHides && !careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
         }
         f.work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
+        f.v = {first_row(f.work, v + f.work.column0, shape.v), shape.v, pages, shape.page_size};
         store(f, sinks, out, lse);
         return;
     }

@@ -37,6 +37,11 @@ typedef Tile<scalar, BLOCK_M, HEAD_DIM> TileQ;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM> TileK;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
 
+// Of HEAD_DIM columns fewer than 32 are filled with zeros; of the last part of the values it may be more.
+constexpr int kSpare = 32, kSpareV = VALUE_PARTS > 1 ? HEAD_DIM_V : kSpare;
+typedef KeyRows<TileK, kThreads, PAGED, kSpare> RowsK;
+typedef KeyRows<TileV, kThreads, PAGED, kSpareV> RowsV;
+
 // O leaves through shared memory: as it is stored, or where several warps have parts of it, in float.
 typedef typename ChooseType<SPLIT, float, scalar>::type out_scalar;
 typedef typename ChooseType<(WARPS_N > 1), float, out_scalar>::type staged;
@@ -66,7 +71,8 @@ struct Work {
     static __device__ __forceinline__ Work of(const AttentionShape& shape, const int* cu_seqlens_q,
                                               const int* cu_seqlens_k, const int* seqused_k) {
         const int x = ptx::opaque(blockIdx.x), y = ptx::opaque(blockIdx.y), batch = ptx::opaque(blockIdx.z);
-        const int blocks_m = SPLIT ? gridDim.x / shape.num_splits : gridDim.x;
+        const int grid_x = ptx::opaque(gridDim.x);
+        const int blocks_m = SPLIT ? grid_x / shape.num_splits : grid_x;
         const int m = SPLIT ? x % blocks_m : x;
         Work work;
         work.batch = batch;
@@ -84,7 +90,7 @@ struct Work {
         // Of causal rows the longest first: short ones fill the end.
         work.row0 = (kMask == Mask::kCausal ? blocks_m - 1 - m : m) * BLOCK_M;
         work.column0 = y % VALUE_PARTS * HEAD_DIM_V;
-        work.columns = min(HEAD_DIM_V, shape.head_dim_v - work.column0);
+        work.columns = VALUE_PARTS > 1 ? min(HEAD_DIM_V, shape.head_dim_v - work.column0) : shape.head_dim_v;
         return work;
     }
 

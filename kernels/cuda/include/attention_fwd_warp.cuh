@@ -8,23 +8,40 @@ __device__ __forceinline__ float soft_sign(float x) {
     else return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2e * x));
 }
 
-// What a warp holds of its 16 or 32 rows, lane = 4 g + t; c: an accumulator's numbers, r = 2 slab + h: rows g
-// + 8 h
+// Where a thread stands; asked for again where it is needed again, as Work is.
+struct Place {
+    int lane, warp_m, warp_n;
+
+    static __device__ __forceinline__ Place mine() {
+        const unsigned thread = ptx::opaque(threadIdx.x), warp = thread / 32;
+        return {int(thread % 32), int(warp % WARPS_M), WARPS_N > 1 ? int(warp / WARPS_M) : 0};
+    }
+
+    __device__ __forceinline__ int first_row() const { return warp_m * kSlabs * 16; }   // of the warp, in the block
+    __device__ __forceinline__ int row(int r) const { return first_row() + lane / 4 + 8 * r; }
+    __device__ __forceinline__ int first_key() const { return warp_n * kWarpN; }        // in the tile
+};
+
+// What a warp holds of its 16 or 32 rows, lane = 4 g + t; c: an accumulator's numbers, r = 2 slab + h: rows g + 8 h
 //
 //   q[step][slab]      A operand, 32 bytes of head_dim     a0 (g), a1 (g + 8), a2, a3: 16 bytes further
 //   s[slab][tile][c]   scores, then weights                c = 2 h + e: row 16 slab + 8 h + g, key 8 tile + 2t + e
 //   acc_o[slab][tile]  sums of weighted values             the same, columns of v
+//
+// With 192 of 255 registers in s and acc_o, what else lives across a tile is counted: two addresses to copy from and
+// one to copy to, three to read fragments from, the tile and the limits of the masked ones. The rest comes from
+// constant memory, or is computed where it is used.
 struct Forward {
     const AttentionShape& shape;
     Work work;
-    const bool careful;            // V has numbers that are not finite: they are left out, and added later
-    const int lane, warp_m, warp_n;
-    const unsigned shared;
-    KeyRows<TileK, kThreads, PAGED> k;
-    KeyRows<TileV, kThreads, PAGED> v;
-    const unsigned char* bias;     // of the sequence
+    const bool careful;               // V has numbers that are not finite: they are left out, and added later
+    RowsK k;
+    RowsV v;
+    const unsigned char* bias;        // of the sequence
     BlockMask block_mask;
-    unsigned k_now, k_next;
+    unsigned q_from, k_from, v_from;  // where this lane reads its rows of Q, of even K, of V
+    unsigned k_to, v_to;              // where this thread copies odd K and V to
+    int k_odd;                        // 0 or kOffsetOddK: the buffer of K in use
     int query[PACK_GQA ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
@@ -32,12 +49,26 @@ struct Forward {
     OnlineSoftmax<kSlabs> softmax;
 
     // Row r of this lane in the matrix of rows; its query; the key that query sits on.
-    __device__ __forceinline__ int row(int r) const { return work.row0 + warp_m * kSlabs * 16 + lane / 4 + 8 * r; }
-    __device__ __forceinline__ int query_of(int r) const { return PACK_GQA ? query[PACK_GQA ? r : 0] : row(r); }
-    __device__ __forceinline__ int diagonal(int r) const { return query_of(r) + work.shift(); }
+    __device__ __forceinline__ int row(const Place& me, int r) const { return work.row0 + me.row(r); }
+    __device__ __forceinline__ int query_of(const Place& me, int r) const {
+        return PACK_GQA ? query[PACK_GQA ? r : 0] : row(me, r);
+    }
+    __device__ __forceinline__ int diagonal(const Place& me, int r) const { return query_of(me, r) + work.shift(); }
+    __device__ __forceinline__ int row_end(const Place& me, int r) const {
+        return kMask == Mask::kNone ? work.seqlen_k : min(work.seqlen_k, diagonal(me, r) + shape.window_right + 1);
+    }
 
-    __device__ __forceinline__ void start() {
-        k_now = shared, k_next = shared + kOffsetOddK;
+    __device__ __forceinline__ void start(unsigned shared) {
+        constexpr bool kHalf = sizeof(scalar) == 2;
+        const Place me = Place::mine();
+        const int lane = me.lane, key = me.first_key();
+        q_from = ptx::kept(TileQ::at(shared + kOffsetQ, me.first_row() + lane % 16, lane / 16));
+        k_from = ptx::kept(TileK::at(shared, key + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+        v_from = ptx::kept(kHalf ? TileV::at(shared + kOffsetV, key + lane % 16, lane / 16)
+                                 : TileV::at(shared + kOffsetV + lane / 4 % 4 * 4, key + lane % 4 * 2, lane / 16));
+        k_to = RowsK::Loader::at(shared + kOffsetOddK);
+        v_to = RowsV::Loader::at(shared + kOffsetV);
+        k_odd = 0;
         softmax = {};
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
@@ -49,24 +80,21 @@ struct Forward {
         }
     }
 
-    __device__ __forceinline__ LaneAddress<TileQ> q_address() const {
-        return {shared + kOffsetQ, warp_m * kSlabs * 16 + lane % 16, lane / 16};
-    }
-
     // S = Q K^T: 16 keys and 32 bytes of head_dim per ldmatrix.
     __device__ __forceinline__ void scores(float (&s)[kSlabs][kTilesS][4]) {
-        const LaneAddress<TileK> rows_k(k_now, warp_n * kWarpN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        const LaneAddress<TileQ> rows_q = q_address();
+        const LaneAddress<TileK> k_now(k_from + k_odd);
+        const LaneAddress<TileQ> q_now(q_from);
         #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
+        for (int n = 0; n < kSteps; ++n) {
+            const int i = LaneAddress<TileK>::order(n);
             #pragma unroll
             for (int slab = 0; slab < kSlabs; ++slab) {
-                if constexpr (!kQInRegisters) ptx::ldmatrix4(q[0][slab], rows_q.at(i, 16 * slab));
+                if constexpr (!kQInRegisters) ptx::ldmatrix4(q[0][slab], q_now.at(i, 16 * slab));
             }
             #pragma unroll
             for (int j = 0; j < kTilesS; j += 2) {
                 unsigned b[4];
-                ptx::ldmatrix4(b, rows_k.at(i, 8 * j));
+                ptx::ldmatrix4(b, k_now.at(i, 8 * j));
                 #pragma unroll
                 for (int slab = 0; slab < kSlabs; ++slab) {
                     const unsigned(&a)[4] = q[kQInRegisters ? i : 0][slab];
@@ -85,9 +113,9 @@ struct Forward {
     }
 
     // Softcap, ALiBi and bias: scores in units of log2. `first` is the key of this lane's first column.
-    __device__ __forceinline__ void shape_row(float (&s)[kTilesS][4], int r, int first, int end) {
+    __device__ __forceinline__ void shape_row(const Place& me, float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
-        const float along = static_cast<float>(diagonal(r) - first);
+        const float along = static_cast<float>(diagonal(me, r) - first);
         #pragma unroll
         for (int j = 0; j < kTilesS; ++j) {
             #pragma unroll
@@ -99,8 +127,8 @@ struct Forward {
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {
                     // What nobody sees is not read.
-                    const float b = column < end && row(r) < work.rows ? bias_at(row(r), query_of(r), first + column)
-                                                                       : minus_infinity();
+                    const bool seen = column < end && row(me, r) < work.rows;
+                    const float b = seen ? bias_at(row(me, r), query_of(me, r), first + column) : minus_infinity();
                     x = b == minus_infinity() ? b : fmaf(b, kLog2e, x);
                 }
             }
@@ -116,9 +144,8 @@ struct Forward {
     __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
         constexpr bool kHalf = sizeof(scalar) == 2;
         constexpr int kKeys = kHalf ? 16 : 8;
-        const int row0 = warp_n * kWarpN + (kHalf ? lane % 16 : lane % 4 * 2);
-        const unsigned tile_v = shared + kOffsetV + (kHalf ? 0 : lane / 4 % 4 * 4);
-        const LaneAddress<TileV> even(tile_v, row0, lane / 16), odd(tile_v, row0 + 1, lane / 16);
+        const LaneAddress<TileV> even(v_from);
+        const LaneAddress<TileV> odd((even.first ^ TileV::key(1) << 4) + TileV::kRowBytes);
         #pragma unroll
         for (int i = 0; i < kWarpN / kKeys; ++i) {
             unsigned a[kSlabs][4];
@@ -150,46 +177,50 @@ struct Forward {
         }
     }
 
-    // Tile n. Its K is on the way; tile `next` comes after it, unless that is negative. partly: the block
-    // mask hides some of it.
-    template <bool kMasked> __device__ __forceinline__ void step(int n, int next, bool partly) {
+    // Tile n. Its K is on the way; tile `next` comes after it, unless it is before `begin`. masked: some row
+    // does not see all of it; partly: by the block mask.
+    __device__ __forceinline__ void step(int n, int next, int begin, bool masked, bool partly) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // K is here; everybody is done with V and the other K
-        v.template load<!kMasked>(shared + kOffsetV, n, work.seqlen_k, work.columns);
+        if (masked) v.load(v_to, n, false, work.seqlen_k, work.columns);
+        else v.load(v_to, n, true, work.seqlen_k, work.columns);  // compares no rows
         ptx::cp_async_commit();
-        if (next >= 0) k.template load<true>(k_next, next, work.seqlen_k, shape.head_dim);
+        v.skip(n - 1 - next);
+        k.skip(n - 1 - next);
+        if (next >= begin) k.load(k_to - k_odd, next, true, work.seqlen_k, shape.head_dim);
         ptx::cp_async_commit();
 
         float s[kSlabs][kTilesS][4] = {};
         scores(s);
-        const int first = n * BLOCK_N + warp_n * kWarpN + lane % 4 * 2;
-        #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            float(&row_s)[kTilesS][4] = s[r / 2];
-            int end = work.seqlen_k;
-            if constexpr (kMask != Mask::kNone) end = min(end, diagonal(r) + shape.window_right + 1);
-            if constexpr (!kPlainScores) shape_row(row_s, r, first, end - first);
-            if constexpr (kMasked) {
-                mask_row<kMask>(row_s, r % 2, diagonal(r) - shape.window_left - first, end - first);
+        if (!kPlainScores || masked) {
+            const Place me = Place::mine();
+            const int first = n * BLOCK_N + me.first_key() + me.lane % 4 * 2;
+            #pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                float(&row_s)[kTilesS][4] = s[r / 2];
+                const int end = row_end(me, r) - first;
+                if constexpr (!kPlainScores) shape_row(me, row_s, r, first, end);
+                if (!masked) continue;
+                mask_row<kMask>(row_s, r % 2, diagonal(me, r) - shape.window_left - first, end);
                 if constexpr (BLOCK_MASK) {
-                    const bool look = partly && row(r) < work.rows;
-                    if (look) mask_blocks(row_s, r % 2, block_mask, query_of(r), first, end - first);
+                    const bool look = partly && row(me, r) < work.rows;
+                    if (look) mask_blocks(row_s, r % 2, block_mask, query_of(me, r), first, end);
                 }
+            }
+            if (kHides && masked && careful) {
+                ptx::cp_async_wait<1>();  // what this thread has copied of V is here
+                RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
             }
         }
         softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
-        if (kMasked && kHides && careful) {
-            Copy<TileV, kThreads>::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
-        }
         __syncthreads();  // V is here
         add_values(s);
-        const unsigned swap = k_now;
-        k_now = k_next, k_next = swap;
+        k_odd = kOffsetOddK - k_odd;
     }
 
-    // The next tile to the left, from n on, that the block mask does not hide; -1 when there is none.
+    // The next tile to the left, from n on, that the block mask does not hide; begin - 1 when there is none.
     __device__ __forceinline__ int find(int n, int begin, bool& partly) const {
         if constexpr (BLOCK_MASK) {
             const int row_end = min(work.row0 + BLOCK_M, work.rows);
@@ -200,7 +231,7 @@ struct Forward {
                 if (part != BlockMask::kNothing) return n;
             }
         }
-        return n >= begin ? n : -1;
+        return n;
     }
 
     // Waits for Q, not for the first K, which was asked for later.
@@ -212,7 +243,7 @@ struct Forward {
         }
         if constexpr (kQInRegisters) {
             __syncthreads();
-            const LaneAddress<TileQ> rows = q_address();
+            const LaneAddress<TileQ> rows(q_from);
             #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
                 #pragma unroll
@@ -221,37 +252,27 @@ struct Forward {
         }
     }
 
-    // Tile n, and which comes next.
-    template <bool kMasked> __device__ __forceinline__ void advance(int& n, int begin, bool& partly) {
-        bool next_partly = false;
-        const int next = find(n - 1, begin, next_partly);
-        step<kMasked>(n, next, partly);
-        n = next, partly = next_partly;
-    }
-
     // All tiles, from the right to the left; Q is on the way.
     __device__ __forceinline__ void run(const Tiles& tiles) {
         bool partly = false;
-        int n = find(tiles.end - 1, tiles.begin, partly);
-        if (n >= 0) k.template load<false>(k_now, n, work.seqlen_k, shape.head_dim);
+        int n = ptx::kept(find(tiles.end - 1, tiles.begin, partly));
+        const int all_begin = ptx::kept(tiles.all_begin);
+        k.seek(n);
+        v.seek(n);
+        if (n >= tiles.begin) k.load(k_to - kOffsetOddK, n, false, work.seqlen_k, shape.head_dim);
         ptx::cp_async_commit();
         receive_q();
         const auto masked = [&] {
-            if (kMask == Mask::kLocal && n < tiles.all_begin) return true;
+            if (kMask == Mask::kLocal && n < all_begin) return true;
             return kBias != Bias::kNone || partly || n >= tiles.all_end;
         };
-        // Tiles that are seen whole, most of them, compare nothing. Masked ones come first; with a window,
-        // and wherever a block mask says so, they come again.
-        if constexpr (kMask == Mask::kLocal || BLOCK_MASK) {
-            while (n >= 0) {
-                if (masked()) advance<true>(n, tiles.begin, partly);
-                else advance<false>(n, tiles.begin, partly);
-            }
-        } else {
-            while (n >= 0 && masked()) advance<true>(n, tiles.begin, partly);
-            if constexpr (kBias == Bias::kNone) {
-                while (n >= 0) advance<false>(n, tiles.begin, partly);
-            }
+        // Most tiles are seen whole, and jump over the comparisons. A loop of their own would save them two jumps, for
+        // twice the code and other registers in each.
+        while (n >= tiles.begin) {
+            bool next_partly = false;
+            const int next = find(n - 1, tiles.begin, next_partly);
+            step(n, next, tiles.begin, masked(), partly);
+            n = next, partly = next_partly;
         }
     }
 

@@ -1,46 +1,54 @@
-// The rows of K or V of one sequence and head, as a thread copies them tile by tile: one after the other, or
-// in pages.
+// The rows of K or V of one sequence and head, as a thread copies them tile by tile from the right to the left: one
+// after the other, or in pages.
 #pragma once
 #include "attention_shape.cuh"
 #include "tile.cuh"
 
-template <typename TileT, int kThreads, bool kPaged> class KeyRows {
+template <typename TileT, int kThreads, bool kPaged, int kSpare> class KeyRows {
 public:
     using Loader = Copy<TileT, kThreads>;
     using Scalar = typename TileT::Scalar;
 
     // first: row 0 of the head, in page 0 if there are pages.
     __device__ __forceinline__ KeyRows(const Scalar* first, const RowStrides& stride, const int* pages, int page_size)
-        : column_(first + Loader::column()), stride_(stride), pages_(pages), page_size_(page_size) {}
+        : at_(first + Loader::column()), stride_(stride), pages_(pages), page_size_(page_size) {}
 
-    // Starts to copy tile n; all of it exists, or rows up to seqlen_k.
-    template <bool kWhole> __device__ __forceinline__ void load(unsigned tile, int n, int seqlen_k, int cols) const {
-        const int first = n * TileT::kRows;
-        if constexpr (kPaged) {
-            Loader::template start<kWhole>(tile, seqlen_k - first, cols, [&](int row, int) {
-                // No page is looked up that holds no key.
-                const unsigned key = min(first + row, seqlen_k - 1), page = key / page_size_;
-                return column_ + pages_[page] * stride_.batch + (key - page * page_size_) * stride_.row;
-            });
-        } else {
-            const Scalar* at = ptx::opaque(column_ + (first + Loader::row()) * stride_.row);
-            Loader::template start<kWhole>(tile, seqlen_k - first, cols, [&](int, int i) {
-                if (i > 0) at = ptx::opaque(at + Loader::kDown * stride_.row);
-                return at;
-            });
-        }
+    // From row 0 to where tile n is loaded from.
+    __device__ __forceinline__ void seek(int n) {
+        if constexpr (!kPaged) at_ += (n * TileT::kRows + Loader::kLast + Loader::row()) * stride_.row;
     }
 
-    // One number: slow.
+    __device__ __forceinline__ void skip(int tiles) {
+        if constexpr (!kPaged) at_ -= tiles * TileT::kRows * stride_.row;
+    }
+
+    // Starts to copy tile n, all of which exists, or rows up to seqlen_k; goes on to tile n - 1. The thread's rows are
+    // evenly spaced, from tile to tile too: one subtraction for each, and nothing to compute for a tile.
+    __device__ __forceinline__ void load(unsigned to, int n, bool whole, int seqlen_k, int cols) {
+        const int first = n * TileT::kRows;
+        Loader::template start<kSpare>(to, whole, seqlen_k - first, cols, [&](int row) {
+            if constexpr (kPaged) {
+                // No page is looked up that holds no key.
+                const unsigned key = min(first + row, seqlen_k - 1), page = key / page_size_;
+                return at_ + pages_[page] * stride_.batch + (key - page * page_size_) * stride_.row;
+            } else {
+                const Scalar* now = at_;
+                at_ = ptx::opaque(now - Loader::kStep * stride_.row);
+                return now;
+            }
+        });
+    }
+
+    // One number, before seek(): slow.
     __device__ __forceinline__ Scalar at(int key, int col) const {
         const int page = kPaged ? key / page_size_ : 0;
         const int64 first = kPaged ? pages_[page] * stride_.batch : 0;
-        return column_[first + (key - page * static_cast<int>(page_size_)) * stride_.row + col - Loader::column()];
+        return at_[first + (key - page * static_cast<int>(page_size_)) * stride_.row + col - Loader::column()];
     }
 
 private:
-    const Scalar* column_;  // the thread's, of row 0
-    RowStrides stride_;     // batch: from page to page
+    const Scalar* at_;   // the thread's column of row 0; after seek() without pages, of its last row of the next tile
+    RowStrides stride_;  // batch: from page to page
     const int* pages_;
     unsigned page_size_;
 };

@@ -19,12 +19,12 @@ constexpr float kNothing = -3.4028235e38f;  // the maximum of no scores: finite,
 
 template <int kSlabs> struct OnlineSoftmax {
     static constexpr int kRows = 2 * kSlabs;
-    float row_max[kRows];  // the one in use, the same in all lanes of the quad
+    float minus_max[kRows];  // the maximum in use, negated; the same in all lanes of the quad
     float row_sum[kRows];  // of the columns of this lane
 
     __device__ __forceinline__ OnlineSoftmax() {
         #pragma unroll
-        for (int r = 0; r < kRows; ++r) row_max[r] = kNothing, row_sum[r] = 0.0f;
+        for (int r = 0; r < kRows; ++r) minus_max[r] = -kNothing, row_sum[r] = 0.0f;
     }
 
     // Scores (times scale in units of log2) to weights, in place.
@@ -40,7 +40,7 @@ template <int kSlabs> struct OnlineSoftmax {
             for (int j = 1; j < kTiles; ++j) {
                 tile_max[r] = fmaxf(fmaxf(tile_max[r], s[r / 2][j][r % 2 * 2]), s[r / 2][j][r % 2 * 2 + 1]);
             }
-            grown |= fmaf(tile_max[r], scale, -row_max[r]) > kHeadroom;
+            grown |= fmaf(tile_max[r], scale, minus_max[r]) > kHeadroom;
         }
         if (__any_sync(0xffffffffu, grown)) raise(tile_max, acc_o, scale);
         #pragma unroll
@@ -49,7 +49,7 @@ template <int kSlabs> struct OnlineSoftmax {
             for (int j = 0; j < kTiles; ++j) {
                 #pragma unroll
                 for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
-                    s[r / 2][j][e] = ptx::exp2(fmaf(s[r / 2][j][e], scale, -row_max[r]));
+                    s[r / 2][j][e] = ptx::exp2(fmaf(s[r / 2][j][e], scale, minus_max[r]));
                     row_sum[r] += s[r / 2][j][e];
                 }
             }
@@ -70,9 +70,9 @@ private:
         for (int r = 0; r < kRows; ++r) {
             float m = fmaxf(tile_max[r], __shfl_xor_sync(0xffffffffu, tile_max[r], 1));
             m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-            m = fmaxf(row_max[r], m * scale);
-            const float alpha = ptx::exp2(row_max[r] - m);
-            row_max[r] = m;
+            m = fminf(minus_max[r], m * -scale);
+            const float alpha = ptx::exp2(m - minus_max[r]);
+            minus_max[r] = m;
             row_sum[r] *= alpha;
             #pragma unroll
             for (int j = 0; j < kTilesO; ++j) {

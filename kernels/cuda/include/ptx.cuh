@@ -30,6 +30,10 @@ template <typename T> __device__ __forceinline__ T* opaque(T* address) {
     return address;
 }
 
+// The same number, of which ptxas does not know how it came about: else it computes it again, from the indices of
+// thread and block, wherever registers are short.
+__device__ __forceinline__ unsigned kept(unsigned x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
+
 // Four 8 x 8 matrices of 16-bit elements (8 x 4 of 32 bits): lane 8 j + r gives the address of row r of
 // matrix j.
 __device__ __forceinline__ void ldmatrix4(unsigned (&r)[4], unsigned address) {

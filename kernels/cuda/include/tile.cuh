@@ -15,7 +15,7 @@
 // kPairs: for float accumulators, of which a row's quad writes two chunks at a time, 4 rows of them at once.
 template <typename T, int kRows_, int kCols_, bool kPairs = false> struct Tile {
     using Scalar = T;
-    static constexpr int kRows = kRows_;
+    static constexpr int kRows = kRows_, kCols = kCols_;
     static constexpr int kRowBytes = kCols_ * sizeof(T);
     static constexpr int kChunk = 16 / sizeof(T);  // elements
     static constexpr int kChunks = kRowBytes / 16;
@@ -33,33 +33,43 @@ template <typename T, int kRows_, int kCols_, bool kPairs = false> struct Tile {
     }
 };
 
-// Where a lane finds 32 bytes (two chunks) of its row: in step i at (row, i * 32 ^ twist). Rows 8 or 16
-// further down have the same key, so that 2 or 4 registers and constants make all addresses of a tile.
+// Where a lane finds 32 bytes (two chunks) of its row in step i: at the first, exclusive or 32 i within the bytes that
+// change places with one another. Rows 8 or 16 further down have the same key: a register, one or three exclusive ors
+// of it and constants make all addresses of a tile.
 template <typename TileT> struct LaneAddress {
     static constexpr int kSpan = TileT::kGroup * 16;  // bytes that change places with one another
-    unsigned step[kSpan / 32];
+    unsigned first;
 
-    __device__ __forceinline__ LaneAddress(unsigned tile, int row, int chunk) {
-        const int twist = (chunk ^ TileT::key(row)) << 4;
-        #pragma unroll
-        for (int i = 0; i < kSpan / 32; ++i) step[i] = ptx::opaque(tile + row * TileT::kRowBytes + (i * 32 ^ twist));
+    LaneAddress() = default;
+    __device__ __forceinline__ LaneAddress(unsigned first) : first(ptx::opaque(first)) {}
+    __device__ __forceinline__ LaneAddress(unsigned tile, int row, int chunk)
+        : LaneAddress(TileT::at(tile, row, chunk)) {}
+
+    // The n-th step, where all steps of a row are taken: those with the same exclusive or, one after the other.
+    static __device__ __forceinline__ int order(int n) {
+        constexpr int kSame = TileT::kRowBytes / kSpan;
+        return n % kSame * (kSpan / 32) + n / kSame;
     }
 
     __device__ __forceinline__ unsigned at(int i, int rows_down) const {
-        return step[i % (kSpan / 32)] + (i * 32 / kSpan * kSpan + rows_down * TileT::kRowBytes);
+        return (first ^ i * 32 % kSpan) + (i * 32 / kSpan * kSpan + rows_down * TileT::kRowBytes);
     }
 };
 
-// Copies a tile, rows [0, rows) of it or kWhole, and columns [0, cols), a multiple of a chunk; zeros
-// elsewhere. Threads lie side by side along a row, for whole lines of global memory:
+// Copies a tile, rows [0, rows) of it or the whole, and columns [0, cols), a multiple of a chunk; zeros elsewhere. The
+// caller knows of columns that they are more than kCols - kSpare. Threads lie side by side along a row, for whole
+// lines of global memory:
 //
-//     thread t has rows t / kAcross + kDown i and chunks t % kAcross + kAcross j
+//     thread t has rows t / kAcross + kDown i, the last first, and chunks t % kAcross + kAcross j
 //
-// row_at(row, i) is where in global memory the thread's row i, which is this row of the tile, has its
-// column(). From `rows` on it is not read and may be anywhere.
+// row_at(row) is where in global memory this row of the tile has the thread's column(); it is asked once per row. From
+// `rows` on it is not read and may be anywhere.
 template <typename TileT, int kThreads> struct Copy {
     static constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
     static constexpr int kMine = (TileT::kRows + kDown - 1) / kDown;
+    static constexpr int kStep = kDown < TileT::kRows ? kDown : TileT::kRows;  // from row to row, and tile to tile
+    static constexpr int kLast = TileT::kRows - kStep;
+    static_assert(TileT::kRows % kStep == 0, "the rows of successive tiles are evenly spaced");
     static_assert(kDown % 8 == 0, "a thread's rows have one key");
 
     static __device__ __forceinline__ int row() { return threadIdx.x / kAcross; }
@@ -71,26 +81,31 @@ template <typename TileT, int kThreads> struct Copy {
         #pragma unroll 1
         for (int i = 0; i < kMine * (TileT::kChunks / kAcross); ++i) {
             const int at = row() + i / (TileT::kChunks / kAcross) * kDown;
-            if (at >= TileT::kRows) break;
+            if (TileT::kRows % kDown != 0 && at >= TileT::kRows) break;
             const int chunk = threadIdx.x % kAcross + i % (TileT::kChunks / kAcross) * kAcross;
             uint4& x = *reinterpret_cast<uint4*>(tile + TileT::at(0, at, chunk));
             x.x = rule(x.x), x.y = rule(x.y), x.z = rule(x.z), x.w = rule(x.w);
         }
     }
 
-    template <bool kWhole, typename RowAt>
-    static __device__ __forceinline__ void start(unsigned tile, int rows, int cols, RowAt row_at) {
-        const unsigned to = ptx::opaque(TileT::at(tile, row(), threadIdx.x % kAcross));
+    // The thread's first chunk in a tile.
+    static __device__ __forceinline__ unsigned at(unsigned tile) {
+        return TileT::at(tile, row(), threadIdx.x % kAcross);
+    }
+
+    template <int kSpare, typename RowAt>
+    static __device__ __forceinline__ void start(unsigned to, bool whole, int rows, int cols, RowAt row_at) {
         #pragma unroll
-        for (int i = 0; i < kMine; ++i) {
+        for (int i = kMine - 1; i >= 0; --i) {
             const int at = row() + i * kDown;
-            if (TileT::kRows % kDown != 0 && at >= TileT::kRows) break;
-            const auto* from = row_at(at, i);
+            if (TileT::kRows % kDown != 0 && at >= TileT::kRows) continue;
+            const auto* from = row_at(at);
             #pragma unroll
             for (int j = 0; j < TileT::kChunks / kAcross; ++j) {
-                const bool inside = column() + j * kAcross * TileT::kChunk < cols && (kWhole || at < rows);
+                const bool exists = (j + 1) * kAcross * TileT::kChunk <= TileT::kCols - kSpare ||
+                                    column() + j * kAcross * TileT::kChunk < cols;
                 ptx::cp_async16(to + i * kDown * TileT::kRowBytes + j * kAcross * 16,
-                                from + j * kAcross * TileT::kChunk, inside ? 16 : 0);
+                                from + j * kAcross * TileT::kChunk, exists && (whole || at < rows) ? 16 : 0);
             }
         }
     }
