@@ -124,7 +124,7 @@ class Arrays:
                 f"{self.op}: the leading axes of {name} (strides {view.strides}) do not merge into rows; "
                 f"pass a C-contiguous array or omit {name}="
             )
-        self._check_apart(name, view, in_place)
+        self._check_apart(name, view, in_place, " or omit it")
         self._write[name] = view
         return view
 
@@ -135,7 +135,7 @@ class Arrays:
         """
         view = self._view(name, x)
         self._check_writable(name, x, view, dtype, "")
-        self._check_apart(name, view, None)
+        self._check_apart(name, view, None, "")
         self._read[name] = view  # so that what is written later may not overlap it
         return view
 
@@ -183,13 +183,13 @@ class Arrays:
                 f"pass a C-contiguous array{else_}"
             )
 
-    def _check_apart(self, name: str, view: Array, in_place: str | None) -> None:
+    def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> None:
         for other, x in self._read.items():
             if _overlap(view, x) and not (other == in_place and _same(view, x)):
                 allowed = f" other than being {in_place} itself" if in_place else ""
                 raise ShapeError(
                     f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
-                    f"it is read; pass a separate array or omit it"
+                    f"it is read; pass a separate array{else_}"
                 )
 
     def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "the result") -> Array:

@@ -31,13 +31,12 @@ _SHAPE = np.dtype(
     [
         *[(name, "i8", (3, 3)) for name in ("inputs", "outputs")],
         *[(name, "i8", (2,)) for name in ("positions", "slots")],
-        *[(name, "i8") for name in ("block_table", "tokens")],
+        ("block_table", "i8"),
+        *[(name, "u4") for name in ("tokens", "seqlen")],
         ("heads", "i4", (3,)),
-        *[
-            (name, "i4")
-            for name in ("seqlen", "num_pages", "page_size", "max_pages", "head_dim", "rotary_dim")
-        ],
-        *[(name, "i4") for name in ("units", "rotary_units", "position_bytes")],
+        *[(name, "i4") for name in ("num_pages", "page_size")],
+        ("max_pages", "u4"),
+        *[(name, "i4") for name in ("head_dim", "rotary_dim", "units", "rotary_units", "position_bytes")],
         *[(name, "f4") for name in ("inverse_head_dim", "eps", "weight_offset", "attention_factor")],
     ],
     align=True,
@@ -178,7 +177,10 @@ def append(
         "eps": _float32(max(eps, 2.0**-149)), "weight_offset": _float32(weight_offset),
     }  # fmt: skip
     if block_table is not None:
-        numbers |= {"max_pages": block_table.shape[1], "block_table": _strides(block_table)[0]}
+        numbers |= {
+            "max_pages": block_table.shape[1] if page_size else 0,
+            "block_table": _strides(block_table)[0],
+        }
     if slot_mapping is not None:
         shape["slots"] = _strides(slot_mapping, 2)
     if positions is not None:

@@ -54,9 +54,10 @@ struct AppendShape {
     int64 outputs[3][3];                 // of out: the same; of k_cache, v_cache: page, row, head
     int64 positions[2], slots[2];        // strides: batch, token
     int64 block_table;                   // stride: batch
-    int64 tokens;
+    unsigned tokens, seqlen;
     int heads[3];                        // of q, k, v
-    int seqlen, num_pages, page_size, max_pages;
+    int num_pages, page_size;
+    unsigned max_pages;                  // of a sequence; 0 if pages have no rows
     int head_dim, rotary_dim;
     int units, rotary_units;             // all; those that rotate
     int position_bytes;                  // 4 or 8
@@ -169,7 +170,7 @@ __device__ __forceinline__ Place place_of(int b, int s, int row, const int* bloc
         return {page, static_cast<int>(slot - static_cast<int64>(page) * shape.page_size)};
     }
     const int i = block_table != nullptr ? row / shape.page_size : 0;
-    if (row < 0 || i >= shape.max_pages) return {-1, 0};
+    if (row < 0 || static_cast<unsigned>(i) >= shape.max_pages) return {-1, 0};
     const int page = block_table != nullptr ? block_table[b * shape.block_table + i] : b;
     const int in_page = row - i * shape.page_size;
     return {page < shape.num_pages && in_page < shape.page_size ? page : -1, in_page};
@@ -181,7 +182,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, s
                const int* seqused_k, const int* block_table, const int64* slot_mapping,
                const __grid_constant__ AppendShape shape) {
     // Threads whose token is past the end own nothing, but stay for the shuffles of their warp.
-    const int64 token = static_cast<int64>(blockIdx.x) * blockDim.z + threadIdx.z;
+    const unsigned token = blockIdx.x * blockDim.z + threadIdx.z;
     const bool exists = token < shape.tokens;
     const int b = exists ? token / shape.seqlen : 0, s = exists ? token % shape.seqlen : 0;
     const int row = seqused_k != nullptr && exists ? seqused_k[b] + s : s;

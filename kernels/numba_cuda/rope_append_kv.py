@@ -69,7 +69,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
             slot = slot_mapping[b, s]
             page, row = (slot // page_size, slot % page_size) if slot >= 0 else (int64(-1), int64(0))
         elif in_pages:
-            i = row // page_size
+            i = row // max(page_size, 1)
             page = int64(block_table[b, i]) if 0 <= i < block_table.shape[1] else int64(-1)
             row -= i * page_size
         inside = 0 <= page < num_pages and 0 <= row < page_size
