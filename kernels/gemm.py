@@ -2,16 +2,16 @@
 
 All are ``C = A B^T`` of an A with m rows and a B with n, both of k columns, which lie in memory along k or across
 it (:class:`Operand`). The CUDA C++ kernels are ``cuda/gemm_sm80.cu`` (tensor cores), ``cuda/gemv.cu`` (up to 16
-rows) and ``cuda/gemm_sum.cu``, the readable twin is ``numba_cuda/gemm.py``. Sums are float32, rounded once. K is
-divided only for results too small to occupy the device, always in the same way: the same numbers give the same bits.
+rows) and ``cuda/gemm_sum.cu``, the readable twin is ``numba_cuda/gemm.py``; :mod:`.gemm_library` says when cuBLAS
+takes their place. Sums are float32, rounded once. K is divided only for results too small to occupy the device,
+always in the same way: the same numbers give the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,17 +25,24 @@ from gpu_ops.kernels.gemm_config import (
     select_config,
     select_few,
 )
+from gpu_ops.kernels.gemm_work import Epilogue, Operand, Work, aligned, stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
-__all__ = ["Operand", "gated", "gated_backward", "product", "sum_of_products", "two_products", "variants"]
+__all__ = [
+    "Operand",
+    "add_up",
+    "gated",
+    "gated_backward",
+    "product",
+    "sum_of_products",
+    "two_products",
+    "variants",
+]
 
 Array = Any  # of the device: numpy.ndarray or cupy.ndarray
-Pairs = Literal["kOne", "kTwo", "kSum"]
-Epilogue = Literal["kStore", "kAdd", "kGate", "kGateBackward"]
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
-_ALIGNMENT = 16
 
 # The kernels' last parameter: GemmShape and GemvShape.
 GEMM_SHAPE = np.dtype(
@@ -49,35 +56,6 @@ GEMV_SHAPE = np.dtype(
     + [(name, "i4") for name in ("m", "n", "k", "unused")],
     align=True,
 )
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A matrix of ``rows`` x ``k``; ``across``: its memory is (k, rows). The last axis of memory is contiguous."""
-
-    array: Array
-    across: bool = False
-
-    @property
-    def rows(self) -> int:
-        return int(self.array.shape[1 if self.across else 0])
-
-    @property
-    def k(self) -> int:
-        return int(self.array.shape[0 if self.across else 1])
-
-
-@dataclass(frozen=True)
-class Work:
-    """One launch: pairs of operands alike in shape (``a``: in strides too), and what becomes of the products."""
-
-    a: tuple[Operand, ...]
-    b: tuple[Operand, ...]
-    out: tuple[Array, ...]  # c, c1, h: those that the epilogue has
-    pairs: Pairs = "kOne"
-    epilogue: Epilogue = "kStore"
-    activation: str = "silu"
-    total: Array | None = None
 
 
 def product(
@@ -141,6 +119,11 @@ def _run(device: Any, backend: str, work: Work) -> None:
     if backend == "numba":
         _run_twin(device, work)
         return
+    from gpu_ops.kernels import gemm_library
+
+    if gemm_library.takes(device, work):
+        gemm_library.run(device, work)
+        return
     along = not (work.a[0].across or work.b[0].across)
     if m <= FEW and along and work.pairs == "kOne" and work.epilogue in ("kStore", "kGate"):
         _run_few(device, work)
@@ -170,18 +153,18 @@ def _run_tiles(device: Any, work: Work) -> None:
     (m, n), k = out.shape, work.a[0].k
     splittable = work.pairs != "kTwo" and work.epilogue == "kStore"
     problem = Problem(
-        work.a[0].array.dtype.itemsize, m, n, k * (2 if work.pairs == "kSum" else 1),
+        work.dtype.itemsize, m, n, k * (2 if work.pairs == "kSum" else 1),
         batch=2 if work.pairs == "kTwo" else 1, gated=work.epilogue == "kGate", splittable=splittable,
     )  # fmt: skip
     config = select_config(problem, DeviceLimits(device.sms, device.smem_per_block_optin))
     target = out if config.splits == 1 else device.empty((config.splits, m, n), np.float32, "parts of sums")
     shape = np.zeros((), GEMM_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
-    shape["stride_a"], shape["split_c"] = _stride(work.a[0].array), m * n
+    shape["stride_a"], shape["split_c"] = stride(work.a[0].array), m * n
     shape["stride_b"] = _strides(o.array for o in work.b)
     shape["stride_c"] = _strides((target, *work.out[1:]))
     if work.total is not None:
-        shape["stride_total"] = _stride(work.total)
+        shape["stride_total"] = stride(work.total)
     a, b = (_filled(o.array for o in operands) for operands in (work.a, work.b))
     c = _filled((target, *work.out[1:]))
     kernel = _tiles_kernel(work, config, target.dtype.name)
@@ -189,7 +172,7 @@ def _run_tiles(device: Any, work: Work) -> None:
     grid = (config.blocks, config.splits, problem.batch)
     device.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
     if config.splits > 1:
-        _add_up(device, target, out)
+        add_up(device, target, out)
 
 
 def _run_few(device: Any, work: Work) -> None:
@@ -200,21 +183,22 @@ def _run_few(device: Any, work: Work) -> None:
     target = out if config.splits == 1 else device.empty((config.splits, m, n), np.float32, "parts of sums")
     shape = np.zeros((), GEMV_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
-    shape["stride_x"], shape["stride_w"] = _stride(x.array), _strides(o.array for o in work.b)
-    shape["stride_c"], shape["split_c"] = _stride(target), m * n
+    shape["stride_x"], shape["stride_w"] = stride(x.array), _strides(o.array for o in work.b)
+    shape["stride_c"], shape["split_c"] = stride(target), m * n
     w = _filled(o.array for o in work.b)
     args = (x.array, *w[:2], target, shape[()])
     kernel = _few_kernel(work, config, target.dtype.name)
     device.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
     if config.splits > 1:
-        _add_up(device, target, out)
+        add_up(device, target, out)
 
 
-def _add_up(device: Any, parts: Array, out: Array) -> None:
+def add_up(device: Any, parts: Array, out: Array) -> None:
+    """``out`` is the sum of ``parts`` (splits, rows, cols), float32 and contiguous, rounded once."""
     splits, rows, cols = parts.shape
-    width = 4 if _aligned([out], 4 * out.dtype.itemsize) else 1
+    width = 4 if aligned([out], 4 * out.dtype.itemsize) else 1
     kernel = _sum_kernel(out.dtype.name, width)
-    args = (parts, out, np.int64(rows), np.int64(cols), np.int64(_stride(out)), np.int32(splits))
+    args = (parts, out, np.int64(rows), np.int64(cols), np.int64(stride(out)), np.int32(splits))
     device.launch(kernel, (-(-rows * cols // (width * _SUM_THREADS)), 1, 1), (_SUM_THREADS, 1, 1), args)
 
 
@@ -233,25 +217,23 @@ def _filled(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
 
 def _tiles_kernel(work: Work, config: Config, out: str) -> CudaKernel:
     tile = config.tile
-    arrays = [o.array for o in (*work.a, *work.b)] + [*work.out]
-    arrays += [] if work.total is None else [work.total]
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[work.a[0].array.dtype.name], "OUT": _DTYPES[out],
+        "DTYPE": _DTYPES[work.dtype.name], "OUT": _DTYPES[out],
         "A_ALONG_K": int(not work.a[0].across), "B_ALONG_K": int(not work.b[0].across),
         "PAIRS": work.pairs, "EPILOGUE": work.epilogue, "ACTIVATION": _ACTIVATIONS[work.activation],
-        "ALIGNED": int(_aligned(arrays)), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "ALIGNED": int(work.is_aligned), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_K": config.block_k, "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "STAGES": config.stages,
-        "EXACT": int(work.a[0].array.dtype == np.float32 and work.a[0].k <= _FEW_PRODUCTS),
+        "EXACT": int(work.dtype == np.float32 and work.a[0].k <= _FEW_PRODUCTS),
     }  # fmt: skip
     return CudaKernel("gemm_sm80", "gemm", tuple(defines.items()))
 
 
 def _few_kernel(work: Work, config: FewConfig, out: str) -> CudaKernel:
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[work.a[0].array.dtype.name], "OUT": _DTYPES[out],
+        "DTYPE": _DTYPES[work.dtype.name], "OUT": _DTYPES[out],
         "GATED": int(work.epilogue == "kGate"), "ACTIVATION": _ACTIVATIONS[work.activation],
         "ROWS": config.rows, "TOKENS": config.tokens,
-        "ALIGNED": int(_aligned([o.array for o in (*work.a, *work.b)])),
+        "ALIGNED": int(aligned([o.array for o in (*work.a, *work.b)])),
         "WARPS": config.threads // 32, "UNROLL": config.unroll,
     }  # fmt: skip
     return CudaKernel("gemv", "gemv", tuple(defines.items()))
@@ -261,26 +243,9 @@ def _sum_kernel(dtype: str, width: int) -> CudaKernel:
     return CudaKernel("gemm_sum", "gemm_sum", (("DTYPE", _DTYPES[dtype]), ("WIDTH", width)))
 
 
-def _aligned(arrays: list[Array], to: int = _ALIGNMENT) -> bool:
-    """Whether addresses, row strides and lengths of rows are all multiples of so many bytes."""
-    return all(
-        math.gcd(to, _address(x), x.shape[1] * x.dtype.itemsize, x.strides[0] if x.shape[0] > 1 else to) == to
-        for x in arrays
-    )
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
-
-
-def _stride(array: Array) -> int:
-    """Elements from one row to the next, of the last two axes."""
-    return int(array.strides[-2]) // int(array.dtype.itemsize)
-
-
 def _strides(arrays: Iterable[Array]) -> tuple[int, int]:
     """Of two arrays, or of one twice."""
-    found = [_stride(array) for array in arrays]
+    found = [stride(array) for array in arrays]
     return found[0], found[min(1, len(found) - 1)]
 
 
@@ -291,7 +256,7 @@ def variants(arch: str) -> Iterator[Variant]:
     limits = DeviceLimits(100, smem_per_block_optin(arch))
     for work in _representative():
         (m, n), k = work.out[0].shape, work.a[0].k
-        itemsize, gate = work.a[0].array.dtype.itemsize, work.epilogue == "kGate"
+        itemsize, gate = work.dtype.itemsize, work.epilogue == "kGate"
         dtype = work.out[0].dtype.name
         if m <= FEW:
             few = select_few(m, n, k, itemsize, gate, limits)
