@@ -10,6 +10,7 @@ from gpu_ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.autotune import autotune
 from gpu_ops.block_mask import BlockMask
 from gpu_ops.dispatch import explain
+from gpu_ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.rope import rope, rope_backward
@@ -35,6 +36,8 @@ __all__ = [
     "autotune",
     "errors",
     "explain",
+    "layernorm",
+    "layernorm_backward",
     "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_quant_int8",

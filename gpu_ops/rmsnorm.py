@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, cast, get_args
 
-import numpy as np
-
-from gpu_ops import checks
+from gpu_ops import checks, norm
 from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.devices import Device, host_function
-from gpu_ops.dispatch import Choice, Plan, choose, op
-from gpu_ops.errors import ShapeError
+from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm", "rmsnorm_backward"]
@@ -81,13 +77,13 @@ def rmsnorm(
     arrays = Arrays(name)
     x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
     residual_ = None if residual is None else arrays.read("residual", residual)
-    dtype = _validate(name, x_, weight_, residual=residual_)
+    dtype = norm.validate(name, x_, weight_, residual=residual_)
     eps = checks.number(name, "eps", eps, above=0.0)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     return_rstd = checks.flag(name, "return_rstd", return_rstd)
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="x", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def compute(on: Device | None) -> tuple[Array, Array | None, Array]:
@@ -108,7 +104,7 @@ def rmsnorm(
             return y, rest[0] if residual_ is not None else None, rest[-1]
         y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
         s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
-        rstd = arrays.new(x_.shape[:-1], _statistics(x_), "rstd")
+        rstd = arrays.new(x_.shape[:-1], norm.statistics(x_), "rstd")
         host_function("rmsnorm.forward", on, choice.backend)(
             as_rows(x_),
             weight_,
@@ -134,7 +130,7 @@ def rmsnorm(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
-        lambda: _config(choice, rows, cols, arrays, compute),
+        lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
     )
 
@@ -195,12 +191,12 @@ def rmsnorm_backward(
     dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
     weight_, rstd_ = arrays.read("weight", weight), arrays.read("rstd", rstd)
     dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
-    dtype = _validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
-    checks.exactly(name, "rstd", rstd_, x_.shape[:-1], _statistics(x_))
+    dtype = norm.validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
+    checks.exactly(name, "rstd", rstd_, x_.shape[:-1], norm.statistics(x_))
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def compute(on: Device | None) -> tuple[Array, Array]:
@@ -214,7 +210,7 @@ def rmsnorm_backward(
                 out_[...] = dx
             return dx, dweight
         dx = arrays.new(x_.shape, x_.dtype, "dx") if out_ is None else out_
-        dweight = arrays.new(weight_.shape, _statistics(x_), "dweight")
+        dweight = arrays.new(weight_.shape, norm.statistics(x_), "dweight")
         host_function("rmsnorm.backward", on, choice.backend)(
             as_rows(dy_),
             as_rows(x_),
@@ -239,37 +235,6 @@ def rmsnorm_backward(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
-        lambda: _config(choice, rows, cols, arrays, compute),
+        lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
     )
-
-
-def _validate(name: str, x: Array, weight: Array, **like_x: Array | None) -> str:
-    """Shapes and dtypes; the dtype's name."""
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ShapeError(f"{name}: x has shape {x.shape}; the last axis is normalised and must not be empty")
-    checks.exactly(name, "weight", weight, x.shape[-1:])
-    for other, array in like_x.items():
-        if array is not None:
-            checks.exactly(name, other, array, x.shape)
-    return checks.float_dtype(name, x=x, weight=weight, **like_x)
-
-
-def _statistics(x: Array) -> np.dtype[Any]:
-    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-
-
-def _cannot(dtype: str) -> dict[str, str]:
-    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
-
-
-def _config(
-    choice: Choice, rows: int, cols: int, arrays: Arrays, compute: Callable[[Device | None], Any]
-) -> str:
-    if choice.device != "cpu":
-        return arrays.launches(choice, compute)
-    if choice.backend == "reference":
-        return "NumPy, float64"
-    from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
-
-    return kernels.config(rows, cols)

@@ -54,6 +54,12 @@ def call(op: str, dtype: Any = np.float32) -> Call:
             _, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, backend="reference")
             return Call(op, {"dy": normal(3, 16), "x": x, "weight": weight, "rstd": rstd})
         return Call(op, {"x": x, "weight": weight})
+    if op.startswith("layernorm"):
+        x, weight = normal(3, 16), normal(16)
+        if op == "layernorm_backward":
+            _, mean, rstd = gpu_ops.layernorm(x, weight, return_stats=True, backend="reference")
+            return Call(op, {"dy": normal(3, 16), "x": x, "weight": weight, "mean": mean, "rstd": rstd})
+        return Call(op, {"x": x, "weight": weight, "bias": normal(16)})
     if op.startswith("swiglu_mlp"):
         weights = {"w_gate": normal(24, 16), "w_up": normal(24, 16), "w_down": normal(16, 24)}
         gradient = {"dy": normal(3, 16)} if op.endswith("backward") else {}

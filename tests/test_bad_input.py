@@ -214,6 +214,7 @@ CASES = [
 
 # How many results ``out=`` takes, for the ops that have it.
 OUTS = {
+    "layernorm": 1, "layernorm_backward": 1,
     "attention": 1, "attention_varlen": 1, "attention_decode": 1, "rope": 2, "rope_backward": 2, "rmsnorm": 1,
     "rmsnorm_backward": 1, "rmsnorm_quant_int8": 3, "rope_append_kv": 1, "swiglu": 1, "swiglu_backward": 2,
     "swiglu_mlp": 1, "swiglu_mlp_backward": 4, "ternary_matmul": 1,

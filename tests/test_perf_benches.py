@@ -13,7 +13,15 @@ from perf.case import Config
 
 FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
 LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
-TINY = {"attention": 48, "rmsnorm": 8, "rope": 16, "rope_append_kv": 16, "swiglu": 4, "ternary": 2}
+TINY = {
+    "attention": 48,
+    "layernorm": 8,
+    "rmsnorm": 8,
+    "rope": 16,
+    "rope_append_kv": 16,
+    "swiglu": 4,
+    "ternary": 2,
+}
 
 
 def test_every_bench_file_is_collected():

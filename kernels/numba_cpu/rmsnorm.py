@@ -93,7 +93,7 @@ def backward(
     dweight[...] = partial.sum(axis=0)
 
 
-def _statistics(dtype: str) -> str:
+def statistics(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -105,7 +105,7 @@ def _statistics(dtype: str) -> str:
         read(t, 2),
         write(t, 2),
         write(t, 2),
-        write(_statistics(t), 1),
+        write(statistics(t), 1),
         types.float64,
         compute(t),
         types.boolean,
@@ -151,7 +151,7 @@ def rmsnorm_forward(
         read(t, 2),
         read(t, 2),
         read(t, 1),
-        read(_statistics(t), 1),
+        read(statistics(t), 1),
         read(t, 2),
         write(t, 2),
         write("float64", 2),

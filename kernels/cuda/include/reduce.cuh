@@ -12,24 +12,37 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
     return value;
 }
 
-// One barrier per sum: sums take turns with two buffers, and who writes one again has passed the barrier of the
-// sum between, which nobody reaches before having read it.
-class RowSum {
+// Up to kMost sums at a time. One barrier for them: they take turns with two buffers, and who writes one again has
+// passed the barrier of the sums between, which nobody reaches before having read it.
+template <int kMost> class RowSums {
 public:
-    using Scratch = float[2][32];
+    using Scratch = float[2][kMost][32];
 
-    explicit __device__ __forceinline__ RowSum(Scratch& scratch) : scratch_(scratch) {}
+    explicit __device__ __forceinline__ RowSums(Scratch& scratch) : scratch_(scratch) {}
+
+    template <int kMany> __device__ __forceinline__ void operator()(float (&value)[kMany], int thread = threadIdx.x) {
+        static_assert(kMany <= kMost, "no room in the scratch");
+        const int width = blockDim.x;
+        #pragma unroll
+        for (int i = 0; i < kMany; ++i) value[i] = warp_sum(value[i], min(width, 32));
+        if (width <= 32) return;
+        const int warp = thread / 32, lane = thread % 32;
+        #pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            if (lane == 0) scratch_[turn_][i][warp] = value[i];
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            value[i] = warp_sum(lane < width / 32 ? scratch_[turn_][i][lane] : 0.0f, 32);
+        }
+        turn_ ^= 1;
+    }
 
     __device__ __forceinline__ float operator()(float value, int thread = threadIdx.x) {
-        const int width = blockDim.x;
-        value = warp_sum(value, min(width, 32));
-        if (width <= 32) return value;
-        const int warp = thread / 32, lane = thread % 32;
-        if (lane == 0) scratch_[turn_][warp] = value;
-        __syncthreads();
-        value = lane < width / 32 ? scratch_[turn_][lane] : 0.0f;
-        turn_ ^= 1;
-        return warp_sum(value, 32);
+        float one[1] = {value};
+        (*this)(one, thread);
+        return one[0];
     }
 
 private:

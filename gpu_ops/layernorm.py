@@ -1,0 +1,226 @@
+"""LayerNorm with an optional fused residual add, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gpu_ops import checks, norm
+from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.devices import Device, host_function
+from gpu_ops.dispatch import Plan, choose, op
+
+__all__ = ["layernorm", "layernorm_backward"]
+
+
+@op(cuda=True)
+def layernorm(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    residual: Any = None,
+    return_stats: bool = False,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Layer norm over the last axis: ``y = (s - mean) * rstd * weight + bias``.
+
+    ``s = x`` or ``x + residual`` rounded to x's dtype; ``mean`` and ``rstd = 1 / sqrt(variance + eps)`` are those of
+    a row of s, with the variance that divides by the number of columns. The result is rounded once, at the end.
+
+    Parameters
+    ----------
+    x : array (..., cols)
+        float16, bfloat16, float32 or float64.
+    weight : array (cols,)
+        Same dtype as ``x``.
+    bias : array (cols,), optional
+        Same dtype as ``x``.
+    eps : float
+        Added to the variance; > 0. PyTorch's default; BERT and MiniLM have 1e-12.
+    residual : array like x, optional
+        Added to ``x`` first; the sum is returned too, for the next residual add.
+    return_stats : bool
+        Also return ``mean`` and ``rstd``, which the backward needs (shape of x without its last axis; float32,
+        float64 for float64).
+    out : array like x, optional
+        Receives y. ``out=x`` works in place.
+
+    Returns
+    -------
+    y, or (y, s) with ``residual``; ``mean`` and ``rstd`` come last with ``return_stats=True``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    Ba, Kiros and Hinton, "Layer Normalization", 2016. Moves each element once: 2 * rows * cols elements (4 with
+    residual). Squares are summed around the mean, never as ``mean(s**2) - mean**2``: a large common offset costs no
+    digits of the variance. A NaN or an infinity makes its row NaN.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x = np.array([[1.0, 3.0]], np.float32)
+    >>> gpu_ops.layernorm(x, np.ones(2, np.float32), np.array([0.5, 0.0], np.float32)).round(4)
+    array([[-0.5,  1. ]], dtype=float32)
+    """
+    name = "layernorm"
+    arrays = Arrays(name)
+    x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
+    bias_ = None if bias is None else arrays.read("bias", bias)
+    residual_ = None if residual is None else arrays.read("residual", residual)
+    dtype = norm.validate(name, x_, weight_, bias_, residual=residual_)
+    eps = checks.number(name, "eps", eps, above=0.0)
+    return_stats = checks.flag(name, "return_stats", return_stats)
+    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="x", rows=True)
+    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+
+    def compute(on: Device | None) -> tuple[Array, Array | None, Array, Array]:
+        if choice.backend == "reference":
+            from gpu_ops.reference import layernorm as reference
+
+            y, *rest = reference.layernorm(x_, weight_, bias_, eps=eps, residual=residual_, return_stats=True)
+            if out_ is not None:
+                out_[...] = y
+            return y, rest[0] if residual_ is not None else None, rest[-2], rest[-1]
+        y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
+        s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
+        mean, rstd = (arrays.new(x_.shape[:-1], norm.statistics(x_), what) for what in ("mean", "rstd"))
+        host_function("layernorm.forward", on, choice.backend)(
+            as_rows(x_),
+            weight_,
+            bias_,
+            None if residual_ is None else as_rows(residual_),
+            as_rows(y),
+            None if s is None else as_rows(s),
+            mean.reshape(-1),
+            rstd.reshape(-1),
+            eps=eps,
+        )
+        return y, s, mean, rstd
+
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            y, s, *stats = compute(on)
+            results = [arrays.give(y) if out is None else out]
+            results += [] if s is None else [arrays.give(s)]
+            results += map(arrays.give, stats) if return_stats else []
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return Plan(
+        name,
+        choice,
+        lambda: f"{rows} rows of {cols} {dtype}",
+        lambda: norm.config(choice, rows, cols, arrays, compute),
+        run,
+    )
+
+
+@op(cuda=True)
+def layernorm_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    *,
+    dresidual: Any = None,
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Gradients of :func:`layernorm`.
+
+    With ``n = (x - mean) * rstd`` and ``m = dy * weight``:
+    ``dx = rstd * (m - mean(m) - n * mean(m * n)) + dresidual``,
+    ``dweight = sum over rows of dy * n`` and ``dbias = sum over rows of dy``.
+
+    Parameters
+    ----------
+    dy : array (..., cols)
+        Gradient of y.
+    x : array like dy
+        What was normalised: the input, or ``s`` when the forward call had a residual.
+    weight : array (cols,)
+    mean, rstd : array (...)
+        As returned by the forward call with ``return_stats=True``.
+    dresidual : array like dy, optional
+        Gradient of ``s`` from the residual stream, added to dx. The sum is the gradient of both x and residual.
+    out : array like dy, optional
+        Receives dx. ``out=dy`` works in place.
+
+    Returns
+    -------
+    dx : array like x
+    dweight, dbias : array (cols,), float32 (float64 for float64)
+        Added up in a fixed order: the same bits every time. dbias comes whether or not the forward call had a bias;
+        it costs no memory traffic.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x, w = np.array([[1.0, 2.0, 6.0]]), np.ones(3)
+    >>> y, mean, rstd = gpu_ops.layernorm(x, w, return_stats=True)
+    >>> dx, dw, db = gpu_ops.layernorm_backward(np.array([[1.0, 2.0, 3.0]]), x, w, mean, rstd)
+    >>> dw.round(4), db
+    (array([-0.9258, -0.9258,  4.1661]), array([1., 2., 3.]))
+    """
+    name = "layernorm_backward"
+    arrays = Arrays(name)
+    dy_, x_, weight_ = (arrays.read(n, a) for n, a in (("dy", dy), ("x", x), ("weight", weight)))
+    mean_, rstd_ = arrays.read("mean", mean), arrays.read("rstd", rstd)
+    dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
+    dtype = norm.validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
+    for what, statistic in (("mean", mean_), ("rstd", rstd_)):
+        checks.exactly(name, what, statistic, x_.shape[:-1], norm.statistics(x_))
+    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
+    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+
+    def compute(on: Device | None) -> tuple[Array, Array, Array]:
+        if choice.backend == "reference":
+            from gpu_ops.reference import layernorm as reference
+
+            gradients = reference.layernorm_backward(dy_, x_, weight_, mean_, rstd_, dresidual=dresidual_)
+            if out_ is not None:
+                out_[...] = gradients[0]
+            return gradients
+        dx = arrays.new(x_.shape, x_.dtype, "dx") if out_ is None else out_
+        dweight, dbias = (
+            arrays.new(weight_.shape, norm.statistics(x_), what) for what in ("dweight", "dbias")
+        )
+        host_function("layernorm.backward", on, choice.backend)(
+            as_rows(dy_),
+            as_rows(x_),
+            weight_,
+            mean_.ravel(),
+            rstd_.ravel(),
+            None if dresidual_ is None else as_rows(dresidual_),
+            as_rows(dx),
+            dweight,
+            dbias,
+        )
+        return dx, dweight, dbias
+
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            dx, *sums = compute(on)
+            for total in sums if not rows else ():  # no kernel has run
+                total.fill(0)
+            return (arrays.give(dx) if out is None else out), *map(arrays.give, sums)
+
+    return Plan(
+        name,
+        choice,
+        lambda: f"{rows} rows of {cols} {dtype}",
+        lambda: norm.config(choice, rows, cols, arrays, compute),
+        run,
+    )

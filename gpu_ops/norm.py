@@ -1,0 +1,52 @@
+"""What RMSNorm and LayerNorm check and say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays
+from gpu_ops.devices import Device
+from gpu_ops.dispatch import Choice
+from gpu_ops.errors import ShapeError
+
+__all__ = ["cannot", "config", "statistics", "validate"]
+
+
+def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
+    """Shapes and dtypes; the dtype's name."""
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"{name}: x has shape {x.shape}; the last axis is normalised and must not be empty")
+    checks.exactly(name, "weight", weight, x.shape[-1:])
+    if bias is not None:
+        checks.exactly(name, "bias", bias, x.shape[-1:])
+    for other, array in like_x.items():
+        if array is not None:
+            checks.exactly(name, other, array, x.shape)
+    return checks.float_dtype(name, x=x, weight=weight, bias=bias, **like_x)
+
+
+def statistics(x: Array) -> np.dtype[Any]:
+    """The dtype of mean, rstd and the gradients of the weights."""
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def cannot(dtype: str) -> dict[str, str]:
+    """Backends that do not take this dtype."""
+    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
+
+
+def config(
+    choice: Choice, rows: int, cols: int, arrays: Arrays, compute: Callable[[Device | None], Any]
+) -> str:
+    """What :func:`gpu_ops.explain` says of how it runs."""
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
+    if choice.backend == "reference":
+        return "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
+
+    return kernels.config(rows, cols)

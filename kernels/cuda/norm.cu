@@ -1,0 +1,314 @@
+// RMSNorm and LayerNorm, forward, with an optional residual add in front.
+//
+//   x, residual, y, s  (rows, cols) DTYPE, last axis contiguous, row strides in elements
+//   weight, bias       (cols,)      DTYPE; bias in LayerNorm only, and optional
+//   mean, rstd         (rows,)      float; mean in LayerNorm only
+//
+//   s = round(x + residual)
+//   RMSNorm     rstd = 1 / sqrt(mean(s^2) + eps)             y = (s * rstd) * (weight_offset + weight)
+//   LayerNorm   rstd = 1 / sqrt(mean((s - mean)^2) + eps)    y = ((s - mean) * rstd) * weight + bias
+//
+// llama != 0 also rounds s * rstd and weight_offset + weight to DTYPE before they are multiplied.
+//
+// Moves each element once: 2 rows cols elements, 4 with a residual; about 4 flops each, 7 in LayerNorm. Memory is the
+// limit, so a row is read once and kept on the chip between its sums and its output. Of the vectors of a thread
+//
+//   0                  VECS                 VECS + shared_vecs
+//   | registers        | shared memory      | global memory: read again
+//
+//   VECS   REST   for rows                                                     blocks
+//   2, 4   0      that fit in registers                                        small and many
+//   0      1      that fit in shared memory                                    one to three per SM
+//   8      1      longer: half of an SM's registers, all its shared memory     one per SM, of 1024 threads
+//
+// With the last a row of 131072 16-bit numbers stays on an SM that has 160 KB of shared memory, and one eighth of it
+// is read twice where there are 99 KB. A cluster of blocks with a part of the row each (sm_90) could keep all of any.
+//
+// Macros: those of norm.cuh; VECS: vectors per thread in registers; REST: whether a row may have more.
+//
+// blockDim = (threads per row, rows per block). Thread t of a row owns its vectors t, t + blockDim.x, ... :
+//
+//   row       | v0 | v1 | ... | v(T-1) | v(T) | v(T+1) | ...        T = blockDim.x
+//   thread      0    1    ...   T-1      0      1                   a warp reads 32 vectors side by side
+//   i           0    0    ...   0        1      1                   held[i], or slot (i - VECS) * T + t
+#include "norm.cuh"
+
+constexpr int kVecs = VECS;
+constexpr bool kRest = REST;
+
+// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36. Of
+// 1024 threads that have 64 each, one block fits.
+#if VECS == 6
+#define LIMIT __launch_bounds__(1024)
+#else
+#define LIMIT __maxnreg__(kRest || (kLayer && kVecs == 2) ? 56 : 48)
+#endif
+
+// Where a block has several rows it goes through many: weights and biases stay in registers. A block with one row
+// reads them from L1 or L2 when it needs them, while others wait for memory.
+constexpr bool kKeepWeights = kVecs == 2 && ACCESS == VEC;
+
+constexpr int kBatch = VEC == 8 && ACCESS == 1 ? 1 : 2;  // loads of vectors in flight per thread
+
+extern __shared__ uint4 dynamic_shared[];
+
+// Several short chains of additions: faster than one long one, and more accurate.
+struct Chains {
+    static constexpr int kMany = VEC < 4 || kVecs > 4 ? 1 : kVecs == 4 ? 2 : 4;
+    float sum[kMany] = {};
+
+    __device__ __forceinline__ float total() const {
+        if constexpr (kMany == 1) return sum[0];
+        else if constexpr (kMany == 2) return sum[0] + sum[1];
+        else return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    }
+};
+
+__device__ __forceinline__ void add(Chains& sum, const vec& v, float scale) {
+    #pragma unroll
+    for (int e = 0; e < VEC; ++e) sum.sum[e % Chains::kMany] = fmaf(element(v, e), scale, sum.sum[e % Chains::kMany]);
+}
+
+// Sums of d = (v - shift) * scale and of d^2; shift is 0 in RMSNorm. The sum of d is needed where the shift is not the
+// mean of all.
+constexpr bool kShifted = kLayer && kRest;
+
+struct Moments {
+    Chains first, second;
+
+    __device__ __forceinline__ void add(const vec& v, float shift, float scale) {
+        #pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            const float d = kLayer ? fmaf(element(v, e), scale, -shift * scale) : element(v, e) * scale;
+            if constexpr (kShifted) first.sum[e % Chains::kMany] += d;
+            second.sum[e % Chains::kMany] = fmaf(d, d, second.sum[e % Chains::kMany]);
+        }
+    }
+};
+
+// Squares of floats can leave float's range where the numbers do not: such a row is summed once more, scaled by a
+// power of two. Squares of float16 cannot.
+//
+//   sum is infinite (or NaN)   scale 2^-80   |x| < 2^128 becomes < 2^48, squares < 2^96
+//   sum < 2^-80                scale 2^64    |x| < 2^-40 becomes < 2^24; skipped where eps hides what was lost
+__device__ __forceinline__ float range_scale(float sum, float eps) {
+    if constexpr (!Packed<scalar>::kWideRange) return 1.0f;
+    if (!(sum < infinity())) return 0x1p-80f;
+    return sum < 0x1p-80f && eps < 0x1p-80f ? 0x1p64f : 1.0f;
+}
+
+// y of the two numbers, or the one, in a word.
+__device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, unsigned bias, float mean, float rstd,
+                                               float weight_offset, int llama) {
+    float n[vec::kPerWord], gain[vec::kPerWord], add[vec::kPerWord];
+    Packed<scalar>::widen(s, n);
+    Packed<scalar>::widen(weight, gain);
+    if constexpr (kLayer) Packed<scalar>::widen(bias, add);
+    #pragma unroll
+    for (int e = 0; e < vec::kPerWord; ++e) {
+        if constexpr (kLayer) n[e] -= mean;
+        n[e] *= rstd;
+        if constexpr (!kLayer) gain[e] += weight_offset;
+    }
+    if (!kLayer && llama) {
+        Packed<scalar>::round(n);
+        Packed<scalar>::round(gain);
+    }
+    #pragma unroll
+    for (int e = 0; e < vec::kPerWord; ++e) n[e] = kLayer ? fmaf(n[e], gain[e], add[e]) : n[e] * gain[e];
+    return Packed<scalar>::narrow(n);
+}
+
+// A row as one of its threads sees it.
+struct Row {
+    const scalar *x, *residual;  // y may be x: a thread reads what it will write, and nobody else does
+    scalar* s;
+    int has_residual;
+    int thread, on_chip;  // vectors of this thread
+    unsigned end, chip_end;  // columns
+    vec held[kVecs ? kVecs : 1];
+
+    __device__ __forceinline__ unsigned column(int i) const { return unsigned(i * blockDim.x + thread) * VEC; }
+
+    __device__ __forceinline__ vec& slot(int i) {  // read by the thread that wrote it: no barrier, no bank conflict
+        return reinterpret_cast<vec*>(dynamic_shared)[(i - kVecs) * blockDim.x + thread];
+    }
+
+    // Reads kBatch vectors of x, zeros beyond `limit`, adds the residual, hands them to f. Stores of s keep the compiler
+    // from moving later loads up, hence in batches.
+    template <Cache kCache, typename F> __device__ __forceinline__ void fetch(int i0, unsigned limit, F f) {
+        vec v[kBatch];
+        #pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            v[j] = {};
+            if (column(i0 + j) < limit) v[j] = load<vec, ACCESS, kCache>(x + column(i0 + j));
+        }
+        if (has_residual) {
+            vec other[kBatch];
+            #pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                other[j] = {};
+                if (column(i0 + j) < limit) other[j] = load<vec, ACCESS, Cache::kOnce>(residual + column(i0 + j));
+            }
+            #pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                v[j] = v[j] + other[j];
+                if (column(i0 + j) < limit) store<ACCESS>(s + column(i0 + j), v[j]);
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < kBatch; ++j) f(i0 + j, v[j]);
+    }
+
+    // Read what stays on the chip, and what does not; f sees each vector.
+    template <typename F> __device__ __forceinline__ void read_kept(F f) {
+        #pragma unroll
+        for (int i0 = 0; i0 < kVecs; i0 += kBatch) {
+            fetch<Cache::kOnce>(i0, end, [&](int i, const vec& v) { held[i] = v, f(v); });
+        }
+        if constexpr (kRest) {
+            for (int i0 = kVecs; column(i0) < chip_end; i0 += kBatch) {
+                fetch<Cache::kOnce>(i0, chip_end, [&](int i, const vec& v) {
+                    if (column(i) < chip_end) slot(i) = v, f(v);
+                });
+            }
+        }
+    }
+    template <typename F> __device__ __forceinline__ void read_others(F f) {
+        if constexpr (kRest) {
+            for (int i0 = on_chip; column(i0) < end; i0 += kBatch) {
+                fetch<Cache::kDefault>(i0, end, [&](int i, const vec& v) {
+                    if (column(i) < end) f(v);
+                });
+            }
+        }
+    }
+
+    // The same vectors once more. Of zeros in registers f hears too: branches would take more of these.
+    template <typename F> __device__ __forceinline__ void each_kept(F f) {
+        #pragma unroll
+        for (int i = 0; i < kVecs; ++i) f(i, fresh(held[i]), column(i) < end);
+        if constexpr (kRest) {
+            #pragma unroll 1
+            for (int i = kVecs; column(i) < chip_end; ++i) f(i, slot(i), true);
+        }
+    }
+    template <typename F> __device__ __forceinline__ void each_other(F f) {
+        if constexpr (kRest) {
+            #pragma unroll 1
+            for (int i = on_chip; column(i) < end; ++i) {
+                f(i, load<vec, ACCESS, Cache::kDefault>((has_residual ? s : x) + column(i)), true);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void LIMIT
+ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const scalar* residual, scalar* y, scalar* s,
+               float* mean, float* rstd, long long rows, int cols, int shared_vecs, long long x_stride,
+               long long residual_stride, long long y_stride, long long s_stride, float eps, float inverse_cols,
+               float inverse_kept, float weight_offset, int llama, int has_bias, int has_residual) {
+    typedef RowSums<kShifted ? 2 : 1> Sums;
+    __shared__ typename Sums::Scratch scratch;
+    Sums row_sum(scratch);
+    Row row;
+    row.thread = threadIdx.x;
+    row.on_chip = kVecs + (kRest ? shared_vecs : 0);
+    row.has_residual = has_residual;
+
+    vec weights[kKeepWeights ? kVecs : 1], biases[kKeepWeights && kLayer ? kVecs : 1];
+    const auto get_weight = [&](int i) { return load<vec, ACCESS, Cache::kConstant>(weight + row.column(i)); };
+    const auto get_bias = [&](int i) -> vec {
+        if (!kLayer || !has_bias) return {};
+        return load<vec, ACCESS, Cache::kConstant>(bias + row.column(i));
+    };
+    if constexpr (kKeepWeights) {
+        #pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if (row.column(i) >= cols) continue;
+            weights[i] = get_weight(i);
+            if constexpr (kLayer) biases[i] = get_bias(i);
+        }
+    }
+
+    for (long long first = (long long)blockIdx.x * blockDim.y; first < rows;
+         first += (long long)gridDim.x * blockDim.y) {
+        // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+        const long long r = first + threadIdx.y;
+        row.end = r < rows ? cols : 0;
+        row.chip_end = min(row.end, row.on_chip * blockDim.x * VEC);
+        row.x = x + r * x_stride;
+        row.residual = residual + r * residual_stride;
+        row.s = s + r * s_stride;
+
+        // 1. Read what stays on the chip. RMSNorm sums the squares; LayerNorm the numbers, and then the squares of
+        // their distances from their mean.
+        Moments moments;
+        float shift = 0.0f;
+        if constexpr (kLayer) {
+            Chains sum;
+            row.read_kept([&](const vec& v) { add(sum, v, 1.0f); });
+            shift = row_sum(sum.total()) * inverse_kept;
+            forget(row.thread);
+            if (Packed<scalar>::kWideRange && __any_sync(kFullWarp, !(fabsf(shift) < infinity()))) {
+                sum = {};
+                row.each_kept([&](int, const vec& v, bool) { add(sum, v, 0x1p-40f); });
+                shift = row_sum(sum.total()) * inverse_kept * 0x1p40f;
+            }
+            row.each_kept([&](int, const vec& v, bool real) { moments.add(v, shift, real ? 1.0f : 0.0f); });
+        } else {
+            row.read_kept([&](const vec& v) { moments.add(v, 0.0f, 1.0f); });
+        }
+
+        forget(row.thread);
+        // 2. Read the rest. What is on the chip is a constant part of such a row, p of it: its mean is so near to the
+        // mean of all, sqrt(1/p - 1) standard deviations at most, that sums around it cancel no more than 1 / p.
+        row.read_others([&](const vec& v) { moments.add(v, shift, 1.0f); });
+        float sums[kShifted ? 2 : 1];  // of squares, of distances from the shift
+        const auto add_up = [&] {
+            sums[0] = moments.second.total();
+            if constexpr (kShifted) sums[kShifted] = moments.first.total();
+            row_sum(sums);
+        };
+        add_up();
+        forget(row.thread);  // columns are computed again: kept, they would take a register per vector
+
+        // 3. The statistics, in range.
+        const float scale = range_scale(sums[0], eps);
+        if (__any_sync(kFullWarp, scale != 1.0f)) {
+            moments = {};
+            const auto add_scaled = [&](int, const vec& v, bool real) { moments.add(v, shift, real ? scale : 0.0f); };
+            row.each_kept(add_scaled);
+            row.each_other(add_scaled);
+            add_up();
+        }
+        const float offset = kShifted ? sums[kShifted] * inverse_cols : 0.0f;  // of the mean from the shift
+        float variance = fmaf(-offset, offset, sums[0] * inverse_cols);
+        if (kShifted && variance < 0.0f) variance = 0.0f;  // as fmaxf does, but of NaN
+        const float row_rstd = scale * rsqrt_accurate(fmaf(eps * scale, scale, variance));
+        const float row_mean = kShifted ? shift + offset / scale : shift;
+        if (row.thread == 0 && row.end > 0) {
+            rstd[r] = row_rstd;
+            if constexpr (kLayer) mean[r] = row_mean;
+        }
+        forget(row.thread);
+
+        // 4. The output.
+        const auto write = [&](int i, vec v, bool real) {
+            if (!real) return;
+            if constexpr (ACCESS < VEC) forget(row.thread);  // else this reads ahead, and the registers do not suffice
+            vec w, b = {};
+            if constexpr (kKeepWeights) w = fresh(weights[i]);
+            else w = get_weight(i);
+            if constexpr (kLayer && kKeepWeights) b = fresh(biases[i]);
+            else if constexpr (kLayer) b = get_bias(i);
+            #pragma unroll
+            for (int k = 0; k < vec::kWords; ++k) {
+                v.word[k] = normalised(v.word[k], w.word[k], b.word[k], row_mean, row_rstd, weight_offset, llama);
+            }
+            store<ACCESS>(y + r * y_stride + row.column(i), v);
+        };
+        row.each_kept(write);
+        row.each_other(write);
+    }
+}

@@ -1,0 +1,167 @@
+// RMSNorm and LayerNorm, backward, of rows that fit on the chip: the gradient of x in one pass, and of the weight and
+// the bias in a fixed order. Longer rows: norm_backward_long.cu.
+//
+//   dy, x, dresidual, dx  (rows, cols) DTYPE, last axis contiguous, row strides in elements
+//   weight                (cols,)      DTYPE
+//   mean, rstd            (rows,)      float, of the forward; mean in LayerNorm only
+//   partial               (gridDim.x, cols) float, scratch; in LayerNorm twice, for dweight and for dbias
+//
+//   n = (x - mean) * rstd      m = dy * (weight_offset + weight)
+//   dx = rstd * (m - n * mean(m * n) [- mean(m)]) + dresidual      dweight = sum over rows of dy * n, dbias of dy
+//
+// llama != 0 rounds weight_offset + weight, m, and the n in dweight to DTYPE, as RMSNorm's forward did.
+//
+// Moves 3 rows cols elements (4 with dresidual), about 12 flops each; memory is the limit. Between the sums over a row
+// and dx, x and dy are in registers, VECS vectors of each per thread.
+//
+// A thread owns the same columns in every row, so it adds to dweight with no atomics: first down its rows, then over
+// the row groups of its block, last over blocks, in norm_dweight. No float sees more than about 60 of these
+// additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of blocks is chosen for that.
+//
+// Macros: those of norm.cuh, and VECS. Ownership is that of norm.cu. The sums lie in dynamic shared memory in slots, each
+// 4 floats (VEC of them if fewer), W of them, 8 or 32, in a line of 128 bytes. With T threads per row, B per block, and
+// n = i * stride + g * T + t, stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t of row group g are in
+//
+//   slot n % W ^ 4q of line (n / W, dweight or dbias, q)
+//
+// A warp's accesses are to different banks, both when its lanes go by t and, in the last step, by t and q, q fastest.
+#include "norm.cuh"
+
+constexpr int kVecs = VECS;
+
+constexpr bool kOneRow = kVecs != 2;  // long rows, one per block
+
+// Eight numbers that arrive one by one leave no registers to keep a row in: it is read again, from L1 or L2.
+constexpr bool kHold = !(VEC == 8 && ACCESS == 1);
+constexpr int kHeld = kHold ? kVecs : 1;
+
+// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
+// LayerNorm's longest rows have one block of 1024 threads.
+constexpr int kMaxRegisters = kLayer && kVecs == 4 ? 64 : kVecs == 2 && (kHold || !kLayer) ? 48 : 56;
+
+constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the rows: dweight and dbias
+
+extern __shared__ uint4 dynamic_shared[];
+
+extern "C" __global__ void __maxnreg__(kMaxRegisters)
+ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const float* mean, const float* rstd,
+                const scalar* dresidual, scalar* dx, float* partial, long long rows, int cols, long long dy_stride,
+                long long x_stride, long long dresidual_stride, long long dx_stride, float inverse_cols,
+                float weight_offset, int llama, int has_dresidual) {
+    __shared__ RowSums<kSums>::Scratch scratch;
+    RowSums<kSums> row_sum(scratch);
+    int thread = threadIdx.x;
+    const int threads = blockDim.x;
+    const int groups = kOneRow ? 1 : blockDim.y, group = kOneRow ? 0 : threadIdx.y;
+    const auto column = [&](int i) { return (i * threads + thread) * VEC; };
+
+    // The sums of this thread's columns: `of` is 0 for dweight, 1 for dbias.
+    constexpr int kLine = 128 / sizeof(quad);
+    const int stride = groups * threads + threads % kLine;
+    const auto slot = [&](int of, int i, int q, int g, int t) -> quad& {
+        const int n = i * stride + g * threads + t;
+        return reinterpret_cast<quad*>(dynamic_shared)[(n / kLine * kSums * kQuads + of * kQuads + q) * kLine
+                                                       + (n % kLine ^ 4 * q)];
+    };
+    #pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        for (int q = 0; q < kSums * kQuads && column(i) < cols; ++q) slot(q / kQuads, i, q % kQuads, group, thread) = {};
+    }
+
+    // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+    for (long long first = (long long)blockIdx.x * groups; first < rows; first += (long long)gridDim.x * groups) {
+        const long long r = first + group;
+        const int end = r < rows ? cols : 0;
+        const float row_rstd = end > 0 ? rstd[r] : 0.0f;
+        const float row_mean = kLayer && end > 0 ? mean[r] : 0.0f;
+
+        // 1. Read the row; sum over it; add to the sums of dweight and dbias. dx may be dy: a thread reads what it will
+        // write, and nobody else does.
+        vec held_x[kHeld], held_dy[kHeld];
+        if constexpr (kHold) {
+            #pragma unroll
+            for (int i = 0; i < kVecs; ++i) {
+                if (column(i) < end) {
+                    held_x[i] = load<vec, ACCESS, Cache::kOnce>(x + r * x_stride + column(i));
+                    held_dy[i] = load<vec, ACCESS, Cache::kOnce>(dy + r * dy_stride + column(i));
+                }
+            }
+        }
+        const auto get_x = [&](int i) {
+            if constexpr (kHold) return fresh(held_x[i]);
+            else return load<vec, ACCESS, Cache::kDefault>(x + r * x_stride + column(i));
+        };
+        const auto get_dy = [&](int i) {
+            if constexpr (kHold) return fresh(held_dy[i]);
+            else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
+        };
+
+        forget(thread);  // columns are computed again: kept, they would take a register per vector
+
+        float sums[kSums] = {};
+        #pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if (column(i) >= end) continue;
+            const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+            const vec row_x = get_x(i), row_dy = get_dy(i);
+            #pragma unroll
+            for (int q = 0; q < kQuads; ++q) {
+                forget(thread);  // else this reads ahead, and the registers do not suffice
+                quad dw = slot(0, i, q, group, thread), db = {};
+                if constexpr (kLayer) db = slot(1, i, q, group, thread);
+                #pragma unroll
+                for (int k = 0; k < kQuadWords; ++k) {
+                    const int word = q * kQuadWords + k;
+                    const Gradients g = gradients(row_dy.word[word], row_x.word[word], w.word[word], row_mean, row_rstd,
+                                                  weight_offset, llama);
+                    #pragma unroll
+                    for (int e = 0; e < kPerWord; ++e) {
+                        sums[0] = fmaf(g.m[e], g.n[e], sums[0]);
+                        if constexpr (kLayer) sums[1] += g.m[e];
+                        add(dw, k * kPerWord + e, g.dy[e], g.n_seen[e]);
+                        if constexpr (kLayer) add(db, k * kPerWord + e, g.dy[e], 1.0f);
+                    }
+                }
+                slot(0, i, q, group, thread) = dw;
+                if constexpr (kLayer) slot(1, i, q, group, thread) = db;
+            }
+        }
+        row_sum(sums, thread);
+        forget(thread);
+
+        // 2. The output.
+        #pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if (column(i) >= end) continue;
+            vec extra = {};
+            if (has_dresidual) {
+                extra = load<vec, ACCESS, Cache::kOnce>(dresidual + r * dresidual_stride + column(i));
+            }
+            const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+            vec row_x = get_x(i);
+            const vec row_dy = get_dy(i);
+            #pragma unroll
+            for (int k = 0; k < vec::kWords; ++k) {
+                const Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_mean, row_rstd,
+                                              weight_offset, llama);
+                row_x.word[k] = input_gradient(g, row_rstd, sums[0] * inverse_cols, sums[kSums - 1] * inverse_cols,
+                                               extra.word[k], has_dresidual);
+            }
+            store<ACCESS>(dx + r * dx_stride + column(i), row_x);
+        }
+    }
+
+    // 3. The block's part of dweight and dbias: the sums of its row groups, first to last. Threads go by columns, so
+    // that the stores are whole sectors.
+    __syncthreads();
+    #pragma unroll
+    for (int of = 0; of < kSums; ++of) {
+        float* const block_partial = partial + ((long long)of * gridDim.x + blockIdx.x) * cols;
+        for (int k = group * threads + thread; k * kQuad < cols; k += groups * threads) {
+            const int v = k / kQuads, q = k % kQuads;
+            quad sum = {};
+            for (int g = 0; g < groups; ++g) sum = sum + slot(of, v / threads, q, g, v % threads);
+            store<kQuad>(block_partial + k * kQuad, sum);
+        }
+    }
+}

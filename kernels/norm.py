@@ -1,0 +1,233 @@
+"""RMSNorm and LayerNorm on the GPU: which kernel, its arguments, the launch.
+
+Arrays are (rows, cols) with unit stride on the last axis; weight and bias (cols,), mean and rstd (rows,) are
+contiguous. The CUDA C++ kernels are ``cuda/norm*.cu``, their readable twins ``numba_cuda/norm.py``; the two ops
+call ``rmsnorm.py`` and ``layernorm.py`` beside this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from gpu_ops.kernels.cubin import smem_per_block_optin
+from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
+from gpu_ops.kernels.norm_config import LongConfig, RowConfig, select_backward, select_forward
+
+__all__ = ["Norm", "backward", "forward", "variants"]
+
+Norm = Literal["rmsnorm", "layernorm"]
+
+_SUMS: dict[Norm, int] = {"rmsnorm": 1, "layernorm": 2}  # over rows: dweight, dbias
+_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_TWIN_THREADS = 256
+_DWEIGHT = CudaKernel("norm_dweight", "norm_dweight")
+
+
+def forward(
+    device: Any,
+    backend: str,
+    norm: Norm,
+    x: Any,
+    weight: Any,
+    bias: Any | None,
+    residual: Any | None,
+    y: Any,
+    s: Any | None,
+    mean: Any | None,
+    rstd: Any,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    llama: bool = False,
+) -> None:
+    """Fills ``y``, ``rstd``, in LayerNorm ``mean``, with ``residual`` ``s = x + residual``. ``y`` may be ``x``."""
+    rows, cols = x.shape
+    if rows == 0:
+        return
+    has_bias, has_residual = np.int32(bias is not None), np.int32(residual is not None)
+    # Stand-ins for what is not there: nobody touches them.
+    bias = weight if bias is None else bias
+    residual, s = (x, y) if residual is None else (residual, s)
+    arrays = (x, weight, bias, residual, y, s, rstd if mean is None else mean, rstd)
+    if backend == "numba":
+        kernel = _twin(norm, "forward", x.dtype.name)
+        args = (*arrays, np.float64(eps), np.float64(weight_offset), np.int32(llama), has_bias, has_residual)
+        device.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
+        return
+    c = select_forward(rows, cols, x.dtype.itemsize, **_limits(device, (weight, bias), (x, residual, y, s)))
+    sizes = (np.int64(rows), np.int32(cols), np.int32(c.shared_vecs))
+    # At least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros.
+    numbers = (max(eps, 2.0**-149), 1 / cols, 1 / min(cols, c.on_chip), weight_offset)
+    args = (
+        *arrays,
+        *sizes,
+        *map(_stride, (x, residual, y, s)),
+        *map(_float32, numbers),
+        *(np.int32(llama), has_bias, has_residual),
+    )
+    block = (c.threads_per_row, c.rows_per_block, 1)
+    device.launch(_forward(norm, c, x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+
+
+def backward(
+    device: Any,
+    backend: str,
+    norm: Norm,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any | None,
+    rstd: Any,
+    dresidual: Any | None,
+    dx: Any,
+    dweight: Any,
+    dbias: Any | None,
+    *,
+    weight_offset: float = 0.0,
+    llama: bool = False,
+) -> None:
+    """Fills ``dx``, which may be ``dy``, ``dweight`` and, in LayerNorm, ``dbias``.
+
+    With no rows nothing runs, and the caller fills them.
+    """
+    rows, cols = x.shape
+    if rows == 0:
+        return
+    has_dresidual = np.int32(dresidual is not None)
+    dresidual = dy if dresidual is None else dresidual  # a stand-in, as below
+    mean = rstd if mean is None else mean
+    flags = (np.int32(llama), has_dresidual)
+    if backend == "numba":
+        grid = min(rows, 2 * device.sms)
+        partials = [device.empty((grid, cols), np.float64) for _ in range(_SUMS[norm])]
+        twin = _twin(norm, "backward", x.dtype.name)
+        arrays = (dy, x, weight, mean, rstd, dresidual, dx, partials[0], partials[-1])
+        args = (*arrays, np.float64(weight_offset), *flags)
+        device.launch(twin, (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
+        for partial, total in zip(partials, (dweight, dbias), strict=False):
+            reduce = _twin(norm, "dweight", x.dtype.name)
+            device.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), (partial, total))
+        return
+    c = select_backward(
+        rows, cols, x.dtype.itemsize, sums=_SUMS[norm], **_limits(device, (weight,), (x, dy, dresidual, dx))
+    )
+    parts = c.grid if isinstance(c, RowConfig) else c.slices
+    partial = device.empty((_SUMS[norm], parts, cols), np.float32)
+    given, sizes = (dy, x, weight, mean, rstd), (np.int64(rows), np.int32(cols))
+    strides, read_strides = map(_stride, (dy, x, dresidual, dx)), map(_stride, (dy, x))
+    inverse_cols, offset = _float32(1 / cols), _float32(weight_offset)
+    if isinstance(c, RowConfig):
+        args = (*given, dresidual, dx, partial, *sizes, *strides, inverse_cols, offset, *flags)
+        kernel = _backward(norm, c, x.dtype.name)
+        block = (c.threads_per_row, c.rows_per_block, 1)
+        device.launch(kernel, (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    else:
+        means = device.empty((_SUMS[norm], rows), np.float32)
+        first, then = _backward_long(norm, c, x.dtype.name)
+        args = (*given, means, *sizes, *read_strides, inverse_cols, offset, np.int32(llama))
+        device.launch(first, (c.row_grid, 1, 1), (c.row_threads, 1, 1), args)
+        args = (
+            *given,
+            means,
+            dresidual,
+            dx,
+            partial,
+            *sizes,
+            np.int32(c.rows_per_slice),
+            *strides,
+            offset,
+            *flags,
+        )
+        device.launch(then, (c.strips * c.slices, 1, 1), (c.strip_threads, 1, 1), args)
+    totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(parts), np.int32(cols))
+    device.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
+
+
+# Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
+_SIZES = (1024, 2048, 4096, 8192, 16384, 2**20, 255, 1023, 4095, 16383, 2**20 + 1)
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every CUDA C++ kernel that ``forward`` and ``backward`` launch, with the threads of a long row in its reach."""
+    limits: dict[str, int] = {"sms": 1, "smem_per_block_optin": smem_per_block_optin(arch)}
+    seen = set()
+    for norm, (dtype, itemsize) in itertools.product(
+        _SUMS, (("float16", 2), ("bfloat16", 2), ("float32", 4))
+    ):
+        for cols, alignment in itertools.product(_SIZES, (16, itemsize)):
+            f = select_forward(1, cols, itemsize, alignment=alignment, **limits)
+            b = select_backward(1, cols, itemsize, sums=_SUMS[norm], alignment=alignment, **limits)
+            found = [Variant(_forward(norm, f, dtype), f.threads, f.shared_bytes)]
+            if isinstance(b, RowConfig):
+                found.append(Variant(_backward(norm, b, dtype), b.threads, b.shared_bytes))
+            else:
+                threads = (b.row_threads, b.strip_threads)
+                found.extend(map(Variant, _backward_long(norm, b, dtype), threads))
+            for variant in found:
+                if variant.kernel not in seen:
+                    seen.add(variant.kernel)
+                    yield variant
+    yield Variant(_DWEIGHT, 1024)
+
+
+def _forward(norm: Norm, c: RowConfig, dtype: str) -> CudaKernel:
+    return _kernel("norm", f"{norm}_forward", norm, c, dtype, VECS=c.vecs, REST=int(c.rest))
+
+
+def _backward(norm: Norm, c: RowConfig, dtype: str) -> CudaKernel:
+    return _kernel("norm_backward", f"{norm}_backward", norm, c, dtype, VECS=c.vecs)
+
+
+def _backward_long(norm: Norm, c: LongConfig, dtype: str) -> list[CudaKernel]:
+    entries = (f"{norm}_backward_rows", f"{norm}_backward_columns")
+    return [_kernel("norm_backward_long", entry, norm, c, dtype) for entry in entries]
+
+
+def _kernel(
+    stem: str, entry: str, norm: Norm, c: RowConfig | LongConfig, dtype: str, **more: int
+) -> CudaKernel:
+    defines: dict[str, str | int] = {
+        "NORM": norm,
+        "DTYPE": _DTYPES[dtype],
+        "VEC": c.vec,
+        "ACCESS": c.access,
+        **more,
+    }
+    return CudaKernel(stem, entry, tuple(defines.items()))
+
+
+def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
+    """The Numba kernel of this name, in this dtype."""
+    from gpu_ops.kernels.numba_cuda import norm as twins
+
+    return twins.kernel(norm, which, dtype)
+
+
+def _limits(device: Any, vectors: tuple[Any, ...], matrices: tuple[Any, ...]) -> dict[str, int]:
+    """What a choice depends on beside the shape."""
+    strides = [a.strides[0] for a in matrices] if matrices[0].shape[0] > 1 else []
+    return {
+        "alignment": math.gcd(16, *map(_address, (*vectors, *matrices)), *strides),
+        "sms": device.sms,
+        "smem_per_block_optin": device.smem_per_block_optin,
+    }
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
+
+
+def _stride(array: Any) -> np.int64:
+    """Elements from one row to the next."""
+    return np.int64(array.strides[0] // array.dtype.itemsize)
+
+
+def _float32(value: float) -> np.float32:
+    """Rounded; the largest float32 for what lies beyond."""
+    largest = float(np.finfo(np.float32).max)
+    return np.float32(min(max(value, -largest), largest))

@@ -1,0 +1,177 @@
+"""How RMSNorm and LayerNorm lay rows out on the threads of a GPU. Needs no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LongConfig", "RowConfig", "select_backward", "select_forward"]
+
+_WARP = 32
+_BLOCK = 128  # threads of a block that has several rows
+_SCRATCH = 512  # bytes of static shared memory, at most: reduce.cuh
+_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
+_MAX_GRID = 2**31 - 1
+
+# Vectors of a row up to | threads per row, None: as many warps as it takes | vectors per thread, in registers.
+# A vector is 16 bytes where cols allow. Two per thread are two loads in flight; a thread of a short row has two
+# rather than one so that a warp has more rows, and a sum fewer shuffles.
+_FORWARD = (
+    (8, 4, 2),  # head_dim 64 in 16 bits: 8 rows per warp
+    (16, 8, 2),  # head_dim 128, the commonest QK norm
+    (32, 16, 2),
+    (64, 32, 2),  # 512 columns: the last with its weights in registers
+    (128, 32, 4),  # 1024 columns: a whole warp, and still no barrier
+    (256, None, 2),  # more bytes in a warp's hands would leave it too few blocks: 128 threads
+    # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
+    (1024, None, 4),
+)  # then shared memory, then all that a block can have
+# By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then LongConfig.
+_SHORT = (
+    (8, 4, 2),
+    (16, 8, 2),
+    (32, 16, 2),
+    (64, 32, 2),
+    (512, None, 2),
+)  # 4096 columns: 5 blocks of 256 threads
+_BACKWARD = {
+    # x and dy in 32 registers: threads as below. Above 2304 vectors, 9216 columns of float32, one block of 1024: half
+    # of an SM's 2048, but x and dy of two such rows would take all its registers.
+    1: (*_SHORT, (4096, None, 4)),
+    2: (*_SHORT, (3072, None, 3), (4096, None, 4)),
+}
+
+# Vectors per thread in registers, of 1024 threads that share an SM: with the 10 that 160 KB of shared memory have
+# room for, a row of 131072 16-bit numbers stays on the chip.
+_SPREAD = 6
+
+# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 56 and 56 (LayerNorm: 64, of
+# which one block of 1024 threads is to have all).
+_BACKWARD_WARPS = {2: 40, 3: 36, 4: 36}
+
+# Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
+_MAX_ROUNDINGS = 56
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A row belongs to a block, or to a part of one."""
+
+    vec: int  # elements that a thread owns side by side
+    access: int  # elements per memory access: vec, or 1 where an array is not aligned
+    vecs: int  # vectors per thread in registers
+    shared_vecs: (
+        int  # vectors per thread in shared memory; the forward reads what is left from global memory again
+    )
+    rest: bool  # whether the kernel knows of more than registers
+    threads_per_row: int
+    rows_per_block: int
+    grid: int
+    shared_bytes: int  # dynamic
+
+    @property
+    def threads(self) -> int:
+        return self.threads_per_row * self.rows_per_block
+
+    @property
+    def on_chip(self) -> int:
+        """Elements of a row that are read from global memory once."""
+        return (self.vecs + self.shared_vecs) * self.threads_per_row * self.vec
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """The backward in two kernels: a block per row, then one per strip of columns and slice of rows."""
+
+    vec: int
+    access: int
+    row_grid: int
+    strips: int
+    slices: int
+    rows_per_slice: int
+
+    row_threads = 384  # 56 registers: three blocks of either kernel's are 36 warps
+    strip_threads = 128
+
+
+def select_forward(
+    rows: int, cols: int, itemsize: int, *, alignment: int, sms: int, smem_per_block_optin: int
+) -> RowConfig:
+    """The kernel for a problem.
+
+    ``alignment``: bytes that divide every address and row stride. It decides how vectors are fetched, never who
+    owns them, so that the same numbers give the same bits wherever they lie.
+    """
+    vec, access, n_vecs = _vectors(cols, itemsize, alignment)
+    for limit, threads_per_row, vecs in _FORWARD:
+        if n_vecs <= limit:
+            threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
+            per_block = _BLOCK // threads if threads_per_row else 1
+            # Where the weights stay in registers a block goes through many rows; elsewhere it has one.
+            resident = sms * 9 if per_block > 1 and vecs == 2 else _MAX_GRID
+            grid = min(-(-rows // per_block), resident)
+            return RowConfig(vec, access, vecs, 0, False, threads, per_block, grid, 0)
+
+    grid, slot = min(rows, _MAX_GRID), max(4, vec * itemsize)
+    if (shared := n_vecs * slot) + _SCRATCH <= smem_per_block_optin:
+        # As many threads as 56 registers each allow, in as many blocks as their rows fit, at most three.
+        threads = {1: 1024, 2: 576, 3: 384}[min(3, _fit(shared, smem_per_block_optin))]
+        return RowConfig(vec, access, 0, -(-n_vecs // threads), True, threads, 1, grid, shared)
+
+    room = (smem_per_block_optin - _SCRATCH) // (1024 * slot)
+    shared_vecs = max(0, min(room, -(-n_vecs // 1024) - _SPREAD))
+    return RowConfig(vec, access, _SPREAD, shared_vecs, True, 1024, 1, grid, shared_vecs * 1024 * slot)
+
+
+def select_backward(
+    rows: int, cols: int, itemsize: int, *, sums: int, alignment: int, sms: int, smem_per_block_optin: int
+) -> RowConfig | LongConfig:
+    """As ``select_forward``. ``sums``: 1, of dweight, or 2, of dbias too."""
+    vec, access, n_vecs = _vectors(cols, itemsize, alignment)
+    for limit, threads_per_row, vecs in _BACKWARD[sums]:
+        if n_vecs > limit:
+            continue
+        threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
+        per_block = _BLOCK // threads if threads_per_row else 1
+        shared = sums * _sums_bytes(n_vecs, vec, vecs, threads, per_block)
+        if shared + _SCRATCH > smem_per_block_optin:
+            break
+        by_registers = _BACKWARD_WARPS[vecs] * _WARP // (threads * per_block)
+        blocks = min(by_registers, _fit(shared, smem_per_block_optin))
+        if vecs > 2:  # no more blocks fit, but more threads may: 288, 384, 576 rather than 256, 320, 512
+            threads = min(1024, _BACKWARD_WARPS[vecs] // blocks * _WARP)
+        # Blocks that run at a time, or whole waves of them until the sums are short enough.
+        tiles, resident = -(-rows // per_block), sms * blocks
+        waves = -(-tiles // ((_MAX_ROUNDINGS - per_block) * resident))
+        return RowConfig(
+            vec, access, vecs, 0, False, threads, per_block, min(tiles, waves * resident), shared
+        )
+
+    strips = -(-n_vecs // LongConfig.strip_threads)
+    # Enough blocks for the card, unless slices were so thin that writing their sums took more than a few percent.
+    filling = min(-(-sms * _BACKWARD_WARPS[4] // 4 // strips), -(-rows // 16))
+    rows_per_slice = -(-rows // max(filling, -(-rows // _MAX_ROUNDINGS)))
+    slices = -(-rows // rows_per_slice)
+    return LongConfig(vec, access, min(rows, _MAX_GRID), strips, slices, rows_per_slice)
+
+
+def _vectors(cols: int, itemsize: int, alignment: int) -> tuple[int, int, int]:
+    """Elements per vector, elements per access, vectors per row."""
+    vec = 16 // itemsize if cols * itemsize % 16 == 0 else 1
+    return vec, vec if alignment % (vec * itemsize) == 0 else 1, cols // vec
+
+
+def _fit(shared: int, smem_per_block_optin: int) -> int:
+    """Blocks that an SM's shared memory has room for: it is given out in units of 128 bytes."""
+    return (smem_per_block_optin + _RESERVED) // _round_up(shared + _SCRATCH + _RESERVED, 128)
+
+
+def _sums_bytes(n_vecs: int, vec: int, vecs: int, threads: int, rows_per_block: int) -> int:
+    """The sums of dweight of a block's columns, laid out as ``norm_backward.cu`` says."""
+    wave = 128 // min(16, 4 * vec)
+    stride = threads * rows_per_block + threads % wave
+    slots = n_vecs if rows_per_block == 1 else vecs * stride
+    return 4 * vec * _round_up(slots, wave)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,195 @@
+"""LayerNorm on the CPU, forward and backward: one task is a run of rows.
+
+forward    s = x + residual,  rstd = 1 / sqrt(mean((s - mean)^2) + eps),  y = (s - mean) * rstd * weight + bias
+backward   n = (x - mean) * rstd,  m = dy * weight,  dx = rstd * (m - n * mean(m * n) - mean(m)) + dresidual
+           dweight = sum over rows of dy * n,  dbias = sum over rows of dy
+
+As in ``rmsnorm.py`` each row is read from memory once, later passes find it in the cache; sums over a row are
+float64, so that no finite input overflows and squares are taken around the exact mean; dweight and dbias are float64
+partials per task, added up in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from gpu_ops.kernels.numba_cpu.rmsnorm import config, statistics
+
+__all__ = ["backward", "config", "forward"]
+
+Array = np.ndarray[Any, Any]
+
+
+def forward(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    y: Array,
+    s: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    eps: float,
+) -> None:
+    """All (rows, cols) but ``weight``, ``bias`` (cols,) and ``mean``, ``rstd`` (rows,); ``s`` with ``residual``."""
+    rows, cols = x.shape
+    chunk = items_per_task(rows, cols)
+    launch(
+        layernorm_forward[x.dtype],
+        -(-rows // chunk),
+        chunk,
+        bits(x),
+        bits(weight),
+        bits(weight if bias is None else bias),
+        bits(x if residual is None else residual),
+        bits(y),
+        bits(y if s is None else s),
+        mean,
+        rstd,
+        eps,
+        bias is not None,
+        residual is not None,
+    )
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
+    dresidual: Array | None,
+    dx: Array,
+    dweight: Array,
+    dbias: Array,
+) -> None:
+    """Fills ``dx`` (rows, cols) and ``dweight``, ``dbias`` (cols,), in rstd's dtype."""
+    rows, cols = x.shape
+    chunk = items_per_task(rows, cols)
+    n_tasks = -(-rows // chunk)
+    partial = np.zeros((2 * n_tasks, cols))  # float64: a float32 sum over rows would lose digits
+    launch(
+        layernorm_backward[x.dtype],
+        n_tasks,
+        chunk,
+        bits(dy),
+        bits(x),
+        bits(weight),
+        mean,
+        rstd,
+        bits(dy if dresidual is None else dresidual),
+        bits(dx),
+        partial,
+        dresidual is not None,
+    )
+    dweight[...] = partial[0::2].sum(axis=0)
+    dbias[...] = partial[1::2].sum(axis=0)
+
+
+@kernel(
+    lambda t: (
+        types.int64,
+        read(t, 2),
+        read(t, 1),
+        read(t, 1),
+        read(t, 2),
+        write(t, 2),
+        write(t, 2),
+        write(statistics(t), 1),
+        write(statistics(t), 1),
+        types.float64,
+        types.boolean,
+        types.boolean,
+    ),
+    fastmath=REASSOC,
+)
+def layernorm_forward(
+    state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_bias, has_residual
+):
+    rows, cols = x.shape
+    w, b = read_row(weight, ()), read_row(bias, ())
+    task = claim(state)
+    while task < n_tasks:
+        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
+            rx = read_row(x, (r,))
+            ry = write_row(y, (r,))
+            if has_residual:  # from here on the row is s
+                rr = read_row(residual, (r,))
+                rs = write_row(s, (r,))
+                for i in range(cols):
+                    store(rs, i, load(rx, i) + load(rr, i))
+                rx = read_row(s, (r,))
+            total = 0.0
+            for i in range(cols):
+                total += np.float64(load(rx, i))
+            exact = total / cols
+            squares = 0.0
+            for i in range(cols):
+                d = np.float64(load(rx, i)) - exact
+                squares += d * d
+            center = like(load(w, 0), exact)
+            scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
+            mean[r] = center
+            rstd[r] = scale
+            if has_bias:
+                for i in range(cols):
+                    store(ry, i, (load(rx, i) - center) * scale * load(w, i) + load(b, i))
+            else:
+                for i in range(cols):
+                    store(ry, i, (load(rx, i) - center) * scale * load(w, i))
+        task = claim(state)
+
+
+@kernel(
+    lambda t: (
+        types.int64,
+        read(t, 2),
+        read(t, 2),
+        read(t, 1),
+        read(statistics(t), 1),
+        read(statistics(t), 1),
+        read(t, 2),
+        write(t, 2),
+        write("float64", 2),
+        types.boolean,
+    ),
+    fastmath=REASSOC,
+)
+def layernorm_backward(
+    state, n_tasks, chunk, dy, x, weight, mean, rstd, dresidual, dx, partial, has_dresidual
+):
+    rows, cols = x.shape
+    w = read_row(weight, ())
+    task = claim(state)
+    while task < n_tasks:
+        dw = write_row(partial, (2 * task,))
+        db = write_row(partial, (2 * task + 1,))
+        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
+            rdy = read_row(dy, (r,))
+            rx = read_row(x, (r,))
+            rdx = write_row(dx, (r,))
+            center, scale = mean[r], rstd[r]
+            products, gradients = 0.0, 0.0
+            for i in range(cols):
+                m = load(rdy, i) * load(w, i)
+                products += np.float64(m * ((load(rx, i) - center) * scale))
+                gradients += np.float64(m)
+            mean_product = like(load(w, 0), products / cols)
+            mean_gradient = like(load(w, 0), gradients / cols)
+            for i in range(cols):
+                dw[i] += load(rdy, i) * ((load(rx, i) - center) * scale)
+                db[i] += load(rdy, i)
+            rd = read_row(dresidual, (r,))
+            for i in range(cols):
+                n = (load(rx, i) - center) * scale
+                d = scale * (load(rdy, i) * load(w, i) - n * mean_product - mean_gradient)
+                if has_dresidual:
+                    d += load(rd, i)
+                store(rdx, i, d)
+        task = claim(state)

@@ -1,0 +1,110 @@
+"""LayerNorm: ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)**2) + eps)``.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, equations 3 and 4; the variance is that of the
+row, divided by N, not N - 1. Everything is computed wide and the result rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .precision import Precision, steps
+
+__all__ = ["layernorm", "layernorm_backward"]
+
+Array = npt.NDArray[Any]
+
+
+def layernorm(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Array | None = None,
+    return_stats: bool = False,
+    precision: Precision = "rounded",
+) -> Array | tuple[Array, ...]:
+    """LayerNorm over the last axis, after an optional residual add.
+
+    Parameters
+    ----------
+    x : (..., columns)
+    weight : (columns,)
+    bias : (columns,), optional
+    eps : added to the variance
+    residual : (..., columns), optional
+        The norm is then of ``s = x + residual``, rounded to x's dtype.
+    return_stats : also return the mean and rstd of s, which the backward needs
+
+    Returns
+    -------
+    y [, s] [, mean, rstd]
+        y and s in x's shape and dtype; mean and rstd ``(...,)`` float32 (float64 for float64 inputs).
+    """
+    p = steps(precision, x.dtype)
+    s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
+    wide = p.load(s)  # the norm is of the rounded s, the tensor that the next layers see
+    mean = p.step(np.mean(wide, axis=-1, keepdims=True))
+    centered = p.step(wide - mean)
+    variance = p.step(np.mean(np.square(centered), axis=-1, keepdims=True))
+    rstd = p.step(1.0 / p.step(np.sqrt(p.step(variance + eps))))
+    y = p.step(p.step(centered * rstd) * p.load(weight))
+    if bias is not None:
+        y = p.step(y + p.load(bias))
+    results = [p.store(y)]
+    if residual is not None:
+        results.append(s)
+    if return_stats:
+        results += [p.store(statistic[..., 0], np.float32) for statistic in (mean, rstd)]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def layernorm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
+    *,
+    dresidual: Array | None = None,
+    precision: Precision = "rounded",
+) -> tuple[Array, Array, Array]:
+    """Gradients of :func:`layernorm`.
+
+    With ``n = (x - mean) * rstd``, ``m = dy * weight`` and means over the N columns of a row::
+
+        dx = rstd * (m - mean(m) - n * mean(m * n))  [+ dresidual]
+        dweight = sum over rows of dy * n
+        dbias = sum over rows of dy
+
+    Parameters
+    ----------
+    dy : (..., columns), gradient of y
+    x : (..., columns), the normalised tensor: s when the forward added a residual
+    weight : (columns,)
+    mean, rstd : (...,), from the forward
+    dresidual : (..., columns), optional: gradient that arrives at s from its other users
+
+    Returns
+    -------
+    dx, dweight, dbias
+        dx in x's dtype; it is the gradient of s, hence of x and of the residual alike.
+        dweight, dbias ``(columns,)`` float32 (float64 for float64 inputs).
+    """
+    p = steps(precision, x.dtype)
+    dy64, r = p.load(dy), p.load(rstd)[..., None]
+    n = p.step(p.step(p.load(x) - p.load(mean)[..., None]) * r)
+    m = p.step(dy64 * p.load(weight))
+    mean_m = p.step(np.mean(m, axis=-1, keepdims=True))
+    mean_mn = p.step(np.mean(m * n, axis=-1, keepdims=True))
+    dx = p.step(r * p.step(p.step(m - mean_m) - p.step(n * mean_mn)))
+    if dresidual is not None:
+        dx = p.step(dx + p.load(dresidual))
+    cols = x.shape[-1]
+    dweight = p.step(p.step(dy64 * n).reshape(-1, cols).sum(axis=0))
+    dbias = p.step(dy64.reshape(-1, cols).sum(axis=0))
+    return p.store(dx), p.store(dweight, np.float32), p.store(dbias, np.float32)

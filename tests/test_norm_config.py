@@ -1,0 +1,162 @@
+"""RMSNorm and LayerNorm on GPUs: the choice of kernel and threads, for every card, with no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from compilers import needs_nvrtc
+
+from gpu_ops.kernels import cubin, jit
+from gpu_ops.kernels.norm import _backward, _backward_long, _forward, variants
+from gpu_ops.kernels.norm_config import LongConfig, RowConfig, select_backward, select_forward
+from gpu_ops.presets import ARCHES, PRESETS
+
+CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
+COLS = [1, 2, 7, 8, 64, 100, 123, 128, 256, 257, 512, 1000, 1024, 2048, 4095, 4096, 5120, 8192, 8193, 12288, 16384,
+        24576, 32768, 50000, 65535, 65536, 131072, 1 << 20]  # fmt: skip
+
+
+PASSES = ("forward", "backward of rmsnorm", "backward of layernorm")
+
+
+def choose(which, rows, cols, itemsize, card, alignment=16) -> RowConfig | LongConfig:
+    limits = {"alignment": alignment, "sms": card.sms, "smem_per_block_optin": card.arch.smem_per_block_optin}
+    if which == "forward":
+        return select_forward(rows, cols, itemsize, **limits)
+    return select_backward(rows, cols, itemsize, sums=1 if which == "backward of rmsnorm" else 2, **limits)
+
+
+def kernels(which, config, dtype):
+    """Those that run a choice."""
+    norms = ("layernorm", "rmsnorm") if which == "forward" else (which.rpartition(" ")[2],)
+    if isinstance(config, LongConfig):
+        return [k for norm in norms for k in _backward_long(norm, config, dtype)]
+    return [(_forward if which == "forward" else _backward)(norm, config, dtype) for norm in norms]
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("which", PASSES)
+def test_every_choice_can_be_launched_and_covers_the_problem(which, itemsize, card):
+    for cols in COLS:
+        for rows in (1, 3, 1000, 8192, 1 << 20, 1 << 33):
+            c = choose(which, rows, cols, itemsize, card)
+            assert cols % c.vec == 0
+            if isinstance(c, LongConfig):
+                assert 1 <= c.strips * c.slices <= 2**31 - 1
+                assert c.strips * c.strip_threads * c.vec >= cols
+                assert (c.slices - 1) * c.rows_per_slice < rows <= c.slices * c.rows_per_slice
+                assert c.rows_per_slice <= 56
+                continue
+            assert c.threads <= 1024
+            assert c.threads % 32 == 0
+            assert c.rows_per_block == 1 or (c.threads_per_row <= 32 and 32 % c.threads_per_row == 0)
+            assert c.shared_bytes + 512 <= card.arch.smem_per_block_optin
+            assert 1 <= c.grid <= 2**31 - 1
+            assert c.grid <= -(-rows // c.rows_per_block), "a block without a row"
+            assert c.rest or c.on_chip >= cols
+            if c.shared_vecs:
+                in_shared = min(cols, c.on_chip) - c.vecs * c.threads * c.vec
+                assert c.shared_bytes >= in_shared * itemsize
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+def test_16384_columns_are_read_once(card):
+    for cols in (n for n in COLS if n <= 16384):
+        for itemsize in (2, 4):
+            assert choose("forward", 64, cols, itemsize, card).on_chip >= cols
+            if cols * itemsize % 16 == 0:
+                assert isinstance(choose("backward of rmsnorm", 64, cols, itemsize, card), RowConfig)
+                # LayerNorm has 8 bytes of sums per column: 96 KB are enough for 12288
+                if cols <= 12288 or card.arch.smem_per_block_optin > 2**17:
+                    assert isinstance(choose("backward of layernorm", 64, cols, itemsize, card), RowConfig)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+def test_of_131072_columns_most_are_read_once(card):
+    """x is read, what is not on the chip read again, y written: at most 1.35 times the least."""
+    for itemsize, most in ((2, 1.13 if card.arch.smem_per_block_optin < 2**17 else 1.0), (4, 1.35)):
+        c = choose("forward", 64, 131072, itemsize, card)
+        assert 1 + max(0, 1 - c.on_chip / 131072) / 2 <= most
+
+
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_alignment_changes_how_vectors_are_fetched_and_nothing_else(which, itemsize):
+    """Else the same numbers would add up to other bits elsewhere in memory."""
+    card = PRESETS["A100-40"]
+    for cols in COLS:
+        aligned = choose(which, 100, cols, itemsize, card)
+        for alignment in (8, 4, itemsize):
+            c = choose(which, 100, cols, itemsize, card, alignment)
+            assert c.access in (1, c.vec)
+            assert alignment % (c.access * itemsize) == 0
+            assert {**vars(c), "access": 0} == {**vars(aligned), "access": 0}
+    assert choose(which, 100, 4096, itemsize, card).access == 16 // itemsize
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+def test_sums_of_dweight_stay_short(card):
+    """A sum suffers a rounding per row of its thread and per row group of its block: at most 56, and 8 after."""
+    for rows in (1, 100, 8192, 65536, 10**6, 10**7):
+        for cols in (n for n in COLS if n <= 16384):
+            c = choose("backward of rmsnorm", rows, cols, 2, card)
+            if isinstance(c, RowConfig):
+                tiles = -(-rows // c.rows_per_block)
+                assert -(-tiles // c.grid) + c.rows_per_block <= 56
+
+
+def test_many_small_rows_fill_the_card_and_keep_their_weights():
+    card = PRESETS["H100 SXM"]
+    c = choose("forward", 1_000_000, 128, 2, card)  # QK norm
+    assert (c.threads_per_row, c.rows_per_block, c.vecs) == (8, 16, 2)
+    assert c.grid == 9 * card.sms
+    assert choose("forward", 20, 128, 2, card).grid == 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+def test_every_choice_is_listed(arch):
+    listed = {v.kernel for v in variants(arch)}
+    card = PRESETS[arch.rstrip("a")]
+    for cols in COLS:
+        for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
+            for alignment in (16, itemsize):
+                for which in PASSES:
+                    c = choose(which, 64, cols, itemsize, card, alignment)
+                    assert set(kernels(which, c, dtype)) <= listed
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+def test_more_than_half_of_the_warps(dtype, itemsize, arch):
+    """Rows of whole vectors, up to 16384 elements, have no spills and more than half of an SM's warps at work.
+
+    But for the longest rows of the backward, one block of 1024 threads, half of the 2048 that some SMs have: x, dy
+    and sums of two rows would not fit in its registers and shared memory.
+    """
+    limits = ARCHES[arch]
+
+    @functools.cache
+    def resources(kernel):
+        compiled = jit.assemble(jit.compile_kernel(kernel, arch), arch)
+        return cubin.resources(compiled.cubin, kernel.entry, compiled.log)
+
+    for which in PASSES:
+        for cols in range(16 // itemsize, 16385, 16 // itemsize):
+            c = choose(which, 1 << 20, cols, itemsize, PRESETS[arch])
+            for kernel in kernels(which, c, dtype):
+                needs = resources(kernel)
+                assert needs.spill_bytes == 0
+                threads, shared = (
+                    (LongConfig.strip_threads, 0)
+                    if isinstance(c, LongConfig)
+                    else (c.threads, c.shared_bytes)
+                )
+                share = cubin.occupancy(needs, threads, shared, limits).share
+                if which != "forward" and threads == 1024 and arch == "sm_80":
+                    assert share == 0.5
+                    assert cols > {"backward of rmsnorm": 9216, "backward of layernorm": 8192}[which]
+                else:
+                    assert share > 0.5, (which, cols, c)

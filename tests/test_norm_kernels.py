@@ -1,0 +1,181 @@
+"""The CUDA C++ kernels of RMSNorm and LayerNorm: every way to keep a row, what they move, how exact dweight is."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import random
+from row_cases import close
+
+from gpu_ops import emulator
+from gpu_ops.devices import EmulatorDevice
+from gpu_ops.kernels import norm as kernels
+from gpu_ops.reference import layernorm as layernorm_reference
+from gpu_ops.reference import rmsnorm as rmsnorm_reference
+from gpu_ops.reference.tolerance import GRADIENT
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype(np.float32)
+EPS = 1e-5
+
+
+def device_with(**arrays):
+    """An emulated GPU that knows its arrays by name."""
+    device = EmulatorDevice()
+    for name, array in arrays.items():
+        if array is not None:
+            device.name(name, array)
+    return device
+
+
+def forward(norm, x, weight, residual=None):
+    """y, s and the statistics: rstd, in LayerNorm mean and rstd."""
+    device = device_with(x=x, weight=weight, residual=residual)
+    y, rstd = device.empty(x.shape, x.dtype, "y"), device.empty(x.shape[:1], np.float32, "rstd")
+    s = None if residual is None else device.empty(x.shape, x.dtype, "s")
+    mean = device.empty(x.shape[:1], np.float32, "mean") if norm == "layernorm" else None
+    bias = weight if norm == "layernorm" else None
+    kernels.forward(device, "raw", norm, x, weight, bias, residual, y, s, mean, rstd, eps=EPS)
+    return y, s, *((rstd,) if mean is None else (mean, rstd))
+
+
+def backward(norm, dy, x, weight, *statistics, dresidual=None):
+    """dx, dweight and, in LayerNorm, dbias."""
+    *mean, rstd = statistics
+    device = device_with(dy=dy, x=x, weight=weight, rstd=rstd, dresidual=dresidual)
+    dx, dweight = device.empty(x.shape, x.dtype, "dx"), device.empty(x.shape[1:], np.float32, "dweight")
+    dbias = device.empty(x.shape[1:], np.float32, "dbias") if mean else None
+    given = (dy, x, weight, mean[0] if mean else None, rstd, dresidual)
+    kernels.backward(device, "raw", norm, *given, dx, dweight, dbias)
+    return (dx, dweight, dbias) if mean else (dx, dweight)
+
+
+@pytest.mark.parametrize(
+    ("norm", "arch", "dtype", "cols"),
+    [
+        ("rmsnorm", "sm_86", BF16, 8192),  # registers, the longest row there
+        ("layernorm", "sm_86", BF16, 16384),  # forward in shared memory, backward in two kernels
+        ("rmsnorm", "sm_86", BF16, 65536),  # forward in all that an SM has
+        ("layernorm", "sm_86", F32, 49152),  # the same, and a part of it read again
+        ("layernorm", "sm_90", BF16, 65536),  # forward in 128 KB of shared memory
+        ("layernorm", "sm_90", BF16, 16384),  # backward with 1024 threads and 128 KB of sums
+        ("rmsnorm", "sm_120", F32, 16384),  # the same with 64 KB, and 32 registers of x and dy
+    ],
+)
+def test_long_rows(norm, arch, dtype, cols, rng, monkeypatch):
+    monkeypatch.setenv("GPU_OPS_ARCH", arch)
+    x, residual, dy, ds = (random(rng, (2, cols), dtype) for _ in range(4))
+    weight = random(rng, (cols,), dtype)
+    y, s, *statistics = forward(norm, x, weight, residual)
+    reference = vars({"rmsnorm": rmsnorm_reference, "layernorm": layernorm_reference}[norm])
+    bias = {"bias": weight} if norm == "layernorm" else {}
+    want, naive = (
+        reference[norm](x, weight, eps=EPS, residual=residual, **bias, precision=p)[0]
+        for p in ("float64", "naive")
+    )
+    close(y, want, naive, dtype, what="y")
+    got = backward(norm, dy, s, weight, *statistics, dresidual=ds)
+    want, naive = (
+        reference[f"{norm}_backward"](dy, s, weight, *statistics, dresidual=ds, precision=p)
+        for p in ("float64", "naive")
+    )
+    for g, w, n in zip(got, want, naive, strict=True):
+        close(g, w, n, dtype, GRADIENT)
+
+
+@pytest.mark.parametrize(
+    ("norm", "cols", "dtype"),
+    [("rmsnorm", 8192, BF16), ("layernorm", 8192, F32), ("layernorm", 512, BF16), ("rmsnorm", 40960, F32)],
+)
+def test_misaligned_rows_give_the_same_bits(norm, cols, dtype, rng):
+    x, dy = random(rng, (3, cols), dtype), random(rng, (3, cols), dtype)
+    weight = random(rng, (cols,), dtype)
+    wide = np.zeros((3, cols + 1), dtype)
+    wide[:, 1:] = x
+    y, _, *statistics = forward(norm, x, weight)
+    got_y, _, *got_statistics = forward(norm, wide[:, 1:], weight)
+    want = y, *statistics, *backward(norm, dy, x, weight, *statistics)
+    got = got_y, *got_statistics, *backward(norm, dy, wide[:, 1:], weight, *statistics)
+    assert [a.tobytes() for a in got] == [a.tobytes() for a in want]
+
+
+@pytest.mark.parametrize("rows", [8192, 40_000])
+def test_dweight_of_equal_products(rows):
+    """The worst case for a long sum of floats: each addition rounds the same way."""
+    x = np.full((rows, 8), 1.7, np.float32)
+    rstd = np.full(rows, 0.3, np.float32)
+    _, dweight = backward("rmsnorm", np.ones_like(x), x, np.ones(8, np.float32), rstd)
+    exact = rows * float(np.float32(1.7)) * float(np.float32(0.3))
+    assert np.abs(dweight / exact - 1).max() <= 4e-6
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype", "shape"),
+    [
+        ("rmsnorm", BF16, (64, 128)),
+        ("layernorm", F32, (16, 512)),
+        ("rmsnorm", BF16, (4, 4096)),
+        ("layernorm", BF16, (4, 4096)),
+        ("rmsnorm", F32, (1, 16384)),
+        ("layernorm", BF16, (2, 16384)),
+    ],
+    ids=str,
+)
+def test_each_element_moves_once(norm, dtype, shape, rng):
+    """Whole sectors, no bank conflicts, and one pass over every array with rows."""
+    x, residual, dy, ds = (random(rng, shape, dtype) for _ in range(4))
+    weight = np.ones(shape[1], dtype)
+    with emulator.record() as profiles:
+        _, s, *statistics = forward(norm, x, weight, residual)
+        backward(norm, dy, s, weight, *statistics, dresidual=ds)
+    moved = [{b.name: (b.bytes_read, b.bytes_written) for b in p.buffers} for p in profiles]
+    read, written = (x.nbytes, 0), (0, x.nbytes)
+    for got, want in (
+        (moved[0], {"x": read, "residual": read, "y": written, "s": written, "rstd": (0, 4 * shape[0])}),
+        (moved[1], {"dy": read, "x": read, "dresidual": read, "dx": written}),
+        (moved[2], {"dweight": (0, 4 * shape[1])}),
+    ):
+        for name in want:
+            assert got[{"x": "s"}.get(name, name) if name not in got else name] == want[name], name
+    for profile in profiles[:2]:
+        vectors = [i for i in profile.instructions if i.global_requests and ".v4" in i.form]
+        assert len(vectors) >= 4
+        for i in vectors:  # rows in one warp share the weights they read: .nc
+            assert i.sectors_per_128_bytes == 4 or (".nc" in i.form and i.sectors_per_128_bytes < 4), i.ptx
+
+
+@pytest.mark.parametrize(
+    ("norm", "arch", "dtype", "forward_limit"),
+    [("rmsnorm", "sm_80", BF16, 1.0), ("layernorm", "sm_86", BF16, 1.13), ("layernorm", "sm_80", F32, 1.26)],
+)
+def test_what_131072_columns_move(norm, arch, dtype, forward_limit, rng, monkeypatch):
+    """The forward keeps most of a row; the backward reads x and dy twice, but no sums of dweight: 5/3."""
+    monkeypatch.setenv("GPU_OPS_ARCH", arch)
+    monkeypatch.setenv("GPU_OPS_SANITIZE", "0")
+    x, dy = (random(rng, (2, 131072), dtype) for _ in range(2))
+    weight = np.ones(131072, dtype)
+    with emulator.record() as profiles:
+        _, _, *statistics = forward(norm, x, weight)
+        backward(norm, dy, x, weight, *statistics)
+    moved = [
+        sum(b.bytes_read + b.bytes_written for b in p.buffers if b.name in ("x", "y", "dy", "dx"))
+        for p in profiles
+    ]
+    assert moved[0] <= forward_limit * 2 * x.nbytes
+    assert moved[1] + moved[2] == 5 * x.nbytes
+
+
+@pytest.mark.parametrize("cols", [8, 17, 64, 100, 200, 257, 1000, 4096, 4099, 8192])
+@pytest.mark.parametrize(("norm", "dtype"), [("rmsnorm", BF16), ("layernorm", F32), ("layernorm", BF16)])
+def test_no_bank_conflicts(norm, dtype, cols, rng):
+    """Every layout of the sums of dweight: by vectors of 1, 4 and 8 elements, several rows per block and one."""
+    x, dy = random(rng, (5, cols), dtype), random(rng, (5, cols), dtype)
+    weight = np.ones(cols, dtype)
+    with emulator.record() as profiles:
+        _, _, *statistics = forward(norm, x, weight)
+        backward(norm, dy, x, weight, *statistics)
+    for profile in profiles:
+        shared = [i for i in profile.instructions if i.waves]
+        assert shared or profile is profiles[0], "short rows of the forward do without"
+        assert not [i.ptx for i in shared if i.waves > i.phases]
