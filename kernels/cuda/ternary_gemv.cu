@@ -137,7 +137,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
         }
         from += kAhead * kStepUnits * 16;
     };
-    fetch(0);
+    if (row < n) fetch(0);
     quantize(shared, x, x_stride, tokens, k, steps, whole);
     unsigned acts[4];  // where the lane's four chunks of the first step lie
     #pragma unroll

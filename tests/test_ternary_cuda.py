@@ -1,0 +1,348 @@
+"""The ternary matmul's GPU kernels: exact sums in every kernel and tile, what they read, what they issue."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import random
+from compilers import needs_nvrtc, needs_ptxas
+from fake_cupy import FakeArray, FakeCupy
+
+import gpu_ops
+from gpu_ops import TernaryMatrix, devices, dispatch, emulator, ternary_matmul
+from gpu_ops.devices import EmulatorDevice
+from gpu_ops.errors import DeviceError
+from gpu_ops.kernels import jit, toolkit
+from gpu_ops.kernels import ternary as kernels
+from gpu_ops.kernels.ternary_config import gemm_config, gemv_config, gemv_configs
+from gpu_ops.presets import ARCHES, PRESETS
+from gpu_ops.reference import ternary as reference
+
+DEVICES = ("cpu", "emulator", "cuda")
+BF16 = np.dtype(ml_dtypes.bfloat16)
+CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
+
+# (M, N): one token and few, a token more than the GEMV takes, all tiles of the GEMM, whole and ragged
+SIZES = [
+    (1, 1),
+    (1, 150),
+    (2, 33),
+    (3, 8),
+    (4, 19),
+    (5, 32),
+    (16, 70),
+    (17, 5),
+    (32, 64),
+    (33, 65),
+    (64, 64),
+    (130, 9),
+]
+KS = [1, 63, 64, 65, 128, 192, 640, 1000, 2048, 2049, 4096, 8191]
+SCALES = ("tensor", "row", "group")
+FORMATS = ("w2", "planes", "base3", "hf_bitnet")
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BF16)
+
+
+def quick_on_emulator(raw):
+    return {"test_sums_are_exact": {"k": {1, 63, 65, 128, 8191} if raw else {65, 128}}}
+
+
+def trits(rng, shape):
+    return rng.integers(-1, 2, shape).astype(np.int8)
+
+
+def problems(k):
+    """(M, N, kind of scale, format, dtype): 24 for each K, no two alike."""
+    first = KS.index(k)
+    return [
+        (*size, SCALES[j % 3], FORMATS[j % 4], (*DTYPES, BF16)[j % 4])
+        for j, size in [(first + i + i // len(SIZES), SIZES[i % len(SIZES)]) for i in range(2 * len(SIZES))]
+    ]
+
+
+def test_there_are_more_than_200_problems():
+    assert len({(k, *problem) for k in KS for problem in problems(k)}) > 200
+
+
+@pytest.mark.parametrize("k", KS)
+def test_sums_are_exact(k, backend, rng):
+    """Tokens that quantise to themselves and scales that are powers of two: no tolerance."""
+    for m, n, kind, fmt, dtype in problems(k):
+        group = {128: 64, 192: 64, 640: 128, 2048: 64, 4096: 512}.get(k)
+        x, t = rng.integers(-127, 128, (m, k)), trits(rng, (n, k))
+        x[:, 0] = 127
+        shape = () if kind == "tensor" else (n,) if kind == "row" or group is None else (n, k // group)
+        scale = np.float32(2.0) ** rng.integers(-2, 2, shape).astype(np.float32)
+        w = TernaryMatrix.from_trits(t, scale, format=fmt)
+        y = ternary_matmul(x.astype(dtype), w, **backend)
+        weights = 4 * w.dequantize(np.float64)  # whole numbers
+        expected = (x @ weights.astype(np.int64).T / 4).astype(np.float32)
+        assert y.dtype == dtype
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(y, expected.astype(dtype), err_msg=f"{m} x {n} x {k} {kind} {fmt}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [-127, 127])
+def test_the_longest_k(value):
+    """2^23 codes of 2 times 127 are 2^31 - 2^24."""
+    w = TernaryMatrix.from_trits(np.ones((1, 1 << 23), np.int8))
+    x = np.full((1, 1 << 23), value, np.float32)
+    y = ternary_matmul(x, w, device="emulator", backend="raw")
+    assert y[0, 0] == np.float32(value << 23)
+
+
+def test_longer_k_is_refused():
+    w = TernaryMatrix.from_trits(np.zeros((1, (1 << 23) + 1), np.int8))
+    x = np.zeros((1, (1 << 23) + 1), np.float32)
+    with pytest.raises(DeviceError, match=r"raw: K=8388609: int32 sums hold 2\^23 products"):
+        ternary_matmul(x, w, device="emulator", backend="raw")
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 9, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_have_the_bits_of_the_reference(dtype, m, rng):
+    """Quantisation, sums, scales and the rounding of the result."""
+    for n, k, per_row in ((96, 333, True), (128, 512, False)):
+        t, x = trits(rng, (n, k)), random(rng, (m, k), dtype)
+        scale = rng.uniform(0.1, 2, n).astype(np.float32) if per_row else np.float32(0.37)
+        y = ternary_matmul(x, TernaryMatrix.from_trits(t, scale), device="emulator")
+        np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, np.asarray(scale)))
+
+
+@pytest.mark.parametrize("backend_name", ["raw", "numba"])
+@pytest.mark.parametrize("m", [4, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_are_rounded_as_in_double_precision(dtype, m, backend_name):
+    """Halves of the quantisation step, and their neighbours on either side."""
+    halves = (np.arange(-127, 127) + 0.5) / 127
+    for absmax in (1.0, 0.7, 3e-6, 127.0, 30000.0):
+        near = np.float64(absmax) * halves
+        eps = float(ml_dtypes.finfo(dtype).eps)
+        x = np.stack([near * (1 + i * eps) for i in range(-2, m - 2)]).astype(dtype)
+        x = np.concatenate([x, np.full((m, 2), absmax, dtype)], axis=1)
+        t = np.eye(256, dtype=np.int8)
+        y = ternary_matmul(x, TernaryMatrix.from_trits(t), device="emulator", backend=backend_name)
+        if backend_name == "numba" and dtype == np.float16:  # its results are rounded by way of float32
+            np.testing.assert_allclose(y, reference.ternary_matmul(x, t, np.float32(1)), rtol=1e-3)
+        else:
+            np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, np.asarray(np.float32(1))))
+
+
+@pytest.mark.parametrize("group", [None, 64, 192])
+def test_quantised_tokens_and_their_sums(group, rng):
+    device = EmulatorDevice()
+    x = random(rng, (6, 1152), np.float32)
+    x[1], x[2, 7], x[3, 9] = 0, np.nan, np.inf
+    q, sums, inverse = kernels._quantized(device, x[:, :1100], 1100, group is not None)
+    want, want_inverse = reference.quantize_activations(x[:, :1100])
+    np.testing.assert_array_equal(q, np.pad(want, ((0, 0), (0, 52))))
+    np.testing.assert_array_equal(inverse, want_inverse)
+    wide = np.pad(want, ((0, 0), (0, 52))).astype(int)
+    np.testing.assert_array_equal(sums, wide.sum(1) if group is None else wide.reshape(6, -1, 64).sum(2))
+
+
+# --- what they move and issue --------------------------------------------------------------------
+
+
+def profiles_of(m, n, k, dtype, activations="int8", group=None, sms=None):
+    """Profiles of the launches of a matmul; ``sms``: on a card with so many."""
+    rng = np.random.default_rng(3)
+    device = EmulatorDevice()
+    device.sms = sms or device.sms
+    scale = np.float32(1) if group is None else np.ones((n, k // group), np.float32)
+    w = TernaryMatrix.from_trits(trits(rng, (n, k)), scale)
+    x, y = random(rng, (m, k), dtype), np.empty((m, n), dtype)
+    codes, scales = w.on(device)
+    device.name("y", y, written=False)
+    with emulator.record() as profiles:
+        kernels.matmul(device, "raw", x, codes, k, scales, y, activations=activations)
+    return profiles
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 640, 2048), (1, 64, 4096), (2, 100, 1024), (4, 96, 2048)])
+def test_gemv_reads_each_packed_byte_once(m, n, k):
+    (profile,) = profiles_of(m, n, k, BF16, sms=2)
+    codes = next(b for b in profile.buffers if b.name == "w.codes")
+    assert n % gemv_config(m, n, k, 1, sms=2).rows == 0  # else the last rows are taken as a whole, some again
+    assert codes.bytes_read == n * k // 4
+    weights = [i for i in profile.instructions if ".cs" in i.form and i.global_requests]
+    assert weights
+    assert all(".v4" in i.form and i.sectors_per_128_bytes == 4 for i in weights)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "activations", "group"),
+    [
+        (1, 40, 2048, BF16, "int8", None),
+        (4, 40, 2048, np.float32, "int8", 64),
+        (16, 64, 1024, BF16, "int8", None),
+        (32, 64, 1024, BF16, "int8", 128),
+        (64, 64, 512, np.float32, "int8", None),
+        (16, 64, 512, np.float16, "native", None),
+        (64, 64, 256, BF16, "native", 64),
+        (32, 64, 256, np.float32, "native", None),
+        (64, 64, 256, np.float32, "native", None),
+    ],
+    ids=str,
+)
+def test_no_bank_conflicts_and_no_idle_products(m, n, k, dtype, activations, group):
+    for profile in profiles_of(m, n, k, dtype, activations, group):
+        shared = [i for i in profile.instructions if i.waves]
+        assert not [i.ptx for i in shared if i.waves > i.phases]
+        if profile.name == "ternary_gemm":
+            split = 2 if activations == "native" and dtype == np.float32 else 1
+            assert sum(profile.multiply_adds.values()) == split * m * n * k
+
+
+def test_the_large_tile_on_tensor_cores(rng):
+    """128 x 128: exact, no conflicts, no product too many."""
+    t, x = trits(rng, (256, 192)), rng.integers(-127, 128, (128, 192))
+    x[:, 0] = 127
+    for activations, dtype in (("int8", BF16), ("native", np.dtype(np.float16))):
+        device, w = EmulatorDevice(), TernaryMatrix.from_trits(t, np.float32(2**-10))
+        device.sms = 1
+        codes, scale = w.on(device)
+        y = np.zeros((128, 256), dtype)
+        with emulator.record() as profiles:
+            kernels.matmul(device, "raw", x.astype(dtype), codes, 192, scale, y, activations=activations)
+        np.testing.assert_array_equal(y, ((x @ t.T.astype(int)) * 2.0**-10).astype(np.float32).astype(dtype))
+        assert (
+            "BLOCK_M=128"
+            in kernels._gemm_kernel(
+                "int8", "bfloat16", False, gemm_config(128, 256, 1, grouped=False, sms=1)
+            ).label
+        )
+        assert sum(profiles[-1].multiply_adds.values()) == 128 * 256 * 192
+        assert not [i.ptx for i in profiles[-1].instructions if i.waves > i.phases]
+
+
+# Machine instructions that the integer units issue, at 64 lanes per clock of an SM; IMAD has units of its own.
+INTEGER = {"LOP3", "IDP", "IADD3", "IADD", "VIADD", "ISETP", "SHF", "LEA", "IMNMX", "VIMNMX", "SEL", "PRMT"}
+
+
+@needs_nvrtc
+@needs_ptxas
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_integer_instructions_per_weight(arch, tmp_path):
+    """The main loop of the GEMV with one token: at most 0.75, so that memory is the limit on an H200."""
+    if toolkit.tool("nvdisasm") is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    kernel = kernels._gemv_kernel("bfloat16", 1, 4, False)
+    image = tmp_path / "gemv.cubin"
+    image.write_bytes(jit.assemble(jit.compile_kernel(kernel, arch), arch).cubin)
+    command = [toolkit.tool("nvdisasm"), "-c", str(image)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    loop = innermost_loop(listing, "IDP", 4 * 16)
+    counts = collections.Counter(opcode.split(".")[0] for opcode in loop)
+    weights = 4 * 64
+    issued = sum(count for opcode, count in counts.items() if opcode in INTEGER) / weights
+    print(
+        f"{arch}: {issued:.2f} integer instructions per weight, {len(loop) / weights:.2f} of all kinds; {counts}"
+    )
+    assert counts["IDP"] == 4 * 16
+    assert issued <= 0.75
+
+
+def innermost_loop(listing, opcode, least):
+    """Opcodes of the shortest loop that has ``least`` of one, from its label to the branch back."""
+    opcodes, labels, branches = [], {}, []
+    for line in listing.splitlines():
+        if found := re.match(r"(\.L\S+):", line):
+            labels[found.group(1)] = len(opcodes)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
+            if found.group(1).startswith("BRA") and (target := re.search(r"\.L\w+", found.group(2))):
+                branches.append((len(opcodes), target.group()))
+            opcodes.append(found.group(1))
+    loops = [opcodes[labels[name] : at + 1] for at, name in branches if labels.get(name, at + 1) <= at]
+    return min((x for x in loops if sum(o.startswith(opcode) for o in x) >= least), key=len)
+
+
+# --- choices, and weights on a device ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+def test_every_choice_fits_and_is_listed(card):
+    arch = card.arch.name
+    listed = {v.kernel: v for v in kernels.variants(arch)}
+    for m, n, k in itertools.product(
+        (1, 2, 3, 4, 5, 16, 17, 32, 33, 512, 8192), (1, 7, 4096, 28672), (64, 4096, 65536)
+    ):
+        for groups, dtype, act in itertools.product(
+            (1, k // 64), ("bfloat16", "float32"), ("int8", "native")
+        ):
+            grouped = groups > 1
+            gemv = gemv_config(m, n, k, groups, sms=card.sms) if act == "int8" else None
+            if gemv is not None:
+                variant = listed[kernels._gemv_kernel(dtype, gemv.tokens, gemv.rows, grouped)]
+                assert m <= gemv.tokens
+                assert n >= gemv.rows, "the kernel takes the last rows as a whole"
+                assert gemv.shared_bytes <= variant.dynamic_shared_bytes < ARCHES[arch].smem_per_block_optin
+                assert 1 <= gemv.grid <= -(-n // gemv.rows)
+                continue
+            name = "int8" if act == "int8" else dtype
+            itemsize = 1 if act == "int8" else 2 if dtype == "bfloat16" else 4
+            gemm = gemm_config(m, n, itemsize, grouped=grouped, sms=card.sms)
+            variant = listed[kernels._gemm_kernel(name, dtype, grouped, gemm)]
+            assert variant.threads_per_block == gemm.threads
+            assert variant.dynamic_shared_bytes == gemm.shared_bytes(itemsize)
+            assert gemm.shared_bytes(itemsize) <= ARCHES[arch].smem_per_block_optin
+
+
+def test_models_fill_the_card():
+    h200 = PRESETS["H200"]
+    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (2560, 2560), (6912, 2560)):
+        config = gemv_config(1, n, k, 1, sms=h200.sms)
+        assert config is not None
+        assert config.grid >= h200.sms
+        assert gemm_config(16, n, 1, grouped=False, sms=h200.sms).blocks(16, n) >= h200.sms // 2
+    assert gemv_config(1, 4096, 4096, 1, sms=h200.sms).rows == 2
+    assert gemv_config(5, 4096, 4096, 1, sms=h200.sms) is None
+    assert {rows for tokens, rows in gemv_configs() if tokens == 1} == {1, 2, 4}
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = FakeCupy(devices=2)
+    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    yield fake
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_weights_are_copied_to_a_device_once(cupy, rng):
+    copies = []
+    copy = cupy.asarray
+    cupy.asarray = lambda x, **how: copies.append((x.shape, cupy.current_device())) or copy(x, **how)
+    t, x = trits(rng, (9, 70)), random(rng, (3, 70), np.float32)
+    w = TernaryMatrix.from_trits(t, format="base3")
+    for _ in range(2):
+        y = ternary_matmul(FakeArray(x), w)
+        assert isinstance(y, FakeArray)
+        np.testing.assert_array_equal(y.host, reference.ternary_matmul(x, t, w.scale))
+    assert copies == [((9, 32), 0), ((1, 1), 0)]
+    ternary_matmul(FakeArray(x, 1), w)
+    assert [device for _, device in copies] == [0, 0, 1, 1]
+    assert "grid" in str(gpu_ops.explain("ternary_matmul", FakeArray(x), w))
+    assert len(copies) == 4
+
+
+def test_unaligned_codes(rng):
+    """A part of a file begins anywhere."""
+    t, x = trits(rng, (5, 128)), random(rng, (2, 128), np.float32)
+    held = np.zeros(5 * 32 + 3, np.uint8)
+    held[3:] = gpu_ops.ternary_pack(t, "w2").reshape(-1)
+    w = TernaryMatrix(held[3:], np.float32(1), (5, 128), "w2")
+    y = ternary_matmul(x, w, device="emulator")
+    np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, w.scale))
