@@ -41,8 +41,12 @@ constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats this large a
 struct Plus {
     template <typename T> __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
 };
-struct Larger {
-    __device__ __forceinline__ unsigned operator()(unsigned a, unsigned b) const { return max(a, b); }
+struct Larger {  // NaN wins
+    __device__ __forceinline__ float operator()(float a, float b) const {
+        float larger;
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+        return larger;
+    }
 };
 
 // What op makes of the values of a row's threads, for all of them. `none` changes nothing.
@@ -61,8 +65,6 @@ __device__ __forceinline__ T over_row(T value, T none, void* scratch, Op op) {
     butterfly();
     return value;
 }
-
-__device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }  // NaN: largest
 
 struct Row {
     const scalar *x, *residual, *weight;
@@ -124,27 +126,53 @@ struct Row {
             }
         }
     }
+
+    // f(i, floats) of each vector: what is held in registers, or s from memory.
+    template <typename F> __device__ __forceinline__ void each_s(F f) {
+        if constexpr (VECS > 0) {
+            #pragma unroll
+            for (int i = 0; i < VECS; ++i) {
+                if (column(i) < cols) f(i, held[i]);
+            }
+        } else {
+            each_stored<false>([&](int i, const vec& v) {
+                float wide[VEC];
+                #pragma unroll
+                for (int e = 0; e < VEC; ++e) wide[e] = element(v, e);
+                f(i, wide);
+            });
+        }
+    }
 };
 
-// The codes of a vector, the first in the low byte of the first word.
-template <int kSize, int kAccess>
-__device__ __forceinline__ void store_codes(signed char* to, const unsigned (&code)[kSize]) {
-    if constexpr (kAccess > 1) {
-        unsigned word[kSize / 4];
+// The low bytes of neighbours side by side, the first in the low byte of the first word.
+template <int kSize> struct Codes {
+    unsigned word[(kSize + 3) / 4];
+
+    explicit __device__ __forceinline__ Codes(const unsigned (&code)[kSize]) {
+        if constexpr (kSize == 1) word[0] = code[0] & 0xff;
         #pragma unroll
         for (int k = 0; k < kSize / 4; ++k) {
             const unsigned low = __byte_perm(code[4 * k], code[4 * k + 1], 0x0040);
             word[k] = __byte_perm(low, __byte_perm(code[4 * k + 2], code[4 * k + 3], 0x0040), 0x5410);
         }
-        detail::write_words<kSize>(to, word);
-    } else {
-        #pragma unroll
-        for (int e = 0; e < kSize; ++e) to[e] = static_cast<signed char>(code[e]);
     }
-}
 
-// 48 registers are 40 warps on an SM, in blocks of any size up to 1024 threads.
-extern "C" __global__ void __maxnreg__(48)
+    template <int kAccess> __device__ __forceinline__ void store(signed char* to) const {
+        if constexpr (kAccess > 1) {
+            detail::write_words<kSize>(to, word);
+        } else {
+            #pragma unroll
+            for (int e = 0; e < kSize; ++e) to[e] = static_cast<signed char>(word[e / 4] >> (e % 4 * 8));
+        }
+    }
+};
+
+// 48 registers are 40 of an SM's warps, in blocks of up to 256 threads. With so few sm_120 spills, whose SM has room
+// for 48 warps, and sm_100 by single elements; 56 registers are 32 or 36 warps.
+constexpr int kMaxRegisters = __CUDA_ARCH__ >= 1200 || (__CUDA_ARCH__ >= 1000 && ACCESS < VEC) ? 56 : 48;
+
+extern "C" __global__ void __maxnreg__(kMaxRegisters)
 rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual, signed char* q, float* scale,
                    int* rowsum, scalar* s, long long rows, int cols, long long x_stride, long long residual_stride,
                    long long q_stride, long long s_stride, float eps, float inverse_cols, float weight_offset,
@@ -160,7 +188,7 @@ rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual
 
     // 1. Read the row: squares, and t. llama keeps s for now.
     float squares = 0.0f;
-    unsigned largest = 0;
+    float largest = 0.0f;
     row.each_stored<true>([&](int i, const vec& v) {
         vec w = {};
         if (!llama) w = row.weights(i);
@@ -168,46 +196,52 @@ rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual
         for (int e = 0; e < VEC; ++e) {
             const float a = element(v, e), t = llama ? a : row.value(a, w, e);
             squares = fmaf(a, a, squares);
-            largest = max(largest, magnitude(t));
+            largest = larger(largest, fabsf(t));
             if constexpr (VECS > 0) row.held[i][e] = t;
         }
     });
     squares = over_row(squares, 0.0f, scratch[0], plus);
-    if (!llama) largest = over_row(largest, 0u, scratch[1], larger);
+    if (!llama) largest = over_row(largest, 0.0f, scratch[1], larger);
 
     // 2. absmax, and what makes q of t, or of y.
     constexpr bool kWide = Packed<scalar>::kWideRange;
     const bool small = squares < 0x1p-80f && eps < 0x1p-80f;
     const bool in_range = squares < 0x1p100f && !small;
-    row.staged = llama || !in_range || largest >= 0x7f800000u;
+    row.staged = llama || !in_range || !(largest < infinity());
     if (row.staged) {
+        if (VECS > 0 && !llama) {  // s once more
+            row.each_stored<false>([&](int i, const vec& v) {
+                #pragma unroll
+                for (int e = 0; e < VEC; ++e) row.held[VECS ? i : 0][e] = element(v, e);
+            });
+        }
         float power = 1.0f;  // of two: squares of s times this are in range
         if (kWide && !in_range) {
             power = small ? 0x1p64f : 0x1p-80f;
             squares = 0.0f;
-            row.each_stored<false>([&](int, const vec& v) {
+            row.each_s([&](int, const float (&value)[VEC]) {
                 #pragma unroll
-                for (int e = 0; e < VEC; ++e) squares = fmaf(element(v, e) * power, element(v, e) * power, squares);
+                for (int e = 0; e < VEC; ++e) squares = fmaf(value[e] * power, value[e] * power, squares);
             });
             squares = over_row(squares, 0.0f, scratch[2], plus);
         }
         row.rstd = power * rsqrt_accurate(fmaf(squares, inverse_cols, eps * power * power));
-        largest = 0;
-        row.each_stored<false>([&](int i, const vec& v) {
+        largest = 0.0f;
+        row.each_s([&](int i, const float (&value)[VEC]) {
             const vec w = row.weights(i);
             #pragma unroll
             for (int e = 0; e < VEC; ++e) {
-                const float y = row.value(element(v, e), w, e);
-                largest = max(largest, magnitude(y));
+                const float y = row.value(value[e], w, e);
+                largest = larger(largest, fabsf(y));
                 if constexpr (VECS > 0) row.held[i][e] = y;
             }
         });
-        largest = over_row(largest, 0u, scratch[3], larger);
+        largest = over_row(largest, 0.0f, scratch[3], larger);
     } else {
         row.rstd = rsqrt_accurate(fmaf(squares, inverse_cols, eps));
     }
-    const bool finite = largest < 0x7f800000u;  // else all codes are 0
-    const float most = __uint_as_float(largest) * (row.staged ? 1.0f : row.rstd);
+    const bool finite = largest < infinity();  // else all codes are 0
+    const float most = largest * (row.staged ? 1.0f : row.rstd);
     const float absmax = most < 1e-5f ? 1e-5f : most;  // NaN passes
     const float factor = 127.0f / absmax * (row.staged ? 1.0f : row.rstd);
 
@@ -216,26 +250,26 @@ rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual
     const auto write = [&](int i, const float (&value)[VEC]) {
         unsigned code[VEC];
         #pragma unroll
-        for (int e = 0; e < VEC; ++e) {
-            code[e] = finite ? __float_as_uint(fmaf(value[e], factor, kRoundingBias)) : 0;
-            sum += static_cast<signed char>(code[e]);
-        }
-        store_codes<VEC, ACCESS>(row.q + row.column(i), code);
-    };
-    if constexpr (VECS > 0) {
+        for (int e = 0; e < VEC; ++e) code[e] = __float_as_uint(fmaf(value[e], factor, kRoundingBias));
+        Codes<VEC> codes(code);
         #pragma unroll
-        for (int i = 0; i < VECS; ++i) {
-            if (row.column(i) < cols) write(i, row.held[i]);
+        for (unsigned& word : codes.word) {
+            word = finite ? word : 0;
+            sum = __dp4a(static_cast<int>(word), 0x01010101, sum);
         }
-    } else {
-        row.each_stored<false>([&](int i, const vec& v) {
+        codes.store<ACCESS>(row.q + row.column(i));
+    };
+    row.each_s([&](int i, const float (&kept)[VEC]) {
+        if constexpr (VECS > 0) {
+            write(i, kept);
+        } else {
             const vec w = row.weights(i);
             float value[VEC];
             #pragma unroll
-            for (int e = 0; e < VEC; ++e) value[e] = row.value(element(v, e), w, e);
+            for (int e = 0; e < VEC; ++e) value[e] = row.value(kept[e], w, e);
             write(i, value);
-        });
-    }
+        }
+    });
     sum = over_row(sum, 0, scratch[4], plus);
     if (threadIdx.x == 0) {
         scale[r] = absmax / 127.0f;
