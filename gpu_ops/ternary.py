@@ -114,11 +114,11 @@ def ternary_pack(
     trits : array (N, K), signed integer
         -1, 0, +1.
     format : str
-        planes, base3, hf_bitnet, bitnet_gpu, i2_s, tq1_0, tq2_0 or w2: see
+        planes, base3, hf_bitnet, bitnet_gpu, i2_s, tl1, tl2, tq1_0, tq2_0, q2_0 or w2: see
         ``TernaryMatrix.describe_formats()`` for layout, bits per weight and constraints.
     scale : float or array, optional
-        Only for tq1_0 and tq2_0, which embed an fp16 scale per 256 weights: a number, ``(N,)`` or
-        ``(N, K / 256)``; 1.0 when absent. Elsewhere scales are kept apart.
+        Only for tq1_0, tq2_0 (blocks of 256 weights) and q2_0 (64), which embed an fp16 scale per block: a number,
+        ``(N,)`` or ``(N, K / block)``; 1.0 when absent. Elsewhere scales are kept apart.
 
     Returns
     -------
@@ -177,7 +177,7 @@ def ternary_unpack(
     Returns
     -------
     trits : array (N, K), int8
-        Scales of tq1_0 and tq2_0 are not applied: ``TernaryMatrix(packed, 1.0, shape, format)`` keeps them.
+        Scales of tq1_0, tq2_0 and q2_0 are not applied: ``TernaryMatrix(packed, 1.0, shape, format)`` keeps them.
 
     Raises
     ------

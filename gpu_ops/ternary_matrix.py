@@ -18,7 +18,7 @@ from gpu_ops.checks import integer, one_of
 from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
-from gpu_ops.reference.ternary_layouts import LayoutError, block_scales, decode, encode
+from gpu_ops.reference.ternary_layouts import LayoutError, block_scales, chunk_bitmap, decode, encode
 
 __all__ = ["TernaryMatrix"]
 
@@ -36,12 +36,12 @@ class TernaryMatrix:
         padding is refused.
     scale : float or array, float32
         Always multiplies. One number, one per row ``(N,)``, or one per group along K ``(N, K / g)``.
-        The block formats tq1_0 and tq2_0 embed one more scale per 256 weights; ``W`` is then
+        The block formats tq1_0, tq2_0 and q2_0 embed one more scale per block; ``W`` is then
         ``scale * embedded * t``.
     shape : (int, int)
         ``(N, K)``: output and input features.
     format : str
-        planes, base3, hf_bitnet, bitnet_gpu, i2_s, tq1_0, tq2_0 or w2.
+        planes, base3, hf_bitnet, bitnet_gpu, i2_s, tl1, tl2, tq1_0, tq2_0, q2_0 or w2.
 
     Raises
     ------
@@ -129,6 +129,13 @@ class TernaryMatrix:
         """Share of nonzero trits; 0.0 for an empty matrix."""
         return float(np.count_nonzero(self.trits()) / max(math.prod(self.shape), 1))
 
+    def chunk_bitmap(self) -> Array:
+        """Which runs of 128 weights of a row hold any nonzero, one bit each: what a sparse kernel need not read.
+
+        Bit ``c % 8`` of byte ``[n, c // 8]`` is chunk ``c`` of row ``n``; uint8 (N, ceil(K / 1024)), spare bits 0.
+        """
+        return chunk_bitmap(self.trits())
+
     def trits(self) -> Array:
         """The trits, (N, K) int8."""
         return decode(self.codes, self.shape, self.format, strict=False)
@@ -144,7 +151,7 @@ class TernaryMatrix:
     def to(self, format: str) -> TernaryMatrix:
         """The same weights in another format, exactly; ``self`` when it is that format already.
 
-        The scale stays apart: blocks of tq1_0 and tq2_0 hold 1.0. To write a block file, embed it:
+        The scale stays apart: blocks of tq1_0, tq2_0 and q2_0 hold 1.0. To write a block file, embed it:
         ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``.
         """
         fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
@@ -184,7 +191,8 @@ class TernaryMatrix:
 
     def _whole_scale(self) -> Array:
         """``scale`` times the scales that the format embeds, if it does."""
-        if not FORMATS[self.format].block_scale:
+        block = FORMATS[self.format].block_scale
+        if not block:
             return self.scale
         embedded = block_scales(self.codes, self.shape, self.format)
         if (embedded == 1).all():
@@ -192,9 +200,9 @@ class TernaryMatrix:
         scale = self.scale
         if scale.ndim == 2:  # groups on both sides: cut K at every boundary of either
             k = self.shape[1]
-            common = math.gcd(k // scale.shape[1], 256)
+            common = math.gcd(k // scale.shape[1], block)
             scale = np.repeat(scale, k // scale.shape[1] // common, axis=1)
-            embedded = np.repeat(embedded, 256 // common, axis=1)
+            embedded = np.repeat(embedded, block // common, axis=1)
         elif scale.ndim == 1:
             scale = scale[:, None]
         return np.asarray(scale * embedded, np.float32)

@@ -7,9 +7,12 @@ multiplies: ``W = scale * t``. How each format lays out its bits is in :mod:`ter
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["FORMATS", "TernaryFormat", "describe_formats", "ternary_format"]
+
+Tile = tuple[int, int, int]  # rows, columns, rows at a time
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class TernaryFormat:
     used_by: str
     linear: bool = False
     block_scale: int = 0  # weights per embedded fp16 scale, 0 when scales are kept apart
+    scale_first: bool = False  # of a block, where the embedded scale is not last
+    steps: int = 0  # columns that a last, narrower tile may have, 0 when tiles are whole
+    tiles: Mapping[tuple[int, int], Tile] = field(
+        default_factory=dict
+    )  # of the shapes that have tiles of their own
 
     @property
     def bits_per_weight(self) -> float:
@@ -42,6 +50,11 @@ class TernaryFormat:
         """What the shape must satisfy, in words."""
         if self.linear:
             return f"N*K % {self.unit_cols} == 0"
+        if self.tiles:
+            return (
+                self._tile_constraint(self.tile((1, 1)))
+                + "; bitnet.cpp's model shapes have tiles of their own"
+            )
         parts = [("N", self.unit_rows), ("K", self.unit_cols)]
         if self.pads:
             padded = [f"{axis} padded to {n}" for axis, n in parts if n > 1]
@@ -55,19 +68,57 @@ class TernaryFormat:
             if n * k % self.unit_cols:
                 raise ValueError(self._misfit(shape))
             return (n * k // self.unit_cols * self.unit_bytes,)
+        if self.tiles:
+            return self._tiled_shape(shape)
         if not self.pads and (n % self.unit_rows or k % self.unit_cols):
             raise ValueError(self._misfit(shape))
         if self.name == "bitnet_gpu":  # tiles, not rows: the bytes of one row are scattered
             return (n * k // 4,)
         return (math.ceil(n / self.unit_rows), math.ceil(k / self.unit_cols) * self.unit_bytes)
 
+    def tile(self, shape: tuple[int, int]) -> Tile:
+        """(BM, BK, bm) of a matrix of ``shape``: those that bitnet.cpp generates its kernels with for that shape."""
+        return self.tiles.get(shape, (self.unit_rows, self.unit_cols, 32))
+
+    def _tiled_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """tl1 and tl2: whole tiles of ``unit_bytes``, then steps of pairs at 4 bits each."""
+        n, k = shape
+        rows, cols, _ = self.tile(shape)
+        rest = k % cols
+        if n % rows or rest % (self.steps or cols):
+            raise ValueError(self._misfit(shape))
+        whole = n * (k - rest) * self.unit_bytes // (self.unit_rows * self.unit_cols)
+        return (whole + n * rest // 4,)
+
+    def _tile_constraint(self, tile: Tile) -> str:
+        rows, cols, _ = tile
+        columns = f"(K % {cols}) % {self.steps} == 0" if self.steps else f"K % {cols} == 0"
+        return f"N % {rows} == 0 and {columns}"
+
     def _misfit(self, shape: tuple[int, int]) -> str:
+        needs = self._tile_constraint(self.tile(shape)) if self.tiles else self.constraint
         others = ", ".join(repr(f.name) for f in FORMATS.values() if f.pads)
         return (
-            f"format {self.name!r} needs {self.constraint}, got shape {tuple(shape)}; "
+            f"format {self.name!r} needs {needs}, got shape {tuple(shape)}; "
             f"formats that take any shape: {others}"
         )
 
+
+# What bitnet.cpp's setup_env.py passes to its kernel generators: bitnet_b1_58-large, bitnet_b1_58-3B, Llama3-8B.
+# Its model files exist in these shapes only; the rest of the world gets the first row's tile. Files made with other
+# parameters (its tuned presets) have the same size and another order: only their maker knows.
+_TL1_TILES: dict[tuple[int, int], Tile] = {
+    (1536, 4096): (256, 128, 32), (1536, 1536): (128, 64, 64), (4096, 1536): (256, 128, 32),
+    (3200, 8640): (160, 64, 32), (3200, 3200): (320, 128, 64), (8640, 3200): (320, 64, 32),
+    (14336, 4096): (256, 128, 32), (4096, 14336): (128, 64, 64), (1024, 4096): (256, 128, 32),
+    (4096, 4096): (128, 64, 64),
+}  # fmt: skip
+_TL2_TILES: dict[tuple[int, int], Tile] = {
+    (1536, 4096): (256, 96, 32), (1536, 1536): (128, 192, 32), (4096, 1536): (256, 96, 32),
+    (3200, 8640): (160, 96, 32), (3200, 3200): (320, 96, 32), (8640, 3200): (320, 96, 32),
+    (14336, 4096): (256, 96, 32), (4096, 14336): (128, 96, 32), (1024, 4096): (256, 96, 32),
+    (4096, 4096): (128, 96, 32),
+}  # fmt: skip
 
 _ROWS = (
     TernaryFormat(
@@ -92,6 +143,16 @@ _ROWS = (
         linear=True,
     ),
     TernaryFormat(
+        "tl1", 256, 128, 8192, False, "apart", "a number above 8",
+        "bitnet.cpp on ARM: tiles, two base-3 numbers of two trits per byte; codes only, no trailer",
+        tiles=_TL1_TILES,
+    ),
+    TernaryFormat(
+        "tl2", 256, 96, 5120, False, "apart", "a magnitude above 13; a minus zero; a pair above 8",
+        "bitnet.cpp with AVX2: tiles, three trits as a magnitude and a sign, the columns left over as in tl1",
+        steps=32, tiles=_TL2_TILES,
+    ),
+    TernaryFormat(
         "tq1_0", 1, 256, 54, False, "fp16 per 256 in the block",
         "a byte that no 5 (4) digits produce; a scale that is not finite",
         "llama.cpp GGUF: base-3 fixed point, 5 trits per byte", block_scale=256,
@@ -99,6 +160,10 @@ _ROWS = (
     TernaryFormat(
         "tq2_0", 1, 256, 66, False, "fp16 per 256 in the block", "code 3; a scale that is not finite",
         "llama.cpp GGUF: 2-bit codes, least significant bits first", block_scale=256,
+    ),
+    TernaryFormat(
+        "q2_0", 1, 64, 18, False, "fp16 per 64 in the block", "code 3 (llama.cpp's +2); a scale that is not finite",
+        "llama.cpp GGUF: the scale, then 2-bit codes, least significant bits first", block_scale=64, scale_first=True,
     ),
     TernaryFormat(
         "w2", 1, 64, 16, True, "apart", "code 3; a padding code that is not 1",
