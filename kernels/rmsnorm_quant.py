@@ -121,7 +121,12 @@ _TWIN_THREADS = 256
 
 
 def _kernel(config: QuantConfig, dtype: str) -> CudaKernel:
-    defines: dict[str, str | int] = {"DTYPE": _DTYPES[dtype], "VEC": config.vec, "ACCESS": config.access, "VECS": config.vecs}
+    defines: dict[str, str | int] = {
+        "DTYPE": _DTYPES[dtype],
+        "VEC": config.vec,
+        "ACCESS": config.access,
+        "VECS": config.vecs,
+    }
     return CudaKernel("rmsnorm_quant", "rmsnorm_quant_int8", tuple(defines.items()))
 
 
