@@ -149,7 +149,8 @@ def select_backward(
     strips = -(-n_vecs // LongConfig.strip_threads)
     # Enough blocks for the card, unless slices were so thin that writing their sums took more than a few percent.
     filling = min(-(-sms * _BACKWARD_WARPS[4] // 4 // strips), -(-rows // 16))
-    rows_per_slice = -(-rows // max(filling, -(-rows // _MAX_ROUNDINGS)))
+    wanted = min(max(filling, -(-rows // _MAX_ROUNDINGS)), _MAX_GRID // strips)
+    rows_per_slice = -(-rows // wanted)
     slices = -(-rows // rows_per_slice)
     return LongConfig(vec, access, min(rows, _MAX_GRID), strips, slices, rows_per_slice)
 
