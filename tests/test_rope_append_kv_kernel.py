@@ -221,6 +221,26 @@ def test_what_lies_outside_the_cache_is_not_stored(place, change, by):
     assert not np.array_equal(four_axes[1], four_axes[0])
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("by", ["raw", "numba"])
+def test_pages_without_rows(by):
+    """Nothing is stored, and no page is looked up: the quotients by their size mean nothing."""
+    (q, k, v, *_), options = make(place=4, dims=(16, 16), norm=None)
+    cache = np.zeros((3, 0, 2, 16), np.float32)
+    device = EmulatorDevice()
+    given = {"seqused_k": options["seqused_k"], "block_table": options["block_table"]}
+    for name, x in {"q": q, "k": k, "v": v, **given}.items():
+        device.name(name, x)
+    inv_freq = RopeScaling("default").inv_freq(16, 10000.0, 0)
+    out = q.copy()
+    kernels.append(
+        device, by, q, out, k, v, cache, cache, **given, slot_mapping=None, positions=None, q_weight=None,
+        k_weight=None, eps=1e-6, weight_offset=0.0, frequencies=frequencies(device, by, inv_freq),
+        attention_factor=1.0, interleaved=False,
+    )  # fmt: skip
+    assert not np.array_equal(out, q)
+
+
 # ---- CUDA arrays ------------------------------------------------------------------------------------------
 
 
