@@ -110,6 +110,66 @@ def tq2_0(t: Trits) -> bytes:
     return bytes(out)
 
 
+def q2_0(t: Trits) -> bytes:
+    out = bytearray()
+    for block in t.reshape(-1, 64):
+        qs = bytearray(16)
+        for e in range(64):
+            qs[e // 4] |= (int(block[e]) + 1) << (2 * (e % 4))
+        out += ONE + qs
+    return bytes(out)
+
+
+def tl1(t: Trits, tile: tuple[int, int, int] = (256, 128, 32)) -> bytes:
+    """By the address arithmetic of the published kernel: which vector register holds which codes."""
+    n, k = t.shape
+    big_m, big_k, bm = tile
+    by = 256 // bm
+    out = bytearray(n * k // 4)
+    for r in range(n):
+        for e in range(0, k, 2):
+            number = 3 * int(t[r, e]) + int(t[r, e + 1]) + 4
+            row, column = r % big_m, e % big_k
+            byte = (r // big_m) * big_m * k // 4 + (e // big_k) * big_m * big_k // 4  # the tile
+            byte += (row // bm) * bm * big_k // 4 + (column // by) * bm * by // 4  # a step: 64 bytes
+            vector = (row % bm // 16) * (by // 4) + column % by // 4  # of 16 bytes, one of 4
+            byte += 16 * vector + row % 16
+            out[byte] |= number << (4 if column % 4 == 0 else 0)
+    return bytes(out)
+
+
+def _lane(row: int) -> int:
+    """The byte of an AVX2 register that holds a row of 32: unpacking puts lanes 0-7, 16-23 first, then the others."""
+    return {0: 0, 1: 16, 2: 8, 3: 24}[row // 8] + row % 8
+
+
+def tl2(t: Trits, tile: tuple[int, int] = (256, 96)) -> bytes:
+    n, k = t.shape
+    big_m, big_k = tile
+    k3 = k // big_k * big_k
+    codes, signs, pairs = bytearray(n * k3 // 6), bytearray(n * k3 // 24), bytearray(n * (k - k3) // 4)
+    for r in range(n):
+        row = r % big_m
+        for e in range(0, k3, 3):
+            number = 9 * int(t[r, e]) + 3 * int(t[r, e + 1]) + int(t[r, e + 2])
+            triple = e % big_k // 3
+            step = (r // big_m) * (k3 // big_k) + e // big_k  # the tile, then 32 rows of it
+            step = step * (big_m // 32) + row // 32
+            codes[32 * (step * (big_k // 6) + triple // 2) + _lane(row % 32)] |= abs(number) << (
+                0 if triple % 2 else 4
+            )
+            if number < 0:
+                bit = 15 - 2 * (triple % 8) - (row % 32) // 16
+                word = 16 * (step * (big_k // 24) + triple // 8) + row % 16
+                signs[2 * word + bit // 8] |= 1 << (bit % 8)  # little-endian
+        for e in range(k3, k, 2):
+            number = 3 * int(t[r, e]) + int(t[r, e + 1]) + 4
+            pair = (e - k3) % 32 // 2
+            step = ((r // big_m) * ((k - k3) // 32) + (e - k3) // 32) * (big_m // 32) + row // 32
+            pairs[32 * (step * 8 + pair // 2) + _lane(row % 32)] |= number << (0 if pair % 2 else 4)
+    return bytes(codes + signs + pairs)
+
+
 def w2(t: Trits) -> bytes:
     n, k = t.shape
     out = []
@@ -124,7 +184,7 @@ def w2(t: Trits) -> bytes:
 
 
 TABLES: dict[str, Callable[[Trits], bytes]] = {
-    f.__name__: f for f in (planes, base3, hf_bitnet, bitnet_gpu, i2_s, tq1_0, tq2_0, w2)
+    f.__name__: f for f in (planes, base3, hf_bitnet, bitnet_gpu, i2_s, tl1, tl2, tq1_0, tq2_0, q2_0, w2)
 }
 
 # A shape per format that is not its smallest: several rows, blocks, and padding where there is any.
@@ -134,7 +194,10 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
     "hf_bitnet": [(8, 5), (9, 3), (6, 4), (1, 2), (5, 1)],
     "bitnet_gpu": [(32, 256), (16, 128)],
     "i2_s": [(2, 192), (3, 128)],
+    "tl1": [(256, 256), (512, 128)],
+    "tl2": [(256, 160), (512, 192), (256, 64)],
     "tq1_0": [(2, 512), (1, 256)],
     "tq2_0": [(2, 512), (1, 256)],
+    "q2_0": [(3, 128), (1, 64)],
     "w2": [(3, 130), (2, 64), (1, 1)],
 }
