@@ -90,10 +90,12 @@ def forward(
 
     nheads, head_dim, head_dim_v = q.shape[2], q.shape[3], v.shape[3]
     mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
+    own_lengths = bool(offsets) or block_table is not None
+    lean = softcap <= 0 and alibi_slopes is None and bias is None and not (mask == "kLocal" and own_lengths)
     problem = Problem(
         q.dtype.itemsize, batch, nheads, k.shape[2], max_seqlen_q, max_seqlen_k, head_dim, head_dim_v,
         mask=mask, window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
-        block_mask=visible is not None, varlen=bool(offsets), num_splits=num_splits,
+        block_mask=visible is not None, varlen=bool(offsets), num_splits=num_splits, lean=lean,
     )  # fmt: skip
     config = choose(SPACE, problem, DeviceLimits(device.sms, device.smem_per_block_optin), device.card)
     split = config.num_splits > 1

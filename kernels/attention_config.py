@@ -32,6 +32,8 @@ MAX_HEAD_DIM = {
 }  # by itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all
 # Registers of S, O and Q, by itemsize: with 45 to 95 others, fewer than the 255 that there are. 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 128}
+# With rows of K and V alike, and scores that are only scaled, 63 others are enough: see Forward in the kernel.
+_MAX_ACCUMULATORS_LEAN, _MAX_BLOCK_N_LEAN = 192, 64
 _MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 registers
 _OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
 _REGISTERS_PER_SM = 65536
@@ -65,9 +67,9 @@ class Tile:
 _TILES = (
     Tile(
         128, 64, 4
-    ),  # head_dim 64 with Q in registers, two blocks per SM; 128 where an SM has two times 80 KB
+    ),  # two blocks per SM: head_dim 64 with Q in registers, 128 where an SM has two times 80 KB
     Tile(128, 128, 4),  # head_dim 32: half the barriers of the first
-    Tile(128, 32, 4),  # head_dim 128 without a register to spare for more keys
+    Tile(128, 32, 4),  # head_dim 160; 128 with bias and the like, which leave no registers for 64 keys
     Tile(64, 64, 4),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
     Tile(
         128, 64, 8
@@ -106,6 +108,7 @@ class Problem:
     window: int = 0  # keys that a row of a local mask sees at most
     block_mask: bool = False
     varlen: bool = False
+    lean: bool = True  # neither softcap, ALiBi nor bias; nor a window over sequences of their own lengths
     num_splits: int = 0  # 0: choose
 
     @property
@@ -145,20 +148,21 @@ def legal_tiles(
     smem_per_block_optin: int,
     *,
     split: bool = False,
+    lean: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
     """Tiles for ``rows`` rows per head that a block has the registers and the shared memory for, with the latter.
 
     ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V.
     """
+    most = _MAX_ACCUMULATORS[itemsize]
     for tile in _TILES:
         if tile.warps_n > 1 and rows > tile.block_m:
             continue  # each warp looks at a part of the keys only: four times the loads of rows in four warps
         sizes = (itemsize, tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
         shared = shared_bytes(*sizes, split=split)
-        if (
-            shared <= smem_per_block_optin
-            and _accumulators(tile, itemsize, head_dim, head_dim_v) <= _MAX_ACCUMULATORS[itemsize]
-        ):
+        roomy = lean and itemsize == 2 and head_dim == head_dim_v and tile.block_n <= _MAX_BLOCK_N_LEAN
+        accumulators = _accumulators(tile, itemsize, head_dim, head_dim_v)
+        if shared <= smem_per_block_optin and accumulators <= (_MAX_ACCUMULATORS_LEAN if roomy else most):
             yield tile, shared
 
 
@@ -198,8 +202,9 @@ def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
     for pack, split in itertools.product(packings, splittings):
         rows = p.seqlen_q * (p.group if pack else 1)
         heads = (p.nheads_kv if pack else p.nheads) * parts
+        lean = p.lean and not p.block_mask
         for tile, shared in legal_tiles(
-            p.itemsize, head_dim, head_dim_v, rows, device.smem_per_block_optin, split=split
+            p.itemsize, head_dim, head_dim_v, rows, device.smem_per_block_optin, split=split, lean=lean
         ):
             tiles_m = max(-(-rows // tile.block_m), 1)
             resident = _resident(tile, p.itemsize, head_dim, head_dim_v, shared, device)

@@ -53,6 +53,7 @@ def bucket(problem: Problem) -> str:
     words += [f"window <= {_power(p.window)}"] if p.window else []
     words += ["block mask"] if p.block_mask else []
     words += ["varlen"] if p.varlen else []
+    words += [] if p.lean else ["not lean"]
     words += [f"num_splits {p.num_splits}"] if p.num_splits else []
     return ", ".join(words)
 

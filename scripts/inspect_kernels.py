@@ -120,8 +120,8 @@ def problems(
         yield f"launched with {threads} threads, __launch_bounds__ says {needs.max_threads}"
 
 
-def sass_counts(image: bytes, entry: str) -> str:
-    """Counts of the highlighted machine instructions of one kernel; empty without nvdisasm."""
+def sass(image: bytes, entry: str) -> str:
+    """The machine instructions of one kernel, a line each, and labels; empty without nvdisasm."""
     nvdisasm = toolkit.tool("nvdisasm")
     if nvdisasm is None:
         return ""
@@ -134,8 +134,14 @@ def sass_counts(image: bytes, entry: str) -> str:
     _, _, body = listing.partition(
         f".text.{entry},"
     )  # `.section .text.<entry>,"ax",...`, then the instructions
-    body = body.partition("\n\t.section\t")[0]  # not .sectioninfo, which is the kernel's own
-    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", body, re.MULTILINE)
+    return body.partition("\n\t.section\t")[0]  # not .sectioninfo, which is the kernel's own
+
+
+def sass_counts(image: bytes, entry: str) -> str:
+    """Counts of the highlighted machine instructions of one kernel; empty without nvdisasm."""
+    opcodes = re.findall(
+        r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass(image, entry), re.MULTILINE
+    )
     counts = collections.Counter(
         name for opcode in opcodes for name, pattern in HIGHLIGHTS.items() if re.match(pattern, opcode)
     )

@@ -11,7 +11,10 @@ import pytest
 from gpu_ops import emulator
 from gpu_ops.devices import EmulatorDevice, compiler_missing
 from gpu_ops.kernels import attention as kernels
+from gpu_ops.kernels import toolkit
 from gpu_ops.kernels.jit import compile_kernel
+from scripts.inspect_kernels import sass
+from scripts.inspect_loops import iterations
 
 if compiler_missing("raw"):
     pytest.skip(str(compiler_missing("raw")), allow_module_level=True)
@@ -115,6 +118,20 @@ def test_instructions_per_exponential(case, record_property):
     exponentials = profile.opcodes["ex2"].warps
     record_property("instructions per exp2", others / exponentials)
     assert others / exponentials <= most
+
+
+# Beside tensor-core instructions, loads and what each score needs: scaling, maximum, exp2, sum, half a packing (4.5).
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_machine_instructions_per_exponential(arch, head_dim):
+    if toolkit.tool("nvdisasm") is None:
+        pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    for variant in kernels.variants(arch):
+        if f"DTYPE=bf16,HEAD_DIM={head_dim}," in variant.kernel.label:
+            compiled = compile_kernel(variant.kernel, arch)
+            (counts,) = iterations(sass(compiled.cubin, compiled.entry))
+    assert counts["softmax"] == pytest.approx(3.5, abs=0.1)
+    assert counts["rest"] <= 1.3
 
 
 def test_a_window_does_not_look_at_what_it_hides():

@@ -1,0 +1,102 @@
+"""What an iteration of attention's main loop issues beside tensor-core instructions, per exp2, without a GPU.
+
+    python scripts/inspect_loops.py                             attention, all architectures
+    python scripts/inspect_loops.py --kernel DTYPE=bf16 --arch sm_80
+
+Counted in machine code, along one iteration of the loop that holds both products and the softmax: of the ways through
+it the one that copies most, and of those the shortest. That is a tile that every row sees whole, with another one
+behind it, whose maxima are no news: comparisons with the mask, and the rescaling that the first tiles of a row need,
+are jumped over. ``NOP`` is what ptxas puts between tensor-core instructions from sm_100 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+from collections.abc import Iterator, Sequence
+
+from gpu_ops.kernels import jit
+from scripts.inspect_kernels import PRESET_ARCHES, sass
+
+CLASSES = {
+    "tensor": r"HMMA",
+    "loads": r"LDSM|LDGSTS|LDS\b|LDG\b",
+    "exp2": r"MUFU\.EX2",
+    "softmax": r"FFMA|FMNMX|FADD|FMUL|F2FP",
+    "padding": r"NOP",
+}
+
+Instruction = tuple[
+    bool, str, str, str
+]  # predicated, opcode, where it jumps to, where in shared memory it copies to
+
+
+def iterations(text: str) -> Iterator[dict[str, float]]:
+    """For each innermost loop with tensor-core instructions and exp2: instructions per exp2, by class; ``rest``."""
+    labels: dict[str, int] = {}
+    code: list[Instruction] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
+            guard, opcode, operands = found.groups()
+            target = re.search(r"\.L\w+", operands) if opcode.startswith("BRA") else None
+            conditional = guard is not None or re.match(r"\s+!?UP\d", operands) is not None
+            copied = operands.split()[0] if opcode.startswith("LDGSTS") else ""
+            code.append((conditional, opcode, target[0] if target else "", copied))
+    loops = [(labels[to], i) for i, (_, _, to, _) in enumerate(code) if to and labels[to] <= i]
+    loops = [
+        (a, b)
+        for a, b in loops
+        if all(any(re.match(CLASSES[c], op) for _, op, *_ in code[a:b]) for c in ("tensor", "exp2"))
+    ]
+    for a, b in loops:
+        if any((a, b) != (c, d) and a <= c and d <= b for c, d in loops):
+            continue
+        opcodes = _path(code, labels, a, b)
+        counts = collections.Counter(
+            next((name for name, pattern in CLASSES.items() if re.match(pattern, opcode)), "rest")
+            for opcode in opcodes
+        )
+        yield {name: counts[name] / counts["exp2"] for name in (*CLASSES, "rest")}
+
+
+def _path(code: list[Instruction], labels: dict[str, int], first: int, last: int) -> list[str]:
+    """Opcodes from ``first`` to the jump back at ``last``, on the way that copies most places and is the shortest."""
+    # What has been copied on the way to an instruction, and the shortest such way.
+    ways: dict[int, dict[frozenset[str], list[str]]] = {first: {frozenset(): []}}
+    complete: dict[frozenset[str], list[str]] = {}
+    for i in range(first, last + 1):
+        conditional, opcode, to, copied = code[i]
+        back = i == last or (to != "" and labels[to] == first and not conditional)
+        nexts = [] if opcode.startswith(("BRA", "EXIT")) and not conditional else [i + 1]
+        if to and i < labels[to] <= last:
+            nexts.append(labels[to])
+        for copies, path in ways.pop(i, {}).items():
+            now, extended = copies | {copied} if copied else copies, [*path, opcode]
+            for reached in [complete] if back else [ways.setdefault(n, {}) for n in nexts]:
+                if now not in reached or len(extended) < len(reached[now]):
+                    reached[now] = extended
+    return complete[max(complete, key=lambda copies: (len(copies), -len(complete[copies])))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", nargs="+", default=PRESET_ARCHES, help="such as sm_80 sm_90a; default: all")
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    options = parser.parse_args(arguments)
+    for arch in options.arch:
+        for variant in jit.all_variants(arch):
+            label = variant.kernel.label
+            if not label.startswith("attention_forward") or options.kernel not in label:
+                continue
+            compiled = jit.assemble(jit.compile_kernel(variant.kernel, arch), arch)
+            assert compiled.cubin is not None
+            for counts in iterations(sass(compiled.cubin, compiled.entry)):
+                print(arch, label, " ".join(f"{name} {n:.2f}" for name, n in counts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
