@@ -177,5 +177,6 @@ def test_no_bank_conflicts(norm, dtype, cols, rng):
         backward(norm, dy, x, weight, *statistics)
     for profile in profiles:
         shared = [i for i in profile.instructions if i.waves]
-        assert shared or profile is profiles[0], "short rows of the forward do without"
+        # short rows of the forward do without, and so do the columns of long rows
+        assert shared or profile is profiles[0] or profile.kernel.endswith("_columns")
         assert not [i.ptx for i in shared if i.waves > i.phases]
