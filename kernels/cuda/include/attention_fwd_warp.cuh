@@ -80,26 +80,32 @@ struct Forward {
         }
     }
 
-    // S = Q K^T: 16 keys and 32 bytes of head_dim per ldmatrix.
+    // S = Q K^T: 16 keys and 32 bytes of head_dim per ldmatrix; steps with the same exclusive or, one after the other.
+    // Those of float are a loop, since each is three products and the splitting of numbers: unrolled, they would take
+    // ptxas most of its time.
     __device__ __forceinline__ void scores(float (&s)[kSlabs][kTilesS][4]) {
+        constexpr int kSpan = LaneAddress<TileK>::kSpan, kSpans = TileK::kRowBytes / kSpan, kTwists = kSpan / 32;
+        constexpr int kUnrolled = sizeof(scalar) == 2 ? kSpans : 1;
         const LaneAddress<TileK> k_now(k_from + k_odd);
         const LaneAddress<TileQ> q_now(q_from);
         #pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-            const int i = LaneAddress<TileK>::order(n);
-            #pragma unroll
-            for (int slab = 0; slab < kSlabs; ++slab) {
-                if constexpr (!kQInRegisters) ptx::ldmatrix4(q[0][slab], q_now.at(i, 16 * slab));
-            }
-            #pragma unroll
-            for (int j = 0; j < kTilesS; j += 2) {
-                unsigned b[4];
-                ptx::ldmatrix4(b, k_now.at(i, 8 * j));
+        for (int twist = 0; twist < kTwists; ++twist) {
+            #pragma unroll kUnrolled
+            for (int span = 0; span < kSpans; ++span) {
                 #pragma unroll
                 for (int slab = 0; slab < kSlabs; ++slab) {
-                    const unsigned(&a)[4] = q[kQInRegisters ? i : 0][slab];
-                    multiply<scalar>(s[slab][j], a, b[0], b[1]);
-                    multiply<scalar>(s[slab][j + 1], a, b[2], b[3]);
+                    if constexpr (!kQInRegisters) ptx::ldmatrix4(q[0][slab], q_now.at(twist, 16 * slab) + span * kSpan);
+                }
+                #pragma unroll
+                for (int j = 0; j < kTilesS; j += 2) {
+                    unsigned b[4];
+                    ptx::ldmatrix4(b, k_now.at(twist, 8 * j) + span * kSpan);
+                    #pragma unroll
+                    for (int slab = 0; slab < kSlabs; ++slab) {
+                        const unsigned(&a)[4] = q[kQInRegisters ? span * kTwists + twist : 0][slab];
+                        multiply<scalar>(s[slab][j], a, b[0], b[1]);
+                        multiply<scalar>(s[slab][j + 1], a, b[2], b[3]);
+                    }
                 }
             }
         }

@@ -45,12 +45,6 @@ template <typename TileT> struct LaneAddress {
     __device__ __forceinline__ LaneAddress(unsigned tile, int row, int chunk)
         : LaneAddress(TileT::at(tile, row, chunk)) {}
 
-    // The n-th step, where all steps of a row are taken: those with the same exclusive or, one after the other.
-    static __device__ __forceinline__ int order(int n) {
-        constexpr int kSame = TileT::kRowBytes / kSpan;
-        return n % kSame * (kSpan / 32) + n / kSame;
-    }
-
     __device__ __forceinline__ unsigned at(int i, int rows_down) const {
         return (first ^ i * 32 % kSpan) + (i * 32 / kSpan * kSpan + rows_down * TileT::kRowBytes);
     }
