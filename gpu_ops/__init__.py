@@ -19,6 +19,7 @@ from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
 from gpu_ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
+from gpu_ops.ternary_files import read_bitnet, read_gguf
 from gpu_ops.ternary_matrix import TernaryMatrix
 
 __version__ = "0.1.0"

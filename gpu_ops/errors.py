@@ -9,6 +9,7 @@ __all__ = [
     "FormatError",
     "GpuOpsError",
     "KernelCompileError",
+    "MissingPackageError",
     "OptionError",
     "OutOfMemoryError",
     "ShapeError",
@@ -37,6 +38,10 @@ class DeviceError(GpuOpsError, RuntimeError):
 
 class FormatError(GpuOpsError, ValueError):
     """Packed data does not follow its format."""
+
+
+class MissingPackageError(GpuOpsError, ImportError):
+    """An optional package is not installed; the message holds the command that installs it."""
 
 
 class OutOfMemoryError(GpuOpsError, MemoryError):

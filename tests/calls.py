@@ -9,7 +9,7 @@ import numpy as np
 
 import gpu_ops
 
-NO_OPS = ("__version__", "autotune", "errors", "explain")
+NO_OPS = ("__version__", "autotune", "errors", "explain", "read_bitnet", "read_gguf")
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 
 WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
