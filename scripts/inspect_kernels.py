@@ -4,6 +4,7 @@
     python scripts/inspect_kernels.py --kernel rmsnorm --arch sm_90a sm_120
     python scripts/inspect_kernels.py --json >kernels.json
     python scripts/inspect_kernels.py --check                   exit 1 where one spills or does not fit
+    python scripts/inspect_kernels.py --check --each-on 2       each kernel on two of the architectures, in turn
 
 Kernels are those that ``kernels/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions need nvdisasm
 (``pip install nvidia-cuda-nvdisasm``).
@@ -148,13 +149,29 @@ def sass_counts(image: bytes, entry: str) -> str:
     return " ".join(f"{name}:{counts[name]}" for name in HIGHLIGHTS if counts[name])
 
 
-def inspect_all(arches: Sequence[str], kernel: str, with_sass: bool, console: Console) -> list[Row]:
-    """Every variant whose label contains ``kernel``, on every architecture.
+def chosen(arches: Sequence[str], kernel: str, each_on: int) -> list[tuple[jit.Variant, str]]:
+    """Every variant whose label contains ``kernel``, on ``each_on`` of the architectures that list it.
+
+    Which ones goes round with the labels: every architecture gets its share of every op.
+    """
+    listed: dict[str, list[tuple[jit.Variant, str]]] = collections.defaultdict(list)
+    for arch in arches:
+        for variant in jit.all_variants(arch):
+            if kernel in variant.kernel.label:
+                listed[variant.kernel.label].append((variant, arch))
+    tasks = []
+    for i, found in enumerate(listed.values()):
+        n = len(found)
+        tasks += [found[(i * each_on + j) % n] for j in range(min(each_on, n))]
+    return sorted(tasks, key=lambda task: arches.index(task[1]))
+
+
+def inspect_all(tasks: list[tuple[jit.Variant, str]], with_sass: bool, console: Console) -> list[Row]:
+    """Compiles and reads all.
 
     NVRTC compiles one program at a time per process, so this takes processes. They are forked, since the
     functions of Numba kernels cannot be sent.
     """
-    tasks = [(v, arch) for arch in arches for v in jit.all_variants(arch) if kernel in v.kernel.label]
     fork = multiprocessing.get_context("fork")
     with (
         ProcessPoolExecutor(os.cpu_count(), fork, _start_worker, (tasks, with_sass)) as pool,
@@ -216,13 +233,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", nargs="+", default=PRESET_ARCHES, help="such as sm_80 sm_90a; default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument(
+        "--each-on",
+        type=int,
+        metavar="N",
+        help="each kernel on N of the architectures, in turn; default: all",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="print problems only; exit 1 if there are any")
     options = parser.parse_args(arguments)
     if unknown := [arch for arch in options.arch if arch.rstrip("af") not in ARCHES]:
         parser.error(f"unknown architecture {', '.join(unknown)}; there are: {', '.join(ARCHES)}")
 
-    rows = inspect_all(options.arch, options.kernel, not options.check, Console(stderr=True))
+    tasks = chosen(options.arch, options.kernel, options.each_on or len(options.arch))
+    rows = inspect_all(tasks, not options.check, Console(stderr=True))
     if not rows:
         named = f" whose name contains {options.kernel!r}" if options.kernel else ""
         print(f"inspect_kernels: no op lists a kernel{named}")

@@ -122,3 +122,12 @@ def test_kernels_of_the_ops(arch):
     sample = variants[:: -(-len(variants) // 8)]
     rows = [inspect_kernels.inspect(variant, arch, with_sass=False) for variant in sample]
     assert not [row for row in rows if row.problems]
+
+
+def test_a_share_of_the_architectures(kernels):
+    """Each kernel on two, and all architectures in turn."""
+    tasks = inspect_kernels.chosen(inspect_kernels.PRESET_ARCHES, "", 2)
+    labels = [variant.kernel.label for variant, _ in tasks]
+    assert sorted(labels) == sorted(2 * [variant.kernel.label for variant in kernels])
+    assert [arch for _, arch in tasks] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100"]
+    assert len(inspect_kernels.chosen(inspect_kernels.PRESET_ARCHES, "", 9)) == 21
