@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import gpu_ops
 from gpu_ops.dispatch import has_cuda_kernels
 from perf import compare, emulate, limits, machine, report, roofline
 from perf.case import DTYPES, Case, Config
@@ -37,7 +38,8 @@ def bench(op: str) -> ModuleType:
 def cases(op: str, config: Config) -> list[Case]:
     """The cases of an op's bench; on CUDA those of ops that have kernels there."""
     found: list[Case] = list(bench(op).cases(config))
-    return [case for case in found if config.device != "cuda" or has_cuda_kernels(case.op)]
+    stems = {name.partition("_")[0] for name in gpu_ops.__all__ if has_cuda_kernels(name)}
+    return [case for case in found if config.device != "cuda" or case.op in stems]
 
 
 def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:

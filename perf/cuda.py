@@ -17,12 +17,13 @@ from typing import Any
 import cupy
 import numpy as np
 
+from gpu_ops import TernaryMatrix
 from perf.case import Call, Case, Config, make_inputs, nbytes
 from perf.limits import Limits
 
 
 def put(value: Any) -> Any:
-    """Inputs on the device: arrays, dicts of them, dataclasses that hold them (TernaryMatrix)."""
+    """Inputs on the device: arrays, dicts of them, dataclasses that hold them; a TernaryMatrix goes there itself."""
     return _each(value, np.ndarray, cupy.asarray)
 
 
@@ -36,7 +37,7 @@ def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return {name: _each(item, kind, change) for name, item in value.items()}
     if isinstance(value, kind):
         return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | TernaryMatrix):
         held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         arrays = {name: change(item) for name, item in held.items() if isinstance(item, kind)}
         return dataclasses.replace(value, **arrays)

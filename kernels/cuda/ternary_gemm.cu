@@ -59,33 +59,50 @@ __device__ __forceinline__ int swizzled(int token, int chunk) {
     else return chunk;
 }
 
-struct Loader {
-    const unsigned char* codes;
-    const act* x;
-    int rows, tokens;  // that exist, of the tile's
+// One thread's part of copying: a unit and a vector of it, of every kRowStep-th row and kTokenStep-th token.
+class Loader {
+    static constexpr int kAcross = kUnits * kRowChunks;
+    static constexpr int kRowStep = kThreads / kUnits, kTokenStep = kThreads / kAcross;
+    static_assert(kThreads % kAcross == 0 && kTokenStep % 2 == 0, "a thread's tokens are permuted alike");
 
-    // Starts to copy units first .. of the tile; zeros for those that do not exist.
-    __device__ __forceinline__ void load(unsigned stage, int first, const TernaryShape& shape) const {
-        constexpr int kAll = BLOCK_N * kUnits, kAllActs = BLOCK_M * kUnits * kRowChunks;
+    const unsigned char* codes_;
+    const act* x_;
+    int rows_, tokens_;    // that exist from the thread's first one on
+    int units_, x_units_;  // the same, of the next stage's
+
+public:
+    __device__ __forceinline__ Loader(const act* x, const unsigned char* codes, int row0, int token0,
+                                      const TernaryShape& shape) {
+        const int row = row0 + threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
+        codes_ = codes + row * shape.row_bytes + unit * 16;
+        rows_ = shape.n - row, units_ = shape.units - unit;
+        const int token = token0 + threadIdx.x / kAcross, at = threadIdx.x % kAcross;
+        x_ = x + token * shape.x_stride + at * (16 / static_cast<int>(sizeof(act)));
+        tokens_ = shape.tokens - token, x_units_ = shape.units - at / kRowChunks;
+    }
+
+    // Starts to copy a stage, zeros for what does not exist, and goes on to the next.
+    __device__ __forceinline__ void load(unsigned stage, const TernaryShape& shape) {
+        const int row = threadIdx.x / kUnits, token = threadIdx.x / kAcross, at = threadIdx.x % kAcross;
+        unsigned to = ptx::opaque(stage + threadIdx.x % kUnits * kWeightUnit + row * 16);
+        const unsigned char* codes = codes_;
         #pragma unroll
-        for (int i0 = 0; i0 < kAll; i0 += kThreads) {
-            const int i = i0 + threadIdx.x, row = i / kUnits, unit = i % kUnits;
-            if (kAll % kThreads != 0 && i >= kAll) break;
-            const bool inside = row < rows && first + unit < shape.units;
-            const unsigned char* from = codes + (inside ? row * shape.row_bytes + (first + unit) * 16 : 0);
-            ptx::cp_async16(stage + unit * kWeightUnit + row * 16, from, inside ? 16 : 0);
+        for (int i = 0; i < BLOCK_N; i += kRowStep) {
+            if (kRowStep > BLOCK_N && row >= BLOCK_N) break;
+            ptx::cp_async16(to + i * 16, codes, i < rows_ && units_ > 0 ? 16 : 0);
+            codes = ptx::opaque(codes + kRowStep * shape.row_bytes);
         }
+        to = ptx::opaque(stage + kWeightBytes + at / kRowChunks * kActUnit +
+                         (token * kRowChunks + swizzled(token, at % kRowChunks)) * 16);
+        const act* x = x_;
         #pragma unroll
-        for (int i0 = 0; i0 < kAllActs; i0 += kThreads) {
-            const int i = i0 + threadIdx.x, token = i / (kUnits * kRowChunks), at = i % (kUnits * kRowChunks);
-            if (kAllActs % kThreads != 0 && i >= kAllActs) break;
-            const int unit = at / kRowChunks, chunk = at % kRowChunks;
-            const bool inside = token < tokens && first + unit < shape.units;
-            const act* from = x;
-            if (inside) from += token * shape.x_stride + (first + unit) * kUnit + chunk * (16 / int(sizeof(act)));
-            const unsigned to = stage + kWeightBytes + unit * kActUnit;
-            ptx::cp_async16(to + (token * kRowChunks + swizzled(token, chunk)) * 16, from, inside ? 16 : 0);
+        for (int i = 0; i < BLOCK_M; i += kTokenStep) {
+            if (kTokenStep > BLOCK_M && token >= BLOCK_M) break;
+            ptx::cp_async16(to + i * kRowChunks * 16, x, i < tokens_ && x_units_ > 0 ? 16 : 0);
+            x = ptx::opaque(x + kTokenStep * shape.x_stride);
         }
+        codes_ += kUnits * 16, units_ -= kUnits;
+        x_ += kUnits * kUnit, x_units_ -= kUnits;
     }
 };
 
@@ -103,7 +120,7 @@ struct Sums {
             low[i] = ptx::load_shared(weights + (row + 16 * i + g) * 16 + 4 * t);
             high[i] = ptx::load_shared(weights + (row + 16 * i + g + 8) * 16 + 4 * t);
         }
-        #pragma unroll
+        #pragma unroll 1  // registers for one vector of each token
         for (int h = 0; h < Math::kChunks; ++h) {
             uint4 b[kTiles];
             #pragma unroll
@@ -190,22 +207,21 @@ __device__ __forceinline__ void gather(T* tile, const Sums& sums, int row, int t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kThreads == 256 ? 2 : 1)
 ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const int* sums, const double* inverse,
              out_scalar* y, const __grid_constant__ TernaryShape shape) {
     const int tiles_n = (shape.n + BLOCK_N - 1) / BLOCK_N;
     const int row0 = blockIdx.x % tiles_n * BLOCK_N, token0 = blockIdx.x / tiles_n * BLOCK_M;
     const int warp = threadIdx.x / 32, warp_k = warp / (WARPS_N * WARPS_M);
     const int row = warp % WARPS_N * kSlabs * 16, token = warp / WARPS_N % WARPS_M * kTiles * 8;
-    const Loader from{codes + row0 * shape.row_bytes, x + token0 * shape.x_stride, shape.n - row0,
-                      shape.tokens - token0};
+    Loader from(x, codes, row0, token0, shape);
     const unsigned shared = ptx::shared_address(dynamic_shared);
     const int steps = (shape.units + kUnits - 1) / kUnits;
 
     Sums sums_of_warp;
     #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) {
-        if (s < steps) from.load(shared + s * kStageBytes, s * kUnits, shape);
+        if (s < steps) from.load(shared + s * kStageBytes, shape);
         ptx::cp_async_commit();
     }
     int now = 0, later = kStages - 1;
@@ -213,7 +229,7 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
     for (int step = 0; step < steps; ++step) {
         ptx::cp_async_wait<kStages - 2>();
         __syncthreads();  // the step's stage is here; everybody is done with the one before, which is filled again
-        if (step + kStages - 1 < steps) from.load(shared + later * kStageBytes, (step + kStages - 1) * kUnits, shape);
+        if (step + kStages - 1 < steps) from.load(shared + later * kStageBytes, shape);
         ptx::cp_async_commit();
         const unsigned stage = shared + now * kStageBytes;
         #pragma unroll

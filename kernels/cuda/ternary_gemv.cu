@@ -33,7 +33,7 @@ typedef Activations<scalar> Chunk;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kTokens = TOKENS, kRows = ROWS;
-constexpr int kAhead = ROWS >= 4 ? 1 : 4 / ROWS;
+constexpr int kFlight = TOKENS < 4 ? 4 : 2, kAhead = ROWS < kFlight ? kFlight / ROWS : 1;  // sums take registers too
 constexpr int kStepUnits = 32, kStepCodes = kStepUnits * kUnit;
 constexpr bool kGrouped = GROUPED;
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kGrouped && kTokens == 4 ? 1 : 2)
 ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, scalar* y, long long x_stride,
              long long scale_stride, long long y_stride, int row_bytes, int tokens, int n, int k, int group_units,
              int whole) {

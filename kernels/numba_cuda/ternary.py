@@ -22,7 +22,7 @@ __all__ = ["QUANTIZE_THREADS", "TILE", "matmul_kernel", "quantize_kernel"]
 TILE = 16  # tokens, and rows of weights
 UNIT = 64  # codes at a time
 WORDS = UNIT // 16
-PADDED_WORDS = WORDS + 1  # rows begin in different banks
+PADDED_WORDS, PADDED_UNIT = WORDS + 1, UNIT + 1  # rows begin in different banks
 QUANTIZE_THREADS = 128
 
 
@@ -63,7 +63,7 @@ def matmul_kernel(dtype: str, activations: str) -> NumbaKernel:
     number, entered = (int64, int32) if exact else (compute, compute)
 
     def ternary_matmul(x, inverse, words, scale, y, group):
-        xs = cuda.shared.array((TILE, UNIT), entered)
+        xs = cuda.shared.array((TILE, PADDED_UNIT), entered)
         ws = cuda.shared.array((TILE, PADDED_WORDS), uint32)
         column, line = cuda.threadIdx.x, cuda.threadIdx.y
         thread = line * TILE + column

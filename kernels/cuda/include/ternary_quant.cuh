@@ -7,6 +7,7 @@
 #include "vec.cuh"
 
 constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats this large are integers; the low byte is q
+constexpr float kNearHalf = 0.49996f;         // x s in float is off by up to 127 * 2^-23
 
 struct TokenScale {
     double s, inverse;
@@ -22,22 +23,6 @@ struct TokenScale {
     }
     TokenScale() = default;
 };
-
-// The low byte of the result is q.
-__device__ __forceinline__ unsigned quantized(float x, const TokenScale& scale) {
-    if (scale.s_near == 0.0f) return 0;  // x may be what has made it so
-    float q = fmaf(x, scale.s_near, kRoundingBias) - kRoundingBias;
-    const float off = fmaf(x, scale.s_near, -q);
-    if (fabsf(off) > 0.49996f) q = static_cast<float>(rint(static_cast<double>(x) * scale.s));
-    return __float_as_uint(q + kRoundingBias);
-}
-
-// Four neighbours, the first in the low byte.
-__device__ __forceinline__ unsigned quantized(float x0, float x1, float x2, float x3, const TokenScale& scale) {
-    const unsigned low = __byte_perm(quantized(x0, scale), quantized(x1, scale), 0x0040);
-    const unsigned high = __byte_perm(quantized(x2, scale), quantized(x3, scale), 0x0040);
-    return __byte_perm(low, high, 0x5410);
-}
 
 __device__ __forceinline__ int byte_sum(unsigned q, int sum) {
     return __dp4a(static_cast<int>(q), 0x01010101, sum);
@@ -70,11 +55,29 @@ template <typename T> struct Activations {
         return so_far;
     }
 
+    // q of four neighbours to a word, the first in its low byte.
     static __device__ __forceinline__ void quantize(const vec& v, const TokenScale& scale, unsigned (&q)[kSize / 4]) {
+        float biased[kSize], off = 0.0f;  // off: how far from a whole number
+        #pragma unroll
+        for (int e = 0; e < kSize; ++e) {
+            biased[e] = fmaf(element(v, e), scale.s_near, kRoundingBias);
+            off = fmaxf(off, fabsf(fmaf(element(v, e), scale.s_near, kRoundingBias - biased[e])));
+        }
+        if (off > kNearHalf || scale.s_near == 0.0f) {  // rare
+            #pragma unroll
+            for (int e = 0; e < kSize; ++e) {
+                const double exact = rint(static_cast<double>(element(v, e)) * scale.s);
+                biased[e] = scale.s_near == 0.0f ? 0.0f : kRoundingBias + static_cast<float>(exact);
+            }
+        }
         #pragma unroll
         for (int i = 0; i < kSize / 4; ++i) {
-            q[i] = quantized(element(v, 4 * i), element(v, 4 * i + 1), element(v, 4 * i + 2), element(v, 4 * i + 3),
-                             scale);
+            const unsigned low = __byte_perm(bits(biased[4 * i]), bits(biased[4 * i + 1]), 0x0040);
+            const unsigned high = __byte_perm(bits(biased[4 * i + 2]), bits(biased[4 * i + 3]), 0x0040);
+            q[i] = __byte_perm(low, high, 0x5410);
         }
     }
+
+private:
+    static __device__ __forceinline__ unsigned bits(float x) { return __float_as_uint(x); }
 };
