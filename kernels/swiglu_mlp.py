@@ -10,6 +10,8 @@ backward   gate = x w_gate^T, up = x w_up^T
            dx = dgate w_gate + dup w_up
            for a block of ffn at a time and all tokens: a weight's gradient is then one product, added up in registers
            and rounded once. Only dx adds up over blocks, in float32
+
+Where cuBLAS multiplies (:mod:`.gemm_library`), gate or up of a chunk, dh of a block, are one buffer more.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,8 +11,11 @@ from compare import random
 
 from gpu_ops import emulator
 from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import gemm, gemm_config
+from gpu_ops.kernels import cubin, gemm, gemm_config
 from gpu_ops.kernels.gemm import Operand
+from gpu_ops.kernels.gemm_config import DeviceLimits, FewConfig, Problem, Tile, select_config, select_few
+from gpu_ops.kernels.jit import compile_kernel
+from gpu_ops.presets import ARCHES
 from gpu_ops.reference.swiglu import swiglu, swiglu_backward
 
 F16, BF16, F32, F64 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
@@ -169,7 +174,7 @@ def tile_cases():
             for layout in LAYOUTS if i < 2 and legal[0] is tile else ("NT", "TN"):
                 if tile in legal:
                     yield pytest.param(
-                        tile, dtype, layout, id=f"{tile.block_m}x{tile.block_n}-{dtype}-{layout}"
+                        tile, dtype, layout, id=f"{tile.block_m}x{tile.block_n}-{tile.warps}-{dtype}-{layout}"
                     )
 
 
@@ -216,3 +221,75 @@ def test_weights_are_read_once(m, dtype, rng):
     loads = [i for i in profile.instructions if i.global_requests and ".cs" in i.form]
     assert loads
     assert all(".v4" in i.form and i.sectors_per_128_bytes == 4 for i in loads)
+
+
+class Sparse(EmulatorDevice):
+    """Is given views of ``memory`` and passes all of it on: the sanitizer keeps no list of the gaps between them."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def launch(self, kernel, grid, block, args, *, shared=0):
+        whole = {self.memory.ctypes.data: self.memory}
+        args = [whole.get(a.ctypes.data, a) if isinstance(a, np.ndarray) else a for a in args]
+        super().launch(kernel, grid, block, args, shared=shared)
+
+
+@pytest.mark.parametrize("which", ["a", "b", "c"])
+@pytest.mark.parametrize(("m", "layout"), [(3, "NT"), (24, "NT"), (24, "TN")])
+def test_offsets_have_64_bits(m, layout, which, rng):
+    """The last row lies more than 2^31 elements behind the first; what is between is not touched."""
+    (a, b), n = LAYOUTS[layout], 24
+    shapes = {"a": (n, m) if a else (m, n), "b": (n, n), "c": (m, n)}
+    near = {name: random(rng, shape, F16) for name, shape in shapes.items()}
+    rows, cols = shapes[which]
+    stride = 2**31 // (rows - 1) // 8 * 8 + 64
+    memory = np.zeros((rows - 1) * stride + cols, F16)
+    far = near | {which: np.lib.stride_tricks.as_strided(memory, (rows, cols), (2 * stride, 2))}
+    far[which][...] = near[which]
+    for device, arrays in ((Sparse(memory), far), (EmulatorDevice(), near)):
+        gemm.product(device, "raw", Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"])
+    assert far["c"].tobytes() == near["c"].tobytes()
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHES if name != "sm_75"])
+def test_every_problem_has_a_tile_that_fits(arch):
+    limits = DeviceLimits(20, ARCHES[arch].smem_per_block_optin)
+    for itemsize, gated in itertools.product((2, 4), (False, True)):
+        for m, n, k in itertools.product((17, 100, 4096), (1, 100, 14336), (1, 4096)):
+            problem = Problem(itemsize, m, n, k, gated=gated, splittable=not gated)
+            config = select_config(problem, limits)
+            tile = config.tile
+            assert config.stages >= 3
+            assert config.shared_bytes == config.stages * (tile.block_m + tile.block_n) * 64
+            assert config.shared_bytes <= limits.smem_per_block_optin
+            assert config.blocks * tile.block_m * tile.block_n >= m * n * (2 if gated else 1)
+            assert config.splits == 1 or config.splits * config.blocks <= 20 * 16
+
+
+def test_tiles_of_a_large_model():
+    """Llama-3-8B on an A100: 64 x 64 per warp for many tokens; few tokens divide K until the SMs are busy."""
+    a100 = DeviceLimits(108, ARCHES["sm_80"].smem_per_block_optin)
+    many = select_config(Problem(2, 2048, 14336, 4096, gated=True), a100)
+    assert many.tile == Tile(128, 128, 2, 2)
+    assert 2 * (many.shared_bytes + 1024) <= ARCHES["sm_80"].smem_per_sm
+    down = select_config(Problem(2, 32, 4096, 14336, splittable=True), a100)
+    assert down.tile.block_m == 32
+    assert down.splits * down.blocks >= 2 * 108
+    assert select_few(1, 14336, 4096, 2, True, a100) == FewConfig(8, 8, 4, 1, 1792)
+    assert select_few(16, 4096, 14336, 2, False, a100) == FewConfig(32, 16, 2, 1, 128)
+
+
+def test_shapes_are_those_of_the_kernels():
+    """The struct by value, as compiled, has the size of its NumPy twin."""
+    seen = set()
+    for variant in gemm.variants("sm_80"):
+        kernel = variant.kernel
+        if kernel.stem in seen or kernel.stem == "gemm_sum":
+            continue
+        seen.add(kernel.stem)
+        compiled = compile_kernel(kernel, "sm_80")
+        twin = {"gemm_sm80": gemm.GEMM_SHAPE, "gemv": gemm.GEMV_SHAPE}[kernel.stem]
+        assert cubin.parameter_sizes(compiled.cubin, compiled.entry)[-1] == twin.itemsize
+    assert seen == {"gemm_sm80", "gemv"}
