@@ -20,13 +20,16 @@ from gpu_ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
 from gpu_ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
 from gpu_ops.ternary_files import read_bitnet, read_gguf
+from gpu_ops.ternary_linear import TernaryLinear, ternary_matmul_backward
 from gpu_ops.ternary_matrix import TernaryMatrix
+from gpu_ops.ternary_model import quantize_model
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
     "RopeScaling",
+    "TernaryLinear",
     "TernaryMatrix",
     "__version__",
     "attention",
@@ -39,6 +42,9 @@ __all__ = [
     "explain",
     "layernorm",
     "layernorm_backward",
+    "quantize_model",
+    "read_bitnet",
+    "read_gguf",
     "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_quant_int8",
@@ -50,6 +56,7 @@ __all__ = [
     "swiglu_mlp",
     "swiglu_mlp_backward",
     "ternary_matmul",
+    "ternary_matmul_backward",
     "ternary_pack",
     "ternary_quantize",
     "ternary_unpack",

@@ -15,6 +15,7 @@ __all__ = [
     "EPS",
     "quantize_activations",
     "ternary_matmul",
+    "ternary_matmul_backward",
     "ternary_pack",
     "ternary_quantize",
     "ternary_unpack",
@@ -131,7 +132,7 @@ def ternary_matmul(
     st = steps(precision, x.dtype)
     n, k = trits.shape
     tokens = x.reshape(int(np.prod(x.shape[:-1])), k)
-    scales = scale.reshape(n, -1) if scale.ndim else np.full((n, 1), scale)  # (N, groups)
+    scales = _by_group(scale, n)
     groups = scales.shape[1]
     group = k // groups if groups > 1 else k
     if activations == "native" and precision == "naive":
@@ -152,3 +153,38 @@ def ternary_matmul(
         y = st.step(y + st.step(total * scales[:, g].astype(np.float64)))
     y = st.step(y * token_scale[:, None])
     return st.store(y.reshape(*x.shape[:-1], n))
+
+
+def ternary_matmul_backward(
+    dy: Array,
+    x: Array,
+    trits: Array,
+    scale: Array,
+    *,
+    activations: Literal["int8", "native"] = "int8",
+    precision: Precision = "rounded",
+) -> tuple[Array, Array]:
+    """Straight-through gradients ``dx = dy @ (scale * trits)`` and ``dw = dy.T @ xq``: rounding counts as identity.
+
+    ``xq`` is what the forward multiplied: x quantised and scaled back for ``"int8"``, else x. dw belongs to the
+    latent weights that ``trits`` were quantised from; it passes where they were clipped too. dx like x, dw
+    (N, K) float32 (float64 for float64).
+    """
+    st = steps(precision, x.dtype)
+    n, k = trits.shape
+    tokens = int(np.prod(x.shape[:-1]))
+    gradient, used = st.load(dy).reshape(tokens, n), st.load(x).reshape(tokens, k)
+    if activations == "int8":
+        q, token_scale = quantize_activations(x.reshape(tokens, k))
+        used = st.step(q * token_scale[:, None])
+    scales = _by_group(scale, n).astype(np.float64)
+    dense = st.step(np.repeat(scales, k // max(scales.shape[1], 1), axis=1) * trits)
+    dx, dw = st.matmul(gradient, dense), st.matmul(gradient.T, used)
+    return st.store(dx.reshape(x.shape)), st.store(dw, np.float32)
+
+
+def _by_group(scale: Array, n: int) -> Array:
+    """``scale`` as (N, groups)."""
+    return (
+        scale.reshape(n, scale.shape[1] if scale.ndim == 2 else 1) if scale.ndim else np.full((n, 1), scale)
+    )

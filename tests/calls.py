@@ -9,7 +9,7 @@ import numpy as np
 
 import gpu_ops
 
-NO_OPS = ("__version__", "autotune", "errors", "explain", "read_bitnet", "read_gguf")
+NO_OPS = ("__version__", "autotune", "errors", "explain", "quantize_model", "read_bitnet", "read_gguf")
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 
 WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
@@ -91,9 +91,10 @@ def _attention(op: str, normal: Any) -> Call:
 def _ternary(op: str, normal: Any, rng: np.random.Generator) -> Call:
     if op == "ternary_quantize":
         return Call(op, {"w": normal(8, 256)})
-    if op == "ternary_matmul":
+    if op.startswith("ternary_matmul"):
         w = gpu_ops.ternary_quantize(rng.standard_normal((8, 256), dtype=np.float32))
-        return Call(op, {"x": normal(3, 256), "w": w})
+        gradient = {"dy": normal(3, 8)} if op.endswith("backward") else {}
+        return Call(op, {**gradient, "x": normal(3, 256), "w": w})
     trits = rng.integers(-1, 2, (8, 256)).astype(np.int8)
     if op == "ternary_pack":
         return Call(op, {"trits": trits, "format": "base3"})

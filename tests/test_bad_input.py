@@ -210,6 +210,11 @@ CASES = [
     ("ternary_matmul", "K differs", ShapeError, "K=256", {"x": ones(3, 128)}),
     ("ternary_matmul", "w is an array", DTypeError, "TernaryMatrix", {"w": ones(8, 256)}),
     ("ternary_matmul", "an unknown mode", OptionError, "activations='int4'", {"activations": "int4"}),
+    ("ternary_matmul_backward", "K differs", ShapeError, "K=256", {"x": ones(3, 128)}),
+    ("ternary_matmul_backward", "dy of x", ShapeError, "expected exactly (3, 8)", {"dy": ones(3, 256)}),
+    ("ternary_matmul_backward", "dtypes differ", DTypeError, "dy is float64", {"dy": cast["float64"]}),
+    ("ternary_matmul_backward", "w is an array", DTypeError, "TernaryMatrix", {"w": ones(8, 256)}),
+    ("ternary_matmul_backward", "an unknown mode", OptionError, "activations='int4'", {"activations": "int4"}),
 ]
 
 # How many results ``out=`` takes, for the ops that have it.
@@ -218,6 +223,7 @@ OUTS = {
     "attention": 1, "attention_varlen": 1, "attention_decode": 1, "rope": 2, "rope_backward": 2, "rmsnorm": 1,
     "rmsnorm_backward": 1, "rmsnorm_quant_int8": 3, "rope_append_kv": 1, "swiglu": 1, "swiglu_backward": 2,
     "swiglu_mlp": 1, "swiglu_mlp_backward": 4, "ternary_matmul": 1,
+    "ternary_matmul_backward": 2,
 }  # fmt: skip
 
 

@@ -1,0 +1,275 @@
+"""A linear layer with packed ternary weights, and the gradients that train the weights behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.dispatch import Plan, choose, op, planner_of
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.ternary import ternary_quantize
+from gpu_ops.ternary_matmul import Activations
+from gpu_ops.ternary_matrix import TernaryMatrix
+
+__all__ = ["TernaryLinear", "ternary_matmul_backward"]
+
+DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
+TOKENS = 1024  # whose activations are quantised at a time
+
+
+@op
+def ternary_matmul_backward(
+    dy: Any,
+    x: Any,
+    w: TernaryMatrix,
+    *,
+    activations: str = "int8",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Straight-through gradients of :func:`ternary_matmul`: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
+
+    Rounding counts as the identity, as BitNet is trained: ``dw`` is for the latent weights that ``w`` was quantised
+    from, and passes unmasked where quantisation clipped them. ``xq`` is what the forward multiplied: x quantised
+    to int8 and scaled back, or x itself with ``activations="native"``.
+
+    Parameters
+    ----------
+    dy : array (..., N)
+        Gradient of y, in x's dtype.
+    x, w, activations
+        As in the forward call.
+    out : (dx, dw), optional
+        Arrays that receive the gradients; none may share memory with an input.
+
+    Returns
+    -------
+    dx : array (..., K)
+        x's dtype.
+    dw : array (N, K)
+        float32, float64 for float64: what an optimiser keeps.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    4 * tokens * N * K flops, sums in float32 (float64 for float64). W exists dense in blocks of rows only.
+    Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013; Ma et al., 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
+    >>> dx, dw = gpu_ops.ternary_matmul_backward(np.ones((1, 2)), np.array([[127.0, 27.0, 1.0]]), w)
+    >>> dx
+    array([[0.5, 0. , 0.5]])
+    >>> dw
+    array([[127.,  27.,   1.],
+           [127.,  27.,   1.]])
+    """
+    name = "ternary_matmul_backward"
+    arrays = Arrays(name)
+    if not isinstance(w, TernaryMatrix):
+        raise DTypeError(f"{name}: w is {type(w).__name__}, not the TernaryMatrix of the forward call")
+    dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
+    n, k = w.shape
+    if x_.ndim == 0 or x_.shape[-1] != k:
+        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    dtype = checks.float_dtype(name, x=x_, dy=dy_)
+    checks.exactly(name, "dy", dy_, (*x_.shape[:-1], n))
+    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
+    wide = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), wide)}
+    outs = arrays.write_each("out", out, like, rows=True)
+    choice = choose(name, device, backend, arrays)
+    tokens = math.prod(x_.shape[:-1])
+
+    def run() -> Any:
+        if choice.backend == "reference":
+            from gpu_ops.reference import ternary as reference
+
+            w2 = w.to("w2")
+            computed = reference.ternary_matmul_backward(dy_, x_, w2.trits(), w2.scale, activations=mode)
+            for target, gradient in zip(outs, computed, strict=bool(outs)):
+                target[...] = gradient
+            results = list(computed)
+        else:
+            results = outs or [arrays.new(*of, label) for label, of in like.items()]
+            _gradients(as_rows(dy_), as_rows(x_), w, as_rows(results[0]), results[1], mode)
+        return out if out is not None else tuple(arrays.give(r) for r in results)
+
+    config = "NumPy, float64"
+    if choice.backend != "reference":
+        config = f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
+    return Plan(name, choice, f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}", config, run)
+
+
+def _gradients(dy: Array, x: Array, w: TernaryMatrix, dx: Array, dw: Array, activations: str) -> None:
+    from gpu_ops.kernels.numba_cpu.gemm import matmul
+
+    if not dx.size or not dw.size:  # nothing to sum over, or nothing to write
+        dx[...], dw[...] = 0, 0
+        return
+    used = _used(x, activations, dw.dtype)
+    gradient = dy.astype(dw.dtype, copy=False)
+    total = dx if dx.dtype == dw.dtype else np.empty(dx.shape, dw.dtype)
+    for rows, dense in _dense_blocks(w, dw.dtype):
+        matmul(gradient[:, rows], dense, total, first=rows.start == 0)
+        matmul(gradient[:, rows], used, dw[rows], trans_a=True)
+    if total is not dx:
+        dx[...] = total
+
+
+def _used(x: Array, activations: str, wide: np.dtype[Any]) -> Array:
+    """The activations that the forward multiplied, in the type that sums are taken in."""
+    if activations == "native":
+        return x.astype(wide, copy=False)
+    from gpu_ops.reference.ternary import quantize_activations
+
+    used = np.empty(x.shape, wide)
+    for first in range(0, len(x), TOKENS):
+        q, scale = quantize_activations(x[first : first + TOKENS])
+        np.multiply(q, scale[:, None], out=used[first : first + TOKENS], casting="same_kind")
+    return used
+
+
+def _rows_at_a_time(k: int) -> int:
+    return max(DENSE // max(k, 1), 1)
+
+
+def _dense_blocks(w: TernaryMatrix, wide: np.dtype[Any]) -> Iterator[tuple[slice, Array]]:
+    """Rows of W, some at a time."""
+    w2, (n, k) = w.to("w2"), w.shape
+    step = _rows_at_a_time(k)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        scale = w2.scale[rows] if w2.scale.ndim else w2.scale
+        part = TernaryMatrix._trusted(w2.codes[rows], scale, (rows.stop - rows.start, k), "w2")
+        yield rows, part.dequantize(wide)
+
+
+class TernaryLinear:
+    """``y = x @ W.T + bias`` with packed ternary ``W = scale * t``: a layer to be called.
+
+    Parameters
+    ----------
+    weight : TernaryMatrix (N, K), or array (N, K)
+        Packed weights, or dense ones to be quantised.
+    bias : array (N,), optional
+        float16, bfloat16, float32 or float64; rounded to x's dtype and added to y.
+    activations : {"int8", "native"}
+        As in :func:`ternary_matmul`.
+    **quantize
+        Options of :func:`ternary_quantize` (method, group_size, threshold) for dense weights.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError
+
+    Notes
+    -----
+    Works wherever :func:`ternary_matmul` does; :meth:`backward` on the CPU. A training step quantises the latent
+    weights, calls both, and updates the latent weights with dw::
+
+        layer = TernaryLinear(latent)
+        y = layer(x)
+        dx, dw = layer.backward(dy, x)
+        latent -= rate * dw
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> layer = gpu_ops.TernaryLinear(np.array([[0.5, -0.5, 0.1]], np.float32), np.array([10.0], np.float32))
+    >>> layer
+    TernaryLinear(3 -> 1, bias, activations='int8', 24 bytes)
+    >>> layer(np.array([[127.0, 27.0, 1.0]], np.float32)).round(2)
+    array([[46.67]], dtype=float32)
+    """
+
+    def __init__(self, weight: Any, bias: Any = None, *, activations: str = "int8", **quantize: Any) -> None:
+        name = "TernaryLinear"
+        if isinstance(weight, TernaryMatrix):
+            if quantize:
+                raise OptionError(
+                    f"{name}: weight is packed already; {', '.join(quantize)} would change nothing"
+                )
+            self.weight = weight
+        else:
+            self.weight = cast(TernaryMatrix, ternary_quantize(weight, **quantize))
+        self.activations = checks.one_of(name, "activations", activations, get_args(Activations))
+        self.bias: Array | None = None
+        if bias is not None:
+            self.bias = Arrays(name).read("bias", bias)
+            checks.float_dtype(name, bias=self.bias)
+            checks.exactly(name, "bias", self.bias, (self.out_features,))
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(
+        self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
+    ) -> Any:
+        """y of x, as :func:`ternary_matmul` takes and gives them."""
+        planner = planner_of("TernaryLinear", "ternary_matmul")
+        arrays = Arrays("ternary_matmul")
+        x_ = arrays.read("x", x)
+        out_ = arrays.write("out", out, (*x_.shape[:-1], self.out_features), x_.dtype, rows=True)
+        plan = planner(
+            x_, self.weight, activations=self.activations, out=out_, device=device, backend=backend
+        )
+        # a bias is added where the product was computed, and after it: on the caller's stream
+        with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
+            y = plan.run()
+            if self.bias is not None:
+                y += self._bias_like(y, arrays.on_cuda)
+            return arrays.give(y) if out is None else out
+
+    forward = __call__
+
+    def backward(
+        self, dy: Any, x: Any, *, device: str | None = None, backend: str | None = None
+    ) -> tuple[Any, ...]:
+        """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
+        dx, dw = ternary_matmul_backward(
+            dy, x, self.weight, activations=self.activations, device=device, backend=backend
+        )
+        if self.bias is None:
+            return dx, dw
+        arrays = Arrays("ternary_matmul_backward")
+        dy_ = arrays.read("dy", dy)
+        dbias = as_rows(dy_).sum(axis=0, dtype=np.float64)
+        return dx, dw, arrays.give(dbias.astype(np.float64 if dy_.dtype == np.float64 else np.float32))
+
+    def _bias_like(self, y: Array, on_cuda: bool) -> Array:
+        assert self.bias is not None
+        bias = self.bias.astype(y.dtype)
+        if on_cuda:
+            import cupy
+
+            bias = cupy.asarray(bias)
+        return bias
+
+    def __repr__(self) -> str:
+        bias = "" if self.bias is None else ", bias"
+        sizes = f"{self.in_features} -> {self.out_features}"
+        return f"TernaryLinear({sizes}{bias}, activations={self.activations!r}, {self.nbytes:,} bytes)"
