@@ -101,7 +101,7 @@ def forward(
     split = config.num_splits > 1
     target, target_lse = out, lse
     if split:
-        parts = (config.num_splits, batch, nheads, max_seqlen_q)
+        parts = (config.num_splits, q.shape[0], nheads, q.shape[1])  # packed sequences: one of total_q
         target = device.empty((*parts, head_dim_v), np.float32, "parts of out")
         target_lse = device.empty(parts, np.float32, "parts of lse")
 
@@ -145,7 +145,8 @@ def forward(
     if target_lse is not None and split:
         _place(shape, out, lse, False)
         shape["out_split"], shape["lse_split"] = target[0].size, target_lse[0].size
-        rows = batch * nheads * max_seqlen_q
+        shape["seqlen_q"] = q.shape[1]
+        rows = q.shape[0] * nheads * q.shape[1]
         args = (target, target_lse, _pointer(sinks), out, _pointer(lse), np.int64(rows), shape[()])
         combine = _combine(q.dtype.name, sinks is not None)
         device.launch(combine, (-(-rows // _COMBINE_ROWS), 1, 1), (32 * _COMBINE_ROWS, 1, 1), args)

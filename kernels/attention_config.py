@@ -198,11 +198,11 @@ def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
     packings = (False, True) if p.group > 1 and not p.block_mask else (False,)
     if p.seqlen_q * p.group <= max(tile.block_m for tile in _TILES):
         packings = packings[::-1]  # at the same cost: one block reads the keys of a group, not one per head
-    splittings = (False,) if p.num_splits == 1 or p.varlen else (False, True)
+    splittings = (False,) if p.num_splits == 1 else (False, True)
     for pack, split in itertools.product(packings, splittings):
         rows = p.seqlen_q * (p.group if pack else 1)
         heads = (p.nheads_kv if pack else p.nheads) * parts
-        lean = p.lean and not p.block_mask
+        lean = p.lean and not p.block_mask and not (p.varlen and split)
         for tile, shared in legal_tiles(
             p.itemsize, head_dim, head_dim_v, rows, device.smem_per_block_optin, split=split, lean=lean
         ):

@@ -63,7 +63,6 @@ def test_every_choice_can_be_launched_and_covers_the_problem(card, itemsize, mas
             heads = (nheads_kv if c.pack_gqa else nheads) * c.value_parts
             assert c.grid == (-(-rows // t.block_m) * c.num_splits, heads, batch)
             assert not (c.pack_gqa and block_mask)
-            assert c.num_splits == 1 or not varlen
             assert 1 <= c.num_splits <= 128
             if num_splits and t.block_n * num_splits <= seqlen_k:
                 assert c.num_splits == num_splits
@@ -128,6 +127,14 @@ def test_a_group_that_fits_one_tile_is_packed(card, seqlen_k):
         if seqlen_q * heads[0] // heads[1] <= 16:
             p = Problem(itemsize, 1, *heads, seqlen_q, seqlen_k, 64, 64)
             assert select_config(p, limits(card)).pack_gqa, p
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_one_query_over_many_keys_takes_the_whole_card(varlen):
+    config = select_config(
+        Problem(2, 1, 32, 8, 1, 32768, 128, 128, varlen=varlen), DeviceLimits(108, 163 * 1024)
+    )
+    assert config.grid[0] * config.grid[1] >= 108
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
