@@ -1,0 +1,331 @@
+"""TernaryLinear, its gradients, models made of it, and the quantisation of a model's weights."""
+
+from __future__ import annotations
+
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import assert_close, random
+
+import gpu_ops
+from gpu_ops import TernaryLinear, TernaryMatrix, quantize_model, ternary_linear, ternary_matmul_backward
+from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.reference import ternary as reference
+from gpu_ops.reference.tolerance import GRADIENT
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
+SCALES = {"tensor": lambda n, k: (), "row": lambda n, k: (n,), "group": lambda n, k: (n, k // 4)}
+
+
+def matrix(rng, n, k, kind="tensor", format="w2"):
+    scale = rng.uniform(0.5, 1.5, SCALES[kind](n, k)).astype(np.float32)
+    return TernaryMatrix.from_trits(rng.integers(-1, 2, (n, k)).astype(np.int8), scale, format=format)
+
+
+# --- gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kind"), [(1, 1, 4, "tensor"), (7, 33, 68, "row"), (3, 130, 64, "group")]
+)
+@pytest.mark.parametrize("activations", ["int8", "native"])
+def test_gradients(backend, dtype, m, n, k, kind, activations, rng):
+    w = matrix(rng, n, k, kind)
+    dy, x = random(rng, (m, n), dtype), random(rng, (m, k), dtype)
+    dx, dw = ternary_matmul_backward(dy, x, w, activations=activations, **backend)
+    assert dx.dtype == dtype
+    assert dw.dtype == (np.float64 if dtype == np.float64 else np.float32)
+    given = (dy, x, w.trits(), w.scale)
+    exact = reference.ternary_matmul_backward(*given, activations=activations, precision="float64")
+    naive = reference.ternary_matmul_backward(*given, activations=activations, precision="naive")
+    if dtype == np.float64:  # of two float64 sums neither is the truth: compare both with a wider one
+        xq = x.astype(np.longdouble)
+        if activations == "int8":
+            q, step = reference.quantize_activations(x)
+            xq = (q * step[:, None]).astype(np.longdouble)
+        exact = (dy.astype(np.longdouble) @ w.dequantize(np.float64), dy.astype(np.longdouble).T @ xq)
+    for actual, want, textbook, what in zip((dx, dw), exact, naive, ("dx", "dw"), strict=True):
+        assert_close(actual, want, textbook, dtype, factor=GRADIENT, what=what)
+
+
+def test_gradients_are_those_of_the_product(backend, rng):
+    """Of dy . (xq @ W.T), by the definition, with W dense and in float64; integers, so that nothing rounds."""
+    w = matrix(rng, 5, 12)
+    x = rng.integers(-127, 128, (2, 3, 12)).astype(np.float64)
+    x[..., 0] = 127
+    dy = rng.integers(-9, 10, (2, 3, 5)).astype(np.float64)
+    dx, dw = ternary_matmul_backward(dy, x, w, **backend)
+    dense = w.dequantize(np.float64)
+    np.testing.assert_allclose(dx, np.einsum("abn,nk->abk", dy, dense), rtol=1e-12)
+    np.testing.assert_allclose(dw, np.einsum("abn,abk->nk", dy, x), rtol=1e-12)
+
+
+def test_the_reference_is_the_derivative(rng):
+    """``precision="float64"`` with native activations against differences of the forward."""
+    w = matrix(rng, 3, 8, "group")
+    x, dy = rng.standard_normal((2, 8)), rng.standard_normal((2, 3))
+
+    def loss(x):
+        return (dy * reference.ternary_matmul(x, w.trits(), w.scale, activations="native")).sum()
+
+    dx, _ = reference.ternary_matmul_backward(
+        dy, x, w.trits(), w.scale, activations="native", precision="float64"
+    )
+    step = 1e-4 * np.eye(x.size).reshape(x.size, *x.shape)
+    slopes = [(loss(x + s) - loss(x - s)) / 2e-4 for s in step]
+    np.testing.assert_allclose(dx.reshape(-1), slopes, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 8), (2, 0, 8), (2, 3, 0), (0, 0, 0)])
+def test_nothing_to_sum_gives_zeros(backend, m, n, k):
+    w = TernaryMatrix.from_trits(np.zeros((n, k), np.int8))
+    dx, dw = ternary_matmul_backward(np.ones((m, n), np.float32), np.ones((m, k), np.float32), w, **backend)
+    assert dx.shape == (m, k)
+    assert dw.shape == (n, k)
+    assert not dx.any()
+    assert not dw.any()
+
+
+def test_out_strides_and_formats(backend, rng):
+    w = matrix(rng, 6, 40, "row", "base3")
+    wide = random(rng, (4, 46), np.float32)
+    dy, x = wide[:, :6], wide[:, 6:]
+    want = ternary_matmul_backward(dy.copy(), x.copy(), w.to("w2"), **backend)
+    dw = np.full((6, 50), 7, np.float32)
+    out = (np.full((4, 40), 7, np.float32), dw[:, :40])
+    assert ternary_matmul_backward(dy, x, w, out=out, **backend) is out
+    for given, expected in zip(out, want, strict=True):
+        np.testing.assert_array_equal(given, expected)
+    assert (dw[:, 40:] == 7).all()
+
+
+def test_a_token_that_is_not_finite_shows(rng):
+    w = matrix(rng, 3, 8)
+    x = random(rng, (2, 8), np.float32)
+    x[1, 3] = np.inf
+    dx, dw = ternary_matmul_backward(np.ones((2, 3), np.float32), x, w)
+    assert np.isfinite(dx).all()  # it does not depend on x
+    assert np.isnan(dw).all()
+
+
+def test_blocks_of_rows_make_no_difference(rng, monkeypatch):
+    w = matrix(rng, 50, 64, "group")
+    dy, x = random(rng, (9, 50), np.float16), random(rng, (9, 64), np.float16)
+    whole = ternary_matmul_backward(dy, x, w)
+    monkeypatch.setattr(ternary_linear, "DENSE", 64 * 7)
+    monkeypatch.setattr(ternary_linear, "TOKENS", 4)
+    plan = gpu_ops.explain("ternary_matmul_backward", dy, x, w)
+    assert "W dense 7 rows at a time" in str(plan)
+    dx, dw = plan.run()
+    np.testing.assert_array_equal(dw, whole[1])
+    np.testing.assert_allclose(dx.astype(np.float64), whole[0], rtol=2**-10, atol=2**-10)
+
+
+# --- the layer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activations", ["int8", "native"])
+def test_the_layer_is_the_product_and_the_bias(dtype, activations, rng):
+    w, bias = matrix(rng, 5, 64), random(rng, (5,), np.float32)
+    x = random(rng, (2, 3, 64), dtype)
+    product = gpu_ops.ternary_matmul(x, w, activations=activations)
+    y = TernaryLinear(w, bias, activations=activations)(x)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, product + bias.astype(dtype))
+    np.testing.assert_array_equal(TernaryLinear(w, activations=activations).forward(x), product)
+    out = np.empty_like(y)
+    assert TernaryLinear(w, bias, activations=activations)(x, out=out) is out
+    np.testing.assert_array_equal(out, y)
+
+
+def test_the_layer_runs_on_the_emulator(rng):
+    layer = TernaryLinear(matrix(rng, 5, 64), random(rng, (5,), np.float32))
+    x = rng.integers(-127, 128, (2, 64)).astype(np.float32)
+    x[:, 0] = 127
+    np.testing.assert_allclose(layer(x, device="emulator"), layer(x), rtol=1e-6)
+
+
+def test_the_layers_gradients(rng):
+    layer = TernaryLinear(matrix(rng, 5, 64), random(rng, (5,), np.float32))
+    x, dy = random(rng, (2, 3, 64), np.float32), random(rng, (2, 3, 5), np.float32)
+    dx, dw, dbias = layer.backward(dy, x)
+    for given, want in zip((dx, dw), ternary_matmul_backward(dy, x, layer.weight), strict=True):
+        np.testing.assert_array_equal(given, want)
+    np.testing.assert_allclose(dbias, dy.sum(axis=(0, 1)), rtol=1e-6)
+    assert dbias.dtype == np.float32
+    assert len(TernaryLinear(layer.weight).backward(dy, x)) == 2
+
+
+def test_latent_weights_learn_a_ternary_function(rng):
+    """Training through the rounding: trits of the latent weights approach those that made the data."""
+    target = TernaryLinear(matrix(rng, 4, 32))
+    latent = rng.standard_normal((4, 32)).astype(np.float32)
+    x = random(rng, (256, 32), np.float32)
+    y = target(x)
+
+    def loss(layer):
+        return float(np.square(layer(x) - y).mean())
+
+    before = loss(TernaryLinear(latent))
+    for _ in range(150):
+        layer = TernaryLinear(latent)
+        _, dw = layer.backward((layer(x) - y) / len(x), x)
+        latent -= 0.1 * dw
+    assert loss(TernaryLinear(latent)) < before / 10
+
+
+def test_dense_weights_are_quantised_with_options(rng):
+    w = random(rng, (8, 64), np.float32)
+    layer = TernaryLinear(w, method="twn", group_size=-1)
+    want = gpu_ops.ternary_quantize(w, method="twn", group_size=-1)
+    np.testing.assert_array_equal(layer.weight.trits(), want.trits())
+    np.testing.assert_array_equal(layer.weight.scale, want.scale)
+    assert (layer.in_features, layer.out_features, layer.nbytes) == (64, 8, want.nbytes)
+
+
+def test_bad_layers(rng):
+    w = matrix(rng, 4, 8)
+    for call, error, message in (
+        (
+            lambda: TernaryLinear(w, method="twn"),
+            OptionError,
+            "weight is packed already; method would",
+        ),
+        (
+            lambda: TernaryLinear(w, np.ones(3, np.float32)),
+            ShapeError,
+            r"bias has shape \(3,\), expected",
+        ),
+        (lambda: TernaryLinear(w, np.ones(4, np.int32)), DTypeError, "bias is int32"),
+        (lambda: TernaryLinear(w, activations="int4"), OptionError, "activations='int4'"),
+        (lambda: TernaryLinear(np.ones(3, np.float32)), ShapeError, r"expected \(N, K\)"),
+        (lambda: TernaryLinear(w)(np.ones((2, 7), np.float32)), ShapeError, "K=8"),
+        (lambda: TernaryLinear(w)(np.ones((2, 8), np.int8)), DTypeError, "x is int8"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+# --- an MLP of BitNet ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", ["squared relu", "swiglu"])
+@pytest.mark.parametrize("format", ["hf_bitnet", "tq2_0", "tl2", "w2"])
+def test_an_mlp_runs_from_packed_weights(gate, format, rng):
+    """Three layers: the packed bytes give what the unpacked trits give, in an eighth of bfloat16's memory."""
+    hidden, ffn = 256, 512
+    dense = {
+        "gate": random(rng, (ffn, hidden), np.float32, 0.05),
+        "up": random(rng, (ffn, hidden), np.float32, 0.05),
+        "down": random(rng, (hidden, ffn), np.float32, 0.05),
+    }
+    weights, report = quantize_model(dense)
+    packed = {
+        name: TernaryMatrix(w.to(format).codes, w.scale, w.shape, format) for name, w in weights.items()
+    }
+    layers = {name: TernaryLinear(w) for name, w in packed.items()}
+    bf16 = sum(2 * w.size for w in dense.values())
+    assert 7.7 < bf16 / sum(layer.nbytes for layer in layers.values()) < 9.7
+    assert report.bytes_before == 2 * bf16
+
+    def mlp(x, linear):
+        g, up = linear("gate", x), linear("up", x)
+        if gate == "swiglu":
+            h = gpu_ops.swiglu(g, up)
+        else:
+            h = np.square(np.maximum(g, 0)) * up
+        return linear("down", h)
+
+    def unpacked(name, x):
+        t, scale = weights[name].trits(), float(weights[name].scale)
+        q, token = reference.quantize_activations(x)
+        return ((q.astype(np.int64) @ t.T) * scale * token[:, None]).astype(np.float32)
+
+    x = random(rng, (5, hidden), np.float32)
+    y = mlp(x, lambda name, x: layers[name](x))
+    np.testing.assert_array_equal(y, mlp(x, lambda name, x: TernaryLinear(weights[name])(x)))
+    want = mlp(x, unpacked)
+    np.testing.assert_allclose(y, want, atol=1e-2 * np.abs(want).max())  # one step of an int8 activation
+
+
+# --- a model's weights -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(rng):
+    return {
+        "embed_tokens.weight": random(rng, (50, 64), BF16),
+        "layers.0.input_norm.weight": np.ones(64, np.float32),
+        "layers.0.mlp.up.weight": random(rng, (128, 64), np.float16),
+        "layers.0.mlp.down.weight": random(rng, (64, 128), BF16),
+        "layers.0.positions": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "lm_head.weight": random(rng, (50, 64), np.float32),
+    }
+
+
+def test_quantize_model(model):
+    quantized, report = quantize_model(model)
+    assert list(quantized) == list(model)
+    rows = {row.name: row for row in report.rows}
+    for name, w in model.items():
+        row, made = rows[name], quantized[name]
+        if ".mlp." not in name:
+            assert made is w
+            assert row.kept == ("int64" if "positions" in name else "skipped")
+            assert row.bytes_after == row.bytes_before == w.nbytes
+            continue
+        assert isinstance(made, TernaryMatrix)
+        exact = w.astype(np.float64)
+        error = np.linalg.norm(exact - made.dequantize(np.float64)) / np.linalg.norm(exact)
+        assert row.relative_error == pytest.approx(error, rel=1e-6)
+        assert 0.45 < row.relative_error < 0.6  # normal weights lose about half of their norm
+        assert (row.density, row.bits_per_weight) == (made.density, made.bits_per_weight)
+        assert (row.bytes_before, row.bytes_after) == (w.nbytes, made.nbytes)
+    assert report.bytes_after < report.bytes_before == sum(w.nbytes for w in model.values())
+
+
+def test_quantize_model_takes_patterns_and_methods(model):
+    quantized, _ = quantize_model(model, skip=("*.down.*", "*head*"), method="twn", group_size=32)
+    kinds = {name: isinstance(w, TernaryMatrix) for name, w in quantized.items()}
+    assert [name for name, packed in kinds.items() if packed] == [
+        "embed_tokens.weight",
+        "layers.0.mlp.up.weight",
+    ]
+    assert quantized["layers.0.mlp.up.weight"].group_size == 32
+    with pytest.raises(OptionError, match=r"quantize_model: skip='\*\.dwn\.\*' matches none of the 6 names"):
+        quantize_model(model, skip=("*.dwn.*",))
+    with pytest.raises(ShapeError, match=r"quantize_model: layers.0.mlp.up.weight: .*group_size=100"):
+        quantize_model(model, group_size=100)
+    model["layers.0.mlp.up.weight"][3, 3] = np.nan
+    with pytest.raises(OptionError, match=r"quantize_model: layers.0.mlp.up.weight: .*NaN"):
+        quantize_model(model)
+    with pytest.raises(DTypeError, match="weights is list"):
+        quantize_model([1])
+
+
+def test_the_report_prints(model):
+    from rich.console import Console
+
+    _, report = quantize_model(model)
+    text = str(report)
+    file = io.StringIO()
+    Console(file=file, width=120).print(report)
+    for printed in (text, file.getvalue()):
+        for row in report.rows:
+            assert row.name in printed
+            assert (row.kept or f"{row.relative_error:.3f}") in printed
+        assert f"{report.bytes_before:,} bytes to {report.bytes_after:,}" in printed
+    assert not str(quantize_model({})[1]).startswith("\n")
+
+
+def test_zeros_have_no_error():
+    quantized, report = quantize_model({"w": np.zeros((3, 64), np.float32)})
+    assert (report.rows[0].density, report.rows[0].relative_error) == (0.0, 0.0)
+    assert not quantized["w"].trits().any()
+    with pytest.raises(FormatError):
+        TernaryMatrix(np.full((3, 16), 255, np.uint8), 1.0, (3, 64), "w2")
