@@ -83,7 +83,7 @@ def ternary_matmul(
     mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
     out_ = arrays.write("out", out, (*x_.shape[:-1], n), x_.dtype, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, k, groups))
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, mode, k, groups))
 
     def compute(on: Device | None) -> Array:
         w2 = w.to("w2")
@@ -114,12 +114,12 @@ def ternary_matmul(
     )
 
 
-def _cannot(dtype: str, k: int, groups: int) -> dict[str, str]:
+def _cannot(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
     """Known without importing the kernels, so that validation stays cheap."""
     found = {}
     if dtype == "float64":
         found["raw"] = "float64 has Numba kernels only"
-    elif k > 1 << 23:
+    elif mode == "int8" and k > 1 << 23:
         found["raw"] = f"K={k}: int32 sums hold 2^23 products of a code and an int8"
     elif groups > 1 and (k // groups) % 64:
         found["raw"] = f"group_size {k // groups} is not a multiple of 64"

@@ -6,12 +6,12 @@ float32, both contiguous.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.addresses import alignment, row_stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
 from gpu_ops.kernels.ternary_config import (
     GEMV_SHARED,
@@ -79,9 +79,9 @@ def _gemv(device: Any, config: GemvConfig, x: Any, codes: Any, k: int, scale: An
         codes,
         scale,
         y,
-        _stride(x),
+        row_stride(x),
         _scale_stride(scale),
-        _stride(y),
+        row_stride(y),
         np.int32(codes.shape[1]),
         np.int32(tokens),
         np.int32(n),
@@ -99,7 +99,7 @@ def _quantized(device: Any, x: Any, k: int, grouped: bool) -> tuple[Any, Any, An
     q = device.empty((tokens, units * UNIT), np.int8)
     sums = device.empty((tokens, units) if grouped else (tokens,), np.int32)
     inverse = device.empty((tokens,), np.float64)
-    sizes = (_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(_is_whole(x)))
+    sizes = (row_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(_is_whole(x)))
     args = (x, q, inverse, sums, *sizes)
     kernel = _quant_kernel("ternary_quantize", x.dtype.name, grouped)
     device.launch(kernel, (tokens, 1, 1), (_QUANT_THREADS, 1, 1), args)
@@ -112,7 +112,7 @@ def _padded(device: Any, x: Any, k: int) -> Any:
         return x
     tokens, width = x.shape[0], -(-k // UNIT) * UNIT
     copy = device.empty((tokens, width), x.dtype)
-    args = (x, copy, _stride(x), np.int32(k), np.int32(width))
+    args = (x, copy, row_stride(x), np.int32(k), np.int32(width))
     device.launch(
         _quant_kernel("ternary_pad", x.dtype.name, False), (tokens, 1, 1), (_QUANT_THREADS, 1, 1), args
     )
@@ -125,12 +125,11 @@ def _gemm(device: Any, rows: Any, sums: Any, inverse: Any, codes: Any, scale: An
     config = gemm_config(tokens, n, itemsize, grouped=grouped, sms=device.sms)
     units = codes.shape[1] * 4 // UNIT
     shape = np.zeros((), _SHAPE)
-    shape["x_stride"], shape["row_bytes"] = _stride(rows), codes.shape[1]
-    shape["scale_stride"], shape["y_stride"] = _scale_stride(scale), _stride(y)
+    shape["x_stride"], shape["row_bytes"] = row_stride(rows), codes.shape[1]
+    shape["scale_stride"], shape["y_stride"] = _scale_stride(scale), row_stride(y)
     shape["tokens"], shape["n"], shape["units"] = tokens, n, units
     shape["group_units"] = units // scale.shape[1]
-    quads = math.gcd(_address(y), y.strides[0] if tokens > 1 else 0, n * y.dtype.itemsize)
-    shape["aligned"] = quads % (4 * y.dtype.itemsize) == 0
+    shape["aligned"] = n % 4 == 0 and alignment([y], tokens) % (4 * y.dtype.itemsize) == 0
     kernel = _gemm_kernel(rows.dtype.name, y.dtype.name, grouped, config)
     args = (rows, codes, scale, sums, inverse, y, shape[()])
     grid = (config.blocks(tokens, n), 1, 1)
@@ -177,17 +176,7 @@ def _gemm_kernel(act: str, out: str, grouped: bool, config: GemmConfig) -> CudaK
 
 def _is_whole(x: Any) -> bool:
     """Whether rows of x are whole vectors of 16 bytes, aligned."""
-    strides = x.strides[0] if x.shape[0] > 1 else 0
-    return math.gcd(_address(x), strides, x.shape[1] * x.dtype.itemsize) % 16 == 0
-
-
-def _address(array: Any) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
-
-
-def _stride(array: Any) -> np.int64:
-    """Elements from one row to the next."""
-    return np.int64(array.strides[0] // array.dtype.itemsize)
+    return alignment([x], x.shape[0]) == 16 and x.shape[1] * x.dtype.itemsize % 16 == 0
 
 
 def _scale_stride(scale: Any) -> np.int64:

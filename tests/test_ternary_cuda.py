@@ -335,7 +335,9 @@ def test_weights_are_copied_to_a_device_once(cupy, rng):
     ternary_matmul(FakeArray(x, 1), w)
     assert [device for _, device in copies] == [0, 0, 1, 1]
     assert "grid" in str(gpu_ops.explain("ternary_matmul", FakeArray(x), w))
-    assert len(copies) == 4
+    y = ternary_matmul(x, w, device="cuda")  # x goes there and y comes back; the weights are there
+    np.testing.assert_array_equal(y, reference.ternary_matmul(x, t, w.scale))
+    assert [shape for shape, _ in copies[4:]] == [x.shape]
 
 
 def test_unaligned_codes(rng):

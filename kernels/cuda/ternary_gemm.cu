@@ -1,6 +1,6 @@
 // y = x W^T with ternary weights and many tokens, on tensor cores (mma.sync, sm_80 and later).
 //
-//   x        (tokens, units 64)  ACT: q8 from ternary_quantize, else the activations themselves; row stride in elements
+//   x        (tokens, units 64)  ACT: q8 from ternary_quantize, else the activations; row stride in elements
 //   codes    (n, row_bytes)      w2
 //   scale    (1 or n, groups)    float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
 //   sums     (tokens) or, GROUPED, (tokens, units) int, and inverse (tokens) double: of q8 only
@@ -9,11 +9,11 @@
 //   q8      y = (sum over k of code q - sum of q) * scale * inverse     exact integers, then double
 //   others  y = (sum over k of trit x) * scale                          float
 //
-// Weights stay packed until they are in registers (ternary_mma.cuh), so that of a tile the activations take most of the
-// shared memory. 2 tokens n k operations, no more but at the edges.
+// Weights stay packed until they are in registers (ternary_mma.cuh), so that of a tile the activations take most of
+// the shared memory. 2 tokens n k operations, no more but at the edges.
 //
-// A block makes BLOCK_N rows of weights by BLOCK_M tokens and goes through K by UNITS units of 64, a pipeline of STAGES
-// deep; WARPS_K warps share a tile of the result and take turns with the units. A stage, `u` a unit:
+// A block makes BLOCK_N rows of weights by BLOCK_M tokens and goes through K by UNITS units of 64, in a pipeline of
+// STAGES; WARPS_K warps share a tile of the result and take turns with the units. A stage, `u` a unit:
 //
 //     weights       [u][row] 16 bytes + a gap     lane 4 g + t reads word t of row g: 8 rows are all banks
 //     activations   [u][token] 64 numbers + a gap lane 4 g + t reads vectors of token g, permuted by `swizzled`
@@ -236,7 +236,8 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
         for (int k = 0; k < kUnits; k += WARPS_K) {
             const int in_stage = k + warp_k, unit = step * kUnits + in_stage;
             if (kUnits > WARPS_K && unit >= shape.units) break;
-            sums_of_warp.multiply(stage + in_stage * kWeightUnit, stage + kWeightBytes + in_stage * kActUnit, row, token);
+            const unsigned acts = stage + kWeightBytes + in_stage * kActUnit;
+            sums_of_warp.multiply(stage + in_stage * kWeightUnit, acts, row, token);
             if constexpr (kGrouped) {
                 if (unit >= shape.units) break;
                 if constexpr (kQuantized) {

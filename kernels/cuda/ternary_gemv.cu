@@ -18,8 +18,8 @@
 //     lane               0  1 .. 31   0 ..  31
 //     step               0            1                     2048 codes
 //
-// Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 chunks of 16 bytes in a row, 8 lanes at a
-// time, a chunk of each: chunk c therefore lies at c ^ (c / 8 % 4), which puts them in different banks.
+// Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 chunks of 16 bytes in a row, 8 lanes at
+// a time, a chunk of each: chunk c therefore lies at c ^ (c / 8 % 4), which puts them in different banks.
 //
 // Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; GROUPED: groups > 1, flushed to float after each vector.
 #include "ptx.cuh"

@@ -1,6 +1,6 @@
 // What stands before the product of many tokens: int8 activations, or rows that vectors can be copied from.
 //
-//   ternary_quantize   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_quant.cuh) and sums of q, int32:
+//   ternary_quantize   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_quant.cuh) and sums of q, int:
 //                      one per token, or, GROUPED, one per unit of 64
 //   ternary_pad        x to a copy
 //

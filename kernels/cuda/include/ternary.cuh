@@ -49,8 +49,8 @@ struct PlaneSums {
     }
 };
 
-// What narrows to the T nearest to x: float16 is rounded once, as NumPy does, to which end its float keeps in its last
-// bit whether anything was cut off. (bfloat16 goes by way of the nearest float, as in ml_dtypes.)
+// What narrows to the T nearest to x: float16 is rounded once, as NumPy does, to which end its float keeps in its
+// last bit whether anything was cut off. (bfloat16 goes by way of the nearest float, as in ml_dtypes.)
 template <typename T> __device__ __forceinline__ float before_narrowing(double x) {
     if constexpr (sizeof(T) == 2 && !Packed<T>::kWideRange) {
         const float cut = __double2float_rz(x);

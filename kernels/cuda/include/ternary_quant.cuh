@@ -1,4 +1,4 @@
-// Activations to int8, per token: s = 127 / max(max|x|, 1e-5), q = round half to even (x s); 1 / s multiplies results.
+// Activations to int8, per token: s = 127 / max(max|x|, 1e-5), q = round half to even (x s). 1 / s scales results.
 //
 // What counts is x s in double, rounded once. A float knows it to 2^-16, enough except near a half: there, and once
 // per token for s, double precision decides. A token with a NaN or an infinity has q = 0 and a scale of NaN.
