@@ -17,7 +17,7 @@ from gpu_ops.ternary import ternary_quantize
 from gpu_ops.ternary_matmul import Activations
 from gpu_ops.ternary_matrix import TernaryMatrix
 
-__all__ = ["TernaryLinear", "ternary_matmul_backward"]
+__all__ = ["TernaryLinear", "dense_blocks", "ternary_matmul_backward"]
 
 DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
 TOKENS = 1024  # whose activations are quantised at a time
@@ -123,7 +123,7 @@ def _gradients(dy: Array, x: Array, w: TernaryMatrix, dx: Array, dw: Array, acti
     used = _used(x, activations, dw.dtype)
     gradient = dy.astype(dw.dtype, copy=False)
     total = dx if dx.dtype == dw.dtype else np.empty(dx.shape, dw.dtype)
-    for rows, dense in _dense_blocks(w, dw.dtype):
+    for rows, dense in dense_blocks(w, dw.dtype):
         matmul(gradient[:, rows], dense, total, first=rows.start == 0)
         matmul(gradient[:, rows], used, dw[rows], trans_a=True)
     if total is not dx:
@@ -147,7 +147,7 @@ def _rows_at_a_time(k: int) -> int:
     return max(DENSE // max(k, 1), 1)
 
 
-def _dense_blocks(w: TernaryMatrix, wide: np.dtype[Any]) -> Iterator[tuple[slice, Array]]:
+def dense_blocks(w: TernaryMatrix, wide: np.dtype[Any]) -> Iterator[tuple[slice, Array]]:
     """Rows of W, some at a time."""
     w2, (n, k) = w.to("w2"), w.shape
     step = _rows_at_a_time(k)
@@ -266,7 +266,9 @@ class TernaryLinear:
         if on_cuda:
             import cupy
 
-            bias = cupy.asarray(bias)
+            bias = cupy.asarray(bias.view(f"u{bias.itemsize}")).view(
+                bias.dtype
+            )  # bits: bfloat16 is not NumPy's
         return bias
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import FLOAT_DTYPES
 from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.ternary import ternary_quantize
+from gpu_ops.ternary_linear import dense_blocks
 from gpu_ops.ternary_matrix import TernaryMatrix
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["SKIP", "QuantizedModel", "QuantizedWeight", "quantize_model"]
 
 SKIP = ("*embed*", "*lm_head*", "*norm*")  # what ternary models leave as it is
-ROWS = 256  # dense at a time, to measure the error
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,8 @@ def _kept(key: str, w: Array, patterns: tuple[str, ...]) -> str:
 def _relative_error(w: Array, t: TernaryMatrix) -> float:
     """In float64, some rows at a time."""
     error = size = 0.0
-    dense = t.dequantize(np.float32)
-    for first in range(0, len(w), ROWS):
-        exact = w[first : first + ROWS].astype(np.float64)
-        error += float(np.square(exact - dense[first : first + ROWS]).sum())
+    for rows, dense in dense_blocks(t, np.dtype(np.float64)):
+        exact = w[rows].astype(np.float64)
+        error += float(np.square(exact - dense).sum())
         size += float(np.square(exact).sum())
-    return float(np.sqrt(error / size)) if size else 0.0
+    return math.sqrt(error / size) if size else 0.0

@@ -186,6 +186,8 @@ def test_equals_the_transformers_package(rng):
         t = trits(rng, (n, 7))
         packed = bitnet.pack_weights(torch.from_numpy(t.copy()))
         assert ternary_pack(t, "hf_bitnet").tobytes() == packed.numpy().tobytes()
+        unpack = getattr(bitnet.unpack_weights, "_torchdynamo_orig_callable", bitnet.unpack_weights)
+        np.testing.assert_array_equal(unpack(packed, torch.float32)[:n].numpy(), t)
 
 
 # --- the table -------------------------------------------------------------------------------------
