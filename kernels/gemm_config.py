@@ -24,9 +24,7 @@ __all__ = ["FEW", "Config", "DeviceLimits", "FewConfig", "Problem", "Tile", "sel
 
 FEW = 16  # rows of x that gemv.cu takes: two tiles of mma's 8 columns
 
-_ROW_BYTES = (
-    64  # BLOCK_K: two steps of a tensor core; tiles of 128 bytes would leave room for half the stages
-)
+_ROW_BYTES = 64  # BLOCK_K: two steps of a tensor core; with 128 there would be room for half the stages
 _MAX_STAGES = 4
 _MAX_ACCUMULATORS = {2: 128, 4: 64}  # per thread, by itemsize: floats are held split in two beside them
 _OTHER_REGISTERS = 80
@@ -202,9 +200,9 @@ def _resident(tile: Tile, shared: int, device: DeviceLimits) -> int:
 def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: DeviceLimits) -> FewConfig:
     """Up to ``FEW`` rows.
 
-    A block reads all of x, from L1 and L2, for ROWS rows of each matrix: x may take half as much as the weights. With
-    fewer than two blocks per SM, of 256 threads with up to 128 bytes under way each, k is divided; a gated result
-    cannot be.
+    A block reads all of x, from L1 and L2, for ROWS rows of each matrix: x may take half as much as the weights. It
+    has 256 threads with up to 128 bytes under way each; with fewer than four such blocks per SM some SMs would be
+    done long before others, and k is divided. A gated result cannot be.
     """
     matrices = 2 if gated else 1
     rows = 8
@@ -216,5 +214,5 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     ) // groups  # vectors under way per lane; floats are split in two besides
     blocks = -(-n // rows)
     turn = _FEW_WARPS * unroll * _ROW_BYTES // itemsize
-    splits = 1 if gated else max(1, min(2 * device.sms // blocks, -(-k // turn), _MAX_SPLITS))
+    splits = 1 if gated else max(1, min(4 * device.sms // blocks, -(-k // turn), _MAX_SPLITS))
     return FewConfig(rows, 8 if m <= 8 else 16, unroll, splits, blocks)

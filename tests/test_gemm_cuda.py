@@ -281,7 +281,7 @@ def test_tiles_of_a_large_model():
     assert down.tile.block_m == 32
     assert down.splits * down.blocks >= 2 * 108
     assert select_few(1, 14336, 4096, 2, True, a100) == FewConfig(8, 8, 4, 1, 1792)
-    assert select_few(16, 4096, 14336, 2, False, a100) == FewConfig(32, 16, 2, 1, 128)
+    assert select_few(16, 4096, 14336, 2, False, a100) == FewConfig(32, 16, 2, 3, 128)
 
 
 def test_shapes_are_those_of_the_kernels():
