@@ -63,9 +63,8 @@ def _twin(device: Any, x: Any, codes: Any, k: int, scale: Any, y: Any, activatio
         threads = (twins.QUANTIZE_THREADS, 1, 1)
         device.launch(twins.quantize_kernel(dtype), (tokens, 1, 1), threads, (x, q, inverse))
         x = q
-    group = (
-        k // scale.shape[1] if scale.shape[1] > 1 else codes.shape[1] * 4
-    )  # whole words: the last one ends it
+    # One group takes in the padding: it ends with the last word.
+    group = k // scale.shape[1] if scale.shape[1] > 1 else codes.shape[1] * 4
     grid = (-(-n // twins.TILE), min(-(-tokens // twins.TILE), 65535), 1)
     args = (x, inverse, codes.view(np.uint32), scale, y, np.int64(group))
     device.launch(twins.matmul_kernel(dtype, activations), grid, (twins.TILE, twins.TILE, 1), args)
@@ -101,8 +100,8 @@ def _quantized(device: Any, x: Any, k: int, grouped: bool) -> tuple[Any, Any, An
     inverse = device.empty((tokens,), np.float64)
     sizes = (row_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(_is_whole(x)))
     args = (x, q, inverse, sums, *sizes)
-    kernel = _quant_kernel("ternary_quantize", x.dtype.name, grouped)
-    device.launch(kernel, (tokens, 1, 1), (_QUANT_THREADS, 1, 1), args)
+    kernel = _tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
+    device.launch(kernel, (tokens, 1, 1), (_TOKENS_THREADS, 1, 1), args)
     return q, sums, inverse
 
 
@@ -114,7 +113,10 @@ def _padded(device: Any, x: Any, k: int) -> Any:
     copy = device.empty((tokens, width), x.dtype)
     args = (x, copy, row_stride(x), np.int32(k), np.int32(width))
     device.launch(
-        _quant_kernel("ternary_pad", x.dtype.name, False), (tokens, 1, 1), (_QUANT_THREADS, 1, 1), args
+        _tokens_kernel("ternary_pad_tokens", x.dtype.name, False),
+        (tokens, 1, 1),
+        (_TOKENS_THREADS, 1, 1),
+        args,
     )
     return copy
 
@@ -142,7 +144,7 @@ _SHAPE = np.dtype(
     + [(name, np.int32) for name in ("tokens", "n", "units", "group_units", "aligned", "unused")]
 )
 
-_QUANT_THREADS = 256
+_TOKENS_THREADS = 256
 
 
 def variants(arch: str) -> Iterator[Variant]:
@@ -151,8 +153,8 @@ def variants(arch: str) -> Iterator[Variant]:
         for dtype in _DTYPES:
             for tokens, rows in gemv_configs():
                 yield Variant(_gemv_kernel(dtype, tokens, rows, grouped), 256, GEMV_SHARED)
-            for entry in ("ternary_quantize", "ternary_pad"):
-                yield Variant(_quant_kernel(entry, dtype, grouped), _QUANT_THREADS)
+            for entry in ("ternary_quantize_tokens", "ternary_pad_tokens"):
+                yield Variant(_tokens_kernel(entry, dtype, grouped), _TOKENS_THREADS)
             for act in ("int8", dtype):
                 itemsize = 1 if act == "int8" else 4 if dtype == "float32" else 2
                 for c in gemm_configs(itemsize, grouped=grouped):
@@ -164,8 +166,8 @@ def _gemv_kernel(dtype: str, tokens: int, rows: int, grouped: bool) -> CudaKerne
     return CudaKernel("ternary_gemv", "ternary_gemv", defines)
 
 
-def _quant_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
-    return CudaKernel("ternary_quant", entry, (("DTYPE", _DTYPES[dtype]), ("GROUPED", int(grouped))))
+def _tokens_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
+    return CudaKernel("ternary_tokens", entry, (("DTYPE", _DTYPES[dtype]), ("GROUPED", int(grouped))))
 
 
 def _gemm_kernel(act: str, out: str, grouped: bool, config: GemmConfig) -> CudaKernel:

@@ -1,7 +1,7 @@
 """Ternary matmul on GPUs: which kernel, which tile, how many blocks. Pure Python; needs no GPU.
 
 few tokens    ternary_gemv: every block quantises the tokens for itself, one launch
-more          ternary_quantize, then ternary_gemm on tensor cores
+more          ternary_quantize_tokens, then ternary_gemm on tensor cores
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // y = x W^T with ternary weights and many tokens, on tensor cores (mma.sync, sm_80 and later).
 //
-//   x        (tokens, units 64)  ACT: q8 from ternary_quantize, else the activations; row stride in elements
+//   x        (tokens, units 64)  ACT: q8 from ternary_quantize_tokens, else the activations; row stride in elements
 //   codes    (n, row_bytes)      w2
 //   scale    (1 or n, groups)    float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
 //   sums     (tokens) or, GROUPED, (tokens, units) int, and inverse (tokens) double: of q8 only

@@ -26,7 +26,7 @@
 #include "reduce.cuh"
 #include "scalar.cuh"
 #include "ternary.cuh"
-#include "ternary_quant.cuh"
+#include "ternary_tokens.cuh"
 
 typedef DTYPE scalar;
 typedef Activations<scalar> Chunk;

@@ -31,7 +31,7 @@ def quantize_kernel(dtype: str) -> NumbaKernel:
     """``(x, q, inverse)``: a block per token; inverse is 1 / s in float64, NaN for a token that is not finite."""
     load, _, compute, element, _ = functions(dtype)
 
-    def ternary_quantize(x, q, inverse):
+    def ternary_quantize_tokens(x, q, inverse):
         shared = cuda.shared.array(QUANTIZE_THREADS, float64)
         token, thread = cuda.blockIdx.x, cuda.threadIdx.x
         largest, finite = compute(0.0), 1
@@ -52,7 +52,7 @@ def quantize_kernel(dtype: str) -> NumbaKernel:
             inverse[token] = absmax / 127.0 if finite else np.nan
 
     signature = f"void({element}[:, :], int8[:, ::1], float64[::1])"
-    return NumbaKernel(ternary_quantize, signature, f"ternary_quantize_{dtype}")
+    return NumbaKernel(ternary_quantize_tokens, signature, f"ternary_quantize_tokens_{dtype}")
 
 
 @cache

@@ -1,13 +1,13 @@
 // What stands before the product of many tokens: int8 activations, or rows that vectors can be copied from.
 //
-//   ternary_quantize   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_quant.cuh) and sums of q, int:
-//                      one per token, or, GROUPED, one per unit of 64
-//   ternary_pad        x to a copy
+//   ternary_quantize_tokens   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_tokens.cuh) and sums of
+//                             q, int: one per token, or, GROUPED, one per unit of 64
+//   ternary_pad_tokens        x to a copy
 //
 // Both write rows of whole units, zero beyond k. A block per token; x is read twice, the second time from L1 or L2.
 #include "reduce.cuh"
 #include "ternary.cuh"
-#include "ternary_quant.cuh"
+#include "ternary_tokens.cuh"
 
 typedef DTYPE scalar;
 typedef Activations<scalar> Chunk;
@@ -16,8 +16,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr bool kGrouped = GROUPED;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ternary_quantize(const scalar* x, signed char* q, double* inverse, int* sums, long long x_stride, int k, int padded,
-                 int whole) {
+ternary_quantize_tokens(const scalar* x, signed char* q, double* inverse, int* sums, long long x_stride, int k,
+                        int padded, int whole) {
     __shared__ unsigned largest_of[kWarps];
     __shared__ int sum_of[kWarps];
     __shared__ TokenScale shared_scale;
@@ -73,7 +73,7 @@ ternary_quantize(const scalar* x, signed char* q, double* inverse, int* sums, lo
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ternary_pad(const scalar* x, scalar* copy, long long x_stride, int k, int padded) {
+ternary_pad_tokens(const scalar* x, scalar* copy, long long x_stride, int k, int padded) {
     const long long token = blockIdx.x;
     for (int at = threadIdx.x * Chunk::kSize; at < padded; at += kThreads * Chunk::kSize) {
         store<Chunk::kSize>(copy + token * padded + at, Chunk::get(x + token * x_stride, at, k, false));
