@@ -134,15 +134,13 @@ def test_block_scales(name, rng):
         np.testing.assert_array_equal(w.dequantize(), expected)
         np.testing.assert_array_equal(w.to("w2").dequantize(), expected)
         # a scale apart multiplies the embedded ones, whatever its grouping
-        for apart in (np.float32(3), np.array([1, 2], np.float32), np.full((2, 8), 4, np.float32)):
+        for apart, factor in (
+            (np.float32(3), 3),
+            (np.array([1, 2], np.float32), [[1], [2]]),
+            (np.full((2, 8), 4, np.float32), 4),  # groups of a quarter of a block
+            (np.array([[1], [2]], np.float32), [[1], [2]]),  # of two blocks
+        ):
             both = TernaryMatrix(packed, apart, t.shape, name)
-            factor = (
-                apart[:, None]
-                if apart.ndim == 1
-                else np.repeat(apart, block // 4, axis=1)
-                if apart.ndim
-                else apart
-            )
             np.testing.assert_array_equal(both.to("planes").dequantize(), expected * factor)
 
 

@@ -141,10 +141,10 @@ def test_quantize_empty(shape):
 
 
 @pytest.mark.parametrize(
-    "scale", [np.float32(0.5), np.arange(1, 33, dtype=np.float32), np.full((32, 4), 3, np.float32)]
+    "scale", [np.float32(0.5), np.arange(1, 257, dtype=np.float32), np.full((256, 6), 3, np.float32)]
 )
 def test_conversions_are_exact(scale, rng):
-    t = trits(rng, (32, 512))
+    t = trits(rng, (256, 768))  # the smallest matrix that fits every format
     first = TernaryMatrix.from_trits(t, scale)
     dense = t * (
         scale[:, None] if scale.ndim == 1 else np.repeat(scale, 128, axis=1) if scale.ndim else scale
