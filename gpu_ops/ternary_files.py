@@ -242,7 +242,9 @@ def _gguf_tensors(name: str, gguf: Any, path: Path) -> tuple[Array, list[_Tensor
             for field in fields:
                 _, label, _, dims, type, offset = field.parts
                 shape = tuple(int(d) for d in reversed(dims.tolist()))
-                self.found.append(_Tensor(bytes(label).decode(), int(type[0]), shape, int(start + offset[0])))
+                self.found.append(
+                    _Tensor(bytes(label).decode(), int(type[0]), shape, int(start) + int(offset[0]))
+                )
 
     try:
         reader = Reader(path)

@@ -251,6 +251,33 @@ def test_bad_gguf_files_are_refused(gguf, tmp_path, rng):
             gpu_ops.read_gguf(path)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_damaged_files_are_read_or_refused(kind, gguf, tmp_path, rng):
+    """Bytes of the header or the codes exchanged, 300 times: matrices or a typed error."""
+    numpy = pytest.importorskip("safetensors.numpy", reason=INSTALL)
+    path, t = tmp_path / f"a.{kind}", trits(rng, (4, 256))
+    if kind == "gguf":
+        write(gguf, path, [("a", in_file("i2_s", t, 2), t.shape, 36)])
+    else:
+        codes = gpu_ops.ternary_pack(t, "hf_bitnet")
+        numpy.save_file({"a.weight": codes, "a.weight_scale": np.ones(1, np.float32)}, path)
+    whole, outcomes = path.read_bytes(), set()
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for position in rng.integers(0, 250, 2):
+            damaged[position] = rng.choice([0, 255, rng.integers(256)])
+        path.write_bytes(damaged)
+        try:
+            if kind == "gguf":
+                gpu_ops.read_gguf(path, formats={36: "i2_s"})
+            else:
+                gpu_ops.read_bitnet(path, weight_scale="multiply")
+            outcomes.add("read")
+        except gpu_ops.errors.GpuOpsError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
 @pytest.mark.parametrize(("package", "read"), [("safetensors", "read_bitnet"), ("gguf", "read_gguf")])
 def test_a_missing_package_is_named(package, read, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
