@@ -51,7 +51,7 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BF16)
 
 
 def quick_on_emulator(raw):
-    return {"test_sums_are_exact": {"k": {1, 63, 65, 128, 8191} if raw else {65, 128}}}
+    return {"test_sums_are_exact": {"k": {1, 63, 65, 128, 8191} if raw else {65}}}
 
 
 def trits(rng, shape):
