@@ -266,9 +266,8 @@ class TernaryLinear:
         if on_cuda:
             import cupy
 
-            bias = cupy.asarray(bias.view(f"u{bias.itemsize}")).view(
-                bias.dtype
-            )  # bits: bfloat16 is not NumPy's
+            bits = bias.view(f"u{bias.itemsize}")  # NumPy and CuPy cannot exchange bfloat16
+            bias = cupy.asarray(bits).view(bias.dtype)
         return bias
 
     def __repr__(self) -> str:
