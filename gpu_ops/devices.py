@@ -285,6 +285,19 @@ def cuda_missing() -> str | None:
     return None if count else "the NVIDIA driver reports no device"
 
 
+_RAW_SINCE = 80  # cp.async, bfloat16 conversions, mma.sync of both
+
+
+def too_old(device: str, backend: str) -> str | None:
+    """Why the card that a call would run on cannot run a backend's kernels; None when it can."""
+    if backend != "raw":
+        return None
+    arch = current_device(device).arch
+    if int(arch[3:].rstrip("af")) >= _RAW_SINCE:
+        return None
+    return f"the CUDA C++ kernels need sm_{_RAW_SINCE} or later, this is {arch}"
+
+
 @functools.cache
 def compiler_missing(backend: str) -> str | None:
     """Why the kernels of a backend cannot be compiled here; None when they can."""

@@ -156,7 +156,7 @@ def choose(
             raise DeviceError(f"{op}: {device_source}='cuda', but there is no usable CUDA device: {missing}")
     refused: dict[str, str] = {}
     for name in BACKENDS[device]:
-        why = unavailable(device, name) or (cannot or {}).get(name)
+        why = unavailable(device, name) or _too_old(device, name) or (cannot or {}).get(name)
         if why is None and wanted in (None, name):
             reason = "asked for" if wanted else "first choice" if not refused else "next choice"
             return Choice(device, name, reason, refused, copies=device == "cuda" and not on_cuda)
@@ -164,6 +164,14 @@ def choose(
     wanted = one_of(op, backend_source, wanted, BACKENDS[device]) if wanted else None
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items() if wanted in (None, name))
     raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")
+
+
+def _too_old(device: str, backend: str) -> str | None:
+    if device == "cpu":
+        return None
+    from gpu_ops.devices import too_old
+
+    return too_old(device, backend)
 
 
 def _setting(name: str, argument: str | None) -> tuple[str, str | None]:

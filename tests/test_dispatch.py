@@ -12,6 +12,7 @@ import gpu_ops
 from gpu_ops.dispatch import Choice, Plan, choose, has_cuda_kernels
 from gpu_ops.errors import DeviceError, OptionError
 from tests.calls import OPS, call
+from tests.compilers import needs_numba_cuda, needs_nvrtc
 
 X = np.ones((2, 4), np.float32)
 
@@ -100,6 +101,20 @@ def test_float64_goes_past_the_cuda_kernels_to_numba():
     assert "raw: float64" in str(plan)
     with pytest.raises(DeviceError, match="raw: float64 has Numba kernels only"):
         gpu_ops.rmsnorm(x, x[0], device="emulator", backend="raw")
+
+
+@needs_nvrtc
+@needs_numba_cuda
+def test_a_card_too_old_for_the_cuda_kernels_has_numba(monkeypatch):
+    monkeypatch.setenv("GPU_OPS_ARCH", "sm_75")
+    x = np.ones((2, 8), np.float32)
+    plan = gpu_ops.explain("rmsnorm", x, x[0], device="emulator")
+    assert plan.choice.backend == "numba"
+    assert "need sm_80 or later, this is sm_75" in plan.choice.passed_over["raw"]
+    with pytest.raises(DeviceError, match="sm_75"):
+        gpu_ops.rmsnorm(x, x[0], device="emulator", backend="raw")
+    y = gpu_ops.rmsnorm(x, x[0], device="emulator")
+    np.testing.assert_allclose(y, 1, rtol=1e-5)
 
 
 def test_explain_tells_the_launches_of_a_gpu_kernel():
