@@ -29,6 +29,7 @@ import numpy as np
 from gpu_ops.block_mask import BlockMask
 from gpu_ops.devices import CudaDevice, cuda_device, cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError
+from gpu_ops.ternary_matrix import TernaryMatrix
 
 __all__ = ["CudaArrays", "footprint", "through_the_device"]
 
@@ -178,6 +179,8 @@ def through_the_device(op: str, planner: Callable[..., Any], args: Any, kwargs: 
     def back(x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(map(back, x))
+        if isinstance(x, TernaryMatrix):  # its codes stay; who asks for them on the host gets a copy
+            return x
         host = cupy.asnumpy(_bits(x)).view(x.dtype)
         if id(x) not in origin:
             return host

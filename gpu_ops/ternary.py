@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.dispatch import Plan, choose, op
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.devices import Device, host_function
+from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference.ternary import Method
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.ternary_matmul import ternary_matmul
@@ -21,7 +23,7 @@ __all__ = ["ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack
 _NUMPY_ONLY = {"numba": "packing is NumPy code (about 1 ns per weight); it has no kernel"}
 
 
-@op
+@op(cuda=True)
 def ternary_quantize(
     w: Any,
     *,
@@ -53,7 +55,8 @@ def ternary_quantize(
     Returns
     -------
     TernaryMatrix
-        In the format w2, which the kernels read; ``.to(format)`` converts exactly. NumPy inside.
+        In the format w2, which the kernels read; ``.to(format)`` converts exactly. NumPy inside; codes made on a
+        GPU stay there for ``ternary_matmul``, and are copied to the host when they are asked for.
 
     Raises
     ------
@@ -83,24 +86,58 @@ def ternary_quantize(
     chosen = cast(Method, checks.one_of(name, "method", method, get_args(Method)))
     group = group_size_of(name, group_size, w_.shape[1])
     limit = threshold_of(name, chosen, threshold)
-    empty = {"numba": "w is empty"} if w_.size == 0 else None
-    choice = choose(name, device, backend, cannot=empty)
+    n, k = w_.shape
+    choice = choose(name, device, backend, arrays, cannot=_cannot_quantize(dtype, k, group))
+    if choice.device != "cpu" and chosen == "percentile":
+        raise DeviceError(
+            f"{name}: method 'percentile' selects by rank, for which there is no kernel on {choice.device}; run it "
+            "on the CPU: device='cpu' and w in host memory (cupy.asnumpy(w), w.cpu())"
+        )
+
+    def compute(on: Device | None) -> tuple[Array, Array]:
+        length = group if group is not None and group != -1 else k
+        codes = arrays.new((n, -(-k // 64) * 16), np.uint8, "codes")
+        scale = arrays.new((1 if group is None else n, k // length), np.float32, "scale")
+        how: dict[str, Any] = {"per_tensor": group is None, "method": chosen, "threshold": limit}
+        host_function("ternary_quantize.quantize", on, choice.backend)(w_, codes, scale, run=length, **how)
+        return codes, scale
 
     def run() -> TernaryMatrix:
-        if choice.backend == "reference":
+        if choice.backend == "reference" or not w_.size:
             from gpu_ops.reference import ternary as reference
 
-            if not np.isfinite(w_).all():
+            weights = w_ if w_.size else np.zeros((n, k), np.float32)  # of no weights, none need be fetched
+            if not np.isfinite(weights).all():
                 raise not_finite(name)
-            trits, scale = reference.ternary_quantize(w_, method=chosen, group_size=group, threshold=limit)
-            codes = reference.ternary_pack(trits, "w2")
-        else:
-            codes, scale = quantize(name, w_, chosen, group, limit)
-        return TernaryMatrix._trusted(codes, scale, (w_.shape[0], w_.shape[1]), "w2")
+            trits, scale = reference.ternary_quantize(
+                weights, method=chosen, group_size=group, threshold=limit
+            )
+            return TernaryMatrix._trusted(reference.ternary_pack(trits, "w2"), scale, (n, k), "w2")
+        with arrays.on(choice) as on:
+            if on is None:
+                return TernaryMatrix._trusted(*quantize(name, w_, chosen, group, limit), (n, k), "w2")
+            matrix = TernaryMatrix._made_on(on, *compute(on), group, k)
+        return matrix
 
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
-    config = "NumPy, float64" if choice.backend == "reference" else "fused statistics, encode and pack"
-    return Plan(name, choice, f"{w_.shape[0]} x {w_.shape[1]} {dtype}, {chosen} {per}", config, run)
+    problem = f"{n} x {k} {dtype}, {chosen} {per}"
+    return Plan(name, choice, problem, lambda: _config(choice, arrays, compute, w_), run)
+
+
+def _cannot_quantize(dtype: str, k: int, group: int | None) -> dict[str, str]:
+    if dtype == "float64":
+        return {"raw": "float64 has Numba kernels only"}
+    if group is not None and group != -1 and group % 64:
+        return {"raw": f"group_size {group} is not a multiple of 64"}
+    return {"raw": f"K={k} is beyond 31 bits"} if k >= 1 << 31 else {}
+
+
+def _config(choice: Choice, arrays: Arrays, compute: Callable[[Device | None], Any], w: Array) -> str:
+    if choice.backend == "reference" or not w.size:
+        return "NumPy, float64"
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
+    return "fused statistics, encode and pack"
 
 
 @op

@@ -19,6 +19,7 @@ from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 from gpu_ops.reference.ternary_layouts import LayoutError, block_scales, chunk_bitmap, decode, encode
+from gpu_ops.ternary_scales import not_finite
 
 __all__ = ["TernaryMatrix"]
 
@@ -78,20 +79,49 @@ class TernaryMatrix:
             np.ascontiguousarray(codes).reshape(fmt.packed_shape(shape)), self.scale, shape, self.format
         )
 
-    def _set(self, codes: Array, scale: Any, shape: tuple[int, int], format: str) -> None:
-        object.__setattr__(self, "codes", _frozen(codes))
+    def _set(self, codes: Array | None, scale: Any, shape: tuple[int, int], format: str) -> None:
+        if codes is not None:  # else they are on a GPU
+            object.__setattr__(self, "codes", _frozen(codes))
         object.__setattr__(self, "scale", _frozen(_scale(scale, shape)))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "format", format)
 
     @classmethod
-    def _trusted(cls, codes: Array, scale: Array, shape: tuple[int, int], format: str) -> TernaryMatrix:
+    def _trusted(
+        cls, codes: Array | None, scale: Array, shape: tuple[int, int], format: str
+    ) -> TernaryMatrix:
         """A matrix of codes that were just encoded here: decoding them again would only cost time."""
         matrix = object.__new__(cls)
         matrix._set(codes, scale, shape, format)
         object.__setattr__(matrix, "_converted", {})
         object.__setattr__(matrix, "_on_cuda", {})
         return matrix
+
+    @classmethod
+    def _made_on(
+        cls, device: Device, codes: Array, scale: Array, group_size: int | None, k: int
+    ) -> TernaryMatrix:
+        """w2 codes and scale (1 or N, groups) as kernels of ``device`` wrote them; on a GPU, codes stay there."""
+        n, values = (
+            codes.shape[0],
+            _on_host(scale),
+        )  # waits for the kernels: later calls may come on other streams
+        if np.isnan(values).any():
+            raise not_finite("ternary_quantize")
+        shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else scale.shape
+        if not isinstance(device, CudaDevice):
+            return cls._trusted(codes, values.reshape(shape), (n, k), "w2")
+        matrix = cls._trusted(None, values.reshape(shape), (n, k), "w2")
+        matrix._on_cuda[device.ordinal] = (codes, scale)
+        return matrix
+
+    def __getattr__(self, name: str) -> Any:
+        """Codes that were made on a GPU are copied to the host when they are first asked for there."""
+        if name != "codes" or not self.__dict__.get("_on_cuda"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        codes, _ = next(iter(self._on_cuda.values()))
+        object.__setattr__(self, "codes", _frozen(_on_host(codes)))
+        return self.codes
 
     @classmethod
     def from_trits(cls, trits: Any, scale: Any = 1.0, *, format: str = "w2") -> TernaryMatrix:
@@ -110,7 +140,7 @@ class TernaryMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes held: packed codes and scales."""
-        return int(self.codes.nbytes + self.scale.nbytes)
+        return math.prod(FORMATS[self.format].packed_shape(self.shape)) + int(self.scale.nbytes)
 
     @property
     def bits_per_weight(self) -> float:
@@ -269,6 +299,15 @@ def _fits(op: str, shape: tuple[int, int], fmt: TernaryFormat) -> None:
         fmt.packed_shape(shape)
     except ValueError as error:
         raise ShapeError(f"{op}: {error}") from error
+
+
+def _on_host(array: Any) -> Array:
+    """A copy of a CuPy array in host memory; NumPy's as they are."""
+    if isinstance(array, np.ndarray):
+        return array
+    import cupy
+
+    return np.asarray(cupy.asnumpy(array))
 
 
 def _frozen(array: Array) -> Array:

@@ -131,7 +131,7 @@ def test_mistakes_with_cupy_arrays(cupy):
     with pytest.raises(DTypeError, match="weight is float64"):
         gpu_ops.rmsnorm(x, weight.astype(np.float64))
     with pytest.raises(DeviceError, match="no CUDA kernels"):
-        gpu_ops.ternary_quantize(x)
+        gpu_ops.ternary_pack(x.astype(np.int8), "w2")
 
 
 def test_the_call_runs_on_cupys_current_stream(cupy, name):

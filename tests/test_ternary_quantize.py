@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
@@ -12,11 +13,24 @@ from hypothesis import strategies as st
 
 import gpu_ops
 from gpu_ops import TernaryMatrix, ternary_pack, ternary_quantize
-from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
+from gpu_ops.errors import DeviceError, DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.reference.ternary_formats import FORMATS
 
+DEVICES = ("cpu", "emulator", "cuda")
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
 METHODS = ["absmean", "absmax", "twn", "percentile", "meanstd", "manual"]
-SCOPES = [None, -1, 8, 1]
+SCOPES = [None, -1, 64, 8, 1]
+
+
+def quick_on_emulator(raw):
+    dtypes = (BF16, np.float32) if raw else (np.float16, np.float64)
+    return {
+        "test_quantize_follows_the_definition": {
+            "dtype": dtypes,
+            "group_size": (None, -1, 64) if raw else (None, 8),
+        },
+    }
 
 
 def trits(rng, shape):
@@ -55,13 +69,25 @@ def limit(method, magnitude):
     return 0.5
 
 
+def refusal(backend, method="absmean", group_size=None):
+    """Why the kernels of a GPU do not take this."""
+    if backend["device"] == "cpu":
+        return None
+    if backend["backend"] == "raw" and group_size in (8, 1):
+        return f"group_size {group_size} is not a multiple of 64"
+    return "'percentile' selects by rank" if method == "percentile" else None
+
+
 @pytest.mark.parametrize("group_size", SCOPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_quantize_follows_the_definition(method, group_size, dtype, backend, rng):
-    w = random(rng, (6, 24), dtype)
-    matrix = ternary_quantize(
-        w, method=method, group_size=group_size, threshold=0.5 if method == "manual" else None, **backend
-    )
+    w = random(rng, (6, 128), dtype)
+    options = {"method": method, "group_size": group_size, "threshold": 0.5 if method == "manual" else None}
+    if refused := refusal(backend, method, group_size):
+        with pytest.raises(DeviceError, match=refused):
+            ternary_quantize(w, **options, **backend)
+        return
+    matrix = ternary_quantize(w, **options, **backend)
     assert matrix.format == "w2"
     assert matrix.group_size == group_size
     t, codes = matrix.trits(), iter(scopes(matrix.trits(), group_size))
@@ -108,8 +134,11 @@ def test_thresholds(backend, rng):
         ("meanstd", 1.0, np.abs(w.astype(np.float64)).mean() + np.abs(w.astype(np.float64)).std()),
         ("meanstd", -0.5, np.abs(w.astype(np.float64)).mean() - 0.5 * np.abs(w.astype(np.float64)).std()),
         ("manual", 0.25, 0.25),
+        ("meanstd", -9.0, -1.0),  # below zero: all of them
         ("manual", 0, 0.0),
     ):
+        if refusal(backend, method):
+            continue
         matrix = ternary_quantize(w, method=method, threshold=threshold, **backend)
         np.testing.assert_array_equal(matrix.trits(), np.where(np.abs(w) > d, np.sign(w), 0), err_msg=method)
 
@@ -130,11 +159,24 @@ def test_backends_quantize_alike(data):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
-def test_quantize_empty(shape):
-    matrix = ternary_quantize(np.zeros(shape, np.float32))
+def test_quantize_empty(shape, backend):
+    matrix = ternary_quantize(np.zeros(shape, np.float32), **backend)
     assert matrix.shape == shape
     assert matrix.trits().shape == shape
     assert matrix.density == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(value, backend, rng):
+    w = random(rng, (3, 70), np.float32)
+    w[2, 69] = value
+    for method in METHODS:
+        for group_size in (None, -1):
+            if refusal(backend, method):
+                continue
+            threshold = 0.5 if method == "manual" else None
+            with pytest.raises(OptionError, match=r"ternary_quantize: w holds NaN or infinity"):
+                ternary_quantize(w, method=method, group_size=group_size, threshold=threshold, **backend)
 
 
 # --- TernaryMatrix -------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def ternary_statistics(state, n_tasks, chunk, w, group, center, total, squares, 
     fastmath=REASSOC,
 )
 def ternary_encode(state, n_tasks, chunk, w, group, limit, words, count, total):
-    """Codes 1 + (w > limit) - (w < -limit), 16 to a word; how many are not 1, and their sum of |w|."""
+    """Codes 1 + sign(w) where |w| > limit, else 1, 16 to a word; how many |w| are beyond it, and their sum."""
     rows = w.shape[0]
     per_row = 0 if limit.shape[0] == 1 else 1
     codes = np.ones(16 * words.shape[1], np.uint32)
@@ -64,10 +64,10 @@ def ternary_encode(state, n_tasks, chunk, w, group, limit, words, count, total):
                 kept, kept_sum = 0, 0.0
                 for i in range(g * group, (g + 1) * group):
                     v = np.float64(load(row, i))
-                    above, below = v > d, v < -d
-                    codes[i] = np.uint32(1) + np.uint32(above) - np.uint32(below)
-                    kept += np.int64(above) + np.int64(below)
-                    kept_sum += abs(v) if above or below else 0.0
+                    beyond = abs(v) > d  # of a limit below zero, zeros too
+                    codes[i] = np.uint32(1) + np.uint32(beyond & (v > 0.0)) - np.uint32(beyond & (v < 0.0))
+                    kept += np.int64(beyond)
+                    kept_sum += abs(v) if beyond else 0.0
                 count[r, g] = kept
                 total[r, g] = kept_sum
             target = write_row(words, (r,))

@@ -1,0 +1,268 @@
+// Ternary quantisation: weights to 2-bit codes (format w2) and float scales.
+//
+//   w        (N, K) DTYPE, last axis contiguous, `stride` elements from row to row
+//   words    (N, K padded to 64, / 16): code e of a word in byte e % 4 at bits 2 (e / 4), as in ternary.cuh
+//
+// A run is what lies side by side in a row and shares a scale: a group of K (a multiple of 64 weights) or a row.
+//
+//   ternary_quantize_runs      a scale per run: statistics, limit, codes and scale by the same threads; the second
+//                              reading finds the run in L1 or L2
+//   one scale for the tensor:
+//   ternary_quantize_sums      partial[0][run] = sum |w|,              partial[1][run] = max |w|
+//   ternary_quantize_limit     what they say of the tensor: one block
+//   ternary_quantize_squares   partial[0][run] = sum (|w| - mean)^2;   for mean + std, then the limit again
+//   ternary_quantize_encode    the codes;  partial[0][run] = sum |w| and partial[1][run] = count of |w| > limit
+//   ternary_quantize_scale     their quotient: one block
+//
+// Sums are double and added in an order that depends on the shape alone: the scale, a float, is the reference's but
+// where the sum's last bits decide its rounding. Codes follow from that scale by exact comparisons.
+//
+// blockDim = (threads of a run: part of a warp or 128, runs of a block). A thread owns vectors of 16 bytes; kLanes of
+// them, side by side, make a word:
+//
+//   weight      | 0 .. 7 | 8 .. 15 | 16 .. 23 | 24 .. 31 |      float16, bfloat16; float32 has 4 threads to a word
+//   thread          0         1          2          3
+//   word              0  (thread 0)         1  (thread 2)
+//
+// Macros: DTYPE, one of f16, bf16 and f32.
+#include "math.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+typedef DTYPE scalar;
+
+constexpr int kVec = 16 / sizeof(scalar), kLanes = 16 / kVec;
+typedef Vec<scalar, kVec> vec;
+
+constexpr int kThreads = 128;          // of the kernels that read weights
+constexpr int kCombineThreads = 1024;  // of those of one block
+constexpr int kVecs = 4;               // loads of a thread on their way
+
+enum Method { kAbsmean, kAbsmax, kTwn, kManual, kMeanStd };
+
+struct Plus {
+    static __device__ __forceinline__ double of(double a, double b) { return a + b; }
+};
+struct Larger {
+    static __device__ __forceinline__ double of(double a, double b) { return fmax(a, b); }
+};
+
+// Over the threads of a run, the same bits in each.
+template <typename Op> __device__ __forceinline__ double reduced(double value) {
+    __shared__ double of_warp[32];
+    const int width = blockDim.x;
+    for (int offset = min(width, 32) / 2; offset > 0; offset /= 2) {
+        value = Op::of(value, __shfl_xor_sync(kFullWarp, value, offset));
+    }
+    if (width <= 32) return value;
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = of_warp[0];
+    for (int w = 1; w < width / 32; ++w) value = Op::of(value, of_warp[w]);
+    __syncthreads();  // free for the next sum
+    return value;
+}
+
+struct Run {
+    const scalar* first;
+    unsigned* words;
+    unsigned index;
+    int length, padded;  // padded: to the end of its last words
+    bool active, whole;  // whole: its vectors are aligned
+
+    __device__ __forceinline__ Run(const scalar* w, unsigned* all_words, long long stride, int k, int run_length,
+                                   unsigned runs, int aligned)
+        : index(blockIdx.x * blockDim.y + threadIdx.y), whole(aligned) {
+        active = index < runs;
+        const unsigned per_row = k / run_length;
+        const long long row = index / per_row;
+        const long long column = (long long)(index % per_row) * run_length;
+        first = w + row * stride + column;
+        words = all_words + row * (((long long)k + 63) / 64 * 4) + column / 16;
+        length = active ? run_length : 0;  // of the threads beyond the last run only shuffles are wanted
+        padded = (run_length + 63) / 64 * 64;
+    }
+
+    // The vector at column `at`; what lies beyond the run is `beyond` in every bit.
+    template <Cache kCache> __device__ __forceinline__ vec get(int at, unsigned beyond) const {
+        if (whole && at + kVec <= length) return load<vec, kVec, kCache>(first + at);
+        vec v;
+        #pragma unroll
+        for (int w = 0; w < vec::kWords; ++w) {
+            v.word[w] = beyond;
+            #pragma unroll
+            for (int e = 0; e < vec::kPerWord; ++e) {
+                const int i = at + w * vec::kPerWord + e;
+                if (i >= length) continue;
+                unsigned bits;
+                detail::read_words<kCache, sizeof(scalar)>(first + i, &bits);
+                v.word[w] = e == 0 && vec::kPerWord == 2 ? (v.word[w] & 0xffff0000u) | bits
+                            : e == 0                     ? bits
+                                                         : (v.word[w] & 0xffffu) | bits << 16;
+            }
+        }
+        return v;
+    }
+
+    // visit(column, kVec floats) for the vectors of this thread, those of padding too.
+    template <Cache kCache, typename Visit> __device__ __forceinline__ void each(unsigned beyond, Visit visit) const {
+        const int step = blockDim.x * kVec;
+        for (int sweep = 0; sweep < padded; sweep += kVecs * step) {
+            vec in[kVecs];
+            #pragma unroll
+            for (int i = 0; i < kVecs; ++i) {
+                in[i] = get<kCache>(sweep + i * step + static_cast<int>(threadIdx.x) * kVec, beyond);
+            }
+            #pragma unroll
+            for (int i = 0; i < kVecs; ++i) {
+                if (sweep + i * step >= padded) break;
+                float value[kVec];
+                #pragma unroll
+                for (int w = 0; w < vec::kWords; ++w) Packed<scalar>::widen(in[i].word[w], value + w * vec::kPerWord);
+                visit(sweep + i * step + static_cast<int>(threadIdx.x) * kVec, value);
+            }
+        }
+    }
+
+    __device__ __forceinline__ bool leads() const { return active && threadIdx.x == 0; }
+};
+
+struct Sums { double total, largest; };
+
+__device__ __forceinline__ Sums sums_of(const Run& run) {
+    double total = 0.0;
+    float largest = 0.0f;
+    run.each<Cache::kDefault>(0u, [&](int, const float (&value)[kVec]) {
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            total += static_cast<double>(fabsf(value[e]));  // NaN stays in it, max drops it
+            largest = fmaxf(largest, fabsf(value[e]));
+        }
+    });
+    return {reduced<Plus>(total), reduced<Larger>(largest)};
+}
+
+__device__ __forceinline__ double squares_of(const Run& run, double mean) {
+    double total = 0.0;
+    run.each<Cache::kDefault>(0u, [&](int at, const float (&value)[kVec]) {
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            const double d = static_cast<double>(fabsf(value[e])) - mean;
+            if (at + e < run.length) total += d * d;
+        }
+    });
+    return reduced<Plus>(total);
+}
+
+// The |w| up to which a weight is 0, and of absmean the scale; NaN where a weight is NaN or infinite. No fused
+// multiply-add: these are the reference's operations.
+__device__ __forceinline__ double limit_of(int method, double threshold, Sums sums, double size, float& scale) {
+    if (!(sums.total < infinity())) {
+        scale = __int_as_float(0x7fffffff);
+        return scale;
+    }
+    const double mean = sums.total / size;
+    if (method == kAbsmean) {
+        scale = static_cast<float>(fmax(mean, 1e-5));
+        return 0.5 * static_cast<double>(scale);  // up to here |w / scale| rounds to 0, half to even
+    }
+    if (method == kAbsmax) return __dmul_rn(threshold, sums.largest);
+    if (method == kTwn) return __dmul_rn(threshold, mean);
+    return method == kManual ? threshold : mean;  // mean + std: squares come next
+}
+
+__device__ __forceinline__ double with_std(double mean, double threshold, double squares, double size) {
+    return __dadd_rn(mean, __dmul_rn(threshold, sqrt(squares / size)));
+}
+
+__device__ __forceinline__ float scale_of(Sums kept, double limit) {  // largest: how many
+    if (limit != limit) return limit;
+    return kept.largest > 0.0 ? kept.total / kept.largest : 1.0;
+}
+
+// Writes the words of a run; of kCount, the sum and count of what is not within the limit.
+template <bool kCount> __device__ __forceinline__ Sums encode(const Run& run, double limit) {
+    const float zero_to = __double2float_rd(limit);  // the same comparisons: no float lies between the two
+    double total = 0.0;
+    int count = 0;
+    run.each<Cache::kOnce>(0xffffffffu, [&](int at, const float (&value)[kVec]) {  // padding is NaN: never kept
+        unsigned word = 0;
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            const bool keep = fabsf(value[e]) > zero_to;
+            const unsigned code = 1 + (keep && value[e] > 0.0f) - (keep && value[e] < 0.0f);
+            word |= code << (8 * (e % 4) + 2 * (e / 4));
+            if (kCount && keep) total += static_cast<double>(fabsf(value[e])), ++count;
+        }
+        word <<= at % 16 / 2;
+        #pragma unroll
+        for (int offset = 1; offset < kLanes; offset *= 2) word |= __shfl_xor_sync(kFullWarp, word, offset);
+        if (run.active && at < run.padded && at % 16 == 0) run.words[at / 16] = word;
+    });
+    if constexpr (!kCount) return {0.0, 0.0};
+    return {reduced<Plus>(total), reduced<Plus>(count)};
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_runs(const scalar* w, unsigned* words, float* scale, long long stride, int k, int length,
+                      unsigned runs, int whole, int method, double threshold) {
+    const Run run(w, words, stride, k, length, runs, whole);
+    float my_scale;
+    double limit = limit_of(method, threshold, sums_of(run), length, my_scale);
+    if (method == kMeanStd) limit = with_std(limit, threshold, squares_of(run, limit), length);
+    if (method == kAbsmean) encode<false>(run, limit);
+    else my_scale = scale_of(encode<true>(run, limit), limit);
+    if (run.leads()) scale[run.index] = my_scale;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_sums(const scalar* w, double* partial, long long stride, int k, unsigned runs, int whole) {
+    const Run run(w, nullptr, stride, k, k, runs, whole);
+    const Sums sums = sums_of(run);
+    if (run.leads()) partial[run.index] = sums.total, partial[runs + run.index] = sums.largest;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_squares(const scalar* w, const double* mean, double* partial, long long stride, int k,
+                         unsigned runs, int whole) {
+    const Run run(w, nullptr, stride, k, k, runs, whole);
+    const double squares = squares_of(run, *mean);
+    if (run.leads()) partial[run.index] = squares;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_encode(const scalar* w, const double* limit, unsigned* words, double* partial, long long stride,
+                        int k, unsigned runs, int whole, int counts) {
+    const Run run(w, words, stride, k, k, runs, whole);
+    if (!counts) {
+        encode<false>(run, *limit);
+        return;
+    }
+    const Sums kept = encode<true>(run, *limit);
+    if (run.leads()) partial[run.index] = kept.total, partial[runs + run.index] = kept.largest;
+}
+
+template <typename Op> __device__ __forceinline__ double over(const double* partial, unsigned runs) {
+    double value = 0.0;
+    for (unsigned r = threadIdx.x; r < runs; r += kCombineThreads) value = Op::of(value, partial[r]);
+    return reduced<Op>(value);
+}
+
+// `limit` is the mean, and partial holds squares, when `again`.
+extern "C" __global__ void __launch_bounds__(kCombineThreads)
+ternary_quantize_limit(const double* partial, double* limit, float* scale, unsigned runs, double size, int method,
+                       double threshold, int again) {
+    const double total = over<Plus>(partial, runs);
+    if (again) {
+        if (threadIdx.x == 0) *limit = with_std(*limit, threshold, total, size);
+        return;
+    }
+    const Sums sums = {total, over<Larger>(partial + runs, runs)};
+    if (threadIdx.x == 0) *limit = limit_of(method, threshold, sums, size, *scale);
+}
+
+extern "C" __global__ void __launch_bounds__(kCombineThreads)
+ternary_quantize_scale(const double* partial, const double* limit, float* scale, unsigned runs) {
+    const Sums kept = {over<Plus>(partial, runs), over<Plus>(partial + runs, runs)};
+    if (threadIdx.x == 0) *scale = scale_of(kept, *limit);
+}

@@ -1,0 +1,140 @@
+"""Ternary quantisation for Numba: the readable twin of cuda/ternary_quantize.cu, in any dtype and for any group.
+
+A run is what lies side by side in a row and shares a scale, a group or the row; a scope is what has a scale, a run or
+the tensor. Statistics of runs first, then what they say of each scope:
+
+sums       sum |w|, max |w|          limit, and of absmean the scale
+squares    sum (|w| - limit)^2       limit = mean + threshold * std, when the limit is the mean
+kept       sum |w| and count of |w| > limit       scale = sum / count
+
+A word has 16 codes, 1 + trit: code e in byte e % 4, bits 2 (e / 4). Sums are float64, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import cuda, float32, float64, int64, uint32
+
+from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.dtype import functions
+
+__all__ = ["THREADS", "WITH_STD", "encode", "limits", "scales", "statistics"]
+
+THREADS = 128
+ABSMEAN, ABSMAX, TWN, MANUAL, MEANSTD, WITH_STD = range(6)
+
+
+@cache
+def statistics(what: str, dtype: str) -> NumbaKernel:
+    """``(w, length, limit, partial)``: a block per run; partial is (2, runs)."""
+    load, _, _, element, _ = functions(dtype)
+    squares, kept = what == "squares", what == "kept"
+
+    def ternary_statistics(w, length, limit, partial):
+        firsts, seconds = cuda.shared.array(THREADS, float64), cuda.shared.array(THREADS, float64)
+        run, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        per_row = w.shape[1] // length
+        row, column = run // per_row, run % per_row * length
+        border = limit[run % limit.shape[0]] if squares or kept else 0.0
+        first, second = 0.0, 0.0
+        for i in range(thread, length, THREADS):
+            a = float64(abs(load(w[row, column + i])))
+            if squares:
+                first += (a - border) * (a - border)
+            elif kept:
+                first += a if a > border else 0.0
+                second += 1.0 if a > border else 0.0
+            else:
+                first += a
+                second = max(second, a)
+        firsts[thread], seconds[thread] = first, second
+        cuda.syncthreads()
+        if thread == 0:
+            for t in range(1, THREADS):
+                first += firsts[t]
+                second = second + seconds[t] if kept else max(second, seconds[t])
+            partial[0, run], partial[1, run] = first, second
+
+    signature = f"void({element}[:, :], int64, float64[::1], float64[:, ::1])"
+    return NumbaKernel(ternary_statistics, signature, f"ternary_quantize_{what}_{dtype}")
+
+
+@cache
+def limits() -> NumbaKernel:
+    """``(partial, limit, scale, per_scope, size, method, threshold)``: a thread per scope."""
+
+    def ternary_limits(partial, limit, scale, per_scope, size, method, threshold):
+        scope = cuda.grid(1)
+        if scope >= limit.shape[0]:
+            return
+        total, largest = 0.0, 0.0
+        for run in range(scope * per_scope, (scope + 1) * per_scope):
+            total += partial[0, run]
+            largest = max(largest, partial[1, run])
+        mean = total / size
+        if method == WITH_STD:
+            limit[scope] += threshold * math.sqrt(mean)
+        elif not total < np.inf:
+            limit[scope] = np.nan
+            scale[scope] = float32(np.nan)
+        elif method == ABSMEAN:
+            nearest = float32(max(mean, 1e-5))
+            scale[scope] = nearest
+            limit[scope] = float64(nearest) / 2.0
+        elif method == ABSMAX:
+            limit[scope] = threshold * largest
+        elif method == TWN:
+            limit[scope] = threshold * mean
+        else:
+            limit[scope] = threshold if method == MANUAL else mean
+
+    signature = "void(float64[:, ::1], float64[::1], float32[::1], int64, float64, int64, float64)"
+    return NumbaKernel(ternary_limits, signature, "ternary_quantize_limits")
+
+
+@cache
+def encode(dtype: str) -> NumbaKernel:
+    """``(w, length, limit, words)``: a thread per word."""
+    load, _, _, element, _ = functions(dtype)
+
+    def ternary_encode(w, length, limit, words):
+        n, k = w.shape
+        at = int64(cuda.grid(1))
+        row, first = at // words.shape[1], at % words.shape[1] * 16
+        if row >= n:
+            return
+        word = uint32(0)
+        for e in range(16):
+            code = uint32(1)
+            if first + e < k:
+                run = row * (k // length) + (first + e) // length
+                v = float64(load(w[row, first + e]))
+                if abs(v) > limit[run % limit.shape[0]]:
+                    code = uint32(2) if v > 0.0 else uint32(0) if v < 0.0 else uint32(1)
+            word |= code << uint32(8 * (e % 4) + 2 * (e // 4))
+        words[row, first // 16] = word
+
+    signature = f"void({element}[:, :], int64, float64[::1], uint32[:, ::1])"
+    return NumbaKernel(ternary_encode, signature, f"ternary_quantize_encode_{dtype}")
+
+
+@cache
+def scales() -> NumbaKernel:
+    """``(partial, limit, scale, per_scope)``: a thread per scope."""
+
+    def ternary_scales(partial, limit, scale, per_scope):
+        scope = cuda.grid(1)
+        if scope >= limit.shape[0]:
+            return
+        total, count = 0.0, 0.0
+        for run in range(scope * per_scope, (scope + 1) * per_scope):
+            total += partial[0, run]
+            count += partial[1, run]
+        mean = total / count if count > 0.0 else 1.0
+        scale[scope] = float32(mean if limit[scope] == limit[scope] else np.nan)
+
+    signature = "void(float64[:, ::1], float64[::1], float32[::1], int64)"
+    return NumbaKernel(ternary_scales, signature, "ternary_quantize_scales")
