@@ -3,5 +3,5 @@
 # Arguments go to pytest: `scripts/test.sh tests/test_rope.py -k yarn`, `scripts/test.sh -m slow`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh dev emulator
+scripts/setup.sh dev emulator files
 exec .venv/bin/python -m pytest -n auto --dist worksteal "$@"
