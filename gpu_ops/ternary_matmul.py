@@ -12,6 +12,7 @@ from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import DTypeError, ShapeError
 from gpu_ops.ternary_matrix import TernaryMatrix
+from gpu_ops.ternary_planes import plan_product
 
 __all__ = ["ternary_matmul"]
 
@@ -36,20 +37,22 @@ def ternary_matmul(
 
     Parameters
     ----------
-    x : array (..., K)
-        float16, bfloat16, float32 or float64.
+    x : array (..., K), or TernaryMatrix (M, K)
+        float16, bfloat16, float32 or float64. A ternary x needs no ``activations``: the sums are of trits, by
+        popcount on bit planes. Scales of both are then per tensor or row; no argument lies on a device, so that
+        ``device`` or ``out`` says where to run.
     w : TernaryMatrix (N, K)
         Any format; others than w2 are converted at the first call and the result is kept on ``w``. The
         first call on a CUDA device copies the codes there, and ``w`` keeps the copy as long as it lives:
         make that call before capturing a graph.
     activations : {"int8", "native"}
     out : array (..., N), optional
-        x's dtype; may not overlap x.
+        x's dtype (float32 for a ternary x); may not overlap x.
 
     Returns
     -------
     y : array (..., N)
-        x's dtype. A token with a NaN or an infinity gives NaN in int8 mode.
+        x's dtype (float32 for a ternary x). A token with a NaN or an infinity gives NaN in int8 mode.
 
     Raises
     ------
@@ -60,6 +63,8 @@ def ternary_matmul(
     -----
     Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
     codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
+    With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold
+    any; ``explain`` tells.
 
     Examples
     --------
@@ -75,12 +80,14 @@ def ternary_matmul(
             f"{name}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
             "TernaryMatrix(codes, scale, shape, format)"
         )
+    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
+    if isinstance(x, TernaryMatrix):
+        return plan_product(name, x, w, out, device, backend)
     x_ = arrays.read("x", x)
     n, k = w.shape
     if x_.ndim == 0 or x_.shape[-1] != k:
         raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
     dtype = checks.float_dtype(name, x=x_)
-    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
     out_ = arrays.write("out", out, (*x_.shape[:-1], n), x_.dtype, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
     choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, mode, k, groups))

@@ -17,6 +17,7 @@ __all__ = [
     "ternary_matmul",
     "ternary_matmul_backward",
     "ternary_pack",
+    "ternary_product",
     "ternary_quantize",
     "ternary_unpack",
 ]
@@ -181,6 +182,16 @@ def ternary_matmul_backward(
     dense = st.step(np.repeat(scales, k // max(scales.shape[1], 1), axis=1) * trits)
     dx, dw = st.matmul(gradient, dense), st.matmul(gradient.T, used)
     return st.store(dx.reshape(x.shape)), st.store(dw, np.float32)
+
+
+def ternary_product(a: Array, a_scale: Array, w: Array, w_scale: Array) -> Array:
+    """``(a_scale * a) @ (w_scale * w).T`` of trits (M, K) and (N, K), scales per tensor or row; float32 (M, N).
+
+    The sums are integers; the product of the scales is exact in float64, and one factor.
+    """
+    sums = a.astype(np.int64) @ w.T.astype(np.int64)
+    factor = _by_group(a_scale, len(a)).astype(np.float64) * _by_group(w_scale, len(w)).T
+    return np.asarray(sums * factor, np.float32)
 
 
 def _by_group(scale: Array, n: int) -> Array:
