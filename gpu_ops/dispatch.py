@@ -135,7 +135,11 @@ def choose(
     *,
     cannot: dict[str, str] | None = None,
 ) -> Choice:
-    """Pick device and backend for these arrays; ``cannot`` maps a backend to why it cannot run this problem."""
+    """Pick device and backend for these arrays.
+
+    ``cannot`` maps a backend, or a device and a backend as in ``"cpu numba"``, to why it cannot run this problem.
+    """
+    cannot = cannot or {}
     device_source, device = _setting("device", device)
     backend_source, wanted = _setting("backend", backend)
     on_cuda = arrays is not None and arrays.on_cuda
@@ -156,7 +160,11 @@ def choose(
             raise DeviceError(f"{op}: {device_source}='cuda', but there is no usable CUDA device: {missing}")
     refused: dict[str, str] = {}
     for name in BACKENDS[device]:
-        why = unavailable(device, name) or _too_old(device, name) or (cannot or {}).get(name)
+        why = (
+            unavailable(device, name)
+            or _too_old(device, name)
+            or cannot.get(f"{device} {name}", cannot.get(name))
+        )
         if why is None and wanted in (None, name):
             reason = "asked for" if wanted else "first choice" if not refused else "next choice"
             return Choice(device, name, reason, refused, copies=device == "cuda" and not on_cuda)

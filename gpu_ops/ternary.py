@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
@@ -15,12 +16,22 @@ from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference.ternary import Method
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.ternary_matmul import ternary_matmul
-from gpu_ops.ternary_matrix import TernaryMatrix, check_trits, matrix_shape, pack, unpack
+from gpu_ops.ternary_matrix import (
+    TernaryMatrix,
+    check_integers,
+    check_trits,
+    fits,
+    matrix_shape,
+    on_host,
+    pack,
+    unpack,
+)
+from gpu_ops.ternary_packing import Packing, why_numpy
 from gpu_ops.ternary_scales import group_size_of, not_finite, quantize, threshold_of
 
 __all__ = ["ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
 
-_NUMPY_ONLY = {"numba": "packing is NumPy code (about 1 ns per weight); it has no kernel"}
+_NUMPY_ONLY = {"cpu numba": "packing is NumPy code (about 1 ns per weight); it has no kernel"}
 
 
 @op(cuda=True)
@@ -140,7 +151,7 @@ def _config(choice: Choice, arrays: Arrays, compute: Callable[[Device | None], A
     return "fused statistics, encode and pack"
 
 
-@op
+@op(cuda=True)
 def ternary_pack(
     trits: Any, format: str, *, scale: Any = None, device: str | None = None, backend: str | None = None
 ) -> Plan:
@@ -174,19 +185,35 @@ def ternary_pack(
     name = "ternary_pack"
     arrays = Arrays(name)
     fmt = FORMATS[checks.one_of(name, "format", format, FORMATS)]
-    t = check_trits(name, arrays.read("trits", trits))
+    t = arrays.read("trits", trits)
+    check_integers(name, t)
     embedded = None if scale is None else _embedded_scale(name, scale, t.shape, fmt.name, fmt.block_scale)
-    choice = choose(name, device, backend, cannot=_NUMPY_ONLY)
+    choice = choose(name, device, backend, arrays, cannot=_NUMPY_ONLY)
+    if choice.device == "cpu":  # kernels look as they pack
+        t = check_trits(name, t)
+    fits(name, (t.shape[0], t.shape[1]), fmt)
+    because = why_numpy(fmt.name, t.shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
+
+    def compute(on: Device | None) -> tuple[Array, Array]:
+        from gpu_ops.kernels import ternary_pack as kernels
+
+        packed = arrays.new(fmt.packed_shape((t.shape[0], t.shape[1])), np.uint8, "packed")
+        return packed, kernels.pack(on, choice.backend, t, packed, fmt.name)
+
+    def by_numpy() -> Array:
+        return pack(name, check_trits(name, on_host(t)), fmt, embedded)
+
+    packing = Packing(choice, arrays, compute, by_numpy, because)
     return Plan(
         name,
         choice,
-        f"{t.shape[0]} x {t.shape[1]} trits to {fmt.name}",
-        f"{fmt.bits_per_weight:.4g} bits per weight",
-        lambda: arrays.give(pack(name, t, fmt, embedded)),
+        f"{t.shape[0]} x {t.shape[1]} trits to {fmt.name}, {fmt.bits_per_weight:.4g} bits per weight",
+        packing.config,
+        lambda: packing.run(strict=True),
     )
 
 
-@op
+@op(cuda=True)
 def ternary_unpack(
     packed: Any,
     shape: tuple[int, int],
@@ -238,14 +265,29 @@ strict=False decodes it all the same
     fmt = FORMATS[checks.one_of(name, "format", format, FORMATS)]
     size = matrix_shape(name, shape)
     strict = checks.flag(name, "strict", strict)
-    choice = choose(name, device, backend, cannot=_NUMPY_ONLY)
+    choice = choose(name, device, backend, arrays, cannot=_NUMPY_ONLY)
+    fits(name, size, fmt)
+    need = math.prod(fmt.packed_shape(size))
+    sound = data.dtype == np.uint8 and (data.size == need or (data.size > need and not strict))
+    because = why_numpy(fmt.name, size, "" if sound else "the bytes are not those of the shape")
+
+    def compute(on: Device | None) -> tuple[Array, Array]:
+        from gpu_ops.kernels import ternary_pack as kernels
+
+        trits = arrays.new(size, np.int8, "trits")
+        return trits, kernels.unpack(on, choice.backend, data.reshape(-1)[:need], trits, fmt.name)
+
+    def by_numpy() -> Array:
+        return unpack(name, on_host(data), size, fmt, strict=strict)
+
+    packing = Packing(choice, arrays, compute, by_numpy, because)
     problem = f"{data.size} bytes of {fmt.name} to {size[0]} x {size[1]} trits"
     return Plan(
         name,
         choice,
-        problem,
-        "strict" if strict else "lenient",
-        lambda: arrays.give(unpack(name, data, size, fmt, strict=strict)),
+        f"{problem}, {'strict' if strict else 'lenient'}",
+        packing.config,
+        lambda: packing.run(strict=strict),
     )
 
 
@@ -260,4 +302,4 @@ def _embedded_scale(name: str, scale: Any, shape: tuple[int, ...], format: str, 
     if array.shape not in ((), (n,), (n, k // block)):
         allowed = f"(), ({n},) or ({n}, {k // block}): one per {block} weights"
         raise ShapeError(f"{name}: scale has shape {array.shape}; expected {allowed}")
-    return array.astype(np.float32)
+    return on_host(array).astype(np.float32)

@@ -102,10 +102,8 @@ class TernaryMatrix:
         cls, device: Device, codes: Array, scale: Array, group_size: int | None, k: int
     ) -> TernaryMatrix:
         """w2 codes and scale (1 or N, groups) as kernels of ``device`` wrote them; on a GPU, codes stay there."""
-        n, values = (
-            codes.shape[0],
-            _on_host(scale),
-        )  # waits for the kernels: later calls may come on other streams
+        n = codes.shape[0]
+        values = on_host(scale)  # waits for the kernels: later calls may come on other streams
         if np.isnan(values).any():
             raise not_finite("ternary_quantize")
         shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else scale.shape
@@ -120,7 +118,7 @@ class TernaryMatrix:
         if name != "codes" or not self.__dict__.get("_on_cuda"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         codes, _ = next(iter(self._on_cuda.values()))
-        object.__setattr__(self, "codes", _frozen(_on_host(codes)))
+        object.__setattr__(self, "codes", _frozen(on_host(codes)))
         return self.codes
 
     @classmethod
@@ -259,20 +257,25 @@ def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
 
 def check_trits(op: str, trits: Array) -> Array:
     """An integer matrix of -1, 0, +1 as int8."""
-    if not np.issubdtype(trits.dtype, np.signedinteger):
-        raise DTypeError(f"{op}: trits is {trits.dtype}; pass a signed integer array of -1, 0, +1 (int8)")
-    if trits.ndim != 2:
-        raise ShapeError(f"{op}: trits has shape {trits.shape}; expected (N, K)")
+    check_integers(op, trits)
     if trits.size and (trits.min() < -1 or trits.max() > 1):
         where = tuple(int(i) for i in np.argwhere((trits < -1) | (trits > 1))[0])
         raise FormatError(f"{op}: trits[{where[0]}, {where[1]}] is {trits[where]}; a trit is -1, 0 or +1")
     return trits.astype(np.int8, copy=False)
 
 
+def check_integers(op: str, trits: Array) -> None:
+    """A matrix of signed integers."""
+    if not np.issubdtype(trits.dtype, np.signedinteger):
+        raise DTypeError(f"{op}: trits is {trits.dtype}; pass a signed integer array of -1, 0, +1 (int8)")
+    if trits.ndim != 2:
+        raise ShapeError(f"{op}: trits has shape {trits.shape}; expected (N, K)")
+
+
 def pack(op: str, trits: Array, fmt: TernaryFormat, scale: Array | None = None) -> Array:
     """Encode, with the format's complaints as typed errors."""
     n, k = trits.shape
-    _fits(op, (n, k), fmt)
+    fits(op, (n, k), fmt)
     try:
         return encode(trits, fmt.name, scale=scale)
     except LayoutError as error:
@@ -285,7 +288,7 @@ def unpack(op: str, packed: Array, shape: tuple[int, int], fmt: TernaryFormat, *
         raise DTypeError(
             f"{op}: packed codes are {packed.dtype}; expected uint8 (other bytes: .view(np.uint8))"
         )
-    _fits(op, shape, fmt)
+    fits(op, shape, fmt)
     try:
         return decode(packed, shape, fmt.name, strict=strict)
     except LayoutError as error:
@@ -294,14 +297,15 @@ def unpack(op: str, packed: Array, shape: tuple[int, int], fmt: TernaryFormat, *
         raise FormatError(f"{op}: {error}{hint}") from error
 
 
-def _fits(op: str, shape: tuple[int, int], fmt: TernaryFormat) -> None:
+def fits(op: str, shape: tuple[int, int], fmt: TernaryFormat) -> None:
+    """The shape, or the format's complaint about it."""
     try:
         fmt.packed_shape(shape)
     except ValueError as error:
         raise ShapeError(f"{op}: {error}") from error
 
 
-def _on_host(array: Any) -> Array:
+def on_host(array: Any) -> Array:
     """A copy of a CuPy array in host memory; NumPy's as they are."""
     if isinstance(array, np.ndarray):
         return array
