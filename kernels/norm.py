@@ -149,7 +149,7 @@ def backward(
 
 
 # Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
-_SIZES = (1024, 2048, 4096, 8192, 16384, 2**20, 255, 1023, 4095, 16383, 2**20 + 1)
+_SIZES = (1024, 2048, 4096, 8192, 16384, 2**20, 255, 511, 1023, 4095, 16383, 2**20 + 1)
 
 
 def variants(arch: str) -> Iterator[Variant]:

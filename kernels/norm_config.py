@@ -26,27 +26,30 @@ _FORWARD = (
     (1024, None, 4),
 )  # then shared memory, then all that a block can have
 # By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then LongConfig.
-_SHORT = (
-    (8, 4, 2),
-    (16, 8, 2),
-    (32, 16, 2),
-    (64, 32, 2),
-    (512, None, 2),
-)  # 4096 columns: 5 blocks of 256 threads
 _BACKWARD = {
-    # x and dy in 32 registers: threads as below. Above 2304 vectors, 9216 columns of float32, one block of 1024: half
-    # of an SM's 2048, but x and dy of two such rows would take all its registers.
-    1: (*_SHORT, (4096, None, 4)),
-    2: (*_SHORT, (3072, None, 3), (4096, None, 4)),
+    # 4096 columns: 5 blocks of 256 threads. Then x and dy in 32 registers: threads as below. Above 2304 vectors, 9216
+    # columns of float32, one block of 1024: half of an SM's 2048, but x and dy of two such rows would take all its
+    # registers.
+    1: ((8, 4, 2), (16, 8, 2), (32, 16, 2), (64, 32, 2), (512, None, 2), (4096, None, 4)),
+    # A vector per thread: the sums of two would leave a 2048-thread SM room for half of its warps.
+    2: (
+        (8, 8, 1),
+        (16, 16, 1),
+        (32, 32, 1),
+        (256, None, 1),
+        (512, None, 2),
+        (3072, None, 3),
+        (4096, None, 4),
+    ),
 }
 
 # Vectors per thread in registers, of 1024 threads that share an SM: with the 10 that 160 KB of shared memory have
 # room for, a row of 131072 16-bit numbers stays on the chip.
 _SPREAD = 6
 
-# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 56 and 56 (LayerNorm: 64, of
-# which one block of 1024 threads is to have all).
-_BACKWARD_WARPS = {2: 40, 3: 36, 4: 36}
+# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56 (LayerNorm: 64,
+# of which one block of 1024 threads is to have all).
+_BACKWARD_WARPS = {1: 40, 2: 40, 3: 36, 4: 36}
 
 # Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
 _MAX_ROUNDINGS = 56
@@ -137,8 +140,10 @@ def select_backward(
             break
         by_registers = _BACKWARD_WARPS[vecs] * _WARP // (threads * per_block)
         blocks = min(by_registers, _fit(shared, smem_per_block_optin))
-        if vecs > 2:  # no more blocks fit, but more threads may: 288, 384, 576 rather than 256, 320, 512
-            threads = min(1024, _BACKWARD_WARPS[vecs] // blocks * _WARP)
+        if (
+            not threads_per_row
+        ):  # no more blocks fit, but more threads may: 288, 384, 576 rather than 256, 320, 512
+            threads = max(threads, min(1024, _BACKWARD_WARPS[vecs] // blocks * _WARP))
         # Blocks that run at a time, or whole waves of them until the sums are short enough.
         tiles, resident = -(-rows // per_block), sms * blocks
         waves = -(-tiles // ((_MAX_ROUNDINGS - per_block) * resident))

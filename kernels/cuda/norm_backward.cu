@@ -29,7 +29,7 @@
 
 constexpr int kVecs = VECS;
 
-constexpr bool kOneRow = kVecs != 2;  // long rows, one per block
+constexpr bool kOneRow = kVecs > 2;  // long rows, one per block
 
 // Eight numbers that arrive one by one leave no registers to keep a row in: it is read again, from L1 or L2.
 constexpr bool kHold = !(VEC == 8 && ACCESS == 1);
@@ -37,7 +37,7 @@ constexpr int kHeld = kHold ? kVecs : 1;
 
 // More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
 // LayerNorm's longest rows have one block of 1024 threads.
-constexpr int kMaxRegisters = kLayer && kVecs == 4 ? 64 : kVecs == 2 && (kHold || !kLayer) ? 48 : 56;
+constexpr int kMaxRegisters = kLayer && kVecs == 4 ? 64 : kVecs <= 2 && (kHold || !kLayer) ? 48 : 56;
 
 constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the rows: dweight and dbias
 
