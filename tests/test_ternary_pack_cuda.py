@@ -182,8 +182,11 @@ def test_each_byte_moves_once(name, rng):
     assert [moved[0][n] for n in ("trits", "packed")] == [(t.size, 0), (0, packed.size)]
     assert [moved[1][n] for n in ("packed", "trits")] == [(packed.size, 0), (0, t.size)]
     vectors = [i for p in profiles for i in p.instructions if ".v4" in i.form and i.warps]
-    assert bool(vectors) == (name != "base3")
-    assert all(i.sectors_per_128_bytes == 4 for i in vectors)
+    assert sum(i.sectors for i in vectors) >= 2 * t.size // 32
+    elsewhere = [
+        i for p in profiles for i in p.instructions if i.global_requests and i.form != "st.global.u32"
+    ]
+    assert all(i.sectors_per_128_bytes == 4 for i in elsewhere)  # but for the flags
 
 
 def test_explain_says_who_packs():

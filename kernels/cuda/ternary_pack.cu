@@ -14,7 +14,8 @@
 //   base3      a byte: five digits, the first one lowest; padding 1
 //
 // Four codes are handled at a time, as the bytes of a word. Memory is the limit: a trit is a byte, and its code a
-// quarter of one or less. Trits go 16 to an access, packed bytes 2 to 16; base3's single ones lie side by side.
+// quarter of one or less. Trits go 16 to an access, packed bytes 2 to 16; base3's fives become sixteens by way of
+// shared memory, and its packed bytes go one to a thread.
 //
 // Macros: FORMAT, one of kW2, kHfBitnet, kPlanes and kBase3.
 #include "vec.cuh"
@@ -26,6 +27,7 @@ typedef unsigned char byte;
 constexpr Format kFormat = Format::FORMAT;
 constexpr int kThreads = 256;
 constexpr int kColumns = kFormat == Format::kBase3 ? 5 : 16;  // of a unit
+constexpr int kTile = 5 * kThreads;                          // trits of base3 at a time
 constexpr unsigned kOnes = 0x01010101u;
 
 __device__ __forceinline__ unsigned codes_of(unsigned trits) { return ((trits & 3 * kOnes) + kOnes) & 3 * kOnes; }
@@ -99,6 +101,52 @@ struct Shape {
     int whole, packed_whole;  // rows, lines are aligned to their accesses
 };
 
+// A line of base3: kThreads units at a time, whose trits lie in shared memory meanwhile.
+__device__ __forceinline__ void pack_base3(const byte* row, byte* to, const Shape& at, unsigned& bad) {
+    __shared__ alignas(16) byte tile[kTile];
+    for (int first = 0; first < at.units; first += kThreads) {
+        const long long column = (long long)first * kColumns;
+        const int mine = 16 * static_cast<int>(threadIdx.x), unit = first + static_cast<int>(threadIdx.x);
+        if (mine < kTile) {
+            unsigned word[4];
+            get(row + column + mine, at.k - column - mine, at.whole, word);
+            *reinterpret_cast<uint4*>(tile + mine) = {word[0], word[1], word[2], word[3]};
+        }
+        __syncthreads();
+        int number = 0, power = 1;
+        #pragma unroll
+        for (int i = 0; i < 5; ++i, power *= 3) {
+            const int code = static_cast<signed char>(tile[5 * threadIdx.x + i]) + 1;
+            bad |= static_cast<unsigned>(code) > 2u;
+            number += code * power;
+        }
+        if (unit < at.units) to[unit] = static_cast<byte>(number);
+        __syncthreads();  // free for the next ones
+    }
+}
+
+__device__ __forceinline__ void unpack_base3(const byte* from, byte* row, const Shape& at, unsigned& bad) {
+    __shared__ alignas(16) byte tile[kTile];
+    for (int first = 0; first < at.units; first += kThreads) {
+        const long long column = (long long)first * kColumns;
+        const int mine = 16 * static_cast<int>(threadIdx.x), unit = first + static_cast<int>(threadIdx.x);
+        int number = unit < at.units ? from[unit] : 0;
+        bad |= number > 242;
+        #pragma unroll
+        for (int i = 0; i < 5; ++i, number /= 3) {
+            tile[5 * threadIdx.x + i] = static_cast<byte>(number % 3 - 1);
+            bad |= unit < at.units && column + 5 * threadIdx.x + i >= at.k && number % 3 != 1;
+        }
+        __syncthreads();
+        if (mine < kTile) {
+            const uint4 trits = *reinterpret_cast<const uint4*>(tile + mine);
+            const unsigned word[4] = {trits.x, trits.y, trits.z, trits.w};
+            put(row + column + mine, at.k - column - mine, at.whole, word);
+        }
+        __syncthreads();  // free for the next ones
+    }
+}
+
 __device__ __forceinline__ void report(int* flags, unsigned bad) {
     const int any = __syncthreads_or(bad != 0);
     if (threadIdx.x == 0) flags[blockIdx.x] = any;
@@ -110,6 +158,10 @@ ternary_pack(const byte* trits, byte* packed, int* flags, Shape at) {
     for (int line = blockIdx.x; line < at.lines; line += gridDim.x) {
         const byte* row = trits + line * at.stride;
         byte* to = packed + line * at.pitch;
+        if constexpr (kFormat == Format::kBase3) {
+            pack_base3(row, to, at, bad);
+            continue;
+        }
         for (int unit = threadIdx.x; unit < at.units; unit += kThreads) {
             const long long column = (long long)unit * kColumns, count = at.k - column;
             unsigned codes[4];
@@ -137,15 +189,6 @@ ternary_pack(const byte* trits, byte* packed, int* flags, Shape at) {
                 }
                 detail::write_words<2>(to + 2 * unit, &plus);
                 detail::write_words<2>(to + at.pitch / 2 + 2 * unit, &minus);
-            } else {
-                int number = 0, power = 1;
-                #pragma unroll
-                for (int i = 0; i < 5; ++i, power *= 3) {
-                    const int trit = i < count ? static_cast<signed char>(row[column + i]) : 0;
-                    bad |= static_cast<unsigned>(trit + 1) > 2u;
-                    number += (trit + 1) * power;
-                }
-                to[unit] = static_cast<byte>(number);
             }
         }
     }
@@ -158,6 +201,10 @@ ternary_unpack(const byte* packed, byte* trits, int* flags, Shape at) {
     for (int line = blockIdx.x; line < at.lines; line += gridDim.x) {
         const byte* from = packed + line * at.pitch;
         byte* row = trits + line * at.stride;
+        if constexpr (kFormat == Format::kBase3) {
+            unpack_base3(from, row, at, bad);
+            continue;
+        }
         for (int unit = threadIdx.x; unit < at.units; unit += kThreads) {
             const long long column = (long long)unit * kColumns, count = at.k - column;
             if constexpr (kFormat == Format::kW2) {
@@ -196,14 +243,6 @@ ternary_unpack(const byte* packed, byte* trits, int* flags, Shape at) {
                     out[i] = trits_of(spread(plus >> (4 * i)) + kOnes - spread(minus >> (4 * i)));
                 }
                 put(row + column, count, at.whole, out);
-            } else {
-                int number = from[unit];
-                bad |= number > 242;
-                #pragma unroll
-                for (int i = 0; i < 5; ++i, number /= 3) {
-                    if (i < count) row[column + i] = static_cast<byte>(number % 3 - 1);
-                    else bad |= number % 3 != 1;
-                }
             }
         }
     }
