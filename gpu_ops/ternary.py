@@ -195,8 +195,6 @@ def ternary_pack(
     check_integers(name, t)
     embedded = None if scale is None else _embedded_scale(name, scale, t.shape, fmt.name, fmt.block_scale)
     choice = choose(name, device, backend, arrays, cannot=_NUMPY_ONLY)
-    if choice.device == "cpu":  # kernels look as they pack
-        t = check_trits(name, t)
     fits(name, (t.shape[0], t.shape[1]), fmt)
     because = why_numpy(fmt.name, t.shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
 
