@@ -64,7 +64,8 @@ def ternary_matmul(
     Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
     codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
     With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold
-    any; ``explain`` tells.
+    any; ``explain`` tells. A GPU has fewer popcounts than int8 products on its tensor cores (an H200 a sixteenth,
+    by its data sheet): for many rows and a w that is not sparse, ``x.dequantize()`` is the faster argument there.
 
     Examples
     --------
@@ -72,6 +73,9 @@ def ternary_matmul(
     >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
     >>> gpu_ops.ternary_matmul(np.array([[127.0, 27.0, 1.0]], np.float32), w)
     array([[50., 14.]], dtype=float32)
+    >>> gpu_ops.ternary_matmul(w, w)
+    array([[ 0.5 , -0.25],
+           [-0.25,  0.5 ]], dtype=float32)
     """
     name = "ternary_matmul"
     arrays = Arrays(name)

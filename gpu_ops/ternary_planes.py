@@ -121,12 +121,16 @@ def plan_product(
     def config() -> str:
         if choice.backend == "reference":
             return "NumPy, exact integers"
-        share = "" if chunks is None else f"; {chunks.share:.1%} of the chunks of w are occupied"
         if choice.device != "cpu":
-            return arrays.launches(choice, compute) + share
-        from gpu_ops.kernels.numba_cpu import ternary_planes as kernels
+            text = arrays.launches(choice, compute)
+        else:
+            from gpu_ops.kernels.numba_cpu import ternary_planes as kernels
 
-        return kernels.config(skips) + share
+            text = kernels.config(skips)
+        share = (
+            f"\n            {chunks.share:.1%} of the chunks of w are occupied" if chunks is not None else ""
+        )
+        return text + share
 
     problem = f"({m} x {k}) {x.format} x ({n} x {k}) {w.format}, both ternary"
     return Plan(name, choice, problem, config, run)

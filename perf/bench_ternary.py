@@ -4,7 +4,8 @@
 
 The peers get their weights dense and ready: what a user without packed weights would run. Their memory
 traffic is 16 times ours (8 times with bfloat16 in torch), which is the point of the op. One token is bound by the
-packed bytes, shown as GB/s; many by integer products, shown as operations per second.
+packed bytes, shown as GB/s; many by integer products, shown as operations per second. Where both are ternary, one
+case keeps 2 % of the chunks of 128 weights: the others are skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference.precision import Precision
 from gpu_ops.reference.ternary import ternary_matmul as reference_matmul
+from gpu_ops.reference.ternary import ternary_product as reference_product
 from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
 
 WEIGHTS = ((4096, 4096), (14336, 4096), (4096, 14336))  # Llama-3-8B: attention output, MLP up, MLP down
@@ -47,6 +49,8 @@ def cases(config: Config) -> list[Case]:
                 found.append(case(m, n, k, dtype, "int8"))
                 if m == min(tokens):
                     found.append(case(m, n, k, dtype, "native"))
+    if "float32" in (config.dtypes or ("float32",)):
+        found += [product(m, *weights[0], share) for m in tokens for share in (100, 2)]
     return found
 
 
@@ -83,6 +87,47 @@ def case(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
     )
 
 
+def product(m: int, n: int, k: int, share: int) -> Case:
+    """Ternary times ternary; ``share``: percent of the chunks of w that hold anything."""
+
+    def ours(x: Inputs, **how: str) -> Call:
+        call = functools.partial(gpu_ops.ternary_matmul, x["x"], x["w"], out=x["out"], **how)
+        if not isinstance(x["out"], np.ndarray):
+            call()  # takes the codes to the GPU
+        return call
+
+    def against(x: Inputs, precision: Precision) -> Any:
+        return reference_product(x["x"].trits(), x["x"].scale, x["w"].trits(), x["w"].scale)
+
+    return Case(
+        op="ternary",
+        name="matmul, both ternary" + (f", {share} % of chunks" if share < 100 else ""),
+        shape=f"{m} x {k} x {n}",
+        dtype="float32",
+        flops=2.0 * m * n * k * share / 100,
+        bytes=(n * share / 100 + m) * k / 4 + 4.0 * m * n,
+        make=maker(product_data, m, n, k, share),
+        make_small=maker(product_data, *SMALL, share),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=naive_product,
+        reference=against,
+        bandwidth="read",
+        sample=sample_part,
+        dense_bytes=4.0 * (n + m) * k,
+        note="naive: both dense float32 in NumPy",
+    )
+
+
+def product_data(rng: np.random.Generator, m: int, n: int, k: int, share: int) -> Inputs:
+    x, w = (
+        gpu_ops.ternary_quantize(normal(rng, (rows, k), DTYPES["float32"]), device="cpu") for rows in (m, n)
+    )
+    kept = np.repeat(rng.random((n, -(-k // 128))) < share / 100, 128, axis=1)[:, :k]
+    w = gpu_ops.TernaryMatrix.from_trits(w.trits() * kept, w.scale)
+    return {"x": x, "w": w, "out": np.empty((m, n), np.float32)}
+
+
 def data(rng: np.random.Generator, m: int, n: int, k: int, dtype: np.dtype[Any]) -> Inputs:
     w = normal(rng, (n, k), np.dtype(np.float32), k**-0.5)
     return {"x": normal(rng, (m, k), dtype), "w": gpu_ops.ternary_quantize(w, device="cpu")}
@@ -91,8 +136,13 @@ def data(rng: np.random.Generator, m: int, n: int, k: int, dtype: np.dtype[Any])
 def sample_part(x: Inputs, result: Any) -> tuple[Inputs, Any]:
     """The last tokens and output features: every element is a sum of its own."""
     tokens, features = (slice(-count, None) for count in SAMPLED)
-    part = gpu_ops.TernaryMatrix.from_trits(x["w"].trits()[features], x["w"].scale)
-    return {"x": x["x"][tokens], "w": part}, result[tokens, features]
+    return {"x": rows_of(x["x"], tokens), "w": rows_of(x["w"], features)}, result[tokens, features]
+
+
+def rows_of(x: Any, part: slice) -> Any:
+    if isinstance(x, gpu_ops.TernaryMatrix):
+        return gpu_ops.TernaryMatrix.from_trits(x.trits()[part], x.scale)
+    return x[part]
 
 
 def naive(x: Inputs) -> Call:
@@ -102,6 +152,15 @@ def naive(x: Inputs) -> Call:
 
         weights = cupy.asarray(weights)
     return lambda: (x["x"].astype(np.float32, copy=False) @ weights).astype(dtype, copy=False)
+
+
+def naive_product(x: Inputs) -> Call:
+    rows, weights = x["x"].dequantize(), x["w"].dequantize().T
+    if not isinstance(x["out"], np.ndarray):
+        import cupy
+
+        rows, weights = cupy.asarray(rows), cupy.asarray(weights)
+    return lambda: rows @ weights
 
 
 def torch_matmul(x: Inputs) -> Call:

@@ -60,6 +60,13 @@ def test_skipped_chunks_change_nothing(k, share, backend, rng):
         np.testing.assert_array_equal(y, x.astype(np.int64) @ w.T.astype(np.int64), err_msg=f"{m} x {n}")
 
 
+@pytest.mark.parametrize("share", [0.1, 1])
+def test_more_rows_than_a_task_has(share, rng):
+    x, w = trits(rng, (515, 260), 0.6), clustered(rng, (19, 260), share)
+    y = ternary_matmul(TernaryMatrix.from_trits(x), TernaryMatrix.from_trits(w), device="cpu")
+    np.testing.assert_array_equal(y, x.astype(np.int64) @ w.T.astype(np.int64))
+
+
 @pytest.mark.parametrize("per_row", [(False, True), (True, False), (True, True)])
 def test_scales_have_the_bits_of_the_reference(per_row, backend, rng):
     for share in (0.1, 1):
@@ -120,6 +127,7 @@ def test_the_rule_in_order(rng):
     assert "all chunks" in text(few, sparse)
     assert "all chunks" in text(many, dense)
     assert "occupied chunks of w" in text(many, sparse)
+    assert "% of the chunks of w are occupied" in text(many, sparse)
     assert "SKIP=1" in text(few, sparse, device="emulator")
     assert "SKIP=0" in text(few, dense, device="emulator")
     assert "(16 x 4096) w2 x (64 x 4096) w2, both ternary" in text(many, sparse)

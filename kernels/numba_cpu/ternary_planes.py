@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from gpu_ops.kernels.numba_cpu.dtype import read_row, write_row
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from gpu_ops.kernels.numba_cpu.ternary import aligned_empty
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +40,7 @@ def matmul(
     if 0 in (m, n, k):
         return
     words, chunk = -(-k // 64), items_per_task(m, k // 8)
-    planes = np.empty((2, m, words) if occupied is None else (2, words, m), np.uint64)
+    planes = aligned_empty((2, m, words) if occupied is None else (2, words, m), np.uint64)
     by_row = planes if occupied is None else planes.swapaxes(1, 2)
     launch(ternary_planes_unpack[None], -(-m // chunk), chunk, _as_words(a), by_row)
     n_tasks = -(-n // ROWS) * -(-m // BLOCK_M)
