@@ -199,7 +199,8 @@ class TernaryMatrix:
         A CUDA device gets a copy at the first call, of the codes as they lie. It is kept here, freed with the
         matrix, and shared by all calls: nobody writes it.
         """
-        scale = self.scale.reshape(1 if self.scale.ndim == 0 else self.shape[0], -1)
+        rows = 1 if self.scale.ndim == 0 else self.shape[0]
+        scale = self.scale.reshape(rows, self.scale.shape[1] if self.scale.ndim == 2 else 1)
         if isinstance(device, CudaDevice):
             held = self._on_cuda.get(device.ordinal)
             if held is None:

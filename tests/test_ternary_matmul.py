@@ -160,9 +160,10 @@ def test_a_group_size_without_a_kernel_goes_to_the_reference(rng):
 @pytest.mark.parametrize("activations", ["int8", "native"])
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 8), (2, 0, 8), (2, 3, 0), (0, 0, 0), (20, 3, 0)])
 def test_empty(m, n, k, activations, backend):
-    w = TernaryMatrix.from_trits(np.zeros((n, k), np.int8))
-    y = ternary_matmul(np.ones((m, k), np.float32), w, activations=activations, **backend)
-    np.testing.assert_array_equal(y, np.zeros((m, n)))
+    for scale in (1.0, np.ones(n, np.float32)):
+        w = TernaryMatrix.from_trits(np.zeros((n, k), np.int8), scale)
+        y = ternary_matmul(np.ones((m, k), np.float32), w, activations=activations, **backend)
+        np.testing.assert_array_equal(y, np.zeros((m, n)))
 
 
 @pytest.mark.parametrize("m", [2, 40])
