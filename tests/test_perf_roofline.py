@@ -51,7 +51,7 @@ def test_the_work_of_a_tile_by_hand(tile, head_dim, itemsize, flops, clocks):
         # 4096 products per SM and clock would do a tile in 1024 clocks: more than the 896 of shared memory.
         ("A100-40", "bfloat16", 128, 312.0, "tensor"),
         ("RTX 4090", "float16", 128, 165.2, "tensor"),
-        # 128 rows by 64 keys, Q in shared memory: 4 warps read K and V, 16 KB each, and their 8 KB of Q; 32 KB arrive.
+        # 128 rows by 64 keys, Q in shared memory: 4 warps read 16 KB of K, of V, their 8 KB of Q; 32 KB arrive.
         # 2 * 128 * 64 * 256 operations in 192 KB / 128 clocks on 132 SMs at 1.98 GHz.
         ("H100 SXM", "bfloat16", 128, 4194304 / 1536 * 132 * 1.98e9 / 1e12, "shared"),
         # Two blocks of 96 columns of values would be 1.5 times the scores; two of 128 make 4/3 of 256 + 256.
