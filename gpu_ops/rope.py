@@ -12,13 +12,11 @@ from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import OptionError
-from gpu_ops.rope_options import axes_of, positions_of, rotary_dim_of, scaling_of, theta_of
+from gpu_ops.rope_options import BY_LENGTH, axes_of, positions_of, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables
 
 __all__ = ["rope", "rope_backward"]
-
-_BY_LENGTH = ("dynamic", "longrope")  # scalings
 
 
 @op(cuda=True)
@@ -181,7 +179,7 @@ def _plan(
     if seqlen is not None:
         longest = checks.integer(who, "seqlen", seqlen, low=0)
     else:  # only some scalings go by it, and on a device it has to be waited for
-        longest = max(where.bounds[1] + 1, 0) if scaling.kind in _BY_LENGTH or not arrays.on_cuda else 0
+        longest = max(where.bounds[1] + 1, 0) if scaling.kind in BY_LENGTH or not arrays.on_cuda else 0
     with np.errstate(over="ignore"):
         inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
     if not np.isfinite(inv_freq).all():

@@ -13,8 +13,7 @@ from gpu_ops.checks import Axes
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.rope import _BY_LENGTH
-from gpu_ops.rope_options import Positions, positions_of, rotary_dim_of, scaling_of, theta_of
+from gpu_ops.rope_options import BY_LENGTH, Positions, positions_of, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables
 
@@ -322,7 +321,7 @@ def _longest(
     """The length that some scalings go by; of positions on a GPU, which must be waited for, only for those."""
     if seqlen is not None:
         return checks.integer(arrays.op, "seqlen", seqlen, low=0)
-    if arrays.on_cuda and scaling.kind not in _BY_LENGTH:
+    if arrays.on_cuda and scaling.kind not in BY_LENGTH:
         return 0
     if where is not None:
         return max(where.bounds[1] + 1, 0)

@@ -15,8 +15,9 @@ from gpu_ops.checks import Axes
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.rope_scaling import RopeScaling
 
-__all__ = ["Positions", "axes_of", "positions_of", "rotary_dim_of", "scaling_of", "theta_of"]
+__all__ = ["BY_LENGTH", "Positions", "axes_of", "positions_of", "rotary_dim_of", "scaling_of", "theta_of"]
 
+BY_LENGTH = ("dynamic", "longrope")  # scalings whose frequencies depend on the longest position
 _EXACT = 2**53  # integers up to here are exact in float64
 _PLAIN = RopeScaling("default")
 _AXES = {
