@@ -24,20 +24,26 @@ from tests.attention_cases import (
 DEVICES = ("cpu", "emulator", "cuda")
 
 
+# What the twins share with the CUDA C++ kernels: masks as the host prepares them.
+SHARED = (
+    "test_everything_masked", "test_windows_wider_than_any_sequence", "test_a_sink_of_minus_infinity_is_none"
+)  # fmt: skip
+
+
 def quick_on_emulator(raw):
     """Each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_shapes": {
             "dtype": ["bfloat16"],
             "mask": ["causal"],
-            "seqlens": [(1, 1), (113, 203), (239, 1)][not raw :],
+            "seqlens": [(1, 1), (113, 203), (239, 1)] if raw else [(113, 203)],
         },
         "test_head_dims": {
             "dtype": ["bfloat16"],
-            "head_dims": [(1, 1), (59, 59), *[(80, 80), (64, 512)] * raw],
+            "head_dims": [(59, 59), *[(1, 1), (80, 80), (64, 512)] * raw],
         },
         "test_random_windows": {"seed": [0, 1] * raw},
-        "test_tiny_and_negative_scales": {"softmax_scale": [1e-30, -0.7] if raw else [-0.7]},
+        "test_tiny_and_negative_scales": {"softmax_scale": [1e-30, -0.7] * raw},
         "test_float64_is_float64": {"mask": ["band"]},
         "test_rows_that_see_nothing": {"dtype": ["bfloat16"] * raw, "sinks": [True]},
         "test_empty_inputs": {"dtype": ["bfloat16", "float64"]},
@@ -47,6 +53,7 @@ def quick_on_emulator(raw):
         "test_bias_broadcasts": {"shape": [(), (113, 1), (4, 1, 203)] * raw},
         "test_a_visible_nan_is_not_lost": {"dtype": ["bfloat16"] * raw, "softcap": [0.0]},
         **dict.fromkeys(("test_options", "test_against_torch", "test_large_scores_do_not_overflow"), None),
+        **({} if raw else dict.fromkeys(SHARED, None)),
     }
 
 

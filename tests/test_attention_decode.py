@@ -18,12 +18,12 @@ def quick_on_emulator(raw):
     """Each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_options": None,
-        "test_dtypes": {"dtype": ["float16", "float64"], "page_size": [16]},
+        "test_dtypes": {"dtype": ["float16", "float64"][not raw :], "page_size": [16]},
         "test_out": {"dtype": ["bfloat16"], "page_size": [16]},
         "test_head_dims": {"head_dim": [59, 96] * raw},
-        "test_paged_equals_contiguous": {"page_size": [16]},
+        "test_paged_equals_contiguous": {"page_size": [16] * raw},
         "test_rows_that_see_nothing": {"sinks": [True]},
-        "test_a_sink_of_minus_infinity_is_none": {"num_splits": [3]},
+        "test_a_sink_of_minus_infinity_is_none": {"num_splits": [3] * raw},
         "test_empty_inputs": {"page_size": [None, 4] if raw else [4]},
     }
 

@@ -123,9 +123,9 @@ def check(row, device):
 
 
 def by_default(rows):
-    """Every third row runs by default, the others are slow: on the emulator each compiles a kernel of its own."""
+    """Every sixth row runs by default, the others are slow: on the emulator each compiles a kernel of its own."""
     return [
-        p if i % 3 == 0 else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
+        p if i % 6 == 0 else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
         for i, p in enumerate(rows)
     ]
 

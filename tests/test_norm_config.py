@@ -128,8 +128,15 @@ def test_every_choice_is_listed(arch):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
-@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "arch"),
+    [
+        ("bfloat16", 2, "sm_80"),
+        ("float32", 4, "sm_120"),
+        pytest.param("bfloat16", 2, "sm_120", marks=pytest.mark.slow),
+        pytest.param("float32", 4, "sm_80", marks=pytest.mark.slow),
+    ],
+)
 def test_more_than_half_of_the_warps(dtype, itemsize, arch):
     """Rows of whole vectors, up to 16384 elements, have no spills and more than half of an SM's warps at work.
 
