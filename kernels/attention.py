@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.arguments import address, float32
 from gpu_ops.kernels.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -122,10 +123,10 @@ def forward(
         "seqlen_q": max_seqlen_q, "seqlen_k": max_seqlen_k, "nheads": nheads, "group": problem.group,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "window_left": left, "window_right": right,
         "block_q": block_q, "block_k": block_k, "page_size": k.shape[1], "num_splits": config.num_splits,
-        "scale_log2": _float32(scale * _LOG2E), "negate": softmax_scale < 0,
+        "scale_log2": float32(scale * _LOG2E), "negate": softmax_scale < 0,
     }  # fmt: skip
     if softcap > 0:
-        numbers |= {"softcap_in": _float32(scale / softcap), "softcap_log2": _float32(softcap * _LOG2E)}
+        numbers |= {"softcap_in": float32(scale / softcap), "softcap_log2": float32(softcap * _LOG2E)}
     for name, value in numbers.items():
         shape[name] = value
 
@@ -167,7 +168,7 @@ def raw_cannot(q: Array, k: Array, v: Array, out: Array | None, batch: int, seql
         if array is None or not array.size:
             continue
         strides = [stride for n, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
-        if math.gcd(_ALIGNMENT, _address(array), *strides) < _ALIGNMENT:
+        if math.gcd(_ALIGNMENT, address(array), *strides) < _ALIGNMENT:
             return (
                 f"address and strides {array.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
             )
@@ -317,12 +318,3 @@ def _strides(array: Array) -> tuple[int, ...]:
         stride // array.dtype.itemsize if n > 1 else 0
         for n, stride in zip(array.shape, array.strides, strict=True)
     )
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
-
-
-def _float32(value: float) -> np.float32:
-    """Rounded; the largest float32 for what lies beyond."""
-    return np.float32(min(value, float(np.finfo(np.float32).max)))

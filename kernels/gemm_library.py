@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels import swiglu
-from gpu_ops.kernels.addresses import address
+from gpu_ops.kernels.arguments import address
 from gpu_ops.kernels.gemm_work import Operand, Work, stride
 
 __all__ = ["run", "takes"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpu_ops.kernels.addresses import address
+from gpu_ops.kernels.arguments import address
 
 __all__ = ["Epilogue", "Operand", "Pairs", "Work", "aligned", "stride"]
 

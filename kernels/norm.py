@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gpu_ops.kernels.arguments import alignment, float32, row_stride
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 from gpu_ops.kernels.norm_config import LongConfig, RowConfig, select_backward, select_forward
@@ -66,8 +67,8 @@ def forward(
     args = (
         *arrays,
         *sizes,
-        *map(_stride, (x, residual, y, s)),
-        *map(_float32, numbers),
+        *map(row_stride, (x, residual, y, s)),
+        *map(float32, numbers),
         *(np.int32(llama), has_bias, has_residual),
     )
     block = (c.threads_per_row, c.rows_per_block, 1)
@@ -119,8 +120,8 @@ def backward(
     parts = c.grid if isinstance(c, RowConfig) else c.slices
     partial = device.empty((_SUMS[norm], parts, cols), np.float32)
     given, sizes = (dy, x, weight, mean, rstd), (np.int64(rows), np.int32(cols))
-    strides, read_strides = map(_stride, (dy, x, dresidual, dx)), map(_stride, (dy, x))
-    inverse_cols, offset = _float32(1 / cols), _float32(weight_offset)
+    strides, read_strides = map(row_stride, (dy, x, dresidual, dx)), map(row_stride, (dy, x))
+    inverse_cols, offset = float32(1 / cols), float32(weight_offset)
     if isinstance(c, RowConfig):
         args = (*given, dresidual, dx, partial, *sizes, *strides, inverse_cols, offset, *flags)
         kernel = _backward(norm, c, x.dtype.name)
@@ -159,9 +160,9 @@ def variants(arch: str) -> Iterator[Variant]:
     for norm, (dtype, itemsize) in itertools.product(
         _SUMS, (("float16", 2), ("bfloat16", 2), ("float32", 4))
     ):
-        for cols, alignment in itertools.product(_SIZES, (16, itemsize)):
-            f = select_forward(1, cols, itemsize, alignment=alignment, **limits)
-            b = select_backward(1, cols, itemsize, sums=_SUMS[norm], alignment=alignment, **limits)
+        for cols, aligned in itertools.product(_SIZES, (16, itemsize)):
+            f = select_forward(1, cols, itemsize, alignment=aligned, **limits)
+            b = select_backward(1, cols, itemsize, sums=_SUMS[norm], alignment=aligned, **limits)
             found = [Variant(_forward(norm, f, dtype), f.threads, f.shared_bytes)]
             if isinstance(b, RowConfig):
                 found.append(Variant(_backward(norm, b, dtype), b.threads, b.shared_bytes))
@@ -210,24 +211,9 @@ def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
 
 def _limits(device: Any, vectors: tuple[Any, ...], matrices: tuple[Any, ...]) -> dict[str, int]:
     """What a choice depends on beside the shape."""
-    strides = [a.strides[0] for a in matrices] if matrices[0].shape[0] > 1 else []
+    rows = matrices[0].shape[0]
     return {
-        "alignment": math.gcd(16, *map(_address, (*vectors, *matrices)), *strides),
+        "alignment": math.gcd(alignment(vectors, 1), alignment(matrices, rows)),
         "sms": device.sms,
         "smem_per_block_optin": device.smem_per_block_optin,
     }
-
-
-def _address(array: Any) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
-
-
-def _stride(array: Any) -> np.int64:
-    """Elements from one row to the next."""
-    return np.int64(array.strides[0] // array.dtype.itemsize)
-
-
-def _float32(value: float) -> np.float32:
-    """Rounded; the largest float32 for what lies beyond."""
-    largest = float(np.finfo(np.float32).max)
-    return np.float32(min(max(value, -largest), largest))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.addresses import address
+from gpu_ops.kernels.arguments import address
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["RopeConfig", "rope", "select_config", "variants"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.arguments import address, float32
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["AppendConfig", "append", "raw_cannot", "select_config", "variants"]
@@ -174,7 +175,7 @@ def append(
         "head_dim": head_dim, "rotary_dim": rotary_dim, "units": config.units, "rotary_units": config.rotary_units,
         "inverse_head_dim": 1 / head_dim, "attention_factor": attention_factor,
         # At least the smallest float32: 1 / sqrt(0) would make NaN of a head of zeros.
-        "eps": _float32(max(eps, 2.0**-149)), "weight_offset": _float32(weight_offset),
+        "eps": float32(max(eps, 2.0**-149)), "weight_offset": float32(weight_offset),
     }  # fmt: skip
     if block_table is not None:
         numbers |= {
@@ -227,11 +228,11 @@ def _kernel(config: AppendConfig, dtype: str, interleaved: bool) -> CudaKernel:
 
 def _alignment(heads: tuple[Array, ...], weights: tuple[Array | None, ...]) -> int:
     """Bytes, up to 16, that divide the address of every head and weight."""
-    found = math.gcd(16, *(_address(w) for w in weights if w is not None))
+    found = math.gcd(16, *(address(w) for w in weights if w is not None))
     for x in heads:
         if 0 not in x.shape:
             strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
-            found = math.gcd(found, _address(x), *strides)
+            found = math.gcd(found, address(x), *strides)
     return found
 
 
@@ -244,13 +245,3 @@ def _strides(x: Array, axes: int = 3) -> tuple[int, ...]:
 def _power_of_two(n: int) -> int:
     """The least that is n or more."""
     return 1 << (n - 1).bit_length() if n else 1
-
-
-def _float32(value: float) -> np.float32:
-    """Rounded; the largest float32 for what lies beyond."""
-    largest = float(np.finfo(np.float32).max)
-    return np.float32(min(max(value, -largest), largest))
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's

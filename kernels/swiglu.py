@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu_ops.kernels.addresses import alignment, row_stride, side_by_side
+from gpu_ops.kernels.arguments import alignment, row_stride, side_by_side
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 
 __all__ = ["GatedConfig", "backward", "forward", "select_config", "variants"]

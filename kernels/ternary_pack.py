@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.addresses import alignment, row_stride
+from gpu_ops.kernels.arguments import alignment, row_stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["LAYOUTS", "pack", "unpack", "variants"]

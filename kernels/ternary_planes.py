@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.addresses import row_stride
+from gpu_ops.kernels.arguments import row_stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["matmul", "variants"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.addresses import alignment, row_stride
+from gpu_ops.kernels.arguments import alignment, row_stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["UNIT", "block_shape", "quantize", "variants"]

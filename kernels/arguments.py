@@ -1,4 +1,4 @@
-"""Where arrays lie: what a host function asks of them before it picks vector accesses and passes strides.
+"""What host functions ask of arrays before they pick vector accesses, and what they hand to kernels.
 
 For NumPy and CuPy arrays alike.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["address", "alignment", "row_stride", "side_by_side"]
+__all__ = ["address", "alignment", "float32", "row_stride", "side_by_side"]
 
 
 def address(array: Any) -> int:
@@ -32,3 +32,9 @@ def row_stride(array: Any) -> np.int64:
 def side_by_side(arrays: Sequence[Any]) -> bool:
     """Whether nothing lies between the rows of these (rows, cols) arrays, so that they are one long row."""
     return all(a.shape[0] == 1 or a.strides[0] == a.shape[1] * a.dtype.itemsize for a in arrays)
+
+
+def float32(value: float) -> np.float32:
+    """Rounded; the largest float32 for what lies beyond."""
+    largest = float(np.finfo(np.float32).max)
+    return np.float32(min(max(value, -largest), largest))
