@@ -8,12 +8,15 @@ default, None for none; the others are slow.
 from __future__ import annotations
 
 import os
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_cupy import FakeCupy
 from hypothesis import settings
 
+from gpu_ops import devices, dispatch
 from gpu_ops.devices import compiler_missing, cuda_missing
 from gpu_ops.dispatch import BACKENDS
 
@@ -80,3 +83,19 @@ def dtype(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(20)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """Two CUDA devices in host memory: kernels that are launched on them run on the emulator."""
+    fake = FakeCupy(devices=2)
+    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
+    for cached in caches:
+        cached.cache_clear()
+    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    yield fake
+    for cached in caches:
+        cached.cache_clear()

@@ -5,33 +5,18 @@ CuPy is an imitation that refuses to become NumPy, and the kernels run on the em
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import BlockMask, devices, dispatch
+from gpu_ops import BlockMask
 from tests import test_attention_decode as decode
 from tests import test_attention_varlen as varlen
 from tests.attention_cases import make
 
 pytestmark = needs_nvrtc
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy()
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
 
 
 def on_device(x):

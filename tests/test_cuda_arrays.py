@@ -5,16 +5,14 @@ Here CuPy is an imitation over host memory and the kernels run on the emulator; 
 
 from __future__ import annotations
 
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy, ForeignArray, ForeignDLPack
+from fake_cupy import FakeArray, ForeignArray, ForeignDLPack
 
 import gpu_ops
-from gpu_ops import devices, dispatch
+from gpu_ops import dispatch
 from gpu_ops.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 from tests.calls import OPS, call
 
@@ -22,21 +20,6 @@ pytestmark = needs_nvrtc
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, COLS = 3, 40
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy(devices=2)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
 
 
 @pytest.fixture

@@ -6,17 +6,16 @@ import collections
 import itertools
 import re
 import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc, needs_ptxas
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import TernaryMatrix, devices, dispatch, emulator, ternary_matmul
+from gpu_ops import TernaryMatrix, emulator, ternary_matmul
 from gpu_ops.devices import EmulatorDevice
 from gpu_ops.errors import DeviceError
 from gpu_ops.kernels import jit, toolkit
@@ -306,19 +305,6 @@ def test_models_fill_the_card():
     assert gemv_config(1, 4096, 4096, 1, sms=h200.sms).rows == 2
     assert gemv_config(5, 4096, 4096, 1, sms=h200.sms) is None
     assert {rows for tokens, rows in gemv_configs() if tokens == 1} == {1, 2, 4}
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy(devices=2)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
 
 
 def test_weights_are_copied_to_a_device_once(cupy, rng):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import devices, dispatch, emulator, ternary_pack, ternary_unpack
+from gpu_ops import devices, emulator, ternary_pack, ternary_unpack
 from gpu_ops.devices import EmulatorDevice
 from gpu_ops.errors import DTypeError, FormatError, ShapeError
 from gpu_ops.kernels import ternary_pack as kernels
@@ -204,19 +202,6 @@ def test_explain_says_who_packs():
 def test_variants_are_few():
     assert len(list(kernels.variants("sm_80"))) == 2 * len(WITH_KERNELS)
     assert set(kernels.LAYOUTS) == set(WITH_KERNELS)
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy(devices=2)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
 
 
 @needs_nvrtc

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpu_ops
-from gpu_ops import TernaryMatrix, devices, dispatch, emulator, ternary_matmul, ternary_planes
+from gpu_ops import TernaryMatrix, emulator, ternary_matmul, ternary_planes
 from gpu_ops.devices import EmulatorDevice
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels import cubin, jit
@@ -190,19 +188,6 @@ def test_every_kernel_is_listed_and_spills_nothing():
 
 
 # --- arrays of a GPU, and mistakes ---------------------------------------------------------------
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy(devices=2)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
 
 
 @needs_nvrtc

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import devices, dispatch, emulator, ternary_matmul, ternary_pack, ternary_quantize
+from gpu_ops import devices, emulator, ternary_matmul, ternary_pack, ternary_quantize
 from gpu_ops.errors import OptionError
 from gpu_ops.kernels import ternary_quantize as kernels
 from gpu_ops.presets import ARCHES
@@ -111,19 +109,6 @@ def test_variants_are_few_and_fit(arch):
     listed = list(kernels.variants(arch))
     assert len({v.kernel for v in listed}) == len(listed) <= 15
     assert all(v.threads_per_block <= ARCHES[arch].max_threads_per_block for v in listed)
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy(devices=2)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
 
 
 @needs_nvrtc
