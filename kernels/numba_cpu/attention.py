@@ -44,9 +44,11 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     softmax_tile,
 )
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
-from gpu_ops.kernels.numba_cpu.simd import SKEW, gemm_columns, gemm_rows, lanes, round_up, scratch
 
 Array = np.ndarray[Any, Any]
 

@@ -36,9 +36,10 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, gemm_careful, gemm_careful_rows
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, round_up
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
-from gpu_ops.kernels.numba_cpu.simd import VECTOR_BYTES, gemm_columns, gemm_rows, round_up
 
 Array = np.ndarray[Any, Any]
 

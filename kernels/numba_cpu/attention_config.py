@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import Call
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, round_up
 from gpu_ops.kernels.numba_cpu.jit import read, types
 from gpu_ops.kernels.numba_cpu.parallel import thread_count
-from gpu_ops.kernels.numba_cpu.simd import MAX_LANES, round_up
 
 Array = np.ndarray[Any, Any]
 

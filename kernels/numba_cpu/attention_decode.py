@@ -39,12 +39,13 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     values_careful,
     weigh_tile,
 )
-from gpu_ops.kernels.numba_cpu.attention_decode_rows import chunk_elements, from_slots, to_slots
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, to_slots
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
-from gpu_ops.kernels.numba_cpu.simd import VECTOR_BYTES, lanes, round_up, scratch
 
 BLOCK_BYTES = 1 << 14  # of K rows in one block: 8 KB and 32 KB were 5-15 % slower
 

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.attention_decode_rows import chunk_elements, slot
-from gpu_ops.kernels.numba_cpu.attention_decode_simd import (
+from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY
+from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
+from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
+from gpu_ops.kernels.numba_cpu.ir.decode import (
     MANY,
     add_values,
     add_weights,
@@ -14,10 +16,8 @@ from gpu_ops.kernels.numba_cpu.attention_decode_simd import (
     score_keys,
     subtract_max,
 )
-from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY
-from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
-from gpu_ops.kernels.numba_cpu.simd import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, slot
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 inner = njit(
     no_cpython_wrapper=True, no_cfunc_wrapper=True

@@ -22,7 +22,9 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.simd import SKEW, gemm_rows, lanes, round_up, scratch
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 
 
 class Scratch(NamedTuple):

@@ -24,7 +24,7 @@ from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
-from gpu_ops.kernels.numba_cpu.simd import round_up
+from gpu_ops.kernels.numba_cpu.ir.target import round_up
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

@@ -1,4 +1,4 @@
-"""Matrix products of the CPU backend: ``C (+)= op(A) op(B)`` on the micro-kernels of simd.py, for every dtype.
+"""Matrix products of the CPU backend: ``C (+)= op(A) op(B)`` on the micro-kernels of ir/gemm.py, for every dtype.
 
 A task is one tile of C, which stays in the L2 cache as float32 (float64 for float64) while it adds up over
 blocks of K:
@@ -23,19 +23,11 @@ import numpy as np
 from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_vector, gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
-from gpu_ops.kernels.numba_cpu.simd import (
-    MAX_LANES,
-    MR,
-    copy_transposed,
-    copy_vector,
-    gemm_columns,
-    gemm_rows,
-    lanes,
-    round_up,
-    scratch,
-)
 
 Array = np.ndarray[Any, Any]
 

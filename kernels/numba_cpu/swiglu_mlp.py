@@ -30,9 +30,9 @@ from gpu_ops.kernels.numba_cpu.gemm import (
     tile_shape,
     tile_size,
 )
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.simd import scratch
 
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]

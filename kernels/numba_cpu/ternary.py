@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu import ternary_ir as simd
 from gpu_ops.kernels.numba_cpu.dtype import bits
+from gpu_ops.kernels.numba_cpu.ir import codes as simd
 from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch
 from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from gpu_ops.kernels.numba_cpu.ternary_gemv import ROWS_PER_TASK, ternary_gemv_int8, ternary_gemv_native

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.codes import CHUNK, LANES, PANEL_ROWS, TILE_M
+from gpu_ops.kernels.numba_cpu.ir.ternary import tile, unpack_panel
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
-from gpu_ops.kernels.numba_cpu.ternary_ir import CHUNK, LANES, PANEL_ROWS, TILE_M
-from gpu_ops.kernels.numba_cpu.ternary_simd import tile, unpack_panel
 
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
 BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel

@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
+from gpu_ops.kernels.numba_cpu.ir.ternary import dot_float32, dot_int8
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
-from gpu_ops.kernels.numba_cpu.ternary_simd import dot_float32, dot_int8
 
 ROWS_PER_TASK = 64  # 64 rows of 4096 codes are 64 KB: they stay in L2 while more tokens come by
 SPAN = 2**18  # words whose int32 sums cannot overflow: 16 * SPAN codes of 3 times an activation of 128 < 2^31

@@ -1,6 +1,4 @@
-"""Vector code as LLVM IR: the matrix-product micro-kernels that Numba's loops cannot express.
-
-A micro-kernel keeps a tile of C in registers (an array in a Numba loop lives in memory):
+"""Matrix-product micro-kernels with C in registers (an array in a Numba loop would live in memory):
 
                     n: NV vectors of LANES
                   +--------+--------+
@@ -13,93 +11,37 @@ Two forms differ in where A's elements lie, so that no operand is ever transpose
     gemm_rows     C[m, n] (+)= sum_k A[m, k] B[k, n]
     gemm_columns  C[m, n] (+)= sum_k A[k, m] B[k, n]
 
-Vectors are as wide as Numba's own target (not only the host, so NUMBA_CPU_NAME agrees).
+float32 and float64, and bfloat16 where the CPU multiplies it (``target.DOT_BFLOAT16``): A and B are then uint32
+arrays whose element k is the pair of bfloat16 of steps 2k (low half) and 2k + 1, and C is float32.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
-from numba.core.registry import cpu_target
 from numba.core.typing.templates import signature
-from numba.extending import intrinsic, overload
-from numba.np.arrayobj import populate_array
+from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.simd_ir import fma, number, splat
-
-FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
-VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
-MR = 8 if VECTOR_BYTES == 64 else 4  # MR * 2 accumulators: half of the registers each width has
-MAX_LANES = VECTOR_BYTES // 4
-# Elements added to the rows of a scratch tile: rows of a power of two of bytes would share a few sets of the
-# first cache, and a panel of 256 of them would not stay in it (attention, seqlen 2048: 41 ms against 38).
-SKEW = 16
+from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, number, splat
+from gpu_ops.kernels.numba_cpu.ir.target import MR, VECTOR_BYTES, lanes
 
 _I64 = ir.IntType(64)
-_IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
-
-
-def lanes(x):
-    """Elements of 1-D array ``x`` in one vector."""
-    raise TypeError("compiled code only")
-
-
-@overload(lanes)
-def _lanes(x):
-    width = VECTOR_BYTES // (x.dtype.bitwidth // 8)
-    return lambda x: width
-
-
-@njit
-def round_up(n, step):
-    return (n + step - 1) // step * step
-
-
-@intrinsic
-def scratch(typingctx, rows, columns, of):
-    """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous."""
-    array = types.Array(of, 2, "C")
-    size = of.bitwidth // 8
-
-    def allocate(n, m):
-        flat = np.empty(n * m * size + 64, np.uint8)
-        start = (-flat.ctypes.data) % 64
-        return flat[start : start + n * m * size]
-
-    def codegen(context, builder, sig, args):
-        flat_type = types.Array(types.uint8, 1, "C")
-        flat = context.compile_internal(
-            builder, allocate, signature(flat_type, types.int64, types.int64), args[:2]
-        )
-        source = context.make_array(flat_type)(context, builder, flat)
-        result = context.make_array(array)(context, builder)
-        width = context.get_constant(types.intp, size)
-        populate_array(
-            result,
-            data=builder.bitcast(source.data, result.data.type),
-            shape=list(args[:2]),
-            strides=[builder.mul(args[1], width), width],
-            itemsize=width,
-            meminfo=source.meminfo,
-        )
-        return result._getvalue()
-
-    return signature(array, types.int64, types.int64, of), codegen
+_IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
 def _micro(columns: bool, nv: int) -> Any:
-    """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements."""
+    """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words)."""
 
     @intrinsic
     def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate):
-        element = _IR[c.dtype]
         width = VECTOR_BYTES // (c.dtype.bitwidth // 8)
         align = c.dtype.bitwidth // 8
-        vector = ir.VectorType(element, width)
+        vector = ir.VectorType(_IR[c.dtype], width)
+        factors = ir.VectorType(_IR[b.dtype], width)
+        multiply_add = dot_bfloat16 if b.dtype == types.uint32 else fma
 
         def codegen(context, builder, sig, args):
             def base(index: int) -> Any:
@@ -124,7 +66,8 @@ def _micro(columns: bool, nv: int) -> Any:
             row_b = builder.gep(pb, [builder.mul(kk, ldb_)])
             vb = [
                 builder.load(
-                    builder.bitcast(builder.gep(row_b, [number(n * width)]), vector.as_pointer()), align=align
+                    builder.bitcast(builder.gep(row_b, [number(n * width)]), factors.as_pointer()),
+                    align=align,
                 )
                 for n in range(nv)
             ]
@@ -135,7 +78,9 @@ def _micro(columns: bool, nv: int) -> Any:
                 at_k = builder.gep(pa, [kk])
                 pointers = [builder.gep(at_k, [rows[m]]) for m in range(MR)]
             va = [splat(builder, builder.load(p), width) for p in pointers]
-            new = [fma(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)]
+            new = [
+                multiply_add(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)
+            ]
             following = builder.add(kk, number(1))
             end = builder.block
             kk.add_incoming(following, end)

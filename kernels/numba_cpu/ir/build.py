@@ -50,6 +50,27 @@ def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
     return call(b, f"llvm.fmuladd.v{x.type.count}{kind}", x.type, x, y, total)
 
 
+class _BFloat(ir.Type):
+    """llvmlite has no bfloat, LLVM does."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def dot_bfloat16(b: Any, x: Any, y: Any, total: Any) -> Any:
+    """total + x0 y0 + x1 y1 per lane, of pairs of bfloat16 in 32-bit lanes; needs ``target.DOT_BFLOAT16``."""
+    pairs = ir.VectorType(_BFloat(), 32)
+    return call(
+        b, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, b.bitcast(x, pairs), b.bitcast(y, pairs)
+    )
+
+
 def prefetch(b: Any, pointer: Any) -> None:
     """Ask for the cache line of ``pointer`` in the L2 cache; any address will do, also one that does not exist."""
     i32 = ir.IntType(32)

@@ -22,10 +22,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.simd_ir import address as element_pointer
-from gpu_ops.kernels.numba_cpu.simd_ir import fma, load_vector, store_vector
-from gpu_ops.kernels.numba_cpu.simd_ir import number as i64
-from gpu_ops.kernels.numba_cpu.ternary_ir import (
+from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
+from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import number as i64
+from gpu_ops.kernels.numba_cpu.ir.codes import (
     CHUNK,
     FLOAT,
     INT,

@@ -10,11 +10,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from gpu_ops.kernels.numba_cpu import simd_ir
-from gpu_ops.kernels.numba_cpu.simd import FEATURES
-from gpu_ops.kernels.numba_cpu.simd_ir import address as element_pointer
-from gpu_ops.kernels.numba_cpu.simd_ir import call
-from gpu_ops.kernels.numba_cpu.simd_ir import number as i64
+from gpu_ops.kernels.numba_cpu.ir import build
+from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
+from gpu_ops.kernels.numba_cpu.ir.build import call
+from gpu_ops.kernels.numba_cpu.ir.build import number as i64
+from gpu_ops.kernels.numba_cpu.ir.target import FEATURES
 
 LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)
@@ -37,7 +37,7 @@ def every(value: int) -> ir.Constant:
 
 
 def splat(b: Any, scalar: Any) -> Any:
-    return simd_ir.splat(b, scalar, LANES)
+    return build.splat(b, scalar, LANES)
 
 
 def row_pointer(

@@ -1,6 +1,6 @@
 """The vector steps of attention over a cache, as LLVM IR: lanes along head_dim, rows as they lie.
 
-A K or V row is named by its address, so pages and strides are all the same here; attention_decode_rows.py
+A K or V row is named by its address, so pages and strides are all the same here; decode_rows.py
 says how it becomes vectors.
 
 Scores of a tile of ``rows`` (1, 2 or 4) query rows lie as s[key, row] in one flat array: a vector
@@ -16,9 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
 
-from gpu_ops.kernels.numba_cpu.attention_decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.simd import VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.simd_ir import (
+from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
     fma,
     load_vector,
@@ -29,6 +27,8 @@ from gpu_ops.kernels.numba_cpu.simd_ir import (
     store_vector,
     sum_lanes,
 )
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 ACCUMULATORS = 16 if VECTOR_BYTES == 64 else 8  # vectors that stay in registers: half of them
 MANY = 8

@@ -1,0 +1,30 @@
+"""What the CPU that Numba compiles for offers. Not only the host: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count too."""
+
+from __future__ import annotations
+
+from numba import njit
+from numba.core.registry import cpu_target
+from numba.extending import overload
+
+FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
+MAX_LANES = VECTOR_BYTES // 4
+MR = 8 if VECTOR_BYTES == 64 else 4  # MR * 2 accumulators: half of the registers each width has
+DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES
+"""Whether one instruction adds two products of bfloat16 to a float32: twice the speed of float32."""
+
+
+def lanes(x):
+    """Elements of 1-D array ``x`` in one vector."""
+    raise TypeError("compiled code only")
+
+
+@overload(lanes)
+def _lanes(x):
+    width = VECTOR_BYTES // (x.dtype.bitwidth // 8)
+    return lambda x: width
+
+
+@njit
+def round_up(n, step):
+    return (n + step - 1) // step * step
