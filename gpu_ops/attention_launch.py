@@ -53,7 +53,35 @@ def plan(
             return describe(choice, problem, num_splits)
         return arrays.launches(choice, compute)
 
-    return Plan(arrays.op, choice, problem.__str__, config, run)
+    def again() -> Callable[..., Any]:
+        return _again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse, num_splits)
+
+    alone = problem.plain and view is None and (choice.device, choice.backend) == ("cpu", "numba")
+    return Plan(arrays.op, choice, problem.__str__, config, run, again=again if alone else None)
+
+
+def _again(
+    op: str,
+    problem: Problem,
+    shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+    as_bshd: Callable[[Array], Array],
+    return_lse: bool,
+    num_splits: int,
+) -> Callable[..., Any]:
+    """The call with other arrays of the same shapes, strides and dtypes."""
+    from gpu_ops.kernels.numba_cpu import attention as cpu
+
+    p, new = problem, Arrays(op).new
+    dtype, lse_dtype, sequences = p.q.dtype, p.lse_dtype, p.sequences
+    run = cpu.prepare(p.q, p.k, p.v, p.batch, config=_config(p, num_splits), **_arguments(p))
+
+    def again(q: Array, k: Array, v: Array, **_: Any) -> Any:
+        out, lse = new(shape, dtype, "out"), new(lse_shape, lse_dtype, "lse")
+        run(as_bshd(q), as_bshd(k), as_bshd(v), as_bshd(out), lse, sequences)
+        return (out, lse) if return_lse else out
+
+    return again
 
 
 def describe(choice: Choice, problem: Problem, num_splits: int = 0) -> str:

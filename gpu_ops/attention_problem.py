@@ -70,6 +70,13 @@ class Problem:
     def packed(self) -> bool:
         return bool(self.offsets)
 
+    @property
+    def plain(self) -> bool:
+        """Whether shapes and numbers say it all: no array but q, k and v."""
+        o = self.options
+        arrays = (o.sinks, o.alibi_slopes, o.bias, o.block_mask, self.seqused_k, self.block_table)
+        return not self.packed and all(x is None for x in arrays)
+
     @cached_property
     def sequences(self) -> Array:
         """int64 (batch, 4): q start, q length, k start, k length. For problems in host memory."""

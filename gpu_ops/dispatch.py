@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
+import numpy as np
+
 from gpu_ops.checks import one_of
 from gpu_ops.errors import DeviceError
 
@@ -53,6 +55,9 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 _with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
+_PLAIN = {bool, int, float, str, type(None)}
+MAX_KINDS = 1024  # of each op, whose plans are kept: some KB each
+
 P = ParamSpec("P")
 
 
@@ -76,6 +81,9 @@ class Plan:
 
     ``problem`` and ``config`` may be functions that give the text: a call that nobody asks to explain
     itself then spends no time on it. ``writes``: arguments that it changes in place and does not return.
+
+    ``again`` makes a function that takes the op's place in later calls of the same kind, whose shapes and options
+    have been checked. It holds on to none of this call's arrays, and checks what depends on values.
     """
 
     op: str
@@ -84,6 +92,7 @@ class Plan:
     config: str | Callable[[], str]
     run: Callable[[], Any]
     writes: tuple[Any, ...] = ()
+    again: Callable[[], Callable[..., Any]] | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -214,14 +223,41 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
 
         return replace(made, run=lambda: through_the_device(name, planner, args, kwargs))
 
+    known: dict[Any, Callable[..., Any]] = {}
+
     @functools.wraps(planner)
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return plan(*args, **kwargs).run()
+        kind = kind_of(args, kwargs)
+        again = known.get(kind)
+        if again is not None:
+            return again(*args, **kwargs)
+        made = plan(*args, **kwargs)
+        if kind is not None and made.again is not None:
+            if len(known) >= MAX_KINDS:
+                known.clear()
+            known[kind] = made.again()
+        return made.run()
 
     signature = inspect.signature(planner)
     public.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
     public.plan = plan  # type: ignore[attr-defined]
     return public
+
+
+def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What decides how a call is checked and run, if that is no more than the shapes, strides and dtypes of NumPy
+    arrays and plain options; None otherwise."""
+    kind: list[Any] = [os.environ.get("GPU_OPS_DEVICE"), os.environ.get("GPU_OPS_BACKEND"), *kwargs]
+    for x in (*args, *kwargs.values()):
+        if type(x) is np.ndarray:
+            kind += (x.dtype, x.shape, x.strides)
+        elif type(x) in _PLAIN:
+            kind += (type(x), x)  # the type too: 1 == 1.0 == True
+        elif type(x) is tuple and all(type(i) is int for i in x):
+            kind.append(x)
+        else:
+            return None
+    return tuple(kind)
 
 
 def explain(op: str, *arrays: Any, **options: Any) -> Plan:

@@ -14,6 +14,7 @@ Scratch per thread: about 1 MB at head_dim 128.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     CALL,
     LN2,
     LOG2E,
+    Call,
     block_visibility,
     cap_scores,
     finish_scores,
@@ -53,13 +55,16 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 Array = np.ndarray[Any, Any]
 
 
-def forward(
+def forward(q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, **options: Any) -> None:
+    """:func:`prepare`, for one call."""
+    prepare(q, k, v, len(sequences), **options)(q, k, v, out, lse, sequences)
+
+
+def prepare(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
-    sequences: Array,
+    batch: int,
     *,
     config: Config,
     max_seqlen_q: int,
@@ -76,16 +81,17 @@ def forward(
     block_k: int = 0,
     block_table: Array | None = None,
     packed: bool = False,
-) -> None:
-    """q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
+) -> Callable[[Array, Array, Array, Array, Array, Array], None]:
+    """``run(q, k, v, out, lse, sequences)`` for these options and for arrays like these, which it does not keep.
 
+    q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``packed``: the
     arrays have one batch entry that holds all sequences. With ``block_table`` k and v are pages.
     """
     call = make_call(
         q,
         v,
-        sequences,
+        batch,
         config,
         nheads_kv=k.shape[2],
         max_seqlen_q=max_seqlen_q,
@@ -102,10 +108,7 @@ def forward(
         page_size=0 if block_table is None else k.shape[1],
         packed=packed,
     )
-    wide = np.float64 if q.dtype == np.float64 else np.float32
-    rows = call.batch * call.nheads * call.max_seqlen_q if call.n_splits > 1 else 0
-    part_out = np.empty((call.n_splits, rows, call.head_dim_v), wide)
-    part_lse = np.empty((call.n_splits, rows), np.float64)
+    dtype, split = q.dtype, call.n_splits > 1
     none = empties(q)
     optional = (
         none.table if block_table is None else block_table,
@@ -114,26 +117,29 @@ def forward(
         bits(none.bias if bias is None else bias),
         none.visible if visible is None else visible,
     )
-    arrays = (bits(q), bits(k), bits(v), bits(out), lse, sequences)
-    if config.kernel == "decode":
-        decode(call, arrays, optional[:3], (part_out, part_lse), q.dtype)
-    else:
-        blocks = -(-call.heads * max_seqlen_q // call.block_m)
-        tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
-        compiled = attention_forward[q.dtype, (q if bias is None else bias).dtype]
-        launch(compiled, tasks, call, *arrays, *optional, part_out, part_lse)
-    if call.n_splits > 1:
-        launch(
-            attention_combine[q.dtype],
-            call.batch * call.nheads,
-            call,
-            part_out,
-            part_lse,
-            bits(out),
-            lse,
-            sequences,
-            optional[2],
-        )
+    unsplit = _parts(call, 0, dtype)
+    blocks = -(-call.heads * max_seqlen_q // call.block_m)
+    tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
+    variant = dtype, (q if bias is None else bias).dtype
+
+    def run(q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array) -> None:
+        parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
+        arrays = (bits(q), bits(k), bits(v), bits(out), lse, sequences)
+        if config.kernel == "decode":
+            decode(call, arrays, optional[:3], parts, dtype)
+        else:
+            launch(attention_forward[variant], tasks, call, *arrays, *optional, *parts)
+        if split:
+            combine = attention_combine[dtype]
+            launch(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
+
+    return run
+
+
+def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Where the parts of the keys leave their O and lse."""
+    wide = np.float64 if dtype == np.float64 else np.float32
+    return np.empty((call.n_splits, rows, call.head_dim_v), wide), np.empty((call.n_splits, rows), np.float64)
 
 
 @kernel(

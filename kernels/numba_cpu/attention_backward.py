@@ -96,7 +96,7 @@ def backward(
 
     def call_with(heads: int, n_splits: int) -> Any:
         return make_call(
-            q, v, sequences, Config(tiles.block_m, tiles.block_n, heads, n_splits),
+            q, v, batch, Config(tiles.block_m, tiles.block_n, heads, n_splits),
             nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, sinks=sinks,
             alibi_slopes=alibi_slopes, bias=bias, block_q=block_q, block_k=block_k, page_size=0, **options,
         )  # fmt: skip

@@ -87,7 +87,7 @@ def select_config(
 def make_call(
     q: Array,
     v: Array,
-    sequences: Array,
+    batch: int,
     config: Config,
     *,
     softmax_scale: float,
@@ -97,7 +97,7 @@ def make_call(
     **rest: Any,
 ) -> Call:
     return Call(
-        batch=len(sequences),
+        batch=batch,
         nheads=q.shape[2],
         heads=config.heads,
         head_dim=q.shape[3],
