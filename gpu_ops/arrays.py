@@ -110,7 +110,8 @@ class Arrays:
     ) -> Array | None:
         """Check an ``out`` argument; a writable view of it, or None when the caller gave none.
 
-        ``out`` may not share memory with an input, except exactly with the one named ``in_place``.
+        ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
+        else is written.
         ``rows``: its leading axes must merge into one without a copy.
         """
         if out is None:
@@ -168,7 +169,6 @@ class Arrays:
                 f"{name} {label}", array, shape, dtype, in_place=(in_place or {}).get(label), rows=rows
             )
             assert view is not None  # write returns None only for None
-            self._read[f"{name} {label}"] = view  # so that the next one may not overlap it
             views.append(view)
         return views
 
@@ -184,7 +184,7 @@ class Arrays:
             )
 
     def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> None:
-        for other, x in self._read.items():
+        for other, x in (*self._read.items(), *self._write.items()):
             if _overlap(view, x) and not (other == in_place and _same(view, x)):
                 allowed = f" other than being {in_place} itself" if in_place else ""
                 raise ShapeError(

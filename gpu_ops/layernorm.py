@@ -23,6 +23,7 @@ def layernorm(
     residual: Any = None,
     return_stats: bool = False,
     out: Any = None,
+    residual_out: Any = None,
     device: str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -48,6 +49,8 @@ def layernorm(
         float64 for float64).
     out : array like x, optional
         Receives y. ``out=x`` works in place.
+    residual_out : array like x, optional
+        Receives s, with ``residual``. ``residual_out=residual`` works in place.
 
     Returns
     -------
@@ -79,7 +82,7 @@ def layernorm(
     dtype = norm.validate(name, x_, weight_, bias_, residual=residual_)
     eps = checks.number(name, "eps", eps, above=0.0)
     return_stats = checks.flag(name, "return_stats", return_stats)
-    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="x", rows=True)
+    out_, residual_out_ = norm.outs(name, arrays, x_, residual_, out, residual_out)
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
@@ -88,11 +91,15 @@ def layernorm(
             from gpu_ops.reference import layernorm as reference
 
             y, *rest = reference.layernorm(x_, weight_, bias_, eps=eps, residual=residual_, return_stats=True)
-            if out_ is not None:
-                out_[...] = y
-            return y, rest[0] if residual_ is not None else None, rest[-2], rest[-1]
+            s = rest[0] if residual_ is not None else None
+            for target, value in ((out_, y), (residual_out_, s)):
+                if target is not None:
+                    target[...] = value
+            return y, s, rest[-2], rest[-1]
         y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
-        s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
+        s = residual_out_
+        if residual_ is not None and s is None:
+            s = arrays.new(x_.shape, x_.dtype, "s")
         mean, rstd = (arrays.new(x_.shape[:-1], norm.statistics(x_), what) for what in ("mean", "rstd"))
         host_function("layernorm.forward", on, choice.backend)(
             as_rows(x_),
@@ -111,7 +118,7 @@ def layernorm(
         with arrays.on(choice) as on:
             y, s, *stats = compute(on)
             results = [arrays.give(y) if out is None else out]
-            results += [] if s is None else [arrays.give(s)]
+            results += [] if s is None else [arrays.give(s) if residual_out is None else residual_out]
             results += map(arrays.give, stats) if return_stats else []
         return results[0] if len(results) == 1 else tuple(results)
 

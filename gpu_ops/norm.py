@@ -11,9 +11,9 @@ from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice
-from gpu_ops.errors import ShapeError
+from gpu_ops.errors import OptionError, ShapeError
 
-__all__ = ["cannot", "config", "statistics", "validate"]
+__all__ = ["cannot", "config", "outs", "statistics", "validate"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
@@ -27,6 +27,18 @@ def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **li
         if array is not None:
             checks.exactly(name, other, array, x.shape)
     return checks.float_dtype(name, x=x, weight=weight, bias=bias, **like_x)
+
+
+def outs(
+    name: str, arrays: Arrays, x: Array, residual: Array | None, out: Any, residual_out: Any
+) -> tuple[Array | None, Array | None]:
+    """Writable views of ``out``, which may be x, and of ``residual_out``, which may be residual."""
+    if residual_out is not None and residual is None:
+        raise OptionError(f"{name}: residual_out receives x + residual; pass residual= too, or omit it")
+    return (
+        arrays.write("out", out, x.shape, x.dtype, in_place="x", rows=True),
+        arrays.write("residual_out", residual_out, x.shape, x.dtype, in_place="residual", rows=True),
+    )
 
 
 def statistics(x: Array) -> np.dtype[Any]:

@@ -25,6 +25,7 @@ def rmsnorm(
     casting: str = "fp32",
     return_rstd: bool = False,
     out: Any = None,
+    residual_out: Any = None,
     device: str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -51,6 +52,8 @@ def rmsnorm(
         Also return ``rstd`` (shape of x without its last axis; float32, float64 for float64).
     out : array like x, optional
         Receives y. ``out=x`` works in place.
+    residual_out : array like x, optional
+        Receives s, with ``residual``. ``residual_out=residual`` works in place.
 
     Returns
     -------
@@ -82,7 +85,7 @@ def rmsnorm(
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     return_rstd = checks.flag(name, "return_rstd", return_rstd)
-    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="x", rows=True)
+    out_, residual_out_ = norm.outs(name, arrays, x_, residual_, out, residual_out)
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
@@ -99,11 +102,15 @@ def rmsnorm(
                 casting=mode,
                 return_rstd=True,
             )
-            if out_ is not None:
-                out_[...] = y
-            return y, rest[0] if residual_ is not None else None, rest[-1]
+            s = rest[0] if residual_ is not None else None
+            for target, value in ((out_, y), (residual_out_, s)):
+                if target is not None:
+                    target[...] = value
+            return y, s, rest[-1]
         y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
-        s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
+        s = residual_out_
+        if residual_ is not None and s is None:
+            s = arrays.new(x_.shape, x_.dtype, "s")
         rstd = arrays.new(x_.shape[:-1], norm.statistics(x_), "rstd")
         host_function("rmsnorm.forward", on, choice.backend)(
             as_rows(x_),
@@ -122,7 +129,7 @@ def rmsnorm(
         with arrays.on(choice) as on:
             y, s, rstd = compute(on)
             results = [arrays.give(y) if out is None else out]
-            results += [] if s is None else [arrays.give(s)]
+            results += [] if s is None else [arrays.give(s) if residual_out is None else residual_out]
             results += [arrays.give(rstd)] if return_rstd else []
         return results[0] if len(results) == 1 else tuple(results)
 

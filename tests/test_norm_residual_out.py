@@ -1,0 +1,77 @@
+"""``residual_out=`` of RMSNorm and LayerNorm: a layer that runs without allocating."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+
+DEVICES = ("cpu", "emulator", "cuda")
+
+
+def quick_on_emulator(raw):
+    return {"test_residual_out": {"dtype": [np.float32, np.float16] if raw else [np.float32]}}
+
+
+@pytest.fixture(params=["rmsnorm", "layernorm"])
+def op(request):
+    return getattr(gpu_ops, request.param)
+
+
+@pytest.mark.parametrize("shape", [(5, 1001), (2, 3, 128), (0, 8), (1, 1)], ids=str)
+def test_residual_out(op, backend, dtype, shape, rng):
+    x, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    weight = rng.standard_normal(shape[-1:]).astype(dtype)
+    want = [a.tobytes() for a in op(x, weight, residual=residual, **backend)]
+
+    y, s = np.full_like(x, 7), np.full_like(x, 7)
+    got = op(x, weight, residual=residual, out=y, residual_out=s, **backend)
+    assert got[0] is y
+    assert got[1] is s
+    assert [a.tobytes() for a in got] == want
+
+    wide = np.full((*shape[:-1], shape[-1] + 9), 7, dtype)
+    inside = wide[..., 4:-5]
+    _, got = op(x, weight, residual=residual, residual_out=inside, **backend)
+    assert got is inside
+    assert inside.tobytes() == want[1]
+    assert (wide[..., :4] == 7).all()
+    assert (wide[..., -5:] == 7).all()
+
+    mine, stream = x.copy(), residual.copy()  # in place, as a layer in a residual stream runs
+    op(mine, weight, residual=stream, out=mine, residual_out=stream, **backend)
+    assert [mine.tobytes(), stream.tobytes()] == want
+
+
+X = np.ones((2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"residual_out": np.zeros((2, 4), np.float32)}, OptionError, r"residual_out .* pass residual="),
+        ({"residual": X, "residual_out": np.zeros((2, 5), np.float32)}, ShapeError, "residual_out has shape"),
+        ({"residual": X, "residual_out": np.zeros((2, 4))}, DTypeError, "residual_out is float64"),
+        ({"residual": X.copy(), "residual_out": X}, ShapeError, "residual_out shares memory with x"),
+    ],
+)
+def test_mistakes(op, options, error, message):
+    with pytest.raises(error, match=message):
+        op(X, X[0], **options)
+    np.testing.assert_array_equal(X, 1)
+
+
+def test_results_lie_apart(op):
+    both = np.zeros((3, 4), np.float32)
+    with pytest.raises(ShapeError, match="residual_out shares memory with out"):
+        op(X, X[0], residual=X.copy(), out=both[:2], residual_out=both[1:])
+    np.testing.assert_array_equal(both, 0)
+
+
+def test_read_only(op):
+    frozen = np.zeros_like(X)
+    frozen.flags.writeable = False
+    with pytest.raises(ShapeError, match="residual_out is read-only"):
+        op(X, X[0], residual=X.copy(), residual_out=frozen)
