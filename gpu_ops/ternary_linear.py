@@ -11,6 +11,7 @@ import numpy as np
 
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Plan, choose, op, planner_of
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.ternary import ternary_quantize
@@ -23,7 +24,7 @@ DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
 TOKENS = 1024  # whose activations are quantised at a time
 
 
-@op
+@op(cuda=True)
 def ternary_matmul_backward(
     dy: Any,
     x: Any,
@@ -63,7 +64,8 @@ def ternary_matmul_backward(
 
     Notes
     -----
-    4 * tokens * N * K flops, sums in float32 (float64 for float64). W exists dense in blocks of rows only.
+    4 * tokens * N * K flops, sums in float32 (float64 for float64). On the CPU W exists dense in blocks of rows only;
+    on a GPU it stays packed until it is in registers, rounded to x's dtype there, and xq is a copy in x's dtype.
     Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013; Ma et al., 2024.
 
     Examples
@@ -91,10 +93,11 @@ def ternary_matmul_backward(
     wide = np.dtype(np.float64 if dtype == "float64" else np.float32)
     like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), wide)}
     outs = arrays.write_each("out", out, like, rows=True)
-    choice = choose(name, device, backend, arrays)
+    groups = w.scale.shape[1] if w.scale.ndim == 2 else 1
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, k, groups))
     tokens = math.prod(x_.shape[:-1])
 
-    def run() -> Any:
+    def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import ternary as reference
 
@@ -102,24 +105,54 @@ def ternary_matmul_backward(
             computed = reference.ternary_matmul_backward(dy_, x_, w2.trits(), w2.scale, activations=mode)
             for target, gradient in zip(outs, computed, strict=bool(outs)):
                 target[...] = gradient
-            results = list(computed)
+            return list(computed)
+        results = outs or [arrays.new(*of, label) for label, of in like.items()]
+        if not tokens * n * k:
+            return results
+        rows = as_rows(dy_), as_rows(x_)
+        if on is None:
+            _gradients(*rows, w, as_rows(results[0]), results[1], mode)
         else:
-            results = outs or [arrays.new(*of, label) for label, of in like.items()]
-            _gradients(as_rows(dy_), as_rows(x_), w, as_rows(results[0]), results[1], mode)
-        return out if out is not None else tuple(arrays.give(r) for r in results)
+            backward = host_function("ternary_backward.backward", on, choice.backend)
+            unit = _power_of_two(w.to("w2").scale) if dtype == "float16" else 1.0
+            backward(*rows, *w.to("w2").on(on), as_rows(results[0]), results[1], activations=mode, unit=unit)
+        return results
 
-    config = "NumPy, float64"
-    if choice.backend != "reference":
-        config = f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            results = compute(on)
+            if not tokens * n * k:  # nothing to sum over, or nothing to write
+                for gradient in results:
+                    gradient.fill(0)
+            return out if out is not None else tuple(arrays.give(r) for r in results)
+
+    def config() -> str:
+        if choice.device != "cpu":
+            return arrays.launches(choice, compute)
+        if choice.backend == "reference":
+            return "NumPy, float64"
+        return f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
+
     return Plan(name, choice, f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}", config, run)
+
+
+def _cannot(dtype: str, k: int, groups: int) -> dict[str, str]:
+    if dtype == "float64":
+        return {"raw": "float64 has Numba kernels only"}
+    if groups > 1 and (k // groups) % 64:
+        return {"raw": f"group_size {k // groups} is not a multiple of 64"}
+    return {}
+
+
+def _power_of_two(scale: Array) -> float:
+    """About the largest scale: float16 weights are rounded in its units."""
+    largest = float(np.abs(scale).max())
+    return 2.0 ** math.frexp(largest)[1] if largest else 1.0
 
 
 def _gradients(dy: Array, x: Array, w: TernaryMatrix, dx: Array, dw: Array, activations: str) -> None:
     from gpu_ops.kernels.numba_cpu.gemm import matmul
 
-    if not dx.size or not dw.size:  # nothing to sum over, or nothing to write
-        dx[...], dw[...] = 0, 0
-        return
     used = _used(x, activations, dw.dtype)
     gradient = dy.astype(dw.dtype, copy=False)
     total = dx if dx.dtype == dw.dtype else np.empty(dx.shape, dw.dtype)

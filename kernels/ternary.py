@@ -24,9 +24,9 @@ from gpu_ops.kernels.ternary_config import (
     gemv_configs,
 )
 
-__all__ = ["matmul", "variants"]
+__all__ = ["DTYPES", "TOKENS_THREADS", "is_whole", "matmul", "scale_stride", "tokens_kernel", "variants"]
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 def matmul(
@@ -79,14 +79,14 @@ def _gemv(device: Any, config: GemvConfig, x: Any, codes: Any, k: int, scale: An
         scale,
         y,
         row_stride(x),
-        _scale_stride(scale),
+        scale_stride(scale),
         row_stride(y),
         np.int32(codes.shape[1]),
         np.int32(tokens),
         np.int32(n),
         np.int32(k),
         np.int32(k // groups // UNIT),
-        np.int32(_is_whole(x)),
+        np.int32(is_whole(x)),
     )
     kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, groups > 1)
     device.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
@@ -98,24 +98,24 @@ def _quantized(device: Any, x: Any, k: int, grouped: bool) -> tuple[Any, Any, An
     q = device.empty((tokens, units * UNIT), np.int8)
     sums = device.empty((tokens, units) if grouped else (tokens,), np.int32)
     inverse = device.empty((tokens,), np.float64)
-    sizes = (row_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(_is_whole(x)))
+    sizes = (row_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(is_whole(x)))
     args = (x, q, inverse, sums, *sizes)
-    kernel = _tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
-    device.launch(kernel, (tokens, 1, 1), (_TOKENS_THREADS, 1, 1), args)
+    kernel = tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
+    device.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
     return q, sums, inverse
 
 
 def _padded(device: Any, x: Any, k: int) -> Any:
     """x where its rows are whole units and aligned, else such a copy."""
-    if k % UNIT == 0 and _is_whole(x):
+    if k % UNIT == 0 and is_whole(x):
         return x
     tokens, width = x.shape[0], -(-k // UNIT) * UNIT
     copy = device.empty((tokens, width), x.dtype)
     args = (x, copy, row_stride(x), np.int32(k), np.int32(width))
     device.launch(
-        _tokens_kernel("ternary_pad_tokens", x.dtype.name, False),
+        tokens_kernel("ternary_pad_tokens", x.dtype.name, False),
         (tokens, 1, 1),
-        (_TOKENS_THREADS, 1, 1),
+        (TOKENS_THREADS, 1, 1),
         args,
     )
     return copy
@@ -128,7 +128,7 @@ def _gemm(device: Any, rows: Any, sums: Any, inverse: Any, codes: Any, scale: An
     units = codes.shape[1] * 4 // UNIT
     shape = np.zeros((), _SHAPE)
     shape["x_stride"], shape["row_bytes"] = row_stride(rows), codes.shape[1]
-    shape["scale_stride"], shape["y_stride"] = _scale_stride(scale), row_stride(y)
+    shape["scale_stride"], shape["y_stride"] = scale_stride(scale), row_stride(y)
     shape["tokens"], shape["n"], shape["units"] = tokens, n, units
     shape["group_units"] = units // scale.shape[1]
     shape["aligned"] = n % 4 == 0 and alignment([y], tokens) % (4 * y.dtype.itemsize) == 0
@@ -144,17 +144,17 @@ _SHAPE = np.dtype(
     + [(name, np.int32) for name in ("tokens", "n", "units", "group_units", "aligned", "unused")]
 )
 
-_TOKENS_THREADS = 256
+TOKENS_THREADS = 256
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``matmul`` launches."""
     for grouped in (False, True):
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             for tokens, rows in gemv_configs():
                 yield Variant(_gemv_kernel(dtype, tokens, rows, grouped), 256, GEMV_SHARED)
-            for entry in ("ternary_quantize_tokens", "ternary_pad_tokens"):
-                yield Variant(_tokens_kernel(entry, dtype, grouped), _TOKENS_THREADS)
+            for entry in ("ternary_quantize_tokens", "ternary_pad_tokens", "ternary_round_tokens"):
+                yield Variant(tokens_kernel(entry, dtype, grouped), TOKENS_THREADS)
             for act in ("int8", dtype):
                 itemsize = 1 if act == "int8" else 4 if dtype == "float32" else 2
                 for c in gemm_configs(itemsize, grouped=grouped):
@@ -162,24 +162,24 @@ def variants(arch: str) -> Iterator[Variant]:
 
 
 def _gemv_kernel(dtype: str, tokens: int, rows: int, grouped: bool) -> CudaKernel:
-    defines = (("DTYPE", _DTYPES[dtype]), ("TOKENS", tokens), ("ROWS", rows), ("GROUPED", int(grouped)))
+    defines = (("DTYPE", DTYPES[dtype]), ("TOKENS", tokens), ("ROWS", rows), ("GROUPED", int(grouped)))
     return CudaKernel("ternary_gemv", "ternary_gemv", defines)
 
 
-def _tokens_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
-    return CudaKernel("ternary_tokens", entry, (("DTYPE", _DTYPES[dtype]), ("GROUPED", int(grouped))))
+def tokens_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
+    return CudaKernel("ternary_tokens", entry, (("DTYPE", DTYPES[dtype]), ("GROUPED", int(grouped))))
 
 
 def _gemm_kernel(act: str, out: str, grouped: bool, config: GemmConfig) -> CudaKernel:
-    defines: dict[str, str | int] = {"ACT": "q8" if act == "int8" else _DTYPES[act], "OUT": _DTYPES[out]}
+    defines: dict[str, str | int] = {"ACT": "q8" if act == "int8" else DTYPES[act], "OUT": DTYPES[out]}
     defines |= {"GROUPED": int(grouped), **{name.upper(): size for name, size in vars(config).items()}}
     return CudaKernel("ternary_gemm", "ternary_gemm", tuple(defines.items()))
 
 
-def _is_whole(x: Any) -> bool:
+def is_whole(x: Any) -> bool:
     """Whether rows of x are whole vectors of 16 bytes, aligned."""
     return alignment([x], x.shape[0]) == 16 and x.shape[1] * x.dtype.itemsize % 16 == 0
 
 
-def _scale_stride(scale: Any) -> np.int64:
+def scale_stride(scale: Any) -> np.int64:
     return np.int64(0 if scale.shape[0] == 1 else scale.shape[1])

@@ -2,6 +2,7 @@
 
 few tokens    ternary_gemv: every block quantises the tokens for itself, one launch
 more          ternary_quantize_tokens, then ternary_gemm on tensor cores
+gradient      ternary_backward
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 __all__ = [
     "GEMV_SHARED",
     "UNIT",
+    "BackwardTile",
     "GemmConfig",
     "GemvConfig",
+    "backward_config",
+    "backward_tiles",
     "gemm_config",
     "gemm_configs",
     "gemv_config",
@@ -125,3 +129,61 @@ def gemm_configs(itemsize: int, *, grouped: bool) -> Iterator[GemmConfig]:
     yield _MIDDLE[itemsize]
     if not grouped and itemsize in _LARGE:
         yield _LARGE[itemsize]
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A block makes block_m tokens by 64 columns for each of its ``warps_k``; ``stages`` of rows of weights."""
+
+    block_m: int
+    warps_m: int
+    warps_k: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_k
+
+    @property
+    def block_k(self) -> int:
+        return UNIT * self.warps_k
+
+    def block_n(self, itemsize: int) -> int:
+        """Rows of weights at a time: 64 bytes of each token's gradient."""
+        return 64 // itemsize
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Of the stages: gradients, codes with their gaps, scales."""
+        block_n = self.block_n(itemsize)
+        weights = self.warps_k * block_n * 16 + 128
+        return self.stages * (self.block_m * 64 + weights + self.warps_k * block_n * 4)
+
+    def blocks(self, tokens: int, k: int) -> int:
+        return -(-tokens // self.block_m) * -(-k // self.block_k)
+
+
+# Best first; a warp decodes 64 columns for all of its tokens, so that more of them cost less. 16 bits: 64, 32 and 32
+# tokens of a warp; float32, held in two parts: 32.
+_BACKWARD = {
+    2: (BackwardTile(128, 2, 2, 4), BackwardTile(64, 2, 2, 4), BackwardTile(32, 1, 4, 4)),
+    4: (BackwardTile(64, 2, 2, 4), BackwardTile(32, 1, 4, 4)),
+}
+_LEAST_STEPS = 8  # of a part of N: less, and the pipeline is never full
+_MOST_SPLITS = 16
+
+
+def backward_config(tokens: int, n: int, k: int, itemsize: int, *, sms: int) -> tuple[BackwardTile, int]:
+    """The tile of the gradient and the parts of N: the largest tile that is full and reaches half of the SMs.
+
+    Where none does, each block adds up a part of N.
+    """
+    tiles = [t for t in _BACKWARD[itemsize] if t.block_m < 2 * tokens] or [_BACKWARD[itemsize][-1]]
+    tile = next((t for t in tiles if 2 * t.blocks(tokens, k) > sms), tiles[-1])
+    steps = -(-n // tile.block_n(itemsize))
+    splits = min(sms // tile.blocks(tokens, k), steps // _LEAST_STEPS, _MOST_SPLITS)
+    return tile, max(splits, 1)
+
+
+def backward_tiles(itemsize: int) -> tuple[BackwardTile, ...]:
+    """Every tile that :func:`backward_config` may choose."""
+    return _BACKWARD[itemsize]

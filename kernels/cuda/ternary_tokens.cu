@@ -3,9 +3,12 @@
 //   ternary_quantize_tokens   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_tokens.cuh) and sums of
 //                             q, int: one per token, or, GROUPED, one per unit of 64
 //   ternary_pad_tokens        x to a copy
+//   ternary_round_tokens      x to q / s in DTYPE: what a product of int8 activations multiplied, for its gradients
 //
-// Both write rows of whole units, zero beyond k. A block per token; x is read twice, the second time from L1 or L2.
+// The first two write rows of whole units, zero beyond k. A block per token; x is read twice, the second time from L1
+// or L2.
 #include "reduce.cuh"
+#include "scalar.cuh"
 #include "ternary.cuh"
 #include "ternary_tokens.cuh"
 
@@ -15,30 +18,34 @@ typedef Activations<scalar> Chunk;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr bool kGrouped = GROUPED;
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-ternary_quantize_tokens(const scalar* x, signed char* q, double* inverse, int* sums, long long x_stride, int k,
-                        int padded, int whole) {
+// Of a row of x, by its block.
+__device__ __forceinline__ TokenScale scale_of(const scalar* row, int k, bool whole) {
     __shared__ unsigned largest_of[kWarps];
-    __shared__ int sum_of[kWarps];
     __shared__ TokenScale shared_scale;
-    const long long token = blockIdx.x;
-    const scalar* row = x + token * x_stride;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-
     unsigned largest = 0;
     for (int at = threadIdx.x * Chunk::kSize; at < k; at += kThreads * Chunk::kSize) {
         largest = Chunk::largest(Chunk::get(row, at, k, whole), largest);
     }
     largest = __reduce_max_sync(kFullWarp, largest);
-    if (lane == 0) largest_of[warp] = largest;
+    if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = largest;
     __syncthreads();
     if (threadIdx.x == 0) {  // double precision takes its time: once
         for (int w = 1; w < kWarps; ++w) largest = max(largest, largest_of[w]);
         shared_scale = TokenScale(largest);
-        inverse[token] = shared_scale.inverse;
     }
     __syncthreads();
-    const TokenScale scale = shared_scale;
+    return shared_scale;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_tokens(const scalar* x, signed char* q, double* inverse, int* sums, long long x_stride, int k,
+                        int padded, int whole) {
+    __shared__ int sum_of[kWarps];
+    const long long token = blockIdx.x;
+    const scalar* row = x + token * x_stride;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const TokenScale scale = scale_of(row, k, whole);
+    if (threadIdx.x == 0) inverse[token] = scale.inverse;
 
     int sum = 0;
     for (int first = 0; first < padded; first += kThreads * Chunk::kSize) {  // all lanes stay for the shuffles
@@ -77,5 +84,32 @@ ternary_pad_tokens(const scalar* x, scalar* copy, long long x_stride, int k, int
     const long long token = blockIdx.x;
     for (int at = threadIdx.x * Chunk::kSize; at < padded; at += kThreads * Chunk::kSize) {
         store<Chunk::kSize>(copy + token * padded + at, Chunk::get(x + token * x_stride, at, k, false));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_round_tokens(const scalar* x, scalar* rounded, long long x_stride, int k, int whole) {
+    const long long token = blockIdx.x;
+    const scalar* row = x + token * x_stride;
+    scalar* to = rounded + token * k;
+    const TokenScale scale = scale_of(row, k, whole);
+    const float step = static_cast<float>(scale.inverse), rest = static_cast<float>(scale.inverse - step);
+    for (int at = threadIdx.x * Chunk::kSize; at < k; at += kThreads * Chunk::kSize) {
+        unsigned word[Chunk::kSize / 4];
+        Chunk::quantize(Chunk::get(row, at, k, whole), scale, word);
+        float value[Chunk::kSize];
+        #pragma unroll
+        for (int e = 0; e < Chunk::kSize; ++e) {
+            const float q = static_cast<signed char>(word[e / 4] >> e % 4 * 8);
+            value[e] = fmaf(q, step, q * rest);  // as if 1 / s were exact
+        }
+        if (whole) {
+            store<Chunk::kSize>(to + at, packed<scalar, Chunk::kSize>(value));
+        } else {
+            #pragma unroll
+            for (int e = 0; e < Chunk::kSize; ++e) {
+                if (at + e < k) to[at + e] = narrowed<scalar>(value[e]);
+            }
+        }
     }
 }

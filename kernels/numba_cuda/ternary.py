@@ -27,9 +27,12 @@ QUANTIZE_THREADS = 128
 
 
 @cache
-def quantize_kernel(dtype: str) -> NumbaKernel:
-    """``(x, q, inverse)``: a block per token; inverse is 1 / s in float64, NaN for a token that is not finite."""
-    load, _, compute, element, _ = functions(dtype)
+def quantize_kernel(dtype: str, back: bool = False) -> NumbaKernel:
+    """``(x, q, inverse)``: a block per token; inverse is 1 / s in float64, NaN for a token that is not finite.
+
+    ``back``: q / s in x's dtype is written in the place of q.
+    """
+    load, store, compute, element, _ = functions(dtype)
 
     def ternary_quantize_tokens(x, q, inverse):
         shared = cuda.shared.array(QUANTIZE_THREADS, float64)
@@ -45,14 +48,16 @@ def quantize_kernel(dtype: str) -> NumbaKernel:
         absmax = 1e-5
         for i in range(QUANTIZE_THREADS):
             absmax = max(absmax, shared[i])
-        s = 127.0 / absmax
+        s, step = 127.0 / absmax, absmax / 127.0 if finite else np.nan
         for k in range(thread, x.shape[1], QUANTIZE_THREADS):
-            q[token, k] = int8(round(float64(load(x[token, k])) * s)) if finite else int8(0)
+            number = int8(round(float64(load(x[token, k])) * s)) if finite else int8(0)
+            q[token, k] = store(compute(number * step)) if back else number
         if thread == 0:
-            inverse[token] = absmax / 127.0 if finite else np.nan
+            inverse[token] = step
 
-    signature = f"void({element}[:, :], int8[:, ::1], float64[::1])"
-    return NumbaKernel(ternary_quantize_tokens, signature, f"ternary_quantize_tokens_{dtype}")
+    signature = f"void({element}[:, :], {element if back else 'int8'}[:, ::1], float64[::1])"
+    name = "ternary_round_tokens" if back else "ternary_quantize_tokens"
+    return NumbaKernel(ternary_quantize_tokens, signature, f"{name}_{dtype}")
 
 
 @cache

@@ -56,6 +56,15 @@ __device__ __forceinline__ unsigned trit_float(unsigned codes, int byte) {
     return __float_as_uint(__uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 | byte)) - 8388609.0f);
 }
 
+// The upper 11 bits of a float, and what they leave: trits are exact in TF32, so that 2^-22 of x is lost at most.
+__device__ __forceinline__ unsigned tf32_part(unsigned x) { return x & 0xffffe000u; }
+
+__device__ __forceinline__ unsigned tf32_rest(unsigned x) {
+    const float value = __uint_as_float(x);
+    if (!(fabsf(value) < __uint_as_float(0x7f800000u))) return x;  // infinity - infinity would be NaN
+    return ptx::round_tf32(value - __uint_as_float(tf32_part(x)));
+}
+
 template <typename T> struct Ternary {
     typedef Accumulator Sum;
     typedef float Number;
@@ -79,21 +88,11 @@ template <typename T> struct Ternary {
 
     static __device__ __forceinline__ void multiply(Sum& c, const Operand& a, unsigned b0, unsigned b1) {
         if constexpr (sizeof(T) == 4) {
-            ptx::mma<f32>(c, a, rest(b0), rest(b1));
-            ptx::mma<f32>(c, a, big(b0), big(b1));
+            ptx::mma<f32>(c, a, tf32_rest(b0), tf32_rest(b1));
+            ptx::mma<f32>(c, a, tf32_part(b0), tf32_part(b1));
         } else {
             ptx::mma<T>(c, a, b0, b1);
         }
-    }
-
-private:
-    // The upper 11 bits of a float, and what they leave: trits are exact in TF32, so that 2^-22 of x is lost at most.
-    static __device__ __forceinline__ unsigned big(unsigned x) { return x & 0xffffe000u; }
-
-    static __device__ __forceinline__ unsigned rest(unsigned x) {
-        const float value = __uint_as_float(x);
-        if (!(fabsf(value) < __uint_as_float(0x7f800000u))) return x;  // infinity - infinity would be NaN
-        return ptx::round_tf32(value - __uint_as_float(big(x)));
     }
 };
 
