@@ -1,8 +1,8 @@
 """What runs GPU kernels: a CUDA device, the emulator, and a recorder that runs none and tells.
 
 Host functions in ``kernels/<op>.py`` take one of them first and ask nothing else of where they run:
-``device.arch``, ``device.card``, ``device.sms``, ``device.smem_per_block_optin``, ``device.empty(shape, dtype)``
-and ``device.launch(kernel, grid, block, args, shared=...)``.
+``device.arch``, ``device.card``, ``device.sms``, ``device.smem_per_block_optin``, ``device.empty(shape, dtype)``,
+``device.zeros``, and ``device.launch(kernel, grid, block, args, shared=...)``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.presets import select_preset
+from gpu_ops.presets import ARCHES, select_preset
 
 if TYPE_CHECKING:
-    from gpu_ops.kernels.jit import CudaKernel, NumbaKernel
+    from gpu_ops.kernels.jit import Compiled, CudaKernel, NumbaKernel
 
 __all__ = [
     "CudaDevice",
@@ -63,6 +63,9 @@ class Device(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
         """Workspace or a result: uninitialised. ``name`` is for the emulator's messages."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
+        """Workspace in which kernels look for what has not been written yet."""
 
     def launch(
         self,
@@ -119,6 +122,11 @@ class EmulatorDevice:
             self.name(name, array, written=False)
         return array
 
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
+        array = np.zeros(shape, dtype)
+        self.name(name, array)
+        return array
+
     def launch(
         self,
         kernel: CudaKernel | NumbaKernel,
@@ -129,12 +137,15 @@ class EmulatorDevice:
         shared: int = 0,
     ) -> None:
         from gpu_ops import emulator
-        from gpu_ops.kernels.jit import compile_kernel
+        from gpu_ops.kernels.jit import CudaKernel, compile_kernel
 
         self._check_limits(kernel, grid, shared)
         if 0 in grid:
             return
         compiled = compile_kernel(kernel, self.arch)
+        together = isinstance(kernel, CudaKernel) and kernel.cooperative
+        if together:
+            self._check_resident(kernel.label, compiled, grid, block, shared)
         buffers = [self._buffer(a) if isinstance(a, np.ndarray) else a for a in args]
         emulator.launch(
             compiled.ptx,
@@ -145,6 +156,7 @@ class EmulatorDevice:
             shared=shared,
             arch=self.arch,
             sanitize=self.sanitize,
+            together=together,
         )
         # What one launch has been given the next may read: which bytes it wrote is not carried over.
         self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
@@ -166,6 +178,27 @@ class EmulatorDevice:
             raise EmulatorError(
                 f"{kernel.label}: {shared} bytes of shared memory; a block of {self.arch} may have "
                 f"{self.smem_per_block_optin}"
+            )
+
+    def _check_resident(
+        self,
+        label: str,
+        compiled: Compiled,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared: int,
+    ) -> None:
+        """A driver refuses a cooperative launch of more blocks than run at the same time."""
+        from gpu_ops.emulator import EmulatorError
+        from gpu_ops.kernels import cubin
+
+        assert compiled.cubin is not None  # as of every CUDA C++ kernel
+        needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
+        per_sm = cubin.occupancy(needs, math.prod(block), shared, ARCHES[self.arch]).blocks
+        if math.prod(grid) > per_sm * self.sms:
+            raise EmulatorError(
+                f"{label}: a cooperative grid of {grid} blocks; {per_sm} run at the same time on each of "
+                f"{self.sms} SMs"
             )
 
 
@@ -191,6 +224,12 @@ class CudaDevice:
 
         with self._device:
             return cupy.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
+        import cupy
+
+        with self._device:
+            return cupy.zeros(shape, dtype)
 
     def launch(
         self,
@@ -222,6 +261,8 @@ class Recorder:
         itemsize = np.dtype(dtype).itemsize
         strides = tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
+
+    zeros = empty
 
     def launch(
         self,

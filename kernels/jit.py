@@ -63,6 +63,7 @@ class CudaKernel:
     entry: str
     defines: tuple[Define, ...] = ()
     folder: Path = field(default=CUDA_FOLDER, repr=False)
+    cooperative: bool = False  # blocks wait for each other, so that all of them must run at the same time
 
     @property
     def label(self) -> str:
@@ -161,7 +162,7 @@ def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLau
             return NumbaLauncher(kernel.function, kernel.signature)
     compiled = compile_kernel(kernel, device_arch())
     assert compiled.cubin is not None  # as of every CUDA C++ kernel
-    return CudaLauncher(compiled.cubin, compiled.entry)
+    return CudaLauncher(compiled.cubin, compiled.entry, cooperative=kernel.cooperative)
 
 
 def forget() -> None:

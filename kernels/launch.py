@@ -40,9 +40,12 @@ def device_arch() -> str:
 
 
 class CudaLauncher:
-    """A cubin's entry, loaded on the current device."""
+    """A cubin's entry, loaded on the current device.
 
-    def __init__(self, image: bytes, entry: str) -> None:
+    ``cooperative``: the driver starts all blocks of a grid together, or refuses one that does not fit.
+    """
+
+    def __init__(self, image: bytes, entry: str, *, cooperative: bool = False) -> None:
         self._lock = threading.Lock()
         self._opted_in = 0
         self._sizes = cubin.parameter_sizes(image, entry)
@@ -51,7 +54,8 @@ class CudaLauncher:
             path.write_bytes(image)
             # get_function loads the module at once; RawKernel would read the file again on another device,
             # but a launcher belongs to one.
-            self._kernel = _cupy().RawModule(path=str(path)).get_function(entry)
+            module = _cupy().RawModule(path=str(path), enable_cooperative_groups=cooperative)
+            self._kernel = module.get_function(entry)
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int

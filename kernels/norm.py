@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from gpu_ops.kernels.arguments import alignment, float32, row_stride
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.norm_config import LongConfig, RowConfig, select_backward, select_forward
+from gpu_ops.kernels.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
 
 __all__ = ["Norm", "backward", "forward", "variants"]
 
@@ -102,13 +103,12 @@ def backward(
     has_dresidual = np.int32(dresidual is not None)
     dresidual = dy if dresidual is None else dresidual  # a stand-in, as below
     mean = rstd if mean is None else mean
-    flags = (np.int32(llama), has_dresidual)
     if backend == "numba":
         grid = min(rows, 2 * device.sms)
         partials = [device.empty((grid, cols), np.float64) for _ in range(_SUMS[norm])]
         twin = _twin(norm, "backward", x.dtype.name)
         arrays = (dy, x, weight, mean, rstd, dresidual, dx, partials[0], partials[-1])
-        args = (*arrays, np.float64(weight_offset), *flags)
+        args = (*arrays, np.float64(weight_offset), np.int32(llama), has_dresidual)
         device.launch(twin, (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
         for partial, total in zip(partials, (dweight, dbias), strict=False):
             reduce = _twin(norm, "dweight", x.dtype.name)
@@ -117,45 +117,29 @@ def backward(
     c = select_backward(
         rows, cols, x.dtype.itemsize, sums=_SUMS[norm], **_limits(device, (weight,), (x, dy, dresidual, dx))
     )
-    parts = c.grid if isinstance(c, RowConfig) else c.slices
-    partial = device.empty((_SUMS[norm], parts, cols), np.float32)
-    given, sizes = (dy, x, weight, mean, rstd), (np.int64(rows), np.int32(cols))
-    strides, read_strides = map(row_stride, (dy, x, dresidual, dx)), map(row_stride, (dy, x))
-    inverse_cols, offset = float32(1 / cols), float32(weight_offset)
-    if isinstance(c, RowConfig):
-        args = (*given, dresidual, dx, partial, *sizes, *strides, inverse_cols, offset, *flags)
-        kernel = _backward(norm, c, x.dtype.name)
-        block = (c.threads_per_row, c.rows_per_block, 1)
-        device.launch(kernel, (c.grid, 1, 1), block, args, shared=c.shared_bytes)
-    else:
-        means = device.empty((_SUMS[norm], rows), np.float32)
-        first, then = _backward_long(norm, c, x.dtype.name)
-        args = (*given, means, *sizes, *read_strides, inverse_cols, offset, np.int32(llama))
-        device.launch(first, (c.row_grid, 1, 1), (c.row_threads, 1, 1), args)
-        args = (
-            *given,
-            means,
-            dresidual,
-            dx,
-            partial,
-            *sizes,
-            np.int32(c.rows_per_slice),
-            *strides,
-            offset,
-            *flags,
-        )
-        device.launch(then, (c.strips * c.slices, 1, 1), (c.strip_threads, 1, 1), args)
-    totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(parts), np.int32(cols))
+    partial = device.empty((_SUMS[norm], c.parts, cols), np.float32)
+    exchange = partial  # another stand-in
+    if c.team:
+        exchange = device.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
+    args = (
+        *(dy, x, weight, mean, rstd, dresidual, dx, partial, exchange),
+        *(np.int64(rows), np.int32(cols), np.int32(c.parts), np.int32(c.team), np.int32(c.block_cols)),
+        *map(row_stride, (dy, x, dresidual, dx)),
+        *(float32(1 / cols), float32(weight_offset), np.int32(llama), has_dresidual),
+    )
+    block = (c.threads_per_row, c.rows_per_block, 1)
+    device.launch(_backward(norm, c, x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(c.parts), np.int32(cols))
     device.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
 
 
 # Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
-_SIZES = (1024, 2048, 4096, 8192, 16384, 2**20, 255, 511, 1023, 4095, 16383, 2**20 + 1)
+_SIZES = (1024, 2048, 4096, 8192, 16384, 2**17, 2**24, 255, 511, 1023, 4095, 16383, 2**17 + 1, 2**24 + 1)
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``forward`` and ``backward`` launch, with the threads of a long row in its reach."""
-    limits: dict[str, int] = {"sms": 1, "smem_per_block_optin": smem_per_block_optin(arch)}
+    limits: dict[str, int] = {"sms": 16, "smem_per_block_optin": smem_per_block_optin(arch)}
     seen = set()
     for norm, (dtype, itemsize) in itertools.product(
         _SUMS, (("float16", 2), ("bfloat16", 2), ("float32", 4))
@@ -163,13 +147,10 @@ def variants(arch: str) -> Iterator[Variant]:
         for cols, aligned in itertools.product(_SIZES, (16, itemsize)):
             f = select_forward(1, cols, itemsize, alignment=aligned, **limits)
             b = select_backward(1, cols, itemsize, sums=_SUMS[norm], alignment=aligned, **limits)
-            found = [Variant(_forward(norm, f, dtype), f.threads, f.shared_bytes)]
-            if isinstance(b, RowConfig):
-                found.append(Variant(_backward(norm, b, dtype), b.threads, b.shared_bytes))
-            else:
-                threads = (b.row_threads, b.strip_threads)
-                found.extend(map(Variant, _backward_long(norm, b, dtype), threads))
-            for variant in found:
+            for variant in (
+                Variant(_forward(norm, f, dtype), f.threads, f.shared_bytes),
+                Variant(_backward(norm, b, dtype), b.threads, b.shared_bytes),
+            ):
                 if variant.kernel not in seen:
                     seen.add(variant.kernel)
                     yield variant
@@ -180,17 +161,13 @@ def _forward(norm: Norm, c: RowConfig, dtype: str) -> CudaKernel:
     return _kernel("norm", f"{norm}_forward", norm, c, dtype, VECS=c.vecs, REST=int(c.rest))
 
 
-def _backward(norm: Norm, c: RowConfig, dtype: str) -> CudaKernel:
-    return _kernel("norm_backward", f"{norm}_backward", norm, c, dtype, VECS=c.vecs)
-
-
-def _backward_long(norm: Norm, c: LongConfig, dtype: str) -> list[CudaKernel]:
-    entries = (f"{norm}_backward_rows", f"{norm}_backward_columns")
-    return [_kernel("norm_backward_long", entry, norm, c, dtype) for entry in entries]
+def _backward(norm: Norm, c: BackwardConfig, dtype: str) -> CudaKernel:
+    kernel = _kernel("norm_backward", f"{norm}_backward", norm, c, dtype, VECS=c.vecs, TEAM=int(c.team > 0))
+    return replace(kernel, cooperative=c.team > 0)
 
 
 def _kernel(
-    stem: str, entry: str, norm: Norm, c: RowConfig | LongConfig, dtype: str, **more: int
+    stem: str, entry: str, norm: Norm, c: RowConfig | BackwardConfig, dtype: str, **more: int
 ) -> CudaKernel:
     defines: dict[str, str | int] = {
         "NORM": norm,

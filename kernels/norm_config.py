@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LongConfig", "RowConfig", "select_backward", "select_forward"]
+__all__ = ["BackwardConfig", "RowConfig", "select_backward", "select_forward"]
 
 _WARP = 32
 _BLOCK = 128  # threads of a block that has several rows
@@ -25,31 +25,24 @@ _FORWARD = (
     # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
     (1024, None, 4),
 )  # then shared memory, then all that a block can have
-# By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then LongConfig.
+# By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then a team of blocks. 4096 columns: 5 blocks of 256 threads.
+# Then x and dy in 32 or 24 registers: threads as below, up to the 576 of which two blocks fit.
 _BACKWARD = {
-    # 4096 columns: 5 blocks of 256 threads. Then x and dy in 32 registers: threads as below. Above 2304 vectors, 9216
-    # columns of float32, one block of 1024: half of an SM's 2048, but x and dy of two such rows would take all its
-    # registers.
-    1: ((8, 4, 2), (16, 8, 2), (32, 16, 2), (64, 32, 2), (512, None, 2), (4096, None, 4)),
+    1: ((8, 4, 2), (16, 8, 2), (32, 16, 2), (64, 32, 2), (512, None, 2), (2304, None, 4)),
     # A vector per thread: the sums of two would leave a 2048-thread SM room for half of its warps.
-    2: (
-        (8, 8, 1),
-        (16, 16, 1),
-        (32, 32, 1),
-        (256, None, 1),
-        (512, None, 2),
-        (3072, None, 3),
-        (4096, None, 4),
-    ),
+    2: ((8, 8, 1), (16, 16, 1), (32, 32, 1), (256, None, 1), (512, None, 2), (1728, None, 3)),
 }
 
 # Vectors per thread in registers, of 1024 threads that share an SM: with the 10 that 160 KB of shared memory have
 # room for, a row of 131072 16-bit numbers stays on the chip.
 _SPREAD = 6
 
-# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56 (LayerNorm: 64,
-# of which one block of 1024 threads is to have all).
+# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56.
 _BACKWARD_WARPS = {1: 40, 2: 40, 3: 36, 4: 36}
+
+# Blocks of a team: three on an SM, for three teams, hide each other's waits. Vectors per thread as in the last rows
+# of _BACKWARD, or as many single elements as their registers have room for.
+_TEAM_BLOCKS, _TEAM_THREADS, _TEAM_SCRATCH = 3, 384, 640
 
 # Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
 _MAX_ROUNDINGS = 56
@@ -82,18 +75,23 @@ class RowConfig:
 
 
 @dataclass(frozen=True)
-class LongConfig:
-    """The backward in two kernels: a block per row, then one per strip of columns and slice of rows."""
+class BackwardConfig:
+    """A row belongs to a part of a block, to a block, or to a team of blocks that must run at the same time."""
 
     vec: int
     access: int
-    row_grid: int
-    strips: int
-    slices: int
-    rows_per_slice: int
+    vecs: int  # vectors per thread in registers; 0: a row is read twice
+    threads_per_row: int  # of a block
+    rows_per_block: int
+    team: int  # blocks; 0: a row has no more than one
+    block_cols: int  # columns of a team's block
+    grid: int
+    parts: int  # of the rows, each with its sums of dweight
+    shared_bytes: int  # dynamic
 
-    row_threads = 384  # 56 registers: three blocks of either kernel's are 36 warps
-    strip_threads = 128
+    @property
+    def threads(self) -> int:
+        return self.threads_per_row * self.rows_per_block
 
 
 def select_forward(
@@ -127,7 +125,7 @@ def select_forward(
 
 def select_backward(
     rows: int, cols: int, itemsize: int, *, sums: int, alignment: int, sms: int, smem_per_block_optin: int
-) -> RowConfig | LongConfig:
+) -> BackwardConfig:
     """As ``select_forward``. ``sums``: 1, of dweight, or 2, of dbias too."""
     vec, access, n_vecs = _vectors(cols, itemsize, alignment)
     for limit, threads_per_row, vecs in _BACKWARD[sums]:
@@ -136,28 +134,43 @@ def select_backward(
         threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
         per_block = _BLOCK // threads if threads_per_row else 1
         shared = sums * _sums_bytes(n_vecs, vec, vecs, threads, per_block)
-        if shared + _SCRATCH > smem_per_block_optin:
-            break
         by_registers = _BACKWARD_WARPS[vecs] * _WARP // (threads * per_block)
         blocks = min(by_registers, _fit(shared, smem_per_block_optin))
-        if (
-            not threads_per_row
-        ):  # no more blocks fit, but more threads may: 288, 384, 576 rather than 256, 320, 512
-            threads = max(threads, min(1024, _BACKWARD_WARPS[vecs] // blocks * _WARP))
+        if blocks < 2:  # of 1024 threads: half of what some SMs hold, and nobody reads while it writes
+            break
+        if not threads_per_row:  # no more blocks fit, but more threads may: 288, 384, 576, not 256, 320, 512
+            threads = max(threads, _BACKWARD_WARPS[vecs] // blocks * _WARP)
         # Blocks that run at a time, or whole waves of them until the sums are short enough.
-        tiles, resident = -(-rows // per_block), sms * blocks
-        waves = -(-tiles // ((_MAX_ROUNDINGS - per_block) * resident))
-        return RowConfig(
-            vec, access, vecs, 0, False, threads, per_block, min(tiles, waves * resident), shared
-        )
+        tiles = -(-rows // per_block)
+        parts = _parts(tiles, sms * blocks, _MAX_ROUNDINGS - per_block)
+        return BackwardConfig(vec, access, vecs, threads, per_block, 0, cols, parts, parts, shared)
 
-    strips = -(-n_vecs // LongConfig.strip_threads)
-    # Enough blocks for the card, unless slices were so thin that writing their sums took more than a few percent.
-    filling = min(-(-sms * _BACKWARD_WARPS[4] // 4 // strips), -(-rows // 16))
-    wanted = min(max(filling, -(-rows // _MAX_ROUNDINGS)), _MAX_GRID // strips)
-    rows_per_slice = -(-rows // wanted)
-    slices = -(-rows // rows_per_slice)
-    return LongConfig(vec, access, min(rows, _MAX_GRID), strips, slices, rows_per_slice)
+    return _select_team(rows, n_vecs, vec, access, sums, sms, smem_per_block_optin)
+
+
+def _select_team(
+    rows: int, n_vecs: int, vec: int, access: int, sums: int, sms: int, smem_per_block_optin: int
+) -> BackwardConfig:
+    """As few blocks per row as can keep it, or so many more that all SMs have work."""
+    vecs = _BACKWARD[sums][-1][2] * (4 if vec == 1 else 1)
+    room = (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _TEAM_SCRATCH
+    most = min(vecs * _TEAM_THREADS, room // (4 * vec * sums) // _WARP * _WARP)  # vectors of a block
+    resident, least = sms * _TEAM_BLOCKS, -(-n_vecs // most)
+    if least > resident:
+        vecs, least = 0, resident
+    teams = min(rows, resident // least)
+    block_vecs = max(_TEAM_THREADS, _round_up(-(-n_vecs // (resident // teams)), _WARP))
+    team = -(-n_vecs // block_vecs)
+    shared = 4 * vec * sums * block_vecs if vecs else 0
+    parts = _parts(rows, teams, _MAX_ROUNDINGS - 1)
+    return BackwardConfig(
+        vec, access, vecs, _TEAM_THREADS, 1, team, block_vecs * vec, teams * team, parts, shared
+    )
+
+
+def _parts(tiles: int, at_a_time: int, longest: int) -> int:
+    """Parts of the rows: whole waves, of so many that none has more than ``longest`` tiles."""
+    return min(tiles, -(-tiles // (longest * at_a_time)) * at_a_time)
 
 
 def _vectors(cols: int, itemsize: int, alignment: int) -> tuple[int, int, int]:

@@ -156,6 +156,9 @@ class FakeCupy(ModuleType):
     def empty(self, shape, dtype):
         return FakeArray(np.empty(shape, dtype), self.current_device())
 
+    def zeros(self, shape, dtype):
+        return FakeArray(np.zeros(shape, dtype), self.current_device())
+
     def ascontiguousarray(self, x):
         assert self.current_device() == x.device.id
         return FakeArray(np.ascontiguousarray(x.host), x.device.id)

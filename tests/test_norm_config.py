@@ -8,8 +8,8 @@ import pytest
 from compilers import needs_nvrtc
 
 from gpu_ops.kernels import cubin, jit
-from gpu_ops.kernels.norm import _backward, _backward_long, _forward, variants
-from gpu_ops.kernels.norm_config import LongConfig, RowConfig, select_backward, select_forward
+from gpu_ops.kernels.norm import _backward, _forward, variants
+from gpu_ops.kernels.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
 from gpu_ops.presets import ARCHES, PRESETS
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
@@ -20,7 +20,7 @@ COLS = [1, 2, 7, 8, 64, 100, 123, 128, 256, 257, 512, 1000, 1024, 2048, 4095, 40
 PASSES = ("forward", "backward of rmsnorm", "backward of layernorm")
 
 
-def choose(which, rows, cols, itemsize, card, alignment=16) -> RowConfig | LongConfig:
+def choose(which, rows, cols, itemsize, card, alignment=16) -> RowConfig | BackwardConfig:
     limits = {"alignment": alignment, "sms": card.sms, "smem_per_block_optin": card.arch.smem_per_block_optin}
     if which == "forward":
         return select_forward(rows, cols, itemsize, **limits)
@@ -30,8 +30,6 @@ def choose(which, rows, cols, itemsize, card, alignment=16) -> RowConfig | LongC
 def kernels(which, config, dtype):
     """Those that run a choice."""
     norms = ("layernorm", "rmsnorm") if which == "forward" else (which.rpartition(" ")[2],)
-    if isinstance(config, LongConfig):
-        return [k for norm in norms for k in _backward_long(norm, config, dtype)]
     return [(_forward if which == "forward" else _backward)(norm, config, dtype) for norm in norms]
 
 
@@ -43,17 +41,14 @@ def test_every_choice_can_be_launched_and_covers_the_problem(which, itemsize, ca
         for rows in (1, 3, 1000, 8192, 1 << 20, 1 << 33):
             c = choose(which, rows, cols, itemsize, card)
             assert cols % c.vec == 0
-            if isinstance(c, LongConfig):
-                assert 1 <= c.strips * c.slices <= 2**31 - 1
-                assert c.strips * c.strip_threads * c.vec >= cols
-                assert (c.slices - 1) * c.rows_per_slice < rows <= c.slices * c.rows_per_slice
-                assert c.rows_per_slice <= 56 or rows == 1 << 33
-                continue
             assert c.threads <= 1024
             assert c.threads % 32 == 0
             assert c.rows_per_block == 1 or (c.threads_per_row <= 32 and 32 % c.threads_per_row == 0)
             assert c.shared_bytes + 512 <= card.arch.smem_per_block_optin
             assert 1 <= c.grid <= 2**31 - 1
+            if isinstance(c, BackwardConfig):
+                check_backward(c, rows, cols, card)
+                continue
             assert c.grid <= -(-rows // c.rows_per_block), "a block without a row"
             assert c.rest or c.on_chip >= cols
             if c.shared_vecs:
@@ -61,16 +56,49 @@ def test_every_choice_can_be_launched_and_covers_the_problem(which, itemsize, ca
                 assert c.shared_bytes >= in_shared * itemsize
 
 
+def check_backward(c, rows, cols, card):
+    """Every column has a thread, every row a part of the sums, every block of a team an SM."""
+    assert c.parts <= -(-rows // c.rows_per_block), "a part without a row"
+    assert c.vecs == 0 or c.vecs * c.threads_per_row * c.vec >= c.block_cols
+    if not c.team:
+        assert (c.grid, c.block_cols) == (c.parts, cols)
+        return
+    assert c.block_cols % (32 * c.vec) == 0
+    assert (c.team - 1) * c.block_cols < cols <= c.team * c.block_cols, "a block without a column"
+    assert c.grid % c.team == 0
+    assert c.grid // c.team <= c.parts, "a team without a row"
+    assert c.grid <= 3 * card.sms
+    assert 3 * (c.shared_bytes + 640 + 1024) <= card.arch.smem_per_sm
+
+
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
 def test_16384_columns_are_read_once(card):
     for cols in (n for n in COLS if n <= 16384):
         for itemsize in (2, 4):
             assert choose("forward", 64, cols, itemsize, card).on_chip >= cols
-            if cols * itemsize % 16 == 0:
-                assert isinstance(choose("backward of rmsnorm", 64, cols, itemsize, card), RowConfig)
-                # LayerNorm has 8 bytes of sums per column: 96 KB are enough for 12288
-                if cols <= 12288 or card.arch.smem_per_block_optin > 2**17:
-                    assert isinstance(choose("backward of layernorm", 64, cols, itemsize, card), RowConfig)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@pytest.mark.parametrize("which", PASSES[1:])
+def test_the_backward_reads_rows_once_that_all_sms_can_hold(which, card):
+    """One SM of the smallest cards holds 12288 columns of LayerNorm, x, dy and the sums of dweight and dbias."""
+    for itemsize in (2, 4):
+        for cols in COLS:
+            if cols <= 12288 * card.sms:
+                assert choose(which, 64, cols, itemsize, card).vecs > 0
+        longest = choose(which, 64, 1 << 24, itemsize, card)
+        assert longest.vecs == 0
+        assert 0.99 * 3 * card.sms <= longest.team <= 3 * card.sms
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@pytest.mark.parametrize("which", PASSES[1:])
+def test_teams_have_work_for_the_whole_card(which, card):
+    for cols in (16384, 32768, 65536, 131072):
+        for itemsize in (2, 4):
+            c = choose(which, 8192, cols, itemsize, card)
+            if c.team:
+                assert c.grid >= 0.9 * 3 * card.sms, c
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
@@ -100,11 +128,10 @@ def test_alignment_changes_how_vectors_are_fetched_and_nothing_else(which, items
 def test_sums_of_dweight_stay_short(card):
     """A sum suffers a rounding per row of its thread and per row group of its block: at most 56, and 8 after."""
     for rows in (1, 100, 8192, 65536, 10**6, 10**7):
-        for cols in (n for n in COLS if n <= 16384):
+        for cols in COLS:
             c = choose("backward of rmsnorm", rows, cols, 2, card)
-            if isinstance(c, RowConfig):
-                tiles = -(-rows // c.rows_per_block)
-                assert -(-tiles // c.grid) + c.rows_per_block <= 56
+            tiles = -(-rows // c.rows_per_block)
+            assert -(-tiles // c.parts) + c.rows_per_block <= 56
 
 
 def test_many_small_rows_fill_the_card_and_keep_their_weights():
@@ -138,11 +165,7 @@ def test_every_choice_is_listed(arch):
     ],
 )
 def test_more_than_half_of_the_warps(dtype, itemsize, arch):
-    """Rows of whole vectors, up to 16384 elements, have no spills and more than half of an SM's warps at work.
-
-    But for the longest rows of the backward, one block of 1024 threads, half of the 2048 that some SMs have: x, dy
-    and sums of two rows would not fit in its registers and shared memory.
-    """
+    """No spills, and more than half of an SM's warps at work; the backward up to 131072 columns."""
     limits = ARCHES[arch]
 
     @functools.cache
@@ -150,20 +173,14 @@ def test_more_than_half_of_the_warps(dtype, itemsize, arch):
         compiled = jit.assemble(jit.compile_kernel(kernel, arch), arch)
         return cubin.resources(compiled.cubin, kernel.entry, compiled.log)
 
+    vec = 16 // itemsize
     for which in PASSES:
-        for cols in range(16 // itemsize, 16385, 16 // itemsize):
+        long = () if which == "forward" else (20000, 32768, 50000, 65536, 100_000, 131072)
+        for cols in (*range(vec, 16385, vec), *long):
             c = choose(which, 1 << 20, cols, itemsize, PRESETS[arch])
             for kernel in kernels(which, c, dtype):
                 needs = resources(kernel)
                 assert needs.spill_bytes == 0
-                threads, shared = (
-                    (LongConfig.strip_threads, 0)
-                    if isinstance(c, LongConfig)
-                    else (c.threads, c.shared_bytes)
-                )
-                share = cubin.occupancy(needs, threads, shared, limits).share
-                if which != "forward" and threads == 1024 and arch == "sm_80":
-                    assert share == 0.5
-                    assert cols > {"backward of rmsnorm": 9216, "backward of layernorm": 6912}[which]
-                else:
-                    assert share > 0.5, (which, cols, c)
+                found = cubin.occupancy(needs, c.threads, c.shared_bytes, limits)
+                assert found.share > 0.5, (which, cols, c)
+                assert not kernel.cooperative or c.grid <= found.blocks * PRESETS[arch].sms

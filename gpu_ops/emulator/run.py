@@ -42,6 +42,7 @@ def launch(
     arch: str = "sm_80",
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
+    together: bool = False,
 ) -> None:
     """Run a kernel on the CPU, under the sanitizer.
 
@@ -64,6 +65,9 @@ def launch(
         False: do not look for races, reads of what nobody wrote, or wrong masks. Faster.
     sample : iterable of int, optional
         Run these blocks only, by linear id.
+    together : bool
+        Run all blocks at the same time, as a cooperative launch does: they may wait for each other. Otherwise as many
+        as the emulator finds handy, one after the other, in which a block must not count on another.
 
     Raises
     ------
@@ -113,7 +117,14 @@ def launch(
       at PTX line 14: ld.global.f32 %f0, [%rd0];
     """
     _launch(
-        link_source(source, name, arch), grid, block, args, shared=shared, sanitize=sanitize, sample=sample
+        link_source(source, name, arch),
+        grid,
+        block,
+        args,
+        shared=shared,
+        sanitize=sanitize,
+        sample=sample,
+        together=together,
     )
 
 
@@ -183,6 +194,7 @@ def _launch(
     shared: int,
     sanitize: bool,
     sample: Iterable[int] | None = None,
+    together: bool = False,
 ) -> None:
     grid, block = _triple(grid), _triple(block)
     threads = math.prod(block)
@@ -204,6 +216,8 @@ def _launch(
     bytes_per_block = max(1, program.shared_bytes + shared)
     padded = -(-threads // WARP) * WARP
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))
+    if together:
+        batch = max(1, len(blocks))
     with (
         visible(f"gpu_ops: emulating {program.title}, {len(blocks)} blocks of {threads} threads"),
         np.errstate(all="ignore"),

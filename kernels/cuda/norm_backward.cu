@@ -1,10 +1,10 @@
-// RMSNorm and LayerNorm, backward, of rows that fit on the chip: the gradient of x in one pass, and of the weight and
-// the bias in a fixed order. Longer rows: norm_backward_long.cu.
+// RMSNorm and LayerNorm, backward: the gradient of x in one pass, and of the weight and the bias in a fixed order.
 //
 //   dy, x, dresidual, dx  (rows, cols) DTYPE, last axis contiguous, row strides in elements
 //   weight                (cols,)      DTYPE
 //   mean, rstd            (rows,)      float, of the forward; mean in LayerNorm only
-//   partial               (gridDim.x, cols) float, scratch; in LayerNorm twice, for dweight and for dbias
+//   partial               (parts, cols) float, scratch; in LayerNorm twice, for dweight and for dbias
+//   exchange              scratch of teams, zeros: below
 //
 //   n = (x - mean) * rstd      m = dy * (weight_offset + weight)
 //   dx = rstd * (m - n * mean(m * n) [- mean(m)]) + dresidual      dweight = sum over rows of dy * n, dbias of dy
@@ -15,12 +15,23 @@
 // and dx, x and dy are in registers, VECS vectors of each per thread.
 //
 // A thread owns the same columns in every row, so it adds to dweight with no atomics: first down its rows, then over
-// the row groups of its block, last over blocks, in norm_dweight. No float sees more than about 60 of these
-// additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of blocks is chosen for that.
+// the row groups of its block, last over parts of the rows, in norm_dweight. No float sees more than about 60 of these
+// additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of parts is chosen for that. A part is a
+// block's rows, or, with TEAM, one of those that a team goes through.
 //
-// Macros: those of norm.cuh, and VECS. Ownership is that of norm.cu. The sums lie in dynamic shared memory in slots, each
-// 4 floats (VEC of them if fewer), W of them, 8 or 32, in a line of 128 bytes. With T threads per row, B per block, and
-// n = i * stride + g * T + t, stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t of row group g are in
+//   TEAM   VECS     for rows
+//   0      1 to 4   that are so short that two blocks fit on an SM
+//   1      3 to 16  longer: a team of blocks has a row, each block some columns of it, on the chip as well
+//   1      0        longer than all SMs can hold: x and dy are read again, from L2 if a row fits there, and dweight is
+//                   added up in partial
+//
+//   row    | team's block 0   | block 1          | ...         first: where a block's columns begin, own: how many
+//   SM       0                  1                  ...         its other blocks work for other teams meanwhile
+//
+// Macros: those of norm.cuh, TEAM, and VECS. In its columns a block's ownership is that of norm.cu. The sums lie in
+// dynamic shared memory in slots, each 4 floats (VEC of them if fewer), W of them, 8 or 32, in a line of 128 bytes. With
+// T threads per row, B per block, and n = i * stride + g * T + t, stride = B + T % W, floats 4q .. 4q+3 of vector i of
+// thread t of row group g are in
 //
 //   slot n % W ^ 4q of line (n / W, dweight or dbias, q)
 //
@@ -28,140 +39,233 @@
 #include "norm.cuh"
 
 constexpr int kVecs = VECS;
+constexpr bool kTeam = TEAM, kAnyLength = kVecs == 0;
+constexpr int kUnroll = kAnyLength ? 1 : kVecs;
 
-constexpr bool kOneRow = kVecs > 2;  // long rows, one per block
+constexpr bool kOneRow = kTeam || kVecs > 2;  // long rows, one per block
 
 // Eight numbers that arrive one by one leave no registers to keep a row in: it is read again, from L1 or L2.
-constexpr bool kHold = !(VEC == 8 && ACCESS == 1);
+constexpr bool kHold = !(VEC == 8 && ACCESS == 1) && !kAnyLength;
 constexpr int kHeld = kHold ? kVecs : 1;
 
 // More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
-// LayerNorm's longest rows have one block of 1024 threads.
-constexpr int kMaxRegisters = kLayer && kVecs == 4 ? 64 : kVecs <= 2 && (kHold || !kLayer) ? 48 : 56;
+constexpr int kMaxRegisters = kVecs <= 2 && !kTeam && (kHold || !kLayer) ? 48 : 56;
 
 constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the rows: dweight and dbias
 
 extern __shared__ uint4 dynamic_shared[];
 
+// Sums over a row, by a team of blocks. A block leaves its sums where the others look for them, each in one word with
+// the number of the row: who finds the number has the sum, with no fence and no flag.
+//
+//   exchange  (teams, 2, blocks of a team, kSums) words      word: the row's number among the team's, from 1 | the sum
+//
+// Rows take turns with the 2: who writes a word again, two rows later, has by then the sums of the row between from all,
+// who read this one before they gave those. A block waits for others, so all of the grid must run at the same time:
+// a cooperative launch.
+class TeamSums {
+public:
+    using Scratch = float[kSums];
+    using Word = unsigned long long;
+
+    __device__ __forceinline__ TeamSums(RowSums<kSums>& block_sum, Scratch& total, Word* exchange, int team)
+        : block_sum_(block_sum), total_(total), team_(team),
+          exchange_(exchange + (long long)(blockIdx.x / team) * 2 * team * kSums) {}
+
+    __device__ __forceinline__ void operator()(float (&value)[kSums], int thread) {
+        block_sum_(value, thread);
+        ++row_;
+        if (thread < 32) {
+            Word* const words = exchange_ + (row_ & 1) * team_ * kSums;
+            #pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                if (thread == 0) write(words + blockIdx.x % team_ * kSums + i, value[i]);
+                value[i] = 0.0f;
+            }
+            for (int block = thread; block < team_; block += 32) {
+                #pragma unroll
+                for (int i = 0; i < kSums; ++i) value[i] += wait_for(words + block * kSums + i);
+            }
+            #pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                value[i] = warp_sum(value[i], 32);
+                if (thread == 0) total_[i] = value[i];
+            }
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < kSums; ++i) value[i] = total_[i];  // the next row's come after a barrier of block_sum_
+    }
+
+private:
+    __device__ __forceinline__ void write(Word* word, float sum) const {
+        const Word tagged = Word(row_) << 32 | __float_as_uint(sum);
+        asm volatile("st.relaxed.gpu.global.b64 [%0], %1;"
+                     :: "l"(__cvta_generic_to_global(word)), "l"(tagged) : "memory");
+    }
+
+    __device__ __forceinline__ float wait_for(const Word* word) const {
+        Word tagged;
+        do {
+            asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];"
+                         : "=l"(tagged) : "l"(__cvta_generic_to_global(word)) : "memory");
+        } while (unsigned(tagged >> 32) != row_);
+        return __uint_as_float(unsigned(tagged));
+    }
+
+    RowSums<kSums>& block_sum_;
+    Scratch& total_;
+    const int team_;
+    Word* const exchange_;
+    unsigned row_ = 0;
+};
+
 extern "C" __global__ void __maxnreg__(kMaxRegisters)
 ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const float* mean, const float* rstd,
-                const scalar* dresidual, scalar* dx, float* partial, long long rows, int cols, long long dy_stride,
-                long long x_stride, long long dresidual_stride, long long dx_stride, float inverse_cols,
-                float weight_offset, int llama, int has_dresidual) {
+                const scalar* dresidual, scalar* dx, float* partial, unsigned long long* exchange, long long rows,
+                int cols, int parts, int team, int block_cols, long long dy_stride, long long x_stride,
+                long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama,
+                int has_dresidual) {
     __shared__ RowSums<kSums>::Scratch scratch;
-    RowSums<kSums> row_sum(scratch);
+    __shared__ TeamSums::Scratch total;
+    RowSums<kSums> block_sum(scratch);
+    TeamSums team_sum(block_sum, total, exchange, team);
+
     int thread = threadIdx.x;
     const int threads = blockDim.x;
     const int groups = kOneRow ? 1 : blockDim.y, group = kOneRow ? 0 : threadIdx.y;
-    const auto column = [&](int i) { return (i * threads + thread) * VEC; };
-
-    // The sums of this thread's columns: `of` is 0 for dweight, 1 for dbias.
-    constexpr int kLine = 128 / sizeof(quad);
-    const int stride = groups * threads + threads % kLine;
-    const auto slot = [&](int of, int i, int q, int g, int t) -> quad& {
-        const int n = i * stride + g * threads + t;
-        return reinterpret_cast<quad*>(dynamic_shared)[(n / kLine * kSums * kQuads + of * kQuads + q) * kLine
-                                                       + (n % kLine ^ 4 * q)];
-    };
-    #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        for (int q = 0; q < kSums * kQuads && column(i) < cols; ++q) slot(q / kQuads, i, q % kQuads, group, thread) = {};
+    const auto column = [&](int i) { return (i * threads + thread) * VEC; };  // of the block's own
+    int own = cols;
+    if constexpr (kTeam) {
+        const int first = blockIdx.x % team * block_cols;
+        own = min(block_cols, cols - first);
+        dy += first, x += first, weight += first, dresidual += first, dx += first, partial += first;
     }
+    const int vecs = kAnyLength ? (own + threads * VEC - 1) / (threads * VEC) : kVecs;
 
-    // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
-    for (long long first = (long long)blockIdx.x * groups; first < rows; first += (long long)gridDim.x * groups) {
-        const long long r = first + group;
-        const int end = r < rows ? cols : 0;
-        const float row_rstd = end > 0 ? rstd[r] : 0.0f;
-        const float row_mean = kLayer && end > 0 ? mean[r] : 0.0f;
+    int part = kTeam ? blockIdx.x / team : blockIdx.x;
+    do {
+        const auto block_partial = [&](int of) { return partial + ((long long)of * parts + part) * cols; };
 
-        // 1. Read the row; sum over it; add to the sums of dweight and dbias. dx may be dy: a thread reads what it will
-        // write, and nobody else does.
-        vec held_x[kHeld], held_dy[kHeld];
-        if constexpr (kHold) {
-            #pragma unroll
-            for (int i = 0; i < kVecs; ++i) {
-                if (column(i) < end) {
-                    held_x[i] = load<vec, ACCESS, Cache::kOnce>(x + r * x_stride + column(i));
-                    held_dy[i] = load<vec, ACCESS, Cache::kOnce>(dy + r * dy_stride + column(i));
-                }
-            }
+        // The sums of this thread's columns: `of` is 0 for dweight, 1 for dbias.
+        constexpr int kLine = 128 / sizeof(quad);
+        const int stride = groups * threads + threads % kLine;
+        const auto slot = [&](int of, int i, int q, int g, int t) -> quad& {
+            const int n = i * stride + g * threads + t;
+            return reinterpret_cast<quad*>(dynamic_shared)[(n / kLine * kSums * kQuads + of * kQuads + q) * kLine
+                                                           + (n % kLine ^ 4 * q)];
+        };
+        const auto get_sum = [&](int of, int i, int q) -> quad {
+            if constexpr (kAnyLength) {
+                return load<quad, kQuad, Cache::kDefault>(block_partial(of) + column(i) + q * kQuad);
+            } else return slot(of, i, q, group, thread);
+        };
+        const auto put_sum = [&](int of, int i, int q, const quad& sum) {
+            if constexpr (kAnyLength) store<kQuad>(block_partial(of) + column(i) + q * kQuad, sum);
+            else slot(of, i, q, group, thread) = sum;
+        };
+        #pragma unroll kUnroll
+        for (int i = 0; i < vecs; ++i) {
+            for (int q = 0; q < kSums * kQuads && column(i) < own; ++q) put_sum(q / kQuads, i, q % kQuads, {});
         }
-        const auto get_x = [&](int i) {
-            if constexpr (kHold) return fresh(held_x[i]);
-            else return load<vec, ACCESS, Cache::kDefault>(x + r * x_stride + column(i));
-        };
-        const auto get_dy = [&](int i) {
-            if constexpr (kHold) return fresh(held_dy[i]);
-            else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
-        };
 
-        forget(thread);  // columns are computed again: kept, they would take a register per vector
+        // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+        for (long long first = (long long)part * groups; first < rows; first += (long long)parts * groups) {
+            const long long r = first + group;
+            const int end = r < rows ? own : 0;
+            const float row_rstd = end > 0 ? rstd[r] : 0.0f;
+            const float row_mean = kLayer && end > 0 ? mean[r] : 0.0f;
 
-        float sums[kSums] = {};
-        #pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            if (column(i) >= end) continue;
-            const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
-            const vec row_x = get_x(i), row_dy = get_dy(i);
-            #pragma unroll
-            for (int q = 0; q < kQuads; ++q) {
-                forget(thread);  // else this reads ahead, and the registers do not suffice
-                quad dw = slot(0, i, q, group, thread), db = {};
-                if constexpr (kLayer) db = slot(1, i, q, group, thread);
+            // 1. Read the row; sum over it; add to the sums of dweight and dbias. dx may be dy: a thread reads what it
+            // will write, and nobody else does.
+            vec held_x[kHeld], held_dy[kHeld];
+            if constexpr (kHold) {
                 #pragma unroll
-                for (int k = 0; k < kQuadWords; ++k) {
-                    const int word = q * kQuadWords + k;
-                    const Gradients g = gradients(row_dy.word[word], row_x.word[word], w.word[word], row_mean, row_rstd,
-                                                  weight_offset, llama);
-                    #pragma unroll
-                    for (int e = 0; e < kPerWord; ++e) {
-                        sums[0] = fmaf(g.m[e], g.n[e], sums[0]);
-                        if constexpr (kLayer) sums[1] += g.m[e];
-                        add(dw, k * kPerWord + e, g.dy[e], g.n_seen[e]);
-                        if constexpr (kLayer) add(db, k * kPerWord + e, g.dy[e], 1.0f);
+                for (int i = 0; i < kVecs; ++i) {
+                    if (column(i) < end) {
+                        held_x[i] = load<vec, ACCESS, Cache::kOnce>(x + r * x_stride + column(i));
+                        held_dy[i] = load<vec, ACCESS, Cache::kOnce>(dy + r * dy_stride + column(i));
                     }
                 }
-                slot(0, i, q, group, thread) = dw;
-                if constexpr (kLayer) slot(1, i, q, group, thread) = db;
+            }
+            const auto get_x = [&](int i) {
+                if constexpr (kHold) return fresh(held_x[i]);
+                else return load<vec, ACCESS, Cache::kDefault>(x + r * x_stride + column(i));
+            };
+            const auto get_dy = [&](int i) {
+                if constexpr (kHold) return fresh(held_dy[i]);
+                else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
+            };
+
+            forget(thread);  // columns are computed again: kept, they would take a register per vector
+
+            float sums[kSums] = {};
+            #pragma unroll kUnroll
+            for (int i = 0; i < vecs; ++i) {
+                if (column(i) >= end) continue;
+                const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+                const vec row_x = get_x(i), row_dy = get_dy(i);
+                #pragma unroll
+                for (int q = 0; q < kQuads; ++q) {
+                    forget(thread);  // else this reads ahead, and the registers do not suffice
+                    quad dw = get_sum(0, i, q), db = {};
+                    if constexpr (kLayer) db = get_sum(1, i, q);
+                    #pragma unroll
+                    for (int k = 0; k < kQuadWords; ++k) {
+                        const int word = q * kQuadWords + k;
+                        const Gradients g = gradients(row_dy.word[word], row_x.word[word], w.word[word], row_mean,
+                                                      row_rstd, weight_offset, llama);
+                        #pragma unroll
+                        for (int e = 0; e < kPerWord; ++e) {
+                            sums[0] = fmaf(g.m[e], g.n[e], sums[0]);
+                            if constexpr (kLayer) sums[1] += g.m[e];
+                            add(dw, k * kPerWord + e, g.dy[e], g.n_seen[e]);
+                            if constexpr (kLayer) add(db, k * kPerWord + e, g.dy[e], 1.0f);
+                        }
+                    }
+                    put_sum(0, i, q, dw);
+                    if constexpr (kLayer) put_sum(1, i, q, db);
+                }
+            }
+            if constexpr (kTeam) team_sum(sums, thread);
+            else block_sum(sums, thread);
+            forget(thread);
+
+            // 2. The output.
+            #pragma unroll kUnroll
+            for (int i = 0; i < vecs; ++i) {
+                if (column(i) >= end) continue;
+                vec extra = {};
+                if (has_dresidual) {
+                    extra = load<vec, ACCESS, Cache::kOnce>(dresidual + r * dresidual_stride + column(i));
+                }
+                const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+                vec row_x = get_x(i);
+                const vec row_dy = get_dy(i);
+                #pragma unroll
+                for (int k = 0; k < vec::kWords; ++k) {
+                    const Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_mean, row_rstd,
+                                                  weight_offset, llama);
+                    row_x.word[k] = input_gradient(g, row_rstd, sums[0] * inverse_cols, sums[kSums - 1] * inverse_cols,
+                                                   extra.word[k], has_dresidual);
+                }
+                store<ACCESS>(dx + r * dx_stride + column(i), row_x);
             }
         }
-        row_sum(sums, thread);
-        forget(thread);
+        if constexpr (kAnyLength) continue;  // the sums are where they belong
 
-        // 2. The output.
+        // 3. The part's dweight and dbias: the sums of its row groups, first to last. Threads go by columns, so that the
+        // stores are whole sectors.
+        __syncthreads();
         #pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            if (column(i) >= end) continue;
-            vec extra = {};
-            if (has_dresidual) {
-                extra = load<vec, ACCESS, Cache::kOnce>(dresidual + r * dresidual_stride + column(i));
+        for (int of = 0; of < kSums; ++of) {
+            for (int k = group * threads + thread; k * kQuad < own; k += groups * threads) {
+                const int v = k / kQuads, q = k % kQuads;
+                quad sum = {};
+                for (int g = 0; g < groups; ++g) sum = sum + slot(of, v / threads, q, g, v % threads);
+                store<kQuad>(block_partial(of) + k * kQuad, sum);
             }
-            const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
-            vec row_x = get_x(i);
-            const vec row_dy = get_dy(i);
-            #pragma unroll
-            for (int k = 0; k < vec::kWords; ++k) {
-                const Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_mean, row_rstd,
-                                              weight_offset, llama);
-                row_x.word[k] = input_gradient(g, row_rstd, sums[0] * inverse_cols, sums[kSums - 1] * inverse_cols,
-                                               extra.word[k], has_dresidual);
-            }
-            store<ACCESS>(dx + r * dx_stride + column(i), row_x);
         }
-    }
-
-    // 3. The block's part of dweight and dbias: the sums of its row groups, first to last. Threads go by columns, so
-    // that the stores are whole sectors.
-    __syncthreads();
-    #pragma unroll
-    for (int of = 0; of < kSums; ++of) {
-        float* const block_partial = partial + ((long long)of * gridDim.x + blockIdx.x) * cols;
-        for (int k = group * threads + thread; k * kQuad < cols; k += groups * threads) {
-            const int v = k / kQuads, q = k % kQuads;
-            quad sum = {};
-            for (int g = 0; g < groups; ++g) sum = sum + slot(of, v / threads, q, g, v % threads);
-            store<kQuad>(block_partial + k * kQuad, sum);
-        }
-    }
+        if constexpr (kTeam) __syncthreads();  // before the sums of the next part
+    } while (kTeam && (part += gridDim.x / team) < parts);
 }
