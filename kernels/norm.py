@@ -134,7 +134,7 @@ def backward(
 
 
 # Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
-_SIZES = (1024, 2048, 4096, 8192, 16384, 2**17, 2**24, 255, 511, 1023, 4095, 16383, 2**17 + 1, 2**24 + 1)
+_SIZES = (1024, 2048, 4096, 5120, 16384, 2**17, 2**24, 255, 511, 1023, 4095, 16383, 2**17 + 1, 2**24 + 1)
 
 
 def variants(arch: str) -> Iterator[Variant]:
