@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,6 +24,11 @@ extern "C" __global__ void fill_shared(int* to, int n) {
     row[threadIdx.x] = 3;
     __syncthreads();
     if (threadIdx.x < n) to[threadIdx.x] = row[n - 1 - threadIdx.x];
+}
+extern "C" __global__ void wait_for_next(volatile int* here, int* to) {
+    here[blockIdx.x] = 1;
+    while (here[(blockIdx.x + 1) % gridDim.x] == 0) {}
+    to[blockIdx.x] = 1;
 }
 """
 
@@ -129,6 +136,23 @@ def test_what_a_driver_refuses_the_emulator_refuses(kernels, monkeypatch):
 
 
 @needs_nvrtc
+def test_blocks_of_a_cooperative_launch_run_together_or_not_at_all(kernels, monkeypatch):
+    """32 blocks of a warp on each of the 56 SMs of an A30: more than the emulator runs together by itself."""
+    monkeypatch.setenv("GPU_OPS_SANITIZE", "0")
+    device, most = EmulatorDevice(), 32 * 56
+    kernel = replace(kernels("wait_for_next"), cooperative=True)
+    y = device.empty((most,), np.int32)
+    device.launch(kernel, (most,), (32,), [device.zeros((most,), np.int32), y])
+    assert (y == 1).all()
+    with pytest.raises(
+        EmulatorError, match="a cooperative grid of .* 32 run at the same time on each of 56 SMs"
+    ):
+        device.launch(kernel, (most + 1,), (32,), [y, y])
+    with pytest.raises(SanitizerError, match="polling memory that nobody changes"):
+        device.launch(kernels("wait_for_next"), (most,), (32,), [device.zeros((most,), np.int32), y])
+
+
+@needs_nvrtc
 def test_an_empty_grid_runs_nothing(kernels):
     y = np.zeros(0, np.float16)
     EmulatorDevice().launch(kernels("copy"), (0,), (32,), [y, y, np.int32(0)])
@@ -140,7 +164,7 @@ def test_a_recorder_tells_and_runs_nothing(tmp_path):
     huge = recorder.empty((1 << 20, 3, 1 << 14), np.float32)
     assert huge.strides == (3 << 16, 1 << 16, 4)
     assert huge.flags.c_contiguous
-    assert recorder.empty((), np.int8).shape == ()
+    assert recorder.empty((), np.int8).shape == recorder.zeros((), np.int8).shape == ()
     recorder.launch(kernel, (56, 2, 1), (128,), [huge], shared=1024)
     recorder.launch(kernel, (1, 1), (32, 4), [huge])
     assert recorder.launches == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ class Recorder:
 
     def __init__(self):
         self.device, self.capability = 0, "90"
-        self.loaded, self.leave, self.launches = [], [], []
+        self.loaded, self.leave, self.launches, self.cooperative = [], [], [], []
         recorder = self
 
         class Kernel:
@@ -31,8 +32,9 @@ class Recorder:
                 recorder.launches.append((grid, block, args, shared_mem))
 
         class RawModule:
-            def __init__(self, path):
+            def __init__(self, path, enable_cooperative_groups):
                 self.image = Path(path).read_bytes()
+                recorder.cooperative.append(enable_cooperative_groups)
 
             def get_function(self, name):
                 recorder.loaded.append((recorder.device, name, self.image))
@@ -76,6 +78,14 @@ def test_the_cubin_of_the_device_is_loaded_once(cupy, kernel):
     assert args[0] is ARRAY
     assert args[2] == 4
     assert args[2].dtype == np.int32  # the parameter's size
+
+
+@needs_nvrtc
+def test_a_kernel_whose_blocks_wait_for_each_other_is_launched_cooperatively(cupy, kernel):
+    for each in (kernel, replace(kernel, cooperative=True)):
+        jit.launch(each, (2,), (32,), (ARRAY, ARRAY, 4))
+    assert cupy.cooperative == [False, True]
+    assert len(cupy.launches) == 2
 
 
 @needs_nvrtc
