@@ -106,7 +106,7 @@ def attention(
     shape = _out_shape(problem, layout)
     out_ = arrays.write("out", out, shape, problem.q.dtype)
     given = None if out_ is None else swap(out_, layout)
-    choice = choose(name, device, backend, arrays, cannot=attention_launch.cannot(problem, given))
+    choice = choose(name, device, backend, arrays, cannot=lambda: attention_launch.cannot(problem, given))
 
     def by_reference() -> Any:
         from gpu_ops.reference import attention as reference

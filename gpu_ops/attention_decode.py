@@ -83,7 +83,7 @@ def attention_decode(
     return_lse = checks.flag(name, "return_lse", return_lse)
     shape = (problem.batch, problem.seqlen_q, problem.nheads, problem.v.shape[3])
     out_ = arrays.write("out", out, shape, problem.q.dtype)
-    choice = choose(name, device, backend, arrays, cannot=attention_launch.cannot(problem, out_))
+    choice = choose(name, device, backend, arrays, cannot=lambda: attention_launch.cannot(problem, out_))
 
     def by_reference() -> Any:
         from gpu_ops.reference import attention as reference

@@ -56,7 +56,7 @@ def plan(
     def again() -> Callable[..., Any]:
         return _again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse, num_splits)
 
-    alone = problem.plain and view is None and (choice.device, choice.backend) == ("cpu", "numba")
+    alone = problem.plain and view is None and choice.compiled
     return Plan(arrays.op, choice, problem.__str__, config, run, again=again if alone else None)
 
 

@@ -83,7 +83,7 @@ def attention_varlen(
     shape = (total, heads, problem.v.shape[3])
     out_ = arrays.write("out", out, shape, problem.q.dtype)
     given = None if out_ is None else out_[None]
-    choice = choose(name, device, backend, arrays, cannot=attention_launch.cannot(problem, given))
+    choice = choose(name, device, backend, arrays, cannot=lambda: attention_launch.cannot(problem, given))
 
     def by_reference() -> Any:
         from gpu_ops.reference import attention as reference

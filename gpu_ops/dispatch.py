@@ -55,8 +55,9 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 _with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
-_PLAIN = {bool, int, float, str, type(None)}
-MAX_KINDS = 1024  # of each op, whose plans are kept: some KB each
+PLAIN: set[type] = {bool, int, float, str, type(None)}
+"""Types of options that say all by their value; hashable."""
+MAX_KINDS = 1024  # of each op, remembered: some KB each
 
 P = ParamSpec("P")
 
@@ -73,6 +74,11 @@ class Choice:
     reason: str
     passed_over: dict[str, str] = field(default_factory=dict)
     copies: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the CPU's kernels run."""
+        return (self.device, self.backend) == ("cpu", "numba")
 
 
 @dataclass(frozen=True)
@@ -142,16 +148,19 @@ def choose(
     backend: str | None,
     arrays: Arrays | None = None,
     *,
-    cannot: dict[str, str] | None = None,
+    cannot: dict[str, str] | Callable[[], dict[str, str]] | None = None,
 ) -> Choice:
     """Pick device and backend for these arrays.
 
-    ``cannot`` maps a backend, or a device and a backend as in ``"cpu numba"``, to why it cannot run this problem.
+    ``cannot`` maps a backend, or a device and a backend as in ``"cpu numba"``, to why it cannot run this problem;
+    a function that does so is asked on GPU devices only.
     """
-    cannot = cannot or {}
     device_source, device = _setting("device", device)
     backend_source, wanted = _setting("backend", backend)
     on_cuda = arrays is not None and arrays.on_cuda
+    if callable(cannot):
+        cannot = cannot() if on_cuda or device not in (None, "cpu") else {}
+    cannot = cannot or {}
     if device is None:
         device = "cuda" if on_cuda else "cpu"
     device = one_of(op, device_source, device, BACKENDS)
@@ -251,7 +260,7 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for x in (*args, *kwargs.values()):
         if type(x) is np.ndarray:
             kind += (x.dtype, x.shape, x.strides)
-        elif type(x) in _PLAIN:
+        elif type(x) in PLAIN:
             kind += (type(x), x)  # the type too: 1 == 1.0 == True
         elif type(x) is tuple and all(type(i) is int for i in x):
             kind.append(x)

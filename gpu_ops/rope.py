@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
-from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.dispatch import PLAIN, Choice, Plan, choose, op
 from gpu_ops.errors import OptionError
 from gpu_ops.rope_options import BY_LENGTH, axes_of, positions_of, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables
+
+PLAIN.add(RopeScaling)
 
 __all__ = ["rope", "rope_backward"]
 
@@ -188,6 +191,7 @@ def _plan(
     outs = _outs(who, arrays, inputs, out)
     choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))
     views = [_bshd(x, layout) for x in inputs.values()]
+    computed = np.float64 if dtype == "float64" else np.float32
 
     def compute(on: Device | None) -> list[Array]:
         results = [
@@ -207,7 +211,6 @@ def _plan(
         elif on is None:
             from gpu_ops.kernels.numba_cpu import rope as cpu
 
-            computed = np.float64 if dtype == "float64" else np.float32
             tables = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
             cpu.rope(
                 views, targets, *tables, rotary_dim=rotary_dim, interleaved=interleaved, conjugate=conjugate
@@ -235,7 +238,25 @@ def _plan(
         pairing = "interleaved" if interleaved else "half-split"
         return f"{shapes} {dtype}, rotary_dim {rotary_dim} {pairing}, scaling {scaling.kind}"
 
-    return Plan(who, choice, problem, lambda: _config(choice, views, arrays, compute), run)
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import rope as cpu
+
+        names, lone, new = tuple(named), len(inputs) == 1, Arrays(who)
+        bounds = where.bounds
+        how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
+
+        def rotate(*given: Any, **options: Any) -> Any:
+            xs = [x for x in (*given, *map(options.get, names)) if x is not None]
+            results = [_like(new, x, "the result") for x in xs]
+            tables = rope_tables(where.on_host(), *bounds, inv_freq, attention_factor, computed)
+            cpu.rope([_bshd(x, layout) for x in xs], [_bshd(y, layout) for y in results], *tables, **how)
+            return results[0] if lone else tuple(results)
+
+        return rotate
+
+    alone = out is None and not isinstance(positions, np.ndarray) and choice.compiled
+    config = functools.partial(_config, choice, views, arrays, compute)
+    return Plan(who, choice, problem, config, run, again=again if alone else None)
 
 
 def _cannot(dtype: str, tokens: int) -> dict[str, str]:

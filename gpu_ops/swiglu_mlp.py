@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 from gpu_ops import checks
@@ -99,7 +100,21 @@ def swiglu_mlp(
                 y.fill(0)
             return arrays.give(y) if out is None else out
 
-    return _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import swiglu_mlp as cpu
+
+        new = Arrays(name).new
+
+        def mlp(x: Array, w_gate: Array, w_up: Array, w_down: Array, **_: Any) -> Array:
+            y = new(shape, x.dtype, "y")
+            cpu.forward(as_rows(x), (w_gate, w_up, w_down), as_rows(y), activation=act)
+            return y
+
+        return mlp
+
+    made = _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
+    alone = out is None and choice.compiled and not _is_empty(x_, axes)
+    return replace(made, again=again) if alone else made
 
 
 @op(cuda=True)
