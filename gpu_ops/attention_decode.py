@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,11 +95,42 @@ def attention_decode(
             block_table=problem.block_table, **problem.options.given(dense=False), return_lse=True,
         )  # fmt: skip
 
-    return attention_launch.plan(
+    lse_shape = (problem.batch, problem.nheads, problem.seqlen_q)
+    made = attention_launch.plan(
         arrays, problem, choice, by_reference,
-        shape=shape, lse_shape=(problem.batch, problem.nheads, problem.seqlen_q), as_bshd=lambda x: x,
+        shape=shape, lse_shape=lse_shape, as_bshd=lambda x: x,
         out=out, view=out_, return_lse=return_lse, num_splits=num_splits,
     )  # fmt: skip
+    alone = problem.like.plain and out is None and choice.compiled
+    return replace(made, again=lambda: _again(problem, return_lse, num_splits)) if alone else made
+
+
+def _again(problem: Problem, return_lse: bool, num_splits: int) -> Callable[..., Any]:
+    """The call with other arrays of the same shapes, strides and dtypes; how many keys are used may change."""
+    like, name = problem.like, "attention_decode"
+    new, capacity = Arrays(name).new, like.k.shape[1]
+    shape = (like.batch, like.seqlen_q, like.nheads, like.v.shape[3])
+    lse_shape = (like.batch, like.nheads, like.seqlen_q)
+    prepared = (
+        0,
+        attention_launch.prepare(replace(like, seqlen_k=0), num_splits),
+    )  # for the longest of a batch, which
+    # the layers of a model have in common
+
+    def again(q: Array, k_cache: Array, v_cache: Array, *, seqused_k: Array, **_: Any) -> Any:
+        nonlocal prepared
+        wanted = _longest(name, seqused_k, capacity)
+        longest, run = prepared
+        if longest != wanted:
+            run = attention_launch.prepare(replace(like, seqlen_k=wanted), num_splits)
+            prepared = wanted, run
+        sequences = like.sequences.copy()
+        sequences[:, 3] = seqused_k
+        out, lse = new(shape, like.q.dtype, "out"), new(lse_shape, like.lse_dtype, "lse")
+        run(q, k_cache, v_cache, out, lse, sequences)
+        return (out, lse) if return_lse else out
+
+    return again
 
 
 def _problem(
@@ -130,8 +163,7 @@ def _problem(
         capacity = axes["max_pages"] * axes["page_size"]
     longest = capacity  # a bound: what lies on a GPU is taken on trust, since looking would wait for it
     if not arrays.on_cuda:
-        longest = int(used.max(initial=0))
-        _check_used(op, used, capacity)
+        longest = _longest(op, used, capacity)
         if table is not None:
             _pages_exist(op, table, used, axes["page_size"], axes["num_pages"])
     return Problem(
@@ -148,12 +180,15 @@ def _problem(
     )
 
 
-def _check_used(op: str, used: Array, capacity: int) -> None:
-    if ((used < 0) | (used > capacity)).any():
+def _longest(op: str, used: Array, capacity: int) -> int:
+    """The largest of ``used``, of which all are checked."""
+    lengths = used.tolist()
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity:
         raise OptionError(
             f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; "
             f"got {np.array2string(used, threshold=8)}"
         )
+    return max(lengths, default=0)
 
 
 def _pages_exist(op: str, table: Array, used: Array, page_size: int, num_pages: int) -> None:

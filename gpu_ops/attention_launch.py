@@ -12,7 +12,7 @@ from gpu_ops.attention_problem import Problem
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan
 
-__all__ = ["backward", "cannot", "describe", "plan"]
+__all__ = ["backward", "cannot", "describe", "plan", "prepare"]
 
 
 def plan(
@@ -54,7 +54,7 @@ def plan(
         return arrays.launches(choice, compute)
 
     def again() -> Callable[..., Any]:
-        return _again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse, num_splits)
+        return _again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse)
 
     alone = problem.plain and view is None and choice.compiled
     return Plan(arrays.op, choice, problem.__str__, config, run, again=again if alone else None)
@@ -67,21 +67,25 @@ def _again(
     lse_shape: tuple[int, ...],
     as_bshd: Callable[[Array], Array],
     return_lse: bool,
-    num_splits: int,
 ) -> Callable[..., Any]:
     """The call with other arrays of the same shapes, strides and dtypes."""
-    from gpu_ops.kernels.numba_cpu import attention as cpu
-
-    p, new = problem, Arrays(op).new
-    dtype, lse_dtype, sequences = p.q.dtype, p.lse_dtype, p.sequences
-    run = cpu.prepare(p.q, p.k, p.v, p.batch, config=_config(p, num_splits), **_arguments(p))
+    new, like = Arrays(op).new, problem.like
+    run, sequences = prepare(like), like.sequences
 
     def again(q: Array, k: Array, v: Array, **_: Any) -> Any:
-        out, lse = new(shape, dtype, "out"), new(lse_shape, lse_dtype, "lse")
+        out, lse = new(shape, like.q.dtype, "out"), new(lse_shape, like.lse_dtype, "lse")
         run(as_bshd(q), as_bshd(k), as_bshd(v), as_bshd(out), lse, sequences)
         return (out, lse) if return_lse else out
 
     return again
+
+
+def prepare(problem: Problem, num_splits: int = 0) -> Callable[..., None]:
+    """The CPU's call for arrays like these."""
+    from gpu_ops.kernels.numba_cpu import attention as cpu
+
+    p = problem
+    return cpu.prepare(p.q, p.k, p.v, p.batch, config=_config(p, num_splits), **_arguments(p))
 
 
 def describe(choice: Choice, problem: Problem, num_splits: int = 0) -> str:

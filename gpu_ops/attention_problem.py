@@ -77,6 +77,12 @@ class Problem:
         arrays = (o.sinks, o.alibi_slopes, o.bias, o.block_mask, self.seqused_k, self.block_table)
         return not self.packed and all(x is None for x in arrays)
 
+    @property
+    def like(self) -> Problem:
+        """The same without what the arrays hold: for later calls, so that this one's can be freed."""
+        q, k, v = (np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, seqused_k=None)
+
     @cached_property
     def sequences(self) -> Array:
         """int64 (batch, 4): q start, q length, k start, k length. For problems in host memory."""
