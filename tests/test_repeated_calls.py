@@ -1,0 +1,147 @@
+"""Later calls of a kind skip validation: same results, same mistakes answered, nothing of the first call kept."""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import dispatch, errors
+
+
+def f(rng, *shape):
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def attention(rng):
+    return (f(rng, 1, 9, 4, 16), f(rng, 1, 11, 2, 16), f(rng, 1, 11, 2, 16)), {}
+
+
+CALLS = {
+    "attention": attention,
+    "attention causal lse": lambda rng: (attention(rng)[0], {"causal": True, "return_lse": True}),
+    "attention bhsd": lambda rng: (
+        tuple(x.swapaxes(1, 2) for x in attention(rng)[0]),
+        {"layout": "bhsd", "window_size": (4, 2)},
+    ),
+    "attention_decode": lambda rng: (
+        (f(rng, 2, 1, 4, 16), f(rng, 2, 40, 2, 16), f(rng, 2, 40, 2, 16)),
+        {"seqused_k": rng.integers(0, 41, 2).astype(np.int32)},
+    ),
+    "rope": lambda rng: ((f(rng, 1, 5, 2, 8), f(rng, 1, 5, 1, 8)), {}),
+    "rope q": lambda rng: ((f(rng, 1, 5, 2, 8),), {"positions": 7, "interleaved": True}),
+    "rope llama3": lambda rng: ((f(rng, 1, 5, 2, 8),), {"scaling": gpu_ops.RopeScaling.llama3(8.0, 64)}),
+    "rope_backward": lambda rng: ((f(rng, 2, 5, 2, 8), f(rng, 2, 5, 1, 8)), {}),
+    "swiglu_mlp": lambda rng: ((f(rng, 3, 8), f(rng, 12, 8), f(rng, 12, 8), f(rng, 8, 12)), {}),
+}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def op_of(name):
+    return getattr(gpu_ops, name.split()[0])
+
+
+def flat(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_later_calls_equal_first_ones(name, rng):
+    op = op_of(name)
+    op(*CALLS[name](rng)[0], **CALLS[name](rng)[1])
+    args, kwargs = CALLS[name](rng)
+    again = op(*args, **kwargs)
+    first = op.plan(*args, **kwargs).run()
+    for x, y in zip(flat(again), flat(first), strict=True):
+        assert x.dtype == y.dtype
+        assert x.strides == y.strides
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_are_not_planned(name, rng, monkeypatch):
+    op = op_of(name)
+    op(*CALLS[name](rng)[0], **CALLS[name](rng)[1])
+
+    def refuse(*_, **__):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr("gpu_ops.arrays.Arrays.read", refuse)
+    args, kwargs = CALLS[name](rng)
+    op(*args, **kwargs)
+    with pytest.raises(AssertionError, match="planned again"):
+        op(*(np.asarray(x, np.float64) for x in args), **kwargs)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_are_let_go(name, rng):
+    args, kwargs = CALLS[name](rng)
+    alive = [weakref.ref(x) for x in (*args, *kwargs.values()) if isinstance(x, np.ndarray)]
+    op_of(name)(*args, **kwargs)
+    op_of(name)(*args, **kwargs)
+    del args, kwargs
+    gc.collect()
+    assert not [x for x in alive if x() is not None]
+
+
+def test_lengths_are_checked_every_time(rng):
+    (q, k, v), _ = CALLS["attention_decode"](rng)
+    used = np.array([3, 40], np.int32)
+    gpu_ops.attention_decode(q, k, v, seqused_k=used)
+    short = gpu_ops.attention_decode(q, k, v, seqused_k=used - 2)
+    np.testing.assert_allclose(
+        short, gpu_ops.attention_decode(q, k, v, seqused_k=used - 2, backend="reference"), atol=1e-5
+    )
+    for wrong in (used + 1, used - 4):
+        with pytest.raises(errors.OptionError, match="seqused_k"):
+            gpu_ops.attention_decode(q, k, v, seqused_k=wrong)
+
+
+def test_the_backend_asked_for_by_the_environment_counts(rng, monkeypatch):
+    x = f(rng, 1, 4, 1, 8)
+    gpu_ops.rope(x)
+    monkeypatch.setenv("GPU_OPS_BACKEND", "nonsense")
+    with pytest.raises(errors.OptionError, match="GPU_OPS_BACKEND"):
+        gpu_ops.rope(x)
+
+
+def test_options_that_compare_equal_are_told_apart():
+    assert (
+        dispatch.kind_of((), {"a": 1})
+        != dispatch.kind_of((), {"a": True})
+        != dispatch.kind_of((), {"a": 1.0})
+    )
+    assert dispatch.kind_of((1,), {}) != dispatch.kind_of((), {"a": 1})
+    assert dispatch.kind_of(([1],), {}) is None
+    assert dispatch.kind_of(((1, "a"),), {}) is None
+
+
+def test_remembers_a_bounded_number_of_kinds(rng, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_KINDS", 3)
+    for n in (*range(1, 9), 2):
+        x = f(rng, 1, n, 1, 8)
+        np.testing.assert_array_equal(gpu_ops.rope(x), gpu_ops.rope.plan(x).run())
+
+
+def test_from_many_threads(rng):
+    x = f(rng, 1, 64, 4, 16)
+    expected = [gpu_ops.attention(x[:, :n], x, x) for n in range(1, 9)]
+    wrong = []
+
+    def call(n):
+        for _ in range(50):
+            if not np.array_equal(gpu_ops.attention(x[:, :n], x, x), expected[n - 1]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(1, 9)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
