@@ -21,6 +21,7 @@ def layernorm(
     *,
     eps: float = 1e-5,
     residual: Any = None,
+    return_sum: bool = True,
     return_stats: bool = False,
     out: Any = None,
     residual_out: Any = None,
@@ -44,6 +45,9 @@ def layernorm(
         Added to the variance; > 0. PyTorch's default; BERT and MiniLM have 1e-12.
     residual : array like x, optional
         Added to ``x`` first; the sum is returned too, for the next residual add.
+    return_sum : bool
+        False: with ``residual``, neither write nor return the sum. For the last norm of a model, which no residual
+        add follows; the backward needs the sum.
     return_stats : bool
         Also return ``mean`` and ``rstd``, which the backward needs (shape of x without its last axis; float32,
         float64 for float64).
@@ -54,7 +58,7 @@ def layernorm(
 
     Returns
     -------
-    y, or (y, s) with ``residual``; ``mean`` and ``rstd`` come last with ``return_stats=True``.
+    y, or (y, s) with ``residual`` and ``return_sum``; ``mean`` and ``rstd`` come last with ``return_stats=True``.
 
     Raises
     ------
@@ -64,8 +68,8 @@ def layernorm(
     Notes
     -----
     Ba, Kiros and Hinton, "Layer Normalization", 2016. Moves each element once: 2 * rows * cols elements (4 with
-    residual). Squares are summed around the mean, never as ``mean(s**2) - mean**2``: a large common offset costs no
-    digits of the variance. A NaN or an infinity makes its row NaN.
+    residual, 3 of them without the sum). Squares are summed around the mean, never as ``mean(s**2) - mean**2``: a
+    large common offset costs no digits of the variance. A NaN or an infinity makes its row NaN.
 
     Examples
     --------
@@ -82,7 +86,8 @@ def layernorm(
     dtype = norm.validate(name, x_, weight_, bias_, residual=residual_)
     eps = checks.number(name, "eps", eps, above=0.0)
     return_stats = checks.flag(name, "return_stats", return_stats)
-    out_, residual_out_ = norm.outs(name, arrays, x_, residual_, out, residual_out)
+    has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
+    out_, residual_out_ = norm.outs(name, arrays, x_, has_sum, out, residual_out)
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
@@ -90,15 +95,17 @@ def layernorm(
         if choice.backend == "reference":
             from gpu_ops.reference import layernorm as reference
 
-            y, *rest = reference.layernorm(x_, weight_, bias_, eps=eps, residual=residual_, return_stats=True)
-            s = rest[0] if residual_ is not None else None
+            y, *rest = reference.layernorm(
+                x_, weight_, bias_, eps=eps, residual=residual_, return_sum=has_sum, return_stats=True
+            )
+            s = rest[0] if has_sum else None
             for target, value in ((out_, y), (residual_out_, s)):
                 if target is not None:
                     target[...] = value
             return y, s, rest[-2], rest[-1]
         y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
         s = residual_out_
-        if residual_ is not None and s is None:
+        if has_sum and s is None:
             s = arrays.new(x_.shape, x_.dtype, "s")
         mean, rstd = (arrays.new(x_.shape[:-1], norm.statistics(x_), what) for what in ("mean", "rstd"))
         host_function("layernorm.forward", on, choice.backend)(

@@ -30,11 +30,13 @@ def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **li
 
 
 def outs(
-    name: str, arrays: Arrays, x: Array, residual: Array | None, out: Any, residual_out: Any
+    name: str, arrays: Arrays, x: Array, has_sum: bool, out: Any, residual_out: Any
 ) -> tuple[Array | None, Array | None]:
     """Writable views of ``out``, which may be x, and of ``residual_out``, which may be residual."""
-    if residual_out is not None and residual is None:
-        raise OptionError(f"{name}: residual_out receives x + residual; pass residual= too, or omit it")
+    if residual_out is not None and not has_sum:
+        raise OptionError(
+            f"{name}: residual_out receives x + residual; pass residual= too, and return_sum=True, or omit it"
+        )
     return (
         arrays.write("out", out, x.shape, x.dtype, in_place="x", rows=True),
         arrays.write("residual_out", residual_out, x.shape, x.dtype, in_place="residual", rows=True),

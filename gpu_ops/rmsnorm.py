@@ -23,6 +23,7 @@ def rmsnorm(
     residual: Any = None,
     weight_offset: float = 0.0,
     casting: str = "fp32",
+    return_sum: bool = True,
     return_rstd: bool = False,
     out: Any = None,
     residual_out: Any = None,
@@ -43,6 +44,9 @@ def rmsnorm(
         Added to the mean square; > 0.
     residual : array like x, optional
         Added to ``x`` first; the sum is returned too, for the next residual add.
+    return_sum : bool
+        False: with ``residual``, neither write nor return the sum. For the last norm of a model, which no residual
+        add follows; the backward needs the sum.
     weight_offset : float
         0 for Llama-like models, 1 for Gemma.
     casting : {"fp32", "llama", "gemma"}
@@ -57,7 +61,7 @@ def rmsnorm(
 
     Returns
     -------
-    y, or (y, s) with ``residual``; ``rstd`` comes last with ``return_rstd=True``.
+    y, or (y, s) with ``residual`` and ``return_sum``; ``rstd`` comes last with ``return_rstd=True``.
 
     Raises
     ------
@@ -67,7 +71,7 @@ def rmsnorm(
     Notes
     -----
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Moves each element once:
-    2 * rows * cols elements (4 with residual).
+    2 * rows * cols elements (4 with residual, 3 of them without the sum).
 
     Examples
     --------
@@ -85,7 +89,8 @@ def rmsnorm(
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     return_rstd = checks.flag(name, "return_rstd", return_rstd)
-    out_, residual_out_ = norm.outs(name, arrays, x_, residual_, out, residual_out)
+    has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
+    out_, residual_out_ = norm.outs(name, arrays, x_, has_sum, out, residual_out)
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
@@ -100,16 +105,17 @@ def rmsnorm(
                 residual=residual_,
                 weight_offset=weight_offset,
                 casting=mode,
+                return_sum=has_sum,
                 return_rstd=True,
             )
-            s = rest[0] if residual_ is not None else None
+            s = rest[0] if has_sum else None
             for target, value in ((out_, y), (residual_out_, s)):
                 if target is not None:
                     target[...] = value
             return y, s, rest[-1]
         y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
         s = residual_out_
-        if residual_ is not None and s is None:
+        if has_sum and s is None:
             s = arrays.new(x_.shape, x_.dtype, "s")
         rstd = arrays.new(x_.shape[:-1], norm.statistics(x_), "rstd")
         host_function("rmsnorm.forward", on, choice.backend)(

@@ -47,14 +47,17 @@ def forward(
     weight_offset: float = 0.0,
     llama: bool = False,
 ) -> None:
-    """Fills ``y``, ``rstd``, in LayerNorm ``mean``, with ``residual`` ``s = x + residual``. ``y`` may be ``x``."""
+    """Fills ``y``, ``rstd``, in LayerNorm ``mean``, with ``residual`` ``s = x + residual`` if it is to be kept.
+
+    ``y`` may be ``x``.
+    """
     rows, cols = x.shape
     if rows == 0:
         return
-    has_bias, has_residual = np.int32(bias is not None), np.int32(residual is not None)
-    # Stand-ins for what is not there: nobody touches them.
+    has_bias, has_residual, has_sum = (np.int32(a is not None) for a in (bias, residual, s))
+    # Stand-ins for what is not there: nobody touches them, but that a sum which nobody keeps lies in y meanwhile.
     bias = weight if bias is None else bias
-    residual, s = (x, y) if residual is None else (residual, s)
+    residual, s = (x if residual is None else residual), (y if s is None else s)
     arrays = (x, weight, bias, residual, y, s, rstd if mean is None else mean, rstd)
     if backend == "numba":
         kernel = _twin(norm, "forward", x.dtype.name)
@@ -70,7 +73,7 @@ def forward(
         *sizes,
         *map(row_stride, (x, residual, y, s)),
         *map(float32, numbers),
-        *(np.int32(llama), has_bias, has_residual),
+        *(np.int32(llama), has_bias, has_residual, has_sum),
     )
     block = (c.threads_per_row, c.rows_per_block, 1)
     device.launch(_forward(norm, c, x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)

@@ -25,6 +25,7 @@ def layernorm(
     *,
     eps: float = 1e-5,
     residual: Array | None = None,
+    return_sum: bool = True,
     return_stats: bool = False,
     precision: Precision = "rounded",
 ) -> Array | tuple[Array, ...]:
@@ -38,6 +39,7 @@ def layernorm(
     eps : added to the variance
     residual : (..., columns), optional
         The norm is then of ``s = x + residual``, rounded to x's dtype.
+    return_sum : also return s, if there is a residual
     return_stats : also return the mean and rstd of s, which the backward needs
 
     Returns
@@ -56,7 +58,7 @@ def layernorm(
     if bias is not None:
         y = p.step(y + p.load(bias))
     results = [p.store(y)]
-    if residual is not None:
+    if residual is not None and return_sum:
         results.append(s)
     if return_stats:
         results += [p.store(statistic[..., 0], np.float32) for statistic in (mean, rstd)]

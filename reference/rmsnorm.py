@@ -77,6 +77,7 @@ def rmsnorm(
     residual: Array | None = None,
     weight_offset: float = 0.0,
     casting: Casting = "fp32",
+    return_sum: bool = True,
     return_rstd: bool = False,
     precision: Precision = "rounded",
 ) -> Array | tuple[Array, ...]:
@@ -91,6 +92,7 @@ def rmsnorm(
         The norm is then of ``s = x + residual``, rounded to x's dtype.
     weight_offset : 0 for Llama, 1 for Gemma
     casting : where the result is rounded, see the table at the top of this module
+    return_sum : also return s, if there is a residual
     return_rstd : also return ``1 / sqrt(mean(s**2) + eps)``, which the backward needs
 
     Returns
@@ -101,7 +103,7 @@ def rmsnorm(
     p = steps(precision, x.dtype)
     y, s, rstd = _normalise(x, weight, eps, residual, weight_offset, casting, precision)
     results = [p.store(y)]
-    if residual is not None:
+    if residual is not None and return_sum:
         results.append(s)
     if return_rstd:
         results.append(p.store(rstd[..., 0], np.float32))

@@ -145,7 +145,7 @@ def test_blocks_of_a_cooperative_launch_run_together_or_not_at_all(kernels, monk
     device.launch(kernel, (most,), (32,), [device.zeros((most,), np.int32), y])
     assert (y == 1).all()
     with pytest.raises(
-        EmulatorError, match="a cooperative grid of .* 32 run at the same time on each of 56 SMs"
+        EmulatorError, match=r"a cooperative grid of .* 32 run at the same time on each of 56 SMs"
     ):
         device.launch(kernel, (most + 1,), (32,), [y, y])
     with pytest.raises(SanitizerError, match="polling memory that nobody changes"):

@@ -30,11 +30,11 @@ def device_with(sms=None, **arrays):
     return device
 
 
-def forward(norm, x, weight, residual=None):
-    """y, s and the statistics: rstd, in LayerNorm mean and rstd."""
+def forward(norm, x, weight, residual=None, *, keep_sum=True):
+    """y, s or None, and the statistics: rstd, in LayerNorm mean and rstd."""
     device = device_with(x=x, weight=weight, residual=residual)
     y, rstd = device.empty(x.shape, x.dtype, "y"), device.empty(x.shape[:1], np.float32, "rstd")
-    s = None if residual is None else device.empty(x.shape, x.dtype, "s")
+    s = None if residual is None or not keep_sum else device.empty(x.shape, x.dtype, "s")
     mean = device.empty(x.shape[:1], np.float32, "mean") if norm == "layernorm" else None
     bias = weight if norm == "layernorm" else None
     kernels.forward(device, "raw", norm, x, weight, bias, residual, y, s, mean, rstd, eps=EPS)
@@ -81,6 +81,8 @@ def test_long_rows(norm, arch, dtype, cols, rng, monkeypatch):
         for p in ("float64", "naive")
     )
     close(y, want, naive, dtype, what="y")
+    without, *_ = forward(norm, x, weight, residual, keep_sum=False)
+    assert without.tobytes() == y.tobytes()
     check_backward(norm, dy, s, weight, *statistics, dresidual=ds)
 
 
@@ -181,6 +183,22 @@ def test_each_element_moves_once(norm, dtype, shape, rng):
         assert len(vectors) >= 4
         for i in vectors:  # rows in one warp share the weights they read: .nc
             assert i.sectors_per_128_bytes == 4 or (".nc" in i.form and i.sectors_per_128_bytes < 4), i.ptx
+
+
+@pytest.mark.parametrize(("norm", "shape"), [("rmsnorm", (2, 4096)), ("layernorm", (8, 256))])
+def test_what_an_add_and_a_norm_move(norm, shape, rng):
+    """Two kernels move 5 arrays: x, residual and s, then s and y. One moves 4, or 3 where s is not wanted."""
+    x, residual = random(rng, shape, BF16), random(rng, shape, BF16)
+    weight = np.ones(shape[1], BF16)
+    with emulator.record() as profiles:
+        for keep_sum in (True, False):
+            forward(norm, x, weight, residual, keep_sum=keep_sum)
+    moved = [
+        sum(b.bytes_read + b.bytes_written for b in p.buffers if b.name in ("x", "residual", "s", "y"))
+        for p in profiles
+    ]
+    assert moved[0] == 4 * x.nbytes
+    assert moved[1] == 3 * x.nbytes <= 0.70 * (5 * x.nbytes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``residual_out=`` of RMSNorm and LayerNorm: a layer that runs without allocating."""
+"""``residual_out=`` of RMSNorm and LayerNorm, a layer that runs without allocating, and ``return_sum=``, the last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 def quick_on_emulator(raw):
-    return {"test_residual_out": {"dtype": [np.float32, np.float16] if raw else [np.float32]}}
+    dtypes = {"dtype": [np.float32, np.float16] if raw else [np.float32]}
+    return {"test_residual_out": dtypes, "test_without_the_sum": dtypes}
 
 
 @pytest.fixture(params=["rmsnorm", "layernorm"])
@@ -45,6 +46,26 @@ def test_residual_out(op, backend, dtype, shape, rng):
     assert [mine.tobytes(), stream.tobytes()] == want
 
 
+@pytest.mark.parametrize("shape", [(5, 1001), (0, 8), (2, 3, 128)], ids=str)
+def test_without_the_sum(op, backend, dtype, shape, rng):
+    x, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    weight = rng.standard_normal(shape[-1:]).astype(dtype)
+    want = op(x, weight, residual=residual, **backend)[0].tobytes()
+    y = op(x, weight, residual=residual, return_sum=False, **backend)
+    assert y.tobytes() == want
+    statistics = {"return_rstd" if op is gpu_ops.rmsnorm else "return_stats": True}
+    y, *statistics = op(x, weight, residual=residual, return_sum=False, **statistics, **backend)
+    assert [a.shape for a in statistics] == [shape[:-1]] * len(statistics)
+
+    mine, stream = x.copy(), residual.copy()
+    assert op(mine, weight, residual=stream, return_sum=False, out=mine, **backend) is mine
+    assert mine.tobytes() == want
+    assert stream.tobytes() == residual.tobytes()
+
+    alone = op(x, weight, return_sum=False, **backend)  # without a residual there is none
+    assert alone.tobytes() == op(x, weight, **backend).tobytes()
+
+
 X = np.ones((2, 4), np.float32)
 
 
@@ -52,6 +73,12 @@ X = np.ones((2, 4), np.float32)
     ("options", "error", "message"),
     [
         ({"residual_out": np.zeros((2, 4), np.float32)}, OptionError, r"residual_out .* pass residual="),
+        (
+            {"residual": X, "residual_out": X, "return_sum": False},
+            OptionError,
+            r"residual_out .* return_sum=True",
+        ),
+        ({"residual": X, "return_sum": 0}, OptionError, "return_sum must be True or False"),
         ({"residual": X, "residual_out": np.zeros((2, 5), np.float32)}, ShapeError, "residual_out has shape"),
         ({"residual": X, "residual_out": np.zeros((2, 4))}, DTypeError, "residual_out is float64"),
         ({"residual": X.copy(), "residual_out": X}, ShapeError, "residual_out shares memory with x"),

@@ -3,6 +3,7 @@
 //   x, residual, y, s  (rows, cols) DTYPE, last axis contiguous, row strides in elements
 //   weight, bias       (cols,)      DTYPE; bias in LayerNorm only, and optional
 //   mean, rstd         (rows,)      float; mean in LayerNorm only
+//   has_sum == 0: s is not wanted, and is y, which holds what is not on the chip until it is overwritten
 //
 //   s = round(x + residual)
 //   RMSNorm     rstd = 1 / sqrt(mean(s^2) + eps)             y = (s * rstd) * (weight_offset + weight)
@@ -10,8 +11,9 @@
 //
 // llama != 0 also rounds s * rstd and weight_offset + weight to DTYPE before they are multiplied.
 //
-// Moves each element once: 2 rows cols elements, 4 with a residual; about 4 flops each, 7 in LayerNorm. Memory is the
-// limit, so a row is read once and kept on the chip between its sums and its output. Of the vectors of a thread
+// Moves each element once: 2 rows cols elements, 4 with a residual, 3 of them if s is not wanted; about 4 flops each, 7
+// in LayerNorm. Memory is the limit, so a row is read once and kept on the chip between its sums and its output. Of the
+// vectors of a thread
 //
 //   0                  VECS                 VECS + shared_vecs
 //   | registers        | shared memory      | global memory: read again
@@ -123,7 +125,7 @@ __device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, unsi
 struct Row {
     const scalar *x, *residual;  // y may be x: a thread reads what it will write, and nobody else does
     scalar* s;
-    int has_residual;
+    int has_residual, has_sum;
     int thread, on_chip;  // vectors of this thread
     unsigned end, chip_end;  // columns
     vec held[kVecs ? kVecs : 1];
@@ -135,7 +137,7 @@ struct Row {
     }
 
     // Reads kBatch vectors of x, zeros beyond `limit`, adds the residual, hands them to f. Stores of s keep the compiler
-    // from moving later loads up, hence in batches.
+    // from moving later loads up, hence in batches. What is read again by default is needed as s.
     template <Cache kCache, typename F> __device__ __forceinline__ void fetch(int i0, unsigned limit, F f) {
         vec v[kBatch];
         #pragma unroll
@@ -153,7 +155,8 @@ struct Row {
             #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 v[j] = v[j] + other[j];
-                if (column(i0 + j) < limit) store<ACCESS>(s + column(i0 + j), v[j]);
+                if (column(i0 + j) >= limit || (kCache == Cache::kOnce && !has_sum)) continue;
+                store<ACCESS>(s + column(i0 + j), v[j]);
             }
         }
         #pragma unroll
@@ -207,7 +210,7 @@ extern "C" __global__ void LIMIT
 ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const scalar* residual, scalar* y, scalar* s,
                float* mean, float* rstd, long long rows, int cols, int shared_vecs, long long x_stride,
                long long residual_stride, long long y_stride, long long s_stride, float eps, float inverse_cols,
-               float inverse_kept, float weight_offset, int llama, int has_bias, int has_residual) {
+               float inverse_kept, float weight_offset, int llama, int has_bias, int has_residual, int has_sum) {
     typedef RowSums<kShifted ? 2 : 1> Sums;
     __shared__ typename Sums::Scratch scratch;
     Sums row_sum(scratch);
@@ -215,6 +218,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
     row.thread = threadIdx.x;
     row.on_chip = kVecs + (kRest ? shared_vecs : 0);
     row.has_residual = has_residual;
+    row.has_sum = has_sum;
 
     vec weights[kKeepWeights ? kVecs : 1], biases[kKeepWeights && kLayer ? kVecs : 1];
     const auto get_weight = [&](int i) { return load<vec, ACCESS, Cache::kConstant>(weight + row.column(i)); };
