@@ -145,7 +145,7 @@ class EmulatorDevice:
         compiled = compile_kernel(kernel, self.arch)
         together = isinstance(kernel, CudaKernel) and kernel.cooperative
         if together:
-            self._check_resident(kernel.label, compiled, grid, block, shared)
+            self._check_resident(compiled, math.prod(grid), math.prod(block), shared)
         buffers = [self._buffer(a) if isinstance(a, np.ndarray) else a for a in args]
         emulator.launch(
             compiled.ptx,
@@ -180,26 +180,17 @@ class EmulatorDevice:
                 f"{self.smem_per_block_optin}"
             )
 
-    def _check_resident(
-        self,
-        label: str,
-        compiled: Compiled,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        shared: int,
-    ) -> None:
+    def _check_resident(self, compiled: Compiled, blocks: int, threads: int, shared: int) -> None:
         """A driver refuses a cooperative launch of more blocks than run at the same time."""
         from gpu_ops.emulator import EmulatorError
         from gpu_ops.kernels import cubin
 
         assert compiled.cubin is not None  # as of every CUDA C++ kernel
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
-        per_sm = cubin.occupancy(needs, math.prod(block), shared, ARCHES[self.arch]).blocks
-        if math.prod(grid) > per_sm * self.sms:
-            raise EmulatorError(
-                f"{label}: a cooperative grid of {grid} blocks; {per_sm} run at the same time on each of "
-                f"{self.sms} SMs"
-            )
+        fit = cubin.occupancy(needs, threads, shared, ARCHES[self.arch]).blocks
+        if blocks > fit * self.sms:
+            what = f"a cooperative grid of {blocks} blocks; {fit} run at the same time on each of {self.sms} SMs"
+            raise EmulatorError(f"{compiled.entry}: {what}")
 
 
 class CudaDevice:
