@@ -6,12 +6,15 @@ float32, both contiguous.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.arguments import alignment, row_stride
+from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, Variant
 from gpu_ops.kernels.ternary_config import (
     GEMV_SHARED,
@@ -87,8 +90,9 @@ def _gemv(device: Any, config: GemvConfig, x: Any, codes: Any, k: int, scale: An
         np.int32(k),
         np.int32(k // groups // UNIT),
         np.int32(is_whole(x)),
+        np.int32(config.shares),
     )
-    kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, groups > 1)
+    kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, config.shares > 1, groups > 1)
     device.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
 
 
@@ -124,55 +128,71 @@ def _padded(device: Any, x: Any, k: int) -> Any:
 def _gemm(device: Any, rows: Any, sums: Any, inverse: Any, codes: Any, scale: Any, y: Any) -> None:
     tokens, n = y.shape
     itemsize, grouped = rows.dtype.itemsize, scale.shape[1] > 1
-    config = gemm_config(tokens, n, itemsize, grouped=grouped, sms=device.sms)
     units = codes.shape[1] * 4 // UNIT
+    smem = device.smem_per_block_optin
+    config, splits = gemm_config(
+        tokens, n, units * UNIT, itemsize, grouped=grouped, sms=device.sms, smem_per_block_optin=smem
+    )
     shape = np.zeros((), _SHAPE)
     shape["x_stride"], shape["row_bytes"] = row_stride(rows), codes.shape[1]
     shape["scale_stride"], shape["y_stride"] = scale_stride(scale), row_stride(y)
-    shape["tokens"], shape["n"], shape["units"] = tokens, n, units
+    shape["tokens"], shape["n"], shape["units"], shape["splits"] = tokens, n, units, splits
     shape["group_units"] = units // scale.shape[1]
     shape["aligned"] = n % 4 == 0 and alignment([y], tokens) % (4 * y.dtype.itemsize) == 0
-    kernel = _gemm_kernel(rows.dtype.name, y.dtype.name, grouped, config)
-    args = (rows, codes, scale, sums, inverse, y, shape[()])
-    grid = (config.blocks(tokens, n), 1, 1)
+    kernel = _gemm_kernel(rows.dtype.name, y.dtype.name, grouped, splits > 1, config)
+    target = y
+    if splits > 1:
+        exact = itemsize == 1 and not grouped
+        target = device.empty((splits, tokens, n), np.int32 if exact else np.float32, "parts of sums")
+    args = (rows, codes, scale, sums, inverse, target, shape[()])
+    grid = (config.blocks(tokens, n), splits, 1)
     device.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes(itemsize))
+    if splits > 1:
+        kernel = replace(kernel, entry="ternary_gemm_sum")
+        grid = (-(-tokens * -(-n // 4) // SUM_THREADS), 1, 1)
+        device.launch(kernel, grid, (SUM_THREADS, 1, 1), (target, scale, sums, inverse, y, shape[()]))
 
 
 # TernaryShape of ternary_gemm.cu
 _SHAPE = np.dtype(
     [(name, np.int64) for name in ("x_stride", "row_bytes", "scale_stride", "y_stride")]
-    + [(name, np.int32) for name in ("tokens", "n", "units", "group_units", "aligned", "unused")]
+    + [(name, np.int32) for name in ("tokens", "n", "units", "group_units", "aligned", "splits")]
 )
 
-TOKENS_THREADS = 256
+TOKENS_THREADS = SUM_THREADS = 256
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``matmul`` launches."""
-    for grouped in (False, True):
-        for dtype in DTYPES:
-            for tokens, rows in gemv_configs():
-                yield Variant(_gemv_kernel(dtype, tokens, rows, grouped), 256, GEMV_SHARED)
-            for entry in ("ternary_quantize_tokens", "ternary_pad_tokens", "ternary_round_tokens"):
-                yield Variant(tokens_kernel(entry, dtype, grouped), TOKENS_THREADS)
-            for act in ("int8", dtype):
-                itemsize = 1 if act == "int8" else 4 if dtype == "float32" else 2
-                for c in gemm_configs(itemsize, grouped=grouped):
-                    yield Variant(_gemm_kernel(act, dtype, grouped, c), c.threads, c.shared_bytes(itemsize))
+    smem = smem_per_block_optin(arch)
+    for grouped, dtype in itertools.product((False, True), DTYPES):
+        for tokens, rows, divided in gemv_configs():
+            yield Variant(_gemv_kernel(dtype, tokens, rows, divided, grouped), 256, GEMV_SHARED)
+        for entry in ("ternary_quantize_tokens", "ternary_pad_tokens", "ternary_round_tokens"):
+            yield Variant(tokens_kernel(entry, dtype, grouped), TOKENS_THREADS)
+        for act in ("int8", dtype):
+            itemsize = 1 if act == "int8" else 4 if dtype == "float32" else 2
+            for c in gemm_configs(itemsize, grouped=grouped, smem_per_block_optin=smem):
+                for divided in (False, True):
+                    kernel = _gemm_kernel(act, dtype, grouped, divided, c)
+                    yield Variant(kernel, c.threads, c.shared_bytes(itemsize))
+                yield Variant(replace(kernel, entry="ternary_gemm_sum"), SUM_THREADS)
 
 
-def _gemv_kernel(dtype: str, tokens: int, rows: int, grouped: bool) -> CudaKernel:
-    defines = (("DTYPE", DTYPES[dtype]), ("TOKENS", tokens), ("ROWS", rows), ("GROUPED", int(grouped)))
-    return CudaKernel("ternary_gemv", "ternary_gemv", defines)
+def _gemv_kernel(dtype: str, tokens: int, rows: int, divided: bool, grouped: bool) -> CudaKernel:
+    defines: dict[str, str | int] = {"DTYPE": DTYPES[dtype], "TOKENS": tokens, "ROWS": rows}
+    defines |= {"DIVIDED": int(divided), "GROUPED": int(grouped)}
+    return CudaKernel("ternary_gemv", "ternary_gemv", tuple(defines.items()))
 
 
 def tokens_kernel(entry: str, dtype: str, grouped: bool) -> CudaKernel:
     return CudaKernel("ternary_tokens", entry, (("DTYPE", DTYPES[dtype]), ("GROUPED", int(grouped))))
 
 
-def _gemm_kernel(act: str, out: str, grouped: bool, config: GemmConfig) -> CudaKernel:
+def _gemm_kernel(act: str, out: str, grouped: bool, divided: bool, config: GemmConfig) -> CudaKernel:
     defines: dict[str, str | int] = {"ACT": "q8" if act == "int8" else DTYPES[act], "OUT": DTYPES[out]}
-    defines |= {"GROUPED": int(grouped), **{name.upper(): size for name, size in vars(config).items()}}
+    defines |= {"GROUPED": int(grouped), "DIVIDED": int(divided)}
+    defines |= {name.upper(): size for name, size in vars(config).items()}
     return CudaKernel("ternary_gemm", "ternary_gemm", tuple(defines.items()))
 
 

@@ -3,12 +3,14 @@
 few tokens    ternary_gemv: every block quantises the tokens for itself, one launch
 more          ternary_quantize_tokens, then ternary_gemm on tensor cores
 gradient      ternary_backward
+
+Results too small to reach the SMs have their sums divided: exactly, where they are integers, and in a fixed order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "GEMV_SHARED",
@@ -36,12 +38,13 @@ GEMV_SHARED = 64 * 1024  # bytes of q; K up to 65536 of one token, 16384 of four
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Tokens and rows at a time, and the grid of blocks of 256 threads."""
+    """Tokens and rows at a time, the grid of blocks of 256 threads, and how many warps share a row."""
 
     tokens: int
     rows: int
     grid: int
     shared_bytes: int
+    shares: int = 1
 
     @property
     def threads(self) -> int:
@@ -49,28 +52,39 @@ class GemvConfig:
 
 
 def gemv_config(tokens: int, n: int, k: int, groups: int, *, sms: int) -> GemvConfig | None:
-    """The GEMV for a problem; None where there are too many tokens, or too long ones."""
-    padded = -(-k // _STEP) * _STEP
+    """The GEMV for a problem; None where there are too many tokens, or too long ones.
+
+    Where one row for each warp leaves half of the SMs without a block, up to all warps of a block share a row.
+    """
+    steps = -(-k // _STEP)
     for limit, choices in _GEMV:
         if tokens > limit:
             continue
-        shared = limit * (padded + (4 * padded // UNIT if groups > 1 else 0))
+        shared = limit * _STEP * steps + (4 * limit * _STEP * steps // UNIT if groups > 1 else 0)
         if shared > GEMV_SHARED:
             return None
         resident = sms * (3 if limit == 1 else 2)
         for rows in choices:
             blocks = -(-n // (_GEMV_WARPS * rows))
             if 2 * blocks >= 3 * sms or rows == 1:  # half of the SMs have two blocks at least
+                shares = _power_of_two(min(_GEMV_WARPS, steps, sms // blocks))
+                if shares > 1:
+                    return GemvConfig(limit, 1, -(-n * shares // _GEMV_WARPS), shared, shares)
                 waves = -(-blocks // resident)
                 return GemvConfig(limit, rows, -(-blocks // waves), shared)
     return None
 
 
-def gemv_configs() -> Iterator[tuple[int, int]]:
-    """(tokens, rows) of every GEMV."""
+def _power_of_two(most: int) -> int:
+    return 1 << most.bit_length() - 1 if most > 0 else 1
+
+
+def gemv_configs() -> Iterator[tuple[int, int, bool]]:
+    """(tokens, rows, whether warps share a row) of every GEMV."""
     for tokens, choices in _GEMV:
         for rows in choices:
-            yield tokens, rows
+            yield tokens, rows, False
+        yield tokens, 1, True
 
 
 @dataclass(frozen=True)
@@ -99,36 +113,83 @@ class GemmConfig:
         return -(-tokens // self.block_m) * -(-n // self.block_n)
 
 
-# block_n, block_m, units, warps (n, m, k), stages. Bytes of activations decide how many units a stage has.
+@dataclass(frozen=True)
+class _Row:
+    """A tile, for up to ``tokens`` tokens; ``large``: without groups, and where it reaches every SM."""
+
+    tile: GemmConfig
+    tokens: int | None = None
+    large: bool = False
+
+
+# By bytes of an activation; the first that a problem may take. block_n, block_m, units, warps (n, m, k), stages.
 #
 # Few tokens: the weights are the traffic. 32 rows make 128 blocks of N = 4096; four warps share them and take turns
-# along K. At least 3 x 12 KB are on the way per block, of which four fit on an SM.
-_FEW: dict[int, dict[int, GemmConfig]] = {
-    1: {16: GemmConfig(32, 16, 8, 1, 1, 4, 4), 32: GemmConfig(32, 32, 4, 1, 1, 4, 4)},
-    2: {16: GemmConfig(32, 16, 4, 1, 1, 4, 4), 32: GemmConfig(32, 32, 4, 1, 1, 4, 3)},
-    4: {16: GemmConfig(32, 16, 4, 1, 1, 4, 3), 32: GemmConfig(32, 32, 4, 1, 1, 4, 2)},
+# along K. At least 3 x 12 KB are on the way per block, of which three or four fit on an SM of sm_80 and sm_90.
+# Many: 64 x 32 of a warp, where each word is unpacked in four warps, 7 instructions for 32 of its products.
+# Else 32 x 32 of a warp, 64 registers of sums with groups.
+_GEMM = {
+    1: (
+        _Row(GemmConfig(32, 16, 8, 1, 1, 4, 4), 16),
+        _Row(GemmConfig(32, 32, 4, 1, 1, 4, 4), 32),
+        _Row(GemmConfig(128, 128, 2, 2, 4, 1, 3), large=True),
+        _Row(GemmConfig(64, 64, 2, 2, 2, 1, 4)),
+    ),
+    2: (
+        _Row(GemmConfig(32, 16, 4, 1, 1, 4, 4), 16),
+        _Row(GemmConfig(32, 32, 4, 1, 1, 4, 3), 32),
+        _Row(GemmConfig(128, 128, 1, 2, 4, 1, 3), large=True),
+        _Row(GemmConfig(64, 64, 1, 2, 2, 1, 4)),
+    ),
+    4: (
+        _Row(GemmConfig(32, 16, 4, 1, 1, 4, 3), 16),
+        _Row(GemmConfig(32, 32, 4, 1, 1, 4, 2), 32),
+        _Row(GemmConfig(64, 64, 1, 2, 2, 1, 4)),
+    ),
 }
-# 32 x 32 of a warp, 64 registers of sums with groups.
-_MIDDLE = {itemsize: GemmConfig(64, 64, max(2 // itemsize, 1), 2, 2, 1, 4) for itemsize in (1, 2, 4)}
-# 64 x 32 of a warp: each word is unpacked in four warps, 7 instructions for 32 of its products.
-_LARGE = {itemsize: GemmConfig(128, 128, 2 // itemsize, 2, 4, 1, 3) for itemsize in (1, 2)}
+_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
 
 
-def gemm_config(tokens: int, n: int, itemsize: int, *, grouped: bool, sms: int) -> GemmConfig:
-    """The tile for a problem; ``itemsize``: bytes of an activation."""
-    for limit, few in _FEW[itemsize].items():
-        if tokens <= limit:
-            return few
-    large = None if grouped else _LARGE.get(itemsize)
-    return large if large is not None and large.blocks(tokens, n) >= sms else _MIDDLE[itemsize]
+def gemm_config(
+    tokens: int, n: int, k: int, itemsize: int, *, grouped: bool, sms: int, smem_per_block_optin: int
+) -> tuple[GemmConfig, int]:
+    """The tile for a problem and the parts of K; ``itemsize``: bytes of an activation."""
+    for row in _GEMM[itemsize]:
+        if row.tokens is not None and tokens > row.tokens:
+            continue
+        if row.large and (grouped or row.tile.blocks(tokens, n) < sms):
+            continue
+        tile = _staged(row.tile, itemsize, smem_per_block_optin)
+        block_bytes = k * (tile.block_n // 4 + tile.block_m * itemsize)
+        steps = -(-k // (tile.units * UNIT))
+        return tile, _splits(tile.blocks(tokens, n), steps // tile.stages, block_bytes, sms)
+    raise AssertionError("the last row takes every problem")
 
 
-def gemm_configs(itemsize: int, *, grouped: bool) -> Iterator[GemmConfig]:
+def gemm_configs(itemsize: int, *, grouped: bool, smem_per_block_optin: int) -> Iterator[GemmConfig]:
     """Every tile that :func:`gemm_config` may choose."""
-    yield from _FEW[itemsize].values()
-    yield _MIDDLE[itemsize]
-    if not grouped and itemsize in _LARGE:
-        yield _LARGE[itemsize]
+    for row in _GEMM[itemsize]:
+        if not (row.large and grouped):
+            yield _staged(row.tile, itemsize, smem_per_block_optin)
+
+
+def _staged(tile: GemmConfig, itemsize: int, smem_per_block_optin: int) -> GemmConfig:
+    """With fewer stages, where that lets an SM hold two blocks: its 100 KB on sm_86, sm_89 and sm_120."""
+    for stages in range(tile.stages, 1, -1):
+        fewer = replace(tile, stages=stages)
+        if 2 * (fewer.shared_bytes(itemsize) + _RESERVED) <= smem_per_block_optin + _RESERVED:
+            return fewer
+    return tile
+
+
+_MOST_SPLITS = 16
+_SECOND_LAUNCH = 1 << 18  # bytes that an SM gets from L2 in 2 us, 64 a clock
+
+
+def _splits(blocks: int, most: int, block_bytes: int, sms: int) -> int:
+    """Parts of the sums, at most ``most``: where blocks leave SMs idle and have more to read than a launch costs."""
+    splits = min(sms // blocks, most, _MOST_SPLITS)
+    return splits if splits > 1 and block_bytes * (splits - 1) // splits > _SECOND_LAUNCH else 1
 
 
 @dataclass(frozen=True)
@@ -168,20 +229,15 @@ _BACKWARD = {
     2: (BackwardTile(128, 2, 2, 4), BackwardTile(64, 2, 2, 4), BackwardTile(32, 1, 4, 4)),
     4: (BackwardTile(64, 2, 2, 4), BackwardTile(32, 1, 4, 4)),
 }
-_LEAST_STEPS = 8  # of a part of N: less, and the pipeline is never full
-_MOST_SPLITS = 16
 
 
 def backward_config(tokens: int, n: int, k: int, itemsize: int, *, sms: int) -> tuple[BackwardTile, int]:
-    """The tile of the gradient and the parts of N: the largest tile that is full and reaches half of the SMs.
-
-    Where none does, each block adds up a part of N.
-    """
+    """The tile of the gradient, the largest that is full and reaches half of the SMs, and the parts of N."""
     tiles = [t for t in _BACKWARD[itemsize] if t.block_m < 2 * tokens] or [_BACKWARD[itemsize][-1]]
     tile = next((t for t in tiles if 2 * t.blocks(tokens, k) > sms), tiles[-1])
+    block_bytes = n * (tile.block_m * itemsize + tile.block_k // 4)
     steps = -(-n // tile.block_n(itemsize))
-    splits = min(sms // tile.blocks(tokens, k), steps // _LEAST_STEPS, _MOST_SPLITS)
-    return tile, max(splits, 1)
+    return tile, _splits(tile.blocks(tokens, k), steps // tile.stages, block_bytes, sms)
 
 
 def backward_tiles(itemsize: int) -> tuple[BackwardTile, ...]:

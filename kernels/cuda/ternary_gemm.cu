@@ -20,10 +20,15 @@
 //
 // The gaps shift the units of a row to different banks, when they are written side by side.
 //
-// Macros: ACT q8, f16, bf16 or f32; OUT; GROUPED: groups > 1, flushed to float at the end of each; BLOCK_N, BLOCK_M,
-// UNITS, WARPS_N, WARPS_M, WARPS_K, STAGES: kernels/ternary_config.py
+// DIVIDED: there are fewer tiles than SMs, and blockIdx.y counts parts of K. ternary_gemm then leaves its sums as they
+// are in `parts` (splits, tokens, n), int of q8 without groups, else float; ternary_gemm_sum adds them up, in order,
+// and makes y.
+//
+// Macros: ACT q8, f16, bf16 or f32; OUT; GROUPED: groups > 1, flushed to float at the end of each; DIVIDED; BLOCK_N,
+// BLOCK_M, UNITS, WARPS_N, WARPS_M, WARPS_K, STAGES: kernels/ternary_config.py
 #include "scalar.cuh"
 #include "ternary_mma.cuh"
+#include "vec.cuh"
 
 typedef ACT act;
 typedef OUT out_scalar;
@@ -33,7 +38,7 @@ typedef Math::Number number;
 template <bool, typename X, typename> struct Pick { typedef X type; };
 template <typename X, typename Y> struct Pick<false, X, Y> { typedef Y type; };
 
-constexpr bool kQuantized = sizeof(act) == 1, kGrouped = GROUPED;
+constexpr bool kQuantized = sizeof(act) == 1, kGrouped = GROUPED, kDivided = DIVIDED;
 constexpr int kUnits = UNITS, kStages = STAGES;
 constexpr int kThreads = 32 * WARPS_N * WARPS_M * WARPS_K;
 constexpr int kSlabs = BLOCK_N / WARPS_N / 16, kTiles = BLOCK_M / WARPS_M / 8;  // of a warp: 16 rows, 8 tokens each
@@ -45,10 +50,13 @@ constexpr int kTileStride = BLOCK_N + 4;  // numbers, of the result on its way o
 static_assert(BLOCK_N % (16 * WARPS_N) == 0 && BLOCK_M % (8 * WARPS_M) == 0, "whole products");
 static_assert(kUnits <= 8 && kWeightBytes % 64 == 0, "gaps are whole vectors");
 
+constexpr bool kFloatSums = kGrouped || !kQuantized;
+typedef Pick<kFloatSums, float, int>::type total;
+
 struct TernaryShape {
     long long x_stride, row_bytes, scale_stride, y_stride;
     int tokens, n, units, group_units, aligned;  // aligned: rows of y begin at, and are, whole vectors of four
-    int unused;
+    int splits;
 };
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
@@ -71,14 +79,15 @@ class Loader {
     int units_, x_units_;  // the same, of the next stage's
 
 public:
-    __device__ __forceinline__ Loader(const act* x, const unsigned char* codes, int row0, int token0,
-                                      const TernaryShape& shape) {
-        const int row = row0 + threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
+    // Of units [unit0, end).
+    __device__ __forceinline__ Loader(const act* x, const unsigned char* codes, int row0, int token0, int unit0,
+                                      int end, const TernaryShape& shape) {
+        const int row = row0 + threadIdx.x / kUnits, unit = unit0 + threadIdx.x % kUnits;
         codes_ = codes + row * shape.row_bytes + unit * 16;
-        rows_ = shape.n - row, units_ = shape.units - unit;
+        rows_ = shape.n - row, units_ = end - unit;
         const int token = token0 + threadIdx.x / kAcross, at = threadIdx.x % kAcross;
-        x_ = x + token * shape.x_stride + at * (16 / static_cast<int>(sizeof(act)));
-        tokens_ = shape.tokens - token, x_units_ = shape.units - at / kRowChunks;
+        x_ = x + token * shape.x_stride + unit0 * kUnit + at * (16 / static_cast<int>(sizeof(act)));
+        tokens_ = shape.tokens - token, x_units_ = end - unit0 - at / kRowChunks;
     }
 
     // Starts to copy a stage, zeros for what does not exist, and goes on to the next.
@@ -207,16 +216,84 @@ __device__ __forceinline__ void gather(T* tile, const Sums& sums, int row, int t
     }
 }
 
+// Four sums side by side, of which `here` exist; `whole`: they are a vector.
+__device__ __forceinline__ void get_sums(const total* at, int here, bool whole, total (&sum)[4]) {
+    uint4 bits = {};
+    if (whole) bits = *reinterpret_cast<const uint4*>(at);
+    const unsigned word[4] = {bits.x, bits.y, bits.z, bits.w};
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        if (!whole) sum[e] = e < here ? at[e] : 0;
+        else if constexpr (kFloatSums) sum[e] = __uint_as_float(word[e]);
+        else sum[e] = static_cast<int>(word[e]);
+    }
+}
+
+__device__ __forceinline__ void put_sums(total* at, int here, bool whole, const total (&sum)[4]) {
+    if (whole) {
+        detail::write_words<16>(at, reinterpret_cast<const unsigned*>(sum));
+    } else {
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            if (e < here) at[e] = sum[e];
+        }
+    }
+}
+
+// y of the sums of four rows of weights, of which `here` exist, for any of the tokens.
+struct Finish {
+    float gain[4];
+    int here;
+
+    __device__ __forceinline__ Finish(const float* scale, int row, const TernaryShape& shape) : here(shape.n - row) {
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            gain[e] = kGrouped ? 1.0f : __ldg(scale + (row + min(e, here - 1)) * shape.scale_stride);
+        }
+    }
+
+    __device__ __forceinline__ void store(out_scalar* at, const total (&sum)[4], const int* sums,
+                                          const double* inverse, int token, bool aligned) const {
+        float value[4];
+        if constexpr (kQuantized) {
+            const double by = __ldg(inverse + token);
+            const int correction = kGrouped ? 0 : __ldg(sums + token);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const double exact = kGrouped ? sum[e] : (sum[e] - correction) * static_cast<double>(gain[e]);
+                value[e] = before_narrowing<out_scalar>(exact * by);
+            }
+        } else {
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) value[e] = sum[e] * gain[e];
+        }
+        if (aligned) {
+            store_four(at, value);
+        } else {
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (e < here) at[e] = narrowed<out_scalar>(value[e]);
+            }
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, kThreads == 256 ? 2 : 1)
 ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const int* sums, const double* inverse,
-             out_scalar* y, const __grid_constant__ TernaryShape shape) {
+             void* y_or_parts, const __grid_constant__ TernaryShape shape) {
     const int tiles_n = (shape.n + BLOCK_N - 1) / BLOCK_N;
     const int row0 = blockIdx.x % tiles_n * BLOCK_N, token0 = blockIdx.x / tiles_n * BLOCK_M;
     const int warp = threadIdx.x / 32, warp_k = warp / (WARPS_N * WARPS_M);
     const int row = warp % WARPS_N * kSlabs * 16, token = warp / WARPS_N % WARPS_M * kTiles * 8;
-    Loader from(x, codes, row0, token0, shape);
+    int steps = (shape.units + kUnits - 1) / kUnits, unit0 = 0, end = shape.units;
+    if constexpr (kDivided) {
+        const int share = (steps + shape.splits - 1) / shape.splits;
+        const int begin = min(static_cast<int>(blockIdx.y) * share, steps);
+        steps = min(share, steps - begin);
+        unit0 = begin * kUnits, end = min(unit0 + steps * kUnits, end);
+    }
+    Loader from(x, codes, row0, token0, unit0, end, shape);
     const unsigned shared = ptx::shared_address(dynamic_shared);
-    const int steps = (shape.units + kUnits - 1) / kUnits;
 
     Sums sums_of_warp;
     #pragma unroll
@@ -234,18 +311,18 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
         const unsigned stage = shared + now * kStageBytes;
         #pragma unroll
         for (int k = 0; k < kUnits; k += WARPS_K) {
-            const int in_stage = k + warp_k, unit = step * kUnits + in_stage;
-            if (kUnits > WARPS_K && unit >= shape.units) break;
+            const int in_stage = k + warp_k, unit = unit0 + step * kUnits + in_stage;
+            if (kUnits > WARPS_K && unit >= end) break;
             const unsigned acts = stage + kWeightBytes + in_stage * kActUnit;
             sums_of_warp.multiply(stage + in_stage * kWeightUnit, acts, row, token);
             if constexpr (kGrouped) {
-                if (unit >= shape.units) break;
+                if (unit >= end) break;
                 if constexpr (kQuantized) {
                     sums_of_warp.correct(sums + token0 * static_cast<long long>(shape.units) + unit, token,
                                          shape.tokens - token0, shape.units);
                 }
                 const int group = unit / shape.group_units, next = unit + WARPS_K;
-                if (next >= shape.units || next / shape.group_units != group) {
+                if (next >= end || next / shape.group_units != group) {
                     sums_of_warp.flush(scale + row0 * shape.scale_stride + group, row, shape.n - row0,
                                        shape.scale_stride);
                 }
@@ -258,44 +335,45 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
     __syncthreads();
 
     // Out through shared memory; a thread has the same four rows of all its tokens.
-    typedef Pick<kGrouped, float, number>::type total;
     total* tile = reinterpret_cast<total*>(dynamic_shared);
     gather(tile, sums_of_warp, row, token, warp_k);
     constexpr int kAcross = BLOCK_N / 4;
     static_assert(kThreads % kAcross == 0, "a thread's rows are the same for all tokens");
-    const int column = threadIdx.x % kAcross * 4, here = shape.n - row0 - column;
-    if (here <= 0) return;
-    float gain[4];
-    #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        gain[e] = kGrouped ? 1.0f : __ldg(scale + (row0 + column + min(e, here - 1)) * shape.scale_stride);
-    }
+    const int column = threadIdx.x % kAcross * 4;
+    if (row0 + column >= shape.n) return;
+    const Finish finish(scale, row0 + column, shape);
     for (int to = threadIdx.x / kAcross; to < min(BLOCK_M, shape.tokens - token0); to += kThreads / kAcross) {
-        const uint4 bits = *reinterpret_cast<const uint4*>(tile + to * kTileStride + column);
-        const unsigned sum[4] = {bits.x, bits.y, bits.z, bits.w};
-        float result[4];
-        if constexpr (kQuantized) {
-            const double by = __ldg(inverse + token0 + to);
-            const int correction = kGrouped ? 0 : __ldg(sums + token0 + to);
-            #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                double value;
-                if constexpr (kGrouped) value = __uint_as_float(sum[e]);
-                else value = (static_cast<int>(sum[e]) - correction) * static_cast<double>(gain[e]);
-                result[e] = before_narrowing<out_scalar>(value * by);
-            }
+        total sum[4];
+        get_sums(tile + to * kTileStride + column, 4, true, sum);
+        if constexpr (kDivided) {
+            const long long token = static_cast<long long>(blockIdx.y) * shape.tokens + token0 + to;
+            total* at = static_cast<total*>(y_or_parts) + token * shape.n + row0 + column;
+            put_sums(at, finish.here, shape.n % 4 == 0, sum);
         } else {
-            #pragma unroll
-            for (int e = 0; e < 4; ++e) result[e] = __uint_as_float(sum[e]) * gain[e];
-        }
-        out_scalar* at = y + (token0 + to) * shape.y_stride + row0 + column;
-        if (shape.aligned) {
-            store_four(at, result);
-        } else {
-            #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (e < here) at[e] = narrowed<out_scalar>(result[e]);
-            }
+            out_scalar* at = static_cast<out_scalar*>(y_or_parts) + (token0 + to) * shape.y_stride + row0 + column;
+            finish.store(at, sum, sums, inverse, token0 + to, shape.aligned);
         }
     }
 }
+
+#if DIVIDED
+// A thread has four rows of weights of a token.
+extern "C" __global__ void __launch_bounds__(256)
+ternary_gemm_sum(const total* parts, const float* scale, const int* sums, const double* inverse, out_scalar* y,
+                 const __grid_constant__ TernaryShape shape) {
+    const int across = (shape.n + 3) / 4;
+    const long long i = blockIdx.x * 256ll + threadIdx.x;
+    const int token = i / across, row = i % across * 4;
+    if (token >= shape.tokens) return;
+    const Finish finish(scale, row, shape);
+    total sum[4] = {};
+    for (int split = 0; split < shape.splits; ++split) {
+        total part[4];
+        get_sums(parts + (static_cast<long long>(split) * shape.tokens + token) * shape.n + row, finish.here,
+                 shape.n % 4 == 0, part);
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] += part[e];
+    }
+    finish.store(y + token * shape.y_stride + row, sum, sums, inverse, token, shape.aligned);
+}
+#endif

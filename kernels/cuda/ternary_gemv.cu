@@ -18,10 +18,13 @@
 //     lane               0  1 .. 31   0 ..  31
 //     step               0            1                     2048 codes
 //
+// DIVIDED: n is so small that `shares` warps of a block, 2, 4 or 8, take turns with the steps of one row, and add up
+// what they have through shared memory. More than a block for a row would not pay: each quantises all of x.
+//
 // Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 chunks of 16 bytes in a row, 8 lanes at
 // a time, a chunk of each: chunk c therefore lies at c ^ (c / 8 % 4), which puts them in different banks.
 //
-// Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; GROUPED: groups > 1, flushed to float after each vector.
+// Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; DIVIDED; GROUPED: groups > 1, flushed to float after each vector.
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "scalar.cuh"
@@ -33,7 +36,10 @@ typedef Activations<scalar> Chunk;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kTokens = TOKENS, kRows = ROWS;
-constexpr int kFlight = TOKENS < 4 ? 4 : 2, kAhead = ROWS < kFlight ? kFlight / ROWS : 1;  // sums take registers too
+constexpr bool kDivided = DIVIDED;
+constexpr int kFlight = kDivided ? 1 : TOKENS < 4 ? 4 : 2;  // sums take registers too
+constexpr int kAhead = ROWS < kFlight ? kFlight / ROWS : 1;
+static_assert(!kDivided || ROWS == 1, "there are few rows");
 constexpr int kStepUnits = 32, kStepCodes = kStepUnits * kUnit;
 constexpr bool kGrouped = GROUPED;
 
@@ -42,6 +48,7 @@ extern __shared__ uint4 dynamic_shared[];  // q, then with groups the sum of eac
 struct Shared {
     unsigned largest[kWarps][kTokens];
     int sums[kWarps][kTokens], sum[kTokens];
+    int parts[kDivided ? kWarps : 1][kTokens];  // floats with groups
     TokenScale scale[kTokens];
 };
 
@@ -112,16 +119,17 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
 extern "C" __global__ void __launch_bounds__(kThreads, kGrouped && kTokens == 4 ? 1 : 2)
 ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, scalar* y, long long x_stride,
              long long scale_stride, long long y_stride, int row_bytes, int tokens, int n, int k, int group_units,
-             int whole) {
+             int whole, int shares) {
     __shared__ Shared shared;
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int part = kDivided ? warp % shares : 0, turns = kDivided ? shares : 1;
     const int units = row_bytes / 16, steps = (units + kStepUnits - 1) / kStepUnits;
     const int stride = gridDim.x * kWarps * kRows;
 
     // The last rows are taken kRows at a time too: some of them again, to be left alone at the end.
-    int row = (blockIdx.x * kWarps + threadIdx.x / 32) * kRows;
+    int row = (blockIdx.x * kWarps + warp) / turns * kRows;
     const auto first_unit = [&](int row) {
-        return codes + static_cast<long long>(min(row, n - kRows)) * row_bytes + lane * 16;
+        return codes + static_cast<long long>(min(row, n - kRows)) * row_bytes + (part * kStepUnits + lane) * 16;
     };
     const unsigned char* from = first_unit(row);
     uint4 next[kAhead][kRows], now[kAhead][kRows];
@@ -135,27 +143,27 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
                 next[a][r] = exists ? __ldcs(reinterpret_cast<const uint4*>(at)) : make_uint4(0, 0, 0, 0);
             }
         }
-        from += kAhead * kStepUnits * 16;
+        from += turns * kAhead * kStepUnits * 16;
     };
-    if (row < n) fetch(0);
+    if (kDivided || row < n) fetch(part);
     quantize(shared, x, x_stride, tokens, k, steps, whole);
     unsigned acts[4];  // where the lane's four chunks of the first step lie
     #pragma unroll
     for (int w = 0; w < 4; ++w) acts[w] = ptx::shared_address(dynamic_shared) + swizzled(lane * 4 + w) * 16;
 
-    for (; row < n; row += stride) {
+    for (; kDivided || row < n; row += stride) {
         const int base = min(row, n - kRows);
         PlaneSums sums[kRows][kTokens] = {};
         float grouped[kGrouped ? kRows : 1][kTokens] = {};
-        for (int step = 0; step < steps; step += kAhead) {
+        for (int step = part; step < steps; step += turns * kAhead) {
             #pragma unroll
             for (int a = 0; a < kAhead; ++a) {
                 #pragma unroll
                 for (int r = 0; r < kRows; ++r) now[a][r] = next[a][r];
             }
-            if (step + kAhead < steps) {
-                fetch(step + kAhead);
-            } else if (row + stride < n) {
+            if (step + turns * kAhead < steps) {
+                fetch(step + turns * kAhead);
+            } else if (!kDivided && row + stride < n) {
                 from = first_unit(row + stride);
                 fetch(0);
             }
@@ -208,6 +216,16 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
                 }
             }
         }
+        if constexpr (kDivided) {
+            if (lane < kTokens) shared.parts[warp][lane] = kGrouped ? __float_as_int(grouped_sum) : whole_sum;
+            __syncthreads();
+            if (part > 0) return;
+            for (int other = 1; other < shares && lane < kTokens; ++other) {
+                const int more = shared.parts[warp + other][lane];
+                if constexpr (kGrouped) grouped_sum += __int_as_float(more);
+                else whole_sum += more;
+            }
+        }
         const int t = lane % kTokens, to = base + lane / kTokens;
         if (lane < kRows * kTokens && t < tokens && to >= row) {
             double value;
@@ -215,5 +233,6 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
             else value = (whole_sum - shared.sum[t]) * static_cast<double>(__ldg(scale + to * scale_stride));
             y[t * y_stride + to] = narrowed<scalar>(before_narrowing<scalar>(value * shared.scale[t].inverse));
         }
+        if constexpr (kDivided) return;
     }
 }
