@@ -81,9 +81,9 @@ def _rounded(device: Any, backend: str, x: Any) -> Any:
     if backend == "numba":
         from gpu_ops.kernels.numba_cuda import ternary as twins
 
-        kernel = twins.quantize_kernel(dtype, back=True)
         inverse = device.empty((tokens,), np.float64)
-        device.launch(kernel, (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, rounded, inverse))
+        twin = twins.quantize_kernel(dtype, back=True)
+        device.launch(twin, (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, rounded, inverse))
         return rounded
     args = (x, rounded, row_stride(x), np.int32(k), np.int32(is_whole(x)))
     kernel = tokens_kernel("ternary_round_tokens", dtype, False)

@@ -147,7 +147,8 @@ struct Sums {
             Operand a[kSlabs];
             #pragma unroll
             for (int i = 0; i < kSlabs; ++i) rows.read(a[i], i, step);
-            const auto word = [&](int row) { return ptx::load_shared(weights + (step * kStep + row) * 16 + g / 2 * 4); };
+            const unsigned words = weights + step * kStep * 16 + g / 2 * 4;
+            const auto word = [&](int row) { return ptx::load_shared(words + row * 16); };
             if constexpr (sizeof(scalar) == 2) {
                 const unsigned select = g % 2 ? 0x7632 : 0x5410;
                 const unsigned low = __byte_perm(word(2 * t), word(2 * t + 1), select);
@@ -243,7 +244,7 @@ __device__ __forceinline__ void place(int tokens, int k, int& token0, int& unit0
     unit0 = i / rows * kUnits;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kSlabs == 4 ? 3 : 4)
 ternary_backward(const scalar* dy, const unsigned char* codes, const float* scale, out_scalar* dx,
                  const __grid_constant__ BackwardShape shape) {
     int token0, unit0;
