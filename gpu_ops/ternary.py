@@ -15,9 +15,7 @@ from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.reference.ternary import Method
 from gpu_ops.reference.ternary_formats import FORMATS
-from gpu_ops.ternary_matmul import ternary_matmul
-from gpu_ops.ternary_matrix import (
-    TernaryMatrix,
+from gpu_ops.ternary_checks import (
     check_integers,
     check_trits,
     fits,
@@ -26,7 +24,9 @@ from gpu_ops.ternary_matrix import (
     pack,
     unpack,
 )
-from gpu_ops.ternary_packing import Packing, why_numpy
+from gpu_ops.ternary_matmul import ternary_matmul
+from gpu_ops.ternary_matrix import TernaryMatrix
+from gpu_ops.ternary_packing import Packing, pack_there, unpack_there, why_numpy
 from gpu_ops.ternary_scales import group_size_of, not_finite, quantize, threshold_of
 
 __all__ = ["ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
@@ -128,7 +128,7 @@ def ternary_quantize(
         with arrays.on(choice) as on:
             if on is None:
                 return TernaryMatrix._trusted(*quantize(name, w_, chosen, group, limit), (n, k), "w2")
-            matrix = TernaryMatrix._made_on(on, *compute(on), group, k)
+            matrix = TernaryMatrix._made_on(on, choice.backend, *compute(on), group, k)
         return matrix
 
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
@@ -179,8 +179,8 @@ def ternary_pack(
 
     Notes
     -----
-    On a GPU, w2, hf_bitnet, planes and base3 of int8 trits are packed and unpacked by kernels; others go by way of
-    the host, as ``explain`` says.
+    On a GPU, int8 trits are packed and unpacked by kernels, each byte read or written once; wider integers go by way
+    of the host, as ``explain`` says. What kernels refuse is looked for again on the host, which says what it is.
 
     Examples
     --------
@@ -196,16 +196,14 @@ def ternary_pack(
     embedded = None if scale is None else _embedded_scale(name, scale, t.shape, fmt.name, fmt.block_scale)
     choice = choose(name, device, backend, arrays, cannot=_NUMPY_ONLY)
     fits(name, (t.shape[0], t.shape[1]), fmt)
-    because = why_numpy(fmt.name, t.shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
+    because = why_numpy(t.shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
 
     def compute(on: Device | None) -> tuple[Array, Array]:
-        from gpu_ops.kernels import ternary_pack as kernels
-
         packed = arrays.new(fmt.packed_shape((t.shape[0], t.shape[1])), np.uint8, "packed")
-        return packed, kernels.pack(on, choice.backend, t, packed, fmt.name)
+        return packed, pack_there(on, choice.backend, t, packed, fmt, embedded)
 
     def by_numpy() -> Array:
-        return pack(name, check_trits(name, on_host(t)), fmt, embedded)
+        return pack(name, check_trits(name, on_host(t)), fmt, None if embedded is None else on_host(embedded))
 
     packing = Packing(choice, arrays, compute, by_numpy, because)
     return Plan(
@@ -273,13 +271,11 @@ strict=False decodes it all the same
     fits(name, size, fmt)
     need = math.prod(fmt.packed_shape(size))
     sound = data.dtype == np.uint8 and (data.size == need or (data.size > need and not strict))
-    because = why_numpy(fmt.name, size, "" if sound else "the bytes are not those of the shape")
+    because = why_numpy(size, "" if sound else "the bytes are not those of the shape")
 
     def compute(on: Device | None) -> tuple[Array, Array]:
-        from gpu_ops.kernels import ternary_pack as kernels
-
         trits = arrays.new(size, np.int8, "trits")
-        return trits, kernels.unpack(on, choice.backend, data.reshape(-1)[:need], trits, fmt.name)
+        return trits, unpack_there(on, choice.backend, data.reshape(-1)[:need], trits, fmt)
 
     def by_numpy() -> Array:
         return unpack(name, on_host(data), size, fmt, strict=strict)
@@ -306,4 +302,4 @@ def _embedded_scale(name: str, scale: Any, shape: tuple[int, ...], format: str, 
     if array.shape not in ((), (n,), (n, k // block)):
         allowed = f"(), ({n},) or ({n}, {k // block}): one per {block} weights"
         raise ShapeError(f"{name}: scale has shape {array.shape}; expected {allowed}")
-    return on_host(array).astype(np.float32)
+    return array if array.dtype == np.float32 else on_host(array).astype(np.float32)

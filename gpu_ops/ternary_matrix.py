@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.checks import integer, one_of
-from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
-from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
-from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
-from gpu_ops.reference.ternary_layouts import LayoutError, block_scales, chunk_bitmap, decode, encode
+from gpu_ops.checks import one_of
+from gpu_ops.devices import CudaDevice, Device, EmulatorDevice, cuda_device
+from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.ternary_layouts import block_scales, chunk_bitmap, decode
+from gpu_ops.ternary_checks import check_scale, check_trits, fits, matrix_shape, on_host, pack, unpack
+from gpu_ops.ternary_packing import repacked
 from gpu_ops.ternary_scales import not_finite
 
 __all__ = ["TernaryMatrix"]
@@ -69,6 +70,7 @@ class TernaryMatrix:
     format: str
     _converted: dict[str, TernaryMatrix] = field(default_factory=dict, init=False)
     _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
+    _lies: tuple[int, str] | None = field(default=None, init=False)  # made on this device by this backend
 
     def __post_init__(self) -> None:
         fmt = FORMATS[one_of("TernaryMatrix", "format", self.format, FORMATS)]
@@ -82,7 +84,7 @@ class TernaryMatrix:
     def _set(self, codes: Array | None, scale: Any, shape: tuple[int, int], format: str) -> None:
         if codes is not None:  # else they are on a GPU
             object.__setattr__(self, "codes", _frozen(codes))
-        object.__setattr__(self, "scale", _frozen(_scale(scale, shape)))
+        object.__setattr__(self, "scale", _frozen(check_scale(scale, shape)))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "format", format)
 
@@ -95,11 +97,27 @@ class TernaryMatrix:
         matrix._set(codes, scale, shape, format)
         object.__setattr__(matrix, "_converted", {})
         object.__setattr__(matrix, "_on_cuda", {})
+        object.__setattr__(matrix, "_lies", None)
+        return matrix
+
+    @classmethod
+    def _on_gpu(
+        cls,
+        lies: tuple[int, str],
+        held: tuple[Array, Array],
+        scale: Array,
+        shape: tuple[int, int],
+        format: str,
+    ) -> TernaryMatrix:
+        """A matrix whose codes, sound and finished, are on the device of number ``lies[0]`` alone."""
+        matrix = cls._trusted(None, scale, shape, format)
+        object.__setattr__(matrix, "_lies", lies)
+        matrix._on_cuda[lies[0]] = held
         return matrix
 
     @classmethod
     def _made_on(
-        cls, device: Device, codes: Array, scale: Array, group_size: int | None, k: int
+        cls, device: Device, backend: str, codes: Array, scale: Array, group_size: int | None, k: int
     ) -> TernaryMatrix:
         """w2 codes and scale (1 or N, groups) as kernels of ``device`` wrote them; on a GPU, codes stay there."""
         n = codes.shape[0]
@@ -109,9 +127,7 @@ class TernaryMatrix:
         shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else scale.shape
         if not isinstance(device, CudaDevice):
             return cls._trusted(codes, values.reshape(shape), (n, k), "w2")
-        matrix = cls._trusted(None, values.reshape(shape), (n, k), "w2")
-        matrix._on_cuda[device.ordinal] = (codes, scale)
-        return matrix
+        return cls._on_gpu((device.ordinal, backend), (codes, scale), values.reshape(shape), (n, k), "w2")
 
     def __getattr__(self, name: str) -> Any:
         """Codes that were made on a GPU are copied to the host when they are first asked for there."""
@@ -165,8 +181,17 @@ class TernaryMatrix:
         return chunk_bitmap(self.trits())
 
     def trits(self) -> Array:
-        """The trits, (N, K) int8."""
+        """The trits, (N, K) int8, as a NumPy array; of codes on a GPU, unpacked there."""
+        if self._lies is not None:
+            return on_host(self._repacked(self.format))
         return decode(self.codes, self.shape, self.format, strict=False)
+
+    def _repacked(self, format: str) -> Array:
+        """Codes in another format, or the trits where it is the same, on the GPU on which these were made."""
+        assert self._lies is not None
+        ordinal, backend = self._lies
+        device, (codes, _) = cuda_device(ordinal), self._on_cuda[ordinal]
+        return repacked(device, backend, codes, self.shape, FORMATS[self.format], FORMATS[format])
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """``scale * t`` as a dense (N, K) array of ``dtype``, computed in float64 and rounded once."""
@@ -180,15 +205,21 @@ class TernaryMatrix:
         """The same weights in another format, exactly; ``self`` when it is that format already.
 
         The scale stays apart: blocks of tq1_0, tq2_0 and q2_0 hold 1.0. To write a block file, embed it:
-        ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``.
+        ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``. Codes that were made on a GPU are converted there,
+        and stay there.
         """
         fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
         if format == self.format:
             return self
         done = self._converted.get(format)
         if done is None:
-            codes = pack("TernaryMatrix.to", self.trits(), fmt)
-            done = TernaryMatrix._trusted(codes, self._whole_scale(), self.shape, format)
+            if self._lies is not None:
+                fits("TernaryMatrix.to", self.shape, fmt)
+                held = self._repacked(format), self._on_cuda[self._lies[0]][1]
+                done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
+            else:
+                codes = pack("TernaryMatrix.to", self.trits(), fmt)
+                done = TernaryMatrix._trusted(codes, self._whole_scale(), self.shape, format)
             if format == "w2":  # what the kernels read: every matmul asks for it
                 self._converted[format] = done
         return done
@@ -221,7 +252,7 @@ class TernaryMatrix:
     def _whole_scale(self) -> Array:
         """``scale`` times the scales that the format embeds, if it does."""
         block = FORMATS[self.format].block_scale
-        if not block:
+        if not block or self._lies is not None:  # of codes made on a GPU, blocks hold 1.0
             return self.scale
         embedded = block_scales(self.codes, self.shape, self.format)
         if (embedded == 1).all():
@@ -241,108 +272,7 @@ class TernaryMatrix:
         return f"TernaryMatrix({self.shape}, format={self.format!r}, scale {per}, {self.nbytes:,} bytes)"
 
 
-# --- checks that gpu_ops.ternary shares ----------------------------------------------------------
-
-
-def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
-    """``shape`` as two non-negative Python integers."""
-    try:
-        sizes = tuple(shape)
-    except TypeError:
-        sizes = ()
-    if len(sizes) != 2:
-        raise ShapeError(f"{op}: shape must be (N, K), got {shape!r}")
-    n, k = (integer(op, "shape", size, low=0) for size in sizes)
-    return n, k
-
-
-def check_trits(op: str, trits: Array) -> Array:
-    """An integer matrix of -1, 0, +1 as int8."""
-    check_integers(op, trits)
-    if trits.size and (trits.min() < -1 or trits.max() > 1):
-        where = tuple(int(i) for i in np.argwhere((trits < -1) | (trits > 1))[0])
-        raise FormatError(f"{op}: trits[{where[0]}, {where[1]}] is {trits[where]}; a trit is -1, 0 or +1")
-    return trits.astype(np.int8, copy=False)
-
-
-def check_integers(op: str, trits: Array) -> None:
-    """A matrix of signed integers."""
-    if not np.issubdtype(trits.dtype, np.signedinteger):
-        raise DTypeError(f"{op}: trits is {trits.dtype}; pass a signed integer array of -1, 0, +1 (int8)")
-    if trits.ndim != 2:
-        raise ShapeError(f"{op}: trits has shape {trits.shape}; expected (N, K)")
-
-
-def pack(op: str, trits: Array, fmt: TernaryFormat, scale: Array | None = None) -> Array:
-    """Encode, with the format's complaints as typed errors."""
-    n, k = trits.shape
-    fits(op, (n, k), fmt)
-    try:
-        return encode(trits, fmt.name, scale=scale)
-    except LayoutError as error:
-        raise FormatError(f"{op}: {error}") from error
-
-
-def unpack(op: str, packed: Array, shape: tuple[int, int], fmt: TernaryFormat, *, strict: bool) -> Array:
-    """Decode, with the format's complaints as typed errors."""
-    if packed.dtype != np.uint8:
-        raise DTypeError(
-            f"{op}: packed codes are {packed.dtype}; expected uint8 (other bytes: .view(np.uint8))"
-        )
-    fits(op, shape, fmt)
-    try:
-        return decode(packed, shape, fmt.name, strict=strict)
-    except LayoutError as error:
-        lenient = op == "ternary_unpack" and strict and packed.size >= math.prod(fmt.packed_shape(shape))
-        hint = "; strict=False decodes it all the same" if lenient else ""
-        raise FormatError(f"{op}: {error}{hint}") from error
-
-
-def fits(op: str, shape: tuple[int, int], fmt: TernaryFormat) -> None:
-    """The shape, or the format's complaint about it."""
-    try:
-        fmt.packed_shape(shape)
-    except ValueError as error:
-        raise ShapeError(f"{op}: {error}") from error
-
-
-def on_host(array: Any) -> Array:
-    """A copy of a CuPy array in host memory; NumPy's as they are."""
-    if isinstance(array, np.ndarray):
-        return array
-    import cupy
-
-    return np.asarray(cupy.asnumpy(array))
-
-
 def _frozen(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _scale(scale: Any, shape: tuple[int, int]) -> Array:
-    """A finite float32 scale whose shape says what it scales."""
-    n, k = shape
-    if isinstance(scale, (bool, complex, str)):
-        raise DTypeError(
-            f"TernaryMatrix: scale is {type(scale).__name__}; expected a number or a float32 array"
-        )
-    if isinstance(scale, (int, float, np.number)):
-        scale = np.asarray(scale, np.float32)
-    array = Arrays("TernaryMatrix").read("scale", scale)
-    if array.dtype != np.float32:
-        raise DTypeError(
-            f"TernaryMatrix: scale is {array.dtype}; scales are float32: scale.astype(np.float32)"
-        )
-    fits = array.shape in ((), (n,)) or (
-        array.ndim == 2 and array.shape[0] == n and array.shape[1] > 0 and k % array.shape[1] == 0
-    )
-    if not fits:
-        raise ShapeError(
-            f"TernaryMatrix: scale has shape {array.shape}; expected () per tensor, ({n},) per row, or "
-            f"({n}, G) with G groups that divide K={k}"
-        )
-    if not np.isfinite(array).all():
-        raise OptionError("TernaryMatrix: scale holds NaN or infinity")
-    return array

@@ -1,4 +1,4 @@
-"""Packing and unpacking on a device: by kernels where there are any, else by NumPy on the host."""
+"""Packing and unpacking on a device: by its kernels, else by NumPy, on the host; faults are told by NumPy."""
 
 from __future__ import annotations
 
@@ -7,23 +7,85 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.devices import Device
+from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
 from gpu_ops.dispatch import Choice
-from gpu_ops.ternary_matrix import on_host
+from gpu_ops.reference.ternary_formats import TernaryFormat
+from gpu_ops.ternary_checks import on_host
 
-__all__ = ["Packing", "why_numpy"]
+__all__ = ["Packing", "pack_there", "repacked", "unpack_there", "why_numpy"]
 
 
-def why_numpy(format: str, shape: tuple[int, ...], otherwise: str) -> str:
-    """Why NumPy does this on the host, whatever the device; empty where a kernel can."""
-    from gpu_ops.kernels.ternary_pack import LAYOUTS
-
-    if format not in LAYOUTS:
-        return f"{format} has no kernel; {', '.join(LAYOUTS)} have"
+def why_numpy(shape: tuple[int, ...], otherwise: str) -> str:
+    """Why NumPy does this on the host, whatever the device; empty where kernels can."""
     if not math.prod(shape):
         return "there are no weights"
-    return "an axis is beyond 31 bits" if max(shape) >= 1 << 31 else otherwise
+    beyond = max(shape) >= 1 << 31 or math.prod(shape) >= 1 << 37
+    return "an axis is beyond 31 bits, or the matrix beyond 37" if beyond else otherwise
+
+
+def pack_there(
+    device: Device | None,
+    backend: str,
+    trits: Array,
+    packed: Array,
+    fmt: TernaryFormat,
+    scale: Array | None = None,
+) -> Any:
+    """Kernels of ``device`` fill ``packed``; flags of what is wrong. ``scale``: embedded; anywhere, 1.0 if None."""
+    from gpu_ops.kernels import ternary_pack as kernels
+
+    there = _scale_there(device, scale) if fmt.block_scale else None
+    n, k = trits.shape
+    return kernels.pack(device, backend, trits, packed, fmt.name, scale=there, tile=_tile(fmt, (n, k)))
+
+
+def unpack_there(device: Device | None, backend: str, packed: Array, trits: Array, fmt: TernaryFormat) -> Any:
+    """Kernels of ``device`` fill ``trits``; flags of what is wrong."""
+    from gpu_ops.kernels import ternary_pack as kernels
+
+    n, k = trits.shape
+    return kernels.unpack(device, backend, packed, trits, fmt.name, tile=_tile(fmt, (n, k)))
+
+
+def repacked(
+    device: CudaDevice,
+    backend: str,
+    codes: Array,
+    shape: tuple[int, int],
+    fmt: TernaryFormat,
+    to: TernaryFormat,
+) -> Array:
+    """Sound codes of one format in another, on the device where they lie; trits where ``to`` is ``fmt``."""
+    trits = device.empty(shape, np.int8)
+    flags = unpack_there(device, backend, codes, trits, fmt)
+    result: Array = trits
+    if to is not fmt:
+        result = device.empty(to.packed_shape(shape), np.uint8)
+        flags = pack_there(device, backend, trits, result, to)
+    if on_host(flags).any():  # waits: later calls may come on other streams
+        raise AssertionError(f"{fmt.name} codes made on {device} are not sound")
+    return result
+
+
+def _tile(fmt: TernaryFormat, shape: tuple[int, int]) -> tuple[int, int, int] | None:
+    return fmt.tile(shape) if fmt.tiles else None
+
+
+def _scale_there(device: Device | None, scale: Array | None) -> Any:
+    """As (1 or N, 1 or blocks), where the kernels of ``device`` read it."""
+    array: Any = np.ones((), np.float32) if scale is None else scale
+    if array.ndim < 2:
+        array = array.reshape(array.size, 1)
+    if isinstance(device, CudaDevice) and isinstance(array, np.ndarray):
+        import cupy
+
+        array = cupy.asarray(array)
+    if isinstance(device, EmulatorDevice):
+        device.name("scale", array)
+    return array
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Packing and unpacking trits for Numba: the readable twin of cuda/ternary_pack.cu.
 
-A block takes lines of packed bytes in turn. To pack, a thread makes a byte of the codes, trit + 1, that belong in it;
-to unpack, it takes the byte apart. Which weights a byte has, and how, is all that the formats differ in:
+A block takes parts of lines of packed bytes in turn. To pack, a thread makes a byte of the codes, trit + 1, that
+belong in it; to unpack, it takes the byte apart. Which weights a byte has, and how, is what formats differ in:
 
 w2         byte b of a line: columns 16 (b / 4) + b % 4 + 4i at bits 2i; padding 1
 hf_bitnet  byte b: column b of the rows line + i lines at bits 2i; padding rows 0
 planes     byte b of the first half of a line: bit e says that column 8 b + e is +1; of the second half, that it is -1
 base3      byte b: columns 5 b + i as digits, the first one lowest; padding 1
+i2_s       byte b: columns 128 (b / 32) + b % 32 + 32 i at bits 6 - 2i
+bitnet_gpu byte b: byte b % 4 of word q = b / 4 % 32 of a tile of 16 x 32, codes trit + 2. The word has 16 columns, as
+           in w2, the upper ones where q / 8 is odd, of row q / 16 * 8 + q % 8. A line is 16 rows
 """
 
 from __future__ import annotations
@@ -20,6 +23,16 @@ from gpu_ops.kernels.jit import NumbaKernel
 __all__ = ["THREADS", "pack_kernel", "unpack_kernel"]
 
 THREADS = 128
+
+
+@cuda.jit(device=True)
+def _first():
+    return cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+
+
+@cuda.jit(device=True)
+def _step():
+    return cuda.gridDim.y * THREADS
 
 
 @cache
@@ -38,7 +51,16 @@ def _place(format: str):
     def base3(line, b, i, lines):
         return line, 5 * b + i
 
-    return {"w2": w2, "hf_bitnet": hf_bitnet, "base3": base3}[format]
+    @cuda.jit(device=True)
+    def i2_s(line, b, i, lines):
+        return line, 128 * (b // 32) + b % 32 + 32 * (3 - i)
+
+    @cuda.jit(device=True)
+    def bitnet_gpu(line, b, i, lines):
+        q = b // 4 % 32
+        return 16 * line + q // 16 * 8 + q % 8, b // 128 * 32 + q // 8 % 2 * 16 + b % 4 + 4 * i
+
+    return {"w2": w2, "hf_bitnet": hf_bitnet, "base3": base3, "i2_s": i2_s, "bitnet_gpu": bitnet_gpu}[format]
 
 
 @cache
@@ -48,26 +70,26 @@ def pack_kernel(format: str) -> NumbaKernel:
         return _pack_planes()
     place = _place(format)
     base, parts = (3, 5) if format == "base3" else (4, 4)
-    beyond = 0 if format == "hf_bitnet" else 1
+    beyond, zero = int(format != "hf_bitnet"), 2 if format == "bitnet_gpu" else 1
 
     def ternary_pack(trits, packed, flags, lines, pitch):
         bad = 0
         for line in range(cuda.blockIdx.x, lines, cuda.gridDim.x):
-            for b in range(cuda.threadIdx.x, pitch, THREADS):
+            for b in range(_first(), pitch, _step()):
                 number, power = 0, 1
                 for i in range(parts):
                     row, column = place(line, b, i, lines)
                     code = beyond
                     if row < trits.shape[0] and column < trits.shape[1]:
-                        code = int64(trits[row, column]) + 1
-                        if code < 0 or code > 2:
-                            bad, code = 1, 1
+                        code = int64(trits[row, column]) + zero
+                        if code < zero - 1 or code > zero + 1:
+                            bad, code = 1, zero
                     number += code * power
                     power *= base
                 packed[line * pitch + b] = uint8(number)
         any_bad = cuda.syncthreads_or(bad)
         if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
 
     return NumbaKernel(ternary_pack, _PACK, f"ternary_pack_{format}")
 
@@ -79,12 +101,12 @@ def unpack_kernel(format: str) -> NumbaKernel:
         return _unpack_planes()
     place = _place(format)
     base, parts, end = (3, 5, 243) if format == "base3" else (4, 4, 256)
-    beyond = 0 if format == "hf_bitnet" else 1
+    beyond, zero = int(format != "hf_bitnet"), 2 if format == "bitnet_gpu" else 1
 
     def ternary_unpack(packed, trits, flags, lines, pitch):
         bad = 0
         for line in range(cuda.blockIdx.x, lines, cuda.gridDim.x):
-            for b in range(cuda.threadIdx.x, pitch, THREADS):
+            for b in range(_first(), pitch, _step()):
                 number = int64(packed[line * pitch + b])
                 if number >= end:
                     bad = 1
@@ -93,14 +115,14 @@ def unpack_kernel(format: str) -> NumbaKernel:
                     code = number % base
                     number //= base
                     if row < trits.shape[0] and column < trits.shape[1]:
-                        trits[row, column] = int8(code - 1)
-                        if code == 3:
+                        trits[row, column] = int8(code - zero)
+                        if code < zero - 1 or code > zero + 1:
                             bad = 1
                     elif code != beyond:
                         bad = 1
         any_bad = cuda.syncthreads_or(bad)
         if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
 
     return NumbaKernel(ternary_unpack, _UNPACK, f"ternary_unpack_{format}")
 
@@ -109,7 +131,7 @@ def _pack_planes() -> NumbaKernel:
     def ternary_pack_planes(trits, packed, flags, lines, pitch):
         bad, half = 0, pitch // 2
         for line in range(cuda.blockIdx.x, lines, cuda.gridDim.x):
-            for b in range(cuda.threadIdx.x, half, THREADS):
+            for b in range(_first(), half, _step()):
                 plus, minus = 0, 0
                 for e in range(8):
                     trit = trits[line, 8 * b + e] if 8 * b + e < trits.shape[1] else int8(0)
@@ -121,7 +143,7 @@ def _pack_planes() -> NumbaKernel:
                 packed[line * pitch + half + b] = uint8(minus)
         any_bad = cuda.syncthreads_or(bad)
         if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
 
     return NumbaKernel(ternary_pack_planes, _PACK, "ternary_pack_planes")
 
@@ -130,7 +152,7 @@ def _unpack_planes() -> NumbaKernel:
     def ternary_unpack_planes(packed, trits, flags, lines, pitch):
         bad, half = 0, pitch // 2
         for line in range(cuda.blockIdx.x, lines, cuda.gridDim.x):
-            for b in range(cuda.threadIdx.x, half, THREADS):
+            for b in range(_first(), half, _step()):
                 plus = int64(packed[line * pitch + b])
                 minus = int64(packed[line * pitch + half + b])
                 for e in range(8):
@@ -143,7 +165,7 @@ def _unpack_planes() -> NumbaKernel:
                         bad = 1
         any_bad = cuda.syncthreads_or(bad)
         if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
 
     return NumbaKernel(ternary_unpack_planes, _UNPACK, "ternary_unpack_planes")
 
