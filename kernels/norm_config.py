@@ -40,9 +40,9 @@ _SPREAD = 6
 # Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56.
 _BACKWARD_WARPS = {1: 40, 2: 40, 3: 36, 4: 36}
 
-# Blocks of a team: three on an SM, for three teams, hide each other's waits. Vectors per thread as in the last rows
-# of _BACKWARD, or as many single elements as their registers have room for.
-_TEAM_BLOCKS, _TEAM_THREADS, _TEAM_SCRATCH = 3, 384, 640
+# Blocks of a team: three on an SM, for three teams, hide each other's waits. Three vectors per thread leave registers
+# for the exchange; 12 single elements take as many.
+_TEAM_BLOCKS, _TEAM_THREADS, _TEAM_VECS = 3, 384, 3
 
 # Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
 _MAX_ROUNDINGS = 56
@@ -152,8 +152,8 @@ def _select_team(
     rows: int, n_vecs: int, vec: int, access: int, sums: int, sms: int, smem_per_block_optin: int
 ) -> BackwardConfig:
     """As few blocks per row as can keep it, or so many more that all SMs have work."""
-    vecs = _BACKWARD[sums][-1][2] * (4 if vec == 1 else 1)
-    room = (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _TEAM_SCRATCH
+    vecs = _TEAM_VECS * (4 if vec == 1 else 1)
+    room = (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _SCRATCH
     most = min(vecs * _TEAM_THREADS, room // (4 * vec * sums) // _WARP * _WARP)  # vectors of a block
     resident, least = sms * _TEAM_BLOCKS, -(-n_vecs // most)
     if least > resident:

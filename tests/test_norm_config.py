@@ -68,7 +68,7 @@ def check_backward(c, rows, cols, card):
     assert c.grid % c.team == 0
     assert c.grid // c.team <= c.parts, "a team without a row"
     assert c.grid <= 3 * card.sms
-    assert 3 * (c.shared_bytes + 640 + 1024) <= card.arch.smem_per_sm
+    assert 3 * (c.shared_bytes + 512 + 1024) <= card.arch.smem_per_sm
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)

@@ -21,7 +21,7 @@
 //
 //   TEAM   VECS     for rows
 //   0      1 to 4   that are so short that two blocks fit on an SM
-//   1      3 to 16  longer: a team of blocks has a row, each block some columns of it, on the chip as well
+//   1      3, 12    longer: a team of blocks has a row, each block some columns of it, on the chip as well
 //   1      0        longer than all SMs can hold: x and dy are read again, from L2 if a row fits there, and dweight is
 //                   added up in partial
 //
@@ -56,45 +56,32 @@ constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the 
 extern __shared__ uint4 dynamic_shared[];
 
 // Sums over a row, by a team of blocks. A block leaves its sums where the others look for them, each in one word with
-// the number of the row: who finds the number has the sum, with no fence and no flag.
+// the number of the row: who finds the number has the sum, with no fence and no flag. Thread t waits for block t.
 //
 //   exchange  (teams, 2, blocks of a team, kSums) words      word: the row's number among the team's, from 1 | the sum
 //
-// Rows take turns with the 2: who writes a word again, two rows later, has by then the sums of the row between from all,
-// who read this one before they gave those. A block waits for others, so all of the grid must run at the same time:
+// Rows take turns with the 2: who writes a word again, two rows later, has by then had the sums of the row between from
+// all, who read this one before they gave those. A block waits for others, so all of the grid must run at the same time:
 // a cooperative launch.
 class TeamSums {
 public:
-    using Scratch = float[kSums];
     using Word = unsigned long long;
 
-    __device__ __forceinline__ TeamSums(RowSums<kSums>& block_sum, Scratch& total, Word* exchange, int team)
-        : block_sum_(block_sum), total_(total), team_(team),
+    __device__ __forceinline__ TeamSums(RowSums<kSums>& block_sum, Word* exchange, int team)
+        : block_sum_(block_sum), team_(team),
           exchange_(exchange + (long long)(blockIdx.x / team) * 2 * team * kSums) {}
 
     __device__ __forceinline__ void operator()(float (&value)[kSums], int thread) {
         block_sum_(value, thread);
         ++row_;
-        if (thread < 32) {
-            Word* const words = exchange_ + (row_ & 1) * team_ * kSums;
-            #pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                if (thread == 0) write(words + blockIdx.x % team_ * kSums + i, value[i]);
-                value[i] = 0.0f;
-            }
-            for (int block = thread; block < team_; block += 32) {
-                #pragma unroll
-                for (int i = 0; i < kSums; ++i) value[i] += wait_for(words + block * kSums + i);
-            }
-            #pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                value[i] = warp_sum(value[i], 32);
-                if (thread == 0) total_[i] = value[i];
-            }
-        }
-        __syncthreads();
+        Word* const words = exchange_ + (row_ & 1) * team_ * kSums;
         #pragma unroll
-        for (int i = 0; i < kSums; ++i) value[i] = total_[i];  // the next row's come after a barrier of block_sum_
+        for (int i = 0; i < kSums; ++i) {
+            if (thread == 0) write(words + blockIdx.x % team_ * kSums + i, value[i]);
+            value[i] = 0.0f;
+        }
+        for (int block = thread; block < team_; block += blockDim.x) add_when_there(words + block * kSums, value);
+        block_sum_(value, thread);
     }
 
 private:
@@ -104,17 +91,24 @@ private:
                      :: "l"(__cvta_generic_to_global(word)), "l"(tagged) : "memory");
     }
 
-    __device__ __forceinline__ float wait_for(const Word* word) const {
-        Word tagged;
+    __device__ __forceinline__ void add_when_there(const Word* words, float (&value)[kSums]) const {
+        Word tagged[kSums];
+        bool there;
         do {
-            asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];"
-                         : "=l"(tagged) : "l"(__cvta_generic_to_global(word)) : "memory");
-        } while (unsigned(tagged >> 32) != row_);
-        return __uint_as_float(unsigned(tagged));
+            there = true;
+            #pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];"
+                             : "=l"(tagged[i]) : "l"(__cvta_generic_to_global(words + i)) : "memory");
+            }
+            #pragma unroll
+            for (int i = 0; i < kSums; ++i) there &= unsigned(tagged[i] >> 32) == row_;
+        } while (!there);
+        #pragma unroll
+        for (int i = 0; i < kSums; ++i) value[i] += __uint_as_float(unsigned(tagged[i]));
     }
 
     RowSums<kSums>& block_sum_;
-    Scratch& total_;
     const int team_;
     Word* const exchange_;
     unsigned row_ = 0;
@@ -127,9 +121,8 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama,
                 int has_dresidual) {
     __shared__ RowSums<kSums>::Scratch scratch;
-    __shared__ TeamSums::Scratch total;
     RowSums<kSums> block_sum(scratch);
-    TeamSums team_sum(block_sum, total, exchange, team);
+    TeamSums team_sum(block_sum, exchange, team);
 
     int thread = threadIdx.x;
     const int threads = blockDim.x;
