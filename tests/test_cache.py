@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gpu_ops import warmup
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Runs one op and prints where its kernel came from: "compiled" when it was saved, "loaded" when it was read.
@@ -125,6 +127,34 @@ def test_changed_source_is_compiled_anew(tmp_path):
     assert len(entries(cache)) == 2
     assert finish(start(cache, root=tree))[0] == LOADED
     assert finish(start(cache, root=edited))[0] == LOADED
+
+
+PRODUCT = """
+import numpy as np
+from gpu_ops.kernels.numba_cpu.gemm import matmul
+out = np.empty((1, 1), np.float32)
+matmul(np.full((1, 1), 3, np.float32), np.full((1, 1), 5, np.float32), out)
+print(out.item())
+"""
+
+
+def test_an_edited_generator_of_vector_code_makes_new_code(tmp_path):
+    """What it emits is in no source line of the kernel: Numba's own cache would serve the old product."""
+    tree = tmp_path / "tree"
+    for name in ("gpu_ops", "kernels", "reference"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    assert finish(start(tmp_path / "cache", PRODUCT, tree))[0] == "15.0"
+    generator = tree / "kernels" / "numba_cpu" / "ir" / "build.py"
+    text = generator.read_text()
+    assert text.count("x.type, x, y, total)") == 1
+    generator.write_text(text.replace("x.type, x, y, total)", "x.type, x, x, total)"))
+    assert finish(start(tmp_path / "cache", PRODUCT, tree))[0] == "9.0"
+
+
+def test_every_variant_has_a_file_of_its_own():
+    labels = [kernel.label(variant) for kernel, variant in warmup._all_variants()]
+    assert len(labels) > 50
+    assert len(labels) == len(set(labels))
 
 
 def test_default_folder_follows_xdg(tmp_path):

@@ -1,0 +1,74 @@
+"""The vector code of other CPUs, compiled for them and run here: AVX2, SSE, and LLVM's generic vectors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+
+_AVX2 = "+avx,+avx2,+fma,+f16c"
+CPUS = {  # NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, bytes of a vector, what this CPU must have to run it
+    "AVX-512 alone": ("skylake-avx512", f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl", 64, "avx512bw"),
+    "AVX2": ("haswell", _AVX2, 32, "avx2"),
+    "SSE": ("nehalem", "+sse4.2", 16, "sse4_2"),
+    "generic": ("generic", "", 16, "sse2"),
+}
+
+SMALL_CALLS = """
+import sys
+import numpy as np
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from tests.calls import OPS, call, results
+assert VECTOR_BYTES == int(sys.argv[1]), VECTOR_BYTES
+for op in OPS:
+    for found, want in zip(results(call(op)()), results(call(op)(backend="reference")), strict=True):
+        if hasattr(found, "shape"):
+            found, want = (np.asarray(x, np.float64) for x in (found, want))
+            assert np.abs(found - want).max(initial=0) <= 1e-5 * max(1, np.abs(want).max(initial=0)), op
+print(len(OPS))
+"""
+
+
+def environment(cpu, cache):
+    name, features, vector, needs = CPUS[cpu]
+    if needs not in FLAGS:
+        pytest.skip(f"needs an x86 CPU with {needs}")
+    env = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "GPU_OPS_CACHE_DIR": str(cache)}
+    return os.environ | env, vector
+
+
+def run(command, env):
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "cpu", [pytest.param(c, marks=() if c == "generic" else pytest.mark.slow) for c in CPUS]
+)
+def test_every_op(cpu, tmp_path):
+    env, vector = environment(cpu, tmp_path)
+    assert int(run(["-c", SMALL_CALLS, str(vector)], env)) > 12
+
+
+BODIES = (
+    "attention", "attention_backward", "attention_decode", "attention_varlen", "rope", "rope_append_kv", "rmsnorm",
+    "layernorm", "rmsnorm_quant", "swiglu", "swiglu_mlp", "ternary_matmul", "ternary_quantize",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
+    env, _ = environment(cpu, tmp_path_factory.getbasetemp() / cpu.replace(" ", "-"))
+    chosen = ["-k", "not emulator and not cuda and not other_cpus"]
+    run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, f"tests/test_{body}.py"], env)
