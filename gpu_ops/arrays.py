@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from gpu_ops.devices import Device
     from gpu_ops.dispatch import Choice
 
-__all__ = ["Array", "Arrays", "as_rows"]
+__all__ = ["Array", "Arrays", "New", "as_rows"]
 
 Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
+New: TypeAlias = Callable[[tuple[int, ...], npt.DTypeLike, str], Array]
+"""Makes a result: :meth:`Arrays.new`."""
 
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 13)  # device memory; managed memory

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from gpu_ops import checks, norm
-from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.arrays import Array, Arrays, New, as_rows
 from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Plan, choose, op
 
@@ -91,6 +92,32 @@ def layernorm(
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
+    def normalise(
+        on: Device | None,
+        new: New,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        residual: Array | None,
+        y: Array | None,
+        s: Array | None,
+    ) -> tuple[Array, Array | None, Array, Array]:
+        y = new(x.shape, x.dtype, "y") if y is None else y
+        s = new(x.shape, x.dtype, "s") if has_sum and s is None else s
+        mean, rstd = (new(x.shape[:-1], norm.statistics(x), what) for what in ("mean", "rstd"))
+        host_function("layernorm.forward", on, choice.backend)(
+            as_rows(x),
+            weight,
+            bias,
+            None if residual is None else as_rows(residual),
+            as_rows(y),
+            None if s is None else as_rows(s),
+            mean.reshape(-1),
+            rstd.reshape(-1),
+            eps=eps,
+        )
+        return y, s, mean, rstd
+
     def compute(on: Device | None) -> tuple[Array, Array | None, Array, Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import layernorm as reference
@@ -103,23 +130,7 @@ def layernorm(
                 if target is not None:
                     target[...] = value
             return y, s, rest[-2], rest[-1]
-        y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
-        s = residual_out_
-        if has_sum and s is None:
-            s = arrays.new(x_.shape, x_.dtype, "s")
-        mean, rstd = (arrays.new(x_.shape[:-1], norm.statistics(x_), what) for what in ("mean", "rstd"))
-        host_function("layernorm.forward", on, choice.backend)(
-            as_rows(x_),
-            weight_,
-            bias_,
-            None if residual_ is None else as_rows(residual_),
-            as_rows(y),
-            None if s is None else as_rows(s),
-            mean.reshape(-1),
-            rstd.reshape(-1),
-            eps=eps,
-        )
-        return y, s, mean, rstd
+        return normalise(on, arrays.new, x_, weight_, bias_, residual_, out_, residual_out_)
 
     def run() -> Any:
         with arrays.on(choice) as on:
@@ -129,12 +140,25 @@ def layernorm(
             results += map(arrays.give, stats) if return_stats else []
         return results[0] if len(results) == 1 else tuple(results)
 
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+
+        def layernorm(
+            x: Array, weight: Array, bias: Array | None = None, *, residual: Array | None = None, **_: Any
+        ) -> Any:
+            y, s, *stats = normalise(None, new, x, weight, bias, residual, None, None)
+            results = (y, *(() if s is None else (s,)), *(stats if return_stats else ()))
+            return y if len(results) == 1 else results
+
+        return layernorm
+
     return Plan(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
+        again=again if choice.compiled and out is None and residual_out is None else None,
     )
 
 
@@ -199,6 +223,32 @@ def layernorm_backward(
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
+    def differentiate(
+        on: Device | None,
+        new: New,
+        dy: Array,
+        x: Array,
+        weight: Array,
+        mean: Array,
+        rstd: Array,
+        dresidual: Array | None,
+        dx: Array | None,
+    ) -> tuple[Array, Array, Array]:
+        dx = new(x.shape, x.dtype, "dx") if dx is None else dx
+        dweight, dbias = (new(weight.shape, norm.statistics(x), what) for what in ("dweight", "dbias"))
+        host_function("layernorm.backward", on, choice.backend)(
+            as_rows(dy),
+            as_rows(x),
+            weight,
+            mean.ravel(),
+            rstd.ravel(),
+            None if dresidual is None else as_rows(dresidual),
+            as_rows(dx),
+            dweight,
+            dbias,
+        )
+        return dx, dweight, dbias
+
     def compute(on: Device | None) -> tuple[Array, Array, Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import layernorm as reference
@@ -207,22 +257,7 @@ def layernorm_backward(
             if out_ is not None:
                 out_[...] = gradients[0]
             return gradients
-        dx = arrays.new(x_.shape, x_.dtype, "dx") if out_ is None else out_
-        dweight, dbias = (
-            arrays.new(weight_.shape, norm.statistics(x_), what) for what in ("dweight", "dbias")
-        )
-        host_function("layernorm.backward", on, choice.backend)(
-            as_rows(dy_),
-            as_rows(x_),
-            weight_,
-            mean_.ravel(),
-            rstd_.ravel(),
-            None if dresidual_ is None else as_rows(dresidual_),
-            as_rows(dx),
-            dweight,
-            dbias,
-        )
-        return dx, dweight, dbias
+        return differentiate(on, arrays.new, dy_, x_, weight_, mean_, rstd_, dresidual_, out_)
 
     def run() -> Any:
         with arrays.on(choice) as on:
@@ -231,10 +266,17 @@ def layernorm_backward(
                 total.fill(0)
             return (arrays.give(dx) if out is None else out), *map(arrays.give, sums)
 
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+        return lambda dy, x, weight, mean, rstd, *, dresidual=None, **_: differentiate(
+            None, new, dy, x, weight, mean, rstd, dresidual, None
+        )
+
     return Plan(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
+        again=again if choice.compiled and out is None and rows else None,
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from gpu_ops import checks, norm
-from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.arrays import Array, Arrays, New, as_rows
 from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.reference.rmsnorm import Casting
@@ -94,6 +95,31 @@ def rmsnorm(
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
+    def normalise(
+        on: Device | None,
+        new: New,
+        x: Array,
+        weight: Array,
+        residual: Array | None,
+        y: Array | None,
+        s: Array | None,
+    ) -> tuple[Array, Array | None, Array]:
+        y = new(x.shape, x.dtype, "y") if y is None else y
+        s = new(x.shape, x.dtype, "s") if has_sum and s is None else s
+        rstd = new(x.shape[:-1], norm.statistics(x), "rstd")
+        host_function("rmsnorm.forward", on, choice.backend)(
+            as_rows(x),
+            weight,
+            None if residual is None else as_rows(residual),
+            as_rows(y),
+            None if s is None else as_rows(s),
+            rstd.reshape(-1),
+            eps=eps,
+            weight_offset=weight_offset,
+            casting=mode,
+        )
+        return y, s, rstd
+
     def compute(on: Device | None) -> tuple[Array, Array | None, Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import rmsnorm as reference
@@ -113,23 +139,7 @@ def rmsnorm(
                 if target is not None:
                     target[...] = value
             return y, s, rest[-1]
-        y = arrays.new(x_.shape, x_.dtype, "y") if out_ is None else out_
-        s = residual_out_
-        if has_sum and s is None:
-            s = arrays.new(x_.shape, x_.dtype, "s")
-        rstd = arrays.new(x_.shape[:-1], norm.statistics(x_), "rstd")
-        host_function("rmsnorm.forward", on, choice.backend)(
-            as_rows(x_),
-            weight_,
-            None if residual_ is None else as_rows(residual_),
-            as_rows(y),
-            None if s is None else as_rows(s),
-            rstd.reshape(-1),
-            eps=eps,
-            weight_offset=weight_offset,
-            casting=mode,
-        )
-        return y, s, rstd
+        return normalise(on, arrays.new, x_, weight_, residual_, out_, residual_out_)
 
     def run() -> Any:
         with arrays.on(choice) as on:
@@ -139,12 +149,23 @@ def rmsnorm(
             results += [arrays.give(rstd)] if return_rstd else []
         return results[0] if len(results) == 1 else tuple(results)
 
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+
+        def rmsnorm(x: Array, weight: Array, *, residual: Array | None = None, **_: Any) -> Any:
+            y, s, rstd = normalise(None, new, x, weight, residual, None, None)
+            results = (y, *(() if s is None else (s,)), *((rstd,) if return_rstd else ()))
+            return y if len(results) == 1 else results
+
+        return rmsnorm
+
     return Plan(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
+        again=again if choice.compiled and out is None and residual_out is None else None,
     )
 
 
@@ -212,6 +233,31 @@ def rmsnorm_backward(
     choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
+    def differentiate(
+        on: Device | None,
+        new: New,
+        dy: Array,
+        x: Array,
+        weight: Array,
+        rstd: Array,
+        dresidual: Array | None,
+        dx: Array | None,
+    ) -> tuple[Array, Array]:
+        dx = new(x.shape, x.dtype, "dx") if dx is None else dx
+        dweight = new(weight.shape, norm.statistics(x), "dweight")
+        host_function("rmsnorm.backward", on, choice.backend)(
+            as_rows(dy),
+            as_rows(x),
+            weight,
+            rstd.ravel(),
+            None if dresidual is None else as_rows(dresidual),
+            as_rows(dx),
+            dweight,
+            weight_offset=weight_offset,
+            casting=mode,
+        )
+        return dx, dweight
+
     def compute(on: Device | None) -> tuple[Array, Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import rmsnorm as reference
@@ -222,20 +268,7 @@ def rmsnorm_backward(
             if out_ is not None:
                 out_[...] = dx
             return dx, dweight
-        dx = arrays.new(x_.shape, x_.dtype, "dx") if out_ is None else out_
-        dweight = arrays.new(weight_.shape, norm.statistics(x_), "dweight")
-        host_function("rmsnorm.backward", on, choice.backend)(
-            as_rows(dy_),
-            as_rows(x_),
-            weight_,
-            rstd_.ravel(),
-            None if dresidual_ is None else as_rows(dresidual_),
-            as_rows(dx),
-            dweight,
-            weight_offset=weight_offset,
-            casting=mode,
-        )
-        return dx, dweight
+        return differentiate(on, arrays.new, dy_, x_, weight_, rstd_, dresidual_, out_)
 
     def run() -> Any:
         with arrays.on(choice) as on:
@@ -244,10 +277,17 @@ def rmsnorm_backward(
                 dweight.fill(0)
             return (arrays.give(dx) if out is None else out), arrays.give(dweight)
 
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+        return lambda dy, x, weight, rstd, *, dresidual=None, **_: differentiate(
+            None, new, dy, x, weight, rstd, dresidual, None
+        )
+
     return Plan(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
+        again=again if choice.compiled and out is None and rows else None,
     )

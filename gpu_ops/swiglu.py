@@ -90,12 +90,26 @@ def swiglu(
             y = compute(on)
             return arrays.give(y) if out is None else out
 
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import swiglu as kernels
+
+        new = Arrays(name).new
+
+        def swiglu(gate: Array, up: Array | None = None, **_: Any) -> Array:
+            g, u = _split(name, gate, up)
+            y = new(g.shape, g.dtype, "y")
+            kernels.forward(as_rows(g), as_rows(u), as_rows(y), activation=act)
+            return y
+
+        return swiglu
+
     return Plan(
         name,
         choice,
         lambda: _problem(g, dtype, act),
         lambda: _config(choice, g, arrays, compute),
         run,
+        again=again if choice.compiled and out is None else None,
     )
 
 
@@ -173,12 +187,26 @@ def swiglu_backward(
             given = tuple(map(arrays.give, results))
             return given[0] if up_ is None else given
 
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import swiglu as kernels
+
+        new = Arrays(name).new
+
+        def swiglu_backward(dy: Array, gate: Array, up: Array | None = None, **_: Any) -> Any:
+            results = [new(x.shape, x.dtype) for x in (gate, up) if x is not None]
+            gradients = _split(name, results[0], None if up is None else results[1])
+            kernels.backward(*map(as_rows, (dy, *_split(name, gate, up), *gradients)), activation=act)
+            return results[0] if up is None else tuple(results)
+
+        return swiglu_backward
+
     return Plan(
         name,
         choice,
         lambda: _problem(g, dtype, act),
         lambda: _config(choice, g, arrays, compute),
         run,
+        again=again if choice.compiled and out is None else None,
     )
 
 

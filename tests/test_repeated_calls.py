@@ -34,6 +34,25 @@ CALLS = {
     "rope q": lambda rng: ((f(rng, 1, 5, 2, 8),), {"positions": 7, "interleaved": True}),
     "rope llama3": lambda rng: ((f(rng, 1, 5, 2, 8),), {"scaling": gpu_ops.RopeScaling.llama3(8.0, 64)}),
     "rope_backward": lambda rng: ((f(rng, 2, 5, 2, 8), f(rng, 2, 5, 1, 8)), {}),
+    "rmsnorm": lambda rng: ((f(rng, 2, 3, 24), f(rng, 24)), {}),
+    "rmsnorm sum": lambda rng: (
+        (f(rng, 3, 24), f(rng, 24)),
+        {"residual": f(rng, 3, 24), "return_rstd": True},
+    ),
+    "rmsnorm alone": lambda rng: (
+        (f(rng, 3, 24), f(rng, 24)),
+        {"residual": f(rng, 3, 24), "return_sum": False},
+    ),
+    "rmsnorm_backward": lambda rng: ((f(rng, 3, 24), f(rng, 3, 24), f(rng, 24), abs(f(rng, 3))), {}),
+    "layernorm": lambda rng: ((f(rng, 3, 24), f(rng, 24), f(rng, 24)), {"return_stats": True}),
+    "layernorm_backward": lambda rng: (
+        (f(rng, 3, 24), f(rng, 3, 24), f(rng, 24), f(rng, 3), abs(f(rng, 3))),
+        {"dresidual": f(rng, 3, 24)},
+    ),
+    "swiglu": lambda rng: ((f(rng, 3, 8), f(rng, 3, 8)), {"activation": "gelu_tanh"}),
+    "swiglu packed": lambda rng: ((f(rng, 3, 8),), {}),
+    "swiglu_backward": lambda rng: ((f(rng, 3, 8), f(rng, 3, 8), f(rng, 3, 8)), {}),
+    "swiglu_backward packed": lambda rng: ((f(rng, 3, 4), f(rng, 3, 8)), {}),
     "swiglu_mlp": lambda rng: ((f(rng, 3, 8), f(rng, 12, 8), f(rng, 12, 8), f(rng, 8, 12)), {}),
 }
 
@@ -88,6 +107,12 @@ def test_arrays_are_let_go(name, rng):
     del args, kwargs
     gc.collect()
     assert not [x for x in alive if x() is not None]
+
+
+def test_arrays_that_are_copied_are_not_remembered(rng):
+    x, w = f(rng, 3, 48)[:, ::2], f(rng, 24)
+    for _ in range(2):
+        np.testing.assert_array_equal(gpu_ops.rmsnorm(x, w), gpu_ops.rmsnorm(x.copy(), w))
 
 
 def test_lengths_are_checked_every_time(rng):
