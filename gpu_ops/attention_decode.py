@@ -101,7 +101,7 @@ def attention_decode(
         shape=shape, lse_shape=lse_shape, as_bshd=lambda x: x,
         out=out, view=out_, return_lse=return_lse, num_splits=num_splits,
     )  # fmt: skip
-    alone = problem.like.plain and out is None and choice.compiled
+    alone = problem.like.plain and choice.compiled
     return replace(made, again=lambda: _again(problem, return_lse, num_splits)) if alone else made
 
 
@@ -117,7 +117,9 @@ def _again(problem: Problem, return_lse: bool, num_splits: int) -> Callable[...,
     )  # for the longest of a batch, which
     # the layers of a model have in common
 
-    def again(q: Array, k_cache: Array, v_cache: Array, *, seqused_k: Array, **_: Any) -> Any:
+    def again(
+        q: Array, k_cache: Array, v_cache: Array, *, seqused_k: Array, out: Array | None = None, **_: Any
+    ) -> Any:
         nonlocal prepared
         wanted = _longest(name, seqused_k, capacity)
         longest, run = prepared
@@ -126,7 +128,8 @@ def _again(problem: Problem, return_lse: bool, num_splits: int) -> Callable[...,
             prepared = wanted, run
         sequences = like.sequences.copy()
         sequences[:, 3] = seqused_k
-        out, lse = new(shape, like.q.dtype, "out"), new(lse_shape, like.lse_dtype, "lse")
+        out = new(shape, like.q.dtype, "out") if out is None else out
+        lse = new(lse_shape, like.lse_dtype, "lse")
         run(q, k_cache, v_cache, out, lse, sequences)
         return (out, lse) if return_lse else out
 

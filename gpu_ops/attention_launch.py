@@ -56,7 +56,7 @@ def plan(
     def again() -> Callable[..., Any]:
         return _again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse)
 
-    alone = problem.plain and view is None and choice.compiled
+    alone = problem.plain and choice.compiled
     return Plan(arrays.op, choice, problem.__str__, config, run, again=again if alone else None)
 
 
@@ -72,8 +72,9 @@ def _again(
     new, like = Arrays(op).new, problem.like
     run, sequences = prepare(like), like.sequences
 
-    def again(q: Array, k: Array, v: Array, **_: Any) -> Any:
-        out, lse = new(shape, like.q.dtype, "out"), new(lse_shape, like.lse_dtype, "lse")
+    def again(q: Array, k: Array, v: Array, *, out: Array | None = None, **_: Any) -> Any:
+        out = new(shape, like.q.dtype, "out") if out is None else out
+        lse = new(lse_shape, like.lse_dtype, "lse")
         run(as_bshd(q), as_bshd(k), as_bshd(v), as_bshd(out), lse, sequences)
         return (out, lse) if return_lse else out
 

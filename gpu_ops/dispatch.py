@@ -55,6 +55,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 _with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
+_RESULTS = {"out", "residual_out"}
 PLAIN: set[type] = {bool, int, float, str, type(None)}
 """Types of options that say all by their value; hashable."""
 MAX_KINDS = 1024  # of each op, remembered: some KB each
@@ -89,7 +90,7 @@ class Plan:
     itself then spends no time on it. ``writes``: arguments that it changes in place and does not return.
 
     ``again`` makes a function that takes the op's place in later calls of the same kind, whose shapes and options
-    have been checked. It holds on to none of this call's arrays, and checks what depends on values.
+    have been checked, and ``out`` too. It holds on to none of this call's arrays, and checks what depends on values.
     """
 
     op: str
@@ -238,7 +239,7 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
         kind = kind_of(args, kwargs)
         again = known.get(kind)
-        if again is not None:
+        if again is not None and _apart(args, kwargs):
             return again(*args, **kwargs)
         made = plan(*args, **kwargs)
         if kind is not None and made.again is not None and all(map(_as_it_lies, (*args, *kwargs.values()))):
@@ -264,9 +265,24 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind += (type(x), x)  # the type too: 1 == 1.0 == True
         elif type(x) is tuple and all(type(i) is int for i in x):
             kind.append(x)
+        elif hasattr(x, "kind_of_call"):
+            kind.append(x.kind_of_call)
         else:
             return None
     return tuple(kind)
+
+
+def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arrays for results are writable and far from all others; if not, the planner has a closer look."""
+    for name in _RESULTS & kwargs.keys():
+        out = kwargs[name]
+        if out is not None:
+            others = (*args, *(x for other, x in kwargs.items() if other != name))
+            if not out.flags.writeable or any(
+                isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in others
+            ):
+                return False
+    return True
 
 
 def _as_it_lies(x: Any) -> bool:

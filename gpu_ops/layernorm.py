@@ -144,9 +144,16 @@ def layernorm(
         new = Arrays(name).new
 
         def layernorm(
-            x: Array, weight: Array, bias: Array | None = None, *, residual: Array | None = None, **_: Any
+            x: Array,
+            weight: Array,
+            bias: Array | None = None,
+            *,
+            residual: Array | None = None,
+            out: Array | None = None,
+            residual_out: Array | None = None,
+            **_: Any,
         ) -> Any:
-            y, s, *stats = normalise(None, new, x, weight, bias, residual, None, None)
+            y, s, *stats = normalise(None, new, x, weight, bias, residual, out, residual_out)
             results = (y, *(() if s is None else (s,)), *(stats if return_stats else ()))
             return y if len(results) == 1 else results
 
@@ -158,7 +165,7 @@ def layernorm(
         lambda: f"{rows} rows of {cols} {dtype}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
-        again=again if choice.compiled and out is None and residual_out is None else None,
+        again=again if choice.compiled else None,
     )
 
 
@@ -268,8 +275,8 @@ def layernorm_backward(
 
     def again() -> Callable[..., Any]:
         new = Arrays(name).new
-        return lambda dy, x, weight, mean, rstd, *, dresidual=None, **_: differentiate(
-            None, new, dy, x, weight, mean, rstd, dresidual, None
+        return lambda dy, x, weight, mean, rstd, *, dresidual=None, out=None, **_: differentiate(
+            None, new, dy, x, weight, mean, rstd, dresidual, out
         )
 
     return Plan(
@@ -278,5 +285,5 @@ def layernorm_backward(
         lambda: f"{rows} rows of {cols} {dtype}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
-        again=again if choice.compiled and out is None and rows else None,
+        again=again if choice.compiled and rows else None,
     )

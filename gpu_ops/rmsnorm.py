@@ -152,8 +152,16 @@ def rmsnorm(
     def again() -> Callable[..., Any]:
         new = Arrays(name).new
 
-        def rmsnorm(x: Array, weight: Array, *, residual: Array | None = None, **_: Any) -> Any:
-            y, s, rstd = normalise(None, new, x, weight, residual, None, None)
+        def rmsnorm(
+            x: Array,
+            weight: Array,
+            *,
+            residual: Array | None = None,
+            out: Array | None = None,
+            residual_out: Array | None = None,
+            **_: Any,
+        ) -> Any:
+            y, s, rstd = normalise(None, new, x, weight, residual, out, residual_out)
             results = (y, *(() if s is None else (s,)), *((rstd,) if return_rstd else ()))
             return y if len(results) == 1 else results
 
@@ -165,7 +173,7 @@ def rmsnorm(
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
-        again=again if choice.compiled and out is None and residual_out is None else None,
+        again=again if choice.compiled else None,
     )
 
 
@@ -279,8 +287,8 @@ def rmsnorm_backward(
 
     def again() -> Callable[..., Any]:
         new = Arrays(name).new
-        return lambda dy, x, weight, rstd, *, dresidual=None, **_: differentiate(
-            None, new, dy, x, weight, rstd, dresidual, None
+        return lambda dy, x, weight, rstd, *, dresidual=None, out=None, **_: differentiate(
+            None, new, dy, x, weight, rstd, dresidual, out
         )
 
     return Plan(
@@ -289,5 +297,5 @@ def rmsnorm_backward(
         lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
         lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
-        again=again if choice.compiled and out is None and rows else None,
+        again=again if choice.compiled and rows else None,
     )

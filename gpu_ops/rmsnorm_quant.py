@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from gpu_ops import checks
-from gpu_ops.arrays import Array, Arrays, as_rows
+from gpu_ops.arrays import Array, Arrays, New, as_rows
 from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import ShapeError
@@ -100,6 +100,26 @@ def rmsnorm_quant_int8(
     choice = choose(name, device, backend, arrays, cannot=cannot)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
+    def normalise(
+        on: Device | None, new: New, x: Array, weight: Array, residual: Array | None, outs: list[Array]
+    ) -> list[Array]:
+        shapes = (x.shape, x.shape[:-1], x.shape[:-1])
+        results = outs or [new(n, t, label) for n, (label, t) in zip(shapes, types.items(), strict=True)]
+        s = None if residual is None else new(x.shape, x.dtype, "s")
+        host_function("rmsnorm_quant.forward", on, choice.backend)(
+            as_rows(x),
+            weight,
+            None if residual is None else as_rows(residual),
+            as_rows(results[0]),
+            results[1].reshape(-1),
+            results[2].reshape(-1),
+            None if s is None else as_rows(s),
+            eps=eps,
+            weight_offset=weight_offset,
+            llama=mode == "llama",
+        )
+        return results if s is None else [*results, s]
+
     def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import rmsnorm as reference
@@ -112,29 +132,16 @@ def rmsnorm_quant_int8(
             for target, value in zip(outs, results[:3], strict=bool(outs)):
                 target[...] = value
             return results
-        shapes = (x_.shape, x_.shape[:-1], x_.shape[:-1])
-        results = outs or [
-            arrays.new(n, t, label) for n, (label, t) in zip(shapes, types.items(), strict=True)
-        ]
-        s = None if residual_ is None else arrays.new(x_.shape, x_.dtype, "s")
-        host_function("rmsnorm_quant.forward", on, choice.backend)(
-            as_rows(x_),
-            weight_,
-            None if residual_ is None else as_rows(residual_),
-            as_rows(results[0]),
-            results[1].reshape(-1),
-            results[2].reshape(-1),
-            None if s is None else as_rows(s),
-            eps=eps,
-            weight_offset=weight_offset,
-            llama=mode == "llama",
-        )
-        return results if s is None else [*results, s]
+        return normalise(on, arrays.new, x_, weight_, residual_, outs)
 
     def run() -> Any:
         with arrays.on(choice) as on:
             given = [arrays.give(r) for r in compute(on)]
             return tuple(given) if out is None else (*out, *given[3:])
+
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+        return lambda x, weight, *, residual=None, **_: tuple(normalise(None, new, x, weight, residual, []))
 
     return Plan(
         name,
@@ -142,6 +149,7 @@ def rmsnorm_quant_int8(
         lambda: f"{rows} rows of {cols} {dtype} to int8, casting {mode}",
         lambda: _config(choice, rows, cols, arrays, compute),
         run,
+        again=again if choice.compiled and out is None else None,
     )
 
 

@@ -105,15 +105,17 @@ def swiglu_mlp(
 
         new = Arrays(name).new
 
-        def mlp(x: Array, w_gate: Array, w_up: Array, w_down: Array, **_: Any) -> Array:
-            y = new(shape, x.dtype, "y")
+        def mlp(
+            x: Array, w_gate: Array, w_up: Array, w_down: Array, *, out: Array | None = None, **_: Any
+        ) -> Array:
+            y = new(shape, x.dtype, "y") if out is None else out
             cpu.forward(as_rows(x), (w_gate, w_up, w_down), as_rows(y), activation=act)
             return y
 
         return mlp
 
     made = _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
-    alone = out is None and choice.compiled and not _is_empty(x_, axes)
+    alone = choice.compiled and not _is_empty(x_, axes)
     return replace(made, again=again) if alone else made
 
 

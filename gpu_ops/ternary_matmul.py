@@ -116,12 +116,26 @@ def ternary_matmul(
             y = compute(on)
             return arrays.give(y) if out is None else out
 
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import ternary as kernels
+
+        new = Arrays(name).new
+
+        def multiply(x: Array, w: TernaryMatrix, *, out: Array | None = None, **_: Any) -> Array:
+            y = new((*x.shape[:-1], n), x.dtype, "y") if out is None else out
+            codes, scale = w.to("w2").on(None)
+            kernels.matmul(as_rows(x), codes, k, scale, as_rows(y), activations=mode)
+            return y
+
+        return multiply
+
     return Plan(
         name,
         choice,
         f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}",
         lambda: _config(choice, tokens, n, k, groups, dtype, mode, arrays, compute),
         run,
+        again=again if choice.compiled else None,
     )
 
 

@@ -129,6 +129,11 @@ class TernaryMatrix:
             return cls._trusted(codes, values.reshape(shape), (n, k), "w2")
         return cls._on_gpu((device.ordinal, backend), (codes, scale), values.reshape(shape), (n, k), "w2")
 
+    @property
+    def kind_of_call(self) -> tuple[Any, ...]:
+        """What decides how a call with this matrix is checked and run."""
+        return TernaryMatrix, self.shape, self.format, self.scale.shape
+
     def __getattr__(self, name: str) -> Any:
         """Codes that were made on a GPU are copied to the host when they are first asked for there."""
         if name != "codes" or not self.__dict__.get("_on_cuda"):

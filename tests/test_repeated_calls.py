@@ -53,6 +53,12 @@ CALLS = {
     "swiglu packed": lambda rng: ((f(rng, 3, 8),), {}),
     "swiglu_backward": lambda rng: ((f(rng, 3, 8), f(rng, 3, 8), f(rng, 3, 8)), {}),
     "swiglu_backward packed": lambda rng: ((f(rng, 3, 4), f(rng, 3, 8)), {}),
+    "rmsnorm_quant_int8": lambda rng: ((f(rng, 3, 24), f(rng, 24)), {"residual": f(rng, 3, 24)}),
+    "ternary_matmul": lambda rng: ((f(rng, 3, 24), gpu_ops.ternary_quantize(f(rng, 5, 24))), {}),
+    "ternary_matmul base3": lambda rng: (
+        (f(rng, 3, 24), gpu_ops.ternary_quantize(f(rng, 5, 24), group_size=8).to("base3")),
+        {"activations": "native"},
+    ),
     "swiglu_mlp": lambda rng: ((f(rng, 3, 8), f(rng, 12, 8), f(rng, 12, 8), f(rng, 8, 12)), {}),
 }
 
@@ -91,11 +97,11 @@ def test_are_not_planned(name, rng, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("planned again")
 
-    monkeypatch.setattr("gpu_ops.arrays.Arrays.read", refuse)
     args, kwargs = CALLS[name](rng)
+    monkeypatch.setattr("gpu_ops.checks.float_dtype", refuse)
     op(*args, **kwargs)
     with pytest.raises(AssertionError, match="planned again"):
-        op(*(np.asarray(x, np.float64) for x in args), **kwargs)
+        op(*(x.astype(np.float64) if isinstance(x, np.ndarray) else x for x in args), **kwargs)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -107,6 +113,45 @@ def test_arrays_are_let_go(name, rng):
     del args, kwargs
     gc.collect()
     assert not [x for x in alive if x() is not None]
+
+
+WITH_OUT = ("rmsnorm", "layernorm", "swiglu", "swiglu_mlp", "ternary_matmul", "attention", "attention_decode")
+
+
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_results_into_arrays_of_the_caller(name, rng):
+    op = op_of(name)
+    for _ in range(3):
+        args, kwargs = CALLS[name](rng)
+        want = flat(op(*args, **kwargs))[0]
+        out = np.empty_like(want)
+        assert flat(op(*args, **kwargs, out=out))[0] is out
+        np.testing.assert_array_equal(out, want)
+    first = args[0]
+    both = np.zeros(first.size + out.size - 1, np.float32)  # they have one element in common
+    overlapping = both[first.size - 1 :].reshape(out.shape)
+    closed = np.zeros_like(out)
+    closed.flags.writeable = False
+    for x, wrong in ((first, closed), (both[: first.size].reshape(first.shape), overlapping)):
+        with pytest.raises(errors.ShapeError, match="out"):
+            op(x, *args[1:], **kwargs, out=wrong)
+        assert not wrong.any()
+
+
+def test_an_input_is_not_overwritten(rng):
+    (q, k, v), _ = attention(rng)
+    gpu_ops.attention(q, k, v, out=np.empty_like(q))
+    with pytest.raises(errors.ShapeError, match="shares memory with q"):
+        gpu_ops.attention(q, k, v, out=q)
+
+
+def test_in_place_again(rng):
+    x, w = f(rng, 3, 24), f(rng, 24)
+    want = gpu_ops.rmsnorm(x, w)
+    for _ in range(2):
+        y = x.copy()
+        assert gpu_ops.rmsnorm(y, w, out=y) is y
+        np.testing.assert_array_equal(y, want)
 
 
 def test_arrays_that_are_copied_are_not_remembered(rng):
