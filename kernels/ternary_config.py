@@ -214,10 +214,11 @@ class BackwardTile:
         return 64 // itemsize
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Of the stages: gradients, codes with their gaps, scales."""
+        """Of the stages: gradients, codes and scales with their gaps."""
         block_n = self.block_n(itemsize)
         weights = self.warps_k * block_n * 16 + 128
-        return self.stages * (self.block_m * 64 + weights + self.warps_k * block_n * 4)
+        scales = block_n * 4 + (128 // self.warps_k - block_n * 4) % 128
+        return self.stages * (self.block_m * 64 + weights + self.warps_k * scales)
 
     def blocks(self, tokens: int, k: int) -> int:
         return -(-tokens // self.block_m) * -(-k // self.block_k)

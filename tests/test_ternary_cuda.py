@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-import re
-import subprocess
-
 import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc, needs_ptxas
 from fake_cupy import FakeArray
+from machine_loops import INTEGER, loop
 
 import gpu_ops
 from gpu_ops import TernaryMatrix, emulator, ternary_matmul
 from gpu_ops.devices import EmulatorDevice
 from gpu_ops.errors import DeviceError
-from gpu_ops.kernels import jit, toolkit
 from gpu_ops.kernels import ternary as kernels
-from gpu_ops.kernels.ternary_config import gemm_config, gemv_config, gemv_configs
-from gpu_ops.presets import ARCHES, PRESETS
+from gpu_ops.kernels.ternary_config import gemv_config
 from gpu_ops.reference import ternary as reference
 
 DEVICES = ("cpu", "emulator", "cuda")
 BF16 = np.dtype(ml_dtypes.bfloat16)
-CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
 
 # (M, N): one token and few, a token more than the GEMV takes, all tiles of the GEMM, whole and ragged
 SIZES = [
@@ -43,7 +36,7 @@ SIZES = [
     (64, 64),
     (130, 9),
 ]
-KS = [1, 63, 64, 65, 128, 192, 640, 1000, 2048, 2049, 4096, 8191]
+KS = [1, 63, 64, 65, 128, 192, 640, 1000, 2048, 2049, 4096, 8191, 16384]
 SCALES = ("tensor", "row", "group")
 FORMATS = ("w2", "planes", "base3", "hf_bitnet")
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BF16)
@@ -57,12 +50,21 @@ def trits(rng, shape):
     return rng.integers(-1, 2, shape).astype(np.int8)
 
 
+# Few rows and so much K that its sums are divided: among warps of the GEMV, and among blocks of the GEMM.
+DIVIDED = {
+    4096: [(1, 5), (2, 20)],
+    8191: [(1, 3), (3, 40), (20, 40), (40, 33)],
+    16384: [(4, 2), (9, 30), (34, 17)],
+}
+
+
 def problems(k):
-    """(M, N, kind of scale, format, dtype): 24 for each K, no two alike."""
+    """(M, N, kind of scale, format, dtype): 24 for most K, no two alike."""
     first = KS.index(k)
+    sizes = (2 * SIZES if k < 16384 else []) + DIVIDED.get(k, [])
     return [
         (*size, SCALES[j % 3], FORMATS[j % 4], (*DTYPES, BF16)[j % 4])
-        for j, size in [(first + i + i // len(SIZES), SIZES[i % len(SIZES)]) for i in range(2 * len(SIZES))]
+        for j, size in [(first + i + i // len(SIZES), size) for i, size in enumerate(sizes)]
     ]
 
 
@@ -74,7 +76,7 @@ def test_there_are_more_than_200_problems():
 def test_sums_are_exact(k, backend, rng):
     """Tokens that quantise to themselves and scales that are powers of two: no tolerance."""
     for m, n, kind, fmt, dtype in problems(k):
-        group = {128: 64, 192: 64, 640: 128, 2048: 64, 4096: 512}.get(k)
+        group = {128: 64, 192: 64, 640: 128, 2048: 64, 4096: 512, 16384: 256}.get(k)
         x, t = rng.integers(-127, 128, (m, k)), trits(rng, (n, k))
         x[:, 0] = 127
         shape = () if kind == "tensor" else (n,) if kind == "row" or group is None else (n, k // group)
@@ -213,98 +215,24 @@ def test_the_large_tile_on_tensor_cores(rng):
         with emulator.record() as profiles:
             kernels.matmul(device, "raw", x.astype(dtype), codes, 192, scale, y, activations=activations)
         np.testing.assert_array_equal(y, ((x @ t.T.astype(int)) * 2.0**-10).astype(np.float32).astype(dtype))
-        assert (
-            "BLOCK_M=128"
-            in kernels._gemm_kernel(
-                "int8", "bfloat16", False, gemm_config(128, 256, 1, grouped=False, sms=1)
-            ).label
-        )
+        assert "BLOCK_M=128" in profiles[-1].label
         assert sum(profiles[-1].multiply_adds.values()) == 128 * 256 * 192
         assert not [i.ptx for i in profiles[-1].instructions if i.waves > i.phases]
-
-
-# Machine instructions that the integer units issue, at 64 lanes per clock of an SM; IMAD has units of its own.
-INTEGER = {"LOP3", "IDP", "IADD3", "IADD", "VIADD", "ISETP", "SHF", "LEA", "IMNMX", "VIMNMX", "SEL", "PRMT"}
 
 
 @needs_nvrtc
 @needs_ptxas
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-def test_integer_instructions_per_weight(arch, tmp_path):
+def test_integer_instructions_per_weight(arch):
     """The main loop of the GEMV with one token: at most 0.75, so that memory is the limit on an H200."""
-    if toolkit.tool("nvdisasm") is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    kernel = kernels._gemv_kernel("bfloat16", 1, 4, False)
-    image = tmp_path / "gemv.cubin"
-    image.write_bytes(jit.assemble(jit.compile_kernel(kernel, arch), arch).cubin)
-    command = [toolkit.tool("nvdisasm"), "-c", str(image)]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    loop = innermost_loop(listing, "IDP", 4 * 16)
-    counts = collections.Counter(opcode.split(".")[0] for opcode in loop)
-    weights = 4 * 64
-    issued = sum(count for opcode, count in counts.items() if opcode in INTEGER) / weights
-    print(
-        f"{arch}: {issued:.2f} integer instructions per weight, {len(loop) / weights:.2f} of all kinds; {counts}"
-    )
+    counts = loop(kernels._gemv_kernel("bfloat16", 1, 4, False, False), arch, "IDP", 4 * 16)
+    issued = sum(counts[opcode] for opcode in INTEGER) / (4 * 64)
+    print(f"{arch}: {issued:.2f} integer instructions per weight; {counts}")
     assert counts["IDP"] == 4 * 16
     assert issued <= 0.75
 
 
-def innermost_loop(listing, opcode, least):
-    """Opcodes of the shortest loop that has ``least`` of one, from its label to the branch back."""
-    opcodes, labels, branches = [], {}, []
-    for line in listing.splitlines():
-        if found := re.match(r"(\.L\S+):", line):
-            labels[found.group(1)] = len(opcodes)
-        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
-            if found.group(1).startswith("BRA") and (target := re.search(r"\.L\w+", found.group(2))):
-                branches.append((len(opcodes), target.group()))
-            opcodes.append(found.group(1))
-    loops = [opcodes[labels[name] : at + 1] for at, name in branches if labels.get(name, at + 1) <= at]
-    return min((x for x in loops if sum(o.startswith(opcode) for o in x) >= least), key=len)
-
-
-# --- choices, and weights on a device ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
-def test_every_choice_fits_and_is_listed(card):
-    arch = card.arch.name
-    listed = {v.kernel: v for v in kernels.variants(arch)}
-    for m, n, k in itertools.product(
-        (1, 2, 3, 4, 5, 16, 17, 32, 33, 512, 8192), (1, 7, 4096, 28672), (64, 4096, 65536)
-    ):
-        for groups, dtype, act in itertools.product(
-            (1, k // 64), ("bfloat16", "float32"), ("int8", "native")
-        ):
-            grouped = groups > 1
-            gemv = gemv_config(m, n, k, groups, sms=card.sms) if act == "int8" else None
-            if gemv is not None:
-                variant = listed[kernels._gemv_kernel(dtype, gemv.tokens, gemv.rows, grouped)]
-                assert m <= gemv.tokens
-                assert n >= gemv.rows, "the kernel takes the last rows as a whole"
-                assert gemv.shared_bytes <= variant.dynamic_shared_bytes < ARCHES[arch].smem_per_block_optin
-                assert 1 <= gemv.grid <= -(-n // gemv.rows)
-                continue
-            name = "int8" if act == "int8" else dtype
-            itemsize = 1 if act == "int8" else 2 if dtype == "bfloat16" else 4
-            gemm = gemm_config(m, n, itemsize, grouped=grouped, sms=card.sms)
-            variant = listed[kernels._gemm_kernel(name, dtype, grouped, gemm)]
-            assert variant.threads_per_block == gemm.threads
-            assert variant.dynamic_shared_bytes == gemm.shared_bytes(itemsize)
-            assert gemm.shared_bytes(itemsize) <= ARCHES[arch].smem_per_block_optin
-
-
-def test_models_fill_the_card():
-    h200 = PRESETS["H200"]
-    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (2560, 2560), (6912, 2560)):
-        config = gemv_config(1, n, k, 1, sms=h200.sms)
-        assert config is not None
-        assert config.grid >= h200.sms
-        assert gemm_config(16, n, 1, grouped=False, sms=h200.sms).blocks(16, n) >= h200.sms // 2
-    assert gemv_config(1, 4096, 4096, 1, sms=h200.sms).rows == 2
-    assert gemv_config(5, 4096, 4096, 1, sms=h200.sms) is None
-    assert {rows for tokens, rows in gemv_configs() if tokens == 1} == {1, 2, 4}
+# --- weights on a device ------------------------------------------------------------
 
 
 def test_weights_are_copied_to_a_device_once(cupy, rng):

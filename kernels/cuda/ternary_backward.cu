@@ -19,15 +19,15 @@
 //     halves    v = half g % 2 of w below that of w'           one byte permutation
 //     tile j    bits 2 j, 2 j + 1 of both halves of v          column 16 (g / 2) + 4 (j % 4) + 2 (g % 2) + j / 4
 //
-// so that 9 instructions make 16 weights' codes of two words, 8 more their numbers, and each serves all the warp's
+// so that 11 instructions make 16 weights' codes of two words, 8 more their numbers, and each serves all the warp's
 // tokens. Of the result a lane then has, in each row of tokens, the 16 columns from 16 t on: it stores vectors.
 //
 // A block makes BLOCK_M tokens by 64 WARPS_K columns, each warp one unit of 64; n goes by in tiles of BLOCK_N, a
 // pipeline of STAGES. A stage:
 //
 //     dy        BLOCK_M x BLOCK_N, a Tile
-//     weights   [unit][row] 16 bytes + a gap, which keeps the units of a row in different banks when they are written
-//     gains     [unit][row] float: scale, if SCALED
+//     weights   [unit][row] 16 bytes + a gap, which keeps units in different banks when they are written
+//     gains     [unit][row] float + a gap: scale, if SCALED
 //
 // Macros: DTYPE f16, bf16 or f32; OUT the same, or f32; SCALED; ALIGNED: dy's rows begin at, and are, whole vectors of
 // 16 bytes; BLOCK_M, BLOCK_N, WARPS_M, WARPS_K, STAGES: kernels/ternary_config.py
@@ -50,7 +50,8 @@ typedef Tile<scalar, BLOCK_M, BLOCK_N> TileDy;
 typedef Loader<TileDy, true, BLOCK_N, kThreads, ALIGNED> LoaderDy;
 
 constexpr int kWeightUnit = BLOCK_N * 16 + 128 / kUnits, kGainsAt = TileDy::kBytes + kUnits * kWeightUnit;
-constexpr int kStageBytes = kGainsAt + kUnits * BLOCK_N * 4;
+constexpr int kGainUnit = BLOCK_N * 4 + (128 + 128 / kUnits - BLOCK_N * 4 % 128) % 128;
+constexpr int kStageBytes = kGainsAt + kUnits * kGainUnit;
 static_assert(kUnits * BLOCK_N <= kThreads, "a thread copies a vector of weights");
 static_assert(kStageBytes % 128 == 0, "tiles begin in the first bank");
 
@@ -87,22 +88,27 @@ template <typename T> __device__ __forceinline__ unsigned fma_pair(unsigned x, u
 
 }  // namespace ptx
 
-// Codes in bits 2 j, 2 j + 1 of both halves as a pair of trits. Bits above a code c make it 1024 + 4^i c in f16,
-// 128 + 4^i c in bf16, of which a multiply-add makes c - 1; i is at most 2, by a shift.
-template <typename T> __device__ __forceinline__ unsigned trits_of_tile(unsigned halves, int j) {
-    const unsigned i = j % 3, codes = halves >> j / 3 * 6 & 0x00030003u << 2 * i;
+// Bits above a code c that make it 2^23 + 4^i c in float, 1024 + 4^i c in f16, 128 + 4^i c in bf16, of which a
+// multiply-add makes c - 1; in f16 and bf16 i is at most 2, by a shift. Masks are constants in instructions, which have
+// room for one: the magic bits are therefore hidden in a register.
+template <typename T> constexpr unsigned kMagic = Packed<T>::kWideRange ? 0x43004300u : 0x64006400u;
+template <> constexpr unsigned kMagic<f32> = 0x4b000000u;
+
+// Codes in bits 2 j, 2 j + 1 of both halves as a pair of trits.
+template <typename T> __device__ __forceinline__ unsigned trits_of_tile(unsigned halves, int j, unsigned magic) {
+    const unsigned i = j % 3, codes = (halves >> j / 3 * 6 & 0x00030003u << 2 * i) | magic;
     if constexpr (Packed<T>::kWideRange) {
         const unsigned offset[3] = {0xc301c301u, 0xc204c204u, 0xc110c110u};  // -129, -33, -9
-        return ptx::fma_pair<T>(codes | 0x43004300u, 0x3f803f80u - 0x01000100u * i, offset[i]);
+        return ptx::fma_pair<T>(codes, 0x3f803f80u - 0x01000100u * i, offset[i]);
     } else {
         const unsigned offset[3] = {0xe401e401u, 0xdc04dc04u, 0xd410d410u};  // -1025, -257, -65
-        return ptx::fma_pair<T>(codes | 0x64006400u, 0x3c003c00u - 0x08000800u * i, offset[i]);
+        return ptx::fma_pair<T>(codes, 0x3c003c00u - 0x08000800u * i, offset[i]);
     }
 }
 
-// The same in float, of one half: 2^23 + 4^j c.
-__device__ __forceinline__ unsigned trit_of_tile(unsigned half, int j) {
-    const float x = __uint_as_float((half & 3u << 2 * j) | 0x4b000000u), scale = 1.0f / (1 << 2 * j);
+// The same in float, of one half.
+__device__ __forceinline__ unsigned trit_of_tile(unsigned half, int j, unsigned magic) {
+    const float x = __uint_as_float((half & 3u << 2 * j) | magic), scale = 1.0f / (1 << 2 * j);
     return __float_as_uint(fmaf(x, scale, -(8388608.0f * scale + 1.0f)));
 }
 
@@ -128,7 +134,7 @@ public:
             const int row = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
             const bool exists = exists_ && rows_ > 0;
             ptx::cp_async16(stage + TileDy::kBytes + unit * kWeightUnit + row * 16, codes_, exists ? 16 : 0);
-            if constexpr (kScaled) ptx::cp_async4(stage + kGainsAt + (unit * BLOCK_N + row) * 4, scale_, exists);
+            if constexpr (kScaled) ptx::cp_async4(stage + kGainsAt + unit * kGainUnit + row * 4, scale_, exists);
         }
         codes_ += BLOCK_N * shape.row_bytes, scale_ += BLOCK_N * shape.scale_stride, rows_ -= BLOCK_N;
     }
@@ -139,7 +145,7 @@ struct Sums {
 
     // weights, gains: of the warp's unit
     __device__ __forceinline__ void multiply(unsigned stage, unsigned weights, unsigned gains, int token,
-                                             float per_unit) {
+                                             float per_unit, unsigned magic) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const Fragments<TileDy, true, true> rows(stage, token);
         #pragma unroll
@@ -162,7 +168,7 @@ struct Sums {
                 }
                 #pragma unroll
                 for (int j = 0; j < kTiles; ++j) {
-                    unsigned b0 = trits_of_tile<scalar>(low, j), b1 = trits_of_tile<scalar>(high, j);
+                    unsigned b0 = trits_of_tile<scalar>(low, j, magic), b1 = trits_of_tile<scalar>(high, j, magic);
                     if constexpr (kScaled) {
                         b0 = ptx::fma_pair<scalar>(b0, gain[0], 0x80008000u);  // - 0
                         b1 = ptx::fma_pair<scalar>(b1, gain[1], 0x80008000u);
@@ -187,7 +193,7 @@ struct Sums {
                 }
                 #pragma unroll
                 for (int j = 0; j < kTiles; ++j) {
-                    const unsigned b0 = trit_of_tile(low, j), b1 = trit_of_tile(high, j);
+                    const unsigned b0 = trit_of_tile(low, j, magic), b1 = trit_of_tile(high, j, magic);
                     #pragma unroll
                     for (int i = 0; i < kSlabs; ++i) {
                         ptx::mma<f32>(of[i][j], rest[i], b0, b1);
@@ -244,7 +250,7 @@ __device__ __forceinline__ void place(int tokens, int k, int& token0, int& unit0
     unit0 = i / rows * kUnits;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kSlabs == 4 ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(kThreads, kSlabs == 4 || sizeof(scalar) == 4 ? 2 : 4)
 ternary_backward(const scalar* dy, const unsigned char* codes, const float* scale, out_scalar* dx,
                  const __grid_constant__ BackwardShape shape) {
     int token0, unit0;
@@ -262,6 +268,7 @@ ternary_backward(const scalar* dy, const unsigned char* codes, const float* scal
     const unsigned shared = ptx::shared_address(dynamic_shared);
     const int warp = threadIdx.x / 32, unit = warp % WARPS_K, token = warp / WARPS_K * kSlabs * 16;
     const float per_unit = 1.0f / shape.unit;  // exact
+    const unsigned magic = ptx::kept(kMagic<scalar>);
     #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
         if (s < steps) load(shared + s * kStageBytes);
@@ -276,8 +283,8 @@ ternary_backward(const scalar* dy, const unsigned char* codes, const float* scal
         if (step + STAGES - 1 < steps) load(shared + later * kStageBytes);
         ptx::cp_async_commit();
         const unsigned stage = shared + now * kStageBytes;
-        sums.multiply(stage, stage + TileDy::kBytes + unit * kWeightUnit, stage + kGainsAt + unit * BLOCK_N * 4, token,
-                      per_unit);
+        sums.multiply(stage, stage + TileDy::kBytes + unit * kWeightUnit, stage + kGainsAt + unit * kGainUnit, token,
+                      per_unit, magic);
         now = now + 1 == STAGES ? 0 : now + 1;
         later = later + 1 == STAGES ? 0 : later + 1;
     }

@@ -136,7 +136,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
     const auto fetch = [&](int step) {
         #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
-            const bool exists = (step + a) * kStepUnits + lane < units;
+            const bool exists = (step + a) * kStepUnits + lane < units && (!kDivided || row < n);
             #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 const unsigned char* at = from + r * row_bytes + a * kStepUnits * 16;
