@@ -40,9 +40,9 @@ _SPREAD = 6
 # Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56.
 _BACKWARD_WARPS = {1: 40, 2: 40, 3: 36, 4: 36}
 
-# Blocks of a team: three on an SM, for three teams, hide each other's waits. Three vectors per thread leave registers
-# for the exchange; 12 single elements take as many.
-_TEAM_BLOCKS, _TEAM_THREADS, _TEAM_VECS = 3, 384, 3
+# Blocks of a team: three on an SM, for three teams, hide each other's waits. Three vectors per thread, or 8 single
+# elements, leave registers for the exchange.
+_TEAM_BLOCKS, _TEAM_THREADS, _TEAM_VECS, _TEAM_SINGLES = 3, 384, 3, 8
 
 # Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
 _MAX_ROUNDINGS = 56
@@ -152,7 +152,7 @@ def _select_team(
     rows: int, n_vecs: int, vec: int, access: int, sums: int, sms: int, smem_per_block_optin: int
 ) -> BackwardConfig:
     """As few blocks per row as can keep it, or so many more that all SMs have work."""
-    vecs = _TEAM_VECS * (4 if vec == 1 else 1)
+    vecs = _TEAM_SINGLES if vec == 1 else _TEAM_VECS
     room = (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _SCRATCH
     most = min(vecs * _TEAM_THREADS, room // (4 * vec * sums) // _WARP * _WARP)  # vectors of a block
     resident, least = sms * _TEAM_BLOCKS, -(-n_vecs // most)

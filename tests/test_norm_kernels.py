@@ -66,7 +66,7 @@ def backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
             F32,
             6912,
         ),  # backward in two blocks of 576 threads per SM, the longest row there
-        ("rmsnorm", "sm_120", F32, 16383),  # single elements: 4 blocks per row, 12 elements per thread
+        ("rmsnorm", "sm_120", F32, 16383),  # single elements: 6 blocks per row, 8 elements per thread
     ],
 )
 def test_long_rows(norm, arch, dtype, cols, rng, monkeypatch):

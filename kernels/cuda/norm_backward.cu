@@ -21,7 +21,7 @@
 //
 //   TEAM   VECS     for rows
 //   0      1 to 4   that are so short that two blocks fit on an SM
-//   1      3, 12    longer: a team of blocks has a row, each block some columns of it, on the chip as well
+//   1      3, 8     longer: a team of blocks has a row, each block some columns of it, on the chip as well
 //   1      0        longer than all SMs can hold: x and dy are read again, from L2 if a row fits there, and dweight is
 //                   added up in partial
 //
@@ -49,7 +49,7 @@ constexpr bool kHold = !(VEC == 8 && ACCESS == 1) && !kAnyLength;
 constexpr int kHeld = kHold ? kVecs : 1;
 
 // More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
-constexpr int kMaxRegisters = kVecs <= 2 && !kTeam && (kHold || !kLayer) ? 48 : 56;
+constexpr int kMaxRegisters = kVecs <= 2 && !kTeam ? 48 : 56;
 
 constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the rows: dweight and dbias
 
