@@ -44,7 +44,7 @@ def cases(config: Config) -> list[Case]:
         lengths, caches = config.seqlens or (2048,), [(1, 4096)]
         heads = [(32, 8, 128)]  # Llama-3-8B
     else:
-        lengths, caches = config.seqlens or (512, 2048, 8192), [(1, 4096), (1, 16384), (8, 4096)]
+        lengths, caches = config.seqlens or (512, 2048, 8192), [(1, 4096), (1, 16384), (8, 16384)]
         heads = [(8, 8, 64), (32, 8, 128)]
     if config.device == "emulator":
         heads = [(8, 2, 64)]  # seconds for what a GPU does in microseconds

@@ -12,6 +12,7 @@ if __package__ in (None, ""):  # run as a file: the repository root takes perf/'
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ SMALL = (37, 512)
 
 def cases(config: Config) -> list[Case]:
     rows = config.seqlens or ((2048,) if config.quick else (512, 4096))
-    out = () if config.quick else (forward_out,)
+    out = () if config.quick else (forward_out, residual_out)
     return [
         build(n, HIDDEN, dtype)
         for dtype in config.dtypes or ("float32", "bfloat16")
@@ -62,7 +63,7 @@ def forward(rows: int, hidden: int, dtype: str) -> Case:
 
 
 def forward_out(rows: int, hidden: int, dtype: str) -> Case:
-    """Into a buffer that exists: without the page faults of a fresh result on either side."""
+    """Into a buffer that exists: without the page faults of a fresh result on any side."""
 
     def ours(x: Inputs, **how: str) -> Call:
         out = np.zeros_like(x["x"])
@@ -71,21 +72,32 @@ def forward_out(rows: int, hidden: int, dtype: str) -> Case:
     def naive(x: Inputs) -> Call:
         return functools.partial(naive_forward, x["x"], x["weight"], np.zeros_like(x["x"]))
 
-    return Case(
-        op="rmsnorm",
+    return replace(
+        forward(rows, hidden, dtype),
         name="forward, out=",
-        shape=f"{rows} x {hidden}",
-        dtype=dtype,
-        flops=4.0 * rows * hidden,
-        bytes=traffic(rows, hidden, dtype, matrices=2),
-        make=maker(data, rows, hidden, DTYPES[dtype]),
-        make_small=maker(data, *SMALL, DTYPES[dtype]),
         ours=ours,
         numba=functools.partial(ours, backend="numba"),
         naive=naive,
-        reference=lambda x, precision: reference_rmsnorm(x["x"], x["weight"], eps=EPS, precision=precision),
-        sample=sample_rows,
-        note="torch's rms_norm takes no out=",
+        torch=torch_out,
+        note="torch: step by step, since its rms_norm takes no out=",
+    )
+
+
+def residual_out(rows: int, hidden: int, dtype: str) -> Case:
+    def ours(x: Inputs, **how: str) -> Call:
+        given = {name: np.zeros_like(x["x"]) for name in ("out", "residual_out")}
+        return functools.partial(
+            gpu_ops.rmsnorm, x["x"], x["weight"], eps=EPS, residual=x["residual"], **given, **how
+        )
+
+    return replace(
+        forward_residual(rows, hidden, dtype),
+        name="forward + residual, out=",
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=None,
+        torch=torch_out,
+        note="torch: step by step, since its rms_norm takes no out=",
     )
 
 
@@ -212,6 +224,23 @@ def torch_forward(x: Inputs) -> Call:
 
     rows, weight = torch_view(x["x"]), torch_view(x["weight"])
     return lambda: torch.nn.functional.rms_norm(rows, weight.shape, weight, EPS)
+
+
+def torch_out(x: Inputs) -> Call:
+    """With a residual where there is one."""
+    import torch
+
+    rows, weight = torch_view(x["x"]), torch_view(x["weight"])
+    residual = torch_view(x["residual"]) if "residual" in x else None
+    out, work, total = (torch.zeros_like(rows) for _ in range(3))
+
+    def call() -> Any:
+        source = rows if residual is None else torch.add(rows, residual, out=total)
+        torch.mul(source, source, out=work)
+        rstd = torch.rsqrt(work.mean(-1, keepdim=True) + EPS)
+        return torch.mul(source, rstd, out=out).mul_(weight), source
+
+    return call
 
 
 def torch_residual(x: Inputs) -> Call:

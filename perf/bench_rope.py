@@ -73,7 +73,7 @@ def case(name: str, seqlen: int, dtype: str) -> Case:
         ours=ours,
         numba=functools.partial(ours, backend="numba"),
         naive=functools.partial(naive, sign, interleaved),
-        torch=None if in_place else functools.partial(torch_rope, sign, interleaved),
+        torch=torch_in_place if in_place else functools.partial(torch_rope, sign, interleaved),
         reference=against,
         # a timed buffer is no longer the input: the first rows of one fresh call are
         sample=sample_last if not in_place else None,
@@ -141,6 +141,24 @@ def torch_rope(sign: float, interleaved: bool, x: Inputs) -> Call:
             return a * cos + torch.cat((-second, first), dim=-1) * sin
 
     return lambda: (rotate(q), rotate(k))
+
+
+def torch_in_place(x: Inputs) -> Call:
+    """Two products and a scratch array for each, nothing allocated."""
+    import torch
+
+    pairs = [(a, torch.empty_like(a)) for a in (torch_view(x[name].copy()) for name in "qk")]
+    cos, sin = (torch.from_numpy(t).to(pairs[0][0].device) for t in tables(x["q"].shape[1], 1.0))
+    cos, sin = (torch.cat((t, t), dim=-1).to(pairs[0][0].dtype) for t in (cos, sin))
+    half = HEAD_DIM // 2
+
+    def call() -> None:
+        for a, turned in pairs:
+            torch.neg(a[..., half:], out=turned[..., :half])
+            turned[..., half:].copy_(a[..., :half])
+            a.mul_(cos).add_(turned.mul_(sin))
+
+    return call
 
 
 if __name__ == "__main__":
