@@ -77,6 +77,13 @@ __device__ __forceinline__ float2 load_shared_pair(unsigned address) {
     return x;
 }
 
+// One instruction, with one of the constants in a register: of C++, ptxas makes two.
+__device__ __forceinline__ unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
+    unsigned y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+    return y;
+}
+
 template <typename T> __device__ __forceinline__ unsigned fma_pair(unsigned x, unsigned y, unsigned z) {
     if constexpr (Packed<T>::kWideRange) {
         return fma_bf16x2(x, y, z);
@@ -88,27 +95,24 @@ template <typename T> __device__ __forceinline__ unsigned fma_pair(unsigned x, u
 
 }  // namespace ptx
 
-// Bits above a code c that make it 2^23 + 4^i c in float, 1024 + 4^i c in f16, 128 + 4^i c in bf16, of which a
-// multiply-add makes c - 1; in f16 and bf16 i is at most 2, by a shift. Masks are constants in instructions, which have
-// room for one: the magic bits are therefore hidden in a register.
-template <typename T> constexpr unsigned kMagic = Packed<T>::kWideRange ? 0x43004300u : 0x64006400u;
-template <> constexpr unsigned kMagic<f32> = 0x4b000000u;
-
+// Bits above a code c make it 2^23 + 4^i c in float, 1024 + 4^i c in f16, 128 + 4^i c in bf16, of which a multiply-add
+// makes c - 1; in f16 and bf16 i is at most 2, by a shift.
+//
 // Codes in bits 2 j, 2 j + 1 of both halves as a pair of trits.
-template <typename T> __device__ __forceinline__ unsigned trits_of_tile(unsigned halves, int j, unsigned magic) {
-    const unsigned i = j % 3, codes = (halves >> j / 3 * 6 & 0x00030003u << 2 * i) | magic;
+template <typename T> __device__ __forceinline__ unsigned trits_of_tile(unsigned halves, int j) {
+    const unsigned i = j % 3, codes = halves >> j / 3 * 6, mask = 0x00030003u << 2 * i;
     if constexpr (Packed<T>::kWideRange) {
         const unsigned offset[3] = {0xc301c301u, 0xc204c204u, 0xc110c110u};  // -129, -33, -9
-        return ptx::fma_pair<T>(codes, 0x3f803f80u - 0x01000100u * i, offset[i]);
+        return ptx::fma_pair<T>(ptx::and_or(codes, mask, 0x43004300u), 0x3f803f80u - 0x01000100u * i, offset[i]);
     } else {
         const unsigned offset[3] = {0xe401e401u, 0xdc04dc04u, 0xd410d410u};  // -1025, -257, -65
-        return ptx::fma_pair<T>(codes, 0x3c003c00u - 0x08000800u * i, offset[i]);
+        return ptx::fma_pair<T>(ptx::and_or(codes, mask, 0x64006400u), 0x3c003c00u - 0x08000800u * i, offset[i]);
     }
 }
 
 // The same in float, of one half.
-__device__ __forceinline__ unsigned trit_of_tile(unsigned half, int j, unsigned magic) {
-    const float x = __uint_as_float((half & 3u << 2 * j) | magic), scale = 1.0f / (1 << 2 * j);
+__device__ __forceinline__ unsigned trit_of_tile(unsigned half, int j) {
+    const float x = __uint_as_float(ptx::and_or(half, 3u << 2 * j, 0x4b000000u)), scale = 1.0f / (1 << 2 * j);
     return __float_as_uint(fmaf(x, scale, -(8388608.0f * scale + 1.0f)));
 }
 
@@ -145,7 +149,7 @@ struct Sums {
 
     // weights, gains: of the warp's unit
     __device__ __forceinline__ void multiply(unsigned stage, unsigned weights, unsigned gains, int token,
-                                             float per_unit, unsigned magic) {
+                                             float per_unit) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const Fragments<TileDy, true, true> rows(stage, token);
         #pragma unroll
@@ -168,7 +172,7 @@ struct Sums {
                 }
                 #pragma unroll
                 for (int j = 0; j < kTiles; ++j) {
-                    unsigned b0 = trits_of_tile<scalar>(low, j, magic), b1 = trits_of_tile<scalar>(high, j, magic);
+                    unsigned b0 = trits_of_tile<scalar>(low, j), b1 = trits_of_tile<scalar>(high, j);
                     if constexpr (kScaled) {
                         b0 = ptx::fma_pair<scalar>(b0, gain[0], 0x80008000u);  // - 0
                         b1 = ptx::fma_pair<scalar>(b1, gain[1], 0x80008000u);
@@ -193,7 +197,7 @@ struct Sums {
                 }
                 #pragma unroll
                 for (int j = 0; j < kTiles; ++j) {
-                    const unsigned b0 = trit_of_tile(low, j, magic), b1 = trit_of_tile(high, j, magic);
+                    const unsigned b0 = trit_of_tile(low, j), b1 = trit_of_tile(high, j);
                     #pragma unroll
                     for (int i = 0; i < kSlabs; ++i) {
                         ptx::mma<f32>(of[i][j], rest[i], b0, b1);
@@ -268,7 +272,6 @@ ternary_backward(const scalar* dy, const unsigned char* codes, const float* scal
     const unsigned shared = ptx::shared_address(dynamic_shared);
     const int warp = threadIdx.x / 32, unit = warp % WARPS_K, token = warp / WARPS_K * kSlabs * 16;
     const float per_unit = 1.0f / shape.unit;  // exact
-    const unsigned magic = ptx::kept(kMagic<scalar>);
     #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
         if (s < steps) load(shared + s * kStageBytes);
@@ -284,7 +287,7 @@ ternary_backward(const scalar* dy, const unsigned char* codes, const float* scal
         ptx::cp_async_commit();
         const unsigned stage = shared + now * kStageBytes;
         sums.multiply(stage, stage + TileDy::kBytes + unit * kWeightUnit, stage + kGainsAt + unit * kGainUnit, token,
-                      per_unit, magic);
+                      per_unit);
         now = now + 1 == STAGES ? 0 : now + 1;
         later = later + 1 == STAGES ? 0 : later + 1;
     }
