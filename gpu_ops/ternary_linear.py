@@ -211,8 +211,8 @@ class TernaryLinear:
 
     Notes
     -----
-    Works wherever :func:`ternary_matmul` does; :meth:`backward` on the CPU. A training step quantises the latent
-    weights, calls both, and updates the latent weights with dw::
+    Works wherever :func:`ternary_matmul` does. A training step quantises the latent weights, calls the layer and
+    :meth:`backward`, and updates the latent weights with dw::
 
         layer = TernaryLinear(latent)
         y = layer(x)
@@ -283,15 +283,20 @@ class TernaryLinear:
         self, dy: Any, x: Any, *, device: str | None = None, backend: str | None = None
     ) -> tuple[Any, ...]:
         """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
-        dx, dw = ternary_matmul_backward(
-            dy, x, self.weight, activations=self.activations, device=device, backend=backend
-        )
+        planner = planner_of("TernaryLinear", "ternary_matmul_backward")
+        where = {"device": device, "backend": backend}
         if self.bias is None:
-            return dx, dw
+            return cast(
+                tuple[Any, ...],
+                ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where),
+            )
         arrays = Arrays("ternary_matmul_backward")
-        dy_ = arrays.read("dy", dy)
-        dbias = as_rows(dy_).sum(axis=0, dtype=np.float64)
-        return dx, dw, arrays.give(dbias.astype(np.float64 if dy_.dtype == np.float64 else np.float32))
+        dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
+        plan = planner(dy_, x_, self.weight, activations=self.activations, **where)
+        with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
+            dx, dw = plan.run()
+            dbias = as_rows(dy_).sum(axis=0, dtype=np.float64).astype(dw.dtype)
+            return arrays.give(dx), arrays.give(dw), arrays.give(dbias)
 
     def _bias_like(self, y: Array, on_cuda: bool) -> Array:
         assert self.bias is not None

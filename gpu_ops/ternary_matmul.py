@@ -63,9 +63,11 @@ def ternary_matmul(
     -----
     Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
     codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
-    With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold
-    any; ``explain`` tells. A GPU has fewer popcounts than int8 products on its tensor cores (an H200 a sixteenth,
-    by its data sheet): for many rows and a w that is not sparse, ``x.dequantize()`` is the faster argument there.
+    With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold any;
+    ``explain`` tells. With float activations a GPU skips nothing: a warp reads 2048 neighbours of a row at a time,
+    all of which are zero only where whole rows are. A GPU has fewer popcounts than int8 products on its tensor cores
+    (an H200 a sixteenth, by its data sheet): for many rows and a w that is not sparse, ``x.dequantize()`` is the
+    faster argument there.
 
     Examples
     --------
