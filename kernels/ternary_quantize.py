@@ -20,12 +20,16 @@ __all__ = ["UNIT", "block_shape", "quantize", "variants"]
 UNIT = 64  # codes in 16 bytes: what rows are padded to, and groups are whole multiples of
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-_METHODS = {"absmean": 0, "absmax": 1, "twn": 2, "manual": 3, "meanstd": 4}
+_METHODS = {"absmean": 0, "absmax": 1, "twn": 2, "manual": 3, "meanstd": 4, "percentile": 5}
 
 _THREADS, _COMBINE_THREADS = 128, 1024
-_RUNS, _SUMS, _SQUARES, _LIMIT, _ENCODE, _SCALE = (
-    f"ternary_quantize_{stage}" for stage in ("runs", "sums", "squares", "limit", "encode", "scale")
+_COUNT_BLOCKS_PER_SM = 16
+_RUNS, _SUMS, _SQUARES, _LIMIT, _ENCODE, _SCALE, _RANKS, _COUNT, _PICK = (
+    f"ternary_quantize_{stage}"
+    for stage in ("runs", "sums", "squares", "limit", "encode", "scale", "ranks", "count", "pick")
 )
+_DIGIT = 11  # bits that a reading of the tensor finds
+_LOW = {"float16": 13, "bfloat16": 16, "float32": 0}  # bits that are 0 in what a dtype widens to
 
 
 def quantize(
@@ -55,6 +59,11 @@ def quantize(
     stride, whole = row_stride(w), np.int32(alignment((w,), n) == 16)
     width, many, dtype = np.int32(k), np.uint32(runs), w.dtype.name
     how = (np.int32(_METHODS[method]), np.float64(value))
+    if not per_tensor and method == "percentile":
+        rank, share = neighbours(run, value)
+        ranks = (np.int32(run), many, whole, np.uint32(rank), np.float64(share))
+        device.launch(_kernel(_RANKS, dtype), grid, block, (w, codes, scale, stride, width, *ranks))
+        return
     if not per_tensor:
         whose = (w, codes, scale, stride, width, np.int32(run), many, whole, *how)
         device.launch(_kernel(_RUNS, dtype), grid, block, whose)
@@ -62,8 +71,24 @@ def quantize(
     partial, limit = device.empty((2, runs), np.float64), device.empty((1,), np.float64)
     of_tensor = (partial, limit, scale, many, np.float64(n * k), *how)
     one = ((1, 1, 1), (_COMBINE_THREADS, 1, 1))
-    device.launch(_kernel(_SUMS, dtype), grid, block, (w, partial, stride, width, many, whole))
-    device.launch(_kernel(_LIMIT), *one, (*of_tensor, np.int32(0)))
+    if method == "percentile":
+        selection = device.empty((3,), np.uint64, "selection")  # Selection of ternary_quantize.cu
+        counts = device.empty((1 << _DIGIT,), np.uint64, "counts")
+        rank, share = neighbours(n * k, value)
+        few = (min(grid[0], _COUNT_BLOCKS_PER_SM * device.sms), 1, 1)
+        top = shift = 31
+        while True:
+            bits = (np.int32(top), np.int32(shift))
+            picked = (selection, counts, limit, *bits, np.uint64(rank), np.float64(share))
+            device.launch(_kernel(_PICK, dtype), *one, picked)
+            if shift == _LOW[dtype]:
+                break
+            top, shift = shift, max(shift - _DIGIT, _LOW[dtype])
+            counted = (w, selection, counts, stride, width, many, whole, np.int32(top), np.int32(shift))
+            device.launch(_kernel(_COUNT, dtype), few, block, counted)
+    else:
+        device.launch(_kernel(_SUMS, dtype), grid, block, (w, partial, stride, width, many, whole))
+        device.launch(_kernel(_LIMIT), *one, (*of_tensor, np.int32(0)))
     if method == "meanstd":
         device.launch(_kernel(_SQUARES, dtype), grid, block, (w, limit, partial, stride, width, many, whole))
         device.launch(_kernel(_LIMIT), *one, (*of_tensor, np.int32(1)))
@@ -72,6 +97,13 @@ def quantize(
     device.launch(_kernel(_ENCODE, dtype), grid, block, args)
     if counts:
         device.launch(_kernel(_SCALE), *one, (partial, limit, scale, many))
+
+
+def neighbours(size: int, percentile: float) -> tuple[int, float]:
+    """The rank below a percentile of so many numbers, and the share of the way to the next: as NumPy's ``linear``."""
+    at = (size - 1) * (percentile / 100)
+    rank = min(int(at), size - 1)
+    return rank, at - rank
 
 
 def block_shape(run: int, itemsize: int) -> tuple[int, int]:
@@ -83,11 +115,13 @@ def block_shape(run: int, itemsize: int) -> tuple[int, int]:
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``quantize`` launches."""
-    for entry in (_RUNS, _SUMS, _SQUARES, _ENCODE):
+    for entry in (_RUNS, _SUMS, _SQUARES, _ENCODE, _RANKS, _COUNT):
         for dtype in _DTYPES:
             yield Variant(_kernel(entry, dtype), _THREADS)
     for entry in (_LIMIT, _SCALE):
         yield Variant(_kernel(entry), _COMBINE_THREADS)
+    for dtype in _DTYPES:
+        yield Variant(_kernel(_PICK, dtype), _COMBINE_THREADS)
 
 
 def _kernel(entry: str, dtype: str = "float32") -> CudaKernel:
@@ -121,6 +155,11 @@ def _twin(
 
     measure("sums")
     set_limit(method)
+    if method == _METHODS["percentile"]:
+        rank, share = neighbours(int(size), threshold)
+        args = (w, np.int64(size), np.int64(rank), np.float64(share), limit)
+        ranks, many = twins.ranks(dtype, per_tensor)
+        device.launch(ranks, (scopes, 1, 1), (many, 1, 1), args)
     if method == _METHODS["meanstd"]:
         measure("squares")
         set_limit(twins.WITH_STD)

@@ -158,7 +158,7 @@ def test_embedded_scales(name, backend, rng):
     whole = rng.uniform(-2, 2, (5, 6)).astype(np.float32)
     for scale in (
         0.3,
-        np.float32(-2),
+        -2.0,
         whole[:, 0].copy(),
         whole[:, :3],
         whole[:, ::2],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops import devices, emulator, ternary_matmul, ternary_pack, ternary_quantize
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels import ternary_quantize as kernels
 from gpu_ops.presets import ARCHES
 from gpu_ops.reference import ternary as reference
+from gpu_ops.reference.ternary_formats import FORMATS
 
 DEVICES = ("emulator", "cuda")
 
@@ -95,6 +98,56 @@ def test_weights_are_read_twice_and_codes_written_once(dtype, group_size, rng):
         assert all(i.sectors_per_128_bytes == 4 for i in stores), "4 bytes of a thread, side by side"
 
 
+@pytest.mark.parametrize(
+    ("shape", "group_size", "dtype"),
+    [
+        ((1, 1), None, np.float32),
+        ((3, 9), -1, np.float16),
+        ((9, 192), 64, BF16),  # 7 bits at a time, the last block short
+        ((5, 640), 128, np.float32),
+        ((2, 1152), 384, np.float16),
+        ((2, 4500), -1, np.float32),  # 11 bits, a block to a run
+        ((7, 300), None, np.float32),
+        ((40, 65), None, BF16),
+    ],
+    ids=str,
+)
+def test_a_percentile_is_numpys(shape, group_size, dtype, backend, rng):
+    w = random(rng, shape, dtype)
+    few = np.round(w.astype(np.float32) * 2).astype(dtype)  # of a few values, each of many weights
+    for values, threshold in ((w, 50), (w, 99.7), (few, 37.3), (few, 0), (w, 100)):
+        check(values, "percentile", group_size, threshold, **backend)
+
+
+def test_a_percentile_of_the_ends_of_a_range(backend, rng):
+    """Subnormal numbers, the largest ones, zeros of either sign; a limit that both neighbours have."""
+    w = np.array([[1e-45, -1e-45, 1e-40, 0.0, -0.0, 3e38, -3e38, 1.0]], np.float32)
+    for threshold in (0, 12.5, 30, 45, 60, 80, 99, 100):
+        check(w, "percentile", -1, threshold, **backend)
+    check(np.full((4, 64), -2.5, np.float32), "percentile", None, 73, **backend)
+
+
+@pytest.mark.parametrize(
+    ("size", "percentile"), [(1, 50), (2, 99.9999), (8192, 33.3), (4096 * 4096, 99.99), (7, 100)]
+)
+def test_neighbours_are_numpys(size, percentile):
+    rank, share = kernels.neighbours(size, percentile)
+    assert 0 <= rank < size
+    assert 0 <= share < 1
+    assert rank + share == pytest.approx((size - 1) * percentile / 100, rel=1e-12)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("dtype", "readings"), [(BF16, 3), (np.float16, 3), (np.float32, 4)], ids=str)
+def test_a_percentile_reads_the_tensor_a_few_times(dtype, readings, rng):
+    w = random(rng, (4, 2048), dtype)
+    with emulator.record() as profiles:
+        ternary_quantize(w, method="percentile", **RAW)
+    assert sum(b.bytes_read for p in profiles for b in p.buffers if b.name == "w") == readings * w.nbytes
+    weights = [i for p in profiles for i in p.instructions if ".v4" in i.form and i.global_requests > 1]
+    assert all(i.sectors_per_128_bytes == 4 for i in weights)
+
+
 def test_every_run_has_threads():
     for run in (1, 64, 100, 128, 192, 256, 257, 512, 4096, 9001):
         for itemsize in (2, 4):
@@ -107,7 +160,7 @@ def test_every_run_has_threads():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_variants_are_few_and_fit(arch):
     listed = list(kernels.variants(arch))
-    assert len({v.kernel for v in listed}) == len(listed) <= 15
+    assert len({v.kernel for v in listed}) == len(listed) <= 24
     assert all(v.threads_per_block <= ARCHES[arch].max_threads_per_block for v in listed)
 
 
@@ -127,9 +180,12 @@ def test_codes_stay_on_the_gpu(cupy, rng, monkeypatch):
         assert fetched == [(8, 1)]
         t, scale = reference.ternary_quantize(w, group_size=-1)
         np.testing.assert_array_equal(y.host, reference.ternary_matmul(x, t, scale))
+        fetched.clear()
         np.testing.assert_array_equal(matrix.trits(), t)
-        assert matrix.to("base3").codes.tobytes() == ternary_pack(t, "base3").tobytes()
-        assert fetched == [(8, 1), (8, 32)]
+        assert fetched[-1] == (8, 100), "trits come unpacked"
+        assert (8, 32) not in fetched
+        assert matrix.codes.tobytes() == ternary_pack(t, "w2").tobytes()
+        assert fetched[-1] == (8, 32)
         with pytest.raises(ValueError, match="read-only"):
             matrix.codes[0, 0] = 1
         with pytest.raises(AttributeError, match="'TernaryMatrix' object has no attribute 'weights'"):
@@ -137,6 +193,31 @@ def test_codes_stay_on_the_gpu(cupy, rng, monkeypatch):
     w[3, 3] = np.nan
     with pytest.raises(OptionError, match="NaN or infinity"):
         ternary_quantize(FakeArray(w))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name_of_backend", ["raw", "numba"])
+def test_a_matrix_on_a_gpu_is_converted_there(cupy, rng, monkeypatch, name_of_backend):
+    w = random(rng, (256, 256), np.float32)
+    t, scale = reference.ternary_quantize(w, group_size=128)
+    matrix = ternary_quantize(FakeArray(w, 1), group_size=128, backend=name_of_backend)
+    fetched = []
+    asnumpy = cupy.asnumpy
+    monkeypatch.setattr(cupy, "asnumpy", lambda a: fetched.append(a.size) or asnumpy(a))
+    for name, fmt in FORMATS.items():
+        other = matrix.to(name)
+        back = other.to("w2").to("w2")
+        assert sum(fetched) < 1000, "flags alone"
+        assert (other.format, back.format) == (name, "w2")
+        assert other.nbytes == math.prod(fmt.packed_shape(w.shape)) + scale.nbytes
+        np.testing.assert_array_equal(other.scale, scale)
+        assert back.codes.tobytes() == ternary_pack(t, "w2").tobytes()
+        assert other.codes.tobytes() == ternary_pack(t, name).tobytes()
+        np.testing.assert_array_equal(other.dequantize(), t * np.repeat(scale, 128, axis=1))
+        fetched.clear()
+    assert {device for _, device, _ in cupy.launched} == {1}
+    with pytest.raises(ShapeError, match="K % 256 == 0"):
+        ternary_quantize(FakeArray(w[:, :64]), backend=name_of_backend).to("tq1_0")
 
 
 def test_explain_says_what_is_launched():

@@ -13,6 +13,13 @@
 //   ternary_quantize_squares   partial[0][run] = sum (|w| - mean)^2;   for mean + std, then the limit again
 //   ternary_quantize_encode    the codes;  partial[0][run] = sum |w| and partial[1][run] = count of |w| > limit
 //   ternary_quantize_scale     their quotient: one block
+//   a percentile as the limit, the weights of two ranks side by side and a point between them:
+//   ternary_quantize_ranks     a scale per run: the two weights, codes and scale by the same threads
+//   ternary_quantize_count     of the tensor: how many |w| begin with the bits known so far, by the bits that come next
+//   ternary_quantize_pick      which of them the rank falls on: one block; last the limit. Before all, it clears
+//
+// A rank is found by the bits of |w|, whose order is that of numbers: 11 bits at a time (fewer where a block has several
+// runs). A float32 tensor is read three times for it and one of 16 bits twice, then once more to encode.
 //
 // Sums are double and added in an order that depends on the shape alone: the scale, a float, is the reference's but
 // where the sum's last bits decide its rounding. Codes follow from that scale by exact comparisons.
@@ -46,6 +53,9 @@ struct Plus {
 struct Larger {
     static __device__ __forceinline__ double of(double a, double b) { return fmax(a, b); }
 };
+struct Smaller {
+    static __device__ __forceinline__ double of(double a, double b) { return fmin(a, b); }
+};
 
 // Over the threads of a run, the same bits in each.
 template <typename Op> __device__ __forceinline__ double reduced(double value) {
@@ -71,8 +81,8 @@ struct Run {
     bool active, whole;  // whole: its vectors are aligned
 
     __device__ __forceinline__ Run(const scalar* w, unsigned* all_words, long long stride, int k, int run_length,
-                                   unsigned runs, int aligned)
-        : index(blockIdx.x * blockDim.y + threadIdx.y), whole(aligned) {
+                                   unsigned runs, int aligned, unsigned block = blockIdx.x)
+        : index(block * blockDim.y + threadIdx.y), whole(aligned) {
         active = index < runs;
         const unsigned per_row = k / run_length;
         const long long row = index / per_row;
@@ -265,4 +275,178 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 ternary_quantize_scale(const double* partial, const double* limit, float* scale, unsigned runs) {
     const Sums kept = {over<Plus>(partial, runs), over<Plus>(partial + runs, runs)};
     if (threadIdx.x == 0) *scale = scale_of(kept, *limit);
+}
+
+// --- ranks ----------------------------------------------------------------------------------------
+
+// |w| as 31 bits, of which the lowest kLow are 0 in what 16 bits widen to.
+constexpr int kLow = sizeof(scalar) == 4 ? 0 : Packed<scalar>::kWideRange ? 16 : 13;
+constexpr int kDigit = 11, kBins = 1 << kDigit;
+constexpr int kMine = kBins / kThreads;  // bins of a thread; so many words side by side, and one between them
+constexpr unsigned kNone = 0xffffffffu, kInfinite = 0x7f800000u;
+
+__device__ __forceinline__ int bin_at(int bin) { return bin + bin / kMine; }
+
+// Sum over the threads of a run before this one.
+template <typename T> __device__ __forceinline__ T sum_before(T mine) {
+    __shared__ T of_warp[32];
+    const int width = min(blockDim.x, 32), lane = threadIdx.x % 32;
+    T sum = mine;
+    for (int offset = 1; offset < width; offset *= 2) {
+        const T other = __shfl_up_sync(kFullWarp, sum, offset, width);
+        if (lane >= offset) sum += other;
+    }
+    if (blockDim.x > 32) {
+        if (lane == 31) of_warp[threadIdx.x / 32] = sum;
+        __syncthreads();
+        for (int w = 0; w < threadIdx.x / 32; ++w) sum += of_warp[w];
+        __syncthreads();  // free for the next sum
+    }
+    return sum - mine;
+}
+
+// Of the bins of a run's threads, kCount of each side by side: the one that a rank falls on, how many are below it, and
+// the one of the next rank, kNone if there is none.
+struct Chosen { unsigned bin, next; unsigned long long below; };
+
+template <int kCount, typename T> __device__ __forceinline__ void choose(const T (&count)[kCount], T rank, Chosen& chosen) {
+    if (threadIdx.x == 0) chosen = {0, kNone, 0};
+    T mine = 0;
+    #pragma unroll
+    for (int j = 0; j < kCount; ++j) mine += count[j];
+    T below = sum_before(mine);
+    __syncthreads();
+    #pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        const unsigned bin = kCount * threadIdx.x + j;
+        if (rank >= below && rank - below < count[j]) chosen.bin = bin, chosen.below = below;
+        if (rank + 1 >= below && rank + 1 - below < count[j]) chosen.next = bin;
+        below += count[j];
+    }
+    __syncthreads();
+}
+
+struct Bounds { unsigned above, largest; };
+
+// Counts the weights of a run that begin with `prefix`, above bit `top`, by their bits from `shift` to there; the
+// smallest one that begins with more, the largest of all.
+__device__ __forceinline__ void count_run(const Run& run, unsigned prefix, int top, int shift, unsigned* bins,
+                                          int first_bin, Bounds& bounds) {
+    const unsigned mask = (1u << (top - shift)) - 1;
+    run.each<Cache::kDefault>(0u, [&](int at, const float (&value)[kVec]) {
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            if (at + e >= run.length) continue;
+            const unsigned key = __float_as_uint(fabsf(value[e]));
+            bounds.largest = max(bounds.largest, key);
+            if (key >> top == prefix) atomicAdd(bins + bin_at(first_bin + (key >> shift & mask)), 1u);
+            else if (key >> top > prefix) bounds.above = min(bounds.above, key);
+        }
+    });
+}
+
+// The point between two neighbours, as NumPy's percentile takes it; no fused multiply-add.
+__device__ __forceinline__ double between(unsigned low, unsigned high, double share) {
+    const double a = __uint_as_float(low), b = __uint_as_float(high), apart = __dsub_rn(b, a);
+    return share < 0.5 ? __dadd_rn(a, __dmul_rn(apart, share)) : __dsub_rn(b, __dmul_rn(apart, __dsub_rn(1.0, share)));
+}
+
+// Of the rank after that of `key`; after the last there is none.
+__device__ __forceinline__ unsigned next_key(unsigned prefix, int bits, const Chosen& chosen, unsigned above, unsigned key) {
+    return chosen.next != kNone ? (prefix << bits | chosen.next) << kLow : above == kNone ? key : above;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_ranks(const scalar* w, unsigned* words, float* scale, long long stride, int k, int length,
+                       unsigned runs, int whole, unsigned rank, double share) {
+    __shared__ unsigned bins[kBins + kThreads];
+    __shared__ Chosen of_run[kThreads];
+    const Run run(w, words, stride, k, length, runs, whole);
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, digit = kDigit + 1 - (32 - __clz(blockDim.y));
+    Chosen& chosen = of_run[threadIdx.y];
+    unsigned prefix = 0, key = 0, next = 0;
+    Bounds bounds = {kNone, 0};
+    for (int top = 31, shift; top > kLow; top = shift) {
+        shift = max(top - digit, kLow);
+        for (int j = 0; j < kMine; ++j) bins[bin_at(kMine * thread) + j] = 0;
+        bounds.above = kNone;
+        __syncthreads();
+        count_run(run, prefix, top, shift, bins, threadIdx.y << digit, bounds);
+        __syncthreads();
+        unsigned count[kMine];
+        #pragma unroll
+        for (int j = 0; j < kMine; ++j) count[j] = bins[bin_at(kMine * thread) + j];
+        choose(count, rank, chosen);
+        if (shift == kLow) {
+            key = (prefix << (top - shift) | chosen.bin) << kLow;
+            next = next_key(prefix, top - shift, chosen, static_cast<unsigned>(reduced<Smaller>(bounds.above)), key);
+        }
+        prefix = prefix << (top - shift) | chosen.bin;
+        rank -= chosen.below;
+    }
+    const bool finite = reduced<Larger>(bounds.largest) < kInfinite;
+    const double limit = finite ? between(key, next, share) : __int_as_float(0x7fffffff);
+    const float my_scale = scale_of(encode<true>(run, limit), limit);
+    if (run.leads()) scale[run.index] = my_scale;
+}
+
+struct Selection {
+    unsigned long long rank;  // among those that begin with the prefix
+    unsigned prefix;
+    Bounds bounds;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+ternary_quantize_count(const scalar* w, Selection* selection, unsigned long long* counts, long long stride, int k,
+                       unsigned runs, int whole, int top, int shift) {
+    __shared__ unsigned bins[kBins + kThreads];
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int i = thread; i < kBins + kThreads; i += kThreads) bins[i] = 0;
+    const unsigned prefix = selection->prefix;
+    Bounds bounds = {kNone, 0};
+    __syncthreads();
+    for (unsigned block = blockIdx.x; block * blockDim.y < runs; block += gridDim.x) {
+        const Run run(w, nullptr, stride, k, k, runs, whole, block);
+        count_run(run, prefix, top, shift, bins, 0, bounds);
+    }
+    const unsigned above = static_cast<unsigned>(reduced<Smaller>(bounds.above));
+    const unsigned largest = static_cast<unsigned>(reduced<Larger>(bounds.largest));
+    if (threadIdx.x == 0) {
+        atomicMin(&selection->bounds.above, above);
+        atomicMax(&selection->bounds.largest, largest);
+    }
+    __syncthreads();
+    for (int bin = thread; bin < kBins; bin += kThreads) {
+        const unsigned count = bins[bin_at(bin)];
+        if (count > 0) atomicAdd(counts + bin, static_cast<unsigned long long>(count));
+    }
+}
+
+// Where shift is top, nothing has been counted yet.
+extern "C" __global__ void __launch_bounds__(kCombineThreads)
+ternary_quantize_pick(Selection* selection, unsigned long long* counts, double* limit, int top, int shift,
+                      unsigned long long rank, double share) {
+    constexpr int kEach = kBins / kCombineThreads;
+    __shared__ Chosen chosen;
+    const int first = kEach * static_cast<int>(threadIdx.x);
+    if (top > shift) {
+        const Selection now = *selection;
+        unsigned long long count[kEach];
+        #pragma unroll
+        for (int j = 0; j < kEach; ++j) count[j] = counts[first + j];
+        choose(count, now.rank, chosen);
+        const unsigned prefix = now.prefix << (top - shift) | chosen.bin;
+        if (threadIdx.x == 0) {
+            *selection = {now.rank - chosen.below, prefix, {kNone, now.bounds.largest}};
+            if (shift == kLow) {
+                const unsigned key = prefix << kLow;
+                const unsigned next = next_key(now.prefix, top - shift, chosen, now.bounds.above, key);
+                *limit = now.bounds.largest < kInfinite ? between(key, next, share) : __int_as_float(0x7fffffff);
+            }
+        }
+    } else if (threadIdx.x == 0) {
+        *selection = {rank, 0, {kNone, 0}};
+    }
+    #pragma unroll
+    for (int j = 0; j < kEach; ++j) counts[first + j] = 0;
 }

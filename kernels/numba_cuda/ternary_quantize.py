@@ -7,6 +7,9 @@ sums       sum |w|, max |w|          limit, and of absmean the scale
 squares    sum (|w| - limit)^2       limit = mean + threshold * std, when the limit is the mean
 kept       sum |w| and count of |w| > limit       scale = sum / count
 
+A percentile is the limit of ``ranks``: a block per scope finds the weight of a rank byte by byte, by how many weights
+begin with the bytes known so far.
+
 A word has 16 codes, 1 + trit: code e in byte e % 4, bits 2 (e / 4). Sums are float64, in a fixed order.
 """
 
@@ -17,14 +20,15 @@ from functools import cache
 
 import numpy as np
 from numba import cuda, float32, float64, int64, uint32
+from numba.cuda import libdevice
 
 from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
-__all__ = ["THREADS", "WITH_STD", "encode", "limits", "scales", "statistics"]
+__all__ = ["THREADS", "WITH_STD", "encode", "limits", "ranks", "scales", "statistics"]
 
 THREADS = 128
-ABSMEAN, ABSMAX, TWN, MANUAL, MEANSTD, WITH_STD = range(6)
+ABSMEAN, ABSMAX, TWN, MANUAL, MEANSTD, PERCENTILE, WITH_STD = range(7)
 
 
 @cache
@@ -93,6 +97,85 @@ def limits() -> NumbaKernel:
 
     signature = "void(float64[:, ::1], float64[::1], float32[::1], int64, float64, int64, float64)"
     return NumbaKernel(ternary_limits, signature, "ternary_quantize_limits")
+
+
+@cuda.jit(device=True)
+def _key_of_float32(value):
+    return int64(libdevice.float_as_int(abs(value)))
+
+
+@cuda.jit(device=True)
+def _key_of_float64(value):
+    return libdevice.double_as_longlong(abs(value))
+
+
+@cuda.jit(device=True)
+def _float32_of_key(key):
+    return float64(libdevice.int_as_float(np.int32(key)))
+
+
+@cuda.jit(device=True)
+def _float64_of_key(key):
+    return libdevice.longlong_as_double(key)
+
+
+@cuda.jit(device=True)
+def _bin_of(counts, rank):
+    """The bin that a rank falls on, and how many are below; 256 if it is beyond them."""
+    below = 0
+    for b in range(256):
+        if rank < below + counts[b]:
+            return b, below
+        below += counts[b]
+    return 256, below
+
+
+@cache
+def ranks(dtype: str, per_tensor: bool) -> tuple[NumbaKernel, int]:
+    """``(w, size, rank, share, limit)``: a block per scope; NaN stays. And the threads of a block."""
+    load, _, _, element, _ = functions(dtype)
+    threads = 1024 if per_tensor else THREADS
+    wide = dtype == "float64"
+    key_of, number_of = (_key_of_float64, _float64_of_key) if wide else (_key_of_float32, _float32_of_key)
+    bits, low = (64, 0) if wide else (32, {"float32": 0, "float16": 8, "bfloat16": 16}[dtype])
+    beyond = np.int64(2**63 - 1)
+
+    def ternary_ranks(w, size, rank, share, limit):
+        counts, above = cuda.shared.array(256, int64), cuda.shared.array(1, int64)
+        scope, thread, k = cuda.blockIdx.x, cuda.threadIdx.x, w.shape[1]
+        if limit[scope] != limit[scope]:
+            return
+        prefix, key, other = int64(0), int64(0), int64(0)
+        for shift in range(bits - 8, low - 1, -8):
+            for b in range(thread, 256, threads):
+                counts[b] = 0
+            if thread == 0:
+                above[0] = beyond
+            cuda.syncthreads()
+            for i in range(scope * size + thread, (scope + 1) * size, threads):
+                of = key_of(load(w[i // k, i % k]))
+                begins = of >> shift >> 8
+                if begins == prefix:
+                    cuda.atomic.add(counts, of >> shift & 255, 1)
+                elif begins > prefix:
+                    cuda.atomic.min(above, 0, of)
+            cuda.syncthreads()
+            b, below = _bin_of(counts, rank)
+            after, _ = _bin_of(counts, rank + 1)
+            key = (prefix << 8 | b) << shift
+            other = (prefix << 8 | after) << shift if after < 256 else above[0] if above[0] < beyond else key
+            prefix, rank = prefix << 8 | b, rank - below
+            cuda.syncthreads()
+        if thread == 0:
+            one, two = number_of(key), number_of(other)
+            apart = two - one
+            if share < 0.5:
+                limit[scope] = libdevice.dadd_rn(one, libdevice.dmul_rn(apart, share))
+            else:
+                limit[scope] = libdevice.dadd_rn(two, -libdevice.dmul_rn(apart, 1.0 - share))
+
+    signature = f"void({element}[:, :], int64, int64, float64, float64[::1])"
+    return NumbaKernel(ternary_ranks, signature, f"ternary_quantize_ranks_{dtype}_{threads}"), threads
 
 
 @cache
