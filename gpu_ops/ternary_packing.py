@@ -59,14 +59,17 @@ def repacked(
     to: TernaryFormat,
 ) -> Array:
     """Sound codes of one format in another, on the device where they lie; trits where ``to`` is ``fmt``."""
-    trits = device.empty(shape, np.int8)
-    flags = unpack_there(device, backend, codes, trits, fmt)
-    result: Array = trits
-    if to is not fmt:
-        result = device.empty(to.packed_shape(shape), np.uint8)
-        flags = pack_there(device, backend, trits, result, to)
-    if on_host(flags).any():  # waits: later calls may come on other streams
-        raise AssertionError(f"{fmt.name} codes made on {device} are not sound")
+    import cupy
+
+    with cupy.cuda.Device(device.ordinal):
+        trits = device.empty(shape, np.int8)
+        flags = unpack_there(device, backend, codes, trits, fmt)
+        result: Array = trits
+        if to is not fmt:
+            result = device.empty(to.packed_shape(shape), np.uint8)
+            flags = pack_there(device, backend, trits, result, to)
+        if on_host(flags).any():  # waits: later calls may come on other streams
+            raise AssertionError(f"{fmt.name} codes made on {device} are not sound")
     return result
 
 
