@@ -13,12 +13,11 @@ vectors run along head_dim:
     block of keys   |  V rows      | ------> O rows = O * alpha + p V
                     +--------------+
 
-While the K rows of a block are used, its V rows are asked for (prefetch), and while the V rows are
-used, the K rows that come next: the rows of one KV head lie nheads_kv * head_dim elements apart or in
-pages, which no hardware prefetcher follows. A task is one part of the keys of one sequence, for all KV
-heads if they lie side by side in memory: head after head would come back to every memory page nheads_kv
-times, and the address translations cost as much as the arithmetic (46 against 30 ns per key, bfloat16,
-8 heads of 128). attention_combine of attention.py merges the parts.
+The keys and values of a block are read in the order of memory, all KV heads of a key one after another if
+they lie side by side: head after head would come back to every row nheads_kv times, in short pieces that
+no hardware prefetcher follows. What lies 16 KB on in that order is asked for (prefetch), from the K rows of
+a block on to its V rows and to the next block. A task is one part of the keys of one sequence;
+attention_combine of attention.py merges the parts.
 
 A NaN or an infinity in V reaches rows that do not see it (0 * inf). That shows in O, so the rare task
 with an O that is not finite is done again, carefully.
@@ -27,9 +26,11 @@ with an O that is not finite is done again, carefully.
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     Work,
+    add_block,
     finish_scores,
     inner,
     mask_scores,
@@ -37,7 +38,7 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     score_block,
     sum_values,
     values_careful,
-    weigh_tile,
+    weigh_block,
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
@@ -47,7 +48,8 @@ from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
-BLOCK_BYTES = 1 << 14  # of K rows in one block: 8 KB and 32 KB were 5-15 % slower
+BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 4 % slower, 8 KB 20 %
+AHEAD_BYTES = 1 << 14  # how far on in memory rows are asked for; 8 to 32 KB are the same
 
 # (dtype, rows of a tile)
 VARIANTS = tuple((t, rows) for t in FLOATS for rows in (1, 2, 4))
@@ -77,13 +79,16 @@ def decode(
     heads_kv = call.nheads_kv if abs(k.strides[2]) < abs(k.strides[1]) else 1
     tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
     tile = (0,) * rows
-    launch(attention_decode[dtype.name, rows], tasks, tile, call, heads_kv, *arrays, *optional, *parts)
+    row_bytes = max(heads_kv * k.itemsize * call.head_dim, 1)
+    ahead = min(max(AHEAD_BYTES // row_bytes, VECTOR_BYTES // 4 // rows), call.block_n)
+    launch(attention_decode[dtype.name, rows], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
 
 
 @kernel(
     lambda t, rows: (
         types.UniTuple(types.int64, rows),
         CALL,
+        types.int64,
         types.int64,
         read(t, 4),
         read(t, 4),
@@ -105,6 +110,7 @@ def attention_decode(
     tile,
     call,
     heads_kv,
+    ahead,
     q,
     k,
     v,
@@ -143,6 +149,7 @@ def attention_decode(
                     tile,
                     call,
                     heads_kv,
+                    ahead,
                     k,
                     v,
                     table,
@@ -184,24 +191,24 @@ def attention_decode(
         task = claim(state)
 
 
-@inner
+@njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def work(call, tile, heads_kv, q, part_out):
     """Scratch for one thread."""
     zero = part_out.dtype.type(0)
     width = lanes(part_out)
     rows = call.block_m * heads_kv
     chunk = chunk_elements(q)
+    tiles = rows // len(tile)
     head = np.empty(call.block_m, np.int64)
-    keys = np.empty(call.block_n, np.int64)
     low = np.empty(call.block_m, np.int32)
     return Work(
         scratch(rows, round_up(call.head_dim, chunk), zero),
         scratch(rows, round_up(call.head_dim_v, chunk), zero),
-        scratch(call.block_m // len(tile), call.block_n * len(tile) + width, zero),
-        scratch(rows // len(tile), width, zero),
-        scratch(rows // len(tile), width, zero),
-        keys,
-        np.empty_like(keys),
+        scratch(rows, round_up(call.head_dim_v, chunk), zero),
+        scratch(tiles, call.block_n * len(tile) + width, zero),
+        scratch(tiles, width, zero),
+        scratch(tiles, width, zero),
+        np.empty(3 * call.block_n, np.int64),
         head,
         np.empty_like(head),
         low,
@@ -222,43 +229,46 @@ def pack_queries(w, q, call, heads_kv, b, q_start, n):
 
 
 @inner
-def attend(w, tile, call, heads_kv, k, v, table, alibi, b, first_kv, n, sequences, first, last, careful):
+def attend(
+    w, tile, call, heads_kv, ahead, k, v, table, alibi, b, first_kv, n, sequences, first, last, careful
+):
     """Unnormalised O, row_max and row_sum over keys first..last. False if O is not finite."""
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
     w.o[:] = 0
-    rows, tiles = len(tile), w.s.shape[0]
+    rows, block_n = len(tile), call.block_n
     k_start, k_len = sequences[b, 2], sequences[b, 3]
     offset = k_len - sequences[b, 1]
     low_all, high_all = np.int64(0), k_len - 1  # keys that every row sees
     for r in range(n):
         low_all, high_all = max(low_all, w.low[r]), min(high_all, w.high[r])
-    keys_per_vector = w.row_max.shape[1] // rows
-    n_keys = min(call.block_n, last + 1 - first)
+    k_places, v_places, next_places = (
+        w.places[:block_n],
+        w.places[block_n : 2 * block_n],
+        w.places[2 * block_n :],
+    )
+    n_keys = min(block_n, last + 1 - first)
     if n_keys > 0:
-        place_rows(w.keys, k, table, call, b, k_start, first_kv, first, n_keys)
+        place_rows(next_places, k, table, call, b, k_start, first_kv, first, n_keys)
     while n_keys > 0:
-        place_rows(w.values, v, table, call, b, k_start, first_kv, first, n_keys)
-        padded = round_up(n_keys, keys_per_vector)
-        edge = first < low_all or first + n_keys - 1 > high_all or padded > n_keys
-        n_next = min(call.block_n, last + 1 - first - n_keys)
-        for kv in range(heads_kv):
-            score_block(w, tile, k, v, call, padded, kv)
-            if call.softcap > 0 or call.has_alibi:
-                finish_scores(w, call, rows, b, kv, first, n_keys, n, offset, alibi)
-            if edge:
-                mask_scores(w, rows, first, n_keys, padded, n)
-            for t in range(tiles):
-                weigh_tile(w, tile, t, padded, kv * tiles + t)
-            next_kv = kv + 1
-            if next_kv == heads_kv:  # K rows of the next block, if there is one, at its first head
-                next_kv = 0
-                if n_next > 0:
-                    place_rows(w.keys, k, table, call, b, k_start, first_kv, first + n_keys, n_next)
-            if careful:
-                values_careful(w, v, call, table, rows, b, k_start, first_kv, kv, first, n_keys, padded, n)
-            else:
-                sum_values(w, tile, k, v, call, n_keys, padded, kv, next_kv)
+        for j in range(block_n):
+            k_places[j] = next_places[j]
+        place_rows(v_places, v, table, call, b, k_start, first_kv, first, n_keys)
+        n_next = min(block_n, last + 1 - first - n_keys)
+        if n_next > 0:
+            place_rows(next_places, k, table, call, b, k_start, first_kv, first + n_keys, n_next)
+        padded = round_up(n_keys, w.row_max.shape[1] // rows)
+        score_block(w, tile, k, call, heads_kv, padded, ahead)
+        if call.softcap > 0 or call.has_alibi:
+            finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi)
+        if first < low_all or first + n_keys - 1 > high_all or padded > n_keys:
+            mask_scores(w, call, rows, first, n_keys, padded, n)
+        weigh_block(w, tile, padded)
+        if careful:
+            values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, first, n_keys, n)
+        else:
+            sum_values(w, tile, v, call, heads_kv, padded, ahead)
+        add_block(w, rows, padded)
         first, n_keys = first + n_keys, n_next
     bad = 0
     for kv in range(heads_kv):

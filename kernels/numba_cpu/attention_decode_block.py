@@ -8,32 +8,24 @@ from numba import njit
 from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
-from gpu_ops.kernels.numba_cpu.ir.decode import (
-    MANY,
-    add_values,
-    add_weights,
-    chunks_in_registers,
-    score_keys,
-    subtract_max,
-)
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, slot
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, score_keys, subtract_max
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
 
-inner = njit(
-    no_cpython_wrapper=True, no_cfunc_wrapper=True
-)  # called by compiled code only: half a second less
+# Called by compiled code only: half a second less to compile. Borrows its arrays: counting references
+# (atomic, 11 arrays of Work per call) took a third of the time.
+inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
 
 
 class Work(NamedTuple):
-    """Scratch arrays of one thread."""
+    """Scratch arrays of one thread; a tile is ``rows`` (1, 2 or 4) query rows of one KV head."""
 
     q: Any  # (KV heads * block_m, head_dim filled up), scaled
     o: Any  # (KV heads * block_m, head_dim_v filled up)
-    s: Any  # (tiles of a KV head, block_n * rows of a tile + lanes): scores, weights; then alpha
-    row_max: Any  # (tiles of all KV heads, lanes): lane c belongs to row c % rows of the tile
+    part: Any  # like o, of one block: small terms keep their digits
+    s: Any  # (tiles, block_n * rows + lanes): scores, weights; then alpha, the factor for what was summed before
+    row_max: Any  # (tiles, lanes): lane c belongs to row c % rows of the tile
     row_sum: Any
-    keys: Any  # addresses of the block's K rows
-    values: Any
+    places: Any  # (3 * block_n): addresses of the block's K rows, its V rows, the K rows of the next block
     head: Any  # of each row of the first KV head, like query and low..high, the keys it sees
     query: Any
     low: Any
@@ -63,164 +55,111 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
 
 
 @inner
-def score_block(w, tile, k, v, call, padded, kv):
-    """s = Q K^T for all tiles; V rows of these keys are asked for."""
-    rows, width = len(tile), w.row_max.shape[1]
-    limit = call.head_dim_v * v.itemsize
+def score_block(w, tile, k, call, heads_kv, padded, ahead):
+    """s = Q K^T for all KV heads, in the order of memory."""
+    rows, keys = len(tile), w.row_max.shape[1] // len(tile)
+    tiles = call.block_m // rows
     stride, s_stride = w.q.shape[1], w.s.shape[1]
-    here, ahead = kv * k.strides[2], kv * v.strides[2]
-    for j in range(0, padded, width // rows):
-        for t in range(w.s.shape[0]):
-            q_at, s_at = (kv * call.block_m + t * rows) * stride, t * s_stride + j * rows
-            if t == 0:
-                fetch = w.values
-            else:  # these K rows are in the cache now: asking for them again is free
-                fetch, ahead = w.keys, here
+    for j in range(0, padded, keys):
+        for t in range(heads_kv * tiles):
+            later = ahead if t % tiles == 0 else 0  # these rows are in the cache: asking again is free
+            shift, s_at = t // tiles * k.strides[2], t * s_stride + j * rows
             score_keys(
-                tile, k, w.keys, here, fetch, ahead, j, limit, w.q, q_at, stride, call.head_dim, w.s, s_at
+                tile, k, w.places, j, shift, later, w.q, t * rows * stride, stride, call.head_dim, w.s, s_at
             )
-        ahead = kv * v.strides[2]
 
 
 @inner
-def weigh_tile(w, tile, t, padded, at):
-    """Scores of tile t become weights; behind them alpha, the factor for what was summed before."""
-    n, width, s_stride = padded * len(tile), w.row_max.shape[1], w.s.shape[1]
-    subtract_max(tile, w.s, t * s_stride, n, w.row_max, at * width)
-    row = w.s[t]
-    for i in range(n + width):
-        row[i] = exp2(row[i])
-    add_weights(w.s, t * s_stride, n, w.row_sum, at * width)
+def weigh_block(w, tile, padded):
+    """Scores become weights, and the sums of weights grow."""
+    rows, width, s_stride = len(tile), w.row_max.shape[1], w.s.shape[1]
+    n = padded * rows
+    for t in range(w.s.shape[0]):
+        subtract_max(tile, w.s, t * s_stride, n, w.row_max, t * width)
+        row = w.s[t]
+        for i in range(n + width):
+            row[i] = exp2(row[i])
+        add_weights(w.s, t * s_stride, n, w.row_sum, t * width)
 
 
 @inner
-def sum_values(w, tile, k, v, call, n, padded, kv, next_kv):
-    """O = O * alpha + p V for all tiles; the K rows that come next are asked for."""
-    rows, elements = len(tile), chunk_elements(v)
-    limit = call.head_dim * k.itemsize
+def sum_values(w, tile, v, call, heads_kv, padded, ahead):
+    """part = p V for all KV heads, in the order of memory."""
+    rows, keys = len(tile), w.row_max.shape[1] // len(tile)
+    tiles = call.block_m // rows
     stride, s_stride = w.o.shape[1], w.s.shape[1]
-    full, rest = call.head_dim_v // elements, call.head_dim_v % elements
-    many = chunks_in_registers(tile, v)
-    here, ahead, fetch = kv * v.strides[2], next_kv * k.strides[2], w.keys
-    for t in range(w.s.shape[0]):
-        p, alpha = t * s_stride, t * s_stride + padded * rows
-        o = (kv * call.block_m + t * rows) * stride
-        c = 0
-        while c + many <= full:
-            byte, column = c * VECTOR_BYTES, o + c * elements
-            add_values(
-                tile,
-                MANY,
-                v,
-                w.values,
-                here,
-                fetch,
-                ahead,
-                n,
-                limit,
-                byte,
-                rest,
-                w.s,
-                p,
-                alpha,
-                w.o,
-                column,
-                stride,
-            )
-            c += many
-        while c < full:
-            byte, column = c * VECTOR_BYTES, o + c * elements
-            add_values(
-                tile,
-                1,
-                v,
-                w.values,
-                here,
-                fetch,
-                ahead,
-                n,
-                limit,
-                byte,
-                rest,
-                w.s,
-                p,
-                alpha,
-                w.o,
-                column,
-                stride,
-            )
-            c += 1
-        if rest > 0:
-            byte, column = c * VECTOR_BYTES, o + c * elements
-            add_values(
-                tile,
-                0,
-                v,
-                w.values,
-                here,
-                fetch,
-                ahead,
-                n,
-                limit,
-                byte,
-                rest,
-                w.s,
-                p,
-                alpha,
-                w.o,
-                column,
-                stride,
-            )
-        fetch, ahead = w.values, here  # enough asked for
+    w.part[:] = 0
+    for j in range(0, padded, keys):
+        for t in range(heads_kv * tiles):
+            later = ahead if t % tiles == 0 else 0
+            shift, p_at = t // tiles * v.strides[2], t * s_stride + j * rows
+            at, o_at = call.block_n + j, t * rows * stride
+            add_values(tile, v, w.places, at, shift, later, w.s, p_at, w.part, o_at, stride, call.head_dim_v)
 
 
 @inner
-def finish_scores(w, call, rows, b, kv, first, n_keys, n, offset, alibi):
+def add_block(w, rows, padded):
+    """O = O * alpha + part."""
+    for row in range(w.o.shape[0]):
+        alpha, total, part = w.s[row // rows, padded * rows + row % rows], w.o[row], w.part[row]
+        for i in range(len(total)):
+            total[i] = total[i] * alpha + part[i]
+
+
+@inner
+def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
     """softcap and ALiBi on scores in natural units; leaves them in base 2."""
-    for t in range(w.s.shape[0]):
+    tiles = call.block_m // rows
+    for t in range(heads_kv * tiles):
         row = w.s[t]
         if call.softcap > 0:
             cap, inverse = like(row[0], call.softcap), like(row[0], 1.0 / call.softcap)
             for i in range(n_keys * rows):
                 row[i] = cap * tanh(row[i] * inverse)
         if call.has_alibi:
-            for r in range(min(rows, n - t * rows)):
-                slope = alibi[b, w.head[t * rows + r] + kv * call.heads]
-                position = w.query[t * rows + r] + offset - first
+            first_row = t % tiles * rows
+            for r in range(first_row, min(first_row + rows, n)):
+                slope = alibi[b, w.head[r] + t // tiles * call.heads]
+                position = w.query[r] + offset - first
                 for j in range(n_keys):
-                    row[j * rows + r] -= like(row[0], slope * abs(position - j))
+                    row[j * rows + r - first_row] -= like(row[0], slope * abs(position - j))
         for i in range(n_keys * rows):
             row[i] *= like(row[0], LOG2E)
 
 
 @inner
-def mask_scores(w, rows, first, n_keys, padded, n):
+def mask_scores(w, call, rows, first, n_keys, padded, n):
     """-inf where a row does not see a key."""
+    tiles = call.block_m // rows
     for t in range(w.s.shape[0]):
         row = w.s[t]
-        for r in range(min(rows, n - t * rows)):
-            low, high = w.low[t * rows + r] - first, w.high[t * rows + r] - first
+        first_row = t % tiles * rows
+        for r in range(first_row, min(first_row + rows, n)):
+            low, high = w.low[r] - first, w.high[r] - first
             for j in range(n_keys):
                 if j < low or j > high:
-                    row[j * rows + r] = -np.inf
+                    row[j * rows + r - first_row] = -np.inf
         row[n_keys * rows : padded * rows] = -np.inf
 
 
 @inner
-def values_careful(w, v, call, table, rows, b, k_start, first_kv, kv, first, n_keys, padded, n):
-    """O = O * alpha + p V over visible keys only, none with weight 0, so that what is not finite in V shows."""
-    for r in range(n):
-        t, lane = r // rows, r % rows
-        total = w.o[kv * call.block_m + r]
-        for i in range(len(total)):
-            total[i] *= w.s[t, padded * rows + lane]
-        for j in range(max(w.low[r] - first, 0), min(w.high[r] - first + 1, n_keys)):
-            key = first + j
-            if call.page_size > 0:
-                source = read_row(v, (table[b, key // call.page_size], key % call.page_size, first_kv + kv))
-            else:
-                source = read_row(v, (0 if call.packed else b, k_start + key, first_kv + kv))
-            weight = w.s[t, j * rows + lane]
-            weight = like(weight, TINY) if weight < like(weight, TINY) else weight
-            for d in range(call.head_dim_v):
-                total[slot(v, d)] += weight * load(source, d)
+def values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, first, n_keys, n):
+    """part = p V over visible keys only, none with weight 0, so that what is not finite in V shows."""
+    tiles = call.block_m // rows
+    for kv in range(heads_kv):
+        for r in range(n):
+            weights, lane = w.s[kv * tiles + r // rows], r % rows
+            total = w.part[kv * call.block_m + r]
+            total[:] = 0
+            for j in range(max(w.low[r] - first, 0), min(w.high[r] - first + 1, n_keys)):
+                key = first + j
+                if call.page_size > 0:
+                    source = read_row(
+                        v, (table[b, key // call.page_size], key % call.page_size, first_kv + kv)
+                    )
+                else:
+                    source = read_row(v, (0 if call.packed else b, k_start + key, first_kv + kv))
+                weight = weights[j * rows + lane]
+                weight = like(weight, TINY) if weight < like(weight, TINY) else weight
+                for d in range(call.head_dim_v):
+                    total[slot(v, d)] += weight * load(source, d)
