@@ -113,9 +113,9 @@ def ternary_gemm_int8(
                     since = 0
                     g += 1
         for i in range(m):
-            out = write_row(y, (m0 + i,))
+            out = write_row(y, (m0 + i,))[r0 : r0 + rows]  # not out[r0 + j]: LLVM would scatter
             for j in range(rows):
-                store(out, r0 + j, result[i * PANEL_ROWS + j] * token_scale[m0 + i])
+                store(out, j, result[i * PANEL_ROWS + j] * token_scale[m0 + i])
         task = claim(state)
 
 
@@ -182,7 +182,7 @@ def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_str
         for j in range(PANEL_ROWS):
             factor[j] = 1.0 if grouped else scale[min(r0 + j, n - 1) * per_row, 0]
         for i in range(m):
-            out = write_row(y, (m0 + i,))
+            out = write_row(y, (m0 + i,))[r0 : r0 + rows]
             for j in range(rows):
-                store(out, r0 + j, result[i * PANEL_ROWS + j] * factor[j])
+                store(out, j, result[i * PANEL_ROWS + j] * factor[j])
         task = claim(state)

@@ -60,11 +60,11 @@ def ternary_gemv_int8(state, n_tasks, codes, row_bytes, words, x, x_stride, sums
                         for j in range(4):
                             total[i, r + j] += part[4 * i + j]
             for i in range(min(step, tokens - t)):
-                out = write_row(y, (t + i,))
+                out = write_row(y, (t + i,))[r0 : r0 + rows]  # not out[r0 + j]: LLVM would scatter
                 token_sum, factor = sums[t + i, 0], token_scale[t + i]
                 for j in range(rows):
                     value = (np.float64(total[i, j]) - token_sum) * np.float64(scale[(r0 + j) * per_row, 0])
-                    store(out, r0 + j, value * factor)
+                    store(out, j, value * factor)
         task = claim(state)
 
 
@@ -105,7 +105,7 @@ def ternary_gemv_native(state, n_tasks, codes, row_bytes, words, x, x_stride, sc
                         for j in range(4):
                             total[i, r + j] += part[4 * i + j]
             for i in range(min(step, tokens - t)):
-                out = write_row(y, (t + i,))
+                out = write_row(y, (t + i,))[r0 : r0 + rows]
                 for j in range(rows):
-                    store(out, r0 + j, total[i, j] * scale[(r0 + j) * per_row, 0])
+                    store(out, j, total[i, j] * scale[(r0 + j) * per_row, 0])
         task = claim(state)

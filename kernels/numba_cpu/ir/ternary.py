@@ -144,6 +144,7 @@ def _unpack(dtype: str) -> Any:
         for r in range(LANES):
             source = row_pointer(context, b, sig.args[0], codes, offset, stride, r, last_row)
             slot = b.gep(square, [i64(0), i64(r)])
+            prefetch(b, b.gep(source, [i64(CHUNK // 2)]))  # two vectors of words on: the next panel
             with b.if_else(whole) as (then, otherwise):
                 with then:
                     b.store(load_vector(b, source, INT), slot)
