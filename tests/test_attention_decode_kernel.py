@@ -83,6 +83,16 @@ def test_block_boundaries(offset):
     run_check(head_dims=(128, 128), used=(block + offset, 2 * block + offset), heads=(4, 1))
 
 
+def test_long_sums_keep_their_digits():
+    """Equal weights: O is the mean of V. Summed key after key it would be off by 6e-6."""
+    n = 1 << 15
+    v = np.random.default_rng(0).uniform(0.5, 1.5, (1, n, 1, 64)).astype(np.float32)
+    q, k = np.zeros((1, 1, 4, 64), np.float32), np.ones_like(v)
+    got = gpu_ops.attention_decode(q, k, v, seqused_k=np.array([n], np.int32), num_splits=1, **CPU)
+    mean = v[0, :, 0].mean(0, dtype=np.float64)
+    np.testing.assert_allclose(got[0, 0], np.broadcast_to(mean, (4, 64)), rtol=1.5e-6)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("num_splits", [1, 4])

@@ -15,9 +15,9 @@ vectors run along head_dim:
 
 The keys and values of a block are read in the order of memory, all KV heads of a key one after another if
 they lie side by side: head after head would come back to every row nheads_kv times, in short pieces that
-no hardware prefetcher follows. What lies 16 KB on in that order is asked for (prefetch), from the K rows of
-a block on to its V rows and to the next block. A task is one part of the keys of one sequence;
-attention_combine of attention.py merges the parts.
+no hardware prefetcher follows. What lies 16 KB on in that order is asked for (prefetch), past the K rows
+of a block in its V rows, and past those in the next block. A task is one part of the keys of one
+sequence; attention_combine of attention.py merges the parts.
 
 A NaN or an infinity in V reaches rows that do not see it (0 * inf). That shows in O, so the rare task
 with an O that is not finite is done again, carefully.
@@ -48,7 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
-BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 4 % slower, 8 KB 20 %
+BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
 AHEAD_BYTES = 1 << 14  # how far on in memory rows are asked for; 8 to 32 KB are the same
 
 # (dtype, rows of a tile)
@@ -242,11 +242,8 @@ def attend(
     low_all, high_all = np.int64(0), k_len - 1  # keys that every row sees
     for r in range(n):
         low_all, high_all = max(low_all, w.low[r]), min(high_all, w.high[r])
-    k_places, v_places, next_places = (
-        w.places[:block_n],
-        w.places[block_n : 2 * block_n],
-        w.places[2 * block_n :],
-    )
+    k_places, v_places = w.places[:block_n], w.places[block_n : 2 * block_n]
+    next_places = w.places[2 * block_n :]
     n_keys = min(block_n, last + 1 - first)
     if n_keys > 0:
         place_rows(next_places, k, table, call, b, k_start, first_kv, first, n_keys)

@@ -11,8 +11,6 @@ by it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
