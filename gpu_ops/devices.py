@@ -189,10 +189,8 @@ class EmulatorDevice:
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
         fit = cubin.occupancy(needs, threads, shared, ARCHES[self.arch]).blocks
         if blocks > fit * self.sms:
-            what = (
-                f"a cooperative grid of {blocks} blocks; {fit} run at the same time on each of {self.sms} SMs"
-            )
-            raise EmulatorError(f"{compiled.entry}: {what}")
+            most = f"{fit} run at the same time on each of {self.sms} SMs"
+            raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {most}")
 
 
 class CudaDevice:
