@@ -276,7 +276,7 @@ __device__ __forceinline__ void unpack_triples(const byte* packed, byte* trits, 
     }
     __syncwarp();
     byte* to = trits + corner(at, chunk, 96);
-    #pragma unroll
+    #pragma unroll 2
     for (int k = 0; k < 6; ++k) {
         const int index = 32 * k + lane;
         const uint4 of = shared[sixteen(index)];
