@@ -109,13 +109,19 @@ def plan_product(
         multiply(*a2.on(on), *w2.on(on), k, occupied, as_rows(y))
         return y
 
+    def filled(on: Device | None) -> Array:
+        y = compute(on)
+        if on is not None and k == 0:  # no kernel has run
+            y.fill(0)
+        return y
+
     def run() -> Any:
         if alone:
             import cupy
 
-            return cupy.asnumpy(compute(current_device(choice.device)))
+            return cupy.asnumpy(filled(current_device(choice.device)))
         with arrays.on(choice) as on:
-            y = compute(on)
+            y = filled(on)
             return arrays.give(y) if out is None else out
 
     def config() -> str:

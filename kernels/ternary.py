@@ -35,12 +35,9 @@ DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 def matmul(
     device: Any, backend: str, x: Any, codes: Any, k: int, scale: Any, y: Any, *, activations: str
 ) -> None:
-    """``y = x @ (scale * trits).T``."""
+    """``y = x @ (scale * trits).T``; y is left alone where an axis is empty."""
     tokens, n = y.shape
-    if tokens == 0 or n == 0:
-        return
-    if k == 0:
-        y.fill(0)
+    if 0 in (tokens, n, k):
         return
     if backend == "numba":
         _twin(device, x, codes, k, scale, y, activations)

@@ -31,12 +31,12 @@ def matmul(
     occupied: tuple[Any, Any] | None,
     y: Any,
 ) -> None:
-    """``y = (a_scale * a) @ (w_scale * w).T``; ``occupied``: the chunks of w to visit, None for all."""
+    """``y = (a_scale * a) @ (w_scale * w).T``; ``occupied``: the chunks of w to visit, None for all.
+
+    y is left alone where an axis is empty.
+    """
     m, n = y.shape
-    if 0 in (m, n):
-        return
-    if k == 0:
-        y.fill(0)
+    if 0 in (m, n, k):
         return
     skip = occupied is not None
     # stand-ins: no kernel without skipping touches them

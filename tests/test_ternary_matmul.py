@@ -162,8 +162,10 @@ def test_a_group_size_without_a_kernel_goes_to_the_reference(rng):
 def test_empty(m, n, k, activations, backend):
     for scale in (1.0, np.ones(n, np.float32)):
         w = TernaryMatrix.from_trits(np.zeros((n, k), np.int8), scale)
-        y = ternary_matmul(np.ones((m, k), np.float32), w, activations=activations, **backend)
+        x = np.ones((m, k), np.float32)
+        y = ternary_matmul(x, w, activations=activations, **backend)
         np.testing.assert_array_equal(y, np.zeros((m, n)))
+        assert str(gpu_ops.explain("ternary_matmul", x, w, activations=activations, **backend))
 
 
 @pytest.mark.parametrize("m", [2, 40])
