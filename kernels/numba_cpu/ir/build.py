@@ -84,11 +84,12 @@ def sum_lanes(b: Any, vectors: list[Any]) -> Any:
     Each step adds neighbours and halves the number of vectors: 15 steps for 16 vectors.
     """
     width = len(vectors)
+    add = b.add if isinstance(vectors[0].type.element, ir.IntType) else b.fadd
     block = 1
     while block < width:
         low = [c if c & block == 0 else width + c - block for c in range(width)]
         high = [c + block if c & block == 0 else width + c for c in range(width)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
+        vectors = [add(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
         block *= 2
     return vectors[0]

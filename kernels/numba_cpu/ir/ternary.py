@@ -23,7 +23,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, store_vector, sum_lanes
 from gpu_ops.kernels.numba_cpu.ir.build import number as i64
 from gpu_ops.kernels.numba_cpu.ir.codes import (
     CHUNK,
@@ -104,11 +104,18 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
             step(full, [copy_words(b, b.gep(p, [byte]), tail) for p in row_pointers])
 
         result = element_pointer(context, b, sig.args[10], out, i64(0))
+        totals = []
         for slot in range(rows * tokens):
             total = b.load(acc[slot * sums])
             for i in range(1, sums):
                 total = b.add(total, b.ashr(b.load(acc[slot * sums + i]), every(2 * i)))
-            b.store(lane_sum(b, total), b.gep(result, [i64(slot)]))
+            totals.append(total)
+        if integer and len(totals) % LANES == 0:  # exact in any order: together, in a quarter of the steps
+            for start in range(0, len(totals), LANES):
+                store_vector(b, sum_lanes(b, totals[start : start + LANES]), b.gep(result, [i64(start)]))
+        else:
+            for slot, total in enumerate(totals):
+                b.store(lane_sum(b, total), b.gep(result, [i64(slot)]))
         return context.get_dummy_value()
 
     return codegen
