@@ -7,8 +7,8 @@ sums       sum |w|, max |w|          limit, and of absmean the scale
 squares    sum (|w| - limit)^2       limit = mean + threshold * std, when the limit is the mean
 kept       sum |w| and count of |w| > limit       scale = sum / count
 
-A percentile is the limit of ``ranks``: a block per scope finds the weight of a rank byte by byte, by how many weights
-begin with the bytes known so far.
+A percentile is the limit of ``ranks``: a block per scope finds the weight of a rank digit by digit of its bits, by
+how many weights begin with the digits known so far.
 
 A word has 16 codes, 1 + trit: code e in byte e % 4, bits 2 (e / 4). Sums are float64, in a fixed order.
 """
@@ -120,51 +120,54 @@ def _float64_of_key(key):
 
 
 @cuda.jit(device=True)
-def _bin_of(counts, rank):
-    """The bin that a rank falls on, and how many are below; 256 if it is beyond them."""
+def _bin_of(counts, bins, rank):
+    """The bin that a rank falls on, and how many are below; ``bins`` if it is beyond them."""
     below = 0
-    for b in range(256):
+    for b in range(bins):
         if rank < below + counts[b]:
             return b, below
         below += counts[b]
-    return 256, below
+    return bins, below
 
 
 @cache
 def ranks(dtype: str, per_tensor: bool) -> tuple[NumbaKernel, int]:
     """``(w, size, rank, share, limit)``: a block per scope; NaN stays. And the threads of a block."""
     load, _, _, element, _ = functions(dtype)
-    threads = 1024 if per_tensor else THREADS
+    threads, digit = (1024, 8) if per_tensor else (THREADS, 4)  # few readings of much, few bins for little
+    bins = 1 << digit
     wide = dtype == "float64"
     key_of, number_of = (_key_of_float64, _float64_of_key) if wide else (_key_of_float32, _float32_of_key)
     bits, low = (64, 0) if wide else (32, {"float32": 0, "float16": 8, "bfloat16": 16}[dtype])
     beyond = np.int64(2**63 - 1)
 
     def ternary_ranks(w, size, rank, share, limit):
-        counts, above = cuda.shared.array(256, int64), cuda.shared.array(1, int64)
+        counts, above = cuda.shared.array(bins, int64), cuda.shared.array(1, int64)
         scope, thread, k = cuda.blockIdx.x, cuda.threadIdx.x, w.shape[1]
         if limit[scope] != limit[scope]:
             return
         prefix, key, other = int64(0), int64(0), int64(0)
-        for shift in range(bits - 8, low - 1, -8):
-            for b in range(thread, 256, threads):
+        for shift in range(bits - digit, low - 1, -digit):
+            for b in range(thread, bins, threads):
                 counts[b] = 0
             if thread == 0:
                 above[0] = beyond
             cuda.syncthreads()
             for i in range(scope * size + thread, (scope + 1) * size, threads):
                 of = key_of(load(w[i // k, i % k]))
-                begins = of >> shift >> 8
+                begins = of >> shift >> digit
                 if begins == prefix:
-                    cuda.atomic.add(counts, of >> shift & 255, 1)
+                    cuda.atomic.add(counts, of >> shift & bins - 1, 1)
                 elif begins > prefix:
                     cuda.atomic.min(above, 0, of)
             cuda.syncthreads()
-            b, below = _bin_of(counts, rank)
-            after, _ = _bin_of(counts, rank + 1)
-            key = (prefix << 8 | b) << shift
-            other = (prefix << 8 | after) << shift if after < 256 else above[0] if above[0] < beyond else key
-            prefix, rank = prefix << 8 | b, rank - below
+            b, below = _bin_of(counts, bins, rank)
+            after, _ = _bin_of(counts, bins, rank + 1)
+            key = (prefix << digit | b) << shift
+            other = (
+                (prefix << digit | after) << shift if after < bins else above[0] if above[0] < beyond else key
+            )
+            prefix, rank = prefix << digit | b, rank - below
             cuda.syncthreads()
         if thread == 0:
             one, two = number_of(key), number_of(other)
