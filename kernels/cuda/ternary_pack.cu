@@ -92,7 +92,8 @@ struct Runs {
 constexpr int kFirst = kFormat == Format::kI2S ? 6 : 0, kStep = kFormat == Format::kI2S ? -2 : 2;
 
 // Bytes of four words: byte i of the first, j of the second and so on.
-__device__ __forceinline__ unsigned bytes_of(unsigned a, int i, unsigned b, int j, unsigned c, int k, unsigned d, int l) {
+__device__ __forceinline__ unsigned bytes_of(unsigned a, int i, unsigned b, int j, unsigned c, int k, unsigned d,
+                                             int l) {
     return __byte_perm(__byte_perm(a, b, i | (4 + j) << 4), __byte_perm(c, d, k | (4 + l) << 4), 0x5410);
 }
 

@@ -96,7 +96,8 @@ __device__ __forceinline__ void pack_codes_q2(const byte* trits, const Part& par
     for (int step = 0; step < 4; ++step) {  // 16 weights, a word
         const int i = 32 * step + lane, block = i / 4;
         unsigned four[4];
-        get_codes(trits + part.trits_of_block(block) + i % 4 * 16, block < part.many ? 16 : 0, part.at.whole, four, bad);
+        get_codes(trits + part.trits_of_block(block) + i % 4 * 16, block < part.many ? 16 : 0, part.at.whole, four,
+                  bad);
         codes[i] = folded(four[0]) | folded(four[1]) << 8 | folded(four[2]) << 16 | folded(four[3]) << 24;
     }
 }
@@ -299,8 +300,8 @@ ternary_pack_blocks(const byte* trits, byte* packed, int* flags, const float* sc
             #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const Half half(2 * w + h);
-                const unsigned of_block = __shfl_sync(kFullWarp, my_scale, half.block), codes_there = halves[half.place];
-                word[0] |= (half.scales ? of_block : codes_there) << (16 * h);
+                const unsigned of_block = __shfl_sync(kFullWarp, my_scale, half.block), of_codes = halves[half.place];
+                word[0] |= (half.scales ? of_block : of_codes) << (16 * h);
             }
             put(to + 4 * w, 32 * i + lane < kWords ? part.many * kBytes - 4 * w : 0, at.packed_whole, word);
         }

@@ -127,7 +127,8 @@ __device__ __forceinline__ void unpack_pairs(const byte* packed, byte* trits, un
     const Mine mine(at, lane);
     constexpr int kPer = kFormat == Format::kTl1 ? 1 : 2;
     unsigned in[4];
-    get(packed + 512LL * chunk + 16 * lane, kPer * chunk + lane / (32 / kPer) < at.chunks ? 16 : 0, at.packed_whole, in);
+    get(packed + 512LL * chunk + 16 * lane, kPer * chunk + lane / (32 / kPer) < at.chunks ? 16 : 0, at.packed_whole,
+        in);
     shared[place(lane)] = {in[0], in[1], in[2], in[3]};
     __syncwarp();
     if (kPer * chunk + mine.chunk >= at.chunks) return;
@@ -219,7 +220,9 @@ __device__ __forceinline__ void pack_triples(const byte* trits, byte* packed, un
     #pragma unroll
     for (int j = 0; j < 4; ++j) {
         #pragma unroll
-        for (int i = 0; i < 4; ++i) step_byte(shared, lane, j, i) = static_cast<byte>(steps[j][i / 2] >> (16 * (i % 2)));
+        for (int i = 0; i < 4; ++i) {
+            step_byte(shared, lane, j, i) = static_cast<byte>(steps[j][i / 2] >> (16 * (i % 2)));
+        }
     }
     // 16 bits of the rows g and g + 16, and of g + 8 and g + 24; then those of two lanes side by side.
     const unsigned both = (minus[0] << 1 | minus[2]) | (minus[1] << 1 | minus[3]) << 16;
@@ -308,8 +311,9 @@ ternary_unpack_tiles(const byte* packed, byte* trits, int* flags, Shape at) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned bad = 0;
     for (unsigned chunk = blockIdx.x * kWarps + warp; kChunks * chunk < at.chunks; chunk += gridDim.x * kWarps) {
-        if constexpr (kFormat == Format::kTl2) unpack_triples(packed, trits, chunk, at, shared[warp].sixteen, lane, bad);
-        else unpack_pairs(packed, trits, chunk, at, shared[warp].sixteen, lane, bad);
+        uint4* mine = shared[warp].sixteen;
+        if constexpr (kFormat == Format::kTl2) unpack_triples(packed, trits, chunk, at, mine, lane, bad);
+        else unpack_pairs(packed, trits, chunk, at, mine, lane, bad);
         __syncwarp();  // free for the next ones
     }
     report(flags, bad);

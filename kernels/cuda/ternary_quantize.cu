@@ -18,8 +18,8 @@
 //   ternary_quantize_count     of the tensor: how many |w| begin with the bits known so far, by the bits that come next
 //   ternary_quantize_pick      which of them the rank falls on: one block; last the limit. Before all, it clears
 //
-// A rank is found by the bits of |w|, whose order is that of numbers: 11 bits at a time (fewer where a block has several
-// runs). A float32 tensor is read three times for it and one of 16 bits twice, then once more to encode.
+// A rank is found by the bits of |w|, whose order is that of numbers: 11 at a time, fewer where a block has several
+// runs. A float32 tensor is read three times for it and one of 16 bits twice, then once more to encode.
 //
 // Sums are double and added in an order that depends on the shape alone: the scale, a float, is the reference's but
 // where the sum's last bits decide its rounding. Codes follow from that scale by exact comparisons.
@@ -284,7 +284,6 @@ constexpr int kLow = sizeof(scalar) == 4 ? 0 : Packed<scalar>::kWideRange ? 16 :
 constexpr int kDigit = 11, kBins = 1 << kDigit;
 constexpr int kMine = kBins / kThreads;  // bins of a thread; so many words side by side, and one between them
 constexpr unsigned kNone = 0xffffffffu, kInfinite = 0x7f800000u;
-
 __device__ __forceinline__ int bin_at(int bin) { return bin + bin / kMine; }
 
 // Sum over the threads of a run before this one.
@@ -294,7 +293,7 @@ template <typename T> __device__ __forceinline__ T sum_before(T mine) {
     T sum = mine;
     for (int offset = 1; offset < width; offset *= 2) {
         const T other = __shfl_up_sync(kFullWarp, sum, offset, width);
-        if (lane >= offset) sum += other;
+        sum += lane >= offset ? other : 0;
     }
     if (blockDim.x > 32) {
         if (lane == 31) of_warp[threadIdx.x / 32] = sum;
@@ -309,7 +308,8 @@ template <typename T> __device__ __forceinline__ T sum_before(T mine) {
 // the one of the next rank, kNone if there is none.
 struct Chosen { unsigned bin, next; unsigned long long below; };
 
-template <int kCount, typename T> __device__ __forceinline__ void choose(const T (&count)[kCount], T rank, Chosen& chosen) {
+template <int kCount, typename T>
+__device__ __forceinline__ void choose(const T (&count)[kCount], T rank, Chosen& chosen) {
     if (threadIdx.x == 0) chosen = {0, kNone, 0};
     T mine = 0;
     #pragma unroll
@@ -318,18 +318,15 @@ template <int kCount, typename T> __device__ __forceinline__ void choose(const T
     __syncthreads();
     #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-        const unsigned bin = kCount * threadIdx.x + j;
-        if (rank >= below && rank - below < count[j]) chosen.bin = bin, chosen.below = below;
-        if (rank + 1 >= below && rank + 1 - below < count[j]) chosen.next = bin;
+        if (rank >= below && rank - below < count[j]) chosen.bin = kCount * threadIdx.x + j, chosen.below = below;
+        if (rank + 1 >= below && rank + 1 - below < count[j]) chosen.next = kCount * threadIdx.x + j;
         below += count[j];
     }
     __syncthreads();
 }
 
-struct Bounds { unsigned above, largest; };
-
-// Counts the weights of a run that begin with `prefix`, above bit `top`, by their bits from `shift` to there; the
-// smallest one that begins with more, the largest of all.
+struct Bounds { unsigned above, largest; };  // the smallest that begins with more than a prefix; the largest of all
+// Of a run, the weights that begin with `prefix`, above bit `top`, by their bits from `shift` to there.
 __device__ __forceinline__ void count_run(const Run& run, unsigned prefix, int top, int shift, unsigned* bins,
                                           int first_bin, Bounds& bounds) {
     const unsigned mask = (1u << (top - shift)) - 1;
@@ -352,8 +349,9 @@ __device__ __forceinline__ double between(unsigned low, unsigned high, double sh
 }
 
 // Of the rank after that of `key`; after the last there is none.
-__device__ __forceinline__ unsigned next_key(unsigned prefix, int bits, const Chosen& chosen, unsigned above, unsigned key) {
-    return chosen.next != kNone ? (prefix << bits | chosen.next) << kLow : above == kNone ? key : above;
+__device__ __forceinline__ unsigned next_key(unsigned prefix, int bits, const Chosen& in, unsigned above,
+                                             unsigned key) {
+    return in.next != kNone ? (prefix << bits | in.next) << kLow : above == kNone ? key : above;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
