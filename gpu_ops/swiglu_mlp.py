@@ -58,7 +58,7 @@ def swiglu_mlp(
     6 * tokens * hidden * ffn flops. gate and up exist only as tiles, in the cache of a CPU and in the registers of a
     GPU, and their product as blocks of tokens (and of ffn, on the CPU): the scratch stays the same size whatever the
     number of tokens, and no (tokens, ffn) array exists. Up to 16 tokens on a GPU, each weight is read once. Tensor
-    cores take act(gate) * up in x's dtype: there it is rounded once too.
+    cores, and CPUs that multiply bfloat16, take act(gate) * up in x's dtype: there it is rounded once too.
 
     Examples
     --------
@@ -160,8 +160,8 @@ def swiglu_mlp_backward(
     Notes
     -----
     16 * tokens * hidden * ffn flops. Scratch: on the CPU as in the forward call, on a GPU three blocks of all tokens
-    by a part of ffn; for 16-bit dtypes dx in float32 as well. On a GPU gate, up and what follows from them is rounded
-    to x's dtype in these blocks.
+    by a part of ffn; for 16-bit dtypes dx in float32 as well. dgate, dup and h are rounded
+    to x's dtype in these blocks on a GPU, and where a CPU multiplies bfloat16.
 
     Examples
     --------

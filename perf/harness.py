@@ -206,7 +206,7 @@ def run_case(
     """Measure one case. A contender or a check that raises ends up in ``failure``, not in a traceback."""
     start = time.perf_counter()
     effort = effort or (QUICK if config.quick else THOROUGH)
-    half = DTYPES[case.dtype].itemsize == 2
+    half = DTYPES[case.dtype].itemsize == 2 and (config.device != "cpu" or case.dtype == "bfloat16")
     seconds, limited_by = limits.seconds(case.flops, case.bytes, case.bandwidth, half=half)
     timings: dict[str, Timing] = {}
     left_out: dict[str, str] = {}

@@ -1,9 +1,9 @@
 """What this machine can do at all, measured in the same run as the kernels it judges.
 
-CPU: NumPy's own inner loops and BLAS, on the threads the kernels get. A plain compiled sum loop reads
-memory at a quarter of its speed here, so the reading limit is ``bitwise_or.reduce`` (a vector loop that
-releases the GIL) over one slice per thread; the copy limit is ``copyto``; arithmetic is one large float32
-``matmul``. Best of the repetitions: a limit that a lucky run beats is no limit.
+CPU: the larger of our own compiled loops (peaks.py) and NumPy's inner loops and BLAS, on the threads the kernels
+get. NumPy's: reading is ``bitwise_or.reduce`` (a vector loop that releases the GIL) over one slice per thread,
+copying ``copyto``, arithmetic one large float32 ``matmul``. Best of the repetitions: a limit that a lucky run
+beats is no limit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Limits:
     """torch's bfloat16 matmul where torch is installed: for information, no share is taken of it."""
     buffer_bytes: int = 0
     matmul_half: float | None = None
-    """Of 16-bit inputs on a GPU, where it sets the limit of 16-bit cases."""
+    """Of 16-bit inputs on a GPU, of bfloat16 on a CPU that multiplies it: sets the limit of those cases."""
 
     def bandwidth(self, kind: str) -> float:
         return self.read if kind == "read" else self.copy
 
     def seconds(self, flops: float, traffic: float, kind: str, *, half: bool = False) -> tuple[float, str]:
-        """The least time for that work (the roofline), and which limit sets it. ``half``: on 16-bit inputs."""
+        """The least time for that work (the roofline), and which limit sets it; ``half``: matmul_half."""
         matmul = self.matmul_half if half and self.matmul_half else self.matmul
         arithmetic, memory = flops / matmul, traffic / self.bandwidth(kind)
         return (arithmetic, "matmul") if arithmetic >= memory else (memory, kind)
@@ -62,7 +62,11 @@ def measure(
         peer = torch_matmul(size, repetitions, count)
         if peer:
             matmul, bfloat16 = max(matmul, peer[0]), peer[1]
-    return Limits(copy, read, matmul, bfloat16, buffer)
+    from perf import peaks
+
+    peak = peaks.measure(buffer, repetitions=5 if quick else 10)
+    copy, read = max(copy, peak.copy, peak.copy_non_temporal), max(read, peak.read)
+    return Limits(copy, read, max(matmul, peak.multiply_add), bfloat16, buffer, peak.dot_bfloat16)
 
 
 def buffer_size(quick: bool) -> int:

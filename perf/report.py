@@ -37,7 +37,7 @@ def make_console() -> Console:
 def print_header(console: Console, machine: dict[str, Any], limits: Limits, config: Config) -> None:
     console.print(f"[bold]{escape(label(machine))}[/] · commit {machine['commit']} · " + _versions(machine))
     half = f", bfloat16 in torch {rate(limits.matmul_bfloat16)}" if limits.matmul_bfloat16 else ""
-    half += f", float16 matmul {rate(limits.matmul_half)}" if limits.matmul_half else ""
+    half += f", 16-bit matmul {rate(limits.matmul_half)}" if limits.matmul_half else ""
     console.print(
         f"limits of this run: copy {limits.copy / 1e9:.1f} GB/s, read {limits.read / 1e9:.1f} GB/s, "
         f"float32 matmul {rate(limits.matmul)}{half}"

@@ -4,15 +4,15 @@ A task is one tile of C, which stays in the L2 cache as float32 (float64 for flo
 blocks of K:
 
                         columns: panels of NR                 per block of K:
-                      +-------+-------+----                     A  rows x BLOCK_K, widened, in L2
-    BLOCK_K of B      | panel | panel |                         B  panels of BLOCK_K x NR; the one in use
-                      +-------+-------+----                        stays in L1 while A runs past it
-    rows x BLOCK_K    |   C   |   C   |
+                      +-------+-------+----                     A  rows x block, packed by the task, in L1 and L2
+        block of B    | panel | panel |                         B  panels that all tasks share (panels.py), in L2
+                      +-------+-------+----                     next A asked for from memory meanwhile: a line
+    rows x block      |   C   |   C   |                            every few steps, in the micro-kernel's loop
     of A              +-------+-------+----                   at the end C is rounded once and stored
 
-16-bit elements are widened while they are packed, so no widened copy of a matrix exists. The vector lanes run
-along the columns of C and A is only read: of ``x @ w.T`` with few tokens, A is w (as it lies, never transposed), B is
-x.T, and C is stored transposed.
+The vector lanes run along the columns of C. Of ``x @ w.T`` A is w, read once per 512 tokens: its rows are copied,
+widened or interleaved, never transposed. B is x.T, small and packed once; C is stored transposed.
+A packed row is SKEW longer than its block: rows a power of two of bytes apart would share a few sets of the caches.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_vector, gemm_columns, gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.gemm import columns_ahead, copy_transposed, rows_ahead
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.panels import Panels, elements, pack, pack_a, packed, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
-
-TILE = 256  # rows and columns of a tile of C: C, its A and its B are 256 KiB of float32 each
-BLOCK_K = TILE  # a panel of B takes 32 KiB; rows and columns of a tile of A fit the same scratch
-TASKS_PER_THREAD = 3  # at least, for an even finish; as long as a tile keeps 32 rows
+ROWS, COLUMNS = (
+    128,
+    512,
+)  # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast
+TASKS_PER_THREAD = 8  # at least, for an even finish; as long as a tile keeps 32 rows
 
 
 def matmul(
     a: Array,
-    b: Array,
+    b: Array | Panels,
     out: Array,
     *,
     trans_a: bool = False,
@@ -50,26 +52,28 @@ def matmul(
 ) -> None:
     """``out = op(a) @ op(b)``, op being the transposition where asked; ``trans_out`` stores the transposed product.
 
-    A sum of products takes several calls with the same ``total``, an array like ``out`` in the type that is
-    computed in (``out`` itself by default, if it is of that type): each but the first adds to it, and the last
+    A sum of products takes several calls with the same ``total``, an array like ``out`` in the type in which
+    products add up (``out`` itself by default, if it is of that type): each but the first adds to it, and the last
     writes the sum, rounded once, to ``out`` instead.
     """
-    m, depth = a.shape[::-1] if trans_a else a.shape
-    n = b.shape[0] if trans_b else b.shape[1]
+    if not isinstance(b, Panels):
+        b = pack(b, packed(a.dtype.name, b.dtype.name), trans=trans_b)
+    kind = b.array.dtype.name
+    wide = np.dtype(np.float64 if kind == "float64" else np.float32)
     if total is None:
-        wide = np.result_type(np.float32, *(x.dtype for x in (a, b, out) if x.dtype.itemsize > 2))
         total = out if out.dtype == wide else np.empty((0, 0), wide)
-    rows, columns = tile_shape(m, n)
-    n_tasks = -(-m // rows) * -(-n // columns) if m and n else 0
+    m = out.shape[1] if trans_out else out.shape[0]
+    rows, columns = tile_shape(m, b.n)
+    n_tasks = -(-m // rows) * -(-b.n // columns) if m and b.n else 0
     launch(
-        gemm[a.dtype, b.dtype, out.dtype],
+        gemm[a.dtype, kind, out.dtype],
         n_tasks,
-        (m, n, depth),
         (rows, columns),
+        (m, b.n, b.depth),
         bits(a),
         trans_a,
-        bits(b),
-        trans_b,
+        b.array,
+        b.blocks,
         bits(out),
         trans_out,
         total,
@@ -79,9 +83,9 @@ def matmul(
 
 
 def tile_shape(m: int, n: int) -> tuple[int, int]:
-    """Rows and columns of a tile: TILE or a little less, so that they are even and every thread has some."""
-    columns = _even(n, TILE, 64)
-    rows = TILE
+    """Rows and columns of a tile: ROWS x COLUMNS or a little less: even, and some for every thread."""
+    columns = _even(n, COLUMNS, 64)
+    rows = ROWS
     while rows > 32 and -(-m // rows) * -(-n // columns) < TASKS_PER_THREAD * thread_count():
         rows //= 2
     return _even(m, rows, MR), columns
@@ -93,147 +97,124 @@ def _even(length: int, most: int, step: int) -> int:
     return max(step, -(-length // (parts * step)) * step)
 
 
-# --- one tile --------------------------------------------------------------------------------------
-
-
-@njit
-def tile_scratch(columns, wide):
-    """Packed A and B of one block of K, and rows of B on their way."""
-    b = scratch(round_up(columns, 2 * MAX_LANES), BLOCK_K, wide)
-    return scratch(TILE, BLOCK_K, wide), b, scratch(MAX_LANES, BLOCK_K, wide)
-
-
 @njit
 def tile_size(index, tile, length):
     """Where tile ``index`` starts and its size."""
     start = index * tile
-    return start, min(tile, length - start)
+    return start, max(0, min(tile, length - start))
 
 
 @njit
-def pack_a(to, a, trans, m0, m, k0, k):
-    """op(a)[m0 : m0 + m, k0 : k0 + k] as it lies, (m, k) or (k, m); m is padded with zeros to a multiple of MR."""
+def region(packed, trans, m0, m, k0, k):
+    """Where a block of A lies in memory: first row, rows, first column, columns."""
     if trans:
-        for kk in range(k):
-            row = to[kk]
-            widen(row, read_row(a, (k0 + kk,))[m0 : m0 + m])
-            for i in range(m, round_up(m, MR)):
-                row[i] = 0
-    else:
-        for i in range(m):
-            widen(to[i], read_row(a, (m0 + i,))[k0 : k0 + k])
-        for i in range(m, round_up(m, MR)):
-            to[i] = 0
+        return elements(packed, k0), elements(packed, k), m0, m
+    return m0, m, elements(packed, k0), elements(packed, k)
 
 
-@njit
-def pack_b(to, rows, b, trans, n0, n, k0, k):
-    """op(b)[k0 : k0 + k, n0 : n0 + n] in panels [k, NR]; n is padded with zeros to whole vectors.
+def _multiply(micro: Any, columns_form: bool) -> Any:
+    @njit
+    def multiply(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+        """C (+)= A B, B from panel ``first`` on. Meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
+        ldc, lda = c.shape[1], a.shape[1]
+        nr = 2 * lanes(c)
+        next_a = MR if columns_form else MR * lda
+        stride, length = ahead.strides[0], max(1, columns * ahead.itemsize)
+        tiles = (m + MR - 1) // MR * ((n + nr - 1) // nr)
+        share = rows * length // max(1, tiles)  # bytes that one tile asks for
+        step = share // max(1, k) + 1
+        start, at = row_address(ahead, r0, c0), 0
+        for i in range(0, m, MR):
+            for j in range(0, n, nr):
+                panel = write_row(panels, (first + j // nr,))
+                row, inside = start + at // length * stride, at % length
+                micro(
+                    c, i * ldc + j, ldc, a, i // MR * next_a, lda, panel, 0, nr, k, accumulate,
+                    row, inside, step, length, stride,
+                )  # fmt: skip
+                at += share
 
-    ``rows`` holds widened rows on their way.
-    """
-    width = lanes(to[0])
-    nr = 2 * width
-    if trans:
-        for j in range(0, n, width):
-            for i in range(width):
-                if j + i < n:
-                    widen(rows[i], read_row(b, (n0 + j + i,))[k0 : k0 + k])
-                else:
-                    rows[i] = 0
-            at = j // nr * nr * BLOCK_K + j % nr
-            for kk in range(0, k, width):  # the last square may pass k: into the rest of its panel
-                copy_transposed(to, at + kk * nr, nr, rows, kk, BLOCK_K)
-    else:
-        row = rows[0]
-        for kk in range(k):
-            widen(row, read_row(b, (k0 + kk,))[n0 : n0 + n])
-            row[n : round_up(n, width)] = 0
-            for j in range(0, n, width):
-                copy_vector(to, j // nr * nr * BLOCK_K + j % nr + kk * nr, 0, row, j, 0)
+    return multiply
 
 
-@njit
-def widen(to, row):
-    for i in range(len(row)):
-        to[i] = load(row, i)
+multiply_rows, multiply_columns = _multiply(rows_ahead, False), _multiply(columns_ahead, True)
 
 
-@njit
-def multiply(c, a, trans_a, b, m, n, k, accumulate):
-    """C (+)= A B of packed operands."""
-    ldc, lda = c.shape[1], a.shape[1]
-    nr = 2 * lanes(c)
-    for j in range(0, n, nr):
-        width = min(nr, round_up(n - j, lanes(c)))
-        if trans_a:
-            gemm_columns(c, j, ldc, a, 0, lda, b, j * BLOCK_K, nr, m, width, k, accumulate)
-        else:
-            gemm_rows(c, j, ldc, a, 0, lda, b, j * BLOCK_K, nr, m, width, k, accumulate)
-
-
-# --- the kernel ------------------------------------------------------------------------------------
-
-
-def _signature(a: str, b: str, out: str) -> tuple[types.Type, ...]:
+def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
     triple, pair, flag = types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 2), types.boolean
-    wide = "float64" if "float64" in (a, b, out) else "float32"
-    return triple, pair, read(a, 2), flag, read(b, 2), flag, write(out, 2), flag, write(wide, 2), flag, flag
+    wide = "float64" if kind == "float64" else "float32"
+    panels, blocks = write(kind, 2), types.int64
+    return pair, triple, read(a, 2), flag, panels, blocks, write(out, 2), flag, write(wide, 2), flag, flag
 
 
 # what the gated MLP calls; others compile on demand
 VARIANTS = (
     ("float32", "float32", "float32"),
     ("float64", "float64", "float64"),
-    *((t, "float32", t) for t in ("float16", "bfloat16")),
-    *(("float32", t, t) for t in ("float16", "bfloat16")),
+    *((t, packed(t), t) for t in ("float16", "bfloat16")),
+    *(("float32", "float32", t) for t in ("float16", "bfloat16") if packed(t) == "float32"),
 )
 
 
 @kernel(_signature, VARIANTS)
-def gemm(state, n_tasks, sizes, tile, a, trans_a, b, trans_b, out, trans_out, total, add, last):
-    m_all, n_all, depth = sizes
+def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out, total, add, last):
     rows, columns = tile
-    across = (n_all + columns - 1) // columns
-    wide = total.dtype.type(0)
-    c = scratch(rows, columns, wide)
-    pa, pb, on_way = tile_scratch(columns, wide)
+    m_all, n_all, depth = sizes
+    nr = 2 * lanes(panels)
+    across, block, k_all = panels.shape[0] // blocks, panels.shape[1] // nr, steps(panels, depth)
+    n_tiles = (n_all + columns - 1) // columns
+    c = scratch(round_up(rows, MAX_LANES), columns + SKEW, total.dtype.type(0))
+    pa = scratch(block, rows + SKEW, panels[0, 0]) if trans_a else scratch(rows, block + SKEW, panels[0, 0])
     task = claim(state)
     while task < n_tasks:
-        m0, m = tile_size(task // across, rows, m_all)
-        n0, n = tile_size(task % across, columns, n_all)
-        for k0 in range(0, max(depth, 1), BLOCK_K):  # once for depth 0 too: zeros
-            k = min(BLOCK_K, depth - k0)
-            pack_a(pa, a, trans_a, m0, m, k0, k)
-            pack_b(pb, on_way, b, trans_b, n0, n, k0, k)
-            multiply(c, pa, trans_a, pb, m, n, k, k0 > 0)
-        if trans_out:
-            for j in range(n):
-                if add:
-                    so_far = read_row(total, (n0 + j,))[m0 : m0 + m]
-                    for i in range(m):
-                        c[i, j] += so_far[i]
-                if last:
-                    target = write_row(out, (n0 + j,))[m0 : m0 + m]
-                    for i in range(m):
-                        store(target, i, c[i, j])
-                else:
-                    keep = write_row(total, (n0 + j,))[m0 : m0 + m]
-                    for i in range(m):
-                        keep[i] = c[i, j]
-        else:
-            for i in range(m):
-                row = c[i]
-                if add:
-                    so_far = read_row(total, (m0 + i,))[n0 : n0 + n]
-                    for j in range(n):
-                        row[j] += so_far[j]
-                if last:
-                    target = write_row(out, (m0 + i,))[n0 : n0 + n]
-                    for j in range(n):
-                        store(target, j, row[j])
-                else:
-                    keep = write_row(total, (m0 + i,))[n0 : n0 + n]
-                    for j in range(n):
-                        keep[j] = row[j]
-        task = claim(state)
+        following = claim(state)
+        m0, m = tile_size(task // n_tiles, rows, m_all)
+        n0, n = tile_size(task % n_tiles, columns, n_all)
+        for b in range(blocks):
+            k = min(block, k_all - b * block)
+            pack_a(pa, a, trans_a, m0, m, b * block, k)
+            if b + 1 < blocks:
+                r0, r, c0, cs = region(
+                    panels, trans_a, m0, m, (b + 1) * block, min(block, k_all - (b + 1) * block)
+                )
+            else:
+                m1, mn = tile_size(following // n_tiles, rows, m_all)
+                r0, r, c0, cs = region(panels, trans_a, m1, mn, 0, block)
+            if trans_a:
+                multiply_columns(c, pa, panels, b * across + n0 // nr, m, n, k, b > 0, a, r0, r, c0, cs)
+            else:
+                multiply_rows(c, pa, panels, b * across + n0 // nr, m, n, k, b > 0, a, r0, r, c0, cs)
+        finish(c, m0, m, n0, n, out, trans_out, total, add, last)
+        task = following
+
+
+@njit
+def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
+    """Adds what there is of the sum, and stores C there or, rounded, in ``out``."""
+    if trans_out:
+        width = lanes(c)
+        turned = scratch(width, round_up(m, width), c[0, 0])
+        for j in range(0, n, width):
+            for i in range(0, m, width):
+                copy_transposed(turned, i, turned.shape[1], c, i * c.shape[1] + j, c.shape[1])
+            for jj in range(min(width, n - j)):
+                finish_row(turned[jj], n0 + j + jj, m0, m, out, total, add, last)
+    else:
+        for i in range(m):
+            finish_row(c[i], m0 + i, n0, n, out, total, add, last)
+
+
+@njit
+def finish_row(row, r, start, length, out, total, add, last):
+    if add:
+        so_far = read_row(total, (r,))[start : start + length]
+        for j in range(length):
+            row[j] += so_far[j]
+    if last:
+        target = write_row(out, (r,))[start : start + length]
+        for j in range(length):
+            store(target, j, row[j])
+    else:
+        keep = write_row(total, (r,))[start : start + length]
+        for j in range(length):
+            keep[j] = row[j]

@@ -25,100 +25,126 @@ from numba.core import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, number, splat
+from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, number, prefetch, splat
 from gpu_ops.kernels.numba_cpu.ir.target import MR, VECTOR_BYTES, lanes
 
 _I64 = ir.IntType(64)
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
-def _micro(columns: bool, nv: int) -> Any:
+def _micro(columns: bool, nv: int, ahead: bool = False) -> Any:
     """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words)."""
 
-    @intrinsic
-    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate):
+    def emit(types_, args, context, builder):
+        c, b = types_[0], types_[6]
         width = VECTOR_BYTES // (c.dtype.bitwidth // 8)
         align = c.dtype.bitwidth // 8
         vector = ir.VectorType(_IR[c.dtype], width)
         factors = ir.VectorType(_IR[b.dtype], width)
         multiply_add = dot_bfloat16 if b.dtype == types.uint32 else fma
 
+        def base(index: int) -> Any:
+            array = context.make_array(types_[index])(context, builder, args[index])
+            return builder.gep(array.data, [args[index + 1]])
+
+        pc, pa, pb = base(0), base(3), base(6)
+        ldc_, lda_, ldb_, k_, accumulate_ = args[2], args[5], args[8], args[9], args[10]
+        tile = [(m, n) for m in range(MR) for n in range(nv)]
+        row_starts = [builder.mul(lda_, number(m)) for m in range(MR)]
+
+        entry = builder.block
+        loop = builder.append_basic_block("k.loop")
+        done = builder.append_basic_block("k.done")
+        zero = ir.Constant(vector, [0.0] * width)
+        builder.cbranch(builder.icmp_signed(">", k_, number(0)), loop, done)
+
+        builder.position_at_end(loop)
+        kk = builder.phi(_I64)
+        acc = [builder.phi(vector) for _ in tile]
+        kk.add_incoming(number(0), entry)
+        if ahead:
+            line, inside, step, length, stride = args[11:16]
+            at, within = builder.phi(_I64), builder.phi(_I64)
+            at.add_incoming(line, entry)
+            within.add_incoming(inside, entry)
+            prefetch(builder, builder.inttoptr(builder.add(at, within), ir.IntType(8).as_pointer()))
+            moved = builder.add(within, step)
+            over = builder.icmp_signed(">=", moved, length)
+            new_at = builder.select(over, builder.add(at, stride), at)
+            new_within = builder.select(over, builder.sub(moved, length), moved)
+        row_b = builder.gep(pb, [builder.mul(kk, ldb_)])
+        vb = [
+            builder.load(
+                builder.bitcast(builder.gep(row_b, [number(n * width)]), factors.as_pointer()),
+                align=align,
+            )
+            for n in range(nv)
+        ]
+        if columns:
+            row_a = builder.gep(pa, [builder.mul(kk, lda_)])
+            pointers = [builder.gep(row_a, [number(m)]) for m in range(MR)]
+        else:
+            at_k = builder.gep(pa, [kk])
+            pointers = [builder.gep(at_k, [row_starts[m]]) for m in range(MR)]
+        va = [splat(builder, builder.load(p), width) for p in pointers]
+        new = [multiply_add(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)]
+        following = builder.add(kk, number(1))
+        end = builder.block
+        kk.add_incoming(following, end)
+        if ahead:
+            at.add_incoming(new_at, end)
+            within.add_incoming(new_within, end)
+        for phi, value in zip(acc, new, strict=True):
+            phi.add_incoming(zero, entry)
+            phi.add_incoming(value, end)
+        builder.cbranch(builder.icmp_signed("<", following, k_), loop, done)
+
+        builder.position_at_end(done)
+        result = [builder.phi(vector) for _ in tile]
+        for phi, value in zip(result, new, strict=True):
+            phi.add_incoming(zero, entry)
+            phi.add_incoming(value, end)
+        targets = [
+            builder.bitcast(
+                builder.gep(pc, [builder.add(builder.mul(ldc_, number(m)), number(n * width))]),
+                vector.as_pointer(),
+            )
+            for m, n in tile
+        ]
+        with builder.if_else(accumulate_) as (add, replace):
+            with add:
+                for pointer, value in zip(targets, result, strict=True):
+                    total = builder.fadd(builder.load(pointer, align=align), value)
+                    builder.store(total, pointer, align=align)
+            with replace:
+                for pointer, value in zip(targets, result, strict=True):
+                    builder.store(value, pointer, align=align)
+        return context.get_dummy_value()
+
+    i = types.int64
+
+    @intrinsic
+    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate):
         def codegen(context, builder, sig, args):
-            def base(index: int) -> Any:
-                array = context.make_array(sig.args[index])(context, builder, args[index])
-                return builder.gep(array.data, [args[index + 1]])
+            return emit(sig.args, args, context, builder)
 
-            pc, pa, pb = base(0), base(3), base(6)
-            ldc_, lda_, ldb_, k_, accumulate_ = args[2], args[5], args[8], args[9], args[10]
-            tile = [(m, n) for m in range(MR) for n in range(nv)]
-            rows = [builder.mul(lda_, number(m)) for m in range(MR)]
-
-            entry = builder.block
-            loop = builder.append_basic_block("k.loop")
-            done = builder.append_basic_block("k.done")
-            zero = ir.Constant(vector, [0.0] * width)
-            builder.cbranch(builder.icmp_signed(">", k_, number(0)), loop, done)
-
-            builder.position_at_end(loop)
-            kk = builder.phi(_I64)
-            acc = [builder.phi(vector) for _ in tile]
-            kk.add_incoming(number(0), entry)
-            row_b = builder.gep(pb, [builder.mul(kk, ldb_)])
-            vb = [
-                builder.load(
-                    builder.bitcast(builder.gep(row_b, [number(n * width)]), factors.as_pointer()),
-                    align=align,
-                )
-                for n in range(nv)
-            ]
-            if columns:
-                row_a = builder.gep(pa, [builder.mul(kk, lda_)])
-                pointers = [builder.gep(row_a, [number(m)]) for m in range(MR)]
-            else:
-                at_k = builder.gep(pa, [kk])
-                pointers = [builder.gep(at_k, [rows[m]]) for m in range(MR)]
-            va = [splat(builder, builder.load(p), width) for p in pointers]
-            new = [
-                multiply_add(builder, va[m], vb[n], total) for (m, n), total in zip(tile, acc, strict=True)
-            ]
-            following = builder.add(kk, number(1))
-            end = builder.block
-            kk.add_incoming(following, end)
-            for phi, value in zip(acc, new, strict=True):
-                phi.add_incoming(zero, entry)
-                phi.add_incoming(value, end)
-            builder.cbranch(builder.icmp_signed("<", following, k_), loop, done)
-
-            builder.position_at_end(done)
-            result = [builder.phi(vector) for _ in tile]
-            for phi, value in zip(result, new, strict=True):
-                phi.add_incoming(zero, entry)
-                phi.add_incoming(value, end)
-            targets = [
-                builder.bitcast(
-                    builder.gep(pc, [builder.add(builder.mul(ldc_, number(m)), number(n * width))]),
-                    vector.as_pointer(),
-                )
-                for m, n in tile
-            ]
-            with builder.if_else(accumulate_) as (add, replace):
-                with add:
-                    for pointer, value in zip(targets, result, strict=True):
-                        total = builder.fadd(builder.load(pointer, align=align), value)
-                        builder.store(total, pointer, align=align)
-                with replace:
-                    for pointer, value in zip(targets, result, strict=True):
-                        builder.store(value, pointer, align=align)
-            return context.get_dummy_value()
-
-        i = types.int64
         return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean), codegen
 
-    return micro
+    @intrinsic
+    def micro_ahead(
+        typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate, line, inside, step, length, stride
+    ):
+        def codegen(context, builder, sig, args):
+            return emit(sig.args, args, context, builder)
+
+        return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean, i, i, i, i, i), codegen
+
+    return micro_ahead if ahead else micro
 
 
 _rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
 _columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
+rows_ahead, columns_ahead = (_micro(columns, 2, ahead=True) for columns in (False, True))
 
 
 def _copy(transposed: bool) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 from numba.core import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
+from numba.np.arrayobj import make_array, populate_array
 
 # Elements added to the rows of a scratch tile: rows of a power of two of bytes would share a few sets of the
 # first cache, and a panel of 256 of them would not stay in it (attention, seqlen 2048: 41 ms against 38).
@@ -43,3 +43,17 @@ def scratch(typingctx, rows, columns, of):
         return result._getvalue()
 
     return signature(array, types.int64, types.int64, of), codegen
+
+
+@intrinsic
+def row_address(typingctx, x, row, column):
+    """Of x[row, column], which need not exist."""
+
+    def codegen(context, builder, sig, args):
+        source = make_array(sig.args[0])(context, builder, args[0])
+        stride = builder.extract_value(source.strides, 0)
+        start = builder.ptrtoint(source.data, stride.type)
+        inside = builder.mul(args[2], source.itemsize)
+        return builder.add(start, builder.add(builder.mul(args[1], stride), inside))
+
+    return signature(types.int64, x, types.int64, types.int64), codegen

@@ -1,0 +1,158 @@
+"""The gated MLP for a few tokens: as fast as the weights can be read, each once.
+
+A task is some rows of the weights, against all tokens. Vector lanes run along K, rows are read as they lie, four
+at a time, and the next ones are asked for meanwhile; gate and up meet at the end of a group of rows:
+
+    addresses of a task's rows    gate 0..15 | up 0..15 | gate 16..31 | up 16..31 | ...     (fewer rows per group
+    per group and four tokens     sums[row, token] of one vector                              for four tokens)
+
+Tokens are widened once per thread, in the order in which ir/decode_rows.py widens 16-bit weights. All sums and h are
+float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.decode import GROUP, score_keys
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
+from gpu_ops.kernels.numba_cpu.ir.memory import row_address, scratch
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, VECTOR_BYTES, lanes, round_up
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
+from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
+
+Array = np.ndarray[Any, Any]
+
+
+def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
+    w_gate, w_up, w_down = weights
+    h = np.empty((len(x), len(w_gate)), np.float64 if x.dtype == np.float64 else np.float32)
+    gate_up, down = (rows_per_task(len(w)) for w in (w_gate, w_down))
+    launch(
+        few_hidden[x.dtype],
+        -(-len(w_gate) // gate_up),
+        gate_up,
+        ACTIVATIONS.index(activation),
+        *map(bits, (x, w_gate, w_up)),
+        h,
+    )
+    launch(few_down[x.dtype], -(-len(w_down) // down), down, h, bits(w_down), bits(y))
+
+
+def rows_per_task(rows: int) -> int:
+    """A few whole groups."""
+    even = -(-rows // (8 * thread_count()))
+    return max(1, min(4, even // MAX_LANES)) * MAX_LANES
+
+
+@njit
+def widened(x, w):
+    """The rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
+    tokens, depth = x.shape
+    wide = scratch(round_up(tokens, 4), round_up(depth, 4 * MAX_LANES), sum_of(w))
+    wide[:] = 0
+    one = sum_of(w) + 1
+    for t in range(tokens):
+        to_slots(w, wide[t], read_row(x, (t,)), depth, one)
+    return wide
+
+
+def few(sums):
+    """A tuple as long as the tokens that one vector of sums takes: four, if it has as many lanes."""
+    raise TypeError("compiled code only")
+
+
+@overload(few)
+def _few(sums):
+    tokens = (0,) * min(4, VECTOR_BYTES * 8 // sums.dtype.bitwidth)
+    return lambda sums: tokens
+
+
+@njit
+def list_rows(addresses, at, w, first, stop, n):
+    """Addresses of rows of w, as many as there are; the last repeats."""
+    for j in range(n):
+        addresses[at + j] = row_address(w, min(first + j, stop), 0)
+
+
+@njit
+def group_sums(sums, addresses, at, w, x, tokens, n_rows):
+    """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
+    depth = w.shape[1]
+    width, stride = lanes(sums), x.shape[1]
+    vector = scratch(1, width, sums[0, 0])[0]
+    if tokens == 1:
+        score_keys((0,), w, addresses, at, 0, GROUP, x, 0, stride, depth, vector, 0)
+        for r in range(n_rows):
+            sums[0, r] = vector[r]
+    else:
+        four = few(sums)
+        rows = width // len(four)
+        for first in range(0, n_rows, rows):
+            for t in range(0, tokens, len(four)):
+                score_keys(
+                    four, w, addresses, at + first, 0, GROUP, x, t * stride, stride, depth, vector, 0
+                )  # fmt: skip
+                for c in range(width):
+                    sums[t + c % len(four), first + c // len(four)] = vector[c]
+
+
+def _hidden_signature(t: str) -> tuple[types.Type, ...]:
+    i = types.int64
+    return i, i, *(read(t, 2),) * 3, write(compute(t).name, 2)
+
+
+@kernel(_hidden_signature)
+def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, h):
+    """h = act(x w_gate.T) * (x w_up.T)"""
+    tokens, ffn = h.shape
+    width = lanes(h)
+    wide = widened(x, w_gate)
+    gate, up = scratch(len(wide), width, sum_of(w_gate)), scratch(len(wide), width, sum_of(w_gate))
+    addresses = np.zeros(2 * (chunk + width) + GROUP, np.int64)
+    task = claim(state)
+    while task < n_tasks:
+        first, stop = task * chunk, min(ffn, (task + 1) * chunk)
+        for r in range(0, chunk + width, width):
+            list_rows(addresses, 2 * r, w_gate, first + r, ffn - 1, width)
+            list_rows(addresses, 2 * r + width, w_up, first + r, ffn - 1, width)
+        for r in range(first, stop, width):
+            at, n = 2 * (r - first), min(width, stop - r)
+            group_sums(gate, addresses, at, w_gate, wide, tokens, width)
+            group_sums(up, addresses, at + width, w_gate, wide, tokens, width)
+            for t in range(tokens):
+                row = write_row(h, (t,))[r : r + n]
+                activate(activation, row, gate[t], up[t])
+        task = claim(state)
+
+
+def _down_signature(t: str) -> tuple[types.Type, ...]:
+    return types.int64, read(compute(t).name, 2), read(t, 2), write(t, 2)
+
+
+@kernel(_down_signature)
+def few_down(state, n_tasks, chunk, h, w, y):
+    """y = h w.T"""
+    tokens, rows = y.shape
+    width = lanes(h)
+    wide = widened(h, w)
+    sums = scratch(len(wide), width, sum_of(w))
+    addresses = np.zeros(chunk + width + GROUP, np.int64)
+    task = claim(state)
+    while task < n_tasks:
+        first, stop = task * chunk, min(rows, (task + 1) * chunk)
+        list_rows(addresses, 0, w, first, rows - 1, chunk + width)
+        for r in range(first, stop, width):
+            group_sums(sums, addresses, r - first, w, wide, tokens, width)
+            for t in range(tokens):
+                row = write_row(y, (t,))[r : min(r + width, stop)]
+                for j in range(len(row)):
+                    store(row, j, sums[t, j])
+        task = claim(state)

@@ -1,0 +1,168 @@
+"""Tiles of the gated MLP: gate, up and, for the gradients, dh; and what becomes of them while they are in cache.
+
+A task is rows of ffn by columns of tokens. All of K adds up in float32; then the activation makes of the tiles in
+place, forward, h; backward dgate, dup and h. They are stored as steps of K of the products that follow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu import swiglu
+from gpu_ops.kernels.numba_cpu.dtype import store, write_row
+from gpu_ops.kernels.numba_cpu.gemm import multiply_columns, multiply_rows, tile_size
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.target import lanes
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, steps
+from gpu_ops.kernels.numba_cpu.parallel import claim
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@njit
+def activate(activation, h, gate, up):
+    """One row; h may be gate."""
+    if activation == 0:
+        for j in range(len(h)):
+            h[j] = swiglu.silu(gate[j]) * up[j]
+    elif activation == 1:
+        for j in range(len(h)):
+            h[j] = swiglu.gelu(gate[j]) * up[j]
+    else:
+        for j in range(len(h)):
+            h[j] = swiglu.gelu_tanh(gate[j]) * up[j]
+
+
+@njit
+def gate_tile_backward(activation, gate, up, dh, m, n):
+    """gate, up and dh become dgate, dup and h."""
+    for i in range(m):
+        rg, ru, rd = gate[i], up[i], dh[i]
+        for j in range(n):
+            if activation == 0:
+                act, slope = swiglu.silu_backward(rg[j])
+            elif activation == 1:
+                act, slope = swiglu.gelu_backward(rg[j])
+            else:
+                act, slope = swiglu.gelu_tanh_backward(rg[j])
+            d, u = rd[j], ru[j]
+            rg[j] = d * u * slope
+            ru[j] = d * act
+            rd[j] = act * u
+
+
+@njit
+def put(to, tile, f0, m, t0, n):
+    for i in range(m):
+        row = write_row(to, (f0 + i,))[t0 : t0 + n]
+        source = tile[i]
+        for j in range(n):
+            store(row, j, source[j])
+
+
+def sum_of(packed):
+    """A zero of the type in which products of ``packed`` add up."""
+    raise TypeError("compiled code only")
+
+
+@overload(sum_of)
+def _sum_of(packed):
+    zero = np.float64(0) if packed.dtype == types.float64 else np.float32(0)
+    return lambda packed: zero
+
+
+def _forward_signature(t: str) -> tuple[types.Type, ...]:
+    pair = types.UniTuple(types.int64, 2)
+    i, panels = types.int64, write(packed(t), 2)
+    return pair, i, panels, i, read(t, 2), read(t, 2), panels, i, i
+
+
+@kernel(_forward_signature)
+def mlp_hidden(state, n_tasks, tile, activation, x, x_blocks, w_gate, w_up, h, h_blocks, tokens):
+    """h (ffn, tokens) = act(w_gate x.T) * (w_up x.T)"""
+    ffn, hidden = w_gate.shape
+    rows, columns = tile
+    nr = 2 * lanes(x)
+    tiles = (tokens + columns - 1) // columns
+    wide = sum_of(x)
+    gate, up = scratch(rows, columns + SKEW, wide), scratch(rows, columns + SKEW, wide)
+    across, block, k_all = x.shape[0] // x_blocks, x.shape[1] // nr, steps(x, hidden)
+    a = scratch(rows, block + SKEW, x[0, 0])
+    task = claim(state)
+    while task < n_tasks:
+        following = claim(state)
+        f0, m = tile_size(task // tiles, rows, ffn)
+        t0, n = tile_size(task % tiles, columns, tokens)
+        for b in range(x_blocks):
+            k0, first = b * block, b * across + t0 // nr
+            k = min(block, k_all - k0)
+            f1, m1, k1 = f0, m, k0 + k
+            if b + 1 == x_blocks:
+                f1, m1 = tile_size(following // tiles, rows, ffn)
+                k1 = 0
+            pack_a(a, w_gate, False, f0, m, k0, k)
+            multiply_rows(gate, a, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
+            pack_a(a, w_up, False, f0, m, k0, k)
+            multiply_rows(up, a, x, first, m, n, k, b > 0, w_gate, f1, m1, elements(x, k1), elements(x, k))
+        for i in range(m):
+            activate(activation, gate[i, :n], gate[i], up[i])
+        put_rows(h, h_blocks, gate, f0, m, t0, n)
+        task = following
+
+
+def _backward_signature(t: str) -> tuple[types.Type, ...]:
+    pair = types.UniTuple(types.int64, 2)
+    i, panels = types.int64, write(packed(t), 2)
+    kept = write(t if packed(t) == "uint32" else compute(t).name, 2)
+    return pair, i, panels, i, panels, i, *(read(t, 2),) * 3, *(kept,) * 3, panels, panels, i
+
+
+@kernel(_backward_signature)
+def mlp_hidden_backward(
+    state, n_tasks, tile, activation, dy, dy_blocks, x, x_blocks, w_gate, w_up, w_down, dgate, dup, h,
+    dgate_panels, dup_panels, blocks,
+):  # fmt: skip
+    """dgate, dup and h, all (ffn, tokens), from gate, up and dh = w_down.T dy.T"""
+    (ffn, tokens), hidden, hidden_out = h.shape, w_gate.shape[1], w_down.shape[0]
+    rows, columns = tile
+    nr = 2 * lanes(x)
+    tiles = (tokens + columns - 1) // columns
+    wide = sum_of(x)
+    gate, up = scratch(rows, columns + SKEW, wide), scratch(rows, columns + SKEW, wide)
+    dh = scratch(rows, columns + SKEW, wide)
+    across, block, k_all = x.shape[0] // x_blocks, x.shape[1] // nr, steps(x, hidden)
+    a = scratch(rows, block + SKEW, x[0, 0])
+    block_out, k_out = dy.shape[1] // nr, steps(x, hidden_out)
+    turned = scratch(block_out, rows + SKEW, x[0, 0])
+    task = claim(state)
+    while task < n_tasks:
+        following = claim(state)
+        f0, m = tile_size(task // tiles, rows, ffn)
+        f1, m1 = tile_size(following // tiles, rows, ffn)
+        t0, n = tile_size(task % tiles, columns, tokens)
+        for b in range(x_blocks):
+            k0, first = b * block, b * across + t0 // nr
+            k = min(block, k_all - k0)
+            pack_a(a, w_gate, False, f0, m, k0, k)
+            multiply_rows(gate, a, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
+            pack_a(a, w_up, False, f0, m, k0, k)
+            multiply_rows(up, a, x, first, m, n, k, b > 0, w_gate, f0, m, elements(x, k0 + k), elements(x, k))
+        for b in range(dy_blocks):
+            k0, first = b * block_out, b * across + t0 // nr
+            k = min(block_out, k_out - k0)
+            pack_a(turned, w_down, True, f0, m, k0, k)
+            k1, rest = elements(x, k0 + k), elements(x, k)
+            if b + 1 < dy_blocks:
+                multiply_columns(dh, turned, dy, first, m, n, k, b > 0, w_down, k1, rest, f0, m)
+            else:
+                multiply_columns(dh, turned, dy, first, m, n, k, b > 0, w_gate, f1, m1, 0, elements(x, block))
+        gate_tile_backward(activation, gate, up, dh, m, n)
+        put(dgate, gate, f0, m, t0, n)
+        put(dup, up, f0, m, t0, n)
+        put(h, dh, f0, m, t0, n)
+        put_rows(dgate_panels, blocks, gate, f0, m, t0, n)
+        put_rows(dup_panels, blocks, up, f0, m, t0, n)
+        task = following

@@ -1,0 +1,155 @@
+"""What this CPU can do at most, by compiled loops of our own, on the threads that gpu_ops uses.
+
+==============  =======================================================================================
+multiply_add    the products' micro-kernel with strides of 0: it never leaves the registers and one line
+dot_bfloat16    the same of bfloat16 pairs, where the CPU multiplies them
+read            eight vectors at a time into eight accumulators
+copy            plain, and with non-temporal stores, which do not read what they overwrite
+==============  =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from gpu_ops.kernels.numba_cpu.ir.build import address, load_vector, number, store_vector
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MR, VECTOR_BYTES, lanes
+from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
+from perf.limits import best
+
+Array = np.ndarray[Any, Any]
+
+STEPS, TASKS = 1 << 15, 32  # of the micro-kernel per task: about 70 us; tasks per thread
+VECTORS = 8  # in flight
+WORDS = VECTORS * VECTOR_BYTES // 8  # of 8 bytes that they hold
+CHUNK = 1 << 14  # such blocks per task: 8 MiB
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes per second (copy counts reads and writes) and float operations per second."""
+
+    multiply_add: float
+    dot_bfloat16: float | None
+    read: float
+    copy: float
+    copy_non_temporal: float
+
+
+def measure(buffer: int, repetitions: int) -> Peaks:
+    """``buffer`` bytes are read, and half of them copied onto the other half."""
+    dot = arithmetic(np.dtype(np.uint32), repetitions) if DOT_BFLOAT16 else None
+    words = buffer // (16 * WORDS) * 2 * WORDS
+    data = np.ones(words + VECTOR_BYTES // 8, np.uint64)
+    data = data[-data.ctypes.data % VECTOR_BYTES // 8 :][:words]  # on a vector's boundary
+    source, target = np.split(data, 2)
+    return Peaks(
+        arithmetic(np.dtype(np.float32), repetitions),
+        dot,
+        data.nbytes / fastest(read, repetitions, data, np.zeros(1, np.uint64)),
+        data.nbytes / fastest(copy, repetitions, target, source, False),
+        data.nbytes / fastest(copy, repetitions, target, source, True),
+    )
+
+
+def arithmetic(dtype: np.dtype[Any], repetitions: int) -> float:
+    operand, result, n_tasks = (
+        np.zeros(2 * VECTOR_BYTES, dtype),
+        np.zeros(1, np.float32),
+        TASKS * thread_count(),
+    )
+    seconds = best(lambda: launch(multiply, n_tasks, operand, result), repetitions)
+    per_lane = 4 if dtype == np.uint32 else 2
+    return n_tasks * STEPS * MR * 2 * (VECTOR_BYTES // 4) * per_lane / seconds
+
+
+def fastest(kernel: Callable[..., None], repetitions: int, *arguments: Any) -> float:
+    tasks = -(-arguments[0].size // (WORDS * CHUNK))
+    return best(lambda: launch(kernel, tasks, *arguments), repetitions)
+
+
+@njit(nogil=True)
+def multiply(state, n_tasks, operand, result):
+    c = np.empty((MR, 2 * lanes(result)), np.float32)
+    while claim(state) < n_tasks:
+        gemm_rows(c, 0, c.shape[1], operand, 0, 0, operand, 0, 0, MR, c.shape[1], STEPS, False)
+        result[0] = c[0, 0]
+
+
+@njit(nogil=True)
+def read(state, n_tasks, data, seen):
+    task = claim(state)
+    while task < n_tasks:
+        seen[0] |= read_blocks(data, task * CHUNK * WORDS, min(CHUNK, data.size // WORDS - task * CHUNK))
+        task = claim(state)
+
+
+@njit(nogil=True)
+def copy(state, n_tasks, target, source, non_temporal):
+    task = claim(state)
+    while task < n_tasks:
+        start, blocks = task * CHUNK * WORDS, min(CHUNK, source.size // WORDS - task * CHUNK)
+        if non_temporal:
+            stream_blocks(target, source, start, blocks)
+        else:
+            copy_blocks(target, source, start, blocks)
+        task = claim(state)
+
+
+_LANES = VECTOR_BYTES // 8
+_VECTOR = ir.VectorType(ir.IntType(64), _LANES)
+
+
+@intrinsic
+def read_blocks(typingctx, data, start, blocks):
+    """Reads blocks of VECTORS vectors; the bits of some of their words."""
+
+    def codegen(context, b, sig, args):
+        base = address(context, b, sig.args[0], args[0], args[1])
+        sums = [cgutils.alloca_once_value(b, ir.Constant(_VECTOR, [0] * _LANES)) for _ in range(VECTORS)]
+        with cgutils.for_range(b, args[2]) as loop:
+            block = b.gep(base, [b.mul(loop.index, number(WORDS))])
+            for i, total in enumerate(sums):
+                value = load_vector(b, b.gep(block, [number(i * _LANES)]), _VECTOR)
+                b.store(b.or_(b.load(total), value), total)
+        total = b.load(sums[0])
+        for more in sums[1:]:
+            total = b.or_(total, b.load(more))
+        return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return types.uint64(data, types.int64, types.int64), codegen
+
+
+def _copy(non_temporal: bool) -> Any:
+    @intrinsic
+    def blocks_of(typingctx, target, source, start, blocks):
+        def codegen(context, b, sig, args):
+            to, base = (address(context, b, sig.args[i], args[i], args[2]) for i in range(2))
+            with cgutils.for_range(b, args[3]) as loop:
+                at = b.mul(loop.index, number(WORDS))
+                for i in range(VECTORS):
+                    offset = b.add(at, number(i * _LANES))
+                    value = load_vector(b, b.gep(base, [offset]), _VECTOR)
+                    if non_temporal:
+                        pointer = b.bitcast(b.gep(to, [offset]), _VECTOR.as_pointer())
+                        store = b.store(value, pointer, align=VECTOR_BYTES)
+                        store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
+                    else:
+                        store_vector(b, value, b.gep(to, [offset]))
+            return context.get_dummy_value()
+
+        return types.void(target, source, types.int64, types.int64), codegen
+
+    return blocks_of
+
+
+copy_blocks, stream_blocks = _copy(False), _copy(True)

@@ -1,0 +1,61 @@
+"""The compiled loops that measure a CPU's limits: they do their work, and the larger measurement counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="the loops are compiled by Numba")
+
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
+from gpu_ops.kernels.numba_cpu.parallel import launch
+from perf import limits, peaks
+
+
+def blocks(count):
+    """``count`` blocks of words on a vector's boundary, no two alike."""
+    words = np.arange(1, (count + 1) * peaks.WORDS + 1, dtype=np.uint64)
+    return words[-words.ctypes.data % 64 // 8 :][: count * peaks.WORDS]
+
+
+@pytest.mark.parametrize("non_temporal", [False, True])
+def test_copies_copy(non_temporal):
+    source = blocks(2 * 3 + 1)
+    target = blocks(2 * 3 + 1)
+    target[:] = 0
+    tasks = -(-source.size // (peaks.WORDS * peaks.CHUNK))
+    launch(peaks.copy, tasks, target, source, non_temporal)
+    np.testing.assert_array_equal(target, source)
+
+
+def test_the_reading_loop_sees_every_vector():
+    data, seen = blocks(5), np.zeros(1, np.uint64)
+    data[:] = 0
+    for i, at in enumerate(range(0, data.size, data.size // (5 * peaks.VECTORS))):
+        data[at] = 1 << i
+    launch(peaks.read, 1, data, seen)
+    assert seen[0] == (1 << 5 * peaks.VECTORS) - 1
+
+
+def test_peaks_are_plausible():
+    found = peaks.measure(32 << 20, repetitions=3)
+    assert found.multiply_add > 1e9
+    assert (found.dot_bfloat16 is not None) == DOT_BFLOAT16
+    if found.dot_bfloat16 is not None:
+        assert found.dot_bfloat16 > found.multiply_add
+    assert min(found.read, found.copy, found.copy_non_temporal) > 1e8
+
+
+@pytest.mark.parametrize("ours", [1.0, 9.0])
+def test_the_larger_measurement_is_the_limit(ours, monkeypatch):
+    monkeypatch.setattr(limits, "bandwidths", lambda *args, **options: (5.0, 6.0))
+    monkeypatch.setattr(limits, "numpy_matmul", lambda *args: 7.0)
+    monkeypatch.setattr(
+        peaks, "measure", lambda *args, **options: peaks.Peaks(ours, 2 * ours, ours, ours - 1, ours)
+    )
+    found = limits.measure(quick=True, use_torch=False)
+    assert (found.copy, found.read, found.matmul) == (max(ours, 5.0), max(ours, 6.0), max(ours, 7.0))
+    assert found.matmul_half == 2 * ours
+    assert set(found.to_json()) == {
+        "copy", "read", "matmul", "matmul_bfloat16", "buffer_bytes", "matmul_half"
+    }  # fmt: skip
