@@ -231,8 +231,7 @@ __device__ __forceinline__ void unpack_codes_tq1(const unsigned* codes, const Pa
         __syncwarp();  // as above
         if (unit < 3) {
             unsigned number[4] = {};
-            const unsigned in[4] = {from[0], from[1], from[2], from[3]};
-            Digits word[4] = {Digits(in[0]), Digits(in[1]), Digits(in[2]), Digits(in[3])};
+            Digits word[4] = {Digits(from[0]), Digits(from[1]), Digits(from[2]), Digits(from[3])};
             #pragma unroll
             for (int n = 0; n < 5; ++n) {
                 unsigned digit[4];
@@ -244,7 +243,7 @@ __device__ __forceinline__ void unpack_codes_tq1(const unsigned* codes, const Pa
                 digits[sixteen(block, run_of(unit, n))] = {digit[0], digit[1], digit[2], digit[3]};
             }
             #pragma unroll
-            for (int w = 0; w < 4; ++w) wrong |= fractions(number[w]) ^ in[w];
+            for (int w = 0; w < 4; ++w) wrong |= fractions(number[w]) ^ from[w];
         }
         if (there) bad |= wrong;
         __syncwarp();
