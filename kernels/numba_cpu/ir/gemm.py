@@ -144,7 +144,8 @@ def _micro(columns: bool, nv: int, ahead: bool = False) -> Any:
 
 _rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
 _columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
-rows_ahead, columns_ahead = (_micro(columns, 2, ahead=True) for columns in (False, True))
+rows_ahead_1, rows_ahead = (_micro(False, nv, ahead=True) for nv in (1, 2))
+columns_ahead_1, columns_ahead = (_micro(True, nv, ahead=True) for nv in (1, 2))
 
 
 def _copy(transposed: bool) -> Any:
