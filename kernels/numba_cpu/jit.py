@@ -40,6 +40,8 @@ __all__ = [
     "build_id",
     "cache_dir",
     "compute",
+    "elementwise",
+    "inner",
     "kernel",
     "read",
     "scalar",
@@ -50,6 +52,12 @@ __all__ = [
 # Reductions vectorise only when additions may be reordered; NaN and inf keep their meaning.
 REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
 CONTRACT = frozenset({"contract"})
+
+# For loops over a row: LLVM uses vectors for a loop in a function of its own, and at times scalars for the same loop
+# within a kernel. ``inner`` may add up in any order; ``elementwise`` gives the same bits wherever it is inlined.
+_WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
+elementwise = numba.njit(fastmath=set(CONTRACT), **_WITHIN)
 
 KERNELS: list[Kernel] = []
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.ir.memory import block, by_blocks, fence, same, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, elementwise, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import config, statistics
+from gpu_ops.kernels.numba_cpu.rmsnorm import add_rows, config, statistics
 
 __all__ = ["backward", "config", "forward"]
 
@@ -55,6 +56,7 @@ def forward(
         eps,
         bias is not None,
         residual is not None,
+        not stays_in_cache(y.nbytes + (0 if s is None else s.nbytes)),
     )
 
 
@@ -92,6 +94,33 @@ def backward(
     dbias[...] = partial[1::2].sum(axis=0)
 
 
+@inner
+def center_and_squares(x):
+    """The mean, and the sum of the squares of the distances from it."""
+    total = 0.0
+    for i in range(len(x)):
+        total += np.float64(load(x, i))
+    mean = total / len(x)
+    squares = 0.0
+    for i in range(len(x)):
+        d = np.float64(load(x, i)) - mean
+        squares += d * d
+    return mean, squares
+
+
+@elementwise
+def normalise(operands, start, y):
+    x, weight, bias, has_bias, center, scale = operands
+    x, weight = x[start : start + len(y)], weight[start : start + len(y)]
+    if has_bias:
+        bias = bias[start : start + len(y)]
+        for i in range(len(y)):
+            store(y, i, (load(x, i) - center) * scale * load(weight, i) + load(bias, i))
+    else:
+        for i in range(len(y)):
+            store(y, i, (load(x, i) - center) * scale * load(weight, i))
+
+
 @kernel(
     lambda t: (
         types.int64,
@@ -106,43 +135,37 @@ def backward(
         types.float64,
         types.boolean,
         types.boolean,
+        types.boolean,
     ),
     fastmath=REASSOC,
 )
 def layernorm_forward(
-    state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_bias, has_residual
+    state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_bias, has_residual, streaming
 ):
     rows, cols = x.shape
     w, b = read_row(weight, ()), read_row(bias, ())
+    sums = scratch(1, cols if has_residual else 0, weight[0])
+    line = scratch(1, block(x), weight[0])
     task = claim(state)
     while task < n_tasks:
         for r in range(task * chunk, min(rows, (task + 1) * chunk)):
-            rx = read_row(x, (r,))
-            ry = write_row(y, (r,))
-            if has_residual:  # from here on the row is s
-                rr = read_row(residual, (r,))
-                rs = write_row(s, (r,))
-                for i in range(cols):
-                    store(rs, i, load(rx, i) + load(rr, i))
-                rx = read_row(s, (r,))
-            total = 0.0
-            for i in range(cols):
-                total += np.float64(load(rx, i))
-            exact = total / cols
-            squares = 0.0
-            for i in range(cols):
-                d = np.float64(load(rx, i)) - exact
-                squares += d * d
-            center = like(load(w, 0), exact)
-            scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
-            mean[r] = center
-            rstd[r] = scale
-            if has_bias:
-                for i in range(cols):
-                    store(ry, i, (load(rx, i) - center) * scale * load(w, i) + load(b, i))
-            else:
-                for i in range(cols):
-                    store(ry, i, (load(rx, i) - center) * scale * load(w, i))
+            after = min(r + 1, rows - 1)
+            row, out = read_row(x, (r,)), write_row(y, (r,))
+            if has_residual:
+                other, other_after = read_row(residual, (r,)), read_row(residual, (after,))
+                total, copy = write_row(sums, (0,)), write_row(s, (r,))
+                add_rows(
+                    row, other, total, not same(copy, out), copy, streaming, other_after
+                )  # y: nobody wants s
+                row = read_row(sums, (0,))
+            exact, squares = center_and_squares(row)
+            mean[r] = center = like(load(w, 0), exact)
+            rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
+            operands = (row, w, b, has_bias, center, scale)
+            buffer, following = write_row(line, (0,)), (read_row(x, (after,)),)
+            by_blocks(normalise, operands, out, buffer, same(row, out), streaming, following)
+        if streaming:
+            fence()
         task = claim(state)
 
 

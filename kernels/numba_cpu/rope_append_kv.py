@@ -9,17 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rope import rotate
 
 Array = np.ndarray[Any, Any]
-
-# Functions of their own: LLVM uses vectors for their loops, and scalars for the same loops within the kernel.
-inner = njit(error_model="numpy", fastmath=set(REASSOC), no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def config(q: Array, k: Array) -> str:

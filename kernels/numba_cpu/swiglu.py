@@ -20,7 +20,8 @@ from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp
-from gpu_ops.kernels.numba_cpu.jit import Kernel, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.ir.memory import block, by_blocks, fence, same, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.jit import Kernel, elementwise, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -36,11 +37,11 @@ def config(rows: int, cols: int) -> str:
 
 def forward(gate: Array, up: Array, y: Array, *, activation: str) -> None:
     """``y = act(gate) * up``, all (rows, cols); y may be gate's memory."""
-    in_place = _same_memory(y, gate)
+    streaming = not stays_in_cache(y.nbytes)
     gate, up, y = _long_rows(gate, up, y)
     n_blocks, chunk = _blocks(*gate.shape)
     n_tasks = -(-n_blocks // chunk)
-    launch(FORWARD[activation][gate.dtype], n_tasks, chunk, bits(gate), bits(up), bits(y), in_place)
+    launch(FORWARD[activation][gate.dtype], n_tasks, chunk, bits(gate), bits(up), bits(y), streaming)
 
 
 def backward(
@@ -213,24 +214,31 @@ def _largest(x):
 
 
 def _forward_kernel(name: str, act: Callable[..., Any]) -> Kernel:
-    def forward(state, n_tasks, chunk, gate, up, y, in_place):
+    @elementwise
+    def gated(operands, start, y):
+        gate, up = operands
+        gate, up = gate[start : start + len(y)], up[start : start + len(y)]
+        for i in range(len(y)):
+            store(y, i, act(load(gate, i)) * load(up, i))
+
+    def forward(state, n_tasks, chunk, gate, up, y, streaming):
         rows, cols = gate.shape
+        line = scratch(1, block(y), y[0, 0])
         blocks_per_row = (cols + BLOCK - 1) // BLOCK
         task = claim(state)
         while task < n_tasks:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
                 r, start = b // blocks_per_row, b % blocks_per_row * BLOCK
                 stop = min(start + BLOCK, cols)
-                ru = read_row(up, (r,))[start:stop]
-                ry = write_row(y, (r,))[start:stop]
-                if in_place:
-                    # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
-                    for i in range(stop - start):
-                        store(ry, i, act(load(ry, i)) * load(ru, i))
-                else:
-                    rg = read_row(gate, (r,))[start:stop]
-                    for i in range(stop - start):
-                        store(ry, i, act(load(rg, i)) * load(ru, i))
+                after = start if stop == cols else stop
+                row_g, row_u, row_y = read_row(gate, (r,)), read_row(up, (r,)), write_row(y, (r,))
+                operands, out = (row_g[start:stop], row_u[start:stop]), row_y[start:stop]
+                following = (row_g[after:], row_u[after:])
+                by_blocks(
+                    gated, operands, out, write_row(line, (0,)), same(row_g, row_y), streaming, following
+                )
+            if streaming:
+                fence()
             task = claim(state)
 
     forward.__name__ = f"swiglu_forward_{name}"

@@ -1,12 +1,20 @@
-"""Scratch memory of compiled code."""
+"""Scratch memory of compiled code, and the way from there to results."""
 
 from __future__ import annotations
 
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
 import numpy as np
-from numba.core import types
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
 from numba.core.typing.templates import signature
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array, populate_array
+
+from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch
 
 # Elements added to the rows of a scratch tile: rows of a power of two of bytes would share a few sets of the
 # first cache, and a panel of 256 of them would not stay in it (attention, seqlen 2048: 41 ms against 38).
@@ -15,7 +23,10 @@ SKEW = 16
 
 @intrinsic
 def scratch(typingctx, rows, columns, of):
-    """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous."""
+    """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous.
+
+    It lives as long as its variable is used; the views of ``read_row`` and ``write_row`` do not keep it.
+    """
     array = types.Array(of, 2, "C")
     size = of.bitwidth // 8
 
@@ -57,3 +68,148 @@ def row_address(typingctx, x, row, column):
         return builder.add(start, builder.add(builder.mul(args[1], stride), inside))
 
     return signature(types.int64, x, types.int64, types.int64), codegen
+
+
+LINE_BYTES = 64  # of a cache
+BLOCK_BYTES = 1 << 11  # of a row, computed and then put: while a block is on its way, the next is computed
+
+
+def block(row):
+    """Elements of a block of this row."""
+    raise TypeError("compiled code only")
+
+
+@overload(block, inline="always")
+def _block(row):
+    elements = BLOCK_BYTES // (row.dtype.bitwidth // 8)
+    return lambda row: elements
+
+
+@intrinsic
+def past_line(typingctx, row):
+    """Elements from the line's beginning to the row's."""
+
+    def codegen(context, builder, sig, args):
+        place = builder.and_(_address(context, builder, sig.args[0], args[0]), number(LINE_BYTES - 1))
+        return builder.udiv(place, number(sig.args[0].dtype.bitwidth // 8))
+
+    return signature(types.int64, row), codegen
+
+
+@intrinsic
+def same(typingctx, x, y):
+    """Whether rows begin at one address: the only way in which an input and a result may share memory."""
+
+    def codegen(context, builder, sig, args):
+        return builder.icmp_signed("==", *map(partial(_address, context, builder), sig.args, args))
+
+    return signature(types.boolean, x, y), codegen
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    return builder.ptrtoint(context.make_array(array_type)(context, builder, array).data, ir.IntType(64))
+
+
+@njit(error_model="numpy")
+def by_blocks(compute, operands, y, line, staged, streaming, following):
+    """``compute(operands, start, y)`` fills y with elements from ``start`` on; :func:`put` tells of the others.
+
+    ``staged``, or streaming: in blocks, each into ``line`` and from there to its place. So it must be where y is an
+    operand itself, which LLVM finds out at run time, and uses scalars.
+    """
+    if staged or streaming:
+        start, stop = np.int64(0), block(y) - past_line(y)
+        while start < len(y):
+            stop = min(stop, len(y))
+            compute(operands, start, line[: stop - start])
+            put(line, y[start:stop], streaming, following, start)
+            start, stop = stop, stop + block(y)
+    else:
+        compute(operands, np.int64(0), y)
+
+
+@njit(error_model="numpy")
+def put(source, target, streaming, following, start):
+    """Copy ``source`` to ``target``, which may be shorter; ``streaming``: past the caches.
+
+    A line takes a store in a cache, where it first has to be read from memory: a third of the traffic of a copy, and
+    in vain. Whole lines that go past the caches are not read. Who needs them next finds them in none, so this is for
+    results that would not stay there. Meanwhile the cache fetches as much of the rows ``following``, a tuple, from
+    element ``start`` on.
+    """
+    if streaming:
+        step = LINE_BYTES // target.itemsize
+        first = min((step - past_line(target)) % step, len(target))
+        last = first + (len(target) - first) // step * step
+        _copy(source, target, 0, first)
+        for i in range(first, last, step):
+            _stream(source, target, i)
+            _fetch(following, start + i)
+        _copy(source, target, last, len(target) - last)
+    else:
+        _copy(source, target, 0, len(target))
+
+
+@intrinsic
+def _copy(typingctx, source, target, first, count):
+    """``target[first : first + count] = source[first : first + count]``"""
+
+    def codegen(context, builder, sig, args):
+        start, end = (address(context, builder, sig.args[i], args[i], args[2]) for i in (0, 1))
+        cgutils.raw_memcpy(builder, end, start, args[3], sig.args[0].dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return signature(types.none, source, target, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _stream(typingctx, source, target, i):
+    """One line from element ``i`` on, which in ``target`` begins a line."""
+
+    def codegen(context, builder, sig, args):
+        line = ir.VectorType(ir.IntType(32), LINE_BYTES // 4).as_pointer()
+        start, end = (
+            builder.bitcast(address(context, builder, sig.args[k], args[k], args[2]), line) for k in (0, 1)
+        )
+        store = builder.store(builder.load(start, align=1), end, align=LINE_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return signature(types.none, source, target, types.int64), codegen
+
+
+@intrinsic
+def _fetch(typingctx, rows, i):
+    def codegen(context, builder, sig, args):
+        for k, row in enumerate(sig.args[0]):
+            array = builder.extract_value(args[0], k)
+            prefetch(builder, address(context, builder, row, array, args[1]))
+        return context.get_dummy_value()
+
+    return signature(types.none, rows, types.int64), codegen
+
+
+@intrinsic
+def fence(typingctx):
+    """What has been streamed is there for other threads: before the end of a task."""
+
+    def codegen(context, builder, sig, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return signature(types.none), codegen
+
+
+def stays_in_cache(size: int) -> bool:
+    """Whether results of so many bytes would be in the last cache when somebody reads them."""
+    return size <= last_level_cache()
+
+
+@cache
+def last_level_cache() -> int:
+    """Bytes; 32 MiB where the system does not say."""
+    try:
+        sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        return max(int(path.read_text().strip().removesuffix("K")) << 10 for path in sizes)
+    except (OSError, ValueError):
+        return 32 << 20

@@ -1,0 +1,88 @@
+"""Results too large for a cache are stored past it: the same bits, wherever rows begin and end."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.kernels.numba_cpu.ir import memory
+
+COLUMNS = (1, 15, 16, 17, 33, 511, 1025, 2080, 4097)
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """Calls the function as if nothing stayed in a cache."""
+
+    def call(op, *arrays, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "last_level_cache", lambda: 0)
+            return op(*arrays, **options)
+
+    return call
+
+
+def at(offset, x):
+    """A copy of x whose rows are ``offset`` elements past a boundary of 64 bytes, with a frame around it."""
+    rows, cols = x.shape
+    frame = np.full((rows, cols + offset % 5 + 3), 7, x.dtype)
+    whole = np.full(frame.size + 128, 7, x.dtype)
+    first = -whole.ctypes.data % 64 // x.itemsize + offset
+    frame = whole[first : first + frame.size].reshape(frame.shape)
+    frame[:, :cols] = x
+    return frame[:, :cols], frame[:, cols:]
+
+
+CALLS = {
+    "rmsnorm": lambda x, r, w: (gpu_ops.rmsnorm, (x, w), {}),
+    "rmsnorm llama": lambda x, r, w: (gpu_ops.rmsnorm, (x, w), {"casting": "llama"}),
+    "rmsnorm residual": lambda x, r, w: (gpu_ops.rmsnorm, (x, w), {"residual": r}),
+    "layernorm": lambda x, r, w: (gpu_ops.layernorm, (x, w, w), {}),
+    "layernorm residual": lambda x, r, w: (gpu_ops.layernorm, (x, w), {"residual": r}),
+    "swiglu": lambda x, r, w: (gpu_ops.swiglu, (x, r), {}),
+    "swiglu gelu": lambda x, r, w: (gpu_ops.swiglu, (x, r), {"activation": "gelu"}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_the_same_bits(case, dtype, streamed, rng):
+    for cols, offset in itertools.product(COLUMNS, (0, 1, 8)):
+        x, r = (rng.standard_normal((3, cols)).astype(dtype) for _ in range(2))
+        w = rng.standard_normal(cols).astype(dtype)
+        op, arrays, options = CALLS[case](x, r, w)
+        want = op(*arrays, **options)
+        out, frame = at(offset, np.zeros_like(x))
+        more = {"out": out}
+        if "residual" in options:
+            more["residual_out"], sums_frame = at(offset + 3, np.zeros_like(x))
+        got = streamed(op, *arrays, **options, **more)
+        assert (frame == 7).all(), (cols, offset)
+        if "residual" in options:
+            assert (sums_frame == 7).all(), (cols, offset)
+        else:
+            want, got = (want,), (got,)
+        assert [a.tobytes() for a in got] == [a.tobytes() for a in want], (cols, offset)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_in_place(case, dtype, streamed, rng):
+    for cols in COLUMNS:
+        x, r = (rng.standard_normal((3, cols)).astype(dtype) for _ in range(2))
+        op, arrays, options = CALLS[case](x, r, x[0].copy())
+        want = op(*arrays, **options)
+        want = want[0] if "residual" in options else want
+        for call in (streamed, lambda op, *a, **k: op(*a, **k)):
+            mine, kept = x.copy(), r.copy()
+            if "residual" in options:
+                options = {**options, "residual": kept, "residual_out": kept}
+            call(op, mine, *arrays[1:], **options, out=mine)
+            assert mine.tobytes() == want.tobytes(), cols
+
+
+def test_what_streams():
+    assert memory.stays_in_cache(memory.last_level_cache())
+    assert not memory.stays_in_cache(memory.last_level_cache() + 1)
+    assert memory.last_level_cache() >= 1 << 18
