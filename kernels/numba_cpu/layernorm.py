@@ -154,9 +154,8 @@ def layernorm_forward(
             if has_residual:
                 other, other_after = read_row(residual, (r,)), read_row(residual, (after,))
                 total, copy = write_row(sums, (0,)), write_row(s, (r,))
-                add_rows(
-                    row, other, total, not same(copy, out), copy, streaming, other_after
-                )  # y: nobody wants s
+                wanted = not same(copy, out)  # y stands in where s is not
+                add_rows(row, other, total, wanted, copy, streaming, other_after)
                 row = read_row(sums, (0,))
             exact, squares = center_and_squares(row)
             mean[r] = center = like(load(w, 0), exact)
