@@ -29,26 +29,10 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     statistics,
 )
 from gpu_ops.kernels.numba_cpu.attention_decode import decode
-from gpu_ops.kernels.numba_cpu.attention_tile import (
-    CALL,
-    LN2,
-    LOG2E,
-    Call,
-    block_visibility,
-    cap_scores,
-    finish_scores,
-    gemm_careful,
-    mask_block,
-    mask_scores,
-    pack_keys,
-    pack_lanes,
-    place_lanes,
-    softmax_tile,
-)
+from gpu_ops.kernels.numba_cpu.attention_operands import pack_keys, pack_queries, pack_values
+from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
@@ -160,28 +144,11 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def attention_forward(
     state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_lse
 ):
-    block_m, block_n = call.block_m, call.block_n
-    dim_v = round_up(call.head_dim_v, 8)
     wide = part_out.dtype.type(0)
-    ld, ld_v = block_m + SKEW, dim_v + SKEW  # lengths of rows in memory
-    qt = scratch(call.head_dim, ld, wide)
-    kt = scratch(round_up(block_n, 8) + 1, call.head_dim, wide)
-    vt = scratch(round_up(block_n, 8) + 1, ld_v, wide)
-    s = scratch(round_up(block_n, 8), ld, wide)
-    ot = scratch(dim_v, ld, wide)
-    row_max = np.empty(block_m, part_out.dtype)
-    row_sum = np.empty(block_m, part_out.dtype)
-    alpha = np.empty(block_m, part_out.dtype)
-    tile_max = np.empty(block_m, part_out.dtype)
-    tile_sum = np.empty(block_m, part_out.dtype)
-    head = np.empty(block_m, np.int64)
-    query = np.empty(block_m, np.int64)
-    low = np.empty(block_m, np.int32)
-    high = np.empty(block_m, np.int32)
+    w = make_work(call, k, wide)
     groups = call.nheads // call.heads
-    blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
-    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias
-    scale = like(wide, call.scale * LOG2E if plain else call.scale)
+    blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
+    scale = like(wide, factors(call, w.p)[0])
 
     task = claim(state)
     while task < n_tasks:
@@ -192,76 +159,30 @@ def attention_forward(
         group = pair % groups
         q_start, q_len = sequences[b, 0], sequences[b, 1]
         k_start, k_len = sequences[b, 2], sequences[b, 3]
-        if block * block_m >= call.heads * q_len:  # a shorter sequence of the batch
+        if block * call.block_m >= call.heads * q_len:  # a shorter sequence of the batch
             task = claim(state)
             continue
-        n, first, last = place_lanes(call, group, block, q_len, k_len, head, query, low, high)
-        low_all, high_all = low[:n].max(), high[:n].min()  # keys that every lane sees
-        width = round_up(n, lanes(row_max))
-        offset = k_len - q_len
+        n, first, last = start_block(w, call, group, block, q_len, k_len)
         head_kv = group * call.heads * call.nheads_kv // call.nheads
-        pack_lanes(qt, q, call, b, q_start, n, width, head, query, call.head_dim, scale)
-        row_max[:] = -np.inf
-        row_sum[:] = 0
-        ot[:] = 0
+        pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, scale)
         if call.n_splits > 1:
-            tiles = (last + 1 - first + block_n - 1) // block_n
-            part = (tiles + call.n_splits - 1) // call.n_splits * block_n
+            tiles = (last + 1 - first + call.block_n - 1) // call.block_n
+            part = (tiles + call.n_splits - 1) // call.n_splits * call.block_n
             first += split * part
             last = min(last, first + part - 1)
         while first <= last:
-            n_keys = min(block_n, last + 1 - first)
+            n_keys = min(call.block_n, last + 1 - first)
             seen = 2
             if call.block_q > 0:
                 n_keys = min(n_keys, call.block_k - first % call.block_k)
-                seen = block_visibility(visible, call, b, first, n, head, query)
+                seen = block_visibility(visible, call, b, first, n, w.head, w.query)
             if seen > 0:
-                pack_keys(kt, k, table, call, b, k_start, head_kv, first, n_keys, call.head_dim)
-                rows = round_up(n_keys, 8)
-                gemm_rows(s, 0, ld, kt, 0, call.head_dim, qt, 0, ld, rows, width, call.head_dim, False)
-                if call.softcap > 0:
-                    cap_scores(s, call.softcap, n_keys, width, s, False)
-                if not plain:
-                    finish_scores(s, call, b, first, n_keys, n, width, head, query, offset, alibi, bias)
-                if first < low_all or first + n_keys - 1 > high_all:
-                    mask_scores(s, first, n_keys, width, low, high)
-                if seen == 1:
-                    mask_block(s, visible, call, b, first, n_keys, n, head, query)
-                finite = pack_keys(vt, v, table, call, b, k_start, head_kv, first, n_keys, call.head_dim_v)
-                if softmax_tile(s, n_keys, width, row_max, row_sum, alpha, tile_max, tile_sum, not finite):
-                    for d in range(dim_v):
-                        row = ot[d]
-                        for c in range(width):
-                            row[c] *= alpha[c]
-                if finite:
-                    gemm_columns(ot, 0, ld, vt, 0, ld_v, s, 0, ld, dim_v, width, n_keys, True)
-                else:
-                    gemm_careful(ot, vt, s, dim_v, width, n_keys)
+                pack_keys(w.kt, k, table, call, b, k_start, head_kv, first, n_keys)
+                finite = pack_values(w.vt, v, table, call, b, k_start, head_kv, first, n_keys)
+                offset = k_len - q_len
+                add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible)
             first += n_keys
-
-        ob = 0 if call.packed else b
-        for c in range(n):
-            h, i = head[c], query[c]
-            m, total = np.float64(row_max[c]), np.float64(row_sum[c])
-            factor = 1.0
-            if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
-                sink = sinks[h] * LOG2E
-                new = max(m, sink)
-                factor = 2.0 ** (m - new)
-                total = total * factor + 2.0 ** (sink - new)
-                m = new
-            inverse = like(wide, 0.0 if total == 0 else factor / total)
-            row_lse = -np.inf if total == 0 else (m + np.log2(total)) * LN2
-            if call.n_splits > 1:
-                index = (b * call.nheads + h) * call.max_seqlen_q + i
-                part_lse[split, index] = row_lse
-                for d in range(call.head_dim_v):
-                    part_out[split, index, d] = ot[d, c] * inverse
-            else:
-                lse[ob, h, q_start + i] = row_lse
-                target = write_row(out, (ob, q_start + i, h))
-                for d in range(call.head_dim_v):
-                    store(target, d, ot[d, c] * inverse)
+        finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse)
         task = claim(state)
 
 

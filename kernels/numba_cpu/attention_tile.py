@@ -23,13 +23,14 @@ from numba import njit
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
+from gpu_ops.kernels.numba_cpu.fastmath import tanh
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
 TINY = 1e-37
+TINY_LOG2 = -122.9
 LOWEST = -2.3e38  # times log2 e still finite in float32: a very negative finite bias is not a mask
 
 
@@ -74,11 +75,12 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     n = min(call.block_m, call.heads * q_len - first_row)
     offset = k_len - q_len  # the last query sits on the last key
     first, last = k_len, -1
+    h, i = group * call.heads + first_row // q_len, first_row % q_len - 1
     for c in range(n):
-        r = first_row + c
-        i = r % q_len
-        head[c] = group * call.heads + r // q_len
-        query[c] = i
+        i += 1
+        if i == q_len:
+            h, i = h + 1, 0
+        head[c], query[c] = h, i
         low[c] = max(i + offset - call.left, 0)
         high[c] = min(i + offset + call.right, k_len - 1)
         if low[c] <= high[c]:
@@ -186,10 +188,11 @@ def mask_scores(s, first, n, width, low, high):
 @njit
 def block_visibility(visible, call, b, key, lanes, head, query):
     """How a block mask treats one block of keys: 0 no lane sees it, 1 some lanes, 2 all."""
-    seen = 0
-    for c in range(lanes):
-        seen += visible[b, head[c], query[c] // call.block_q, key // call.block_k]
-    return 0 if seen == 0 else (2 if seen == lanes else 1)
+    first = visible[b, head[0], query[0] // call.block_q, key // call.block_k]
+    for c in range(1, lanes):
+        if visible[b, head[c], query[c] // call.block_q, key // call.block_k] != first:
+            return 1
+    return 2 if first else 0
 
 
 @njit
@@ -198,43 +201,6 @@ def mask_block(s, visible, call, b, key, n, lanes, head, query):
         if not visible[b, head[c], query[c] // call.block_q, key // call.block_k]:
             for j in range(n):
                 s[j, c] = -np.inf
-
-
-@njit
-def softmax_tile(s, n, width, row_max, row_sum, alpha, tile_max, tile_sum, careful):
-    """S^T becomes P^T = exp2(S - max); maxima, sums and the factor alpha for older results move along.
-
-    Returns whether any alpha differs from 1. ``careful``: no visible key gets weight 0, so that its
-    non-finite value shows. A tile is summed by itself first: one running sum over a long row would
-    round its small terms away.
-    """
-    for c in range(width):
-        tile_max[c] = row_max[c]
-    for j in range(n):
-        row = s[j]
-        for c in range(width):
-            tile_max[c] = row[c] if row[c] > tile_max[c] else tile_max[c]
-    grown = 0
-    for c in range(width):
-        new = tile_max[c]
-        safe = new if new != -np.inf else like(new, 0.0)  # nothing seen yet: keep -inf - -inf away
-        alpha[c] = exp2(row_max[c] - safe)
-        grown += new != row_max[c]
-        row_sum[c] *= alpha[c]
-        row_max[c] = new
-        tile_max[c] = safe
-        tile_sum[c] = 0
-    for j in range(n):
-        row = s[j]
-        for c in range(width):
-            p = exp2(row[c] - tile_max[c])
-            if careful:
-                p = like(p, TINY) if p < like(p, TINY) and row[c] != -np.inf else p
-            row[c] = p
-            tile_sum[c] += p
-    for c in range(width):
-        row_sum[c] += tile_sum[c]
-    return grown > 0
 
 
 @njit

@@ -22,6 +22,22 @@ SKEW = 16
 
 
 @intrinsic
+def copy_row(typingctx, to, row, count):
+    """The first ``count`` elements of ``row`` as they are, into the memory of ``to`` (of another type, maybe)."""
+
+    def codegen(context, builder, sig, args):
+        target, source = (
+            builder.bitcast(context.make_array(t)(context, builder, x).data, context.get_value_type(types.voidptr))
+            for t, x in zip(sig.args[:2], args[:2], strict=True)
+        )
+        size = context.get_constant(types.intp, row.dtype.bitwidth // 8)
+        cgutils.raw_memcpy(builder, target, source, args[2], size)
+        return context.get_dummy_value()
+
+    return signature(types.void, to, row, types.intp), codegen
+
+
+@intrinsic
 def scratch(typingctx, rows, columns, of):
     """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous.
 

@@ -1,0 +1,218 @@
+"""Q, K and V as the matrix products of attention take them, and O back as rows.
+
+    qt  [panel, d, lane]   queries in the lanes, panels of NR = 2 vectors of them     q.k:  d steps
+    kt  [key, d]           rows
+    vt  [key, d]           rows                                                       p.v:  key steps
+    ot  [panel, d, lane]   accumulates O^T
+
+Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFLOAT16``): two steps of a product are then
+one uint32, the pair of bfloat16 that ``ir.gemm`` takes. Which of the two shows in the arrays' type alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
+from gpu_ops.kernels.numba_cpu.ir.memory import copy_row
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
+
+
+def operand(x, wide):
+    """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
+    raise TypeError("compiled code only")
+
+
+def is_pairs(packed):
+    """Whether array ``packed`` holds pairs of bfloat16."""
+    raise TypeError("compiled code only")
+
+
+def steps(packed, n):
+    """Steps of a product over ``n`` elements with operands like array ``packed``."""
+    raise TypeError("compiled code only")
+
+
+def weights(packed, s):
+    """The array in which the softmax leaves the weights of the scores ``s``: the same memory."""
+    raise TypeError("compiled code only")
+
+
+def element(x, step, column):
+    """Element ``step`` of a product, widened, in an operand whose first axis counts the steps."""
+    raise TypeError("compiled code only")
+
+
+def put_row(to, row, dim):
+    """to = row, ``dim`` elements along the steps; rows of an odd number of pairs end in a zero."""
+    raise TypeError("compiled code only")
+
+
+def put_values(to, j, even, odd, dim):
+    """Rows j (even) and j + 1 of V."""
+    raise TypeError("compiled code only")
+
+
+def scale_queries(rows, factor):
+    """rows *= factor; pairs of bfloat16 take only its sign."""
+    raise TypeError("compiled code only")
+
+
+def exponents(x):
+    """The exponent bits of an element, of a pair the larger ones."""
+    raise TypeError("compiled code only")
+
+
+def infinite(bits):
+    """The exponent bits of infinity and NaN."""
+    raise TypeError("compiled code only")
+
+
+@overload(operand)
+def _operand(x, wide):
+    if x.dtype == types.uint16 and DOT_BFLOAT16:
+        return lambda x, wide: np.uint32(0)
+    return lambda x, wide: wide
+
+
+@overload(is_pairs)
+def _is_pairs(packed):
+    pairs = packed.dtype == types.uint32
+    return lambda packed: pairs
+
+
+@overload(steps)
+def _steps(packed, n):
+    return (lambda packed, n: (n + 1) // 2) if packed.dtype == types.uint32 else (lambda packed, n: n)
+
+
+@overload(weights)
+def _weights(packed, s):
+    return (lambda packed, s: s.view(np.uint32)) if packed.dtype == types.uint32 else (lambda packed, s: s)
+
+
+@overload(element)
+def _element(x, step, column):
+    def of_pair(x, step, column):
+        word = x[step // 2, column]
+        return float32_of_bfloat16(word >> np.uint32(16 * (step % 2)) & np.uint32(0xFFFF))
+
+    return of_pair if x.dtype == types.uint32 else (lambda x, step, column: x[step, column])
+
+
+@overload(put_row)
+def _put_row(to, row, dim):
+    if to.dtype == row.dtype:
+        return lambda to, row, dim: copy_row(to, row, dim)
+
+    def widen(to, row, dim):
+        for d in range(dim):
+            to[d] = load(row, d)
+
+    def pairs(to, row, dim):
+        if dim % 2 == 1:
+            to[dim // 2] = 0
+        copy_row(to, row, dim)
+
+    return pairs if to.dtype == types.uint32 else widen
+
+
+@overload(put_values)
+def _put_values(to, j, even, odd, dim):
+    def floats(to, j, even, odd, dim):
+        put_row(to[j], even, dim)
+        put_row(to[j + 1], odd, dim)
+
+    def pairs(to, j, even, odd, dim):
+        words = to[j // 2]
+        for d in range(dim):
+            words[d] = np.uint32(even[d]) | np.uint32(odd[d]) << np.uint32(16)
+
+    return pairs if to.dtype == types.uint32 else floats
+
+
+@overload(scale_queries)
+def _scale_queries(rows, factor):
+    def floats(rows, factor):
+        for row in rows:
+            for d in range(len(row)):
+                row[d] *= factor
+
+    def pairs(rows, factor):
+        if factor < 0:
+            for row in rows:
+                for d in range(len(row)):
+                    row[d] ^= np.uint32(0x80008000)
+
+    return pairs if rows.dtype == types.uint32 else floats
+
+
+@overload(infinite)
+def _infinite(bits):
+    return (lambda bits: 0x7FF0000000000000) if bits == types.int64 else (lambda bits: 0x7F800000)
+
+
+@overload(exponents)
+def _exponents(x):
+    if x == types.float64:
+        return lambda x: as_int64(x) & np.int64(0x7FF0000000000000)
+    if x == types.float32:
+        return lambda x: as_uint32(x) & np.uint32(0x7F800000)
+
+    def of_pair(x):
+        high, low = x & np.uint32(0x7F800000), (x << np.uint32(16)) & np.uint32(0x7F800000)
+        return high if high > low else low
+
+    return of_pair
+
+
+@njit
+def key_row(x, table, call, b, k_start, head_kv, key):
+    if call.page_size > 0:
+        return read_row(x, (table[b, key // call.page_size], key % call.page_size, head_kv))
+    return read_row(x, (0 if call.packed else b, k_start + key, head_kv))
+
+
+@njit
+def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
+    """Fill the panels of ``n`` lanes; zero in lanes without a query. ``rows`` holds a vector's rows on their way."""
+    width, depth = rows.shape[0], rows.shape[1]
+    nr = qt.shape[1]
+    kb = 0 if call.packed else b
+    for c in range(0, n, width):
+        for i in range(width):
+            row = rows[i]
+            if c + i < n:
+                put_row(row, read_row(q, (kb, q_start + query[c + i], head[c + i])), call.head_dim)
+            else:
+                row[:] = 0
+        scale_queries(rows, factor)
+        at = c // nr * depth * nr + c % nr
+        for d in range(0, depth, width):
+            copy_transposed(qt, at + d * nr, nr, rows, d, depth)
+
+
+@njit
+def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n):
+    """Rows first..first + n - 1 of K."""
+    for j in range(n):
+        put_row(kt[j], key_row(k, table, call, b, k_start, head_kv, first + j), call.head_dim)
+
+
+@njit
+def pack_values(vt, v, table, call, b, k_start, head_kv, first, n):
+    """Rows first..first + n - 1 of V, one more for an odd ``n``. Returns whether all are finite."""
+    for j in range(0, n, 2):
+        even = key_row(v, table, call, b, k_start, head_kv, first + j)
+        odd = key_row(v, table, call, b, k_start, head_kv, first + min(j + 1, n - 1))
+        put_values(vt, j, even, odd, call.head_dim_v)
+    largest = exponents(vt[0, 0])
+    flat = vt.ravel()
+    for i in range(steps(vt, n) * vt.shape[1]):
+        bits = exponents(flat[i])
+        largest = bits if bits > largest else largest
+    return largest < infinite(largest)

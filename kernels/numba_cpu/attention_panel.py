@@ -1,0 +1,269 @@
+"""A block of queries against one tile of keys, panel by panel, and what becomes of the block at its end.
+
+A panel is NR = 2 vectors of queries. Its scores take block_n * NR elements, 32 KiB, so that they go from the first
+product through the softmax to the second without leaving the L1 cache:
+
+              NR queries                 K and V tiles and all panels of Q^T and O^T stay in the L2 cache;
+             +----------+                a panel's Q^T (head_dim * NR) is in L1 while K runs past it
+    block_n  |  S^T, P^T |
+    keys     |  (L1)    |                causal: each panel takes only the keys that it sees, so the triangle
+             +----------+                that is computed for nothing is NR wide
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from gpu_ops.kernels.numba_cpu.attention_operands import element, is_pairs, operand, steps, weights
+from gpu_ops.kernels.numba_cpu.attention_tile import (
+    LN2,
+    LOG2E,
+    TINY_LOG2,
+    cap_scores,
+    finish_scores,
+    mask_block,
+    mask_scores,
+    place_lanes,
+)
+from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
+
+
+class Work(NamedTuple):
+    """What one thread works in: attention_operands.py draws qt, kt, vt and ot. m = block_m lanes, n = block_n keys."""
+
+    qt: Any  # (panels * head_dim steps, NR)
+    kt: Any  # (n, head_dim steps)
+    vt: Any  # (n steps, head_dim_v)
+    s: Any  # (n, NR) S^T of one panel
+    p: Any  # P^T, the same memory
+    ot: Any  # (panels * head_dim_v, NR)
+    q_rows: Any  # one vector of rows on their way into qt
+    o_rows: Any  # and out of ot
+    row_max: Any  # (m) largest score; times ``factor`` it is in base 2
+    row_sum: Any  # (m) sum of the weights
+    alpha: Any  # (m) factor for older sums, at last 1 / row_sum
+    head: Any  # (m) and so on: see place_lanes
+    query: Any
+    low: Any
+    high: Any
+    seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
+
+
+@njit
+def make_work(call, k, wide):
+    unit = operand(k, wide)
+    sample, s = scratch(1, 1, unit), scratch(round_up(call.block_n, ROWS), 2 * lanes(scratch(1, 1, wide)), wide)
+    keys, nr = s.shape
+    panels = (call.block_m + nr - 1) // nr
+    depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
+    dim_v = round_up(call.head_dim_v, MAX_LANES)
+    vt = scratch(steps(sample, keys), dim_v, unit)
+    vt[:] = 0  # the columns beyond head_dim_v stay so
+    m = panels * nr
+    return Work(
+        scratch(panels * padded, nr, unit),
+        scratch(keys, depth, unit),
+        vt,
+        s,
+        weights(vt, s),
+        scratch(panels * dim_v, nr, wide),
+        scratch(lanes(sample), padded, unit),
+        scratch(lanes(s), dim_v, wide),
+        np.empty(m, s.dtype),
+        np.empty(m, s.dtype),
+        np.empty(m, s.dtype),
+        np.empty(m, np.int64),
+        np.empty(m, np.int64),
+        np.empty(m, np.int32),
+        np.empty(m, np.int32),
+        np.empty((panels, 4), np.int64),
+    )
+
+
+@njit
+def start_block(w, call, group, block, q_len, k_len):
+    """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
+    n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
+    nr = w.s.shape[1]
+    for panel in range((n + nr - 1) // nr):
+        seen = w.seen[panel]
+        seen[0], seen[1], seen[2], seen[3] = k_len, -1, 0, k_len
+        for c in range(panel * nr, min(n, panel * nr + nr)):
+            if w.low[c] <= w.high[c]:
+                seen[0] = min(seen[0], w.low[c])
+                seen[1] = max(seen[1], w.high[c])
+            seen[2] = max(seen[2], w.low[c])
+            seen[3] = min(seen[3], w.high[c])
+    w.row_max[:] = -np.inf
+    w.row_sum[:] = 0
+    w.ot[:] = 0
+    return n, first, last
+
+
+@njit
+def factors(call, p):
+    """softmax_scale in two parts: what Q is multiplied by, and the scores in the softmax.
+
+    Pairs of bfloat16 are multiplied as they lie, but for the sign, so that the largest product is the largest score.
+    """
+    scale = call.scale * LOG2E if is_plain(call) else call.scale
+    if is_pairs(p):
+        return scale, max(abs(scale), 1e-30)  # 0 times the -inf of a mask would be NaN
+    return scale, 1.0
+
+
+@njit
+def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible):
+    """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
+
+    ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is.
+    """
+    nr, panels = w.s.shape[1], w.seen.shape[0]
+    depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
+    ldk, ldv = w.kt.shape[1], w.vt.shape[1]
+    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias and seen == 2
+    for panel in range((n + nr - 1) // nr):
+        skip = max(w.seen[panel, 0] - first, 0) // ROWS * ROWS
+        start = first + skip
+        count = min(first + n_keys, w.seen[panel, 1] + 1) - start
+        if count <= 0:
+            continue
+        rows, width = round_up(count, ROWS), min(nr, round_up(n - panel * nr, lanes(w.s)))
+        gemm_rows(w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, panel * depth * nr, nr, rows, width, ldk, False)
+        factor = like(w.s[0, 0], factors(call, w.p)[1])
+        if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
+            finish_panel(w, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible)
+            factor = factor if is_plain(call) else like(factor, 1.0)
+        for j in range(count, rows):
+            w.s[j] = -np.inf
+        if not finite:
+            keep_visible(w.s, count, width, factor, w.row_max[panel * nr : panel * nr + nr])
+        grown = False
+        for c in range(0, width, lanes(w.s)):
+            at = panel * nr + c
+            grown |= softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, at)
+        if grown:
+            rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[panel * nr : panel * nr + nr])
+        if finite:
+            at, dim = panel * dim_v * nr, round_up(call.head_dim_v, MR)
+            vt = steps(w.vt, skip) * ldv
+            gemm_columns(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, steps(w.vt, count), True)
+        else:
+            ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
+            gemm_careful_pairs(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
+
+
+@njit
+def is_plain(call):
+    """Whether scores are q.k times softmax_scale and nothing else."""
+    return call.softcap == 0 and not call.has_alibi and not call.has_bias
+
+
+@njit
+def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offset, alibi, bias, visible):
+    """Whatever turns products into scores, and masks."""
+    start = panel * w.s.shape[1]
+    stop = min(n, start + w.s.shape[1])
+    head, query = w.head[start:stop], w.query[start:stop]
+    low, high = w.low[start : start + width], w.high[start : start + width]
+    if not is_plain(call):
+        scale_scores(w.s, n_keys, width, factor)
+        if call.softcap > 0:
+            cap_scores(w.s, call.softcap, n_keys, width, w.s, False)
+        finish_scores(w.s, call, b, first, n_keys, stop - start, width, head, query, offset, alibi, bias)
+    if first < w.seen[panel, 2]:
+        mask_scores(w.s, first, min(n_keys, w.seen[panel, 2] - first), width, low, high)
+    if first + n_keys - 1 > w.seen[panel, 3]:
+        clear = max(w.seen[panel, 3] + 1 - first, 0)  # rows that all lanes see
+        mask_scores(w.s[clear:], first + clear, n_keys - clear, width, low, high)
+    if seen == 1:
+        mask_block(w.s, visible, call, b, first, n_keys, stop - start, head, query)
+
+
+@njit
+def rescale(ot, first, n, width, alpha):
+    for d in range(first, first + n):
+        row = ot[d]
+        for c in range(width):
+            row[c] *= alpha[c]
+
+
+@njit
+def scale_scores(s, n, width, factor):
+    if factor != 1:
+        for j in range(n):
+            for c in range(width):
+                s[j, c] *= factor
+
+
+@njit
+def keep_visible(s, n, width, factor, row_max):
+    """No visible key gets weight 0: its non-finite value must show."""
+    for c in range(width):
+        top = row_max[c]
+        for j in range(n):
+            top = max(top, s[j, c])
+        least = top + like(top, TINY_LOG2) / factor
+        for j in range(n):
+            if s[j, c] < least and s[j, c] != -np.inf:
+                s[j, c] = least
+
+
+@njit
+def gemm_careful_pairs(ot, vt, p, dim, width, n):
+    """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
+    for j in range(n):
+        for c in range(width):
+            weight = element(p, j, c)
+            if weight != 0:
+                for d in range(dim):
+                    ot[d, c] += element(vt, j, d) * weight
+
+
+@njit
+def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse):
+    """O and lse of the block's lanes, or of its part of the keys."""
+    factor = factors(call, w.p)[1] if is_plain(call) else 1.0
+    ob = 0 if call.packed else b
+    for c in range(n):
+        h, i = w.head[c], w.query[c]
+        m, total = np.float64(w.row_max[c]) * factor, np.float64(w.row_sum[c])
+        older = 1.0
+        if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
+            sink = sinks[h] * LOG2E
+            new = max(m, sink)
+            older = 2.0 ** (m - new)
+            total = total * older + 2.0 ** (sink - new)
+            m = new
+        w.alpha[c] = 0.0 if total == 0 else older / total
+        row_lse = -np.inf if total == 0 else (m + np.log2(total)) * LN2
+        if call.n_splits > 1:
+            part_lse[split, (b * call.nheads + h) * call.max_seqlen_q + i] = row_lse
+        else:
+            lse[ob, h, q_start + i] = row_lse
+    nr, width = w.s.shape[1], lanes(w.s)
+    dim_v = w.ot.shape[0] // w.seen.shape[0]
+    for panel in range((n + nr - 1) // nr):
+        rescale(w.ot, panel * dim_v, dim_v, nr, w.alpha[panel * nr : panel * nr + nr])
+    for start in range(0, n, width):
+        at = start // nr * dim_v * nr + start % nr
+        for d in range(0, dim_v, width):
+            copy_transposed(w.o_rows, d, dim_v, w.ot, at + d * nr, nr)
+        for c in range(min(width, n - start)):
+            h, i = w.head[start + c], w.query[start + c]
+            if call.n_splits > 1:
+                at_part = (b * call.nheads + h) * call.max_seqlen_q + i
+                put_output(write_row(part_out, (split, at_part)), w.o_rows[c])
+            else:
+                put_output(write_row(out, (ob, q_start + i, h)), w.o_rows[c])
+
+
+@njit
+def put_output(to, row):
+    for d in range(len(to)):
+        store(to, d, row[d])

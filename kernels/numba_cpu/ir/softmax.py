@@ -1,0 +1,155 @@
+"""One step of an online softmax, as LLVM IR: a tile of scores becomes weights, maximum and sum stay in registers.
+
+    lanes: queries
+    +-------------+
+    |   s[0]      |  first pass: the largest score of each lane. Then, row after row,
+    |   s[1]      |      P = exp2(factor * (S - maximum))
+    |   ...       |  over the scores, and its sum.
+    +-------------+
+
+Weights are floats in place of the scores, or (a target array of uint32) pairs of bfloat16, as ``ir.gemm`` takes them:
+row j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from gpu_ops.kernels.numba_cpu.ir.build import address, fma, load_vector, number, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+
+ROWS = 8  # scores come in multiples of so many rows
+_STEP = 4  # rows of one round of the second pass
+
+# 2^f = 1 + f * polynomial for f in [-1/2, 1/2], highest power first, and 2^f is exactly 1 at 0
+_PAIRS = (0.009582852944731712, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
+_FLOAT32 = (
+    0.001326472731307149,
+    0.009671512991189957,
+    0.05550733581185341,
+    0.24022242426872253,
+    0.6931470036506653,
+)
+_FLOAT64 = (
+    4.45562673806539e-10,
+    7.074192559576437e-09,
+    1.0178058437521037e-07,
+    1.321543255347277e-06,
+    1.5252733838008908e-05,
+    0.00015403530463664982,
+    0.001333355814641074,
+    0.00961812910758734,
+    0.055504108664821604,
+    0.24022650695910158,
+    0.6931471805599453,
+)
+
+
+def exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
+    """2^x per lane for x <= 0; 0 where that is no normal number; NaN stays NaN.
+
+    ``magic`` rounds to an integer and leaves it, with the exponent's bias added, in the low mantissa bits.
+    """
+    vector = x.type
+    mantissa, bias = (52, 1023) if vector.element == ir.DoubleType() else (23, 127)
+    integer = ir.VectorType(ir.IntType(64 if mantissa == 52 else 32), vector.count)
+
+    def constant(value: float, of: Any = vector) -> Any:
+        return ir.Constant(of, [value] * vector.count)
+
+    magic = constant(1.5 * 2.0**mantissa + bias)
+    x = b.select(b.fcmp_ordered("<", x, constant(-bias)), constant(-bias), x)
+    rounded = b.fadd(x, magic)
+    f = b.fsub(x, b.fsub(rounded, magic))
+    p = constant(polynomial[0])
+    for coefficient in (*polynomial[1:], 1.0):
+        p = fma(b, p, f, constant(coefficient))
+    power = b.shl(b.bitcast(rounded, integer), constant(mantissa, integer))
+    return b.fmul(p, b.bitcast(power, vector))
+
+
+def _bigger(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def _pair(b: Any, even: Any, odd: Any) -> Any:
+    """Two weights as bfloat16 in one word, ``even`` in its low half; rounded to nearest, ties up."""
+    words = ir.VectorType(ir.IntType(32), even.type.count)
+
+    def constant(value: int) -> Any:
+        return ir.Constant(words, [value] * words.count)
+
+    low, high = (b.add(b.bitcast(x, words), constant(0x8000)) for x in (even, odd))
+    return b.or_(b.lshr(low, constant(16)), b.and_(high, constant(0xFFFF0000)))
+
+
+@intrinsic
+def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha, lane):
+    """Weights of the vector of lanes at ``s[at]``, ``rows`` rows (a multiple of ROWS) that lie ``ld`` apart.
+
+    ``row_max``, ``row_sum`` [lane] move along; alpha[lane] is the factor for what was summed before. ``p`` is ``s``,
+    or the uint32 view of it; ``factor`` > 0 is 1 except for pairs. Returns whether any maximum grew.
+    """
+    pairs = p.dtype == types.uint32
+    size = s.dtype.bitwidth // 8
+    polynomial = _PAIRS if pairs else _FLOAT32 if size == 4 else _FLOAT64
+
+    def codegen(context, b, sig, args):
+        _, at_, ld_, rows_, _, factor_, _, _, _, lane_ = args
+        element = ir.FloatType() if size == 4 else ir.DoubleType()
+        vector = ir.VectorType(element, VECTOR_BYTES // size)
+        zero = ir.Constant(vector, [0.0] * vector.count)
+        lowest = ir.Constant(vector, [float("-inf")] * vector.count)
+        scores = address(context, b, sig.args[0], args[0], at_)
+        top_at, sum_at, alpha_at = (address(context, b, sig.args[i], args[i], lane_) for i in (6, 7, 8))
+        weights = b.bitcast(scores, ir.IntType(32).as_pointer()) if pairs else scores
+        scale = splat(b, factor_, vector.count)
+
+        def row(pointer: Any, j: Any, offset: int) -> Any:
+            return b.gep(pointer, [b.mul(b.add(j, number(offset)), ld_)])
+
+        def power(x: Any, maximum: Any) -> Any:
+            x = b.fsub(x, maximum)
+            return exp2(b, b.fmul(x, scale) if pairs else x, polynomial)
+
+        old = load_vector(b, top_at, vector)
+        top = cgutils.alloca_once_value(b, old)
+        with cgutils.for_range(b, b.sdiv(rows_, number(ROWS))) as loop:
+            first = b.mul(loop.index, number(ROWS))
+            found = [load_vector(b, row(scores, first, i), vector) for i in range(ROWS)]
+            while len(found) > 1:
+                found = [_bigger(b, x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
+            b.store(_bigger(b, found[0], b.load(top)), top)
+        new = b.load(top)
+        safe = b.select(b.fcmp_ordered("==", new, lowest), zero, new)  # nothing seen yet: no -inf - -inf
+        rescale = power(old, safe)
+        store_vector(b, new, top_at)
+        store_vector(b, rescale, alpha_at)
+
+        total = cgutils.alloca_once_value(b, zero)  # a tile by itself: its small terms keep their digits
+        b.store(zero, total)
+        with cgutils.for_range(b, b.sdiv(rows_, number(_STEP))) as loop:
+            first = b.mul(loop.index, number(_STEP))
+            found = [power(load_vector(b, row(scores, first, i), vector), safe) for i in range(_STEP)]
+            if pairs:
+                half = b.mul(loop.index, number(_STEP // 2))
+                for i in range(_STEP // 2):
+                    store_vector(b, _pair(b, found[2 * i], found[2 * i + 1]), row(weights, half, i))
+            else:
+                for i, x in enumerate(found):
+                    store_vector(b, x, row(weights, first, i))
+            while len(found) > 1:
+                found = [b.fadd(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
+            b.store(b.fadd(b.load(total), found[0]), total)
+        store_vector(b, fma(b, load_vector(b, sum_at, vector), rescale, b.load(total)), sum_at)
+        grown = b.fcmp_unordered("!=", new, old)
+        return b.icmp_unsigned(
+            "!=", b.bitcast(grown, ir.IntType(vector.count)), ir.Constant(ir.IntType(vector.count), 0)
+        )
+
+    i = types.int64
+    return types.boolean(s, i, i, i, p, s.dtype, row_max, row_sum, alpha, i), codegen
