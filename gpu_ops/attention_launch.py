@@ -109,7 +109,8 @@ def _config(problem: Problem, num_splits: int = 0) -> Any:
 
     p = problem
     plain = p.options.bias is None and p.options.block_mask is None
-    return select_config(p.batch, p.nheads, p.nheads_kv, p.seqlen_q, p.seqlen_k, num_splits, decode=plain)
+    sizes = p.batch, p.nheads, p.nheads_kv, p.seqlen_q, p.seqlen_k
+    return select_config(*sizes, num_splits, decode=plain, dtype=p.q.dtype)
 
 
 def _forward(

@@ -7,9 +7,12 @@ part of the keys (split-KV). It walks over the key tiles that its queries can se
     P^T = exp2(S^T - row_max), row_sum and O^T rescaled when row_max grows
     O^T += V^T P^T
 
+K and V are packed tile by tile (attention_operands.py), and a tile is used panel by panel of queries
+(attention_panel.py).
+
 Parts of the keys leave their normalised O and lse in a workspace; :func:`attention_combine` merges
 them. flops: 4 * seqlen_q * seqlen_k * head_dim per head, less what the masks hide in whole tiles.
-Scratch per thread: about 1 MB at head_dim 128.
+Scratch per thread: about half a MB at head_dim 128.
 """
 
 from __future__ import annotations
@@ -177,8 +180,8 @@ def attention_forward(
                 n_keys = min(n_keys, call.block_k - first % call.block_k)
                 seen = block_visibility(visible, call, b, first, n, w.head, w.query)
             if seen > 0:
-                pack_keys(w.kt, k, table, call, b, k_start, head_kv, first, n_keys)
-                finite = pack_values(w.vt, v, table, call, b, k_start, head_kv, first, n_keys)
+                pack_keys(w.kt, k, table, call, b, k_start, head_kv, first, n_keys, last)
+                finite = pack_values(w.vt, v, table, call, b, k_start, head_kv, first, n_keys, last)
                 offset = k_len - q_len
                 add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible)
             first += n_keys

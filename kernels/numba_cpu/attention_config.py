@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import Call
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, round_up
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, round_up
 from gpu_ops.kernels.numba_cpu.jit import read, types
 from gpu_ops.kernels.numba_cpu.parallel import thread_count
 
@@ -48,13 +48,15 @@ def select_config(
     num_splits: int = 0,
     *,
     decode: bool = False,
+    dtype: Any = np.float32,
 ) -> Config:
     """Cut the work so that every thread has some, in tiles as large as that allows.
 
     =======  ================================================================================
     block_m  256: each K and V element that is loaded serves 256 queries; half of it and so on
              while there are fewer than four tasks per thread, but at least 64
-    block_n  256: S^T of one tile is 256 KB and stays in the L2 cache
+    block_n  128: S^T of a panel of queries takes 16 KiB and stays in the L1 cache; 256 where bfloat16 is
+             multiplied in pairs, which makes the work per tile of O^T as long
     =======  ================================================================================
 
     ``decode``: the decode kernel may serve, when the query rows per KV head are few. It knows neither
@@ -76,7 +78,7 @@ def select_config(
         block_m //= 2
     block_m = min(block_m, round_up.py_func(rows, MAX_LANES))
     tasks = pairs * -(-rows // block_m)
-    block_n = 256 if block_m > 64 else 128
+    block_n = 256 if DOT_BFLOAT16 and np.dtype(dtype).name == "bfloat16" else 128
     n_splits = num_splits
     if n_splits <= 0:  # at least two tiles per part; many queries keep the threads busy anyway
         parts = -(-wanted // tasks) if tasks < 2 * thread_count() and seqlen_q <= 64 else 1

@@ -5,8 +5,11 @@
     vt  [key, d]           rows                                                       p.v:  key steps
     ot  [panel, d, lane]   accumulates O^T
 
-Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFLOAT16``): two steps of a product are then
-one uint32, the pair of bfloat16 that ``ir.gemm`` takes. Which of the two shows in the arrays' type alone.
+Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFLOAT16``): two steps of a product are
+then one uint32, the pair of bfloat16 that ``ir.gemm`` takes. Which of the two shows in the arrays' type alone.
+
+Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
+would find 8 of its columns in one set of the L1 cache. The rows of the next tile are fetched meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row
+from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 
 
@@ -197,19 +200,24 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
 
 
 @njit
-def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n):
-    """Rows first..first + n - 1 of K."""
+def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
+    """Rows first..first + n - 1 of K; those of the next tile up to ``last`` come into the cache."""
     for j in range(n):
         put_row(kt[j], key_row(k, table, call, b, k_start, head_kv, first + j), call.head_dim)
+        ahead = min(first + n + j, last)
+        prefetch_row(key_row(k, table, call, b, k_start, head_kv, ahead), call.head_dim)
 
 
 @njit
-def pack_values(vt, v, table, call, b, k_start, head_kv, first, n):
-    """Rows first..first + n - 1 of V, one more for an odd ``n``. Returns whether all are finite."""
+def pack_values(vt, v, table, call, b, k_start, head_kv, first, n, last):
+    """The same of V, one row more for an odd ``n``. Returns whether all are finite."""
     for j in range(0, n, 2):
         even = key_row(v, table, call, b, k_start, head_kv, first + j)
         odd = key_row(v, table, call, b, k_start, head_kv, first + min(j + 1, n - 1))
         put_values(vt, j, even, odd, call.head_dim_v)
+        for i in range(2):
+            ahead = min(first + n + j + i, last)
+            prefetch_row(key_row(v, table, call, b, k_start, head_kv, ahead), call.head_dim_v)
     largest = exponents(vt[0, 0])
     flat = vt.ravel()
     for i in range(steps(vt, n) * vt.shape[1]):

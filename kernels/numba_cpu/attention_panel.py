@@ -1,7 +1,7 @@
 """A block of queries against one tile of keys, panel by panel, and what becomes of the block at its end.
 
-A panel is NR = 2 vectors of queries. Its scores take block_n * NR elements, 32 KiB, so that they go from the first
-product through the softmax to the second without leaving the L1 cache:
+A panel is NR = 2 vectors of queries. Its scores take block_n * NR elements, 16 KiB (32 for pairs of bfloat16), so
+that they go from the first product through the softmax to the second without leaving the L1 cache:
 
               NR queries                 K and V tiles and all panels of Q^T and O^T stay in the L2 cache;
              +----------+                a panel's Q^T (head_dim * NR) is in L1 while K runs past it
@@ -34,7 +34,7 @@ from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
 
 
 class Work(NamedTuple):
-    """What one thread works in: attention_operands.py draws qt, kt, vt and ot. m = block_m lanes, n = block_n keys."""
+    """What one thread works in; attention_operands.py says how. m = block_m lanes, n = block_n keys."""
 
     qt: Any  # (panels * head_dim steps, NR)
     kt: Any  # (n, head_dim steps)
@@ -57,7 +57,10 @@ class Work(NamedTuple):
 @njit
 def make_work(call, k, wide):
     unit = operand(k, wide)
-    sample, s = scratch(1, 1, unit), scratch(round_up(call.block_n, ROWS), 2 * lanes(scratch(1, 1, wide)), wide)
+    sample, s = (
+        scratch(1, 1, unit),
+        scratch(round_up(call.block_n, ROWS), 2 * lanes(scratch(1, 1, wide)), wide),
+    )
     keys, nr = s.shape
     panels = (call.block_m + nr - 1) // nr
     depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
@@ -126,7 +129,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
     ldk, ldv = w.kt.shape[1], w.vt.shape[1]
-    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias and seen == 2
+    plain = is_plain(call) and seen == 2
     for panel in range((n + nr - 1) // nr):
         skip = max(w.seen[panel, 0] - first, 0) // ROWS * ROWS
         start = first + skip
@@ -137,7 +140,9 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
         gemm_rows(w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, panel * depth * nr, nr, rows, width, ldk, False)
         factor = like(w.s[0, 0], factors(call, w.p)[1])
         if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
-            finish_panel(w, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible)
+            finish_panel(
+                w, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
+            )
             factor = factor if is_plain(call) else like(factor, 1.0)
         for j in range(count, rows):
             w.s[j] = -np.inf
@@ -155,7 +160,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
             gemm_columns(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, steps(w.vt, count), True)
         else:
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
-            gemm_careful_pairs(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
+            add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 
 
 @njit
@@ -215,7 +220,7 @@ def keep_visible(s, n, width, factor, row_max):
 
 
 @njit
-def gemm_careful_pairs(ot, vt, p, dim, width, n):
+def add_carefully(ot, vt, p, dim, width, n):
     """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
     for j in range(n):
         for c in range(width):

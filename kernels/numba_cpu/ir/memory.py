@@ -27,7 +27,9 @@ def copy_row(typingctx, to, row, count):
 
     def codegen(context, builder, sig, args):
         target, source = (
-            builder.bitcast(context.make_array(t)(context, builder, x).data, context.get_value_type(types.voidptr))
+            builder.bitcast(
+                context.make_array(t)(context, builder, x).data, context.get_value_type(types.voidptr)
+            )
             for t, x in zip(sig.args[:2], args[:2], strict=True)
         )
         size = context.get_constant(types.intp, row.dtype.bitwidth // 8)
@@ -35,6 +37,21 @@ def copy_row(typingctx, to, row, count):
         return context.get_dummy_value()
 
     return signature(types.void, to, row, types.intp), codegen
+
+
+@intrinsic
+def prefetch_row(typingctx, row, count):
+    """Ask for the cache lines of the first ``count`` elements of ``row``."""
+
+    def codegen(context, builder, sig, args):
+        data = context.make_array(row)(context, builder, args[0]).data
+        line = 64 // (row.dtype.bitwidth // 8)
+        lines = builder.sdiv(builder.add(args[1], number(line - 1)), number(line))
+        with cgutils.for_range(builder, lines) as loop:
+            prefetch(builder, builder.gep(data, [builder.mul(loop.index, number(line))]))
+        return context.get_dummy_value()
+
+    return signature(types.void, row, types.intp), codegen
 
 
 @intrinsic
