@@ -24,6 +24,9 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 
+# Called by compiled code only: an entry point from Python for each would take half of the time to compile.
+inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
 
 def operand(x, wide):
     """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
@@ -173,14 +176,14 @@ def _exponents(x):
     return of_pair
 
 
-@njit
+@inner
 def key_row(x, table, call, b, k_start, head_kv, key):
     if call.page_size > 0:
         return read_row(x, (table[b, key // call.page_size], key % call.page_size, head_kv))
     return read_row(x, (0 if call.packed else b, k_start + key, head_kv))
 
 
-@njit
+@inner
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     """Fill the panels of ``n`` lanes; zero in lanes without a query. ``rows`` holds a vector's rows on their way."""
     width, depth = rows.shape[0], rows.shape[1]
@@ -199,7 +202,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
             copy_transposed(qt, at + d * nr, nr, rows, d, depth)
 
 
-@njit
+@inner
 def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
     """Rows first..first + n - 1 of K; those of the next tile up to ``last`` come into the cache."""
     for j in range(n):
@@ -208,7 +211,7 @@ def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
         prefetch_row(key_row(k, table, call, b, k_start, head_kv, ahead), call.head_dim)
 
 
-@njit
+@inner
 def pack_values(vt, v, table, call, b, k_start, head_kv, first, n, last):
     """The same of V, one row more for an odd ``n``. Returns whether all are finite."""
     for j in range(0, n, 2):
