@@ -24,7 +24,7 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 
-# Called by compiled code only: an entry point from Python for each would take half of the time to compile.
+# Called by compiled code only: an entry point from Python for each takes long to compile.
 inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 

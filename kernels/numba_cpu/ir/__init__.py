@@ -5,6 +5,7 @@ target           what Numba's target offers: vector width, native bfloat16 and i
 build            small helpers on an IR builder: loads, splats, shuffles, fused multiply-adds
 memory           scratch arrays on cache-line boundaries
 gemm             C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
+softmax          scores of a tile of keys become weights, maximum and sum move along
 decode           attention over a cache: scores, maxima, sums, weighted rows
 decode_rows      how 16-bit rows become vectors there
 codes, ternary   2-bit codes times int8 or floats
