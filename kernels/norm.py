@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ __all__ = ["Norm", "backward", "forward", "variants"]
 
 Norm = Literal["rmsnorm", "layernorm"]
 
-_SUMS: dict[Norm, int] = {"rmsnorm": 1, "layernorm": 2}  # over rows: dweight, dbias
+_SUMS: dict[Norm, int] = {"rmsnorm": 1, "layernorm": 2}  # over columns, and over rows: dweight, dbias
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _TWIN_THREADS = 256
 _DWEIGHT = CudaKernel("norm_dweight", "norm_dweight")
@@ -65,11 +64,13 @@ def forward(
         device.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
         return
     c = select_forward(rows, cols, x.dtype.itemsize, **_limits(device, (weight, bias), (x, residual, y, s)))
-    sizes = (np.int64(rows), np.int32(cols), np.int32(c.shared_vecs))
+    exchange = _exchange(device, c, norm) if c.team else rstd  # else a stand-in
+    sizes = (np.int64(rows), *map(np.int32, (cols, c.shared_vecs, c.team, c.block_cols)))
     # At least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros.
-    numbers = (max(eps, 2.0**-149), 1 / cols, 1 / min(cols, c.on_chip), weight_offset)
+    numbers = (max(eps, 2.0**-149), 1 / cols, 1 / c.on_chip(cols), weight_offset)
     args = (
         *arrays,
+        exchange,
         *sizes,
         *map(row_stride, (x, residual, y, s)),
         *map(float32, numbers),
@@ -121,9 +122,7 @@ def backward(
         rows, cols, x.dtype.itemsize, sums=_SUMS[norm], **_limits(device, (weight,), (x, dy, dresidual, dx))
     )
     partial = device.empty((_SUMS[norm], c.parts, cols), np.float32)
-    exchange = partial  # another stand-in
-    if c.team:
-        exchange = device.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
+    exchange = _exchange(device, c, norm) if c.team else partial  # another stand-in
     args = (
         *(dy, x, weight, mean, rstd, dresidual, dx, partial, exchange),
         *(np.int64(rows), np.int32(cols), np.int32(c.parts), np.int32(c.team), np.int32(c.block_cols)),
@@ -161,25 +160,28 @@ def variants(arch: str) -> Iterator[Variant]:
 
 
 def _forward(norm: Norm, c: RowConfig, dtype: str) -> CudaKernel:
-    return _kernel("norm", f"{norm}_forward", norm, c, dtype, VECS=c.vecs, REST=int(c.rest))
+    return _kernel("norm", "forward", norm, c, dtype)
 
 
 def _backward(norm: Norm, c: BackwardConfig, dtype: str) -> CudaKernel:
-    kernel = _kernel("norm_backward", f"{norm}_backward", norm, c, dtype, VECS=c.vecs, TEAM=int(c.team > 0))
-    return replace(kernel, cooperative=c.team > 0)
+    return _kernel("norm_backward", "backward", norm, c, dtype)
 
 
-def _kernel(
-    stem: str, entry: str, norm: Norm, c: RowConfig | BackwardConfig, dtype: str, **more: int
-) -> CudaKernel:
+def _kernel(stem: str, step: str, norm: Norm, c: RowConfig | BackwardConfig, dtype: str) -> CudaKernel:
     defines: dict[str, str | int] = {
         "NORM": norm,
         "DTYPE": _DTYPES[dtype],
         "VEC": c.vec,
         "ACCESS": c.access,
-        **more,
+        "VECS": c.vecs,
+        "TEAM": int(c.team > 0),
     }
-    return CudaKernel(stem, entry, tuple(defines.items()))
+    return CudaKernel(stem, f"{norm}_{step}", tuple(defines.items()), cooperative=c.team > 0)
+
+
+def _exchange(device: Any, c: RowConfig | BackwardConfig, norm: Norm) -> Any:
+    """Where a team's blocks leave each other their sums over a row."""
+    return device.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
 
 
 def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:

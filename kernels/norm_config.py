@@ -24,7 +24,7 @@ _FORWARD = (
     (256, None, 2),  # more bytes in a warp's hands would leave it too few blocks: 128 threads
     # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
     (1024, None, 4),
-)  # then shared memory, then all that a block can have
+)  # then shared memory, then that of a team of blocks
 # By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then a team of blocks. 4096 columns: 5 blocks of 256 threads.
 # Then x and dy in 32 or 24 registers: threads as below, up to the 576 of which two blocks fit.
 _BACKWARD = {
@@ -33,15 +33,11 @@ _BACKWARD = {
     2: ((8, 8, 1), (16, 16, 1), (32, 32, 1), (256, None, 1), (512, None, 2), (1728, None, 3)),
 }
 
-# Vectors per thread in registers, of 1024 threads that share an SM: with the 10 that 160 KB of shared memory have
-# room for, a row of 131072 16-bit numbers stays on the chip.
-_SPREAD = 6
-
 # Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56.
 _BACKWARD_WARPS = {1: 40, 2: 40, 3: 36, 4: 36}
 
-# Blocks of a team: three on an SM, for three teams, hide each other's waits. Three vectors per thread, or 8 single
-# elements, leave registers for the exchange.
+# Blocks of a team: three on an SM, for three teams, hide each other's waits. In the backward three vectors per
+# thread, or 8 single elements, leave registers for the exchange.
 _TEAM_BLOCKS, _TEAM_THREADS, _TEAM_VECS, _TEAM_SINGLES = 3, 384, 3, 8
 
 # Roundings that a sum in dweight may suffer: 60 * 2^-24 of sum |dy n| is 3.6e-6.
@@ -50,17 +46,16 @@ _MAX_ROUNDINGS = 56
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A row belongs to a block, or to a part of one."""
+    """A row belongs to a part of a block, to a block, or to a team of blocks that must run at the same time."""
 
     vec: int  # elements that a thread owns side by side
     access: int  # elements per memory access: vec, or 1 where an array is not aligned
-    vecs: int  # vectors per thread in registers
-    shared_vecs: (
-        int  # vectors per thread in shared memory; the forward reads what is left from global memory again
-    )
-    rest: bool  # whether the kernel knows of more than registers
-    threads_per_row: int
+    vecs: int  # vectors per thread in registers; 0: they are in shared memory
+    shared_vecs: int  # vectors per thread that shared memory has room for; a team reads what is left again
+    threads_per_row: int  # of a block
     rows_per_block: int
+    team: int  # blocks; 0: a row has no more than one
+    block_cols: int  # columns of a team's block
     grid: int
     shared_bytes: int  # dynamic
 
@@ -68,10 +63,11 @@ class RowConfig:
     def threads(self) -> int:
         return self.threads_per_row * self.rows_per_block
 
-    @property
-    def on_chip(self) -> int:
+    def on_chip(self, cols: int) -> int:
         """Elements of a row that are read from global memory once."""
-        return (self.vecs + self.shared_vecs) * self.threads_per_row * self.vec
+        block = (self.vecs + self.shared_vecs) * self.threads_per_row * self.vec
+        blocks, last = divmod(cols, self.block_cols)
+        return blocks * min(self.block_cols, block) + min(last, block)
 
 
 @dataclass(frozen=True)
@@ -110,17 +106,22 @@ def select_forward(
             # Where the weights stay in registers a block goes through many rows; elsewhere it has one.
             resident = sms * 9 if per_block > 1 and vecs == 2 else _MAX_GRID
             grid = min(-(-rows // per_block), resident)
-            return RowConfig(vec, access, vecs, 0, False, threads, per_block, grid, 0)
+            return RowConfig(vec, access, vecs, 0, threads, per_block, 0, cols, grid, 0)
 
     grid, slot = min(rows, _MAX_GRID), max(4, vec * itemsize)
-    if (shared := n_vecs * slot) + _SCRATCH <= smem_per_block_optin:
+    shared = n_vecs * slot
+    if (blocks := min(3, _fit(shared, smem_per_block_optin))) > 1:
         # As many threads as 56 registers each allow, in as many blocks as their rows fit, at most three.
-        threads = {1: 1024, 2: 576, 3: 384}[min(3, _fit(shared, smem_per_block_optin))]
-        return RowConfig(vec, access, 0, -(-n_vecs // threads), True, threads, 1, grid, shared)
+        threads = {2: 576, 3: 384}[blocks]
+        return RowConfig(vec, access, 0, -(-n_vecs // threads), threads, 1, 0, cols, grid, shared)
 
-    room = (smem_per_block_optin - _SCRATCH) // (1024 * slot)
-    shared_vecs = max(0, min(room, -(-n_vecs // 1024) - _SPREAD))
-    return RowConfig(vec, access, _SPREAD, shared_vecs, True, 1024, 1, grid, shared_vecs * 1024 * slot)
+    most = _team_room(smem_per_block_optin) // (_TEAM_THREADS * slot)  # vectors per thread
+    teams, team, block_vecs = _teams(rows, n_vecs, most * _TEAM_THREADS, sms)
+    shared_vecs = min(most, -(-block_vecs // _TEAM_THREADS))
+    return RowConfig(
+        *(vec, access, 0, shared_vecs, _TEAM_THREADS, 1, team, block_vecs * vec, teams * team),
+        shared_bytes=min(block_vecs, shared_vecs * _TEAM_THREADS) * slot,
+    )
 
 
 def select_backward(
@@ -145,27 +146,34 @@ def select_backward(
         parts = _parts(tiles, sms * blocks, _MAX_ROUNDINGS - per_block)
         return BackwardConfig(vec, access, vecs, threads, per_block, 0, cols, parts, parts, shared)
 
-    return _select_team(rows, n_vecs, vec, access, sums, sms, smem_per_block_optin)
-
-
-def _select_team(
-    rows: int, n_vecs: int, vec: int, access: int, sums: int, sms: int, smem_per_block_optin: int
-) -> BackwardConfig:
-    """As few blocks per row as can keep it, or so many more that all SMs have work."""
     vecs = _TEAM_SINGLES if vec == 1 else _TEAM_VECS
-    room = (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _SCRATCH
-    most = min(vecs * _TEAM_THREADS, room // (4 * vec * sums) // _WARP * _WARP)  # vectors of a block
-    resident, least = sms * _TEAM_BLOCKS, -(-n_vecs // most)
-    if least > resident:
-        vecs, least = 0, resident
-    teams = min(rows, resident // least)
-    block_vecs = max(_TEAM_THREADS, _round_up(-(-n_vecs // (resident // teams)), _WARP))
-    team = -(-n_vecs // block_vecs)
-    shared = 4 * vec * sums * block_vecs if vecs else 0
+    column = 4 * vec * sums  # bytes
+    most = min(vecs * _TEAM_THREADS, _team_room(smem_per_block_optin) // column // _WARP * _WARP)
+    teams, team, block_vecs = _teams(rows, n_vecs, most, sms)
+    if block_vecs > most:
+        vecs = 0
+    shared = column * block_vecs if vecs else 0
     parts = _parts(rows, teams, _MAX_ROUNDINGS - 1)
     return BackwardConfig(
         vec, access, vecs, _TEAM_THREADS, 1, team, block_vecs * vec, teams * team, parts, shared
     )
+
+
+def _teams(rows: int, n_vecs: int, most: int, sms: int) -> tuple[int, int, int]:
+    """How many teams, of how many blocks, of how many vectors of a row.
+
+    As few blocks per row as can keep it, ``most`` vectors each, or so many more that all SMs have work. A row that
+    is longer than the card can hold has all blocks.
+    """
+    resident = sms * _TEAM_BLOCKS
+    teams = min(rows, resident // min(resident, -(-n_vecs // most)))
+    block_vecs = max(_TEAM_THREADS, _round_up(-(-n_vecs // (resident // teams)), _WARP))
+    return teams, -(-n_vecs // block_vecs), block_vecs
+
+
+def _team_room(smem_per_block_optin: int) -> int:
+    """Bytes of dynamic shared memory for a team's block."""
+    return (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _SCRATCH
 
 
 def _parts(tiles: int, at_a_time: int, longest: int) -> int:

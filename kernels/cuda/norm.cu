@@ -3,6 +3,7 @@
 //   x, residual, y, s  (rows, cols) DTYPE, last axis contiguous, row strides in elements
 //   weight, bias       (cols,)      DTYPE; bias in LayerNorm only, and optional
 //   mean, rstd         (rows,)      float; mean in LayerNorm only
+//   exchange           scratch of teams, zeros: team.cuh
 //   has_sum == 0: s is not wanted, and is y, which holds what is not on the chip until it is overwritten
 //
 //   s = round(x + residual)
@@ -12,39 +13,35 @@
 // llama != 0 also rounds s * rstd and weight_offset + weight to DTYPE before they are multiplied.
 //
 // Moves each element once: 2 rows cols elements, 4 with a residual, 3 of them if s is not wanted; about 4 flops each, 7
-// in LayerNorm. Memory is the limit, so a row is read once and kept on the chip between its sums and its output. Of the
-// vectors of a thread
+// in LayerNorm. Memory is the limit, so a row is read once and kept on the chip between its sums and its output.
 //
-//   0                  VECS                 VECS + shared_vecs
-//   | registers        | shared memory      | global memory: read again
+//   VECS   TEAM   for rows                                          blocks
+//   2, 4   0      that fit in registers                             small and many
+//   0      0      that fit in shared memory                         two or three per SM
+//   0      1      longer: a team of blocks has a row, each block    three per SM, for three teams, which hide each
+//                 some columns of it                                other's waits
 //
-//   VECS   REST   for rows                                                     blocks
-//   2, 4   0      that fit in registers                                        small and many
-//   0      1      that fit in shared memory                                    one to three per SM
-//   8      1      longer: half of an SM's registers, all its shared memory     one per SM, of 1024 threads
+//   row    | team's block 0                               | block 1                        | ...
+//          | shared_vecs of each thread: shared memory    |
 //
-// With the last a row of 131072 16-bit numbers stays on an SM that has 160 KB of shared memory, and one eighth of it
-// is read twice where there are 99 KB. A cluster of blocks with a part of the row each (sm_90) could keep all of any.
+// Of a row that is longer than all SMs can hold, each block reads again what its shared memory has no room for.
 //
-// Macros: those of norm.cuh; VECS: vectors per thread in registers; REST: whether a row may have more.
+// Macros: those of norm.cuh; VECS: vectors per thread in registers, 0: they are in shared memory; TEAM.
 //
-// blockDim = (threads per row, rows per block). Thread t of a row owns its vectors t, t + blockDim.x, ... :
+// blockDim = (threads per row, rows per block). Thread t of a row, or of a team's block, owns vectors t, t + blockDim.x,
+// ... of it:
 //
 //   row       | v0 | v1 | ... | v(T-1) | v(T) | v(T+1) | ...        T = blockDim.x
 //   thread      0    1    ...   T-1      0      1                   a warp reads 32 vectors side by side
-//   i           0    0    ...   0        1      1                   held[i], or slot (i - VECS) * T + t
+//   i           0    0    ...   0        1      1                   held[i], or slot i * T + t
 #include "norm.cuh"
+#include "team.cuh"
 
 constexpr int kVecs = VECS;
-constexpr bool kRest = REST;
+constexpr bool kShared = kVecs == 0, kTeam = TEAM;
 
-// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36. Of
-// 1024 threads that have 64 each, one block fits.
-#if VECS == 6
-#define LIMIT __launch_bounds__(1024)
-#else
-#define LIMIT __maxnreg__(kRest || (kLayer && kVecs == 2) ? 56 : 48)
-#endif
+// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
+constexpr int kMaxRegisters = kShared || (kLayer && kVecs == 2) ? 56 : 48;
 
 // Where a block has several rows it goes through many: weights and biases stay in registers. A block with one row
 // reads them from L1 or L2 when it needs them, while others wait for memory.
@@ -56,7 +53,7 @@ extern __shared__ uint4 dynamic_shared[];
 
 // Several short chains of additions: faster than one long one, and more accurate.
 struct Chains {
-    static constexpr int kMany = VEC < 4 || kVecs > 4 ? 1 : kVecs == 4 ? 2 : 4;
+    static constexpr int kMany = VEC < 4 ? 1 : kVecs == 4 ? 2 : 4;
     float sum[kMany] = {};
 
     __device__ __forceinline__ float total() const {
@@ -73,7 +70,7 @@ __device__ __forceinline__ void add(Chains& sum, const vec& v, float scale) {
 
 // Sums of d = (v - shift) * scale and of d^2; shift is 0 in RMSNorm. The sum of d is needed where the shift is not the
 // mean of all.
-constexpr bool kShifted = kLayer && kRest;
+constexpr bool kShifted = kLayer && kTeam;
 
 struct Moments {
     Chains first, second;
@@ -121,19 +118,19 @@ __device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, unsi
     return Packed<scalar>::narrow(n);
 }
 
-// A row as one of its threads sees it.
+// A row, or what a team's block has of it, as one of its threads sees it.
 struct Row {
     const scalar *x, *residual;  // y may be x: a thread reads what it will write, and nobody else does
     scalar* s;
     int has_residual, has_sum;
-    int thread, on_chip;  // vectors of this thread
+    int thread, on_chip;  // vectors of this thread, as are all below that have an index
     unsigned end, chip_end;  // columns
     vec held[kVecs ? kVecs : 1];
 
     __device__ __forceinline__ unsigned column(int i) const { return unsigned(i * blockDim.x + thread) * VEC; }
 
     __device__ __forceinline__ vec& slot(int i) {  // read by the thread that wrote it: no barrier, no bank conflict
-        return reinterpret_cast<vec*>(dynamic_shared)[(i - kVecs) * blockDim.x + thread];
+        return reinterpret_cast<vec*>(dynamic_shared)[i * blockDim.x + thread];
     }
 
     // Reads kBatch vectors of x, zeros beyond `limit`, adds the residual, hands them to f. Stores of s keep the compiler
@@ -169,8 +166,8 @@ struct Row {
         for (int i0 = 0; i0 < kVecs; i0 += kBatch) {
             fetch<Cache::kOnce>(i0, end, [&](int i, const vec& v) { held[i] = v, f(v); });
         }
-        if constexpr (kRest) {
-            for (int i0 = kVecs; column(i0) < chip_end; i0 += kBatch) {
+        if constexpr (kShared) {
+            for (int i0 = 0; column(i0) < chip_end; i0 += kBatch) {
                 fetch<Cache::kOnce>(i0, chip_end, [&](int i, const vec& v) {
                     if (column(i) < chip_end) slot(i) = v, f(v);
                 });
@@ -178,7 +175,7 @@ struct Row {
         }
     }
     template <typename F> __device__ __forceinline__ void read_others(F f) {
-        if constexpr (kRest) {
+        if constexpr (kTeam) {
             for (int i0 = on_chip; column(i0) < end; i0 += kBatch) {
                 fetch<Cache::kDefault>(i0, end, [&](int i, const vec& v) {
                     if (column(i) < end) f(v);
@@ -191,13 +188,13 @@ struct Row {
     template <typename F> __device__ __forceinline__ void each_kept(F f) {
         #pragma unroll
         for (int i = 0; i < kVecs; ++i) f(i, fresh(held[i]), column(i) < end);
-        if constexpr (kRest) {
+        if constexpr (kShared) {
             #pragma unroll 1
-            for (int i = kVecs; column(i) < chip_end; ++i) f(i, slot(i), true);
+            for (int i = 0; column(i) < chip_end; ++i) f(i, slot(i), true);
         }
     }
     template <typename F> __device__ __forceinline__ void each_other(F f) {
-        if constexpr (kRest) {
+        if constexpr (kTeam) {
             #pragma unroll 1
             for (int i = on_chip; column(i) < end; ++i) {
                 f(i, load<vec, ACCESS, Cache::kDefault>((has_residual ? s : x) + column(i)), true);
@@ -206,25 +203,42 @@ struct Row {
     }
 };
 
-extern "C" __global__ void LIMIT
+extern "C" __global__ void __maxnreg__(kMaxRegisters)
 ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const scalar* residual, scalar* y, scalar* s,
-               float* mean, float* rstd, long long rows, int cols, int shared_vecs, long long x_stride,
-               long long residual_stride, long long y_stride, long long s_stride, float eps, float inverse_cols,
-               float inverse_kept, float weight_offset, int llama, int has_bias, int has_residual, int has_sum) {
-    typedef RowSums<kShifted ? 2 : 1> Sums;
-    __shared__ typename Sums::Scratch scratch;
-    Sums row_sum(scratch);
+               float* mean, float* rstd, unsigned long long* exchange, long long rows, int cols, int shared_vecs,
+               int team, int block_cols, long long x_stride, long long residual_stride, long long y_stride,
+               long long s_stride, float eps, float inverse_cols, float inverse_kept, float weight_offset, int llama,
+               int has_bias, int has_residual, int has_sum) {
+    constexpr int kSums = kShifted ? 2 : 1;
+    __shared__ RowSums<kSums>::Scratch scratch;
+    RowSums<kSums> block_sum(scratch);
+    TeamSums<kSums> team_sum(block_sum, exchange, team);
     Row row;
     row.thread = threadIdx.x;
-    row.on_chip = kVecs + (kRest ? shared_vecs : 0);
+    row.on_chip = shared_vecs;
     row.has_residual = has_residual;
     row.has_sum = has_sum;
 
+    const auto row_sum = [&](float (&sums)[kSums]) {
+        if constexpr (kTeam) team_sum(sums, row.thread);
+        else block_sum(sums, row.thread);
+    };
+    const auto row_total = [&](const Chains& chains) {
+        float sum[1] = {chains.total()};
+        if constexpr (kTeam) team_sum(sum, row.thread);
+        else block_sum(sum, row.thread);
+        return sum[0];
+    };
+
+    // Where a block's columns begin, and how many these are.
+    const int begin = kTeam ? blockIdx.x % team * block_cols : 0;
+    const int own = kTeam ? min(block_cols, cols - begin) : cols;
+
     vec weights[kKeepWeights ? kVecs : 1], biases[kKeepWeights && kLayer ? kVecs : 1];
-    const auto get_weight = [&](int i) { return load<vec, ACCESS, Cache::kConstant>(weight + row.column(i)); };
+    const auto get_weight = [&](int i) { return load<vec, ACCESS, Cache::kConstant>(weight + begin + row.column(i)); };
     const auto get_bias = [&](int i) -> vec {
         if (!kLayer || !has_bias) return {};
-        return load<vec, ACCESS, Cache::kConstant>(bias + row.column(i));
+        return load<vec, ACCESS, Cache::kConstant>(bias + begin + row.column(i));
     };
     if constexpr (kKeepWeights) {
         #pragma unroll
@@ -235,15 +249,15 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         }
     }
 
-    for (long long first = (long long)blockIdx.x * blockDim.y; first < rows;
-         first += (long long)gridDim.x * blockDim.y) {
+    const unsigned tile = kTeam ? blockIdx.x / team : blockIdx.x, tiles = kTeam ? gridDim.x / team : gridDim.x;
+    for (long long first = (long long)tile * blockDim.y; first < rows; first += (long long)tiles * blockDim.y) {
         // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
         const long long r = first + threadIdx.y;
-        row.end = r < rows ? cols : 0;
-        row.chip_end = min(row.end, row.on_chip * blockDim.x * VEC);
-        row.x = x + r * x_stride;
-        row.residual = residual + r * residual_stride;
-        row.s = s + r * s_stride;
+        row.end = r < rows ? own : 0;
+        row.chip_end = kTeam ? min(row.end, row.on_chip * blockDim.x * VEC) : row.end;
+        row.x = x + r * x_stride + begin;
+        row.residual = residual + r * residual_stride + begin;
+        row.s = s + r * s_stride + begin;
 
         // 1. Read what stays on the chip. RMSNorm sums the squares; LayerNorm the numbers, and then the squares of
         // their distances from their mean.
@@ -252,12 +266,12 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         if constexpr (kLayer) {
             Chains sum;
             row.read_kept([&](const vec& v) { add(sum, v, 1.0f); });
-            shift = row_sum(sum.total()) * inverse_kept;
+            shift = row_total(sum) * inverse_kept;
             forget(row.thread);
             if (Packed<scalar>::kWideRange && __any_sync(kFullWarp, !(fabsf(shift) < infinity()))) {
                 sum = {};
                 row.each_kept([&](int, const vec& v, bool) { add(sum, v, 0x1p-40f); });
-                shift = row_sum(sum.total()) * inverse_kept * 0x1p40f;
+                shift = row_total(sum) * inverse_kept * 0x1p40f;
             }
             row.each_kept([&](int, const vec& v, bool real) { moments.add(v, shift, real ? 1.0f : 0.0f); });
         } else {
@@ -268,7 +282,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         // 2. Read the rest. What is on the chip is a constant part of such a row, p of it: its mean is so near to the
         // mean of all, sqrt(1/p - 1) standard deviations at most, that sums around it cancel no more than 1 / p.
         row.read_others([&](const vec& v) { moments.add(v, shift, 1.0f); });
-        float sums[kShifted ? 2 : 1];  // of squares, of distances from the shift
+        float sums[kSums];  // of squares, of distances from the shift
         const auto add_up = [&] {
             sums[0] = moments.second.total();
             if constexpr (kShifted) sums[kShifted] = moments.first.total();
@@ -291,7 +305,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         if (kShifted && variance < 0.0f) variance = 0.0f;  // as fmaxf does, but of NaN
         const float row_rstd = scale * rsqrt_accurate(fmaf(eps * scale, scale, variance));
         const float row_mean = kShifted ? shift + offset / scale : shift;
-        if (row.thread == 0 && row.end > 0) {
+        if (row.thread == 0 && begin == 0 && row.end > 0) {
             rstd[r] = row_rstd;
             if constexpr (kLayer) mean[r] = row_mean;
         }
@@ -310,7 +324,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
             for (int k = 0; k < vec::kWords; ++k) {
                 v.word[k] = normalised(v.word[k], w.word[k], b.word[k], row_mean, row_rstd, weight_offset, llama);
             }
-            store<ACCESS>(y + r * y_stride + row.column(i), v);
+            store<ACCESS>(y + r * y_stride + begin + row.column(i), v);
         };
         row.each_kept(write);
         row.each_other(write);

@@ -4,7 +4,7 @@
 //   weight                (cols,)      DTYPE
 //   mean, rstd            (rows,)      float, of the forward; mean in LayerNorm only
 //   partial               (parts, cols) float, scratch; in LayerNorm twice, for dweight and for dbias
-//   exchange              scratch of teams, zeros: below
+//   exchange              scratch of teams, zeros: team.cuh
 //
 //   n = (x - mean) * rstd      m = dy * (weight_offset + weight)
 //   dx = rstd * (m - n * mean(m * n) [- mean(m)]) + dresidual      dweight = sum over rows of dy * n, dbias of dy
@@ -37,6 +37,7 @@
 //
 // A warp's accesses are to different banks, both when its lanes go by t and, in the last step, by t and q, q fastest.
 #include "norm.cuh"
+#include "team.cuh"
 
 constexpr int kVecs = VECS;
 constexpr bool kTeam = TEAM, kAnyLength = kVecs == 0;
@@ -55,65 +56,6 @@ constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the 
 
 extern __shared__ uint4 dynamic_shared[];
 
-// Sums over a row, by a team of blocks. A block leaves its sums where the others look for them, each in one word with
-// the number of the row: who finds the number has the sum, with no fence and no flag. Thread t waits for block t.
-//
-//   exchange  (teams, 2, blocks of a team, kSums) words      word: the row's number among the team's, from 1 | the sum
-//
-// Rows take turns with the 2: who writes a word again, two rows later, has by then had the sums of the row between from
-// all, who read this one before they gave those. A block waits for others, so all of the grid must run at the same time:
-// a cooperative launch.
-class TeamSums {
-public:
-    using Word = unsigned long long;
-
-    __device__ __forceinline__ TeamSums(RowSums<kSums>& block_sum, Word* exchange, int team)
-        : block_sum_(block_sum), team_(team),
-          exchange_(exchange + (long long)(blockIdx.x / team) * 2 * team * kSums) {}
-
-    __device__ __forceinline__ void operator()(float (&value)[kSums], int thread) {
-        block_sum_(value, thread);
-        ++row_;
-        Word* const words = exchange_ + (row_ & 1) * team_ * kSums;
-        #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-            if (thread == 0) write(words + blockIdx.x % team_ * kSums + i, value[i]);
-            value[i] = 0.0f;
-        }
-        for (int block = thread; block < team_; block += blockDim.x) add_when_there(words + block * kSums, value);
-        block_sum_(value, thread);
-    }
-
-private:
-    __device__ __forceinline__ void write(Word* word, float sum) const {
-        const Word tagged = Word(row_) << 32 | __float_as_uint(sum);
-        asm volatile("st.relaxed.gpu.global.b64 [%0], %1;"
-                     :: "l"(__cvta_generic_to_global(word)), "l"(tagged) : "memory");
-    }
-
-    __device__ __forceinline__ void add_when_there(const Word* words, float (&value)[kSums]) const {
-        Word tagged[kSums];
-        bool there;
-        do {
-            there = true;
-            #pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];"
-                             : "=l"(tagged[i]) : "l"(__cvta_generic_to_global(words + i)) : "memory");
-            }
-            #pragma unroll
-            for (int i = 0; i < kSums; ++i) there &= unsigned(tagged[i] >> 32) == row_;
-        } while (!there);
-        #pragma unroll
-        for (int i = 0; i < kSums; ++i) value[i] += __uint_as_float(unsigned(tagged[i]));
-    }
-
-    RowSums<kSums>& block_sum_;
-    const int team_;
-    Word* const exchange_;
-    unsigned row_ = 0;
-};
-
 extern "C" __global__ void __maxnreg__(kMaxRegisters)
 ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const float* mean, const float* rstd,
                 const scalar* dresidual, scalar* dx, float* partial, unsigned long long* exchange, long long rows,
@@ -122,7 +64,7 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 int has_dresidual) {
     __shared__ RowSums<kSums>::Scratch scratch;
     RowSums<kSums> block_sum(scratch);
-    TeamSums team_sum(block_sum, exchange, team);
+    TeamSums<kSums> team_sum(block_sum, exchange, team);
 
     int thread = threadIdx.x;
     const int threads = blockDim.x;
