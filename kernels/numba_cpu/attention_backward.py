@@ -6,13 +6,14 @@ each block sees and recomputes P from lse:
     S^T = K Q^T     P^T = exp2(S^T - lse)       dP^T = V dO^T      dS^T = P^T * (dP^T - delta)
     dV += P^T dO    dK += dS^T Q                dQ^T += K^T dS^T
 
-dQ stays in scratch until its block is done. dK and dV add up in a float32 workspace of the size of
-dK and dV per part; parts take every n-th block, so that causal work is even, and are summed in order
-at the end. flops: 2.5 times the forward pass.
+dQ stays in scratch until its block is done, and so do dK and dV of a key head until its task is, if it has one
+part. With fewer heads than threads the query blocks go in parts: each takes every n-th block, so that causal work
+is even, and has its own float32 dK and dV, which are summed in order at the end. flops: 2.5 times the forward pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,38 +26,52 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     empties,
     make_call,
     optional_types,
-    select_config,
     statistics,
 )
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import word
+from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, add_products_carefully
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
+    any_gradients,
+    clear,
     load_block,
+    load_keys,
     make_scratch,
     next_tile,
-    tile_gradients,
+    pair_gradients,
+    plain_gradients,
 )
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, gemm_careful, gemm_careful_rows
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, round_up
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
 
+BLOCK_M, BLOCK_N = 256, 256  # queries and keys of a tile: 128, 192 and 256 are within a few percent
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
-
-
 WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
 
 
-def select_parts(batch: int, nheads_kv: int, row_blocks: int, part_bytes: int) -> int:
-    """Into how many parts the query blocks of one key head go.
+def select_config(
+    batch: int, nheads: int, nheads_kv: int, seqlen_q: int, seqlen_k: int, part_bytes: int
+) -> Config:
+    """Tile sizes, and into how many parts the query blocks of one key head go.
 
-    Two tasks per thread, if there are blocks; each part has its own dK and dV of ``part_bytes``, so on
-    many cores long sequences take fewer.
+    Two tasks per thread, if there are blocks; with several parts each has its own dK and dV of ``part_bytes``
+    in all, so on many cores long sequences take fewer.
     """
-    wanted = -(-2 * thread_count() // max(batch * nheads_kv, 1))
-    return max(1, min(wanted, row_blocks, max(4, WORKSPACE_BYTES // max(part_bytes, 1))))
+    group = nheads // max(nheads_kv, 1)
+    heads = group if seqlen_q < 64 else 1  # few queries: heads that share keys fill the lanes
+    rows, tasks, wanted = max(heads * seqlen_q, 1), max(batch * nheads_kv, 1), 2 * thread_count()
+    block_m = min(BLOCK_M, -(-rows // PANEL) * PANEL)
+    while block_m > 2 * PANEL and tasks * (group // heads) * -(-rows // block_m) < wanted:
+        block_m //= 2
+    blocks = group // heads * -(-rows // block_m)
+    parts = min(-(-wanted // tasks), blocks, max(4, WORKSPACE_BYTES // max(part_bytes, 1)))
+    return Config(block_m, max(1, min(BLOCK_N, seqlen_k)), heads, max(1, parts))
 
 
 def backward(
@@ -88,20 +103,18 @@ def backward(
     Returns delta = sum over head_dim_v of dout * out: (batch, nheads, seqlen_q) float64.
     """
     batch, nheads, nheads_kv = len(sequences), q.shape[2], k.shape[2]
-    tiles = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k)
-    row_blocks = nheads // nheads_kv // tiles.heads * -(-tiles.heads * max_seqlen_q // tiles.block_m)
     wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     part_bytes = int(sequences[:, 3].sum()) * nheads_kv * (q.shape[3] + v.shape[3]) * wide.itemsize
-    parts = select_parts(batch, nheads_kv, row_blocks, part_bytes)
+    tiles = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k, part_bytes)
 
-    def call_with(heads: int, n_splits: int) -> Any:
+    def call_with(config: Config) -> Any:
         return make_call(
-            q, v, batch, Config(tiles.block_m, tiles.block_n, heads, n_splits),
+            q, v, batch, config,
             nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, sinks=sinks,
             alibi_slopes=alibi_slopes, bias=bias, block_q=block_q, block_k=block_k, page_size=0, **options,
         )  # fmt: skip
 
-    call = call_with(tiles.heads, parts)
+    call, parts = call_with(tiles), tiles.n_splits
     none = empties(q)
     optional = (
         none.table,
@@ -114,7 +127,7 @@ def backward(
     starts = np.zeros(batch + 1, np.int64)  # of each sequence's keys in the workspace, whole tiles apart
     np.cumsum(-(-sequences[:, 3] // 8) * 8 + 8, out=starts[1:])
     dk_parts, dv_parts = (
-        np.zeros((parts, nheads_kv, int(starts[-1]), -(-dim // lanes) * lanes), wide)
+        np.zeros((parts, nheads_kv, int(starts[-1]) if parts > 1 else 0, -(-dim // lanes) * lanes), wide)
         for dim in (call.head_dim, call.head_dim_v)
     )
     delta = np.zeros(lse.shape, np.float64)
@@ -122,9 +135,9 @@ def backward(
     inputs = (bits(dout), bits(q), bits(k), bits(v), bits(out), lse, sequences, *optional)
     launch(
         attention_backward[variant], batch * nheads_kv * parts, call, *inputs,
-        bits(dq), delta, dk_parts, dv_parts, starts,
+        bits(dq), bits(dk), bits(dv), delta, dk_parts, dv_parts, starts,
     )  # fmt: skip
-    sums = -(-max_seqlen_k // KEYS_PER_SUM)
+    sums = -(-max_seqlen_k // KEYS_PER_SUM) if parts > 1 else 0
     for parts_of, target, scale in ((dk_parts, dk, call.scale), (dv_parts, dv, 1.0)):
         launch(
             attention_sum_parts[q.dtype], batch * nheads_kv * sums, call, parts_of, starts, sequences,
@@ -134,8 +147,8 @@ def backward(
         full = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
         blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
         launch(
-            attention_backward_bias[variant], full.shape[0] * full.shape[1] * blocks, call_with(1, 1), *inputs,
-            delta, full,
+            attention_backward_bias[variant], full.shape[0] * full.shape[1] * blocks,
+            call_with(replace(tiles, heads=1)), *inputs, delta, full,
         )  # fmt: skip
     return delta
 
@@ -152,7 +165,7 @@ STARTS = types.Array(types.int64, 1, "C", readonly=True)
 @kernel(
     lambda t, bias: (
         *_input_types(t, bias),
-        write(t, 4),
+        *(write(t, 4),) * 3,
         types.Array(types.float64, 3, "C"),
         types.Array(compute(t), 4, "C"),
         types.Array(compute(t), 4, "C"),
@@ -162,22 +175,31 @@ STARTS = types.Array(types.int64, 1, "C", readonly=True)
 )
 def attention_backward(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-    dq, delta, dk_parts, dv_parts, starts,
+    dq, dk, dv, delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
-    w = make_scratch(call, dk_parts.dtype.type(0), dk_parts.shape[3], dv_parts.shape[3])
-    block_m = call.block_m
-    dim_k, dim_v, dim_q = dk_parts.shape[3], dv_parts.shape[3], w.dqt.shape[0]
-    ld, ld_q, ld_do, ld_k = w.s.shape[1], w.qr.shape[1], w.dor.shape[1], w.kt.shape[1]
+    wide = dk_parts.dtype.type(0)
+    w = make_scratch(call, word(q, wide), wide)
+    block_m, dim, dim_v = call.block_m, dk_parts.shape[3], dv_parts.shape[3]
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
-    scale = like(w.dqt[0, 0], call.scale)
+    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias
+    scale = like(wide, call.scale)
+    own = round_up(call.max_seqlen_k, 8) + 8 if call.n_splits == 1 else 0
+    own_dk, own_dv = scratch(own, dim, wide), scratch(own, dim_v, wide)
     task = claim(state)
     while task < n_tasks:
         part = task % call.n_splits
         head_kv = task // call.n_splits % call.nheads_kv
         b = task // call.n_splits // call.nheads_kv
         ob = 0 if call.packed else b
-        rows_start = (part * call.nheads_kv + head_kv) * starts[call.batch] + starts[b]
+        if call.n_splits > 1:
+            dk_sum, dv_sum = dk_parts[part, head_kv], dv_parts[part, head_kv]
+            start = starts[b]
+        else:
+            dk_sum, dv_sum = own_dk, own_dv
+            start = 0
+            clear(own_dk, 0, own, 0, dim)
+            clear(own_dv, 0, own, 0, dim_v)
         for unit in range(part, groups * blocks, call.n_splits):
             group = head_kv * groups + unit % groups
             block = unit // groups
@@ -186,47 +208,50 @@ def attention_backward(
             n, first, last, finite_block = load_block(
                 w, call, b, group, block, dout, q, out, lse, sequences, delta
             )
-            w.dqt[:] = 0
+            clear(w.dq, 0, w.width[0], 0, w.dq.shape[1])
             while first <= last:
                 n_keys, seen = next_tile(w, call, b, n, first, last, visible)
-                if seen > 0:
-                    finite = finite_block & tile_gradients(
-                        w,
-                        call,
-                        b,
-                        head_kv,
-                        n,
-                        first,
-                        n_keys,
-                        seen,
-                        k,
-                        v,
-                        sequences,
-                        table,
-                        alibi,
-                        bias,
-                        visible,
-                    )
-                    rows = round_up(n_keys, 8)
-                    at_k = (rows_start + first) * dim_k
-                    at_v = (rows_start + first) * dim_v
-                    if finite:
-                        gemm_rows(dv_parts, at_v, dim_v, w.s, 0, ld, w.dor, 0, ld_do, rows, dim_v, n, True)
-                        gemm_rows(dk_parts, at_k, dim_k, w.dp, 0, ld, w.qr, 0, ld_q, rows, dim_k, n, True)
-                        gemm_columns(
-                            w.dqt, 0, ld, w.kt, 0, ld_k, w.dp, 0, ld, dim_q, w.width[0], n_keys, True
-                        )
+                if seen:
+                    finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
+                    all_finite = finite and finite_block
+                    if not (all_finite and plain and plain_gradients(w, call, first, n_keys)):
+                        any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias)
+                        pair_gradients(w, n_keys)
+                    if all_finite:
+                        add_products(w, dk_sum, dv_sum, start + first, n_keys)
                     else:
-                        keys = starts[b] + first
-                        gemm_careful_rows(dv_parts[part, head_kv, keys:], w.s, w.dor, n_keys, dim_v, n)
-                        gemm_careful_rows(dk_parts[part, head_kv, keys:], w.dp, w.qr, n_keys, dim_k, n)
-                        gemm_careful(w.dqt, w.kt, w.dp, dim_q, n, n_keys)
+                        add_products_carefully(
+                            w,
+                            call,
+                            b,
+                            head_kv,
+                            n,
+                            dk_sum,
+                            dv_sum,
+                            start + first,
+                            first,
+                            n_keys,
+                            dout,
+                            q,
+                            k,
+                            sequences,
+                        )
                 first += n_keys
             for c in range(n):
-                target = write_row(dq, (ob, sequences[b, 0] + w.query[c], w.head[c]))
-                for d in range(call.head_dim):
-                    store(target, d, w.dqt[d, c] * scale)
+                store_row(dq, (ob, sequences[b, 0] + w.query[c], w.head[c]), w.dq[c], call.head_dim, scale)
+        if call.n_splits == 1:
+            for j in range(sequences[b, 3]):
+                row = (ob, sequences[b, 2] + j, head_kv)
+                store_row(dk, row, own_dk[j], call.head_dim, scale)
+                store_row(dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0))
         task = claim(state)
+
+
+@njit
+def store_row(target, index, source, dim, scale):
+    row = write_row(target, index)
+    for d in range(dim):
+        store(row, d, source[d] * scale)
 
 
 @kernel(
@@ -270,16 +295,16 @@ def add_bias_tile(dbias, w, n, first, n_keys):
             row, total = dbias[w.query[c]], 0.0
             for j in range(n_keys):
                 if keys > 1:
-                    row[first + j] += w.ds[j, c]
+                    row[first + j] += w.dscore[j, c]
                 else:
-                    total += w.ds[j, c]
+                    total += w.dscore[j, c]
             if keys == 1:
                 row[0] += total
     else:
         for j in range(n_keys):
             total = 0.0
             for c in range(n):
-                total += w.ds[j, c]
+                total += w.dscore[j, c]
             dbias[0, first + j if keys > 1 else 0] += total
 
 
@@ -298,7 +323,8 @@ def attention_backward_bias(
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
     owned = blocks if queries > 1 else 1
-    w = make_scratch(call, dbias.dtype.type(0), 0, 0)
+    wide = dbias.dtype.type(0)
+    w = make_scratch(call, word(q, wide), wide)
     task = claim(state)
     while task < n_tasks:
         start = task % owned
@@ -312,11 +338,9 @@ def attention_backward_bias(
                     n, first, last, _ = load_block(w, call, b, h, block, dout, q, out, lse, sequences, delta)
                     while first <= last:
                         n_keys, seen = next_tile(w, call, b, n, first, last, visible)
-                        if seen > 0:
-                            tile_gradients(
-                                w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences, table, alibi,
-                                bias, visible,
-                            )  # fmt: skip
+                        if seen:
+                            finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
+                            any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias)
                             add_bias_tile(dbias[bias_batch, bias_head], w, n, first, n_keys)
                         first += n_keys
         task = claim(state)

@@ -1,45 +1,72 @@
-"""The steps of one tile of the attention backward pass: from Q, K, V, dO and lse to P and dS.
+"""The first half of a tile of the attention backward pass: from Q, K, V, dO and lse to P and dS.
 
-Layout as in ``attention_tile``: queries in the lanes, so S^T, P^T, dP^T and dS^T are (keys, lanes).
+Layout as in ``attention_tile``: queries in the lanes, so S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes go in
+panels of PANEL; a panel works on the keys that some lane of it sees, and the rest of the tile is 0:
+
+           panels of queries
+           +---+---+---+---+
+           |   |   |   |   |
+    keys   | 0 +   |   |   |    a causal tile on the diagonal: w.rows says where a panel's keys start and end
+           |   | 0 +   |   |
+           |   |   | 0 +   |
+           +---+---+---+---+
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numba.core import types
+from numba.extending import overload
 
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
+    finite,
+    float_tile,
+    packing,
+    pair_rows,
+    pair_tile,
+    pair_tile_keys,
+    put_row,
+    row_pairs,
+    row_words,
+    transpose,
+)
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
     TINY,
-    block_visibility,
     cap_scores,
     finish_scores,
-    mask_block,
     mask_scores,
-    pack_keys,
-    pack_lanes,
     place_lanes,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
+from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, STEPS, score_tile
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
+from gpu_ops.kernels.numba_cpu.jit import REASSOC
 
 
 class Scratch(NamedTuple):
-    """What one thread works in. Sizes in elements; m = block_m lanes, n = block_n keys; rows are SKEW longer."""
+    """What one thread works in; m = block_m lanes, n = block_n keys. Operands: see attention_gradient_operands."""
 
-    qt: Any  # (head_dim, m) scaled queries, transposed: operand of S^T = K Q^T
-    qr: Any  # (m, head_dim padded) queries by rows: operand of dK += dS^T Q
-    dot: Any  # (head_dim_v, m) and by rows (m, head_dim_v padded): dO likewise
-    dor: Any
-    dqt: Any  # (head_dim padded, m) accumulates dQ^T
-    kt: Any  # (n + 1, head_dim padded) keys, wide; one spare row
-    vt: Any  # (n + 1, head_dim_v)
-    s: Any  # (n, m) S^T, then P^T
-    dp: Any  # (n, m) dP^T, then the gradient of softmax_scale * q.k
-    ds: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
+    q: Any  # (m, head_dim) rows of Q
+    qt: Any  # (head_dim, m) transposed: operand of S^T = K Q^T
+    q_pairs: Any  # (m, head_dim) row pairs: operand of dK += dS^T Q
+    do: Any  # (m, head_dim_v) dO likewise
+    dot: Any
+    do_pairs: Any
+    k: Any  # (n, head_dim) rows of K
+    k_pairs: Any  # (n, head_dim) row pairs: operand of dQ += dS K
+    v: Any  # (n, head_dim_v) rows of V
+    dq: Any  # (m, head_dim padded) accumulates dQ, of floats
+    p: Any  # (n, m) P^T
+    ds: Any  # (n, m) dS^T: the gradient of softmax_scale * q.k
+    ds_keys: Any  # (n, m) its row pairs
+    s: Any  # (n, m) S^T and P^T in floats; the same memory as p, if that is of floats
+    dp: Any  # (n, m) dP^T and dS^T likewise
+    dscore: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
     slope: Any  # (n, m) slope of softcap
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
     delta: Any  # (m)
@@ -47,41 +74,82 @@ class Scratch(NamedTuple):
     query: Any
     low: Any
     high: Any
-    seen: Any  # (2) keys that every lane sees: first, last
-    width: Any  # (1) lanes in use, rounded up to vectors
+    top: Any  # (m) high, in this tile: -1 where a block mask hides it
+    span: Any  # (panels, 4) smallest and largest low, smallest and largest high of a panel
+    rows: Any  # (panels, 2) rows of the tile on which a panel works: first and last + 1
+    width: Any  # (1) lanes in use, rounded up to panels
 
 
 @njit
-def make_scratch(call, wide, dim_k, dim_v):
-    """``dim_k``, ``dim_v``: padded row lengths of qr and dor (0: not used)."""
-    m, n = call.block_m, round_up(call.block_n, 8)
-    ld = m + SKEW  # length of a row of lanes in memory
-    capped = n if call.softcap > 0 else 1
-    dp = scratch(n, ld, wide)
+def make_scratch(call, x, wide):
+    """``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
+    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, 8)
+    one = scratch(1, 1, x)
+    words, words_v = row_words(one, call.head_dim), row_words(one, call.head_dim_v)
+    dim, dim_v, width = words * packing(one), words_v * packing(one), m // packing(one)
+    q, do = scratch(m, words + SKEW, x), scratch(m, words_v + SKEW, x)
+    k, p, ds = scratch(n, words + SKEW, x), scratch(n, width + SKEW, x), scratch(n, width + SKEW, x)
+    v = scratch(n, words_v + SKEW, x)
+    for a in (q, do, k, v):  # what lies behind head_dim in a row stays 0
+        clear(a, 0, a.shape[0], 0, a.shape[1])
+    dp = float_tile(ds, n, m, wide)
+    kind = dp.dtype
     return Scratch(
-        scratch(call.head_dim, ld, wide),
-        scratch(m, dim_k + SKEW, wide),
-        scratch(call.head_dim_v, ld, wide),
-        scratch(m, dim_v + SKEW, wide),
-        scratch(round_up(call.head_dim, 8), ld, wide),
-        scratch(n + 1, round_up(call.head_dim, 8) + SKEW, wide),
-        scratch(n + 1, call.head_dim_v, wide),
-        scratch(n, ld, wide),
+        q,
+        scratch(words, m + SKEW, x),
+        row_pairs(q, m, dim),
+        do,
+        scratch(words_v, m + SKEW, x),
+        row_pairs(do, m, dim_v),
+        k,
+        row_pairs(k, n, dim),
+        v,
+        scratch(m, dim + SKEW, wide),
+        p,
+        ds,
+        row_pairs(ds, n, m),
+        float_tile(p, n, m, wide),
         dp,
-        scratch(n, ld, wide) if call.softcap > 0 else dp,
-        scratch(capped, ld, wide),
-        np.empty(m, dp.dtype),
-        np.empty(m, dp.dtype),
+        scratch(n, m + SKEW, wide) if call.softcap > 0 else dp,
+        scratch(n if call.softcap > 0 else 1, m + SKEW, wide),
+        np.empty(m, kind),
+        np.empty(m, kind),
         np.empty(m, np.int64),
         np.empty(m, np.int64),
         np.empty(m, np.int32),
         np.empty(m, np.int32),
-        np.empty(2, np.int64),
+        np.empty(m, np.int32),
+        np.empty((m // PANEL, 4), np.int64),
+        np.empty((m // PANEL, 2), np.int64),
         np.empty(1, np.int64),
     )
 
 
-@njit
+@njit(_nrt=False)
+def clear(a, first, last, start, stop):
+    for j in range(first, last):
+        row = a[j]
+        for c in range(start, stop):
+            row[c] = 0
+
+
+@njit(_nrt=False, fastmath=set(REASSOC))
+def dot_float64(x, y, n):
+    total = 0.0
+    for d in range(n):
+        total += np.float64(load(x, d)) * np.float64(load(y, d))
+    return total
+
+
+@njit(_nrt=False)
+def extremes(x, start, stop):
+    least = most = x[start]
+    for c in range(start + 1, stop):
+        least, most = min(least, x[c]), max(most, x[c])
+    return least, most
+
+
+@njit(_nrt=False)
 def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
     """Lanes, Q, dO, lse and delta of one block of queries.
 
@@ -89,70 +157,121 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
     """
     q_start, q_len, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 3]
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
-    width = round_up(n, lanes(w.lse2))
+    width = round_up(n, PANEL)
     w.width[0] = width
-    w.seen[0], w.seen[1] = w.low[:n].max(), w.high[:n].min()
-    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias
-    one = like(w.lse2[0], 1.0)
-    scale = one * like(one, call.scale * LOG2E if plain else call.scale)
-    pack_lanes(w.qt, q, call, b, q_start, n, width, w.head, w.query, call.head_dim, scale)
-    pack_lanes(w.dot, dout, call, b, q_start, n, width, w.head, w.query, call.head_dim_v, one)
+    for c in range(width):
+        w.top[c] = w.high[c]
     ob = 0 if call.packed else b
-    check = one * 0
     for c in range(n):
-        at = q_start + w.query[c]
-        source = read_row(dout, (ob, at, w.head[c]))
-        result = read_row(out, (ob, at, w.head[c]))
-        total = 0.0
-        for d in range(call.head_dim_v):
-            g = load(source, d)
-            total += np.float64(g) * np.float64(load(result, d))
-            check += g * 0
-        for d in range(w.dor.shape[1]):
-            w.dor[c, d] = load(source, d) if d < call.head_dim_v else 0
-        source = read_row(q, (ob, at, w.head[c]))
-        for d in range(call.head_dim):
-            check += load(source, d) * 0
-        for d in range(w.qr.shape[1]):
-            w.qr[c, d] = load(source, d) if d < call.head_dim else 0
-        row_lse = np.float64(lse[ob, w.head[c], at])
+        at, h = q_start + w.query[c], w.head[c]
+        gradient = read_row(dout, (ob, at, h))
+        put_row(w.q, c, read_row(q, (ob, at, h)), call.head_dim)
+        put_row(w.do, c, gradient, call.head_dim_v)
+        row_lse = np.float64(lse[ob, h, at])
+        total = dot_float64(gradient, read_row(out, (ob, at, h)), call.head_dim_v)
+        delta[ob, h, at] = total
         w.lse2[c] = np.inf if row_lse == -np.inf else row_lse * LOG2E
-        w.delta[c] = total
-        delta[ob, w.head[c], at] = total
+        w.delta[c] = total if row_lse != -np.inf else 0.0
     for c in range(n, width):
+        clear(w.q, c, c + 1, 0, w.q.shape[1])
+        clear(w.do, c, c + 1, 0, w.do.shape[1])
         w.lse2[c] = np.inf
         w.delta[c] = 0
-    return n, first, last, check == 0
+    transpose(w.qt, w.q, width, row_words(w.q, call.head_dim))
+    transpose(w.dot, w.do, width, row_words(w.do, call.head_dim_v))
+    pair_rows(w.q_pairs, w.q, width)
+    pair_rows(w.do_pairs, w.do, width)
+    for i in range(width // PANEL):
+        span = w.span[i]
+        span[0], span[1] = extremes(w.low, i * PANEL, min((i + 1) * PANEL, n))
+        span[2], span[3] = extremes(w.high, i * PANEL, min((i + 1) * PANEL, n))
+    return n, first, last, finite(w.q, n, call.head_dim) and finite(w.do, n, call.head_dim_v)
 
 
-@njit
+@njit(_nrt=False)
 def next_tile(w, call, b, n, first, last, visible):
-    """(keys of the tile from ``first``, how a block mask treats it: see block_visibility)."""
+    """(keys of the tile from ``first``, whether a block mask lets any lane see it)."""
     n_keys = min(call.block_n, last + 1 - first)
     if call.block_q == 0:
-        return n_keys, 2
+        return n_keys, True
     n_keys = min(n_keys, call.block_k - first % call.block_k)
-    return n_keys, block_visibility(visible, call, b, first, n, w.head, w.query)
+    seen = False
+    for c in range(n):
+        here = visible[b, w.head[c], w.query[c] // call.block_q, first // call.block_k]
+        w.top[c] = min(w.high[c], first + n_keys - 1) if here else -1
+        seen |= here
+    return n_keys, seen
 
 
-@njit
-def tile_gradients(w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences, table, alibi, bias, visible):
-    """Leave P^T in w.s, dS^T in w.ds and, through softcap, the gradient of q.k in w.dp. True if all is finite."""
-    ld, width = w.s.shape[1], w.width[0]
-    rows = round_up(n_keys, 8)
-    k_start, offset = sequences[b, 2], sequences[b, 3] - sequences[b, 1]
-    finite = pack_keys(w.kt, k, table, call, b, k_start, head_kv, first, n_keys, call.head_dim)
-    finite &= pack_keys(w.vt, v, table, call, b, k_start, head_kv, first, n_keys, call.head_dim_v)
-    gemm_rows(w.s, 0, ld, w.kt, 0, w.kt.shape[1], w.qt, 0, ld, rows, width, call.head_dim, False)
-    gemm_rows(w.dp, 0, ld, w.vt, 0, w.vt.shape[1], w.dot, 0, ld, rows, width, call.head_dim_v, False)
+@njit(_nrt=False)
+def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
+    """K and V of a tile. True if all is finite."""
+    kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, 8)
+    for j in range(n_keys):
+        put_row(w.k, j, read_row(k, (kb, start + j, head_kv)), call.head_dim)
+        put_row(w.v, j, read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
+    clear(w.k, n_keys, rows, 0, w.k.shape[1])
+    clear(w.v, n_keys, rows, 0, w.v.shape[1])
+    pair_rows(w.k_pairs, w.k, rows)
+    return finite(w.k, n_keys, call.head_dim) and finite(w.v, n_keys, call.head_dim_v)
+
+
+@njit(_nrt=False)
+def words_of(a, dim):
+    return (dim + packing(a) - 1) // packing(a)
+
+
+def plain_gradients(w, call, first, n_keys):
+    """P^T and dS^T of a tile of finite numbers without softcap, ALiBi or bias. False for float64: nothing done."""
+    raise TypeError("compiled code only")
+
+
+@overload(plain_gradients)
+def _plain_gradients(w, call, first, n_keys):
+    def by_panels(w, call, first, n_keys):
+        rows = round_up(n_keys, 8)
+        words = round_up(words_of(w.q, call.head_dim), STEPS)
+        words_v = round_up(words_of(w.q, call.head_dim_v), STEPS)
+        scale = np.float32(call.scale * LOG2E)
+        for i in range(w.width[0] // PANEL):
+            lane = i * PANEL
+            start = max(w.span[i, 0] - first, 0) // 8 * 8
+            stop = min(round_up(max(w.span[i, 3] + 1 - first, 0), 8), rows)
+            start = min(start, stop)
+            for j in range(start, stop, MR):
+                key = first + j
+                masked = key < w.span[i, 1] or key + MR - 1 > w.span[i, 2] or call.block_q > 0
+                score_tile(w, j, lane, key, masked, scale, words, words_v)
+            for a in (w.p, w.ds):
+                c = lane // packing(a)
+                clear(a, 0, start, c, c + PANEL // packing(a))
+                clear(a, stop, rows, c, c + PANEL // packing(a))
+            w.rows[i, 0], w.rows[i, 1] = start, stop
+        return True
+
+    fused = w.types[w.fields.index("lse2")].dtype == types.float32
+    return by_panels if fused else lambda w, call, first, n_keys: False
+
+
+@njit(_nrt=False)
+def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
+    """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
+    ld, width, rows = w.s.shape[1], w.width[0], round_up(n_keys, 8)
+    words, words_v = words_of(w.q, call.head_dim), words_of(w.q, call.head_dim_v)
+    gemm_rows(w.s, 0, ld, w.k, 0, w.k.shape[1], w.qt, 0, w.qt.shape[1], rows, width, words, False)
+    gemm_rows(w.dp, 0, ld, w.v, 0, w.v.shape[1], w.dot, 0, w.dot.shape[1], rows, width, words_v, False)
+    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias
+    scale = like(w.lse2[0], call.scale * LOG2E if plain else call.scale)
+    for j in range(n_keys):
+        s = w.s[j]
+        for c in range(width):
+            s[c] *= scale
     if call.softcap > 0:
         cap_scores(w.s, call.softcap, n_keys, width, w.slope, True)
-    if call.softcap > 0 or call.has_alibi or call.has_bias:
+    if not plain:
+        offset = sequences[b, 3] - sequences[b, 1]
         finish_scores(w.s, call, b, first, n_keys, n, width, w.head, w.query, offset, alibi, bias)
-    if first < w.seen[0] or first + n_keys - 1 > w.seen[1]:
-        mask_scores(w.s, first, n_keys, width, w.low, w.high)
-    if seen == 1:
-        mask_block(w.s, visible, call, b, first, n_keys, n, w.head, w.query)
+    mask_scores(w.s, first, n_keys, width, w.low, w.top)
     for j in range(n_keys):
         s, dp = w.s[j], w.dp[j]
         for c in range(width):
@@ -163,11 +282,20 @@ def tile_gradients(w, call, b, head_kv, n, first, n_keys, seen, k, v, sequences,
             dp[c] = p * (dp[c] - w.delta[c]) if p != 0 else 0  # p = 0 may face a NaN behind a mask
     if call.softcap > 0:
         for j in range(n_keys):
-            dp, ds, slope = w.dp[j], w.ds[j], w.slope[j]
+            dp, dscore, slope = w.dp[j], w.dscore[j], w.slope[j]
             for c in range(width):
-                ds[c] = dp[c]
+                dscore[c] = dp[c]
                 dp[c] = dp[c] * slope[c]
-    for j in range(n_keys, rows):
-        w.s[j, :] = 0
-        w.dp[j, :] = 0
-    return finite
+    clear(w.s, n_keys, rows, 0, ld)
+    clear(w.dp, n_keys, rows, 0, ld)
+
+
+@njit(_nrt=False)
+def pair_gradients(w, n_keys):
+    """The operands of the products from P^T and dS^T in floats."""
+    rows = round_up(n_keys, 8)
+    pair_tile(w.p, w.s, rows, w.width[0])
+    pair_tile(w.ds, w.dp, rows, w.width[0])
+    pair_tile_keys(w.ds_keys, w.dp, rows, w.width[0])
+    for i in range(len(w.rows)):
+        w.rows[i, 0], w.rows[i, 1] = 0, rows

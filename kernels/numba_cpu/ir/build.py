@@ -71,6 +71,12 @@ def dot_bfloat16(b: Any, x: Any, y: Any, total: Any) -> Any:
     )
 
 
+def round_bfloat16(b: Any, low: Any, high: Any) -> Any:
+    """The lanes of ``low``, then of ``high``, as bfloat16 in 32-bit words; needs ``target.DOT_BFLOAT16``."""
+    name, pairs = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(_BFloat(), 32)
+    return b.bitcast(call(b, name, pairs, high, low), ir.VectorType(ir.IntType(32), 16))
+
+
 def prefetch(b: Any, pointer: Any) -> None:
     """Ask for the cache line of ``pointer`` in the L2 cache; any address will do, also one that does not exist."""
     i32 = ir.IntType(32)

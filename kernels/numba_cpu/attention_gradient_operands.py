@@ -1,0 +1,191 @@
+"""Operands of attention backward's products: floats, or pairs of bfloat16 where the CPU multiplies them.
+
+A product sums along one axis of its operands; of bfloat16, a 32-bit word holds two neighbours along that axis.
+``a``, ``b`` ... are elements of a row, each row is one query or key:
+
+    rows            transposed      row pairs (for sums over rows)
+    [ab] [cd]       [ab] [ef]       [ae] [bf] [cg] [dh]
+    [ef] [gh]       [cd] [gh]
+
+For floats a word is one element: rows and row pairs are then the same array.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, load
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
+from gpu_ops.kernels.numba_cpu.jit import REASSOC
+
+
+def word(x, wide):
+    """A zero of the type that rows of array ``x`` are multiplied as; ``wide``: a zero to compute in."""
+    raise TypeError("compiled code only")
+
+
+def packing(a):
+    """Elements in a word of operand ``a``."""
+    raise TypeError("compiled code only")
+
+
+def put_row(a, j, source, dim):
+    """Row ``j`` of operand ``a`` = source[:dim]."""
+    raise TypeError("compiled code only")
+
+
+def finite(a, m, dim):
+    """Whether m rows of ``dim`` elements are."""
+    raise TypeError("compiled code only")
+
+
+def row_pairs(rows, m, n):
+    """Room for the row pairs of ``rows``: m rows of n words in all."""
+    raise TypeError("compiled code only")
+
+
+def float_tile(a, m, n, wide):
+    """``a`` itself if it is of floats, else room for m rows of n of them."""
+    raise TypeError("compiled code only")
+
+
+def pair_rows(pairs, rows, n):
+    """Fill the row pairs of the first n rows (an even number)."""
+    raise TypeError("compiled code only")
+
+
+def pair_tile(target, source, rows, width):
+    """Round a (keys, queries) tile to words of neighbouring queries."""
+    raise TypeError("compiled code only")
+
+
+def pair_tile_keys(target, source, rows, width):
+    """Round a (keys, queries) tile to words of neighbouring keys."""
+    raise TypeError("compiled code only")
+
+
+@overload(word)
+def _word(x, wide):
+    if x.dtype == types.uint16 and DOT_BFLOAT16:
+        return lambda x, wide: np.uint32(0)
+    return lambda x, wide: wide
+
+
+def _pairs(a):
+    return a.dtype == types.uint32
+
+
+@overload(packing)
+def _packing(a):
+    elements = 2 if _pairs(a) else 1
+    return lambda a: elements
+
+
+@overload(put_row)
+def _put_row(a, j, source, dim):
+    def put_pairs(a, j, source, dim):
+        row = a[j].view(np.uint16)
+        for d in range(dim):
+            row[d] = source[d]
+
+    def put_floats(a, j, source, dim):
+        row = a[j]
+        for d in range(dim):
+            row[d] = load(source, d)
+
+    return put_pairs if _pairs(a) else put_floats
+
+
+@njit(_nrt=False, fastmath=set(REASSOC))
+def _finite_floats(a, m, n):
+    total = a[0, 0] * 0
+    for i in range(m):
+        row = a[i]
+        for d in range(n):
+            total += row[d] * 0
+    return total == 0
+
+
+@njit(_nrt=False)
+def _finite_pairs(a, m, n):
+    carry = np.uint32(0)
+    for i in range(m):
+        row = a[i]
+        for d in range(n):  # an exponent of ones carries into the bit above it
+            carry = np.uint32(carry | ((row[d] & np.uint32(0x7F807F80)) + np.uint32(0x00800080)))
+    return carry & np.uint32(0x80008000) == 0
+
+
+@overload(finite)
+def _finite(a, m, dim):
+    if _pairs(a):
+        return lambda a, m, dim: _finite_pairs(a, m, (dim + 1) // 2)
+    return lambda a, m, dim: _finite_floats(a, m, dim)
+
+
+@overload(row_pairs)
+def _row_pairs(rows, m, n):
+    if _pairs(rows):
+        return lambda rows, m, n: scratch(m // 2, n + SKEW, rows[0, 0])
+    return lambda rows, m, n: rows
+
+
+@overload(float_tile)
+def _float_tile(a, m, n, wide):
+    if _pairs(a):
+        return lambda a, m, n, wide: scratch(m, n + SKEW, wide)
+    return lambda a, m, n, wide: a
+
+
+@overload(pair_rows)
+def _pair_rows(pairs, rows, n):
+    def interleave(pairs, rows, n):
+        for i in range(n // 2):
+            low, high, to = rows[2 * i].view(np.uint16), rows[2 * i + 1].view(np.uint16), pairs[i]
+            for d in range(min(len(low), len(to))):
+                to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
+
+    return interleave if _pairs(rows) else lambda pairs, rows, n: None
+
+
+@overload(pair_tile)
+def _pair_tile(target, source, rows, width):
+    def narrow(target, source, rows, width):
+        for j in range(rows):
+            row, to = source[j], target[j].view(np.uint16)
+            for c in range(width):
+                to[c] = bfloat16_of_float32(row[c])
+
+    return narrow if _pairs(target) else lambda target, source, rows, width: None
+
+
+@overload(pair_tile_keys)
+def _pair_tile_keys(target, source, rows, width):
+    def narrow(target, source, rows, width):
+        for i in range(rows // 2):
+            low, high, to = source[2 * i], source[2 * i + 1], target[i]
+            for c in range(width):
+                first, second = bfloat16_of_float32(low[c]), bfloat16_of_float32(high[c])
+                to[c] = np.uint32(first) | np.uint32(second) << np.uint32(16)
+
+    return narrow if _pairs(target) else lambda target, source, rows, width: None
+
+
+@njit(_nrt=False)
+def row_words(a, dim):
+    """Words of a row of ``dim`` elements: whole vectors, so that it can be transposed."""
+    return round_up((dim + packing(a) - 1) // packing(a), lanes(a))
+
+
+@njit(_nrt=False)
+def transpose(to, rows, m, n):
+    """to[j, i] = rows[i, j] for m rows of n words, both whole vectors."""
+    step = lanes(rows)
+    for i in range(0, m, step):
+        for j in range(0, n, step):
+            copy_transposed(to, j * to.shape[1] + i, to.shape[1], rows, i * rows.shape[1] + j, rows.shape[1])

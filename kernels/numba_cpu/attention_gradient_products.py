@@ -1,0 +1,90 @@
+"""The second half of a tile of the attention backward pass: from P and dS to dQ, dK and dV.
+
+The products of dK and dV take, per group of keys, the panels that see one of them; the product of dQ takes, per
+panel, the keys that some lane of it sees. Neighbours with the same range go together.
+"""
+
+from numba import njit
+
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
+from gpu_ops.kernels.numba_cpu.dtype import load, read_row
+from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.target import round_up
+
+KEY_GROUP = 32  # keys that share a range of panels
+
+
+@njit(_nrt=False)
+def panels_of(w, key):
+    """First and last + 1 of the panels that see a key of the group from row ``key``."""
+    first, last = w.width[0] // PANEL, 0
+    for i in range(w.width[0] // PANEL):
+        if w.rows[i, 0] < key + KEY_GROUP and key < w.rows[i, 1]:
+            first, last = min(first, i), i + 1
+    return first, last
+
+
+@njit(_nrt=False)
+def add_products(w, dk, dv, at, n_keys):
+    """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
+    rows, panels, pack = round_up(n_keys, 8), w.width[0] // PANEL, packing(w.p)
+    dim, dim_v, ld_dq = dk.shape[1], dv.shape[1], w.dq.shape[1]
+    key = 0
+    while key < rows:
+        first, last = panels_of(w, key)
+        stop = key + KEY_GROUP
+        while stop < rows and panels_of(w, stop) == (first, last):
+            stop += KEY_GROUP
+        m, k, lane = min(stop, rows) - key, (last - first) * PANEL // pack, first * PANEL // pack
+        if k > 0:
+            a, row, ld, ld_v = key * w.p.shape[1] + lane, at + key, w.q_pairs.shape[1], w.do_pairs.shape[1]
+            gemm_rows(
+                dv, row * dim_v, dim_v, w.p, a, w.p.shape[1], w.do_pairs, lane * ld_v, ld_v, m, dim_v, k, True
+            )
+            gemm_rows(dk, row * dim, dim, w.ds, a, w.ds.shape[1], w.q_pairs, lane * ld, ld, m, dim, k, True)
+        key = stop
+    i = 0
+    while i < panels:
+        start, end = w.rows[i]
+        stop = i + 1
+        while stop < panels and w.rows[stop, 0] == start and w.rows[stop, 1] == end:
+            stop += 1
+        m, k, key, lane = (stop - i) * PANEL, (end - start) // pack, start // pack, i * PANEL
+        if k > 0:
+            a, ld_a, ld = w.ds_keys, w.ds_keys.shape[1], w.k_pairs.shape[1]
+            gemm_columns(
+                w.dq,
+                lane * ld_dq,
+                ld_dq,
+                a,
+                key * ld_a + lane,
+                ld_a,
+                w.k_pairs,
+                key * ld,
+                ld,
+                m,
+                dim,
+                k,
+                True,
+            )
+        i = stop
+
+
+@njit(_nrt=False)
+def add_products_carefully(w, call, b, head_kv, n, dk, dv, at, first, n_keys, dout, q, k, sequences):
+    """The same without the terms whose weight is 0: there the other factor may be NaN or infinite."""
+    kb = 0 if call.packed else b
+    for c in range(n):
+        row = (kb, sequences[b, 0] + w.query[c], w.head[c])
+        gradient, query = read_row(dout, row), read_row(q, row)
+        for j in range(n_keys):
+            p, ds = w.s[j, c], w.dp[j, c]
+            if p != 0:
+                for d in range(call.head_dim_v):
+                    dv[at + j, d] += p * load(gradient, d)
+            if ds != 0:
+                key = read_row(k, (kb, sequences[b, 2] + first + j, head_kv))
+                for d in range(call.head_dim):
+                    dk[at + j, d] += ds * load(query, d)
+                    w.dq[c, d] += ds * load(key, d)
