@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
@@ -28,7 +27,7 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     optional_types,
     statistics,
 )
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import word
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import uncounted, word
 from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, add_products_carefully
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     any_gradients,
@@ -68,7 +67,7 @@ def select_config(
     rows, tasks, wanted = max(heads * seqlen_q, 1), max(batch * nheads_kv, 1), 2 * thread_count()
     block_m = min(BLOCK_M, -(-rows // PANEL) * PANEL)
     while block_m > 2 * PANEL and tasks * (group // heads) * -(-rows // block_m) < wanted:
-        block_m //= 2
+        block_m = -(-block_m // 2 // PANEL) * PANEL
     blocks = group // heads * -(-rows // block_m)
     parts = min(-(-wanted // tasks), blocks, max(4, WORKSPACE_BYTES // max(part_bytes, 1)))
     return Config(block_m, max(1, min(BLOCK_N, seqlen_k)), heads, max(1, parts))
@@ -193,13 +192,11 @@ def attention_backward(
         b = task // call.n_splits // call.nheads_kv
         ob = 0 if call.packed else b
         if call.n_splits > 1:
-            dk_sum, dv_sum = dk_parts[part, head_kv], dv_parts[part, head_kv]
-            start = starts[b]
+            dk_sum, dv_sum, start = dk_parts[part, head_kv], dv_parts[part, head_kv], starts[b]
         else:
-            dk_sum, dv_sum = own_dk, own_dv
-            start = 0
-            clear(own_dk, 0, own, 0, dim)
-            clear(own_dv, 0, own, 0, dim_v)
+            dk_sum, dv_sum, start = own_dk, own_dv, 0
+            clear(dk_sum, 0, sequences[b, 3], 0, dim)
+            clear(dv_sum, 0, sequences[b, 3], 0, dim_v)
         for unit in range(part, groups * blocks, call.n_splits):
             group = head_kv * groups + unit % groups
             block = unit // groups
@@ -221,21 +218,9 @@ def attention_backward(
                         add_products(w, dk_sum, dv_sum, start + first, n_keys)
                     else:
                         add_products_carefully(
-                            w,
-                            call,
-                            b,
-                            head_kv,
-                            n,
-                            dk_sum,
-                            dv_sum,
-                            start + first,
-                            first,
-                            n_keys,
-                            dout,
-                            q,
-                            k,
+                            w, call, b, head_kv, n, dk_sum, dv_sum, start + first, first, n_keys, dout, q, k,
                             sequences,
-                        )
+                        )  # fmt: skip
                 first += n_keys
             for c in range(n):
                 store_row(dq, (ob, sequences[b, 0] + w.query[c], w.head[c]), w.dq[c], call.head_dim, scale)
@@ -247,7 +232,7 @@ def attention_backward(
         task = claim(state)
 
 
-@njit
+@uncounted
 def store_row(target, index, source, dim, scale):
     row = write_row(target, index)
     for d in range(dim):
@@ -286,7 +271,7 @@ def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, 
         task = claim(state)
 
 
-@njit
+@uncounted
 def add_bias_tile(dbias, w, n, first, n_keys):
     """Add a tile of dS; an axis along which bias was broadcast is summed in float64 first."""
     queries, keys = dbias.shape

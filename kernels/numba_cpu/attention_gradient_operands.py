@@ -13,7 +13,6 @@ For floats a word is one element: rows and row pairs are then the same array.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 
@@ -21,7 +20,7 @@ from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, load
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import REASSOC
+from gpu_ops.kernels.numba_cpu.jit import inner
 
 
 def word(x, wide):
@@ -101,7 +100,7 @@ def _put_row(a, j, source, dim):
     return put_pairs if _pairs(a) else put_floats
 
 
-@njit(_nrt=False, fastmath=set(REASSOC))
+@inner
 def _finite_floats(a, m, n):
     total = a[0, 0] * 0
     for i in range(m):
@@ -111,7 +110,7 @@ def _finite_floats(a, m, n):
     return total == 0
 
 
-@njit(_nrt=False)
+@uncounted
 def _finite_pairs(a, m, n):
     carry = np.uint32(0)
     for i in range(m):
@@ -176,13 +175,13 @@ def _pair_tile_keys(target, source, rows, width):
     return narrow if _pairs(target) else lambda target, source, rows, width: None
 
 
-@njit(_nrt=False)
+@uncounted
 def row_words(a, dim):
     """Words of a row of ``dim`` elements: whole vectors, so that it can be transposed."""
     return round_up((dim + packing(a) - 1) // packing(a), lanes(a))
 
 
-@njit(_nrt=False)
+@uncounted
 def transpose(to, rows, m, n):
     """to[j, i] = rows[i, j] for m rows of n words, both whole vectors."""
     step = lanes(rows)

@@ -4,9 +4,7 @@ The products of dK and dV take, per group of keys, the panels that see one of th
 panel, the keys that some lane of it sees. Neighbours with the same range go together.
 """
 
-from numba import njit
-
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing, uncounted
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
@@ -15,7 +13,7 @@ from gpu_ops.kernels.numba_cpu.ir.target import round_up
 KEY_GROUP = 32  # keys that share a range of panels
 
 
-@njit(_nrt=False)
+@uncounted
 def panels_of(w, key):
     """First and last + 1 of the panels that see a key of the group from row ``key``."""
     first, last = w.width[0] // PANEL, 0
@@ -25,7 +23,7 @@ def panels_of(w, key):
     return first, last
 
 
-@njit(_nrt=False)
+@uncounted
 def add_products(w, dk, dv, at, n_keys):
     """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
     rows, panels, pack = round_up(n_keys, 8), w.width[0] // PANEL, packing(w.p)
@@ -46,32 +44,21 @@ def add_products(w, dk, dv, at, n_keys):
         key = stop
     i = 0
     while i < panels:
-        start, end = w.rows[i]
+        start, end = w.rows[i, 0], w.rows[i, 1]
         stop = i + 1
         while stop < panels and w.rows[stop, 0] == start and w.rows[stop, 1] == end:
             stop += 1
         m, k, key, lane = (stop - i) * PANEL, (end - start) // pack, start // pack, i * PANEL
         if k > 0:
-            a, ld_a, ld = w.ds_keys, w.ds_keys.shape[1], w.k_pairs.shape[1]
+            ld_ds, ld = w.ds_keys.shape[1], w.k_pairs.shape[1]
             gemm_columns(
-                w.dq,
-                lane * ld_dq,
-                ld_dq,
-                a,
-                key * ld_a + lane,
-                ld_a,
-                w.k_pairs,
-                key * ld,
-                ld,
-                m,
-                dim,
-                k,
-                True,
-            )
+                w.dq, lane * ld_dq, ld_dq, w.ds_keys, key * ld_ds + lane, ld_ds, w.k_pairs, key * ld, ld,
+                m, dim, k, True,
+            )  # fmt: skip
         i = stop
 
 
-@njit(_nrt=False)
+@uncounted
 def add_products_carefully(w, call, b, head_kv, n, dk, dv, at, first, n_keys, dout, q, k, sequences):
     """The same without the terms whose weight is 0: there the other factor may be NaN or infinite."""
     kb = 0 if call.packed else b

@@ -14,8 +14,8 @@ panels of PANEL; a panel works on the keys that some lane of it sees, and the re
 
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 
@@ -45,7 +45,7 @@ from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, STEPS, score_
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.jit import REASSOC
+from gpu_ops.kernels.numba_cpu.jit import inner
 
 
 class Scratch(NamedTuple):
@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
     width: Any  # (1) lanes in use, rounded up to panels
 
 
-@njit
+@numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def make_scratch(call, x, wide):
     """``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
     m, n = round_up(call.block_m, PANEL), round_up(call.block_n, 8)
@@ -125,7 +125,7 @@ def make_scratch(call, x, wide):
     )
 
 
-@njit(_nrt=False)
+@uncounted
 def clear(a, first, last, start, stop):
     for j in range(first, last):
         row = a[j]
@@ -133,7 +133,7 @@ def clear(a, first, last, start, stop):
             row[c] = 0
 
 
-@njit(_nrt=False, fastmath=set(REASSOC))
+@inner
 def dot_float64(x, y, n):
     total = 0.0
     for d in range(n):
@@ -141,7 +141,7 @@ def dot_float64(x, y, n):
     return total
 
 
-@njit(_nrt=False)
+@uncounted
 def extremes(x, start, stop):
     least = most = x[start]
     for c in range(start + 1, stop):
@@ -149,7 +149,7 @@ def extremes(x, start, stop):
     return least, most
 
 
-@njit(_nrt=False)
+@uncounted
 def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
     """Lanes, Q, dO, lse and delta of one block of queries.
 
@@ -188,7 +188,7 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
     return n, first, last, finite(w.q, n, call.head_dim) and finite(w.do, n, call.head_dim_v)
 
 
-@njit(_nrt=False)
+@uncounted
 def next_tile(w, call, b, n, first, last, visible):
     """(keys of the tile from ``first``, whether a block mask lets any lane see it)."""
     n_keys = min(call.block_n, last + 1 - first)
@@ -203,7 +203,7 @@ def next_tile(w, call, b, n, first, last, visible):
     return n_keys, seen
 
 
-@njit(_nrt=False)
+@uncounted
 def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     """K and V of a tile. True if all is finite."""
     kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, 8)
@@ -216,7 +216,7 @@ def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     return finite(w.k, n_keys, call.head_dim) and finite(w.v, n_keys, call.head_dim_v)
 
 
-@njit(_nrt=False)
+@uncounted
 def words_of(a, dim):
     return (dim + packing(a) - 1) // packing(a)
 
@@ -253,7 +253,7 @@ def _plain_gradients(w, call, first, n_keys):
     return by_panels if fused else lambda w, call, first, n_keys: False
 
 
-@njit(_nrt=False)
+@uncounted
 def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
     ld, width, rows = w.s.shape[1], w.width[0], round_up(n_keys, 8)
@@ -290,7 +290,7 @@ def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
     clear(w.dp, n_keys, rows, 0, ld)
 
 
-@njit(_nrt=False)
+@uncounted
 def pair_gradients(w, n_keys):
     """The operands of the products from P^T and dS^T in floats."""
     rows = round_up(n_keys, 8)
