@@ -32,6 +32,7 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, 
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     any_gradients,
     clear,
+    is_plain,
     load_block,
     load_keys,
     make_scratch,
@@ -181,7 +182,7 @@ def attention_backward(
     block_m, dim, dim_v = call.block_m, dk_parts.shape[3], dv_parts.shape[3]
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
-    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias
+    plain = is_plain(call)
     scale = like(wide, call.scale)
     own = round_up(call.max_seqlen_k, 8) + 8 if call.n_splits == 1 else 0
     own_dk, own_dv = scratch(own, dim, wide), scratch(own, dim_v, wide)

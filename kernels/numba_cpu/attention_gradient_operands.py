@@ -13,14 +13,18 @@ For floats a word is one element: rows and row pairs are then the same array.
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numba.core import types
 from numba.extending import overload
 
-from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, load
+from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import inner
+
+# What kernels call with arrays that it neither makes nor keeps: it compiles in less time without counting references.
+uncounted = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
 
 
 def word(x, wide):
@@ -40,6 +44,16 @@ def put_row(a, j, source, dim):
 
 def finite(a, m, dim):
     """Whether m rows of ``dim`` elements are."""
+    raise TypeError("compiled code only")
+
+
+def scale_floats(a, m, n, factor):
+    """a *= factor; pairs of bfloat16 stay as they are."""
+    raise TypeError("compiled code only")
+
+
+def unscaled(a, factor):
+    """What is left of ``factor`` to multiply products of operands like ``a`` by."""
     raise TypeError("compiled code only")
 
 
@@ -118,6 +132,23 @@ def _finite_pairs(a, m, n):
         for d in range(n):  # an exponent of ones carries into the bit above it
             carry = np.uint32(carry | ((row[d] & np.uint32(0x7F807F80)) + np.uint32(0x00800080)))
     return carry & np.uint32(0x80008000) == 0
+
+
+@overload(scale_floats)
+def _scale_floats(a, m, n, factor):
+    def scale(a, m, n, factor):
+        x = like(a[0, 0], factor)
+        for i in range(m):
+            row = a[i]
+            for j in range(n):
+                row[j] *= x
+
+    return (lambda a, m, n, factor: None) if _pairs(a) else scale
+
+
+@overload(unscaled)
+def _unscaled(a, factor):
+    return (lambda a, factor: factor) if _pairs(a) else (lambda a, factor: 1.0)
 
 
 @overload(finite)

@@ -14,8 +14,8 @@ panels of PANEL; a panel works on the keys that some lane of it sees, and the re
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
+from numba import njit
 from numba.core import types
 from numba.extending import overload
 
@@ -29,7 +29,9 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     put_row,
     row_pairs,
     row_words,
+    scale_floats,
     transpose,
+    unscaled,
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
@@ -80,7 +82,7 @@ class Scratch(NamedTuple):
     width: Any  # (1) lanes in use, rounded up to panels
 
 
-@numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@njit
 def make_scratch(call, x, wide):
     """``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
     m, n = round_up(call.block_m, PANEL), round_up(call.block_n, 8)
@@ -142,6 +144,17 @@ def dot_float64(x, y, n):
 
 
 @uncounted
+def is_plain(call):
+    return call.softcap == 0 and not call.has_alibi and not call.has_bias
+
+
+@uncounted
+def score_scale(call):
+    """What q.k is multiplied by: scores are in base 2, but in natural units for softcap, ALiBi and bias."""
+    return call.scale * LOG2E if is_plain(call) else call.scale
+
+
+@uncounted
 def extremes(x, start, stop):
     least = most = x[start]
     for c in range(start + 1, stop):
@@ -178,6 +191,7 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
         w.lse2[c] = np.inf
         w.delta[c] = 0
     transpose(w.qt, w.q, width, row_words(w.q, call.head_dim))
+    scale_floats(w.qt, row_words(w.q, call.head_dim), width, score_scale(call))
     transpose(w.dot, w.do, width, row_words(w.do, call.head_dim_v))
     pair_rows(w.q_pairs, w.q, width)
     pair_rows(w.do_pairs, w.do, width)
@@ -232,7 +246,7 @@ def _plain_gradients(w, call, first, n_keys):
         rows = round_up(n_keys, 8)
         words = round_up(words_of(w.q, call.head_dim), STEPS)
         words_v = round_up(words_of(w.q, call.head_dim_v), STEPS)
-        scale = np.float32(call.scale * LOG2E)
+        scale = np.float32(unscaled(w.q, score_scale(call)))
         for i in range(w.width[0] // PANEL):
             lane = i * PANEL
             start = max(w.span[i, 0] - first, 0) // 8 * 8
@@ -260,15 +274,15 @@ def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
     words, words_v = words_of(w.q, call.head_dim), words_of(w.q, call.head_dim_v)
     gemm_rows(w.s, 0, ld, w.k, 0, w.k.shape[1], w.qt, 0, w.qt.shape[1], rows, width, words, False)
     gemm_rows(w.dp, 0, ld, w.v, 0, w.v.shape[1], w.dot, 0, w.dot.shape[1], rows, width, words_v, False)
-    plain = call.softcap == 0 and not call.has_alibi and not call.has_bias
-    scale = like(w.lse2[0], call.scale * LOG2E if plain else call.scale)
-    for j in range(n_keys):
-        s = w.s[j]
-        for c in range(width):
-            s[c] *= scale
+    scale = like(w.lse2[0], unscaled(w.q, score_scale(call)))
+    if scale != 1:
+        for j in range(n_keys):
+            s = w.s[j]
+            for c in range(width):
+                s[c] *= scale
     if call.softcap > 0:
         cap_scores(w.s, call.softcap, n_keys, width, w.slope, True)
-    if not plain:
+    if not is_plain(call):
         offset = sequences[b, 3] - sequences[b, 1]
         finish_scores(w.s, call, b, first, n_keys, n, width, w.head, w.query, offset, alibi, bias)
     mask_scores(w.s, first, n_keys, width, w.low, w.top)
