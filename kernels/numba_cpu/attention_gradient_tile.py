@@ -31,6 +31,7 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     row_words,
     scale_floats,
     transpose,
+    uncounted,
     unscaled,
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import (
