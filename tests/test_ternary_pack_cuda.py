@@ -29,8 +29,7 @@ LINES = [(1, 1), (6, 67), (9, 31), (4, 160), (3, 128), (2, 4500), (1, 20500)]
 SHAPES = dict.fromkeys(("w2", "hf_bitnet", "planes", "base3"), LINES) | {
     "i2_s": [(2, 192), (3, 128), (1, 65664)],
     "bitnet_gpu": [(16, 32), (48, 160), (16, 1056)],
-    # a block; less than a warp takes; more, across rows
-    **{name: [(1, 256), (3, 512), (3, 3328)] for name in ("tq1_0", "tq2_0")},
+    **{name: [(1, 256), (3, 512), (3, 3328)] for name in ("tq1_0", "tq2_0")},  # a block; fewer than 32; more
     "q2_0": [(1, 64), (5, 128), (3, 704)],
     "tl1": [(256, 128), (512, 256)],
     "tl2": [(256, 96), (256, 160), (512, 64)],  # triples, triples and pairs, an odd number of tiles of pairs
