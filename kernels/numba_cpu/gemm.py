@@ -91,9 +91,7 @@ def matmul(
 def tile_shape(m: int, n: int) -> tuple[int, int]:
     """Rows and columns of a tile: ROWS x COLUMNS or a little less: even, and some for every thread."""
     columns = _even(n, COLUMNS, 64)
-    rows = (
-        ROWS if n > 64 else 32
-    )  # long blocks of K: A stays in L2 (16 tokens: 14 ms against 17)
+    rows = ROWS if n > 64 else 32  # long blocks of K: A stays in L2 (16 tokens: 14 ms against 17)
     while rows > 32 and -(-m // rows) * -(-n // columns) < TASKS_PER_THREAD * thread_count():
         rows //= 2
     return _even(m, rows, MR), columns
