@@ -24,7 +24,6 @@ from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.ir.target import round_up
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -93,49 +92,6 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
 
 
 @njit
-def pack_lanes(dst, x, call, b, q_start, n, width, head, query, dim, scale):
-    """dst[d, c] = scale * x[query c, d]: the transposed operand; zero in unused lanes."""
-    kb = 0 if call.packed else b
-    for c in range(width):
-        if c < n:
-            source = read_row(x, (kb, q_start + query[c], head[c]))
-            for d in range(dim):
-                dst[d, c] = load(source, d) * scale
-        else:
-            for d in range(dim):
-                dst[d, c] = 0
-
-
-@njit
-def pack_keys(dst, x, table, call, b, k_start, head_kv, first, n, dim):
-    """dst[j, d] = x[key first + j, d], zero where padded. dst has a spare last row. True if all are finite."""
-    padded = dst.shape[1]
-    check = dst[dst.shape[0] - 1]  # a spare row: 0, or NaN once a NaN or an infinity came by
-    for d in range(dim):
-        check[d] = 0
-    for j in range(n):
-        key = first + j
-        if call.page_size > 0:
-            source = read_row(x, (table[b, key // call.page_size], key % call.page_size, head_kv))
-        else:
-            source = read_row(x, (0 if call.packed else b, k_start + key, head_kv))
-        row = dst[j]
-        for d in range(dim):
-            value = load(source, d)
-            row[d] = value
-            check[d] += value * like(value, 0.0)
-        for d in range(dim, padded):
-            row[d] = 0
-    for j in range(n, round_up(n, 8)):
-        for d in range(padded):
-            dst[j, d] = 0
-    for d in range(dim):
-        if check[d] != 0:
-            return False
-    return True
-
-
-@njit
 def cap_scores(s, softcap, n, width, slope, keep_slope):
     """s = softcap * tanh(s / softcap); on request also the slope 1 - tanh^2 that the gradient needs."""
     cap = like(s[0, 0], softcap)
@@ -201,25 +157,3 @@ def mask_block(s, visible, call, b, key, n, lanes, head, query):
         if not visible[b, head[c], query[c] // call.block_q, key // call.block_k]:
             for j in range(n):
                 s[j, c] = -np.inf
-
-
-@njit
-def gemm_careful(c, a, b, m, n, k):
-    """C[m, n] += A[k, m] B[k, n] without the terms whose factor B is 0: there A may be NaN or inf."""
-    for kk in range(k):
-        for j in range(n):
-            weight = b[kk, j]
-            if weight != 0:
-                for i in range(m):
-                    c[i, j] += a[kk, i] * weight
-
-
-@njit
-def gemm_careful_rows(c, a, b, m, n, k):
-    """C[m, n] += A[m, k] B[k, n] without the terms whose factor A is 0: there B may be NaN or inf."""
-    for i in range(m):
-        for kk in range(k):
-            weight = a[i, kk]
-            if weight != 0:
-                for j in range(n):
-                    c[i, j] += weight * b[kk, j]

@@ -1,15 +1,16 @@
 """Vector micro-kernels, emitted as LLVM IR through Numba intrinsics: what Numba's loops cannot express.
 
-===============  ====================================================================================
-target           what Numba's target offers: vector width, native bfloat16 and int8 dot products
-build            small helpers on an IR builder: loads, splats, shuffles, fused multiply-adds
-memory           scratch arrays on cache-line boundaries
-gemm             C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
-softmax          scores of a tile of keys become weights, maximum and sum move along
-decode           attention over a cache: scores, maxima, sums, weighted rows
-decode_rows      how 16-bit rows become vectors there
-codes, ternary   2-bit codes times int8 or floats
-===============  ====================================================================================
+==================  =================================================================================
+target              what Numba's target offers: vector width, native bfloat16 and int8 dot products
+build               small helpers on an IR builder: loads, splats, shuffles, fused multiply-adds
+memory              scratch arrays on cache-line boundaries, stores past the caches, rows fetched ahead
+gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
+softmax             scores of a tile of keys become weights, maximum and sum move along
+attention_gradient  S and dP of a tile of keys become P and dS in registers
+decode              attention over a cache: scores, maxima, sums, weighted rows
+decode_rows         how 16-bit rows become vectors there
+codes, ternary      2-bit codes times int8 or floats
+==================  =================================================================================
 
 One generator serves 64, 32 and 16 byte vectors; a target that Numba names otherwise (ARM) gets 16 bytes of
 generic IR. The disk cache hashes these files too: an edited generator makes new machine code.
