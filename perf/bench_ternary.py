@@ -125,7 +125,7 @@ def gradients(m: int, n: int, k: int, dtype: str) -> Case:
 
     return Case(
         op="ternary",
-        name="matmul backward",
+        name="matmul backward, int8 activations",
         shape=f"{m} x {k} x {n}",
         dtype=dtype,
         flops=4.0 * m * n * k,

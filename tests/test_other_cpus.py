@@ -51,9 +51,8 @@ def run(command, env):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "cpu", [pytest.param(c, marks=() if c == "generic" else pytest.mark.slow) for c in CPUS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", CPUS)
 def test_every_op(cpu, tmp_path):
     env, vector = environment(cpu, tmp_path)
     assert int(run(["-c", SMALL_CALLS, str(vector)], env)) > 12

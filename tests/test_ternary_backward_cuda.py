@@ -113,7 +113,7 @@ def test_scales_beyond_float16(largest, rng):
     assert (np.abs(dx.astype(float) - exact) <= rounding + 2.0**-25).all()
 
 
-@pytest.mark.parametrize("which", ["raw", "numba"])
+@pytest.mark.parametrize("which", ["raw", pytest.param("numba", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_what_is_not_finite_shows(dtype, which, rng):
     """An infinite gradient stays one; a token that is not finite makes dw NaN, and dx does not depend on it."""

@@ -30,7 +30,9 @@ SCALES = {
 
 def quick_on_emulator(raw):
     """Levels that run on the emulator by default; test_ternary_backward_cuda.py has more of the CUDA C++ kernels."""
-    return {"test_gradients": {"m": {7, 9}, "activations": {"int8"}}}
+    dtypes = {"float32", "bfloat16"} if raw else {"float32"}
+    quick = {dtype for dtype in DTYPES if np.dtype(dtype).name in dtypes}
+    return {"test_gradients": {"m": {7, 9}, "activations": {"int8"}, "dtype": quick}}
 
 
 def matrix(rng, n, k, kind="tensor", format="w2"):
@@ -147,7 +149,13 @@ def test_blocks_of_rows_make_no_difference(rng, monkeypatch):
 # --- the layer -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+QUICK_FIRST = [
+    pytest.param(d, marks=() if np.dtype(d).name in ("float32", "bfloat16") else pytest.mark.slow)
+    for d in DTYPES
+]
+
+
+@pytest.mark.parametrize("dtype", QUICK_FIRST, ids=str)
 @pytest.mark.parametrize("activations", ["int8", "native"])
 def test_the_layer_is_the_product_and_the_bias(dtype, activations, rng):
     w, bias = matrix(rng, 5, 64), random(rng, (5,), np.float32)

@@ -196,7 +196,7 @@ def test_codes_stay_on_the_gpu(cupy, rng, monkeypatch):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name_of_backend", ["raw", "numba"])
+@pytest.mark.parametrize("name_of_backend", ["raw", pytest.param("numba", marks=pytest.mark.slow)])
 def test_a_matrix_on_a_gpu_is_converted_there(cupy, rng, monkeypatch, name_of_backend):
     w = random(rng, (256, 256), np.float32)
     t, scale = reference.ternary_quantize(w, group_size=128)
