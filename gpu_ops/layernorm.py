@@ -135,10 +135,11 @@ def layernorm(
     def run() -> Any:
         with arrays.on(choice) as on:
             y, s, *stats = compute(on)
-            results = [arrays.give(y) if out is None else out]
-            results += [] if s is None else [arrays.give(s) if residual_out is None else residual_out]
-            results += map(arrays.give, stats) if return_stats else []
-        return results[0] if len(results) == 1 else tuple(results)
+            return norm.returned(
+                arrays.give(y) if out is None else out,
+                arrays.give(s) if s is not None and residual_out is None else residual_out,
+                *(map(arrays.give, stats) if return_stats else ()),
+            )
 
     def again() -> Callable[..., Any]:
         new = Arrays(name).new
@@ -154,8 +155,7 @@ def layernorm(
             **_: Any,
         ) -> Any:
             y, s, *stats = normalise(None, new, x, weight, bias, residual, out, residual_out)
-            results = (y, *(() if s is None else (s,)), *(stats if return_stats else ()))
-            return y if len(results) == 1 else results
+            return norm.returned(y, s, *(stats if return_stats else ()))
 
         return layernorm
 

@@ -13,7 +13,7 @@ from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice
 from gpu_ops.errors import OptionError, ShapeError
 
-__all__ = ["cannot", "config", "outs", "statistics", "validate"]
+__all__ = ["cannot", "config", "outs", "returned", "statistics", "validate"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
@@ -41,6 +41,12 @@ def outs(
         arrays.write("out", out, x.shape, x.dtype, in_place="x", rows=True),
         arrays.write("residual_out", residual_out, x.shape, x.dtype, in_place="residual", rows=True),
     )
+
+
+def returned(*results: Any) -> Any:
+    """Those that are not None: one alone, or a tuple."""
+    given = tuple(x for x in results if x is not None)
+    return given[0] if len(given) == 1 else given
 
 
 def statistics(x: Array) -> np.dtype[Any]:

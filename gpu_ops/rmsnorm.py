@@ -144,10 +144,11 @@ def rmsnorm(
     def run() -> Any:
         with arrays.on(choice) as on:
             y, s, rstd = compute(on)
-            results = [arrays.give(y) if out is None else out]
-            results += [] if s is None else [arrays.give(s) if residual_out is None else residual_out]
-            results += [arrays.give(rstd)] if return_rstd else []
-        return results[0] if len(results) == 1 else tuple(results)
+            return norm.returned(
+                arrays.give(y) if out is None else out,
+                arrays.give(s) if s is not None and residual_out is None else residual_out,
+                arrays.give(rstd) if return_rstd else None,
+            )
 
     def again() -> Callable[..., Any]:
         new = Arrays(name).new
@@ -162,8 +163,7 @@ def rmsnorm(
             **_: Any,
         ) -> Any:
             y, s, rstd = normalise(None, new, x, weight, residual, out, residual_out)
-            results = (y, *(() if s is None else (s,)), *((rstd,) if return_rstd else ()))
-            return y if len(results) == 1 else results
+            return norm.returned(y, s, rstd if return_rstd else None)
 
         return rmsnorm
 

@@ -178,7 +178,7 @@ def test_explain_tells_the_launches(rng):
 def test_instructions_per_product(scaled, arch):
     """Beside one product of the tensor cores a warp of the largest tile issues little that integer units do.
 
-    A step is 64 products; mma.sync of sm_80 takes 8 clocks each, in which the integer units issue 4.
+    A step is 64 products; mma.sync of sm_80 takes 8 clocks each, in which the integer units start 4 instructions.
     """
     kernel = kernels._kernel("bfloat16", "bfloat16", scaled, True, backward_tiles(2)[0])
     counts = loop(kernel, arch, "HMMA", 64)
