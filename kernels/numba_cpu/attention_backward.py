@@ -27,7 +27,6 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     optional_types,
     statistics,
 )
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import uncounted, word
 from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, add_products_carefully
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     any_gradients,
@@ -40,12 +39,13 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     pair_gradients,
     plain_gradients,
 )
+from gpu_ops.kernels.numba_cpu.attention_operands import operand
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, round_up
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -178,7 +178,7 @@ def attention_backward(
     dq, dk, dv, delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
     wide = dk_parts.dtype.type(0)
-    w = make_scratch(call, word(q, wide), wide)
+    w = make_scratch(call, operand(q, wide), wide)
     block_m, dim, dim_v = call.block_m, dk_parts.shape[3], dv_parts.shape[3]
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
@@ -310,7 +310,7 @@ def attention_backward_bias(
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
     owned = blocks if queries > 1 else 1
     wide = dbias.dtype.type(0)
-    w = make_scratch(call, word(q, wide), wide)
+    w = make_scratch(call, operand(q, wide), wide)
     task = claim(state)
     while task < n_tasks:
         start = task % owned

@@ -32,7 +32,6 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     Work,
     add_block,
     finish_scores,
-    inner,
     mask_scores,
     place_rows,
     score_block,
@@ -45,7 +44,7 @@ from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, to_slots
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
@@ -216,7 +215,7 @@ def work(call, tile, heads_kv, q, part_out):
     )
 
 
-@inner
+@uncounted
 def pack_queries(w, q, call, heads_kv, b, q_start, n):
     """Row r of w.q = scale * q of row r in the order of the vectors; zero where nothing is."""
     plain = call.softcap == 0 and not call.has_alibi  # scores in base 2 at once
@@ -228,7 +227,7 @@ def pack_queries(w, q, call, heads_kv, b, q_start, n):
             to_slots(q, w.q[kv * call.block_m + r], source, call.head_dim, scale)
 
 
-@inner
+@uncounted
 def attend(
     w, tile, call, heads_kv, ahead, k, v, table, alibi, b, first_kv, n, sequences, first, last, careful
 ):

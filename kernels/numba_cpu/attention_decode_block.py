@@ -3,17 +3,13 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
 from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, score_keys, subtract_max
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
-
-# Called by compiled code only: half a second less to compile. Borrows its arrays: counting references
-# (atomic, 11 arrays of Work per call) took a third of the time.
-inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 
 class Work(NamedTuple):
@@ -32,7 +28,7 @@ class Work(NamedTuple):
     high: Any
 
 
-@inner
+@uncounted
 def place_rows(at, x, table, call, b, start, head_kv, first, n):
     """at[j] = address of the row of key first + j; the last one fills the rest of the block."""
     address = np.int64(x.ctypes.data) + head_kv * x.strides[2]
@@ -54,7 +50,7 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
         at[j] = at[n - 1]
 
 
-@inner
+@uncounted
 def score_block(w, tile, k, call, heads_kv, padded, ahead):
     """s = Q K^T for all KV heads, in the order of memory."""
     rows, keys = len(tile), w.row_max.shape[1] // len(tile)
@@ -69,7 +65,7 @@ def score_block(w, tile, k, call, heads_kv, padded, ahead):
             )
 
 
-@inner
+@uncounted
 def weigh_block(w, tile, padded):
     """Scores become weights, and the sums of weights grow."""
     rows, width, s_stride = len(tile), w.row_max.shape[1], w.s.shape[1]
@@ -82,7 +78,7 @@ def weigh_block(w, tile, padded):
         add_weights(w.s, t * s_stride, n, w.row_sum, t * width)
 
 
-@inner
+@uncounted
 def sum_values(w, tile, v, call, heads_kv, padded, ahead):
     """part = p V for all KV heads, in the order of memory."""
     rows, keys = len(tile), w.row_max.shape[1] // len(tile)
@@ -97,7 +93,7 @@ def sum_values(w, tile, v, call, heads_kv, padded, ahead):
             add_values(tile, v, w.places, at, shift, later, w.s, p_at, w.part, o_at, stride, call.head_dim_v)
 
 
-@inner
+@uncounted
 def add_block(w, rows, padded):
     """O = O * alpha + part."""
     for row in range(w.o.shape[0]):
@@ -106,7 +102,7 @@ def add_block(w, rows, padded):
             total[i] = total[i] * alpha + part[i]
 
 
-@inner
+@uncounted
 def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
     """softcap and ALiBi on scores in natural units; leaves them in base 2."""
     tiles = call.block_m // rows
@@ -127,7 +123,7 @@ def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
             row[i] *= like(row[0], LOG2E)
 
 
-@inner
+@uncounted
 def mask_scores(w, call, rows, first, n_keys, padded, n):
     """-inf where a row does not see a key."""
     tiles = call.block_m // rows
@@ -142,7 +138,7 @@ def mask_scores(w, call, rows, first, n_keys, padded, n):
         row[n_keys * rows : padded * rows] = -np.inf
 
 
-@inner
+@uncounted
 def values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, first, n_keys, n):
     """part = p V over visible keys only, none with weight 0, so that what is not finite in V shows."""
     tiles = call.block_m // rows

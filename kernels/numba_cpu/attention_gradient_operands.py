@@ -13,23 +13,14 @@ For floats a word is one element: rows and row pairs are then the same array.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import inner
-
-# What kernels call with arrays that it neither makes nor keeps: it compiles in less time without counting references.
-uncounted = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
-
-
-def word(x, wide):
-    """A zero of the type that rows of array ``x`` are multiplied as; ``wide``: a zero to compute in."""
-    raise TypeError("compiled code only")
+from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
+from gpu_ops.kernels.numba_cpu.jit import inner, uncounted
 
 
 def packing(a):
@@ -80,13 +71,6 @@ def pair_tile(target, source, rows, width):
 def pair_tile_keys(target, source, rows, width):
     """Round a (keys, queries) tile to words of neighbouring keys."""
     raise TypeError("compiled code only")
-
-
-@overload(word)
-def _word(x, wide):
-    if x.dtype == types.uint16 and DOT_BFLOAT16:
-        return lambda x, wide: np.uint32(0)
-    return lambda x, wide: wide
 
 
 def _pairs(a):

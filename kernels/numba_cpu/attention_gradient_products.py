@@ -4,11 +4,12 @@ The products of dK and dV take, per group of keys, the panels that see one of th
 panel, the keys that some lane of it sees. Neighbours with the same range go together.
 """
 
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing, uncounted
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 KEY_GROUP = 32  # keys that share a range of panels
 

@@ -31,7 +31,6 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     row_words,
     scale_floats,
     transpose,
-    uncounted,
     unscaled,
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import (
@@ -48,7 +47,7 @@ from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, STEPS, score_
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.jit import inner
+from gpu_ops.kernels.numba_cpu.jit import inner, uncounted
 
 
 class Scratch(NamedTuple):
