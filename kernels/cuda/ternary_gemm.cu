@@ -357,12 +357,11 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
 }
 
 #if DIVIDED
-// A thread has four rows of weights of a token.
+// A thread has four rows of weights of a token. Fewer tiles than SMs hold them all: 32 bits count the threads.
 extern "C" __global__ void __launch_bounds__(256)
 ternary_gemm_sum(const total* parts, const float* scale, const int* sums, const double* inverse, out_scalar* y,
                  const __grid_constant__ TernaryShape shape) {
-    const int across = (shape.n + 3) / 4;
-    const long long i = blockIdx.x * 256ll + threadIdx.x;
+    const unsigned across = (shape.n + 3u) / 4, i = blockIdx.x * 256 + threadIdx.x;
     const int token = i / across, row = i % across * 4;
     if (token >= shape.tokens) return;
     const Finish finish(scale, row, shape);
