@@ -15,7 +15,6 @@ would find 8 of its columns in one set of the L1 cache. The rows of the next til
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 
@@ -23,9 +22,7 @@ from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bflo
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
-
-# Called by compiled code only: an entry point from Python for each takes long to compile.
-inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 
 def operand(x, wide):
@@ -176,14 +173,15 @@ def _exponents(x):
     return of_pair
 
 
-@inner
-def key_row(x, table, call, b, k_start, head_kv, key):
+@uncounted
+def key_at(table, call, b, k_start, head_kv, key):
+    """Index of the row of ``key`` in K and V."""
     if call.page_size > 0:
-        return read_row(x, (table[b, key // call.page_size], key % call.page_size, head_kv))
-    return read_row(x, (0 if call.packed else b, k_start + key, head_kv))
+        return np.int64(table[b, key // call.page_size]), key % call.page_size, head_kv
+    return 0 if call.packed else b, k_start + key, head_kv
 
 
-@inner
+@uncounted
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     """Fill the panels of ``n`` lanes; zero in lanes without a query. ``rows`` holds a vector's rows on their way."""
     width, depth = rows.shape[0], rows.shape[1]
@@ -202,28 +200,28 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
             copy_transposed(qt, at + d * nr, nr, rows, d, depth)
 
 
-@inner
+@uncounted
 def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
     """Rows first..first + n - 1 of K; those of the next tile up to ``last`` come into the cache."""
     for j in range(n):
-        put_row(kt[j], key_row(k, table, call, b, k_start, head_kv, first + j), call.head_dim)
+        put_row(kt[j], read_row(k, key_at(table, call, b, k_start, head_kv, first + j)), call.head_dim)
         ahead = min(first + n + j, last)
-        prefetch_row(key_row(k, table, call, b, k_start, head_kv, ahead), call.head_dim)
+        prefetch_row(read_row(k, key_at(table, call, b, k_start, head_kv, ahead)), call.head_dim)
 
 
-@inner
+@uncounted
 def pack_values(vt, v, table, call, b, k_start, head_kv, first, n, last):
     """The same of V, one row more for an odd ``n``. Returns whether all are finite."""
     for j in range(0, n, 2):
-        even = key_row(v, table, call, b, k_start, head_kv, first + j)
-        odd = key_row(v, table, call, b, k_start, head_kv, first + min(j + 1, n - 1))
+        even = read_row(v, key_at(table, call, b, k_start, head_kv, first + j))
+        odd = read_row(v, key_at(table, call, b, k_start, head_kv, first + min(j + 1, n - 1)))
         put_values(vt, j, even, odd, call.head_dim_v)
         for i in range(2):
             ahead = min(first + n + j + i, last)
-            prefetch_row(key_row(v, table, call, b, k_start, head_kv, ahead), call.head_dim_v)
+            prefetch_row(read_row(v, key_at(table, call, b, k_start, head_kv, ahead)), call.head_dim_v)
     largest = exponents(vt[0, 0])
-    flat = vt.ravel()
-    for i in range(steps(vt, n) * vt.shape[1]):
-        bits = exponents(flat[i])
-        largest = bits if bits > largest else largest
+    for j in range(steps(vt, n)):
+        for x in vt[j]:
+            bits = exponents(x)
+            largest = bits if bits > largest else largest
     return largest < infinite(largest)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_operands import element, inner, is_pairs, operand, steps, weights
+from gpu_ops.kernels.numba_cpu.attention_operands import element, is_pairs, operand, steps, weights
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LN2,
     LOG2E,
@@ -30,6 +30,7 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns, gem
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
+from gpu_ops.kernels.numba_cpu.jit import counted, uncounted
 
 
 class Work(NamedTuple):
@@ -53,7 +54,7 @@ class Work(NamedTuple):
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
 
-@inner
+@counted
 def make_work(call, k, wide):
     unit = operand(k, wide)
     sample, s = (
@@ -87,7 +88,7 @@ def make_work(call, k, wide):
     )
 
 
-@inner
+@uncounted
 def start_block(w, call, group, block, q_len, k_len):
     """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
@@ -107,7 +108,7 @@ def start_block(w, call, group, block, q_len, k_len):
     return n, first, last
 
 
-@inner
+@uncounted
 def factors(call, p):
     """softmax_scale in two parts: what Q is multiplied by, and the scores in the softmax.
 
@@ -119,7 +120,7 @@ def factors(call, p):
     return scale, 1.0
 
 
-@inner
+@uncounted
 def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible):
     """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
 
@@ -162,13 +163,13 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
             add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 
 
-@inner
+@uncounted
 def is_plain(call):
     """Whether scores are q.k times softmax_scale and nothing else."""
     return call.softcap == 0 and not call.has_alibi and not call.has_bias
 
 
-@inner
+@uncounted
 def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offset, alibi, bias, visible):
     """Whatever turns products into scores, and masks."""
     start = panel * w.s.shape[1]
@@ -189,7 +190,7 @@ def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offse
         mask_block(w.s, visible, call, b, first, n_keys, stop - start, head, query)
 
 
-@inner
+@uncounted
 def rescale(ot, first, n, width, alpha):
     for d in range(first, first + n):
         row = ot[d]
@@ -197,7 +198,7 @@ def rescale(ot, first, n, width, alpha):
             row[c] *= alpha[c]
 
 
-@inner
+@uncounted
 def scale_scores(s, n, width, factor):
     if factor != 1:
         for j in range(n):
@@ -205,7 +206,7 @@ def scale_scores(s, n, width, factor):
                 s[j, c] *= factor
 
 
-@inner
+@uncounted
 def keep_visible(s, n, width, factor, row_max):
     """No visible key gets weight 0: its non-finite value must show."""
     for c in range(width):
@@ -218,7 +219,7 @@ def keep_visible(s, n, width, factor, row_max):
                 s[j, c] = least
 
 
-@inner
+@uncounted
 def add_carefully(ot, vt, p, dim, width, n):
     """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
     for j in range(n):
@@ -229,7 +230,7 @@ def add_carefully(ot, vt, p, dim, width, n):
                     ot[d, c] += element(vt, j, d) * weight
 
 
-@inner
+@uncounted
 def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse):
     """O and lse of the block's lanes, or of its part of the keys."""
     factor = factors(call, w.p)[1] if is_plain(call) else 1.0
@@ -267,7 +268,7 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
                 put_output(write_row(out, (ob, q_start + i, h)), w.o_rows[c])
 
 
-@inner
+@uncounted
 def put_output(to, row):
     for d in range(len(to)):
         store(to, d, row[d])

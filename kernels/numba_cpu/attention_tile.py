@@ -19,11 +19,11 @@ Scores are kept in base 2 (softmax_scale * log2 e is folded into Q), -inf where 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -64,7 +64,7 @@ _TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
 CALL = types.NamedTuple([_TYPE[kind] for kind in Call.__annotations__.values()], Call)
 
 
-@njit
+@uncounted
 def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     """Fill the lanes of a row block; returns (lanes used, first and last key that any lane sees).
 
@@ -91,7 +91,7 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     return n, first, last
 
 
-@njit
+@uncounted
 def cap_scores(s, softcap, n, width, slope, keep_slope):
     """s = softcap * tanh(s / softcap); on request also the slope 1 - tanh^2 that the gradient needs."""
     cap = like(s[0, 0], softcap)
@@ -105,7 +105,7 @@ def cap_scores(s, softcap, n, width, slope, keep_slope):
                 slope_row[c] = like(t, 1.0) - t * t
 
 
-@njit
+@uncounted
 def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi, bias):
     """ALiBi and bias on scores in natural units; leaves them in base 2."""
     if call.has_alibi:
@@ -130,7 +130,7 @@ def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi
             row[c] *= log2e
 
 
-@njit
+@uncounted
 def mask_scores(s, first, n, width, low, high):
     """-inf where lane c does not see key first + j."""
     for j in range(n):
@@ -141,7 +141,7 @@ def mask_scores(s, first, n, width, low, high):
             row[c] = row[c] if seen else -np.inf
 
 
-@njit
+@uncounted
 def block_visibility(visible, call, b, key, lanes, head, query):
     """How a block mask treats one block of keys: 0 no lane sees it, 1 some lanes, 2 all."""
     first = visible[b, head[0], query[0] // call.block_q, key // call.block_k]
@@ -151,7 +151,7 @@ def block_visibility(visible, call, b, key, lanes, head, query):
     return 2 if first else 0
 
 
-@njit
+@uncounted
 def mask_block(s, visible, call, b, key, n, lanes, head, query):
     for c in range(lanes):
         if not visible[b, head[c], query[c] // call.block_q, key // call.block_k]:

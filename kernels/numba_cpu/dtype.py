@@ -21,13 +21,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import types
 from numba.core.cgutils import unpack_tuple
 from numba.core.registry import cpu_target
 from numba.core.typing import signature
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array, populate_array
+
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 _BITS = {np.dtype(np.float16): np.int16, np.dtype(ml_dtypes.bfloat16): np.uint16}
 
@@ -169,7 +170,7 @@ def _like(value, constant):
     return lambda value, constant: np.float32(constant)
 
 
-@njit
+@uncounted
 def float32_of_bfloat16(x):
     return as_float32(np.uint32(x) << np.uint32(16))
 
@@ -213,7 +214,7 @@ def _half_of_float32(typingctx, x):
     return signature(types.int16, types.float32), codegen
 
 
-@njit
+@uncounted
 def _float32_of_float16_bits(x):
     h = np.uint32(np.uint16(x))
     # The exponent bias differs by 112; multiplying by 2^112 also makes subnormals right.
@@ -223,7 +224,7 @@ def _float32_of_float16_bits(x):
     return as_float32(u | ((h & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@njit
+@uncounted
 def _float16_bits_of_float32(x):
     u = as_uint32(x)
     a = u & np.uint32(0x7FFFFFFF)

@@ -20,11 +20,11 @@ give garbage, so a kernel that uses this module must not have it (jit.CONTRACT i
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import as_float32, as_float64, as_int64, as_uint32
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 _ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
 _ROUND64 = 1.5 * 2.0**52
@@ -63,23 +63,23 @@ def _exp(x):
     return (lambda x: exp_float64(x)) if x == types.float64 else (lambda x: exp_float32(x))
 
 
-@njit
+@uncounted
 def _clamp(x, low, high):
     """NaN passes through, unlike min(max(...))."""
     return low if x < low else (high if x > high else x)
 
 
-@njit
+@uncounted
 def _scale32(p, rounded):
     return p * as_float32((as_uint32(rounded) + np.uint32(127)) << np.uint32(23))
 
 
-@njit
+@uncounted
 def _scale64(p, rounded):
     return p * as_float64((as_int64(rounded) + np.int64(1023)) << np.int64(52))
 
 
-@njit
+@uncounted
 def exp2_float32(x):
     x = _clamp(x, np.float32(-127.0), np.float32(128.0))  # their exponent bits read 0 and inf
     rounded = x + _ROUND32
@@ -94,7 +94,7 @@ def exp2_float32(x):
     return _scale32(p, rounded)
 
 
-@njit
+@uncounted
 def exp2_float64(x):
     x = _clamp(x, -1023.0, 1024.0)
     rounded = x + _ROUND64
@@ -114,7 +114,7 @@ def exp2_float64(x):
     return _scale64(p, rounded)
 
 
-@njit
+@uncounted
 def exp_float32(x):
     x = _clamp(x, np.float32(-88.1), np.float32(88.8))
     rounded = x * np.float32(_LOG2E) + _ROUND32
@@ -130,7 +130,7 @@ def exp_float32(x):
     return _scale32(p, rounded)
 
 
-@njit
+@uncounted
 def exp_float64(x):
     x = _clamp(x, -709.4, 710.0)
     rounded = x * _LOG2E + _ROUND64
@@ -152,7 +152,7 @@ def exp_float64(x):
     return _scale64(p, rounded)
 
 
-@njit
+@uncounted
 def tanh_float32(x):
     z = x * x  # odd series below 0.625, where 1 - 2 / (e^2x + 1) would cancel
     p = np.float32(-5.70498872745e-3)
@@ -165,7 +165,7 @@ def tanh_float32(x):
     return small if z < np.float32(0.390625) else large
 
 
-@njit
+@uncounted
 def tanh_float64(x):
     z = x * x
     p = (-0.964399179425052238628 * z - 99.2877231001918586564) * z - 1614.68768441708447952

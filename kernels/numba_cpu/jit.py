@@ -40,6 +40,7 @@ __all__ = [
     "build_id",
     "cache_dir",
     "compute",
+    "counted",
     "elementwise",
     "inner",
     "kernel",
@@ -59,8 +60,9 @@ CONTRACT = frozenset({"contract"})
 _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
 elementwise = numba.njit(fastmath=set(CONTRACT), **_WITHIN)
-# For what borrows its arrays, neither making nor keeping any: counting references (atomic, 11 arrays per call) took a
-# third of decoding's time, and takes time to compile.
+# What makes arrays is ``counted``. What borrows them, neither making nor keeping any, need not: counting references
+# (atomic, 11 arrays per call) took a third of decoding's time, and takes time to compile.
+counted = numba.njit(**_WITHIN)
 uncounted = numba.njit(_nrt=False, **_WITHIN)
 
 KERNELS: list[Kernel] = []

@@ -20,13 +20,13 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
 from numba.core import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, number, prefetch, splat
 from gpu_ops.kernels.numba_cpu.ir.target import MR, VECTOR_BYTES, lanes
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 _I64 = ir.IntType(64)
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
@@ -193,7 +193,7 @@ def _copy(transposed: bool) -> Any:
 copy_vector, copy_transposed = _copy(False), _copy(True)
 
 
-@njit
+@uncounted
 def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
     width = lanes(c)
@@ -206,7 +206,7 @@ def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
             _rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
 
 
-@njit
+@uncounted
 def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[k, m] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
     width = lanes(c)

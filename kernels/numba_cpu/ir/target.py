@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from numba import njit
 from numba.core.registry import cpu_target
 from numba.extending import overload
+
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
@@ -25,6 +26,6 @@ def _lanes(x):
     return lambda x: width
 
 
-@njit
+@uncounted
 def round_up(n, step):
     return (n + step - 1) // step * step
