@@ -1,4 +1,4 @@
-"""exp2 and exp as polynomials: plain arithmetic that LLVM turns into vector code.
+"""exp2 and tanh as polynomials: plain arithmetic that LLVM turns into vector code.
 
 NumPy's and libm's exp are scalar calls inside a Numba loop, five times slower. Split the argument into
 an integer n and a remainder in [-1/2, 1/2] (in units of log 2); a polynomial gives the remainder's part
@@ -38,11 +38,6 @@ def exp2(x):
     raise TypeError("compiled code only")
 
 
-def exp(x):
-    """e**x for float32 or float64."""
-    raise TypeError("compiled code only")
-
-
 def tanh(x):
     """Hyperbolic tangent of float32 or float64, small results to full relative accuracy."""
     raise TypeError("compiled code only")
@@ -56,11 +51,6 @@ def _tanh(x):
 @overload(exp2)
 def _exp2(x):
     return (lambda x: exp2_float64(x)) if x == types.float64 else (lambda x: exp2_float32(x))
-
-
-@overload(exp)
-def _exp(x):
-    return (lambda x: exp_float64(x)) if x == types.float64 else (lambda x: exp_float32(x))
 
 
 @uncounted

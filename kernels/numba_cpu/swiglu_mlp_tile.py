@@ -10,9 +10,9 @@ import numpy as np
 from numba import njit
 from numba.extending import overload
 
-from gpu_ops.kernels.numba_cpu import swiglu
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
 from gpu_ops.kernels.numba_cpu.gemm import multiply_columns, multiply_rows, tile_size
+from gpu_ops.kernels.numba_cpu.ir import gated
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import lanes
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
@@ -20,38 +20,32 @@ from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows,
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_silu, _gelu, _gelu_tanh = (gated.forward[name] for name in ACTIVATIONS)
+_silu_backward, _gelu_backward, _gelu_tanh_backward = (gated.backward_hidden[name] for name in ACTIVATIONS)
 
 
 @njit
 def activate(activation, h, gate, up):
     """One row; h may be gate."""
     if activation == 0:
-        for j in range(len(h)):
-            h[j] = swiglu.silu(gate[j]) * up[j]
+        _silu((h,), (gate, up), False)
     elif activation == 1:
-        for j in range(len(h)):
-            h[j] = swiglu.gelu(gate[j]) * up[j]
+        _gelu((h,), (gate, up), False)
     else:
-        for j in range(len(h)):
-            h[j] = swiglu.gelu_tanh(gate[j]) * up[j]
+        _gelu_tanh((h,), (gate, up), False)
 
 
 @njit
 def gate_tile_backward(activation, gate, up, dh, m, n):
     """gate, up and dh become dgate, dup and h."""
     for i in range(m):
-        rg, ru, rd = gate[i], up[i], dh[i]
-        for j in range(n):
-            if activation == 0:
-                act, slope = swiglu.silu_backward(rg[j])
-            elif activation == 1:
-                act, slope = swiglu.gelu_backward(rg[j])
-            else:
-                act, slope = swiglu.gelu_tanh_backward(rg[j])
-            d, u = rd[j], ru[j]
-            rg[j] = d * u * slope
-            ru[j] = d * act
-            rd[j] = act * u
+        results, operands = (gate[i, :n], up[i, :n], dh[i, :n]), (dh[i], gate[i], up[i])
+        if activation == 0:
+            _silu_backward(results, operands, False)
+        elif activation == 1:
+            _gelu_backward(results, operands, False)
+        else:
+            _gelu_tanh_backward(results, operands, False)
 
 
 @njit
