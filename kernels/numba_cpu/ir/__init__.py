@@ -8,7 +8,8 @@ gemm                C (+)= A B with C in registers, A by rows or by columns, of 
 softmax             scores of a tile of keys become weights, maximum and sum move along
 attention_gradient  S and dP of a tile of keys become P and dS in registers
 decode              attention over a cache: scores, maxima, sums, weighted rows
-decode_rows         how 16-bit rows become vectors there
+decode_rows         how 16-bit rows become vectors there; narrow: and vectors rows
+activations, gated  gated activations of vectors, and of rows
 codes, ternary      2-bit codes times int8 or floats
 ==================  =================================================================================
 
