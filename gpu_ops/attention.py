@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.attention_problem import Options, Problem, expect, options, swap
+from gpu_ops.attention_problem import Options, Problem, expect, options, sequences, swap
 from gpu_ops.dispatch import Plan, choose, op
 
 __all__ = ["attention", "attention_backward"]
@@ -120,7 +121,17 @@ def attention(
         arrays, problem, choice, by_reference,
         shape=shape, lse_shape=(problem.batch, problem.nheads, problem.seqlen_q),
         as_bshd=lambda x: swap(x, layout), out=out, view=out_, return_lse=return_lse,
+        again=lambda call: _again(call, (problem.batch, problem.seqlen_q, problem.seqlen_k)),
     )  # fmt: skip
+
+
+def _again(call: Callable[..., Any], sizes: tuple[int, int, int]) -> Callable[..., Any]:
+    lengths, table = sizes[1:], sequences(*sizes)
+
+    def again(q: Array, k: Array, v: Array, *, out: Array | None = None, **options: Any) -> Any:
+        return call(lengths, table, q, k, v, out, options)
+
+    return again
 
 
 @op
@@ -227,7 +238,29 @@ def attention_backward(
         results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
-    return Plan(name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run)
+    def again() -> Callable[..., Any]:
+        sizes = problem.batch, problem.seqlen_q, problem.seqlen_k
+        call = attention_launch.backward_again(
+            name, problem, [x.shape for x in inputs], lambda x: swap(x, layout)
+        )
+        return _backward_again(call, sizes)
+
+    return Plan(
+        name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run,
+        again=again if choice.compiled and not return_extra else None,
+    )  # fmt: skip
+
+
+def _backward_again(call: Callable[..., Any], sizes: tuple[int, int, int]) -> Callable[..., Any]:
+    lengths, table = sizes[1:], sequences(*sizes)
+
+    def again(
+        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+        grads: tuple[Array, ...] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        return call(lengths, table, (dout, q, k, v, out), lse, grads, options)
+
+    return again
 
 
 def write_grads(arrays: Arrays, grads: Any, inputs: list[Array]) -> list[Array]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.attention_problem import INT32, Problem, expect, options
+from gpu_ops.attention_problem import INT32, Problem, expect, options, sequences
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError
 
@@ -96,42 +95,34 @@ def attention_decode(
         )  # fmt: skip
 
     lse_shape = (problem.batch, problem.nheads, problem.seqlen_q)
-    made = attention_launch.plan(
+    return attention_launch.plan(
         arrays, problem, choice, by_reference,
         shape=shape, lse_shape=lse_shape, as_bshd=lambda x: x,
         out=out, view=out_, return_lse=return_lse, num_splits=num_splits,
+        again=lambda call: _again(call, problem.like),
     )  # fmt: skip
-    alone = problem.like.plain and choice.compiled
-    return replace(made, again=lambda: _again(problem, return_lse, num_splits)) if alone else made
 
 
-def _again(problem: Problem, return_lse: bool, num_splits: int) -> Callable[..., Any]:
-    """The call with other arrays of the same shapes, strides and dtypes; how many keys are used may change."""
-    like, name = problem.like, "attention_decode"
-    new, capacity = Arrays(name).new, like.k.shape[1]
-    shape = (like.batch, like.seqlen_q, like.nheads, like.v.shape[3])
-    lse_shape = (like.batch, like.nheads, like.seqlen_q)
-    prepared = (
-        0,
-        attention_launch.prepare(replace(like, seqlen_k=0), num_splits),
-    )  # for the longest of a batch, which
-    # the layers of a model have in common
+def _again(call: Callable[..., Any], like: Problem) -> Callable[..., Any]:
+    """Which keys are used, and the pages they are in, may change from call to call."""
+    name, paged = "attention_decode", like.block_table is not None
+    num_pages, page_size = like.k.shape[:2]
+    capacity = page_size * (1 if like.block_table is None else like.block_table.shape[1])
+    batch, seqlen_q = like.batch, like.seqlen_q
 
     def again(
-        q: Array, k_cache: Array, v_cache: Array, *, seqused_k: Array, out: Array | None = None, **_: Any
+        q: Array,
+        k_cache: Array,
+        v_cache: Array,
+        *,
+        seqused_k: Array,
+        out: Array | None = None,
+        **options: Any,
     ) -> Any:
-        nonlocal prepared
-        wanted = _longest(name, seqused_k, capacity)
-        longest, run = prepared
-        if longest != wanted:
-            run = attention_launch.prepare(replace(like, seqlen_k=wanted), num_splits)
-            prepared = wanted, run
-        sequences = like.sequences.copy()
-        sequences[:, 3] = seqused_k
-        out = new(shape, like.q.dtype, "out") if out is None else out
-        lse = new(lse_shape, like.lse_dtype, "lse")
-        run(q, k_cache, v_cache, out, lse, sequences)
-        return (out, lse) if return_lse else out
+        lengths = seqlen_q, _longest(name, seqused_k, capacity)
+        if paged:
+            _pages_exist(name, options["block_table"], seqused_k, page_size, num_pages)
+        return call(lengths, sequences(batch, seqlen_q, 0, (), seqused_k), q, k_cache, v_cache, out, options)
 
     return again
 
@@ -195,6 +186,8 @@ def _longest(op: str, used: Array, capacity: int) -> int:
 
 
 def _pages_exist(op: str, table: Array, used: Array, page_size: int, num_pages: int) -> None:
+    if not (table.view(np.uint32) >= num_pages).any():  # -1 is large too
+        return
     needed = np.arange(table.shape[1]) < -(-used[:, None] // max(page_size, 1))
     bad = np.argwhere(needed & ((table < 0) | (table >= num_pages)))
     if len(bad):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.attention_problem import Problem
+from gpu_ops.block_mask import BlockMask
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan
 
-__all__ = ["backward", "cannot", "describe", "plan", "prepare"]
+__all__ = ["backward", "backward_again", "cannot", "describe", "forward_again", "plan"]
 
 
 def plan(
@@ -28,8 +30,12 @@ def plan(
     view: Array | None,
     return_lse: bool,
     num_splits: int = 0,
+    again: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Plan:
-    """The plan of a forward call: ``out`` the caller's, ``view`` of it; ``as_bshd`` gives the kernels' view."""
+    """The plan of a forward call: ``out`` the caller's, ``view`` of it; ``as_bshd`` gives the kernels' view.
+
+    ``again`` makes the op's later calls of one of :func:`forward_again`.
+    """
 
     def compute(on: Device | None) -> list[Array]:
         result = arrays.new(shape, problem.q.dtype, "out") if view is None else view
@@ -53,40 +59,104 @@ def plan(
             return describe(choice, problem, num_splits)
         return arrays.launches(choice, compute)
 
-    def again() -> Callable[..., Any]:
-        return _again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse)
+    def later() -> Callable[..., Any]:
+        return again(forward_again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse, num_splits))
 
-    alone = problem.plain and choice.compiled
-    return Plan(arrays.op, choice, problem.__str__, config, run, again=again if alone else None)
+    return Plan(arrays.op, choice, problem.__str__, config, run, again=later if choice.compiled else None)
 
 
-def _again(
+def forward_again(
     op: str,
     problem: Problem,
     shape: tuple[int, ...],
     lse_shape: tuple[int, ...],
     as_bshd: Callable[[Array], Array],
     return_lse: bool,
+    num_splits: int,
 ) -> Callable[..., Any]:
-    """The call with other arrays of the same shapes, strides and dtypes."""
-    new, like = Arrays(op).new, problem.like
-    run, sequences = prepare(like), like.sequences
+    """``call(lengths, sequences, q, k, v, out, options)``: with other arrays of the same shapes, strides and dtypes.
 
-    def again(q: Array, k: Array, v: Array, *, out: Array | None = None, **_: Any) -> Any:
-        out = new(shape, like.q.dtype, "out") if out is None else out
-        lse = new(lse_shape, like.lse_dtype, "lse")
-        run(as_bshd(q), as_bshd(k), as_bshd(v), as_bshd(out), lse, sequences)
-        return (out, lse) if return_lse else out
+    ``lengths``: those of the longest sequence of queries and of keys. ``options``: the caller's.
+    """
+    new, dtype, lse_dtype = Arrays(op).new, problem.q.dtype, problem.lse_dtype
+    ready = _prepared(lambda p: _prepare(p, num_splits), problem)
+    inner = lse_shape if len(lse_shape) == 3 else (1, *lse_shape)
 
-    return again
+    def call(
+        lengths: tuple[int, int], sequences: Array, q: Array, k: Array, v: Array, out: Array | None,
+        options: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        run, given = ready(lengths, options)
+        out = new(shape, dtype, "out") if out is None else out
+        lse = new(inner, lse_dtype, "lse")
+        run(as_bshd(q), as_bshd(k), as_bshd(v), as_bshd(out), lse, sequences, given)
+        return (out, lse.reshape(lse_shape)) if return_lse else out
+
+    return call
 
 
-def prepare(problem: Problem, num_splits: int = 0) -> Callable[..., None]:
+def backward_again(
+    op: str, problem: Problem, shapes: list[tuple[int, ...]], as_bshd: Callable[[Array], Array]
+) -> Callable[..., Any]:
+    """``call(lengths, sequences, arrays, lse, grads, options)`` as in :func:`forward_again`.
+
+    ``arrays``: dout, q, k, v, out. ``shapes``: of dq, dk, dv.
+    """
+    new, dtype = Arrays(op).new, problem.q.dtype
+    ready = _prepared(_prepare_backward, problem)
+
+    def call(
+        lengths: tuple[int, int], sequences: Array, arrays: tuple[Array, ...], lse: Array,
+        grads: tuple[Array, ...] | None, options: dict[str, Any],
+    ) -> tuple[Array, ...]:  # fmt: skip
+        run, given = ready(lengths, options)
+        results = tuple([new(shape, dtype) for shape in shapes]) if grads is None else grads
+        run(*map(as_bshd, arrays), lse, *map(as_bshd, results), sequences, given)
+        return results
+
+    return call
+
+
+def _prepared(
+    prepare: Callable[[Problem], Callable[..., Any]], problem: Problem
+) -> Callable[[tuple[int, int], dict[str, Any]], tuple[Callable[..., Any], dict[str, Array]]]:
+    """What ``prepare`` makes for problems that differ in the lengths of their sequences, and the arrays it takes.
+
+    That for the last lengths is kept, which the layers of a model have in common.
+    """
+    like = problem.like
+    present = {**vars(like.options), "block_table": like.block_table}
+    names = [name for name in ("sinks", "alibi_slopes", "bias", "block_table") if present[name] is not None]
+    kept: tuple[tuple[int, int], Callable[..., Any]] | None = None
+
+    def ready(
+        lengths: tuple[int, int], options: dict[str, Any]
+    ) -> tuple[Callable[..., Any], dict[str, Array]]:
+        nonlocal kept
+        last = kept  # other threads may replace it
+        if last is None or last[0] != lengths:
+            at = replace(like, seqlen_q=lengths[0], seqlen_k=lengths[1])
+            kept = last = lengths, prepare(at)
+        return last[1], _given(like, **{name: options[name] for name in names}) if names else {}
+
+    return ready
+
+
+def _prepare(problem: Problem, num_splits: int = 0) -> Callable[..., None]:
     """The CPU's call for arrays like these."""
     from gpu_ops.kernels.numba_cpu import attention as cpu
 
     p = problem
-    return cpu.prepare(p.q, p.k, p.v, p.batch, config=_config(p, num_splits), **_arguments(p))
+    return cpu.prepare(
+        p.q, p.k, p.v, p.batch, config=_config(p, num_splits), **_numbers(p), given=_given_to(p)
+    )
+
+
+def _prepare_backward(problem: Problem) -> Callable[..., Array]:
+    from gpu_ops.kernels.numba_cpu import attention_backward as cpu
+
+    p = problem
+    return cpu.prepare(p.q, p.k, p.v, p.batch, **_numbers(p), given=_given_to(p))
 
 
 def describe(choice: Choice, problem: Problem, num_splits: int = 0) -> str:
@@ -119,10 +189,8 @@ def _forward(
     """Fill ``out`` (batch, seqlen_q, nheads, head_dim_v) and ``lse`` (batch, nheads, seqlen_q)."""
     p, o = problem, problem.options
     if on is None:
-        from gpu_ops.kernels.numba_cpu import attention as cpu
-
         assert lse is not None
-        cpu.forward(p.q, p.k, p.v, out, lse, p.sequences, config=_config(p, num_splits), **_arguments(p))
+        _prepare(p, num_splits)(p.q, p.k, p.v, out, lse, p.sequences, _given_to(p))
         return
     from gpu_ops.kernels import attention as gpu
 
@@ -136,7 +204,8 @@ def _forward(
         arguments |= {"visible": _four_axes(mask.visible), "block_q": mask.block_q, "block_k": mask.block_k}
     gpu.forward(
         on, choice.backend, p.q, p.k, p.v, out, lse,
-        **arguments, sinks=o.sinks, offsets=p.offsets, seqused_k=p.seqused_k, num_splits=num_splits,
+        **arguments, sinks=o.sinks, block_table=p.block_table, offsets=p.offsets, seqused_k=p.seqused_k,
+        num_splits=num_splits,
     )  # fmt: skip
 
 
@@ -155,12 +224,9 @@ def backward(
     dbias: Array | None,
 ) -> Array:
     """Fill the gradients; returns delta = sum over head_dim_v of dout * out, (batch, nheads, seqlen_q)."""
-    from gpu_ops.kernels.numba_cpu import attention_backward as kernels
-
     p = problem
-    return kernels.backward(
-        dout, p.q, p.k, p.v, out, lse, dq, dk, dv, p.sequences, dbias=dbias, **_arguments(p)
-    )
+    run = _prepare_backward(p)
+    return run(dout, p.q, p.k, p.v, out, lse, dq, dk, dv, p.sequences, _given_to(p), dbias)
 
 
 def _common(p: Problem, unlimited: int) -> dict[str, Any]:
@@ -174,30 +240,46 @@ def _common(p: Problem, unlimited: int) -> dict[str, Any]:
         "right": min(right, 0) if o.causal else right,
         "softmax_scale": o.softmax_scale,
         "softcap": o.softcap,
-        "block_table": p.block_table,
     }
 
 
-def _arguments(p: Problem) -> dict[str, Any]:
-    """For the CPU."""
+def _numbers(p: Problem) -> dict[str, Any]:
+    """What the CPU's kernels are passed beside arrays."""
     from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
 
+    mask = p.options.block_mask
+    blocks = {"block_q": mask.block_q if mask else 0, "block_k": mask.block_k if mask else 0}
+    return {**_common(p, UNLIMITED), **blocks, "packed": p.packed}
+
+
+def _given_to(p: Problem) -> dict[str, Array]:
     o = p.options
-    arguments = {**_common(p, UNLIMITED), "packed": p.packed}
-    if o.sinks is not None:
-        arguments["sinks"] = o.sinks.astype(np.float64)
-    if o.alibi_slopes is not None:
-        slopes = o.alibi_slopes.astype(np.float64)
-        arguments["alibi_slopes"] = np.broadcast_to(slopes, (p.batch, p.nheads))
-    if o.bias is not None:
+    return _given(p, o.sinks, o.alibi_slopes, o.bias, o.block_mask, p.block_table)
+
+
+def _given(
+    p: Problem,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+    block_table: Array | None = None,
+) -> dict[str, Array]:
+    """The arrays of options that a call has, as the CPU's kernels take them."""
+    given = {}
+    if block_table is not None:
+        given["block_table"] = block_table
+    if sinks is not None:
+        given["sinks"] = sinks.astype(np.float64)
+    if alibi_slopes is not None:
+        given["alibi_slopes"] = np.broadcast_to(alibi_slopes.astype(np.float64), (p.batch, p.nheads))
+    if bias is not None:
         # Kernels need unit stride on the last axis: only that axis is written out, the others stay broadcast.
-        bias = np.atleast_1d(o.bias)
+        bias = np.atleast_1d(bias)
         if bias.shape[-1] != p.seqlen_k or bias.strides[-1] != bias.itemsize:
             bias = np.ascontiguousarray(np.broadcast_to(bias, (*bias.shape[:-1], p.seqlen_k)))
-        arguments["bias"] = np.broadcast_to(bias, (p.batch, p.nheads, p.seqlen_q, p.seqlen_k))
-    if o.block_mask is not None:
-        mask = o.block_mask
-        blocks = mask.num_blocks(p.seqlen_q, p.seqlen_k)
-        arguments["visible"] = np.broadcast_to(np.asarray(mask.visible), (p.batch, p.nheads, *blocks))
-        arguments["block_q"], arguments["block_k"] = mask.block_q, mask.block_k
-    return arguments
+        given["bias"] = np.broadcast_to(bias, (p.batch, p.nheads, p.seqlen_q, p.seqlen_k))
+    if block_mask is not None:
+        blocks = block_mask.num_blocks(p.seqlen_q, p.seqlen_k)
+        given["visible"] = np.broadcast_to(np.asarray(block_mask.visible), (p.batch, p.nheads, *blocks))
+    return given

@@ -6,9 +6,10 @@ allocated or written; the backends read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from gpu_ops.arrays import Array, Arrays
 from gpu_ops.block_mask import BlockMask
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 
-__all__ = ["Options", "Problem", "cu_seqlens", "expect", "options", "swap"]
+__all__ = ["Options", "Problem", "cu_seqlens", "expect", "longest_of", "options", "sequences", "swap"]
 
 INT32 = np.dtype(np.int32)
 
@@ -71,28 +72,18 @@ class Problem:
         return bool(self.offsets)
 
     @property
-    def plain(self) -> bool:
-        """Whether shapes and numbers say it all: no array but q, k and v."""
-        o = self.options
-        arrays = (o.sinks, o.alibi_slopes, o.bias, o.block_mask, self.seqused_k, self.block_table)
-        return not self.packed and all(x is None for x in arrays)
-
-    @property
     def like(self) -> Problem:
         """The same without what the arrays hold: for later calls, so that this one's can be freed."""
-        q, k, v = (np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, seqused_k=None)
+        return replace(
+            _without_values(self),
+            options=_without_values(self.options),
+            offsets=tuple(map(_without_value, self.offsets)),
+        )
 
     @cached_property
     def sequences(self) -> Array:
         """int64 (batch, 4): q start, q length, k start, k length. For problems in host memory."""
-        table = np.zeros((self.batch, 4), np.int64)
-        table[:, 1], table[:, 3] = self.seqlen_q, self.seqlen_k
-        for column, offsets in zip((0, 2), self.offsets, strict=False):
-            table[:, column], table[:, column + 1] = offsets[:-1], np.diff(offsets)
-        if self.seqused_k is not None:
-            table[:, 3] = self.seqused_k
-        return table
+        return sequences(self.batch, self.seqlen_q, self.seqlen_k, self.offsets, self.seqused_k)
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
@@ -111,6 +102,34 @@ class Problem:
             f"batch {self.batch}, seqlen {self.seqlen_q} x {self.seqlen_k}, heads {self.nheads}/{self.nheads_kv}, "
             f"head_dim {self.q.shape[3]}/{self.v.shape[3]}, {self.dtype}, {self.options}"
         )
+
+
+def sequences(
+    batch: int, seqlen_q: int, seqlen_k: int, offsets: tuple[Array, ...] = (), seqused_k: Array | None = None
+) -> Array:
+    """:attr:`Problem.sequences`."""
+    table = np.zeros((batch, 4), np.int64)
+    table[:, 1], table[:, 3] = seqlen_q, seqlen_k
+    for column, x in zip((0, 2), offsets, strict=False):
+        table[:, column], table[:, column + 1] = x[:-1], x[1:] - x[:-1]
+    if seqused_k is not None:
+        table[:, 3] = seqused_k
+    return table
+
+
+_Fields = TypeVar("_Fields", Options, Problem)
+
+
+def _without_values(of: _Fields) -> _Fields:
+    found = {field.name: getattr(of, field.name) for field in fields(of)}
+    arrays: dict[str, Any] = {
+        name: _without_value(x) for name, x in found.items() if isinstance(x, np.ndarray)
+    }
+    return replace(of, **arrays)
+
+
+def _without_value(x: Array) -> Array:
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 
 def swap(x: Array, layout: str) -> Array:
@@ -178,14 +197,23 @@ def cu_seqlens(op: str, arrays: Arrays, name: str, x: Any, total: int) -> Array:
         raise DTypeError(f"{op}: {name} is {offsets.dtype}, expected int32; cast it: {name}.astype('int32')")
     if offsets.ndim != 1 or offsets.size == 0:
         raise ShapeError(f"{op}: {name} has shape {offsets.shape}, expected (batch + 1,)")
-    if arrays.on_cuda:
-        return offsets
-    if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+    if not arrays.on_cuda:
+        longest_of(op, name, offsets, total)
+    return offsets
+
+
+def longest_of(op: str, name: str, offsets: Array, total: int) -> int:
+    """The length of the longest sequence, after a look at all offsets."""
+    starts = (
+        offsets.tolist()
+    )  # Python's numbers: NumPy would take longer for as many sequences as there mostly are
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] != total or min(lengths, default=0) < 0:
         raise OptionError(
             f"{op}: {name} must start at 0, never fall, and end at the total {total}; "
             f"got {np.array2string(offsets, threshold=8)}"
         )
-    return offsets
+    return max(lengths, default=0)
 
 
 def _bias(op: str, bias: Array, q: Array, axes: checks.Axes) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.attention import run_backward, write_grads
-from gpu_ops.attention_problem import Problem, cu_seqlens, expect, options
+from gpu_ops.attention_problem import Problem, cu_seqlens, expect, longest_of, options, sequences
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError, ShapeError
 
@@ -95,9 +96,19 @@ def attention_varlen(
 
     return attention_launch.plan(
         arrays, problem, choice, by_reference,
-        shape=shape, lse_shape=(heads, total), as_bshd=lambda x: x[None], out=out, view=out_,
-        return_lse=return_lse,
+        shape=shape, lse_shape=(heads, total), as_bshd=_packed, out=out, view=out_,
+        return_lse=return_lse, again=lambda call: _again(call, _lengths(name, problem)),
     )  # fmt: skip
+
+
+def _again(call: Callable[..., Any], lengths_of: Callable[..., Any]) -> Callable[..., Any]:
+    def again(
+        q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, *, out: Array | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        return call(*lengths_of(cu_seqlens_q, cu_seqlens_k, **options), q, k, v, out, options)
+
+    return again
 
 
 @op
@@ -189,7 +200,45 @@ def attention_varlen_backward(
         results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
-    return Plan(name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run)
+    def again() -> Callable[..., Any]:
+        call = attention_launch.backward_again(name, problem, [x.shape for x in inputs], _packed)
+        return _backward_again(call, _lengths(name, problem))
+
+    return Plan(
+        name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run,
+        again=again if choice.compiled and not return_extra else None,
+    )  # fmt: skip
+
+
+def _backward_again(call: Callable[..., Any], lengths_of: Callable[..., Any]) -> Callable[..., Any]:
+    def again(
+        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, cu_seqlens_q: Array,
+        cu_seqlens_k: Array, *, grads: tuple[Array, ...] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        found = lengths_of(cu_seqlens_q, cu_seqlens_k, **options)
+        return call(*found, (dout, q, k, v, out), lse[None], grads, options)
+
+    return again
+
+
+def _packed(x: Array) -> Array:
+    return x[None]
+
+
+def _lengths(op: str, problem: Problem) -> Callable[..., tuple[tuple[int, int], Array]]:
+    """The lengths of the longest sequences and the table of all: of each call, after the checks of values."""
+    totals, batch = (problem.q.shape[1], problem.k.shape[1]), problem.batch
+
+    def lengths(
+        *offsets: Array, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **_: Any
+    ) -> tuple[tuple[int, int], Array]:
+        longest_q = longest_of(op, "cu_seqlens_q", offsets[0], totals[0])
+        longest_k = longest_of(op, "cu_seqlens_k", offsets[1], totals[1])
+        _bounded(op, "max_seqlen_q", max_seqlen_q, longest_q)
+        _bounded(op, "max_seqlen_k", max_seqlen_k, longest_k)
+        return (longest_q, longest_k), sequences(batch, 0, 0, offsets)
+
+    return lengths
 
 
 def _problem(
@@ -246,8 +295,12 @@ def _longest(op: str, arrays: Arrays, name: str, bound: int | None, offsets: Arr
     if arrays.on_cuda:
         return total if bound is None else min(bound, total)
     longest = int(np.diff(offsets).max(initial=0))
+    _bounded(op, name, bound, longest)
+    return longest
+
+
+def _bounded(op: str, name: str, bound: int | None, longest: int) -> None:
     if bound is not None and bound < longest:
         raise OptionError(
             f"{op}: {name}={bound}, but the longest sequence has {longest} tokens; omit it or raise it"
         )
-    return longest

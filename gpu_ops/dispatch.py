@@ -55,7 +55,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 _with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
-_RESULTS = {"out", "residual_out"}
+_RESULTS = ("out", "residual_out", "grads")  # arguments that receive results: an array, or a tuple of them
 PLAIN: set[type] = {bool, int, float, str, type(None)}
 """Types of options that say all by their value; hashable."""
 MAX_KINDS = 1024  # of each op, remembered: some KB each
@@ -239,7 +239,7 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
         kind = kind_of(args, kwargs)
         again = known.get(kind)
-        if again is not None and _apart(args, kwargs):
+        if again is not None:
             return again(*args, **kwargs)
         made = plan(*args, **kwargs)
         if kind is not None and made.again is not None and all(map(_as_it_lies, (*args, *kwargs.values()))):
@@ -256,7 +256,7 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What decides how a call is checked and run, if that is no more than the shapes, strides and dtypes of NumPy
-    arrays and plain options; None otherwise."""
+    arrays, which of them are worked on in place, and plain options; None otherwise."""
     kind: list[Any] = [os.environ.get("GPU_OPS_DEVICE"), os.environ.get("GPU_OPS_BACKEND"), *kwargs]
     for x in (*args, *kwargs.values()):
         if type(x) is np.ndarray:
@@ -265,24 +265,41 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind += (type(x), x)  # the type too: 1 == 1.0 == True
         elif type(x) is tuple and all(type(i) is int for i in x):
             kind.append(x)
+        elif type(x) is tuple and all(type(i) is np.ndarray for i in x):
+            kind += [(i.dtype, i.shape, i.strides) for i in x]
         elif hasattr(x, "kind_of_call"):
             kind.append(x.kind_of_call)
         else:
             return None
+    for name in _RESULTS:
+        if kwargs.get(name) is not None:
+            places = _in_place(kwargs[name], name, args, kwargs)
+            if places is None:
+                return None
+            kind += places
     return tuple(kind)
 
 
-def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether arrays for results are writable and far from all others; if not, the planner has a closer look."""
-    for name in _RESULTS & kwargs.keys():
-        out = kwargs[name]
-        if out is not None:
-            others = (*args, *(x for other, x in kwargs.items() if other != name))
-            if not out.flags.writeable or any(
-                isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in others
-            ):
-                return False
-    return True
+def _in_place(
+    given: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[bool, ...]] | None:
+    """For each array that receives results, which arguments it is. None: the planner has to have a closer look,
+    for it is read-only, or may share memory with one that it is not."""
+    results = given if type(given) is tuple else (given,)
+    others = [*args, *(x for other, x in kwargs.items() if other != name)]
+    for other in _RESULTS:
+        if type(kwargs.get(other)) is tuple:
+            others += kwargs[other]
+    places = []
+    for out in results:
+        place = tuple([x is out for x in others])
+        if not out.flags.writeable or any(
+            not same and isinstance(x, np.ndarray) and np.may_share_memory(out, x)
+            for x, same in zip(others, place, strict=True)
+        ):
+            return None
+        places.append(place)
+    return places
 
 
 def _as_it_lies(x: Any) -> bool:

@@ -141,7 +141,9 @@ def rmsnorm_quant_int8(
 
     def again() -> Callable[..., Any]:
         new = Arrays(name).new
-        return lambda x, weight, *, residual=None, **_: tuple(normalise(None, new, x, weight, residual, []))
+        return lambda x, weight, *, residual=None, out=(), **_: tuple(
+            normalise(None, new, x, weight, residual, list(out or ()))
+        )
 
     return Plan(
         name,
@@ -149,7 +151,7 @@ def rmsnorm_quant_int8(
         lambda: f"{rows} rows of {cols} {dtype} to int8, casting {mode}",
         lambda: _config(choice, rows, cols, arrays, compute),
         run,
-        again=again if choice.compiled and out is None else None,
+        again=again if choice.compiled else None,
     )
 
 

@@ -13,7 +13,15 @@ from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import PLAIN, Choice, Plan, choose, op
 from gpu_ops.errors import OptionError
-from gpu_ops.rope_options import BY_LENGTH, axes_of, positions_of, rotary_dim_of, scaling_of, theta_of
+from gpu_ops.rope_options import (
+    BY_LENGTH,
+    Positions,
+    axes_of,
+    positions_of,
+    rotary_dim_of,
+    scaling_of,
+    theta_of,
+)
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables
 
@@ -242,21 +250,29 @@ def _plan(
         from gpu_ops.kernels.numba_cpu import rope as cpu
 
         names, lone, new = tuple(named), len(inputs) == 1, Arrays(who)
-        bounds = where.bounds
         how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
+        fixed = where if where.array is None else None
 
-        def rotate(*given: Any, **options: Any) -> Any:
+        def rotate(*given: Any, positions: Any = None, out: Any = None, **options: Any) -> Any:
             xs = [x for x in (*given, *map(options.get, names)) if x is not None]
-            results = [_like(new, x, "the result") for x in xs]
-            tables = rope_tables(where.on_host(), *bounds, inv_freq, attention_factor, computed)
+            at = fixed
+            if at is None:
+                at = Positions.of(positions)
+                at.check_bounds(who)
+            if out is None:
+                results = tuple([_like(new, x, "the result") for x in xs])
+            else:
+                results = (out,) if lone else out
+            tables = rope_tables(at.on_host(), *at.bounds, inv_freq, attention_factor, computed)
             cpu.rope([_bshd(x, layout) for x in xs], [_bshd(y, layout) for y in results], *tables, **how)
-            return results[0] if lone else tuple(results)
+            return results[0] if lone else results
 
         return rotate
 
-    alone = out is None and not isinstance(positions, np.ndarray) and choice.compiled
+    # The frequencies of some scalings go by the positions, which other arrays of the same shape need not share.
+    alike = where.array is None or seqlen is not None or scaling.kind not in BY_LENGTH
     config = functools.partial(_config, choice, views, arrays, compute)
-    return Plan(who, choice, problem, config, run, again=again if alone else None)
+    return Plan(who, choice, problem, config, run, again=again if alike and choice.compiled else None)
 
 
 def _cannot(dtype: str, tokens: int) -> dict[str, str]:

@@ -91,6 +91,10 @@ class Positions:
     seqlen: int
     tokens: int  # of all sequences
 
+    @classmethod
+    def of(cls, array: Array, tokens: int = 0) -> Positions:
+        return cls(array if array.ndim == 2 else array[None], 0, array.shape[-1], tokens)
+
     @functools.cached_property
     def bounds(self) -> tuple[int, int]:
         """The smallest and the largest; of an array on a device after waiting for it."""
@@ -132,4 +136,4 @@ def positions_of(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: s
             f"{who}: positions has shape {given.shape}; expected {names}: "
             f"{' or '.join(map(str, dict.fromkeys(allowed)))}"
         )
-    return Positions(given if given.ndim == 2 else given[None], 0, seqlen, tokens)
+    return Positions.of(given, tokens)

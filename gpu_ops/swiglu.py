@@ -192,11 +192,15 @@ def swiglu_backward(
 
         new = Arrays(name).new
 
-        def swiglu_backward(dy: Array, gate: Array, up: Array | None = None, **_: Any) -> Any:
-            results = [new(x.shape, x.dtype) for x in (gate, up) if x is not None]
-            gradients = _split(name, results[0], None if up is None else results[1])
+        def swiglu_backward(
+            dy: Array, gate: Array, up: Array | None = None, *, out: Any = None, **_: Any
+        ) -> Any:
+            if out is None:
+                out = new(gate.shape, gate.dtype)
+                out = out if up is None else (out, new(up.shape, up.dtype))
+            gradients = _split(name, out, None) if up is None else out
             kernels.backward(*map(as_rows, (dy, *_split(name, gate, up), *gradients)), activation=act)
-            return results[0] if up is None else tuple(results)
+            return out
 
         return swiglu_backward
 
@@ -206,7 +210,7 @@ def swiglu_backward(
         lambda: _problem(g, dtype, act),
         lambda: _config(choice, g, arrays, compute),
         run,
-        again=again if choice.compiled and out is None else None,
+        again=again if choice.compiled else None,
     )
 
 

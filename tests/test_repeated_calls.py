@@ -19,8 +19,44 @@ def attention(rng):
     return (f(rng, 1, 9, 4, 16), f(rng, 1, 11, 2, 16), f(rng, 1, 11, 2, 16)), {}
 
 
+def backward(rng):
+    (q, k, v), _ = attention(rng)
+    out, lse = gpu_ops.attention(q, k, v, return_lse=True)
+    return (f(rng, *out.shape), q, k, v, out, lse), {}
+
+
+LENGTHS_Q, LENGTHS_K = np.array([0, 2, 2, 9], np.int32), np.array([0, 1, 6, 11], np.int32)
+
+
+def varlen(rng):
+    q, k, v = (x[0] for x in attention(rng)[0])
+    return (q, k, v, LENGTHS_Q.copy(), LENGTHS_K.copy()), {"causal": True, "return_lse": True}
+
+
+def varlen_backward(rng):
+    args, kwargs = varlen(rng)
+    out, lse = gpu_ops.attention_varlen(*args, **kwargs)
+    return (f(rng, *out.shape), *args[:3], out, lse, *args[3:]), {"causal": True, "max_seqlen_k": 20}
+
+
+def paged(rng):
+    table = np.array([[3, 1, -1], [0, 4, 2]], np.int32)
+    used = np.array([rng.integers(0, 9), rng.integers(0, 13)], np.int32)
+    args = f(rng, 2, 1, 4, 16), f(rng, 5, 4, 2, 16), f(rng, 5, 4, 2, 16)
+    return args, {"seqused_k": used, "block_table": table, "sinks": f(rng, 4)}
+
+
 CALLS = {
     "attention": attention,
+    "attention sinks bias": lambda rng: (
+        attention(rng)[0],
+        {"sinks": f(rng, 4), "bias": f(rng, 4, 1, 11), "alibi_slopes": abs(f(rng, 4))},
+    ),
+    "attention_backward": backward,
+    "attention_backward slopes": lambda rng: (backward(rng)[0], {"alibi_slopes": abs(f(rng, 1, 4))}),
+    "attention_varlen": varlen,
+    "attention_varlen_backward": varlen_backward,
+    "attention_decode paged": paged,
     "attention causal lse": lambda rng: (attention(rng)[0], {"causal": True, "return_lse": True}),
     "attention bhsd": lambda rng: (
         tuple(x.swapaxes(1, 2) for x in attention(rng)[0]),
@@ -32,6 +68,14 @@ CALLS = {
     ),
     "rope": lambda rng: ((f(rng, 1, 5, 2, 8), f(rng, 1, 5, 1, 8)), {}),
     "rope q": lambda rng: ((f(rng, 1, 5, 2, 8),), {"positions": 7, "interleaved": True}),
+    "rope positions": lambda rng: (
+        (f(rng, 2, 5, 2, 8), f(rng, 2, 5, 1, 8)),
+        {"positions": rng.integers(0, 99, (2, 5))},
+    ),
+    "rope yarn": lambda rng: (
+        (f(rng, 5, 2, 8),),
+        {"positions": rng.integers(-9, 9, 5), "scaling": gpu_ops.RopeScaling.yarn(4.0, 64)},
+    ),
     "rope llama3": lambda rng: ((f(rng, 1, 5, 2, 8),), {"scaling": gpu_ops.RopeScaling.llama3(8.0, 64)}),
     "rope_backward": lambda rng: ((f(rng, 2, 5, 2, 8), f(rng, 2, 5, 1, 8)), {}),
     "rmsnorm": lambda rng: ((f(rng, 2, 3, 24), f(rng, 24)), {}),
@@ -115,7 +159,14 @@ def test_arrays_are_let_go(name, rng):
     assert not [x for x in alive if x() is not None]
 
 
-WITH_OUT = ("rmsnorm", "layernorm", "swiglu", "swiglu_mlp", "ternary_matmul", "attention", "attention_decode")
+WITH_OUT = (
+    "rmsnorm", "layernorm", "swiglu", "swiglu_mlp", "ternary_matmul", "attention", "attention_varlen",
+    "attention_decode", "rope q",
+)  # fmt: skip
+WITH_SEVERAL = {
+    "rope": "out", "rope_backward": "out", "swiglu_backward": "out", "rmsnorm_quant_int8": "out",
+    "attention_backward": "grads", "attention_varlen_backward": "grads",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITH_OUT)
@@ -138,11 +189,39 @@ def test_results_into_arrays_of_the_caller(name, rng):
         assert not wrong.any()
 
 
+@pytest.mark.parametrize(("name", "out"), WITH_SEVERAL.items(), ids=str)
+def test_several_results_into_arrays_of_the_caller(name, out, rng):
+    op = op_of(name)
+    for _ in range(3):
+        args, kwargs = CALLS[name](rng)
+        want = flat(op(*args, **kwargs))
+        given = tuple(map(np.empty_like, want))[:3]
+        found = op(*args, **kwargs, **{out: given})
+        assert all(x is y for x, y in zip(found, given, strict=False))
+        for x, y in zip(found, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+    same = (given[0], *given[:-1]) if given[0].shape == given[1].shape else (given[0][:0], *given[1:])
+    with pytest.raises(errors.GpuOpsError, match=out):
+        op(*args, **kwargs, **{out: same})
+
+
 def test_an_input_is_not_overwritten(rng):
     (q, k, v), _ = attention(rng)
     gpu_ops.attention(q, k, v, out=np.empty_like(q))
     with pytest.raises(errors.ShapeError, match="shares memory with q"):
         gpu_ops.attention(q, k, v, out=q)
+
+
+def test_in_place_of_one_is_not_in_place_of_another(rng):
+    """The same shapes, but k's result would overwrite q while it is read."""
+    q, k, other = f(rng, 1, 5, 2, 8), f(rng, 1, 5, 2, 8), f(rng, 1, 5, 2, 8)
+    gpu_ops.rope(q, k, out=(q, k))
+    gpu_ops.rope(q, k, out=(q, other))
+    for wrong in ((other, q), (k, q), (q, q)):
+        with pytest.raises(errors.ShapeError, match="shares memory"):
+            gpu_ops.rope(q, k, out=wrong)
+    with pytest.raises(errors.ShapeError, match="shares memory"):
+        gpu_ops.rope(q, q, out=(q, other))
 
 
 def test_in_place_again(rng):
@@ -171,6 +250,50 @@ def test_lengths_are_checked_every_time(rng):
     for wrong in (used + 1, used - 4):
         with pytest.raises(errors.OptionError, match="seqused_k"):
             gpu_ops.attention_decode(q, k, v, seqused_k=wrong)
+
+
+def test_offsets_are_checked_every_time(rng):
+    args, kwargs = varlen(rng)
+    gpu_ops.attention_varlen(*args, **kwargs)
+    for other in (np.array([0, 9, 9, 9], np.int32), np.array([0, 0, 4, 9], np.int32)):
+        found = gpu_ops.attention_varlen(*args[:3], other, args[4], **kwargs)
+        want = gpu_ops.attention_varlen(*args[:3], other, args[4], **kwargs, backend="reference")
+        np.testing.assert_allclose(found[0], want[0], atol=1e-5)
+        np.testing.assert_allclose(found[1], want[1], atol=1e-5)
+    for wrong in ([0, 3, 2, 9], [1, 2, 2, 9], [0, 2, 2, 8]):
+        with pytest.raises(errors.OptionError, match="cu_seqlens_q must start at 0"):
+            gpu_ops.attention_varlen(*args[:3], np.array(wrong, np.int32), args[4], **kwargs)
+    args, kwargs = varlen_backward(rng)
+    gpu_ops.attention_varlen_backward(*args, **kwargs | {"max_seqlen_k": 6})
+    long = np.array([0, 1, 2, 11], np.int32)
+    with pytest.raises(errors.OptionError, match="longest sequence has 9"):
+        gpu_ops.attention_varlen_backward(*args[:-1], long, **kwargs | {"max_seqlen_k": 6})
+
+
+def test_pages_are_checked_every_time(rng):
+    args, kwargs = paged(rng)
+    kwargs["seqused_k"] = np.array([7, 12], np.int32)
+    gpu_ops.attention_decode(*args, **kwargs)
+    table = kwargs["block_table"]
+    for at, page in (((0, 1), -1), ((1, 2), 5)):
+        wrong = table.copy()
+        wrong[at] = page
+        with pytest.raises(errors.OptionError, match="block_table"):
+            gpu_ops.attention_decode(*args, **kwargs | {"block_table": wrong})
+    moved = kwargs | {"block_table": table[:, ::-1].copy(), "seqused_k": np.array([0, 12], np.int32)}
+    want = gpu_ops.attention_decode(*args, **moved, backend="reference")
+    np.testing.assert_allclose(gpu_ops.attention_decode(*args, **moved), want, atol=1e-5)
+
+
+def test_positions_are_read_every_time(rng):
+    q = f(rng, 1, 5, 2, 8)
+    for scaling in (None, gpu_ops.RopeScaling.dynamic(2.0, 4)):
+        for positions in (np.arange(5), np.array([3, 99, -2, 0, 7])):
+            found = gpu_ops.rope(q, positions=positions, scaling=scaling)
+            want = gpu_ops.rope(q, positions=positions, scaling=scaling, backend="reference")
+            np.testing.assert_allclose(found, want, atol=1e-5)
+    with pytest.raises(errors.OptionError, match=r"2\*\*53"):
+        gpu_ops.rope(q, positions=np.array([0, 0, 0, 0, 2**60]))
 
 
 def test_the_backend_asked_for_by_the_environment_counts(rng, monkeypatch):

@@ -26,8 +26,8 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
-    empties,
     make_call,
+    optional_arrays,
     optional_types,
     statistics,
 )
@@ -42,11 +42,6 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 Array = np.ndarray[Any, Any]
 
 
-def forward(q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, **options: Any) -> None:
-    """:func:`prepare`, for one call."""
-    prepare(q, k, v, len(sequences), **options)(q, k, v, out, lse, sequences)
-
-
 def prepare(
     q: Array,
     k: Array,
@@ -59,21 +54,19 @@ def prepare(
     left: int,
     right: int,
     softmax_scale: float,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
-    bias: Array | None = None,
-    visible: Array | None = None,
-    block_q: int = 0,
-    block_k: int = 0,
-    block_table: Array | None = None,
-    packed: bool = False,
-) -> Callable[[Array, Array, Array, Array, Array, Array], None]:
-    """``run(q, k, v, out, lse, sequences)`` for these options and for arrays like these, which it does not keep.
+    softcap: float,
+    block_q: int,
+    block_k: int,
+    packed: bool,
+    given: dict[str, Array],
+) -> Callable[..., None]:
+    """``run(q, k, v, out, lse, sequences, given)`` for these options and for arrays like these, which it does not
+    keep.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``packed``: the
-    arrays have one batch entry that holds all sequences. With ``block_table`` k and v are pages.
+    arrays have one batch entry that holds all sequences. ``given``: what there is of block_table, with which k
+    and v are pages, alibi_slopes, sinks, bias and visible.
     """
     call = make_call(
         q,
@@ -87,29 +80,23 @@ def prepare(
         right=right,
         softmax_scale=softmax_scale,
         softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
         block_q=block_q,
         block_k=block_k,
-        page_size=0 if block_table is None else k.shape[1],
+        page_size=k.shape[1] if "block_table" in given else 0,
         packed=packed,
+        given=given,
     )
     dtype, split = q.dtype, call.n_splits > 1
-    none = empties(q)
-    optional = (
-        none.table if block_table is None else block_table,
-        none.alibi if alibi_slopes is None else alibi_slopes,
-        none.sinks if sinks is None else sinks,
-        bits(none.bias if bias is None else bias),
-        none.visible if visible is None else visible,
-    )
+    fill = optional_arrays(dtype)
     unsplit = _parts(call, 0, dtype)
     blocks = -(-call.heads * max_seqlen_q // call.block_m)
     tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
-    variant = dtype, (q if bias is None else bias).dtype
+    variant = dtype, given.get("bias", q).dtype
 
-    def run(q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array) -> None:
+    def run(
+        q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
+    ) -> None:
+        optional = fill(**given)
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
         arrays = (bits(q), bits(k), bits(v), bits(out), lse, sequences)
         if config.kernel == "decode":

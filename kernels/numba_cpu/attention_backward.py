@@ -13,7 +13,7 @@ is even, and has its own float32 dK and dV, which are summed in order at the end
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
-    empties,
     make_call,
+    optional_arrays,
     optional_types,
     statistics,
 )
@@ -74,83 +74,73 @@ def select_config(
     return Config(block_m, max(1, min(BLOCK_N, seqlen_k)), heads, max(1, parts))
 
 
-def backward(
-    dout: Array,
+def prepare(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    sequences: Array,
+    batch: int,
     *,
-    dbias: Array | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
-    bias: Array | None = None,
-    visible: Array | None = None,
-    block_table: None = None,
-    block_q: int = 0,
-    block_k: int = 0,
+    given: dict[str, Array],
     **options: Any,
-) -> Array:
-    """Shapes as in ``attention.forward``; fills dq, dk, dv and, when given, dbias (bias's shape, lse's dtype).
+) -> Callable[..., Array]:
+    """``run(dout, q, k, v, out, lse, dq, dk, dv, sequences, given, dbias=None)`` for arrays like these, which it
+    does not keep; it returns delta = sum over head_dim_v of dout * out: (batch, nheads, seqlen_q) float64.
 
-    Returns delta = sum over head_dim_v of dout * out: (batch, nheads, seqlen_q) float64.
+    Shapes and options as in ``attention.prepare``; it fills dq, dk, dv and dbias (bias's shape, lse's dtype).
     """
-    batch, nheads, nheads_kv = len(sequences), q.shape[2], k.shape[2]
-    wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    part_bytes = int(sequences[:, 3].sum()) * nheads_kv * (q.shape[3] + v.shape[3]) * wide.itemsize
-    tiles = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k, part_bytes)
-
-    def call_with(config: Config) -> Any:
-        return make_call(
-            q, v, batch, config,
-            nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, sinks=sinks,
-            alibi_slopes=alibi_slopes, bias=bias, block_q=block_q, block_k=block_k, page_size=0, **options,
-        )  # fmt: skip
-
-    call, parts = call_with(tiles), tiles.n_splits
-    none = empties(q)
-    optional = (
-        none.table,
-        none.alibi if alibi_slopes is None else alibi_slopes,
-        none.sinks,
-        bits(none.bias if bias is None else bias),
-        none.visible if visible is None else visible,
-    )
-    lanes = VECTOR_BYTES // wide.itemsize
-    starts = np.zeros(batch + 1, np.int64)  # of each sequence's keys in the workspace, whole tiles apart
-    np.cumsum(-(-sequences[:, 3] // 8) * 8 + 8, out=starts[1:])
-    dk_parts, dv_parts = (
-        np.zeros((parts, nheads_kv, int(starts[-1]) if parts > 1 else 0, -(-dim // lanes) * lanes), wide)
-        for dim in (call.head_dim, call.head_dim_v)
-    )
-    delta = np.zeros(lse.shape, np.float64)
-    variant = (q.dtype, (q if bias is None else bias).dtype)
-    inputs = (bits(dout), bits(q), bits(k), bits(v), bits(out), lse, sequences, *optional)
-    launch(
-        attention_backward[variant], batch * nheads_kv * parts, call, *inputs,
-        bits(dq), bits(dk), bits(dv), delta, dk_parts, dv_parts, starts,
+    nheads, nheads_kv, dtype = q.shape[2], k.shape[2], q.dtype
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    part_bytes = k.shape[0] * k.shape[1] * nheads_kv * (q.shape[3] + v.shape[3]) * wide.itemsize
+    config = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k, part_bytes)
+    call = make_call(
+        q, v, batch, config,
+        nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, page_size=0, given=given,
+        **options,
     )  # fmt: skip
-    sums = -(-max_seqlen_k // KEYS_PER_SUM) if parts > 1 else 0
-    for parts_of, target, scale in ((dk_parts, dk, call.scale), (dv_parts, dv, 1.0)):
+    fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
+    lanes = VECTOR_BYTES // wide.itemsize
+    widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
+    sums = -(-max_seqlen_k // KEYS_PER_SUM)
+
+    def sums_of_parts(keys: int) -> list[Array]:
+        return [np.zeros((parts, nheads_kv, keys, width), wide) for width in widths]
+
+    no_starts, no_sums = np.zeros(batch + 1, np.int64), sums_of_parts(0)
+
+    def run(
+        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dq: Array, dk: Array, dv: Array,
+        sequences: Array, given: dict[str, Array], dbias: Array | None = None,
+    ) -> Array:  # fmt: skip
+        starts, parts_of = no_starts, no_sums
+        if parts > 1:
+            starts = no_starts.copy()  # of each sequence's keys in the workspace, whole tiles apart
+            np.cumsum(-(-sequences[:, 3] // 8) * 8 + 8, out=starts[1:])
+            parts_of = sums_of_parts(int(starts[-1]))
+        delta = np.zeros(lse.shape, np.float64)
+        inputs = (bits(dout), bits(q), bits(k), bits(v), bits(out), lse, sequences, *fill(**given))
+        targets = bits(dk), bits(dv)
         launch(
-            attention_sum_parts[q.dtype], batch * nheads_kv * sums, call, parts_of, starts, sequences,
-            bits(target), scale,
+            attention_backward[variant], batch * nheads_kv * parts,
+            call, *inputs, bits(dq), *targets, delta, *parts_of, starts,
         )  # fmt: skip
-    if dbias is not None:
-        full = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
-        blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
-        launch(
-            attention_backward_bias[variant], full.shape[0] * full.shape[1] * blocks,
-            call_with(replace(tiles, heads=1)), *inputs, delta, full,
-        )  # fmt: skip
-    return delta
+        if parts > 1:
+            for part, target, scale in zip(parts_of, targets, (call.scale, 1.0), strict=True):
+                launch(
+                    attention_sum_parts[dtype], batch * nheads_kv * sums,
+                    call, part, starts, sequences, target, scale,
+                )  # fmt: skip
+        if dbias is not None:
+            full = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
+            blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
+            launch(
+                attention_backward_bias[variant], full.shape[0] * full.shape[1] * blocks,
+                call._replace(heads=1), *inputs, delta, full,
+            )  # fmt: skip
+        return delta
+
+    return run
 
 
 def _input_types(t: str, bias: str) -> tuple[types.Type, ...]:

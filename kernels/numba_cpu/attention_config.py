@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import Call
+from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, round_up
 from gpu_ops.kernels.numba_cpu.jit import read, types
 from gpu_ops.kernels.numba_cpu.parallel import thread_count
@@ -93,9 +95,7 @@ def make_call(
     config: Config,
     *,
     softmax_scale: float,
-    sinks: Array | None,
-    alibi_slopes: Array | None,
-    bias: Array | None,
+    given: dict[str, Array],
     **rest: Any,
 ) -> Call:
     return Call(
@@ -107,33 +107,36 @@ def make_call(
         block_m=config.block_m,
         block_n=config.block_n,
         n_splits=config.n_splits,
-        has_alibi=alibi_slopes is not None,
-        has_bias=bias is not None,
-        has_sinks=sinks is not None,
+        has_alibi="alibi_slopes" in given,
+        has_bias="bias" in given,
+        has_sinks="sinks" in given,
         scale=float(softmax_scale),
         **rest,
     )
 
 
-@dataclass(frozen=True)
-class Empties:
-    """Arrays of the right type for options that are not given."""
+def optional_arrays(dtype: np.dtype[Any]) -> Callable[..., tuple[Array, ...]]:
+    """What fills the kernels' optional arrays, in the order of :func:`optional_types`: empty ones if not given."""
+    no_table = np.empty((0, 0), np.int32)
+    no_alibi, no_sinks = np.empty((0, 0), np.float64), np.empty(0, np.float64)
+    no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)
 
-    table: Array
-    alibi: Array
-    sinks: Array
-    bias: Array
-    visible: Array
+    def fill(
+        block_table: Array | None = None,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        bias: Array | None = None,
+        visible: Array | None = None,
+    ) -> tuple[Array, ...]:
+        return (
+            no_table if block_table is None else block_table,
+            no_alibi if alibi_slopes is None else alibi_slopes,
+            no_sinks if sinks is None else sinks,
+            no_bias if bias is None else bits(bias),
+            no_visible if visible is None else visible,
+        )
 
-
-def empties(q: Array) -> Empties:
-    return Empties(
-        np.empty((0, 0), np.int32),
-        np.empty((0, 0), np.float64),
-        np.empty(0, np.float64),
-        np.empty((0, 0, 0, 0), q.dtype),
-        np.empty((0, 0, 0, 0), np.bool_),
-    )
+    return fill
 
 
 def optional_types(bias: str) -> tuple[types.Type, ...]:
