@@ -117,6 +117,55 @@ def test_fork_in_the_middle(tmp_path):
     run_alone(FORK, tmp_path, *("-W", "ignore::DeprecationWarning"))
 
 
+BESIDE_NUMBA = """
+import sys, threading, numba, numpy as np, gpu_ops
+from concurrent.futures import ThreadPoolExecutor
+
+@numba.njit(parallel=True)
+def theirs(x, y):
+    for i in numba.prange(x.size):
+        y[i] = x[i] * x[i]
+
+rng = np.random.default_rng(0)
+x, w = rng.standard_normal((1024, 256)).astype(np.float32), np.ones(256, np.float32)
+q = rng.standard_normal((2, 512, 4, 64)).astype(np.float32)
+a, b = np.arange(1 << 16, dtype=np.float64), np.empty(1 << 16)
+wanted = gpu_ops.rmsnorm(x, w), gpu_ops.rope(q)
+theirs(a, b)
+assert numba.threading_layer() == sys.argv[1]
+done = threading.Event()
+
+def run_theirs():
+    rounds = 0
+    while not done.is_set():
+        b[:] = 0
+        theirs(a, b)
+        assert np.array_equal(b, a * a)
+        rounds += 1
+    return rounds
+
+def run_ours(i):
+    found = gpu_ops.rope(q) if i % 2 else gpu_ops.rmsnorm(x, w)
+    return np.array_equal(found, wanted[i % 2])
+
+with ThreadPoolExecutor(8) as pool:
+    beside = pool.submit(run_theirs)
+    try:
+        right = list(pool.map(run_ours, range(200)))
+    finally:
+        done.set()
+    assert all(right)
+    assert beside.result() > 1
+"""
+
+
+@pytest.mark.parametrize("layer", ["workqueue", pytest.param("omp", marks=pytest.mark.slow)])
+def test_in_a_pool_beside_parallel_numba(layer, tmp_path):
+    """Each call uses all threads, called from more threads than there are cores, while Numba's own threading
+    layer works: workqueue, which aborts the process when two threads launch on it."""
+    run_alone(BESIDE_NUMBA, tmp_path, arguments=[layer], NUMBA_THREADING_LAYER=layer)
+
+
 def test_results_after_the_interpreter_began_to_exit(tmp_path):
     """An atexit hook may still call ops: the pool takes no more work then, the caller does it alone."""
     code = """
@@ -128,12 +177,12 @@ atexit.register(lambda: print("equal" if np.array_equal(gpu_ops.rmsnorm(x, w), w
     assert run_alone(code, tmp_path).strip() == "equal"
 
 
-def run_alone(code, tmp_path, *flags):
+def run_alone(code, tmp_path, *flags, arguments=(), **variables):
     """``code`` in a fresh interpreter, from the repository root, with a kernel cache of its own."""
     start = time.monotonic()
-    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
+    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path), **variables}
     run = subprocess.run(
-        [sys.executable, *flags, "-c", code],
+        [sys.executable, *flags, "-c", code, *arguments],
         env=env,
         capture_output=True,
         text=True,
