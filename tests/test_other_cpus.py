@@ -69,5 +69,5 @@ BODIES = (
 @pytest.mark.parametrize("cpu", CPUS)
 def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
     env, _ = environment(cpu, tmp_path_factory.getbasetemp() / cpu.replace(" ", "-"))
-    chosen = ["-k", "not emulator and not cuda and not other_cpus"]
+    chosen = ["-k", "not emulator and not cuda and not cpu-reference"]
     run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, f"tests/test_{body}.py"], env)
