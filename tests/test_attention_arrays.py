@@ -16,7 +16,10 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 
 # The host's part, which the twins share with the CUDA C++ kernels.
-SHARED = ("test_calls_from_many_threads", "test_the_same_call_gives_the_same_bits")
+SHARED = (
+    "test_calls_from_many_threads", "test_the_same_call_gives_the_same_bits",
+    "test_inputs_are_left_alone_and_may_be_read_only",
+)  # fmt: skip
 
 
 def quick_on_emulator(raw):

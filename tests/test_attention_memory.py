@@ -45,7 +45,7 @@ print(call(16384))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc (Linux)")
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("mask", [pytest.param("full", marks=pytest.mark.slow), "causal"])
 @pytest.mark.parametrize(("direction", "threads"), [("forward", None), ("backward", None), ("backward", 32)])
 def test_seqlen_16384_fits_in_64_megabytes(direction, threads, mask):
     environment = {**os.environ} | ({} if threads is None else {"NUMBA_NUM_THREADS": str(threads)})

@@ -103,8 +103,15 @@ def test_many_blocks(dtype, monkeypatch, rng):
     assert not wide[:, 54:].any()
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
-@pytest.mark.parametrize("which", ["raw", "numba"])
+@pytest.mark.parametrize(
+    ("which", "dtype"),
+    [
+        ("raw", ml_dtypes.bfloat16),
+        ("raw", np.float32),
+        ("numba", np.float32),
+        pytest.param("numba", ml_dtypes.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_many_blocks_on_a_gpu(which, dtype, monkeypatch, rng):
     """Chunks of tokens, and blocks of ffn over which dx adds up; the last ones are shorter."""
     from gpu_ops.kernels import swiglu_mlp as kernels
