@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpu_ops import warmup
+from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
+from tests.calls import OPS, call
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -155,6 +158,24 @@ def test_every_variant_has_a_file_of_its_own():
     labels = [kernel.label(variant) for kernel, variant in warmup._all_variants()]
     assert len(labels) > 50
     assert len(labels) == len(set(labels))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_warmup_knows_every_variant_that_runs(dtype, monkeypatch):
+    """Every op is called with kernels that do nothing, and asks for none that a warm-up would not compile."""
+    listed, asked = set(warmup.variants()), set()
+
+    def ask(kernel, variant):
+        parts = variant if isinstance(variant, tuple) else (variant,)
+        asked.add(kernel.label(tuple(part.name if isinstance(part, np.dtype) else part for part in parts)))
+        return lambda *arguments: None
+
+    calls = [call(op, dtype) for op in OPS]
+    monkeypatch.setattr(Kernel, "__getitem__", ask)
+    for one in calls:
+        one()
+    assert len(asked) > 15
+    assert asked <= listed
 
 
 def test_default_folder_follows_xdg(tmp_path):
