@@ -172,8 +172,9 @@ def test_warmup_knows_every_variant_that_runs(dtype, monkeypatch):
 
     calls = [call(op, dtype) for op in OPS]
     monkeypatch.setattr(Kernel, "__getitem__", ask)
-    for one in calls:
-        one()
+    with np.errstate(all="ignore"):  # results hold what lay there
+        for one in calls:
+            one()
     assert len(asked) > 15
     assert asked <= listed
 
