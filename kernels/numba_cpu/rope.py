@@ -2,6 +2,13 @@
 
 Per token: ``2 * (nheads + nheads_kv) * head_dim`` elements read or written and one row of the cos and sin
 tables read, which the heads of the token share. Memory bound: 6 flops per pair.
+
+Results too large for a cache are stored past it, unless they are in place: heads gather in a block of BLOCK_BYTES
+as long as they are neighbours in memory (``ir/memory.py``)::
+
+    x     | head | head | head | ...     read; as much of what comes next is fetched while a block is stored
+    line  | head | head | head |         rotated
+    out   | head | head | head | ...     whole lines
 """
 
 from __future__ import annotations
@@ -12,10 +19,20 @@ import numpy as np
 from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.memory import (
+    fence,
+    follows,
+    from_beginning,
+    put,
+    scratch,
+    stays_in_cache,
+)
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
+
+BLOCK_BYTES = 1 << 13  # of heads, in the first cache
 
 
 def config(inputs: list[Array]) -> str:
@@ -43,6 +60,7 @@ def rope(
     k, k_out = (inputs[1], outputs[1]) if len(inputs) == 2 else (q[:, :, :0], q_out[:, :, :0])
     n_tokens = q.shape[0] * q.shape[1]
     chunk = _tokens_per_task(inputs)
+    streaming = not stays_in_cache(sum(x.nbytes for x in outputs))
     launch(
         rope_rotate[q.dtype],
         -(-n_tokens // chunk),
@@ -59,6 +77,7 @@ def rope(
         conjugate,
         # follow memory: in (batch, nheads, seqlen, head_dim) arrays the tokens of one head are neighbours
         abs(q_out.strides[1]) < abs(q_out.strides[2]),
+        streaming,
     )
 
 
@@ -79,38 +98,45 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
         table,
         types.Array(types.int64, 2, "A", readonly=True),
         types.int64,
-        *(types.boolean,) * 3,
+        *(types.boolean,) * 4,
     )
 
 
 @kernel(_signature)
 def rope_rotate(
-    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate, heads_outer
-):
+    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate, heads_outer,
+    streaming,
+):  # fmt: skip
     n_tokens = q.shape[0] * q.shape[1]
+    line = scratch(1, max(q.shape[3], BLOCK_BYTES // q.itemsize), q[0, 0, 0, 0])
     task = claim(state)
     while task < n_tasks:
         first = task * chunk
         count = min(chunk, n_tokens - first)
-        rotate_tokens(
-            q, q_out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer
-        )  # fmt: skip
-        rotate_tokens(
-            k, k_out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer
-        )  # fmt: skip
+        for x, out in ((q, q_out), (k, k_out)):
+            rotate_tokens(
+                x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer,
+                write_row(line, (0,)), streaming,
+            )  # fmt: skip
+        if streaming:
+            fence()
         task = claim(state)
 
 
 @njit
-def rotate_tokens(x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer):
+def rotate_tokens(
+    x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer, line, streaming
+):
     """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen."""
-    seqlen, nheads = x.shape[1], x.shape[2]
+    seqlen, nheads, head_dim = x.shape[1:]
     in_place = x.ctypes.data == out.ctypes.data
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     b = b_first = first // seqlen
     s = s_first = first % seqlen
     h = 0
     done = 0  # tokens of this head so far, when heads are the outer loop
+    gathered = np.int64(0)  # elements in line, which go to ``block``
+    block = write_row(out, (b, s, 0))
     for _ in range(count * nheads):
         position = rows[b * batch_step, s]
         c = read_row(cos, (position,))
@@ -121,6 +147,12 @@ def rotate_tokens(x, out, cos, sin, rows, first, count, rotary_dim, interleaved,
             rotate(target, target, c, sn, rotary_dim, interleaved, conjugate)
         else:
             source = read_row(x, (b, s, h))
+            if streaming:
+                if gathered + head_dim > len(line) or not follows(block, gathered, target):
+                    put(line, from_beginning(block, gathered), True, (source,), 0)
+                    gathered, block = np.int64(0), target
+                target = line[gathered : gathered + head_dim]
+                gathered += head_dim
             rotate(source, target, c, sn, rotary_dim, interleaved, conjugate)
             for i in range(rotary_dim, len(source)):
                 target[i] = source[i]
@@ -139,6 +171,7 @@ def rotate_tokens(x, out, cos, sin, rows, first, count, rotary_dim, interleaved,
             if s == seqlen:
                 s = 0
                 b += 1
+    put(line, from_beginning(block, gathered), gathered > 0, (block,), 0)
 
 
 @njit(inline="always")

@@ -130,6 +130,30 @@ def past_line(typingctx, row):
 
 
 @intrinsic
+def from_beginning(typingctx, row, count):
+    """As many elements of memory, from the row's first on."""
+
+    def codegen(context, builder, sig, args):
+        result = make_array(sig.return_type)(context, builder, args[0])
+        result.shape = cgutils.pack_array(builder, [args[1]])
+        return result._getvalue()
+
+    return signature(row, row, types.int64), codegen
+
+
+@intrinsic
+def follows(typingctx, row, count, other):
+    """Whether ``other`` begins where ``count`` elements from the row's beginning end."""
+
+    def codegen(context, builder, sig, args):
+        start, found = (_address(context, builder, sig.args[i], args[i]) for i in (0, 2))
+        size = number(sig.args[0].dtype.bitwidth // 8)
+        return builder.icmp_signed("==", found, builder.add(start, builder.mul(args[1], size)))
+
+    return signature(types.boolean, row, types.int64, other), codegen
+
+
+@intrinsic
 def same(typingctx, x, y):
     """Whether rows begin at one address: the only way in which an input and a result may share memory."""
 
