@@ -82,6 +82,84 @@ def test_in_place(case, dtype, streamed, rng):
             assert mine.tobytes() == want.tobytes(), cols
 
 
+GRADIENTS = {
+    "rmsnorm": lambda dy, x, w: (gpu_ops.rmsnorm_backward, (dy, x, w, x[:, 0].astype(statistics(x))), {}),
+    "rmsnorm llama residual": lambda dy, x, w: (
+        gpu_ops.rmsnorm_backward,
+        (dy, x, w, x[:, 0].astype(statistics(x))),
+        {"casting": "llama", "dresidual": x},
+    ),
+    "layernorm": lambda dy, x, w: (
+        gpu_ops.layernorm_backward,
+        (dy, x, w, *[x[:, 0].astype(statistics(x))] * 2),
+        {},
+    ),
+    "layernorm residual": lambda dy, x, w: (
+        gpu_ops.layernorm_backward,
+        (dy, x, w, *[x[:, 0].astype(statistics(x))] * 2),
+        {"dresidual": x},
+    ),
+}
+
+
+def statistics(x):
+    return np.float64 if x.dtype == np.float64 else np.float32
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_the_same_gradients(case, dtype, streamed, rng):
+    for cols, offset in itertools.product(COLUMNS, (0, 1, 8)):
+        dy, x = (rng.standard_normal((3, cols)).astype(dtype) for _ in range(2))
+        op, arrays, options = GRADIENTS[case](dy, x, rng.standard_normal(cols).astype(dtype))
+        want = [a.tobytes() for a in op(*arrays, **options)]
+        out, frame = at(offset, np.zeros_like(x))
+        in_place = dy.copy()
+        assert [a.tobytes() for a in streamed(op, *arrays, **options, out=out)] == want, (cols, offset)
+        assert (frame == 7).all(), (cols, offset)
+        for call in (streamed, lambda op, *a, **k: op(*a, **k)):
+            in_place = dy.copy()
+            assert [a.tobytes() for a in call(op, in_place, *arrays[1:], **options, out=in_place)] == want, (
+                cols
+            )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_the_same_gradients_of_gates(activation, dtype, streamed, rng):
+    for cols, offset in itertools.product(COLUMNS, (0, 1, 8)):
+        arrays = [rng.standard_normal((3, cols)).astype(dtype) for _ in range(3)]
+        want = gpu_ops.swiglu_backward(*arrays, activation=activation)
+        for apart in (0, 3):  # the lines of both results begin at one place, or do not
+            (dgate, frame), (dup, other) = (at(o, np.zeros_like(arrays[0])) for o in (offset, offset + apart))
+            streamed(gpu_ops.swiglu_backward, *arrays, activation=activation, out=(dgate, dup))
+            assert [dgate.tobytes(), dup.tobytes()] == [a.tobytes() for a in want], (cols, offset)
+            assert (frame == 7).all(), (cols, offset)
+            assert (other == 7).all(), (cols, offset)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_same_rotation(interleaved, layout, dtype, streamed, rng):
+    """Heads that are neighbours in memory, across tokens too, and heads that are not."""
+    for nheads, head_dim, offset in itertools.product((1, 5), (2, 48, 130), (0, 1, 8)):
+        q = rng.standard_normal((2, 7, nheads, head_dim)).astype(dtype)
+        q = np.ascontiguousarray(q.swapaxes(1, 2)) if layout == "bhsd" else q
+        options = {"interleaved": interleaved, "layout": layout, "rotary_dim": max(2, head_dim // 4 * 2)}
+        want = gpu_ops.rope(q, **options)
+        close, frame = at(offset, np.zeros((1, q.size), dtype))
+        streamed(gpu_ops.rope, q, **options, out=close.reshape(q.shape))
+        assert close.tobytes() == want.tobytes(), (nheads, head_dim, offset)
+        assert (frame == 7).all(), (nheads, head_dim, offset)
+        apart, frame = at(offset, np.zeros((q.size // head_dim, head_dim), dtype))
+        apart = np.lib.stride_tricks.as_strided(
+            apart,
+            q.shape,
+            (*(apart.strides[0] * n for n in (q.shape[1] * q.shape[2], q.shape[2], 1)), q.itemsize),
+        )
+        streamed(gpu_ops.rope, q, **options, out=apart)
+        assert apart.tobytes() == want.tobytes(), (nheads, head_dim, offset)
+        assert (frame == 7).all(), (nheads, head_dim, offset)
+
+
 def test_what_streams():
     assert memory.stays_in_cache(memory.last_level_cache())
     assert not memory.stays_in_cache(memory.last_level_cache() + 1)

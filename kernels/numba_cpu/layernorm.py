@@ -89,6 +89,7 @@ def backward(
         bits(dx),
         partial,
         dresidual is not None,
+        not stays_in_cache(dx.nbytes),
     )
     dweight[...] = partial[0::2].sum(axis=0)
     dbias[...] = partial[1::2].sum(axis=0)
@@ -119,6 +120,19 @@ def normalise(operands, start, y):
     else:
         for i in range(len(y)):
             store(y, i, (load(x, i) - center) * scale * load(weight, i))
+
+
+@elementwise
+def gradient(operands, start, dx):
+    dy, x, weight, more, has_more, center, scale, (mean_product, mean_gradient) = operands
+    stop = start + len(dx)
+    dy, x, weight, more = dy[start:stop], x[start:stop], weight[start:stop], more[start:stop]
+    for i in range(len(dx)):
+        n = (load(x, i) - center) * scale
+        d = scale * (load(dy, i) * load(weight, i) - n * mean_product - mean_gradient)
+        if has_more:
+            d += load(more, i)
+        store(dx, i, d)
 
 
 @kernel(
@@ -180,14 +194,16 @@ def layernorm_forward(
         write(t, 2),
         write("float64", 2),
         types.boolean,
+        types.boolean,
     ),
     fastmath=REASSOC,
 )
 def layernorm_backward(
-    state, n_tasks, chunk, dy, x, weight, mean, rstd, dresidual, dx, partial, has_dresidual
+    state, n_tasks, chunk, dy, x, weight, mean, rstd, dresidual, dx, partial, has_dresidual, streaming
 ):
     rows, cols = x.shape
     w = read_row(weight, ())
+    line = scratch(1, block(x), weight[0])
     task = claim(state)
     while task < n_tasks:
         dw = write_row(partial, (2 * task,))
@@ -207,11 +223,11 @@ def layernorm_backward(
             for i in range(cols):
                 dw[i] += load(rdy, i) * ((load(rx, i) - center) * scale)
                 db[i] += load(rdy, i)
-            rd = read_row(dresidual, (r,))
-            for i in range(cols):
-                n = (load(rx, i) - center) * scale
-                d = scale * (load(rdy, i) * load(w, i) - n * mean_product - mean_gradient)
-                if has_dresidual:
-                    d += load(rd, i)
-                store(rdx, i, d)
+            after = min(r + 1, rows - 1)
+            means = (mean_product, mean_gradient)
+            operands = (rdy, rx, w, read_row(dresidual, (r,)), has_dresidual, center, scale, means)
+            following = (read_row(dy, (after,)), read_row(x, (after,)))
+            by_blocks(gradient, operands, rdx, write_row(line, (0,)), same(rdy, rdx), streaming, following)
+        if streaming:
+            fence()
         task = claim(state)

@@ -111,6 +111,7 @@ def backward(
         weight_offset,
         dresidual is not None,
         casting == "llama",
+        not stays_in_cache(dx.nbytes),
     )
     dweight[...] = partial.sum(axis=0)
 
@@ -164,6 +165,40 @@ def normalise(operands, start, y):
     else:
         for i in range(len(y)):
             store(y, i, load(x, i) * scale * gain[i])
+
+
+@inner
+def sum_of_products(dy, x, weight, offset, scale):
+    """Of dy * (offset + weight) * (x * scale), as sum_of_squares adds up."""
+    total = 0.0
+    for start in range(0, len(x), SHORT_SUM):
+        d, v, w = (
+            dy[start : start + SHORT_SUM],
+            x[start : start + SHORT_SUM],
+            weight[start : start + SHORT_SUM],
+        )
+        short = like(offset, 0.0)
+        for i in range(len(v)):
+            short += load(d, i) * (offset + load(w, i)) * (load(v, i) * scale)
+        exact = np.float64(short)
+        if not abs(exact) < np.inf:
+            exact = 0.0
+            for i in range(len(v)):
+                exact += np.float64(load(d, i) * (offset + load(w, i)) * (load(v, i) * scale))
+        total += exact
+    return total
+
+
+@elementwise
+def gradient(operands, start, dx):
+    dy, x, weight, more, has_more, offset, scale, mean = operands
+    stop = start + len(dx)
+    dy, x, weight, more = dy[start:stop], x[start:stop], weight[start:stop], more[start:stop]
+    for i in range(len(dx)):
+        d = scale * (load(dy, i) * (offset + load(weight, i)) - load(x, i) * scale * mean)
+        if has_more:
+            d += load(more, i)
+        store(dx, i, d)
 
 
 @njit(error_model="numpy")
@@ -237,14 +272,17 @@ def rmsnorm_forward(
         compute(t),
         types.boolean,
         types.boolean,
+        types.boolean,
     ),
     fastmath=REASSOC,
 )
 def rmsnorm_backward(
-    state, n_tasks, chunk, dy, x, weight, rstd, dresidual, dx, partial, weight_offset, has_dresidual, llama
-):
+    state, n_tasks, chunk, dy, x, weight, rstd, dresidual, dx, partial, weight_offset, has_dresidual, llama,
+    streaming,
+):  # fmt: skip
     rows, cols = x.shape
     w = read_row(weight, ())
+    line = scratch(1, block(x), weight[0])
     task = claim(state)
     while task < n_tasks:
         dw = write_row(partial, (task,))
@@ -253,23 +291,17 @@ def rmsnorm_backward(
             rx = read_row(x, (r,))
             rdx = write_row(dx, (r,))
             scale = rstd[r]
-            total = 0.0
-            for i in range(cols):
-                g = load(rdy, i)
-                n = load(rx, i) * scale
-                total += np.float64(g * (weight_offset + load(w, i)) * n)
-            mean = like(weight_offset, total / cols)
+            mean = like(weight_offset, sum_of_products(rdy, rx, w, weight_offset, scale) / cols)
             if llama:  # forward multiplied the rounded n by weight
                 for i in range(cols):
                     dw[i] += load(rdy, i) * rounded(rx, load(rx, i) * scale)
             else:
                 for i in range(cols):
                     dw[i] += load(rdy, i) * (load(rx, i) * scale)
-            rd = read_row(dresidual, (r,))
-            for i in range(cols):
-                m = load(rdy, i) * (weight_offset + load(w, i))
-                d = scale * (m - load(rx, i) * scale * mean)
-                if has_dresidual:
-                    d += load(rd, i)
-                store(rdx, i, d)
+            after = min(r + 1, rows - 1)
+            operands = (rdy, rx, w, read_row(dresidual, (r,)), has_dresidual, weight_offset, scale, mean)
+            following = (read_row(dy, (after,)), read_row(x, (after,)))
+            by_blocks(gradient, operands, rdx, write_row(line, (0,)), same(rdy, rdx), streaming, following)
+        if streaming:
+            fence()
         task = claim(state)

@@ -15,7 +15,7 @@ from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir import codes as simd
 from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch
 from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
-from gpu_ops.kernels.numba_cpu.ternary_gemv import ROWS_PER_TASK, ternary_gemv_int8, ternary_gemv_native
+from gpu_ops.kernels.numba_cpu.ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
 from gpu_ops.kernels.numba_cpu.ternary_quantize import ternary_encode, ternary_statistics
 from gpu_ops.kernels.numba_cpu.ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
 
@@ -31,7 +31,8 @@ def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: st
     unit = f"{activations} activations, {simd.describe()}"
     if _few(tokens, groups, dtype, activations):
         return (
-            f"{unit}: lanes along K, 4 rows x {1 if tokens == 1 else 4} tokens, {ROWS_PER_TASK} rows per task"
+            f"{unit}: lanes along K, 4 rows x {1 if tokens == 1 else 4} tokens, "
+            f"{rows_per_task(n, tokens)} rows per task"
         )
     return f"{unit}: lanes along N, {simd.PANEL_ROWS} rows x {simd.TILE_M} tokens, {BLOCK_M} tokens per task"
 
@@ -60,8 +61,8 @@ def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None
     flat, q_flat = codes.reshape(-1), q.reshape(-1)
     shared = (q_flat, q.shape[1], sums, token_scale, scale, bits(y))
     if few:
-        n_tasks = -(-n // ROWS_PER_TASK)
-        launch(ternary_gemv_int8[dtype], n_tasks, flat, codes.shape[1], words, *shared)
+        chunk = rows_per_task(n, tokens)
+        launch(ternary_gemv_int8[dtype], -(-n // chunk), chunk, flat, codes.shape[1], words, *shared)
     else:
         depth = k if groups > 1 else 16 * words
         n_tasks = -(-n // simd.PANEL_ROWS) * -(-tokens // BLOCK_M)
@@ -83,7 +84,8 @@ def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> No
     flat = codes.reshape(-1)
     shared = (wide.reshape(-1), wide.shape[1], scale, bits(y))
     if few:
-        launch(ternary_gemv_native[dtype], -(-n // ROWS_PER_TASK), flat, codes.shape[1], words, *shared)
+        chunk = rows_per_task(n, tokens)
+        launch(ternary_gemv_native[dtype], -(-n // chunk), chunk, flat, codes.shape[1], words, *shared)
     else:
         n_tasks = -(-n // simd.PANEL_ROWS) * -(-tokens // BLOCK_M)
         launch(ternary_gemm_native[dtype], n_tasks, flat, codes.shape[1], words, k // max(groups, 1), *shared)

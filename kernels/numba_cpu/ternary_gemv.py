@@ -4,7 +4,7 @@ y[t, n] = token_scale[t] * scale[n] * (sum over k of code * q - sum over k of q)
 y[t, n] = scale[n] * sum over k of trit * x                                           native activations
 
 Bytes: N * K / 4 for the codes and little else, so memory is the limit when the weights are not in the
-cache. One task is ROWS_PER_TASK rows for all tokens; a micro-kernel takes 4 rows x 1, 2 or 4 tokens.
+cache. One task is some rows for all tokens; a micro-kernel takes 4 rows x 1 or 4 tokens.
 """
 
 from __future__ import annotations
@@ -14,15 +14,27 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
 from gpu_ops.kernels.numba_cpu.ir.ternary import dot_float32, dot_int8
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from gpu_ops.kernels.numba_cpu.parallel import TASKS_PER_THREAD, claim, thread_count
 
-ROWS_PER_TASK = 64  # 64 rows of 4096 codes are 64 KB: they stay in L2 while more tokens come by
+ROWS = (
+    64  # of a task for several tokens: 64 rows of 4096 codes are 64 KB, which stay in L2 while tokens come by
+)
+ROWS_OF_ONE = (
+    256  # for one token: where a task ends, what was fetched ahead is another's (530 us against 505)
+)
 SPAN = 2**18  # words whose int32 sums cannot overflow: 16 * SPAN codes of 3 times an activation of 128 < 2^31
 SPAN_FLOAT = 256  # words summed in float32 before the lanes are: long sums lose digits
 
 
+def rows_per_task(n: int, tokens: int) -> int:
+    """A multiple of four, few enough for every thread to have some tasks."""
+    even = -(-n // (TASKS_PER_THREAD * thread_count()))
+    return ROWS if tokens > 1 else max(ROWS, min(ROWS_OF_ONE, even - even % 4))
+
+
 @kernel(
     lambda t: (
+        types.int64,
         read("uint8", 1),
         types.int64,
         types.int64,
@@ -35,16 +47,18 @@ SPAN_FLOAT = 256  # words summed in float32 before the lanes are: long sums lose
     ),
     fastmath=frozenset(),  # the same roundings as the reference
 )
-def ternary_gemv_int8(state, n_tasks, codes, row_bytes, words, x, x_stride, sums, token_scale, scale, y):
+def ternary_gemv_int8(
+    state, n_tasks, chunk, codes, row_bytes, words, x, x_stride, sums, token_scale, scale, y
+):
     tokens, n = y.shape
     per_row = 0 if scale.shape[0] == 1 else 1
     step = 1 if tokens == 1 else 4
     part = np.empty(16, np.int32)
-    total = np.empty((4, ROWS_PER_TASK), np.int64)
+    total = np.empty((4, chunk), np.int64)
     task = claim(state)
     while task < n_tasks:
-        r0 = task * ROWS_PER_TASK
-        rows = min(ROWS_PER_TASK, n - r0)
+        r0 = task * chunk
+        rows = min(chunk, n - r0)
         for t in range(0, tokens, step):
             total[:] = 0
             for r in range(0, rows, 4):
@@ -70,6 +84,7 @@ def ternary_gemv_int8(state, n_tasks, codes, row_bytes, words, x, x_stride, sums
 
 @kernel(
     lambda t: (
+        types.int64,
         read("uint8", 1),
         types.int64,
         types.int64,
@@ -80,16 +95,16 @@ def ternary_gemv_int8(state, n_tasks, codes, row_bytes, words, x, x_stride, sums
     ),
     variants=("float16", "bfloat16", "float32"),
 )
-def ternary_gemv_native(state, n_tasks, codes, row_bytes, words, x, x_stride, scale, y):
+def ternary_gemv_native(state, n_tasks, chunk, codes, row_bytes, words, x, x_stride, scale, y):
     tokens, n = y.shape
     per_row = 0 if scale.shape[0] == 1 else 1
     step = 1 if tokens == 1 else 4
     part = np.empty(16, np.float32)
-    total = np.empty((4, ROWS_PER_TASK), np.float32)
+    total = np.empty((4, chunk), np.float32)
     task = claim(state)
     while task < n_tasks:
-        r0 = task * ROWS_PER_TASK
-        rows = min(ROWS_PER_TASK, n - r0)
+        r0 = task * chunk
+        rows = min(chunk, n - r0)
         for t in range(0, tokens, step):
             total[:] = 0
             for r in range(0, rows, 4):

@@ -48,8 +48,11 @@ def row_pointer(
     return element_pointer(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
 
 
-def prefetch(b: Any, pointer: Any) -> None:
-    flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]  # read, keep close, data
+def prefetch(b: Any, pointer: Any, *, once: bool = False) -> None:
+    """``once``: into the first cache alone, for codes that are read a single time."""
+    flags = [
+        ir.Constant(I32, flag) for flag in (0, 0 if once else 3, 1)
+    ]  # for reading, how close to keep, data
     call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
 
 

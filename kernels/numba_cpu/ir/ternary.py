@@ -92,11 +92,11 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
                         total = dot4(b, total, left[r], right) if integer else fma(b, left[r], right, total)
                         b.store(total, slot)
 
-        full, ahead = b.udiv(words, i64(LANES)), b.mul(stride, i64(rows))
+        full, ahead = b.udiv(words, i64(LANES)), b.mul(stride, i64(rows * (2 if tokens == 1 else 1)))
         with cgutils.for_range(b, full) as loop:
             byte = b.mul(loop.index, i64(4 * LANES))
-            for p in row_pointers:  # the same place in the next block of rows: cold weights come in time
-                prefetch(b, b.gep(p, [b.add(byte, ahead)]))
+            for p in row_pointers:  # the same place in a later block of rows: cold weights come in time
+                prefetch(b, b.gep(p, [b.add(byte, ahead)]), once=tokens == 1)
             step(loop.index, [load_vector(b, b.gep(p, [byte]), INT) for p in row_pointers])
         tail = b.urem(words, i64(LANES))
         with b.if_then(b.icmp_unsigned("!=", tail, i64(0))):
