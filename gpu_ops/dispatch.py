@@ -290,15 +290,17 @@ def _in_place(
     for other in _RESULTS:
         if type(kwargs.get(other)) is tuple:
             others += kwargs[other]
+    others = [x for x in others if isinstance(x, np.ndarray)]
     places = []
     for out in results:
-        place = tuple([x is out for x in others])
-        if not out.flags.writeable or any(
-            not same and isinstance(x, np.ndarray) and np.may_share_memory(out, x)
-            for x, same in zip(others, place, strict=True)
-        ):
+        flags = out.flags
+        if not flags.writeable:
             return None
-        places.append(place)
+        alone = flags.owndata  # no other array that owns its memory has any of this one's
+        for x in others:
+            if x is not out and not (alone and x.flags.owndata) and np.may_share_memory(out, x):
+                return None
+        places.append(tuple([x is out for x in others]))
     return places
 
 
