@@ -41,6 +41,7 @@ __all__ = [
     "choose",
     "explain",
     "has_cuda_kernels",
+    "is_apart",
     "op",
     "planner_of",
     "require_cuda_kernels",
@@ -293,15 +294,19 @@ def _in_place(
     others = [x for x in others if isinstance(x, np.ndarray)]
     places = []
     for out in results:
-        flags = out.flags
-        if not flags.writeable:
+        if not is_apart(out, [x for x in others if x is not out]):
             return None
-        alone = flags.owndata  # no other array that owns its memory has any of this one's
-        for x in others:
-            if x is not out and not (alone and x.flags.owndata) and np.may_share_memory(out, x):
-                return None
         places.append(tuple([x is out for x in others]))
     return places
+
+
+def is_apart(out: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]]) -> bool:
+    """Whether ``out`` is writable and shares no memory with the others."""
+    flags = out.flags
+    alone = flags.owndata  # no other array that owns its memory has any of this one's
+    return flags.writeable and not any(
+        not (alone and x.flags.owndata) and np.may_share_memory(out, x) for x in others
+    )
 
 
 def _as_it_lies(x: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,21 @@ from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import Axes
 from gpu_ops.devices import Device
-from gpu_ops.dispatch import Plan, choose, op
-from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.rope_options import BY_LENGTH, Positions, positions_of, rotary_dim_of, scaling_of, theta_of
+from gpu_ops.dispatch import Plan, choose, is_apart, op
+from gpu_ops.rope_append_kv_checks import (
+    caches_of,
+    check_slots,
+    check_used,
+    longest_of,
+    place_of,
+    token_positions,
+    weights_of,
+)
+from gpu_ops.rope_options import BY_LENGTH, Positions, rotary_dim_of, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables
 
 __all__ = ["rope_append_kv"]
-
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @op(cuda=True)
@@ -120,19 +127,19 @@ def rope_append_kv(
     tokens = "total" if packed else "batch seqlen"
     for label, x, heads in (("q", q_, "nheads"), ("k", k_, "nheads_kv"), ("v", v_, "nheads_kv")):
         axes.bind(label, x, f"{tokens} {heads} head_dim")
-    weights = _weights(arrays, axes, q_weight, k_weight)
+    weights = weights_of(arrays, axes, q_weight, k_weight)
     dtype = checks.float_dtype(name, q=q_, k=k_, v=v_, **weights)
     paged = packed or block_table is not None
-    caches = _caches(arrays, axes, k_cache, v_cache, q_.dtype, paged=paged)
-    place = _place(arrays, axes, seqused_k, block_table, slot_mapping)
+    caches = caches_of(arrays, axes, k_cache, v_cache, q_.dtype, paged=paged)
+    place = place_of(arrays, axes, seqused_k, block_table, slot_mapping)
     eps = checks.number(name, "eps", eps, above=0.0)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     interleaved = checks.flag(name, "interleaved", interleaved)
     scaling = scaling_of(name, scaling)
     theta = theta_of(name, theta, scaling)
     rotary_dim = rotary_dim_of(name, rotary_dim, axes["head_dim"], scaling)
-    where = _positions(arrays, axes, positions, place)
-    longest = _longest(arrays, axes, seqlen, scaling, where, place)
+    where = token_positions(arrays, axes, positions, place)
+    longest = longest_of(arrays, axes, seqlen, scaling, where, place)
     inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
     out_ = arrays.write("out", out, q_.shape, q_.dtype, in_place="q")
@@ -198,7 +205,54 @@ def rope_append_kv(
 
         return cpu.config(*(x[None] if packed else x for x in (q_, k_)))
 
-    return Plan(name, choice, problem, config, run, writes=caches)
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
+
+        new, slots = Arrays(name).new, caches[0].shape[:2]
+        computed = np.float64 if dtype == "float64" else np.float32
+        how: dict[str, Any] = {
+            "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
+        }  # fmt: skip
+        steps = np.arange(0 if packed else axes["seqlen"])
+
+        def append(
+            q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array, *, seqused_k: Any = None,
+            block_table: Array | None = None, slot_mapping: Array | None = None, q_weight: Array | None = None,
+            k_weight: Array | None = None, positions: Array | None = None, out: Array | None = None,
+            **options: Any,
+        ) -> Any:  # fmt: skip
+            given: dict[str, Any] = {
+                "seqused_k": seqused_k, "block_table": block_table, "slot_mapping": slot_mapping,
+                "q_weight": q_weight, "k_weight": k_weight,
+            }  # fmt: skip
+            read = [x for x in (q, k, v, positions, *given.values()) if x is not None]
+            if not (is_apart(k_cache, [*read, v_cache]) and is_apart(v_cache, read)):  # it has to say why
+                call = rope_append_kv.plan  # type: ignore[attr-defined]
+                return call(q, k, v, k_cache, v_cache, positions=positions, out=out, **given, **options).run()
+            if slot_mapping is not None:
+                check_slots(name, slot_mapping, *slots)
+                given["slot_mapping"] = slot_mapping[None]
+            else:
+                check_used(name, axes, seqused_k, block_table)
+            if positions is not None:
+                where = Positions.of(positions)
+                where.check_bounds(name)
+                rows, bounds = where.on_host(), where.bounds
+            else:
+                used = seqused_k.tolist()
+                rows, bounds = seqused_k[:, None] + steps, (min(used), max(used) + len(steps) - 1)
+            result = new(q.shape, q.dtype, "the rotated q") if out is None else out
+            cos, sin, rows = rope_tables(rows, *bounds, inv_freq, attention_factor, computed)
+            operands = [*(x[None] if packed else x for x in (q, result, k, v)), k_cache, v_cache]
+            cpu.append(*operands, cos=cos, sin=sin, rows=rows, **(given | how))
+            return result
+
+        return append
+
+    # The frequencies of some scalings go by how long the sequences are.
+    alike = seqlen is not None or scaling.kind not in BY_LENGTH
+    remembered = again if alike and choice.compiled and q_.size else None
+    return Plan(name, choice, problem, config, run, writes=caches, again=remembered)
 
 
 def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved: bool) -> dict[str, str]:
@@ -206,123 +260,3 @@ def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved
 
     why = raw_cannot(dtype, head_dim, rotary_dim, tokens, interleaved=interleaved)
     return {"raw": why} if why else {}
-
-
-def _weights(arrays: Arrays, axes: Axes, q_weight: Any, k_weight: Any) -> dict[str, Any]:
-    given = {"q_weight": q_weight, "k_weight": k_weight}
-    missing = [name for name, weight in given.items() if weight is None]
-    if len(missing) == 1:
-        raise OptionError(f"{arrays.op}: {missing[0]} is missing; pass q_weight and k_weight, or neither")
-    if missing:
-        return dict.fromkeys(given)
-    weights: dict[str, Any] = {}
-    for name, weight in given.items():
-        weights[name] = read = arrays.read(name, weight)
-        axes.bind(name, read, "head_dim")
-    return weights
-
-
-def _caches(
-    arrays: Arrays, axes: Axes, k_cache: Any, v_cache: Any, dtype: np.dtype[Any], *, paged: bool
-) -> tuple[Array, Array]:
-    found = arrays.update("k_cache", k_cache, dtype), arrays.update("v_cache", v_cache, dtype)
-    rows = "num_pages page_size" if paged else "batch max_seqlen"
-    for name, cache in zip(("k_cache", "v_cache"), found, strict=True):
-        axes.bind(name, cache, f"{rows} nheads_kv head_dim")
-    return found
-
-
-def _place(arrays: Arrays, axes: Axes, seqused_k: Any, block_table: Any, slot_mapping: Any) -> dict[str, Any]:
-    """The arrays that say where tokens go, checked; what lies on a GPU is checked there, token by token."""
-    op = arrays.op
-    if slot_mapping is not None:
-        if seqused_k is not None or block_table is not None:
-            raise OptionError(f"{op}: slot_mapping says where every token goes; pass it without seqused_k and "
-                              "block_table, or those without it")  # fmt: skip
-        slots = arrays.read("slot_mapping", slot_mapping)
-        checks.exactly(op, "slot_mapping", slots, (axes["total"],), _INT64)
-        if not arrays.on_cuda:
-            _check_slots(op, slots, axes["num_pages"], axes["page_size"])
-        return {"seqused_k": None, "block_table": None, "slot_mapping": slots}
-    if seqused_k is None:
-        raise OptionError(
-            f"{op}: where do the tokens go? Pass seqused_k=, the keys of each sequence that its cache holds "
-            "already, or slot_mapping="
-        )
-    used = arrays.read("seqused_k", seqused_k)
-    checks.exactly(op, "seqused_k", used, (axes["batch"],), _INT32)
-    table = None if block_table is None else arrays.read("block_table", block_table)
-    if table is not None:
-        axes.bind("block_table", table, "batch max_pages")
-        checks.exactly(op, "block_table", table, table.shape, _INT32)
-    if not arrays.on_cuda and axes["seqlen"]:
-        _check_used(op, axes, used, table)
-    return {"seqused_k": used, "block_table": table, "slot_mapping": None}
-
-
-def _check_slots(op: str, slots: Array, num_pages: int, page_size: int) -> None:
-    beyond = np.flatnonzero(slots >= num_pages * page_size)
-    if len(beyond):
-        raise OptionError(
-            f"{op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {num_pages} pages of {page_size} have "
-            f"slots in [0, {num_pages * page_size}), negative ones store nothing"
-        )
-
-
-def _check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
-    """Every new token has a row in its sequence's cache, and with pages the row has a page."""
-    seqlen = axes["seqlen"]
-    page_size = axes["max_seqlen" if table is None else "page_size"]
-    capacity = page_size if table is None else page_size * table.shape[1]
-    if ((used < 0) | (used > capacity - seqlen)).any():
-        raise OptionError(
-            f"{op}: seqused_k must lie in [0, {capacity - seqlen}] for {seqlen} new tokens in a cache of {capacity}; "
-            f"got {np.array2string(used, threshold=8)}"
-        )
-    if table is None:
-        return
-    page = np.arange(table.shape[1])
-    needed = (page >= used[:, None] // page_size) & (page <= (used[:, None] + (seqlen - 1)) // page_size)
-    bad = np.argwhere(needed & ((table < 0) | (table >= axes["num_pages"])))
-    if len(bad):
-        b, i = (int(n) for n in bad[0])
-        raise OptionError(
-            f"{op}: block_table[{b}, {i}] is {int(table[b, i])}, not a page in [0, {axes['num_pages']}), but "
-            f"sequence {b} grows from {int(used[b])} to {int(used[b]) + seqlen} keys"
-        )
-
-
-def _positions(arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Any]) -> Positions | None:
-    """Of every token; None: the rows in its sequence that arrays on a GPU say."""
-    op, used = arrays.op, place["seqused_k"]
-    if positions is None:
-        if used is None:
-            raise OptionError(f"{op}: slot_mapping says where tokens are kept; pass positions= as well")
-        if arrays.on_cuda:
-            return None
-        turns = used[:, None] + np.arange(axes["seqlen"])
-        return Positions(turns, 0, axes["seqlen"], turns.size)
-    where = positions_of(op, arrays, positions, axes, "bshd" if used is not None else "packed")
-    if where.array is None:
-        raise ShapeError(f"{op}: positions is the number {positions}; pass an array, or seqused_k alone")
-    if not arrays.on_cuda:
-        where.check_bounds(op)
-    return where
-
-
-def _longest(
-    arrays: Arrays,
-    axes: Axes,
-    seqlen: Any,
-    scaling: RopeScaling,
-    where: Positions | None,
-    place: dict[str, Any],
-) -> int:
-    """The length that some scalings go by; of positions on a GPU, which must be waited for, only for those."""
-    if seqlen is not None:
-        return checks.integer(arrays.op, "seqlen", seqlen, low=0)
-    if arrays.on_cuda and scaling.kind not in BY_LENGTH:
-        return 0
-    if where is not None:
-        return max(where.bounds[1] + 1, 0)
-    return int(place["seqused_k"].max()) + axes["seqlen"] if axes["batch"] else 0

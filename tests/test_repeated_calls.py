@@ -46,7 +46,25 @@ def paged(rng):
     return args, {"seqused_k": used, "block_table": table, "sinks": f(rng, 4)}
 
 
+def append(rng, **options):
+    new, used = (f(rng, 2, 3, 4, 8), f(rng, 2, 3, 2, 8), f(rng, 2, 3, 2, 8)), rng.integers(0, 14, 2)
+    options = {"seqused_k": used.astype(np.int32), **options}
+    return (*new, *np.zeros((2, 2, 16, 2, 8), np.float32)), options
+
+
+def append_slots(rng):
+    args, _ = append(rng)
+    slots = np.append(rng.permutation(32)[:5], -1)
+    options = {"slot_mapping": slots, "positions": rng.integers(0, 99, 6)}
+    return (*(x.reshape(6, *x.shape[2:]) for x in args[:3]), *args[3:]), options
+
+
 CALLS = {
+    "rope_append_kv": append,
+    "rope_append_kv paged": lambda rng: append(
+        rng, block_table=np.array([[0], [1]], np.int32), q_weight=f(rng, 8), k_weight=f(rng, 8)
+    ),
+    "rope_append_kv slots": append_slots,
     "attention": attention,
     "attention sinks bias": lambda rng: (
         attention(rng)[0],
@@ -238,63 +256,6 @@ def test_arrays_that_are_copied_are_not_remembered(rng):
     x, w = f(rng, 3, 48)[:, ::2], f(rng, 24)
     for _ in range(2):
         np.testing.assert_array_equal(gpu_ops.rmsnorm(x, w), gpu_ops.rmsnorm(x.copy(), w))
-
-
-def test_lengths_are_checked_every_time(rng):
-    (q, k, v), _ = CALLS["attention_decode"](rng)
-    used = np.array([3, 40], np.int32)
-    gpu_ops.attention_decode(q, k, v, seqused_k=used)
-    short = gpu_ops.attention_decode(q, k, v, seqused_k=used - 2)
-    np.testing.assert_allclose(
-        short, gpu_ops.attention_decode(q, k, v, seqused_k=used - 2, backend="reference"), atol=1e-5
-    )
-    for wrong in (used + 1, used - 4):
-        with pytest.raises(errors.OptionError, match="seqused_k"):
-            gpu_ops.attention_decode(q, k, v, seqused_k=wrong)
-
-
-def test_offsets_are_checked_every_time(rng):
-    args, kwargs = varlen(rng)
-    gpu_ops.attention_varlen(*args, **kwargs)
-    for other in (np.array([0, 9, 9, 9], np.int32), np.array([0, 0, 4, 9], np.int32)):
-        found = gpu_ops.attention_varlen(*args[:3], other, args[4], **kwargs)
-        want = gpu_ops.attention_varlen(*args[:3], other, args[4], **kwargs, backend="reference")
-        np.testing.assert_allclose(found[0], want[0], atol=1e-5)
-        np.testing.assert_allclose(found[1], want[1], atol=1e-5)
-    for wrong in ([0, 3, 2, 9], [1, 2, 2, 9], [0, 2, 2, 8]):
-        with pytest.raises(errors.OptionError, match="cu_seqlens_q must start at 0"):
-            gpu_ops.attention_varlen(*args[:3], np.array(wrong, np.int32), args[4], **kwargs)
-    args, kwargs = varlen_backward(rng)
-    gpu_ops.attention_varlen_backward(*args, **kwargs | {"max_seqlen_k": 6})
-    long = np.array([0, 1, 2, 11], np.int32)
-    with pytest.raises(errors.OptionError, match="longest sequence has 9"):
-        gpu_ops.attention_varlen_backward(*args[:-1], long, **kwargs | {"max_seqlen_k": 6})
-
-
-def test_pages_are_checked_every_time(rng):
-    args, kwargs = paged(rng)
-    kwargs["seqused_k"] = np.array([7, 12], np.int32)
-    gpu_ops.attention_decode(*args, **kwargs)
-    table = kwargs["block_table"]
-    for at, page in (((0, 1), -1), ((1, 2), 5)):
-        wrong = table.copy()
-        wrong[at] = page
-        with pytest.raises(errors.OptionError, match="block_table"):
-            gpu_ops.attention_decode(*args, **kwargs | {"block_table": wrong})
-    moved = kwargs | {"block_table": table[:, ::-1].copy(), "seqused_k": np.array([0, 12], np.int32)}
-    want = gpu_ops.attention_decode(*args, **moved, backend="reference")
-    np.testing.assert_allclose(gpu_ops.attention_decode(*args, **moved), want, atol=1e-5)
-
-
-def test_positions_are_read_every_time(rng):
-    q = f(rng, 1, 5, 2, 8)
-    for scaling in (None, gpu_ops.RopeScaling.dynamic(2.0, 4)):
-        for positions in (np.arange(5), np.array([3, 99, -2, 0, 7])):
-            found = gpu_ops.rope(q, positions=positions, scaling=scaling)
-            want = gpu_ops.rope(q, positions=positions, scaling=scaling, backend="reference")
-            np.testing.assert_allclose(found, want, atol=1e-5)
-    with pytest.raises(errors.OptionError, match=r"2\*\*53"):
-        gpu_ops.rope(q, positions=np.array([0, 0, 0, 0, 2**60]))
 
 
 def test_the_backend_asked_for_by_the_environment_counts(rng, monkeypatch):

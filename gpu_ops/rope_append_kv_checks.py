@@ -1,0 +1,149 @@
+"""The arguments of ``rope_append_kv``, checked: weights, caches, where tokens go, and positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops import checks
+from gpu_ops.arrays import Array, Arrays
+from gpu_ops.checks import Axes
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.rope_options import BY_LENGTH, Positions, positions_of
+from gpu_ops.rope_scaling import RopeScaling
+
+__all__ = [
+    "caches_of",
+    "check_slots",
+    "check_used",
+    "longest_of",
+    "place_of",
+    "token_positions",
+    "weights_of",
+]
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def weights_of(arrays: Arrays, axes: Axes, q_weight: Any, k_weight: Any) -> dict[str, Any]:
+    given = {"q_weight": q_weight, "k_weight": k_weight}
+    missing = [name for name, weight in given.items() if weight is None]
+    if len(missing) == 1:
+        raise OptionError(f"{arrays.op}: {missing[0]} is missing; pass q_weight and k_weight, or neither")
+    if missing:
+        return dict.fromkeys(given)
+    weights: dict[str, Any] = {}
+    for name, weight in given.items():
+        weights[name] = read = arrays.read(name, weight)
+        axes.bind(name, read, "head_dim")
+    return weights
+
+
+def caches_of(
+    arrays: Arrays, axes: Axes, k_cache: Any, v_cache: Any, dtype: np.dtype[Any], *, paged: bool
+) -> tuple[Array, Array]:
+    found = arrays.update("k_cache", k_cache, dtype), arrays.update("v_cache", v_cache, dtype)
+    rows = "num_pages page_size" if paged else "batch max_seqlen"
+    for name, cache in zip(("k_cache", "v_cache"), found, strict=True):
+        axes.bind(name, cache, f"{rows} nheads_kv head_dim")
+    return found
+
+
+def place_of(
+    arrays: Arrays, axes: Axes, seqused_k: Any, block_table: Any, slot_mapping: Any
+) -> dict[str, Any]:
+    """The arrays that say where tokens go, checked; what lies on a GPU is checked there, token by token."""
+    op = arrays.op
+    if slot_mapping is not None:
+        if seqused_k is not None or block_table is not None:
+            raise OptionError(f"{op}: slot_mapping says where every token goes; pass it without seqused_k and "
+                              "block_table, or those without it")  # fmt: skip
+        slots = arrays.read("slot_mapping", slot_mapping)
+        checks.exactly(op, "slot_mapping", slots, (axes["total"],), _INT64)
+        if not arrays.on_cuda:
+            check_slots(op, slots, axes["num_pages"], axes["page_size"])
+        return {"seqused_k": None, "block_table": None, "slot_mapping": slots}
+    if seqused_k is None:
+        raise OptionError(
+            f"{op}: where do the tokens go? Pass seqused_k=, the keys of each sequence that its cache holds "
+            "already, or slot_mapping="
+        )
+    used = arrays.read("seqused_k", seqused_k)
+    checks.exactly(op, "seqused_k", used, (axes["batch"],), _INT32)
+    table = None if block_table is None else arrays.read("block_table", block_table)
+    if table is not None:
+        axes.bind("block_table", table, "batch max_pages")
+        checks.exactly(op, "block_table", table, table.shape, _INT32)
+    if not arrays.on_cuda and axes["seqlen"]:
+        check_used(op, axes, used, table)
+    return {"seqused_k": used, "block_table": table, "slot_mapping": None}
+
+
+def check_slots(op: str, slots: Array, num_pages: int, page_size: int) -> None:
+    beyond = np.flatnonzero(slots >= num_pages * page_size)
+    if len(beyond):
+        raise OptionError(
+            f"{op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {num_pages} pages of {page_size} have "
+            f"slots in [0, {num_pages * page_size}), negative ones store nothing"
+        )
+
+
+def check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
+    """Every new token has a row in its sequence's cache, and with pages the row has a page."""
+    seqlen = axes["seqlen"]
+    page_size = axes["max_seqlen" if table is None else "page_size"]
+    capacity = page_size if table is None else page_size * table.shape[1]
+    lengths = used.tolist()
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity - seqlen:
+        raise OptionError(
+            f"{op}: seqused_k must lie in [0, {capacity - seqlen}] for {seqlen} new tokens in a cache of {capacity}; "
+            f"got {np.array2string(used, threshold=8)}"
+        )
+    if table is None or not (table.view(np.uint32) >= axes["num_pages"]).any():  # -1 is large too
+        return
+    page = np.arange(table.shape[1])
+    needed = (page >= used[:, None] // page_size) & (page <= (used[:, None] + (seqlen - 1)) // page_size)
+    bad = np.argwhere(needed & ((table < 0) | (table >= axes["num_pages"])))
+    if len(bad):
+        b, i = (int(n) for n in bad[0])
+        raise OptionError(
+            f"{op}: block_table[{b}, {i}] is {int(table[b, i])}, not a page in [0, {axes['num_pages']}), but "
+            f"sequence {b} grows from {int(used[b])} to {int(used[b]) + seqlen} keys"
+        )
+
+
+def token_positions(arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Any]) -> Positions | None:
+    """Of every token; None: the rows in its sequence that arrays on a GPU say."""
+    op, used = arrays.op, place["seqused_k"]
+    if positions is None:
+        if used is None:
+            raise OptionError(f"{op}: slot_mapping says where tokens are kept; pass positions= as well")
+        if arrays.on_cuda:
+            return None
+        turns = used[:, None] + np.arange(axes["seqlen"])
+        return Positions(turns, 0, axes["seqlen"], turns.size)
+    where = positions_of(op, arrays, positions, axes, "bshd" if used is not None else "packed")
+    if where.array is None:
+        raise ShapeError(f"{op}: positions is the number {positions}; pass an array, or seqused_k alone")
+    if not arrays.on_cuda:
+        where.check_bounds(op)
+    return where
+
+
+def longest_of(
+    arrays: Arrays,
+    axes: Axes,
+    seqlen: Any,
+    scaling: RopeScaling,
+    where: Positions | None,
+    place: dict[str, Any],
+) -> int:
+    """The length that some scalings go by; of positions on a GPU, which must be waited for, only for those."""
+    if seqlen is not None:
+        return checks.integer(arrays.op, "seqlen", seqlen, low=0)
+    if arrays.on_cuda and scaling.kind not in BY_LENGTH:
+        return 0
+    if where is not None:
+        return max(where.bounds[1] + 1, 0)
+    return int(place["seqused_k"].max()) + axes["seqlen"] if axes["batch"] else 0

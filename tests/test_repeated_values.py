@@ -1,0 +1,96 @@
+"""Later calls of a kind look at values again: lengths, offsets, pages, positions, and the caches they write to."""
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import errors
+from tests.test_repeated_calls import CALLS, append, append_slots, f, paged, varlen, varlen_backward
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def test_lengths_are_checked_every_time(rng):
+    (q, k, v), _ = CALLS["attention_decode"](rng)
+    used = np.array([3, 40], np.int32)
+    gpu_ops.attention_decode(q, k, v, seqused_k=used)
+    short = gpu_ops.attention_decode(q, k, v, seqused_k=used - 2)
+    np.testing.assert_allclose(
+        short, gpu_ops.attention_decode(q, k, v, seqused_k=used - 2, backend="reference"), atol=1e-5
+    )
+    for wrong in (used + 1, used - 4):
+        with pytest.raises(errors.OptionError, match="seqused_k"):
+            gpu_ops.attention_decode(q, k, v, seqused_k=wrong)
+
+
+def test_offsets_are_checked_every_time(rng):
+    args, kwargs = varlen(rng)
+    gpu_ops.attention_varlen(*args, **kwargs)
+    for other in (np.array([0, 9, 9, 9], np.int32), np.array([0, 0, 4, 9], np.int32)):
+        found = gpu_ops.attention_varlen(*args[:3], other, args[4], **kwargs)
+        want = gpu_ops.attention_varlen(*args[:3], other, args[4], **kwargs, backend="reference")
+        np.testing.assert_allclose(found[0], want[0], atol=1e-5)
+        np.testing.assert_allclose(found[1], want[1], atol=1e-5)
+    for wrong in ([0, 3, 2, 9], [1, 2, 2, 9], [0, 2, 2, 8]):
+        with pytest.raises(errors.OptionError, match="cu_seqlens_q must start at 0"):
+            gpu_ops.attention_varlen(*args[:3], np.array(wrong, np.int32), args[4], **kwargs)
+    args, kwargs = varlen_backward(rng)
+    gpu_ops.attention_varlen_backward(*args, **kwargs | {"max_seqlen_k": 6})
+    long = np.array([0, 1, 2, 11], np.int32)
+    with pytest.raises(errors.OptionError, match="longest sequence has 9"):
+        gpu_ops.attention_varlen_backward(*args[:-1], long, **kwargs | {"max_seqlen_k": 6})
+
+
+def test_pages_are_checked_every_time(rng):
+    args, kwargs = paged(rng)
+    kwargs["seqused_k"] = np.array([7, 12], np.int32)
+    gpu_ops.attention_decode(*args, **kwargs)
+    table = kwargs["block_table"]
+    for at, page in (((0, 1), -1), ((1, 2), 5)):
+        wrong = table.copy()
+        wrong[at] = page
+        with pytest.raises(errors.OptionError, match="block_table"):
+            gpu_ops.attention_decode(*args, **kwargs | {"block_table": wrong})
+    moved = kwargs | {"block_table": table[:, ::-1].copy(), "seqused_k": np.array([0, 12], np.int32)}
+    want = gpu_ops.attention_decode(*args, **moved, backend="reference")
+    np.testing.assert_allclose(gpu_ops.attention_decode(*args, **moved), want, atol=1e-5)
+
+
+def test_caches_are_written_and_checked_every_time(rng):
+    for made in (append, append_slots, CALLS["rope_append_kv paged"]):
+        for _ in range(3):
+            args, kwargs = made(rng)
+            want = [x.copy() for x in args[3:]]
+            wanted = gpu_ops.rope_append_kv(*args[:3], *want, **kwargs, backend="reference")
+            np.testing.assert_allclose(gpu_ops.rope_append_kv(*args, **kwargs), wanted, atol=1e-5)
+            for x, y in zip(args[3:], want, strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-5)
+    for name, wrong in (
+        ("seqused_k", np.array([1, 14], np.int32)),
+        ("block_table", np.array([[0], [2]], np.int32)),
+    ):
+        with pytest.raises(errors.OptionError, match=name):
+            gpu_ops.rope_append_kv(*args, **{**kwargs, name: wrong})
+    closed = args[4].copy()
+    closed.flags.writeable = False
+    for v_cache, problem in (
+        (closed, "read-only"),
+        (args[3], "shares memory"),
+        (args[3][::-1], "shares memory"),
+    ):
+        with pytest.raises(errors.ShapeError, match=problem):
+            gpu_ops.rope_append_kv(*args[:4], v_cache, **kwargs)
+
+
+def test_positions_are_read_every_time(rng):
+    q = f(rng, 1, 5, 2, 8)
+    for scaling in (None, gpu_ops.RopeScaling.dynamic(2.0, 4)):
+        for positions in (np.arange(5), np.array([3, 99, -2, 0, 7])):
+            found = gpu_ops.rope(q, positions=positions, scaling=scaling)
+            want = gpu_ops.rope(q, positions=positions, scaling=scaling, backend="reference")
+            np.testing.assert_allclose(found, want, atol=1e-5)
+    with pytest.raises(errors.OptionError, match=r"2\*\*53"):
+        gpu_ops.rope(q, positions=np.array([0, 0, 0, 0, 2**60]))
