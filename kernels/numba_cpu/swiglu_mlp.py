@@ -154,7 +154,7 @@ def backward(
             xt = pack(x[t], kind, trans=False)
             matmul(dgate, xt, targets[0], total=totals[0], **ends)
             matmul(dup, xt, targets[1], total=totals[1], **ends)
-            matmul(h, pack(dy[t], kind, trans=False), targets[2], trans_out=True, total=totals[2], **ends)
+            matmul(dy[t], pack(h, kind, trans=True), targets[2], trans_a=True, total=totals[2], **ends)
             add_dx = partial(matmul, trans_a=True, trans_out=True, total=dx_total[t])
             add_dx(wg, dgate_panels, dx[t], first=f.start == 0, last=False)
             add_dx(wu, dup_panels, dx[t], first=False, last=f.stop == ffn)
