@@ -3,7 +3,7 @@
 Per token: ``2 * (nheads + nheads_kv) * head_dim`` elements read or written and one row of the cos and sin
 tables read, which the heads of the token share. Memory bound: 6 flops per pair.
 
-Floats too large for a cache are stored past it, unless they are in place: heads gather in a block of BLOCK_BYTES
+Results too large for a cache are stored past it, unless they are in place: heads gather in a block of BLOCK_BYTES
 as long as they are neighbours in memory (``ir/memory.py``)::
 
     x     | head | head | head | ...     read; as much of what comes next is fetched while a block is stored
@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
 from gpu_ops.kernels.numba_cpu.ir.memory import (
     fence,
     follows,
@@ -27,6 +28,7 @@ from gpu_ops.kernels.numba_cpu.ir.memory import (
     scratch,
     stays_in_cache,
 )
+from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
@@ -60,8 +62,7 @@ def rope(
     k, k_out = (inputs[1], outputs[1]) if len(inputs) == 2 else (q[:, :, :0], q_out[:, :, :0])
     n_tokens = q.shape[0] * q.shape[1]
     chunk = _tokens_per_task(inputs)
-    # 16-bit heads take as long to rotate as to store: gathering them first is slower (3.2 ms against 2.9)
-    streaming = q.itemsize >= 4 and not stays_in_cache(sum(x.nbytes for x in outputs))
+    streaming = not stays_in_cache(sum(x.nbytes for x in outputs))
     launch(
         rope_rotate[q.dtype],
         -(-n_tokens // chunk),
@@ -188,6 +189,8 @@ def rotate(x, y, cos, sin, rotary_dim, interleaved, conjugate):
             c, s = cos[i], sign * sin[i]
             store(y, two * i, x1 * c - x2 * s)
             store(y, two * i + one, x2 * c + x1 * s)
+    elif half % chunk_elements(y) == 0:
+        rotate_halves(x, y, cos, sin, half, sign)
     else:
         for i in range(half):
             x1, x2 = load(x, i), load(x, half + i)

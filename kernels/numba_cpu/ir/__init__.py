@@ -9,6 +9,7 @@ softmax             scores of a tile of keys become weights, maximum and sum mov
 attention_gradient  S and dP of a tile of keys become P and dS in registers
 decode              attention over a cache: scores, maxima, sums, weighted rows
 decode_rows         how 16-bit rows become vectors there; narrow: and vectors rows
+rotate              halves of heads, rotated
 activations, gated  gated activations of vectors, and of rows
 codes, ternary      2-bit codes times int8 or floats
 ==================  =================================================================================
