@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -32,7 +31,8 @@ def rotate_halves(typingctx, x, y, cos, sin, half, sign):
             n = row.lanes
             parts = [load_vector(b, b.gep(pointer, [number(n * i)]), row.vector) for i in range(row.parts)]
             if y.dtype == types.uint16:
-                return [shuffle(b, *parts, [2 * lane + odd for lane in range(n)]) for odd in range(2)]
+                low, high = parts
+                return [shuffle(b, low, high, [2 * lane + odd for lane in range(n)]) for odd in range(2)]
             return parts
 
         def vectors(pointer: Any) -> list[Any]:
