@@ -20,7 +20,7 @@ from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
+from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
@@ -55,8 +55,8 @@ def put_row(to, row, dim):
     raise TypeError("compiled code only")
 
 
-def put_values(to, j, even, odd, dim):
-    """Rows j (even) and j + 1 of V."""
+def put_values(to, j, row, dim):
+    """Row j of V; in pairs with the one before, for an odd j."""
     raise TypeError("compiled code only")
 
 
@@ -125,17 +125,17 @@ def _put_row(to, row, dim):
 
 
 @overload(put_values)
-def _put_values(to, j, even, odd, dim):
-    def floats(to, j, even, odd, dim):
-        put_row(to[j], even, dim)
-        put_row(to[j + 1], odd, dim)
-
-    def pairs(to, j, even, odd, dim):
+def _put_values(to, j, row, dim):
+    def pairs(to, j, row, dim):
         words = to[j // 2]
-        for d in range(dim):
-            words[d] = np.uint32(even[d]) | np.uint32(odd[d]) << np.uint32(16)
+        if j % 2 == 0:
+            for d in range(dim):
+                words[d] = row[d]
+        else:
+            for d in range(dim):
+                words[d] |= np.uint32(row[d]) << np.uint32(16)
 
-    return pairs if to.dtype == types.uint32 else floats
+    return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
 
 
 @overload(scale_queries)
@@ -174,11 +174,23 @@ def _exponents(x):
 
 
 @uncounted
-def key_at(table, call, b, k_start, head_kv, key):
-    """Index of the row of ``key`` in K and V."""
+def key_run(table, call, b, k_start, key, n):
+    """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
     if call.page_size > 0:
-        return np.int64(table[b, key // call.page_size]), key % call.page_size, head_kv
-    return 0 if call.packed else b, k_start + key, head_kv
+        row = key % call.page_size
+        return np.int64(table[b, key // call.page_size]), row, min(n, call.page_size - row)
+    return 0 if call.packed else b, k_start + key, n
+
+
+@uncounted
+def fetch_keys(x, table, call, b, k_start, head_kv, first, n, dim):
+    """Ask for rows first..first + n - 1."""
+    j = 0
+    while j < n:
+        entry, row, run = key_run(table, call, b, k_start, first + j, n - j)
+        for i in range(run):
+            prefetch_row(read_row(x, (entry, row + i, head_kv)), dim)
+        j += run
 
 
 @uncounted
@@ -203,25 +215,30 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
 @uncounted
 def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
     """Rows first..first + n - 1 of K; those of the next tile up to ``last`` come into the cache."""
-    for j in range(n):
-        put_row(kt[j], read_row(k, key_at(table, call, b, k_start, head_kv, first + j)), call.head_dim)
-        ahead = min(first + n + j, last)
-        prefetch_row(read_row(k, key_at(table, call, b, k_start, head_kv, ahead)), call.head_dim)
+    j = 0
+    while j < n:
+        entry, row, run = key_run(table, call, b, k_start, first + j, n - j)
+        for i in range(run):
+            put_row(kt[j + i], read_row(k, (entry, row + i, head_kv)), call.head_dim)
+        j += run
+    ahead = min(n, last + 1 - first - n)
+    fetch_keys(k, table, call, b, k_start, head_kv, first + n, ahead, call.head_dim)
 
 
 @uncounted
 def pack_values(vt, v, table, call, b, k_start, head_kv, first, n, last):
-    """The same of V, one row more for an odd ``n``. Returns whether all are finite."""
-    for j in range(0, n, 2):
-        even = read_row(v, key_at(table, call, b, k_start, head_kv, first + j))
-        odd = read_row(v, key_at(table, call, b, k_start, head_kv, first + min(j + 1, n - 1)))
-        put_values(vt, j, even, odd, call.head_dim_v)
-        for i in range(2):
-            ahead = min(first + n + j + i, last)
-            prefetch_row(read_row(v, key_at(table, call, b, k_start, head_kv, ahead)), call.head_dim_v)
+    """The same of V. Returns whether all are finite."""
+    j = 0
+    while j < n:
+        entry, row, run = key_run(table, call, b, k_start, first + j, n - j)
+        for i in range(run):
+            put_values(vt, j + i, read_row(v, (entry, row + i, head_kv)), call.head_dim_v)
+        j += run
+    ahead = min(n, last + 1 - first - n)
+    fetch_keys(v, table, call, b, k_start, head_kv, first + n, ahead, call.head_dim_v)
     largest = exponents(vt[0, 0])
-    for j in range(steps(vt, n)):
-        for x in vt[j]:
-            bits = exponents(x)
-            largest = bits if bits > largest else largest
+    elements = flat(vt)
+    for i in range(steps(vt, n) * vt.shape[1]):
+        bits = exponents(elements[i])
+        largest = bits if bits > largest else largest
     return largest < infinite(largest)

@@ -90,6 +90,26 @@ def scratch(typingctx, rows, columns, of):
 
 
 @intrinsic
+def flat(typingctx, x):
+    """All elements of a contiguous array in one axis; does not keep it."""
+
+    def codegen(context, builder, sig, args):
+        source = make_array(x)(context, builder, args[0])
+        result = make_array(sig.return_type)(context, builder)
+        populate_array(
+            result,
+            data=source.data,
+            shape=[source.nitems],
+            strides=[source.itemsize],
+            itemsize=source.itemsize,
+            meminfo=None,
+        )
+        return result._getvalue()
+
+    return signature(types.Array(x.dtype, 1, "C"), x), codegen
+
+
+@intrinsic
 def row_address(typingctx, x, row, column):
     """Of x[row, column], which need not exist."""
 
