@@ -26,7 +26,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     place_lanes,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns_scaled, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
@@ -148,17 +148,17 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
             w.s[j] = -np.inf
         if not finite:
             keep_visible(w.s, count, width, factor, w.row_max[panel * nr : panel * nr + nr])
-        grown = False
         for c in range(0, width, lanes(w.s)):
             at = panel * nr + c
-            grown |= softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, at)
-        if grown:
-            rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[panel * nr : panel * nr + nr])
+            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, at)
         if finite:
-            at, dim = panel * dim_v * nr, round_up(call.head_dim_v, MR)
+            at, dim, k = panel * dim_v * nr, round_up(call.head_dim_v, MR), steps(w.vt, count)
             vt = steps(w.vt, skip) * ldv
-            gemm_columns(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, steps(w.vt, count), True)
+            gemm_columns_scaled(
+                w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, k, w.alpha, panel * nr
+            )
         else:
+            rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[panel * nr : panel * nr + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
             add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 

@@ -24,7 +24,7 @@ from numba.core import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, number, prefetch, splat
+from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, load_vector, number, prefetch, splat
 from gpu_ops.kernels.numba_cpu.ir.target import MR, VECTOR_BYTES, lanes
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
@@ -32,7 +32,7 @@ _I64 = ir.IntType(64)
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
-def _micro(columns: bool, nv: int, ahead: bool = False) -> Any:
+def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False) -> Any:
     """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words)."""
 
     def emit(types_, args, context, builder):
@@ -48,7 +48,7 @@ def _micro(columns: bool, nv: int, ahead: bool = False) -> Any:
             return builder.gep(array.data, [args[index + 1]])
 
         pc, pa, pb = base(0), base(3), base(6)
-        ldc_, lda_, ldb_, k_, accumulate_ = args[2], args[5], args[8], args[9], args[10]
+        ldc_, lda_, ldb_, k_ = args[2], args[5], args[8], args[9]
         tile = [(m, n) for m in range(MR) for n in range(nv)]
         row_starts = [builder.mul(lda_, number(m)) for m in range(MR)]
 
@@ -111,7 +111,14 @@ def _micro(columns: bool, nv: int, ahead: bool = False) -> Any:
             )
             for m, n in tile
         ]
-        with builder.if_else(accumulate_) as (add, replace):
+        if scaled:
+            at = base(10)
+            factor = [load_vector(builder, builder.gep(at, [number(n * width)]), vector) for n in range(nv)]
+            for (_, n), pointer, value in zip(tile, targets, result, strict=True):
+                total = fma(builder, builder.load(pointer, align=align), factor[n], value)
+                builder.store(total, pointer, align=align)
+            return context.get_dummy_value()
+        with builder.if_else(args[10]) as (add, replace):
             with add:
                 for pointer, value in zip(targets, result, strict=True):
                     total = builder.fadd(builder.load(pointer, align=align), value)
@@ -139,13 +146,21 @@ def _micro(columns: bool, nv: int, ahead: bool = False) -> Any:
 
         return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean, i, i, i, i, i), codegen
 
-    return micro_ahead if ahead else micro
+    @intrinsic
+    def micro_scaled(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, factor, factor0):
+        def codegen(context, builder, sig, args):
+            return emit(sig.args, args, context, builder)
+
+        return signature(types.void, c, i, i, a, i, i, b, i, i, i, factor, i), codegen
+
+    return micro_ahead if ahead else micro_scaled if scaled else micro
 
 
 _rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
 _columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
 rows_ahead_1, rows_ahead = (_micro(False, nv, ahead=True) for nv in (1, 2))
 columns_ahead_1, columns_ahead = (_micro(True, nv, ahead=True) for nv in (1, 2))
+_scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 
 
 def _copy(transposed: bool) -> Any:
@@ -217,3 +232,16 @@ def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     for j in range(wide, n, width):
         for i in range(0, m, MR):
             _columns_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate)
+
+
+@uncounted
+def gemm_columns_scaled(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, factor, factor0):
+    """C[m, n] = C[m, n] factor[n] + A[k, m] B[k, n], where gemm_columns adds to C as it is."""
+    width = lanes(c)
+    wide = n - n % (2 * width)
+    for j in range(0, wide, 2 * width):
+        for i in range(0, m, MR):
+            _scaled_2(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, factor, factor0 + j)
+    for j in range(wide, n, width):
+        for i in range(0, m, MR):
+            _scaled_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, factor, factor0 + j)
