@@ -180,7 +180,8 @@ def _config(problem: Problem, num_splits: int = 0) -> Any:
     p = problem
     plain = p.options.bias is None and p.options.block_mask is None
     sizes = p.batch, p.nheads, p.nheads_kv, p.seqlen_q, p.seqlen_k
-    return select_config(*sizes, num_splits, decode=plain, dtype=p.q.dtype)
+    dims = p.q.shape[-1] + p.v.shape[-1]
+    return select_config(*sizes, num_splits, decode=plain, dtype=p.q.dtype, dims=dims)
 
 
 def _forward(

@@ -12,7 +12,7 @@ K and V are packed tile by tile (attention_operands.py), and a tile is used pane
 
 Parts of the keys leave their normalised O and lse in a workspace; :func:`attention_combine` merges
 them. flops: 4 * seqlen_q * seqlen_k * head_dim per head, less what the masks hide in whole tiles.
-Scratch per thread: about half a MB at head_dim 128.
+Scratch per thread: at most a MB up to head_dim 128.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import inner, uncounted
 
@@ -85,17 +85,14 @@ def _packing(a):
 
 @overload(put_row)
 def _put_row(a, j, source, dim):
-    def put_pairs(a, j, source, dim):
-        row = a[j].view(np.uint16)
-        for d in range(dim):
-            row[d] = source[d]
-
-    def put_floats(a, j, source, dim):
+    def widen(a, j, source, dim):
         row = a[j]
         for d in range(dim):
             row[d] = load(source, d)
 
-    return put_pairs if _pairs(a) else put_floats
+    if _pairs(a) or a.dtype == source.dtype:
+        return lambda a, j, source, dim: copy_row(a[j], source, dim)
+    return widen
 
 
 @inner
