@@ -154,9 +154,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
         if finite:
             at, dim, k = panel * dim_v * nr, round_up(call.head_dim_v, MR), steps(w.vt, count)
             vt = steps(w.vt, skip) * ldv
-            gemm_columns_scaled(
-                w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, k, w.alpha, panel * nr
-            )
+            gemm_columns_scaled(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, k, w.alpha, panel * nr)
         else:
             rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[panel * nr : panel * nr + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
