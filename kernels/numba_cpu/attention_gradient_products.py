@@ -5,14 +5,12 @@ panel, the keys that some lane of it sees. Neighbours with the same range go tog
 """
 
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
+from gpu_ops.kernels.numba_cpu.attention_gradient_tile import KEY_GROUP
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
 from gpu_ops.kernels.numba_cpu.jit import uncounted
-
-KEY_GROUP = 32  # keys that share a range of panels
-
 
 @uncounted
 def panels_of(w, key):

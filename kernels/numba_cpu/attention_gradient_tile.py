@@ -1,7 +1,7 @@
 """The first half of a tile of the attention backward pass: from Q, K, V, dO and lse to P and dS.
 
 Layout as in ``attention_tile``: queries in the lanes, so S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes go in
-panels of PANEL; a panel works on the keys that some lane of it sees, and the rest of the tile is 0:
+panels of PANEL; a panel works on the keys that some lane of it sees, and the rest of what is read is 0:
 
            panels of queries
            +---+---+---+---+
@@ -48,6 +48,9 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.jit import inner, uncounted
+
+
+KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
 
 
 class Scratch(NamedTuple):
@@ -256,10 +259,13 @@ def _plain_gradients(w, call, first, n_keys):
                 key = first + j
                 masked = key < w.span[i, 1] or key + MR - 1 > w.span[i, 2] or call.block_q > 0
                 score_tile(w, j, lane, key, masked, scale, words, words_v)
+            first_row, end = 0, rows
+            if call.heads == 1:  # later panels see later keys: all that meet a group of keys are neighbours
+                first_row, end = start // KEY_GROUP * KEY_GROUP, min(round_up(stop, KEY_GROUP), rows)
             for a in (w.p, w.ds):
                 c = lane // packing(a)
-                clear(a, 0, start, c, c + PANEL // packing(a))
-                clear(a, stop, rows, c, c + PANEL // packing(a))
+                clear(a, first_row, start, c, c + PANEL // packing(a))
+                clear(a, stop, end, c, c + PANEL // packing(a))
             w.rows[i, 0], w.rows[i, 1] = start, stop
         return True
 
