@@ -36,7 +36,8 @@ from gpu_ops.kernels.numba_cpu.attention_operands import pack_keys, pack_queries
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.ir.carve import room
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
 Array = np.ndarray[Any, Any]
@@ -134,8 +135,22 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def attention_forward(
     state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_lse
 ):
+    memory = np.zeros(1, np.int64)
+    make_work(memory, call, k, part_out.dtype.type(0))  # counts the bytes
+    attend(
+        state, n_tasks, room(memory[0]), call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+        part_out, part_lse,
+    )  # fmt: skip
+
+
+@uncounted
+def attend(
+    state, n_tasks, memory, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+    part_out, part_lse,
+):  # fmt: skip
     wide = part_out.dtype.type(0)
-    w = make_work(call, k, wide)
+    w = make_work(memory, call, k, wide)
+    w.vt[:] = 0  # the columns beyond head_dim_v stay so
     groups = call.nheads // call.heads
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
     scale = like(wide, factors(call, w.p)[0])

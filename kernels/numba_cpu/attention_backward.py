@@ -31,10 +31,12 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, 
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     any_gradients,
     clear,
+    clear_rows,
     is_plain,
     load_block,
     load_keys,
     make_scratch,
+    make_sums,
     next_tile,
     pair_gradients,
     plain_gradients,
@@ -43,8 +45,8 @@ from gpu_ops.kernels.numba_cpu.attention_operands import operand
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, round_up
+from gpu_ops.kernels.numba_cpu.ir.carve import room
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 
@@ -167,15 +169,29 @@ def attention_backward(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
     dq, dk, dv, delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
+    memory, wide = np.zeros(1, np.int64), dk_parts.dtype.type(0)
+    make_scratch(memory, call, operand(q, wide), wide)  # counts the bytes
+    make_sums(memory, call, dk_parts, dv_parts)
+    backward_tasks(
+        state, n_tasks, room(memory[0]), call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, dq, dk,
+        dv, delta, dk_parts, dv_parts, starts,
+    )  # fmt: skip
+
+
+@uncounted
+def backward_tasks(
+    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, dq, dk, dv, delta,
+    dk_parts, dv_parts, starts,
+):  # fmt: skip
     wide = dk_parts.dtype.type(0)
-    w = make_scratch(call, operand(q, wide), wide)
+    w = make_scratch(memory, call, operand(q, wide), wide)
+    clear_rows(w)
+    own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
     block_m, dim, dim_v = call.block_m, dk_parts.shape[3], dv_parts.shape[3]
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
     plain = is_plain(call)
     scale = like(wide, call.scale)
-    own = round_up(call.max_seqlen_k, 8) + 8 if call.n_splits == 1 else 0
-    own_dk, own_dv = scratch(own, dim, wide), scratch(own, dim_v, wide)
     task = claim(state)
     while task < n_tasks:
         part = task % call.n_splits
@@ -296,11 +312,23 @@ def attention_backward_bias(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
 ):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
+    memory, wide = np.zeros(1, np.int64), dbias.dtype.type(0)
+    make_scratch(memory, call, operand(q, wide), wide)  # counts the bytes
+    bias_tasks(
+        state, n_tasks, room(memory[0]), call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta,
+        dbias,
+    )  # fmt: skip
+
+
+@uncounted
+def bias_tasks(
+    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta, dbias
+):  # fmt: skip
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
-    owned = blocks if queries > 1 else 1
-    wide = dbias.dtype.type(0)
-    w = make_scratch(call, operand(q, wide), wide)
+    owned, wide = (blocks if queries > 1 else 1), dbias.dtype.type(0)
+    w = make_scratch(memory, call, operand(q, wide), wide)
+    clear_rows(w)
     task = claim(state)
     while task < n_tasks:
         start = task % owned

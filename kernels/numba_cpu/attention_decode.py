@@ -26,7 +26,6 @@ with an O that is not finite is done again, carefully.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     Work,
@@ -41,8 +40,8 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
+from gpu_ops.kernels.numba_cpu.ir.carve import carve, room
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, to_slots
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
@@ -122,8 +121,21 @@ def attention_decode(
     part_out,
     part_lse,
 ):
+    memory = np.zeros(1, np.int64)
+    work(memory, call, tile, heads_kv, q, part_out)  # counts the bytes
+    decode_tasks(
+        state, n_tasks, room(memory[0]), tile, call, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
+        sinks, part_out, part_lse,
+    )  # fmt: skip
+
+
+@uncounted
+def decode_tasks(
+    state, n_tasks, memory, tile, call, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi, sinks,
+    part_out, part_lse,
+):  # fmt: skip
     rows = len(tile)
-    w = work(call, tile, heads_kv, q, part_out)
+    w = work(memory, call, tile, heads_kv, q, part_out)
     groups = call.nheads_kv // heads_kv
     task = claim(state)
     while task < n_tasks:
@@ -190,28 +202,26 @@ def attention_decode(
         task = claim(state)
 
 
-@njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def work(call, tile, heads_kv, q, part_out):
-    """Scratch for one thread."""
+@uncounted
+def work(memory, call, tile, heads_kv, q, part_out):
+    """Scratch for one thread, carved out of memory."""
     zero = part_out.dtype.type(0)
     width = lanes(part_out)
     rows = call.block_m * heads_kv
     chunk = chunk_elements(q)
     tiles = rows // len(tile)
-    head = np.empty(call.block_m, np.int64)
-    low = np.empty(call.block_m, np.int32)
     return Work(
-        scratch(rows, round_up(call.head_dim, chunk), zero),
-        scratch(rows, round_up(call.head_dim_v, chunk), zero),
-        scratch(rows, round_up(call.head_dim_v, chunk), zero),
-        scratch(tiles, call.block_n * len(tile) + width, zero),
-        scratch(tiles, width, zero),
-        scratch(tiles, width, zero),
-        np.empty(3 * call.block_n, np.int64),
-        head,
-        np.empty_like(head),
-        low,
-        np.empty_like(low),
+        carve(memory, (rows, round_up(call.head_dim, chunk)), zero),
+        carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        carve(memory, (tiles, call.block_n * len(tile) + width), zero),
+        carve(memory, (tiles, width), zero),
+        carve(memory, (tiles, width), zero),
+        carve(memory, 3 * call.block_n, np.int64(0)),
+        carve(memory, call.block_m, np.int64(0)),
+        carve(memory, call.block_m, np.int64(0)),
+        carve(memory, call.block_m, np.int32(0)),
+        carve(memory, call.block_m, np.int32(0)),
     )
 
 

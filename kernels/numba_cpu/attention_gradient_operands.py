@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
+from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row, scratch
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import inner, uncounted
+from gpu_ops.kernels.numba_cpu.jit import inner, overload, overload_array, uncounted
 
 
 def packing(a):
@@ -48,12 +48,12 @@ def unscaled(a, factor):
     raise TypeError("compiled code only")
 
 
-def row_pairs(rows, m, n):
+def row_pairs(memory, rows, m, n):
     """Room for the row pairs of ``rows``: m rows of n words in all."""
     raise TypeError("compiled code only")
 
 
-def float_tile(a, m, n, wide):
+def float_tile(memory, a, m, n, wide):
     """``a`` itself if it is of floats, else room for m rows of n of them."""
     raise TypeError("compiled code only")
 
@@ -139,25 +139,26 @@ def _finite(a, m, dim):
     return lambda a, m, dim: _finite_floats(a, m, dim)
 
 
-@overload(row_pairs)
-def _row_pairs(rows, m, n):
+@overload_array(row_pairs)
+def _row_pairs(memory, rows, m, n):
     if _pairs(rows):
-        return lambda rows, m, n: scratch(m // 2, n + SKEW, rows[0, 0])
-    return lambda rows, m, n: rows
+        return lambda memory, rows, m, n: carve(memory, (m // 2, n + SKEW), np.uint32(0))
+    return lambda memory, rows, m, n: rows
 
 
-@overload(float_tile)
-def _float_tile(a, m, n, wide):
+@overload_array(float_tile)
+def _float_tile(memory, a, m, n, wide):
     if _pairs(a):
-        return lambda a, m, n, wide: scratch(m, n + SKEW, wide)
-    return lambda a, m, n, wide: a
+        return lambda memory, a, m, n, wide: carve(memory, (m, n + SKEW), wide)
+    return lambda memory, a, m, n, wide: a
 
 
 @overload(pair_rows)
 def _pair_rows(pairs, rows, n):
     def interleave(pairs, rows, n):
+        zero = np.uint16(0)
         for i in range(n // 2):
-            low, high, to = rows[2 * i].view(np.uint16), rows[2 * i + 1].view(np.uint16), pairs[i]
+            low, high, to = as_type(rows[2 * i], zero), as_type(rows[2 * i + 1], zero), pairs[i]
             for d in range(min(len(low), len(to))):
                 to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
 
@@ -168,7 +169,7 @@ def _pair_rows(pairs, rows, n):
 def _pair_tile(target, source, rows, width):
     def narrow(target, source, rows, width):
         for j in range(rows):
-            row, to = source[j], target[j].view(np.uint16)
+            row, to = source[j], as_type(target[j], np.uint16(0))
             for c in range(width):
                 to[c] = bfloat16_of_float32(row[c])
 

@@ -15,9 +15,7 @@ panels of PANEL; a panel works on the keys that some lane of it sees, and the re
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numba.core import types
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     finite,
@@ -44,10 +42,11 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, STEPS, score_tile
+from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.jit import inner, uncounted
+from gpu_ops.kernels.numba_cpu.jit import inner, overload, uncounted
 
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
@@ -85,49 +84,64 @@ class Scratch(NamedTuple):
     width: Any  # (1) lanes in use, rounded up to panels
 
 
-@njit
-def make_scratch(call, x, wide):
-    """``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
+@uncounted
+def make_scratch(memory, call, x, wide):
+    """Carved out of memory. ``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
     m, n = round_up(call.block_m, PANEL), round_up(call.block_n, 8)
-    one = scratch(1, 1, x)
+    one = carve(memory, (0, 0), x)
     words, words_v = row_words(one, call.head_dim), row_words(one, call.head_dim_v)
     dim, dim_v, width = words * packing(one), words_v * packing(one), m // packing(one)
-    q, do = scratch(m, words + SKEW, x), scratch(m, words_v + SKEW, x)
-    k, p, ds = scratch(n, words + SKEW, x), scratch(n, width + SKEW, x), scratch(n, width + SKEW, x)
-    v = scratch(n, words_v + SKEW, x)
-    for a in (q, do, k, v):  # what lies behind head_dim in a row stays 0
-        clear(a, 0, a.shape[0], 0, a.shape[1])
-    dp = float_tile(ds, n, m, wide)
-    kind = dp.dtype
+    q, do = carve(memory, (m, words + SKEW), x), carve(memory, (m, words_v + SKEW), x)
+    k, p, ds = (
+        carve(memory, (n, words + SKEW), x),
+        carve(memory, (n, width + SKEW), x),
+        carve(memory, (n, width + SKEW), x),
+    )
+    v = carve(memory, (n, words_v + SKEW), x)
+    dp = float_tile(memory, ds, n, m, wide)
     return Scratch(
         q,
-        scratch(words, m + SKEW, x),
-        row_pairs(q, m, dim),
+        carve(memory, (words, m + SKEW), x),
+        row_pairs(memory, q, m, dim),
         do,
-        scratch(words_v, m + SKEW, x),
-        row_pairs(do, m, dim_v),
+        carve(memory, (words_v, m + SKEW), x),
+        row_pairs(memory, do, m, dim_v),
         k,
-        row_pairs(k, n, dim),
+        row_pairs(memory, k, n, dim),
         v,
-        scratch(m, dim + SKEW, wide),
+        carve(memory, (m, dim + SKEW), wide),
         p,
         ds,
-        row_pairs(ds, n, m),
-        float_tile(p, n, m, wide),
+        row_pairs(memory, ds, n, m),
+        float_tile(memory, p, n, m, wide),
         dp,
-        scratch(n, m + SKEW, wide) if call.softcap > 0 else dp,
-        scratch(n if call.softcap > 0 else 1, m + SKEW, wide),
-        np.empty(m, kind),
-        np.empty(m, kind),
-        np.empty(m, np.int64),
-        np.empty(m, np.int64),
-        np.empty(m, np.int32),
-        np.empty(m, np.int32),
-        np.empty(m, np.int32),
-        np.empty((m // PANEL, 4), np.int64),
-        np.empty((m // PANEL, 2), np.int64),
-        np.empty(1, np.int64),
+        carve(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
+        carve(memory, (n if call.softcap > 0 else 1, m + SKEW), wide),
+        carve(memory, m, wide),
+        carve(memory, m, wide),
+        carve(memory, m, np.int64(0)),
+        carve(memory, m, np.int64(0)),
+        carve(memory, m, np.int32(0)),
+        carve(memory, m, np.int32(0)),
+        carve(memory, m, np.int32(0)),
+        carve(memory, (m // PANEL, 4), np.int64(0)),
+        carve(memory, (m // PANEL, 2), np.int64(0)),
+        carve(memory, 1, np.int64(0)),
     )
+
+
+@uncounted
+def make_sums(memory, call, dk_parts, dv_parts):
+    """dK and dV of a key head that has one part."""
+    keys, wide = round_up(call.max_seqlen_k, 8) + 8 if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
+    return carve(memory, (keys, dk_parts.shape[3]), wide), carve(memory, (keys, dv_parts.shape[3]), wide)
+
+
+@uncounted
+def clear_rows(w):
+    """What lies behind head_dim in a row stays 0."""
+    for a in (w.q, w.do, w.k, w.v):
+        clear(a, 0, a.shape[0], 0, a.shape[1])
 
 
 @uncounted

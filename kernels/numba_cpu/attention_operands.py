@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
+from gpu_ops.kernels.numba_cpu.ir.carve import as_type
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, overload, overload_array
 
 
 def operand(x, wide):
@@ -93,9 +93,11 @@ def _steps(packed, n):
     return (lambda packed, n: (n + 1) // 2) if packed.dtype == types.uint32 else (lambda packed, n: n)
 
 
-@overload(weights)
+@overload_array(weights)
 def _weights(packed, s):
-    return (lambda packed, s: s.view(np.uint32)) if packed.dtype == types.uint32 else (lambda packed, s: s)
+    if packed.dtype == types.uint32:
+        return lambda packed, s: as_type(s, np.uint32(0))
+    return lambda packed, s: s
 
 
 @overload(element)
@@ -173,7 +175,7 @@ def _exponents(x):
     return of_pair
 
 
-@uncounted
+@alone
 def key_run(table, call, b, k_start, key, n):
     """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
     if call.page_size > 0:
@@ -182,7 +184,7 @@ def key_run(table, call, b, k_start, key, n):
     return 0 if call.packed else b, k_start + key, n
 
 
-@uncounted
+@alone
 def fetch_keys(x, table, call, b, k_start, head_kv, first, n, dim):
     """Ask for rows first..first + n - 1."""
     j = 0
@@ -193,7 +195,7 @@ def fetch_keys(x, table, call, b, k_start, head_kv, first, n, dim):
         j += run
 
 
-@uncounted
+@alone
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     """Fill the panels of ``n`` lanes; zero in lanes without a query. ``rows`` holds a vector's rows on their way."""
     width, depth = rows.shape[0], rows.shape[1]
@@ -212,7 +214,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
             copy_transposed(qt, at + d * nr, nr, rows, d, depth)
 
 
-@uncounted
+@alone
 def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
     """Rows first..first + n - 1 of K; those of the next tile up to ``last`` come into the cache."""
     j = 0
@@ -225,7 +227,7 @@ def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
     fetch_keys(k, table, call, b, k_start, head_kv, first + n, ahead, call.head_dim)
 
 
-@uncounted
+@alone
 def pack_values(vt, v, table, call, b, k_start, head_kv, first, n, last):
     """The same of V. Returns whether all are finite."""
     j = 0

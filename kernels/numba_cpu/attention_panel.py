@@ -26,11 +26,11 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     place_lanes,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns_scaled, gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import counted, uncounted
+from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 
 class Work(NamedTuple):
@@ -54,37 +54,34 @@ class Work(NamedTuple):
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
 
-@counted
-def make_work(call, k, wide):
+@uncounted
+def make_work(memory, call, k, wide):
     unit = operand(k, wide)
-    sample, s = (
-        scratch(1, 1, unit),
-        scratch(round_up(call.block_n, ROWS), 2 * lanes(scratch(1, 1, wide)), wide),
-    )
-    keys, nr = s.shape
+    sample = carve(memory, (0, 0), unit)
+    nr = 2 * lanes(carve(memory, (0, 0), wide))
+    keys = round_up(call.block_n, ROWS)
     panels = (call.block_m + nr - 1) // nr
     depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
     dim_v = round_up(call.head_dim_v, MAX_LANES)
-    vt = scratch(steps(sample, keys), dim_v, unit)
-    vt[:] = 0  # the columns beyond head_dim_v stay so
     m = panels * nr
+    vt, s = carve(memory, (steps(sample, keys), dim_v), unit), carve(memory, (keys, nr), wide)
     return Work(
-        scratch(panels * padded, nr, unit),
-        scratch(keys, depth, unit),
+        carve(memory, (panels * padded, nr), unit),
+        carve(memory, (keys, depth), unit),
         vt,
         s,
         weights(vt, s),
-        scratch(panels * dim_v, nr, wide),
-        scratch(lanes(sample), padded, unit),
-        scratch(lanes(s), dim_v, wide),
-        np.empty(m, s.dtype),
-        np.empty(m, s.dtype),
-        np.empty(m, s.dtype),
-        np.empty(m, np.int64),
-        np.empty(m, np.int64),
-        np.empty(m, np.int32),
-        np.empty(m, np.int32),
-        np.empty((panels, 4), np.int64),
+        carve(memory, (panels * dim_v, nr), wide),
+        carve(memory, (lanes(sample), padded), unit),
+        carve(memory, (lanes(s), dim_v), wide),
+        carve(memory, m, wide),
+        carve(memory, m, wide),
+        carve(memory, m, wide),
+        carve(memory, m, np.int64(0)),
+        carve(memory, m, np.int64(0)),
+        carve(memory, m, np.int32(0)),
+        carve(memory, m, np.int32(0)),
+        carve(memory, (panels, 4), np.int64(0)),
     )
 
 

@@ -25,10 +25,10 @@ from numba.core import types
 from numba.core.cgutils import unpack_tuple
 from numba.core.registry import cpu_target
 from numba.core.typing import signature
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
 _BITS = {np.dtype(np.float16): np.int16, np.dtype(ml_dtypes.bfloat16): np.uint16}
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import as_float32, as_float64, as_int64, as_uint32
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
 _ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
 _ROUND64 = 1.5 * 2.0**52

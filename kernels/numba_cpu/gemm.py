@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.gemm import (
@@ -32,7 +31,7 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import (
 )
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import counted, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.panels import Panels, elements, pack, pack_a, packed, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 
@@ -103,14 +102,14 @@ def _even(length: int, most: int, step: int) -> int:
     return max(step, -(-length // (parts * step)) * step)
 
 
-@njit
+@uncounted
 def tile_size(index, tile, length):
     """Where tile ``index`` starts and its size."""
     start = index * tile
     return start, max(0, min(tile, length - start))
 
 
-@njit
+@uncounted
 def region(packed, trans, m0, m, k0, k):
     """Where a block of A lies in memory: first row, rows, first column, columns."""
     if trans:
@@ -119,7 +118,7 @@ def region(packed, trans, m0, m, k0, k):
 
 
 def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
-    @njit
+    @uncounted
     def multiply(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
         """C (+)= A B, B from panel ``first`` on. Meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
         ldc, lda = c.shape[1], a.shape[1]
@@ -201,7 +200,7 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
         task = following
 
 
-@njit
+@counted
 def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
     """Adds what there is of the sum, and stores C there or, rounded, in ``out``."""
     if trans_out:
@@ -217,7 +216,7 @@ def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
             finish_row(c[i], m0 + i, n0, n, out, total, add, last)
 
 
-@njit
+@uncounted
 def finish_row(row, r, start, length, out, total, add, last):
     if add:
         so_far = read_row(total, (r,))[start : start + length]

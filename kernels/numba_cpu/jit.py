@@ -11,23 +11,27 @@ this package, the compiler versions and the CPU (see :mod:`gpu_ops.kernels.cache
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
 import numpy as np
+from numba import extending
 from numba.core import caching, types
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
 from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.numba_cpu.part import PartCompiler
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "REASSOC",
     "Kernel",
     "all_variants",
+    "alone",
     "build_id",
     "cache_dir",
     "compute",
@@ -44,6 +49,8 @@ __all__ = [
     "elementwise",
     "inner",
     "kernel",
+    "overload",
+    "overload_array",
     "read",
     "scalar",
     "types",
@@ -56,14 +63,20 @@ REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
 CONTRACT = frozenset({"contract"})
 
 # For loops over a row: LLVM uses vectors for a loop in a function of its own, and at times scalars for the same loop
-# within a kernel. ``inner`` may add up in any order; ``elementwise`` gives the same bits wherever it is inlined.
+# within a kernel. ``inner`` may add up in any order; ``elementwise`` gives the same bits wherever it is inlined. What
+# ``alone`` copies may not be added up at all; like ``uncounted`` it borrows its arrays.
 _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
 elementwise = numba.njit(fastmath=set(CONTRACT), **_WITHIN)
-# What makes arrays is ``counted``. What borrows them, neither making nor keeping any, need not: counting references
-# (atomic, 11 arrays per call) took a third of decoding's time, and takes time to compile.
-counted = numba.njit(**_WITHIN)
-uncounted = numba.njit(_nrt=False, **_WITHIN)
+alone = numba.njit(_nrt=False, **_WITHIN)
+# Vectors of other functions are the kernel's affair, or written by hand: they are parts of it. What makes arrays is
+# ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of
+# decoding's time, and takes time to compile.
+_PART: dict[str, Any] = {"pipeline_class": PartCompiler, **_WITHIN}
+counted = numba.njit(**_PART)
+uncounted = numba.njit(_nrt=False, **_PART)
+overload = partial(extending.overload, jit_options={"_nrt": False, **_PART})
+overload_array = partial(extending.overload, jit_options={"_nrt": True, **_PART})  # for what returns one
 
 KERNELS: list[Kernel] = []
 
@@ -142,17 +155,30 @@ class Kernel:
         names = tuple(part.name if isinstance(part, np.dtype) else part for part in parts)
         with self._lock:
             if names not in self._compiled:
-                dispatcher = numba.njit(nogil=True, error_model="numpy", fastmath=set(self._fastmath))(
-                    self._function
-                )
+                dispatcher = numba.njit(
+                    nogil=True, error_model="numpy", no_cfunc_wrapper=True, fastmath=set(self._fastmath)
+                )(self._function)
                 label = self.label(names)
                 dispatcher._cache = DiskCache(label)
                 with visible(f"gpu_ops: compiling {label} for this CPU (once; then from {cache_dir()})"):
-                    dispatcher.compile((types.int64[::1], types.int64, *self._signature(*names)))
+                    with _garbage_kept():
+                        dispatcher.compile((types.int64[::1], types.int64, *self._signature(*names)))
                 dispatcher.disable_compile()
                 self._compiled[names] = dispatcher
             self._compiled[variant] = self._compiled[names]  # the next look-up spells it the same way
             return self._compiled[names]
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No cyclic garbage is looked for: a compiler makes a million small objects, an eighth of its time went there."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def all_variants() -> Iterator[tuple[Kernel, Any]]:

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, MR, VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import FLOATS, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
 Array = np.ndarray[Any, Any]
@@ -98,7 +96,7 @@ def pack_panels(state, n_tasks, b, trans, panels, blocks, depth):
         task = claim(state)
 
 
-@njit
+@uncounted
 def transpose(to, rows, k):
     """Rows [NR, k] to a panel."""
     width = lanes(to)
@@ -233,7 +231,7 @@ def _put_rows(panels, blocks, c, f0, m, t0, n):
 # --- A: one tile and block of K -------------------------------------------------------------------------
 
 
-@njit
+@uncounted
 def pack_a(to, a, trans, m0, m, k0, k):
     """op(a)[m0 : m0 + m], k steps from k0, as it lies, (m, k) or (k, m); zeros up to a multiple of MR rows."""
     if trans:

@@ -16,15 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode import GROUP, score_keys
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
 from gpu_ops.kernels.numba_cpu.ir.memory import row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import compute, counted, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
 
@@ -52,7 +50,7 @@ def rows_per_task(rows: int) -> int:
     return max(1, min(4, even // MAX_LANES)) * MAX_LANES
 
 
-@njit
+@counted
 def widened(x, w):
     """The rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
     tokens, depth = x.shape
@@ -75,14 +73,14 @@ def _few(sums):
     return lambda sums: tokens
 
 
-@njit
+@uncounted
 def list_rows(addresses, at, w, first, stop, n):
     """Addresses of rows of w, as many as there are; the last repeats."""
     for j in range(n):
         addresses[at + j] = row_address(w, min(first + j, stop), 0)
 
 
-@njit
+@counted
 def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
     depth = w.shape[1]

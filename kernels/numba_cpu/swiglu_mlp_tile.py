@@ -7,15 +7,13 @@ place, forward, h; backward dgate, dup and h. They are stored as steps of K of t
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
 from gpu_ops.kernels.numba_cpu.gemm import multiply_columns, multiply_rows, tile_size
 from gpu_ops.kernels.numba_cpu.ir import gated
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import lanes
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
@@ -24,7 +22,7 @@ _silu, _gelu, _gelu_tanh = (gated.forward[name] for name in ACTIVATIONS)
 _silu_backward, _gelu_backward, _gelu_tanh_backward = (gated.backward_hidden[name] for name in ACTIVATIONS)
 
 
-@njit
+@uncounted
 def activate(activation, h, gate, up):
     """One row; h may be gate."""
     if activation == 0:
@@ -35,7 +33,7 @@ def activate(activation, h, gate, up):
         _gelu_tanh((h,), (gate, up), False)
 
 
-@njit
+@uncounted
 def gate_tile_backward(activation, gate, up, dh, m, n):
     """gate, up and dh become dgate, dup and h."""
     for i in range(m):
@@ -48,7 +46,7 @@ def gate_tile_backward(activation, gate, up, dh, m, n):
             _gelu_tanh_backward(results, operands, False)
 
 
-@njit
+@uncounted
 def put(to, tile, f0, m, t0, n):
     for i in range(m):
         row = write_row(to, (f0 + i,))[t0 : t0 + n]

@@ -18,11 +18,11 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import load, store
 from gpu_ops.kernels.numba_cpu.ir.build import call, load_vector, shuffle, splat
 from gpu_ops.kernels.numba_cpu.ir.target import FEATURES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.jit import overload
 
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 

@@ -20,6 +20,8 @@ from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch
 # first cache, and a panel of 256 of them would not stay in it (attention, seqlen 2048: 41 ms against 38).
 SKEW = 16
 
+LINE_BYTES = 64  # of a cache
+
 
 @intrinsic
 def copy_row(typingctx, to, row, count):
@@ -123,7 +125,6 @@ def row_address(typingctx, x, row, column):
     return signature(types.int64, x, types.int64, types.int64), codegen
 
 
-LINE_BYTES = 64  # of a cache
 BLOCK_BYTES = 1 << 11  # of a row, computed and then put: while a block is on its way, the next is computed
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from numba.core.registry import cpu_target
-from numba.extending import overload
 
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16

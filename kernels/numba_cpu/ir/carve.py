@@ -1,0 +1,81 @@
+"""The arrays of a thread in one piece of memory, and the same memory as arrays of another type."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.core import cgutils, types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from gpu_ops.kernels.numba_cpu.ir.build import number
+from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES
+from gpu_ops.kernels.numba_cpu.jit import counted
+
+
+@counted
+def room(size):
+    """Memory for arrays of ``size`` bytes in all, that :func:`carve` makes."""
+    memory = np.empty(size // 8 + 1 + LINE_BYTES // 8, np.int64)
+    memory[0] = (memory.ctypes.data + 8 + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    return memory
+
+
+@intrinsic
+def carve(typingctx, memory, shape, of):
+    """Uninitialised array of the type of ``of``, in C order, at address memory[0], which moves on.
+
+    It moves by whole lines, and by one more: arrays of powers of two of bytes would begin in one set of the first
+    cache. The array borrows the memory. So a kernel with many arrays keeps one: it counts their bytes by carving them
+    at address 0, makes :func:`room`, and carves them there, in code that counts no references.
+    """
+    sizes = (shape,) if isinstance(shape, types.Integer) else shape
+    array = types.Array(of, len(sizes), "C")
+    width = of.bitwidth // 8
+
+    def codegen(context, builder, sig, args):
+        place = context.make_array(sig.args[0])(context, builder, args[0]).data
+        address = builder.load(place)
+        lengths = [args[1]] if isinstance(shape, types.Integer) else cgutils.unpack_tuple(builder, args[1])
+        strides, size = [], number(width)
+        for length in reversed(lengths):
+            strides.insert(0, size)
+            size = builder.mul(size, length)
+        lines = builder.and_(builder.add(size, number(2 * LINE_BYTES - 1)), number(-LINE_BYTES))
+        builder.store(builder.add(address, lines), place)
+        result = context.make_array(array)(context, builder)
+        populate_array(
+            result,
+            data=builder.inttoptr(address, result.data.type),
+            shape=lengths,
+            strides=strides,
+            itemsize=number(width),
+            meminfo=None,
+        )
+        return result._getvalue()
+
+    as_int64 = types.int64 if isinstance(shape, types.Integer) else types.UniTuple(types.int64, len(sizes))
+    return signature(array, types.int64[::1], as_int64, of), codegen
+
+
+@intrinsic
+def as_type(typingctx, x, of):
+    """The memory of ``x``, rows contiguous, with elements of the type of ``of``, which are as wide or narrower."""
+    array = x.copy(dtype=of)
+    each = x.dtype.bitwidth // of.bitwidth
+
+    def codegen(context, builder, sig, args):
+        source = context.make_array(x)(context, builder, args[0])
+        shape, strides = (cgutils.unpack_tuple(builder, t) for t in (source.shape, source.strides))
+        result = context.make_array(array)(context, builder)
+        populate_array(
+            result,
+            data=builder.bitcast(source.data, result.data.type),
+            shape=[*shape[:-1], builder.mul(shape[-1], number(each))],
+            strides=[*strides[:-1], number(of.bitwidth // 8)],
+            itemsize=number(of.bitwidth // 8),
+            meminfo=None,
+        )
+        return result._getvalue()
+
+    return signature(array, x, of), codegen
