@@ -71,13 +71,13 @@ from gpu_ops.kernels.numba_cpu import jit
 compiled = []
 load = jit.DiskCache.save_overload
 jit.DiskCache.save_overload = lambda self, *a: (compiled.append(self._label), load(self, *a))
-x, w = np.linspace(-1, 1, 96, dtype=np.float32).reshape(3, 32), np.ones(32, np.float32)
-want = gpu_ops.rmsnorm(x, w, backend="reference")
+x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(3, 32)
+want = gpu_ops.swiglu(x, x, backend="reference")
 found = []
-threads = [threading.Thread(target=lambda: found.append(gpu_ops.rmsnorm(x, w))) for _ in range(8)]
+threads = [threading.Thread(target=lambda: found.append(gpu_ops.swiglu(x, x))) for _ in range(8)]
 [t.start() for t in threads]; [t.join() for t in threads]
 assert len(found) == 8 and all(np.abs(y - want).max() < 1e-6 for y in found)
-assert compiled == ["rmsnorm_forward-float32"], compiled
+assert compiled == ["swiglu_forward_silu-float32"], compiled
 """
     run_alone(code, tmp_path)
 
@@ -85,18 +85,18 @@ assert compiled == ["rmsnorm_forward-float32"], compiled
 FORK = """
 import os, sys, threading, time, numpy as np, gpu_ops
 rng = np.random.default_rng(0)
-x, w = rng.standard_normal((512, 256)).astype(np.float32), np.ones(256, np.float32)
-want = gpu_ops.rmsnorm(x, w)                     # the pool's threads exist now
+x = rng.standard_normal((512, 256)).astype(np.float32)
+want = gpu_ops.swiglu(x, x)                      # the pool's threads exist now
 stop = threading.Event()
 def busy():
     while not stop.is_set():
-        gpu_ops.rmsnorm(x, w)
+        gpu_ops.swiglu(x, x)
 threads = [threading.Thread(target=busy) for _ in range(3)]
 for t in threads: t.start()
 for i in range(10):
     child = os.fork()                            # in the middle of launches
     if child == 0:
-        ok = all(np.array_equal(gpu_ops.rmsnorm(x, w), want) for _ in range(5))
+        ok = all(np.array_equal(gpu_ops.swiglu(x, x), want) for _ in range(5))
         os._exit(0 if ok else 1)
     for _ in range(600):
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -105,7 +105,7 @@ for i in range(10):
     else:
         os.kill(child, 9); os.waitpid(child, 0); stop.set(); sys.exit(f"child {i} hangs")
     assert status == 0, f"child {i}: status {status}"
-    assert np.array_equal(gpu_ops.rmsnorm(x, w), want)  # the parent goes on
+    assert np.array_equal(gpu_ops.swiglu(x, x), want)  # the parent goes on
 stop.set()
 for t in threads: t.join()
 """
@@ -127,10 +127,10 @@ def theirs(x, y):
         y[i] = x[i] * x[i]
 
 rng = np.random.default_rng(0)
-x, w = rng.standard_normal((1024, 256)).astype(np.float32), np.ones(256, np.float32)
+x = rng.standard_normal((1024, 256)).astype(np.float32)
 q = rng.standard_normal((2, 512, 4, 64)).astype(np.float32)
 a, b = np.arange(1 << 16, dtype=np.float64), np.empty(1 << 16)
-wanted = gpu_ops.rmsnorm(x, w), gpu_ops.rope(q)
+wanted = gpu_ops.swiglu(x, x), gpu_ops.rope(q)
 theirs(a, b)
 assert numba.threading_layer() == sys.argv[1]
 done = threading.Event()
@@ -145,7 +145,7 @@ def run_theirs():
     return rounds
 
 def run_ours(i):
-    found = gpu_ops.rope(q) if i % 2 else gpu_ops.rmsnorm(x, w)
+    found = gpu_ops.rope(q) if i % 2 else gpu_ops.swiglu(x, x)
     return np.array_equal(found, wanted[i % 2])
 
 with ThreadPoolExecutor(8) as pool:
@@ -170,9 +170,9 @@ def test_results_after_the_interpreter_began_to_exit(tmp_path):
     """An atexit hook may still call ops: the pool takes no more work then, the caller does it alone."""
     code = """
 import atexit, numpy as np, gpu_ops
-x, w = np.ones((4096, 64), np.float32), np.ones(64, np.float32)
-want = gpu_ops.rmsnorm(x, w)
-atexit.register(lambda: print("equal" if np.array_equal(gpu_ops.rmsnorm(x, w), want) else "different"))
+x = np.ones((4096, 64), np.float32)
+want = gpu_ops.swiglu(x, x)
+atexit.register(lambda: print("equal" if np.array_equal(gpu_ops.swiglu(x, x), want) else "different"))
 """
     assert run_alone(code, tmp_path).strip() == "equal"
 
