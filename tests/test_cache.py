@@ -203,7 +203,10 @@ def test_warmup_fills_the_folder(tmp_path):
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "kernels ready" in run.stdout
-    assert {e.stem for e in entries(tmp_path)} >= {"swiglu_forward_silu-float32", "swiglu_forward_gelu-float32"}
+    assert {e.stem for e in entries(tmp_path)} >= {
+        "swiglu_forward_silu-float32",
+        "swiglu_forward_gelu-float32",
+    }
     assert finish(start(tmp_path))[0] == LOADED
 
 

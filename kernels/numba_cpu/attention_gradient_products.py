@@ -12,6 +12,7 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
+
 @uncounted
 def panels_of(w, key):
     """First and last + 1 of the panels that see a key of the group from row ``key``."""

@@ -48,7 +48,6 @@ from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.jit import inner, overload, uncounted
 
-
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
 
 
