@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llvmlite.binding import llvm_version_info
 from numba.core.registry import cpu_target
 
 from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
@@ -10,8 +11,9 @@ FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
 MAX_LANES = VECTOR_BYTES // 4
 MR = 8 if VECTOR_BYTES == 64 else 4  # MR * 2 accumulators: half of the registers each width has
-DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES
-"""Whether one instruction adds two products of bfloat16 to a float32: twice the speed of float32."""
+DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES and llvm_version_info >= (16,)
+"""Whether one instruction adds two products of bfloat16 to a float32: twice the speed of float32. LLVM 15 (Numba
+0.61) spells its operands in another way."""
 
 
 def lanes(x):
