@@ -245,15 +245,12 @@ def test_a_nan_stays_in_its_token(backend, dtype, rng):
 
 
 def peak_memory(call):
-    """The least of a few runs: a helper thread that wakes late holds on to a block a little longer."""
     call()  # compiled beforehand
-    peaks = []
-    for _ in range(3):
-        tracemalloc.start()
-        call()
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    return min(peaks)
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -268,8 +265,7 @@ def test_scratch_does_not_grow_with_the_tokens(dtype, rng):
         backward.append(peak_memory(partial(gpu_ops.swiglu_mlp_backward, dy, x, *weights, out=gradients)))
     for peaks, extra in ((forward, 0), (backward, 0 if dtype == "float32" else 6144 * hidden * 4)):
         assert peaks[0] > 1 << 20  # the measurement sees NumPy's buffers
-        # A helper thread that a busy machine woke in one run and not in the other has as much of its own.
-        assert peaks[1] - peaks[0] < extra + min(peaks[0], 6144 * ffn * 2)
+        assert peaks[1] - peaks[0] < extra + (1 << 20)
 
 
 def test_the_reference_and_torch_agree():

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
+from gpu_ops.kernels.numba_cpu import parallel
 from tests.calls import OPS, call, results
 
 THREADS, ROUNDS = 8, 20
@@ -40,6 +42,22 @@ def test_eight_threads_at_once(op):
         thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in threads), "deadlock"
     assert not wrong
+
+
+def test_a_thread_that_sleeps_holds_no_arrays():
+    """What a pool thread has not come to when a call is over does not keep the call's arrays."""
+    held = threading.Event()
+    for _ in range(parallel.thread_count()):
+        parallel._threads().submit(held.wait)  # busy until the end: every helper's turn comes later
+    try:
+        array = np.zeros(4)
+        alive, done = weakref.ref(array), []
+        parallel.launch(lambda state, n_tasks, x: done.append(x.sum()), 8, array)
+        del array
+        assert done == [0]
+        assert alive() is None
+    finally:
+        held.set()
 
 
 def test_different_ops_at_once():

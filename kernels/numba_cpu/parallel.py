@@ -50,10 +50,11 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
     if n_tasks <= 0:
         return
     state = np.zeros(1, np.int64)  # the next unclaimed task
+    call = [(state, n_tasks, *arguments)]
     helpers: list[Future[None]] = []
     for _ in range(min(thread_count(), n_tasks) - 1):
         try:
-            helpers.append(_threads().submit(compiled, state, n_tasks, *arguments))
+            helpers.append(_threads().submit(_help, compiled, call))
         except RuntimeError:  # the interpreter is shutting down: work alone
             break
     try:
@@ -63,6 +64,11 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+        call.clear()  # what a thread that has not woken up is to find would keep the arrays until it does
+
+
+def _help(compiled: Callable[..., None], call: list[tuple[Any, ...]]) -> None:
+    compiled(*call[0])
 
 
 def _threads() -> ThreadPoolExecutor:
