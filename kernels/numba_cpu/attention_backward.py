@@ -32,7 +32,6 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     any_gradients,
     clear,
     clear_rows,
-    is_plain,
     load_block,
     load_keys,
     make_scratch,
@@ -42,7 +41,7 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     plain_gradients,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import operand
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL, is_plain
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room

@@ -36,8 +36,10 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     TINY,
     cap_scores,
     finish_scores,
+    is_plain,
     mask_scores,
     place_lanes,
+    score_scale,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
@@ -157,17 +159,6 @@ def dot_float64(x, y, n):
     for d in range(n):
         total += np.float64(load(x, d)) * np.float64(load(y, d))
     return total
-
-
-@uncounted
-def is_plain(call):
-    return call.softcap == 0 and not call.has_alibi and not call.has_bias
-
-
-@uncounted
-def score_scale(call):
-    """What q.k is multiplied by: scores are in base 2, but in natural units for softcap, ALiBi and bias."""
-    return call.scale * LOG2E if is_plain(call) else call.scale
 
 
 @uncounted

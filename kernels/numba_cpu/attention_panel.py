@@ -21,9 +21,11 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     TINY_LOG2,
     cap_scores,
     finish_scores,
+    is_plain,
     mask_block,
     mask_scores,
     place_lanes,
+    score_scale,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
@@ -111,7 +113,7 @@ def factors(call, p):
 
     Pairs of bfloat16 are multiplied as they lie, but for the sign, so that the largest product is the largest score.
     """
-    scale = call.scale * LOG2E if is_plain(call) else call.scale
+    scale = score_scale(call)
     if is_pairs(p):
         return scale, max(abs(scale), 1e-30)  # 0 times the -inf of a mask would be NaN
     return scale, 1.0
@@ -156,12 +158,6 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
             rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[panel * nr : panel * nr + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
             add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
-
-
-@uncounted
-def is_plain(call):
-    """Whether scores are q.k times softmax_scale and nothing else."""
-    return call.softcap == 0 and not call.has_alibi and not call.has_bias
 
 
 @uncounted

@@ -65,6 +65,18 @@ CALL = types.NamedTuple([_TYPE[kind] for kind in Call.__annotations__.values()],
 
 
 @uncounted
+def is_plain(call):
+    """Whether scores are q.k times softmax_scale and nothing else."""
+    return call.softcap == 0 and not call.has_alibi and not call.has_bias
+
+
+@uncounted
+def score_scale(call):
+    """What q.k is multiplied by: scores are in base 2, but in natural units for softcap, ALiBi and bias."""
+    return call.scale * LOG2E if is_plain(call) else call.scale
+
+
+@uncounted
 def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     """Fill the lanes of a row block; returns (lanes used, first and last key that any lane sees).
 
