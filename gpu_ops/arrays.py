@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpu_ops.devices import Device
     from gpu_ops.dispatch import Choice
 
-__all__ = ["Array", "Arrays", "New", "as_rows"]
+__all__ = ["Array", "Arrays", "New", "as_rows", "bounds_of"]
 
 Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
 New: TypeAlias = Callable[[tuple[int, ...], npt.DTypeLike, str], Array]
@@ -284,7 +284,15 @@ class Arrays:
 
 def as_rows(x: Array) -> Array:
     """``x`` as (rows, last axis): a view where the strides allow, else a copy (inputs only)."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def bounds_of(x: Array) -> tuple[int, int]:
+    """The smallest and the largest of the integers in an array, which is not empty."""
+    if x.size > 256 or not isinstance(x, np.ndarray):
+        return int(x.min()), int(x.max())
+    numbers = x.ravel().tolist()  # Python is faster with few
+    return min(numbers), max(numbers)
 
 
 def on_cuda(x: Any) -> bool:

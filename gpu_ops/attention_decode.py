@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.attention_problem import INT32, Problem, expect, options, sequences
+from gpu_ops.attention_problem import INT32, Problem, expect, options
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError
 
@@ -105,10 +105,18 @@ def attention_decode(
 
 def _again(call: Callable[..., Any], like: Problem) -> Callable[..., Any]:
     """Which keys are used, and the pages they are in, may change from call to call."""
-    name, paged = "attention_decode", like.block_table is not None
+    from gpu_ops.kernels.numba_cpu.lengths import cached
+
+    name, seqlen_q = "attention_decode", like.seqlen_q
     num_pages, page_size = like.k.shape[:2]
     capacity = page_size * (1 if like.block_table is None else like.block_table.shape[1])
-    batch, seqlen_q = like.batch, like.seqlen_q
+    sizes = {
+        "seqlen_q": seqlen_q,
+        "new": 0,
+        "page_size": page_size,
+        "num_pages": num_pages,
+        "capacity": capacity,
+    }
 
     def again(
         q: Array,
@@ -119,10 +127,14 @@ def _again(call: Callable[..., Any], like: Problem) -> Callable[..., Any]:
         out: Array | None = None,
         **options: Any,
     ) -> Any:
-        lengths = seqlen_q, _longest(name, seqused_k, capacity)
-        if paged:
-            _pages_exist(name, options["block_table"], seqused_k, page_size, num_pages)
-        return call(lengths, sequences(batch, seqlen_q, 0, (), seqused_k), q, k_cache, v_cache, out, options)
+        table = options.get("block_table")
+        found = cached(seqused_k, table, **sizes)
+        _, longest, sound, _ = found[-1].tolist()
+        if not sound:  # it has to say where
+            _longest(name, seqused_k, capacity)
+            assert table is not None
+            _pages_exist(name, table, seqused_k, page_size, num_pages)
+        return call((seqlen_q, longest), found[:-1], q, k_cache, v_cache, out, options)
 
     return again
 

@@ -126,7 +126,8 @@ def _prepared(
     """
     like = problem.like
     present = {**vars(like.options), "block_table": like.block_table}
-    names = [name for name in ("sinks", "alibi_slopes", "bias", "block_table") if present[name] is not None]
+    arrays = "sinks", "alibi_slopes", "bias", "block_mask", "block_table"
+    names = [name for name in arrays if present[name] is not None]
     kept: tuple[tuple[int, int], Callable[..., Any]] | None = None
 
     def ready(

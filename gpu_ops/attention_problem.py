@@ -122,10 +122,11 @@ _Fields = TypeVar("_Fields", Options, Problem)
 
 def _without_values(of: _Fields) -> _Fields:
     found = {field.name: getattr(of, field.name) for field in fields(of)}
-    arrays: dict[str, Any] = {
-        name: _without_value(x) for name, x in found.items() if isinstance(x, np.ndarray)
-    }
-    return replace(of, **arrays)
+    kept: dict[str, Any] = {name: _without_value(x) for name, x in found.items() if isinstance(x, np.ndarray)}
+    mask = found.get("block_mask")
+    if mask is not None:
+        kept["block_mask"] = replace(mask, visible=_without_value(mask.visible))
+    return replace(of, **kept)
 
 
 def _without_value(x: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.attention import run_backward, write_grads
-from gpu_ops.attention_problem import Problem, cu_seqlens, expect, longest_of, options, sequences
+from gpu_ops.attention_problem import Problem, cu_seqlens, expect, longest_of, options
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError, ShapeError
 
@@ -227,16 +227,22 @@ def _packed(x: Array) -> Array:
 
 def _lengths(op: str, problem: Problem) -> Callable[..., tuple[tuple[int, int], Array]]:
     """The lengths of the longest sequences and the table of all: of each call, after the checks of values."""
-    totals, batch = (problem.q.shape[1], problem.k.shape[1]), problem.batch
+    from gpu_ops.kernels.numba_cpu.lengths import packed
+
+    totals = problem.q.shape[1], problem.k.shape[1]
 
     def lengths(
-        *offsets: Array, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **_: Any
-    ) -> tuple[tuple[int, int], Array]:
-        longest_q = longest_of(op, "cu_seqlens_q", offsets[0], totals[0])
-        longest_k = longest_of(op, "cu_seqlens_k", offsets[1], totals[1])
+        starts_q: Array, starts_k: Array, *,
+        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **_: Any,
+    ) -> tuple[tuple[int, int], Array]:  # fmt: skip
+        found = packed(starts_q, starts_k, *totals)
+        longest_q, longest_k, sound, _ = found[-1].tolist()
+        if not sound:  # it has to say where
+            longest_of(op, "cu_seqlens_q", starts_q, totals[0])
+            longest_of(op, "cu_seqlens_k", starts_k, totals[1])
         _bounded(op, "max_seqlen_q", max_seqlen_q, longest_q)
         _bounded(op, "max_seqlen_k", max_seqlen_k, longest_k)
-        return (longest_q, longest_k), sequences(batch, 0, 0, offsets)
+        return (longest_q, longest_k), found[:-1]
 
     return lengths
 

@@ -79,6 +79,13 @@ class BlockMask:
         for name in ("block_q", "block_k"):
             object.__setattr__(self, name, block_patterns.block_size(name, getattr(self, name)))
 
+    @property
+    def kind_of_call(self) -> tuple[Any, ...] | None:
+        """What decides how a call with this mask is checked and run, beside what it shows; None of a GPU's."""
+        if type(self.visible) is not np.ndarray:
+            return None
+        return BlockMask, self.visible.shape, self.visible.strides, self.block_q, self.block_k
+
     def num_blocks(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """Blocks of queries and of keys that cover the two lengths."""
         return -(-seqlen_q // self.block_q), -(-seqlen_k // self.block_k)

@@ -280,12 +280,13 @@ def host_function(name: str, on: Device | None, backend: str) -> Callable[..., N
     ``on`` None: the one of ``kernels/numba_cpu``. Otherwise that of ``kernels``, which takes the device and the
     backend first; given here, so that the arguments are the same everywhere.
     """
-    stem, function = name.split(".")
-    if on is None:
-        return getattr(importlib.import_module(f"gpu_ops.kernels.numba_cpu.{stem}"), function)  # type: ignore[no-any-return]
-    return functools.partial(
-        getattr(importlib.import_module(f"gpu_ops.kernels.{stem}"), function), on, backend
-    )
+    return functools.partial(_function(name), on, backend) if on else _function(f"numba_cpu.{name}")
+
+
+@functools.cache
+def _function(path: str) -> Callable[..., None]:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"gpu_ops.kernels.{module}"), name)  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -26,10 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
-import numpy as np
-
 from gpu_ops.checks import one_of
 from gpu_ops.errors import DeviceError
+from gpu_ops.kinds import as_it_lies, kind_of
 
 if TYPE_CHECKING:
     from gpu_ops.arrays import Arrays
@@ -41,7 +40,6 @@ __all__ = [
     "choose",
     "explain",
     "has_cuda_kernels",
-    "is_apart",
     "op",
     "planner_of",
     "require_cuda_kernels",
@@ -56,9 +54,6 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 _with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
-_RESULTS = ("out", "residual_out", "grads")  # arguments that receive results: an array, or a tuple of them
-PLAIN: set[type] = {bool, int, float, str, type(None)}
-"""Types of options that say all by their value; hashable."""
 MAX_KINDS = 1024  # of each op, remembered: some KB each
 
 P = ParamSpec("P")
@@ -243,7 +238,7 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
         if again is not None:
             return again(*args, **kwargs)
         made = plan(*args, **kwargs)
-        if kind is not None and made.again is not None and all(map(_as_it_lies, (*args, *kwargs.values()))):
+        if kind is not None and made.again is not None and all(map(as_it_lies, (*args, *kwargs.values()))):
             if len(known) >= MAX_KINDS:
                 known.clear()
             known[kind] = made.again()
@@ -253,65 +248,6 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
     public.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
     public.plan = plan  # type: ignore[attr-defined]
     return public
-
-
-def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What decides how a call is checked and run, if that is no more than the shapes, strides and dtypes of NumPy
-    arrays, which of them are worked on in place, and plain options; None otherwise."""
-    kind: list[Any] = [os.environ.get("GPU_OPS_DEVICE"), os.environ.get("GPU_OPS_BACKEND"), *kwargs]
-    for x in (*args, *kwargs.values()):
-        if type(x) is np.ndarray:
-            kind += (x.dtype, x.shape, x.strides)
-        elif type(x) in PLAIN:
-            kind += (type(x), x)  # the type too: 1 == 1.0 == True
-        elif type(x) is tuple and all(type(i) is int for i in x):
-            kind.append(x)
-        elif type(x) is tuple and all(type(i) is np.ndarray for i in x):
-            kind += [(i.dtype, i.shape, i.strides) for i in x]
-        elif hasattr(x, "kind_of_call"):
-            kind.append(x.kind_of_call)
-        else:
-            return None
-    for name in _RESULTS:
-        if kwargs.get(name) is not None:
-            places = _in_place(kwargs[name], name, args, kwargs)
-            if places is None:
-                return None
-            kind += places
-    return tuple(kind)
-
-
-def _in_place(
-    given: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[bool, ...]] | None:
-    """For each array that receives results, which arguments it is. None: the planner has to have a closer look,
-    for it is read-only, or may share memory with one that it is not."""
-    results = given if type(given) is tuple else (given,)
-    others = [*args, *(x for other, x in kwargs.items() if other != name)]
-    for other in _RESULTS:
-        if type(kwargs.get(other)) is tuple:
-            others += kwargs[other]
-    others = [x for x in others if isinstance(x, np.ndarray)]
-    places = []
-    for out in results:
-        if not is_apart(out, [x for x in others if x is not out]):
-            return None
-        places.append(tuple([x is out for x in others]))
-    return places
-
-
-def is_apart(out: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether ``out`` is writable and shares no memory with the others."""
-    flags = out.flags
-    alone = flags.owndata  # no other array that owns its memory has any of this one's
-    return flags.writeable and not any(
-        not (alone and x.flags.owndata) and np.may_share_memory(out, x) for x in others
-    )
-
-
-def _as_it_lies(x: Any) -> bool:
-    """Not an array that kernels take a copy of."""
-    return not isinstance(x, np.ndarray) or not x.ndim or x.shape[-1] <= 1 or x.strides[-1] == x.itemsize
 
 
 def explain(op: str, *arrays: Any, **options: Any) -> Plan:

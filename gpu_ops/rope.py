@@ -11,19 +11,20 @@ import numpy as np
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
-from gpu_ops.dispatch import PLAIN, Choice, Plan, choose, op
+from gpu_ops.dispatch import Choice, Plan, choose, op
 from gpu_ops.errors import OptionError
+from gpu_ops.kinds import PLAIN
 from gpu_ops.rope_options import (
     BY_LENGTH,
-    Positions,
     axes_of,
     positions_of,
     rotary_dim_of,
+    rows_and_bounds,
     scaling_of,
     theta_of,
 )
 from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.rope_tables import frequencies, rope_tables
+from gpu_ops.rope_tables import frequencies, rope_tables, tables_of
 
 PLAIN.add(RopeScaling)
 
@@ -251,20 +252,18 @@ def _plan(
 
         names, lone, new = tuple(named), len(inputs) == 1, Arrays(who)
         how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
-        fixed = where if where.array is None else None
+        fixed = (where.on_host(), *where.bounds) if where.array is None else None
+        tables = tables_of(inv_freq, attention_factor, computed)
 
         def rotate(*given: Any, positions: Any = None, out: Any = None, **options: Any) -> Any:
             xs = [x for x in (*given, *map(options.get, names)) if x is not None]
-            at = fixed
-            if at is None:
-                at = Positions.of(positions)
-                at.check_bounds(who)
+            at = rows_and_bounds(who, positions) if fixed is None else fixed
             if out is None:
                 results = tuple([_like(new, x, "the result") for x in xs])
             else:
                 results = (out,) if lone else out
-            tables = rope_tables(at.on_host(), *at.bounds, inv_freq, attention_factor, computed)
-            cpu.rope([_bshd(x, layout) for x in xs], [_bshd(y, layout) for y in results], *tables, **how)
+            views = [_bshd(x, layout) for x in xs], [_bshd(y, layout) for y in results]
+            cpu.rope(*views, *tables(*at), **how)
             return results[0] if lone else results
 
         return rotate

@@ -12,19 +12,20 @@ from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import Axes
 from gpu_ops.devices import Device
-from gpu_ops.dispatch import Plan, choose, is_apart, op
+from gpu_ops.dispatch import Plan, choose, op
+from gpu_ops.kinds import is_apart
 from gpu_ops.rope_append_kv_checks import (
     caches_of,
     check_slots,
-    check_used,
     longest_of,
     place_of,
     token_positions,
+    used_rows,
     weights_of,
 )
-from gpu_ops.rope_options import BY_LENGTH, Positions, rotary_dim_of, scaling_of, theta_of
+from gpu_ops.rope_options import BY_LENGTH, rotary_dim_of, rows_and_bounds, scaling_of, theta_of
 from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.rope_tables import frequencies, rope_tables
+from gpu_ops.rope_tables import frequencies, rope_tables, tables_of
 
 __all__ = ["rope_append_kv"]
 
@@ -213,7 +214,8 @@ def rope_append_kv(
         how: dict[str, Any] = {
             "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
         }  # fmt: skip
-        steps = np.arange(0 if packed else axes["seqlen"])
+        tables = tables_of(inv_freq, attention_factor, computed)
+        rows_of = None if packed else used_rows(name, axes, paged=paged)
 
         def append(
             q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array, *, seqused_k: Any = None,
@@ -232,17 +234,12 @@ def rope_append_kv(
             if slot_mapping is not None:
                 check_slots(name, slot_mapping, *slots)
                 given["slot_mapping"] = slot_mapping[None]
-            else:
-                check_used(name, axes, seqused_k, block_table)
+            if rows_of is not None:
+                at = rows_of(seqused_k, block_table)
             if positions is not None:
-                where = Positions.of(positions)
-                where.check_bounds(name)
-                rows, bounds = where.on_host(), where.bounds
-            else:
-                used = seqused_k.tolist()
-                rows, bounds = seqused_k[:, None] + steps, (min(used), max(used) + len(steps) - 1)
+                at = rows_and_bounds(name, positions)
             result = new(q.shape, q.dtype, "the rotated q") if out is None else out
-            cos, sin, rows = rope_tables(rows, *bounds, inv_freq, attention_factor, computed)
+            cos, sin, rows = tables(*at)
             operands = [*(x[None] if packed else x for x in (q, result, k, v)), k_cache, v_cache]
             cpu.append(*operands, cos=cos, sin=sin, rows=rows, **(given | how))
             return result

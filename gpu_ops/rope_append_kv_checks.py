@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gpu_ops import checks
-from gpu_ops.arrays import Array, Arrays
+from gpu_ops.arrays import Array, Arrays, bounds_of
 from gpu_ops.checks import Axes
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.rope_options import BY_LENGTH, Positions, positions_of
@@ -16,10 +17,10 @@ from gpu_ops.rope_scaling import RopeScaling
 __all__ = [
     "caches_of",
     "check_slots",
-    "check_used",
     "longest_of",
     "place_of",
     "token_positions",
+    "used_rows",
     "weights_of",
 ]
 
@@ -81,8 +82,8 @@ def place_of(
 
 
 def check_slots(op: str, slots: Array, num_pages: int, page_size: int) -> None:
-    beyond = np.flatnonzero(slots >= num_pages * page_size)
-    if len(beyond):
+    if slots.size and bounds_of(slots)[1] >= num_pages * page_size:
+        beyond = np.flatnonzero(slots >= num_pages * page_size)
         raise OptionError(
             f"{op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {num_pages} pages of {page_size} have "
             f"slots in [0, {num_pages * page_size}), negative ones store nothing"
@@ -111,6 +112,28 @@ def check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
             f"{op}: block_table[{b}, {i}] is {int(table[b, i])}, not a page in [0, {axes['num_pages']}), but "
             f"sequence {b} grows from {int(used[b])} to {int(used[b]) + seqlen} keys"
         )
+
+
+def used_rows(op: str, axes: Axes, *, paged: bool) -> Callable[..., tuple[Array, int, int]]:
+    """``f(seqused_k, block_table)`` on the CPU, for arrays whose shapes are checked: the rows of the new tokens in
+    their sequences, the first and the last of them, after a look at all that :func:`check_used` looks at."""
+    from gpu_ops.kernels.numba_cpu.lengths import cached
+
+    page_size, new = axes["page_size" if paged else "max_seqlen"], axes["seqlen"]
+    num_pages, steps = axes["num_pages"] if paged else 0, np.arange(new)
+
+    def rows_of(used: Array, table: Array | None) -> tuple[Array, int, int]:
+        capacity = page_size if table is None else page_size * table.shape[1]
+        found = cached(
+            used, table, seqlen_q=0, new=new, page_size=page_size, num_pages=num_pages, capacity=capacity
+        )
+        shortest, longest, sound, _ = found[-1].tolist()
+        if not sound:  # it has to say where
+            check_used(op, axes, used, table)
+        starts = found[:-1, 3:]
+        return starts if new == 1 else starts + steps, shortest, longest + new - 1
+
+    return rows_of
 
 
 def token_positions(arrays: Arrays, axes: Axes, positions: Any, place: dict[str, Any]) -> Positions | None:

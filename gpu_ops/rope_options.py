@@ -10,12 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops import checks
-from gpu_ops.arrays import Array, Arrays
+from gpu_ops.arrays import Array, Arrays, bounds_of
 from gpu_ops.checks import Axes
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.rope_scaling import RopeScaling
 
-__all__ = ["BY_LENGTH", "Positions", "axes_of", "positions_of", "rotary_dim_of", "scaling_of", "theta_of"]
+__all__ = [
+    "BY_LENGTH",
+    "Positions",
+    "axes_of",
+    "positions_of",
+    "rotary_dim_of",
+    "rows_and_bounds",
+    "scaling_of",
+    "theta_of",
+]
 
 BY_LENGTH = ("dynamic", "longrope")  # scalings whose frequencies depend on the longest position
 _EXACT = 2**53  # integers up to here are exact in float64
@@ -100,11 +109,10 @@ class Positions:
         """The smallest and the largest; of an array on a device after waiting for it."""
         if self.array is None:
             return self.first, self.first + self.seqlen - 1
-        return (int(self.array.min()), int(self.array.max())) if self.array.size else (0, -1)
+        return bounds_of(self.array) if self.array.size else (0, -1)
 
     def check_bounds(self, who: str) -> None:
-        if self.bounds[0] < -_EXACT or self.bounds[1] > _EXACT:
-            raise OptionError(f"{who}: positions reach beyond 2**53, where angles in float64 mean nothing")
+        _check_bounds(who, *self.bounds)
 
     def on_host(self) -> npt.NDArray[np.int64]:
         """All of them, for the CPU."""
@@ -117,6 +125,18 @@ class Positions:
         if self.array is None or self.array.dtype in (np.int32, np.int64):
             return self.array
         return self.array.astype(np.int64)
+
+
+def rows_and_bounds(who: str, array: Array) -> tuple[npt.NDArray[np.int64], int, int]:
+    """``on_host`` and ``bounds`` of positions whose shape has been checked, for the CPU, after a look at all."""
+    first, last = bounds_of(array) if array.size else (0, -1)
+    _check_bounds(who, first, last)
+    return (array if array.ndim == 2 else array[None]).astype(np.int64, copy=False), first, last
+
+
+def _check_bounds(who: str, first: int, last: int) -> None:
+    if first < -_EXACT or last > _EXACT:
+        raise OptionError(f"{who}: positions reach beyond 2**53, where angles in float64 mean nothing")
 
 
 def positions_of(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: str) -> Positions:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,9 +23,10 @@ import numpy.typing as npt
 from gpu_ops.arrays import Array
 from gpu_ops.devices import CudaDevice, Device, EmulatorDevice
 
-__all__ = ["clear_rope_tables", "frequencies", "rope_tables", "turns"]
+__all__ = ["clear_rope_tables", "frequencies", "rope_tables", "tables_of", "turns"]
 
 Table: TypeAlias = tuple[Array, Array]
+Rows: TypeAlias = npt.NDArray[np.int64]
 
 _BUDGET = 64 << 20  # bytes kept: two models' tables for 65536 positions of 128 components in float32
 _BLOCK = 256
@@ -37,41 +39,48 @@ _on_devices: OrderedDict[tuple[int, str, bytes], Any] = OrderedDict()
 
 
 def rope_tables(
-    positions: npt.NDArray[np.int64],
-    first: int,
-    last: int,
-    inv_freq: Array,
-    attention_factor: float,
-    dtype: npt.DTypeLike,
-) -> tuple[Array, Array, npt.NDArray[np.int64]]:
+    positions: Rows, first: int, last: int, inv_freq: Array, attention_factor: float, dtype: npt.DTypeLike
+) -> tuple[Array, Array, Rows]:
     """``cos``, ``sin`` of shape (rows, frequencies) and, shaped like ``positions``, the row of each position.
 
     ``first`` and ``last`` are the smallest and the largest position. ``dtype``, float32 or float64, is what the
     tables are rounded to; angles are float64.
     """
-    if positions.size == 0:
-        empty = np.empty((0, len(inv_freq)), dtype)
-        return empty, empty, positions
-    key = (inv_freq.tobytes(), attention_factor, np.dtype(dtype).str)
-    with _lock:
-        kept = _kept.get(key)
-        if kept is not None:
-            _kept.move_to_end(key)
-    if first >= 0 and kept is not None and last < len(kept[0]):
-        return *kept, positions
-    # 4: a table somewhat longer than needed now is likely to be wanted later; one far longer is a waste
-    if first >= 0 and last < 4 * max(positions.size, _BLOCK):
-        length = 1 << last.bit_length()  # the next power of two that is > last
-        row_bytes = 2 * len(inv_freq) * np.dtype(dtype).itemsize
-        if length * row_bytes <= _BUDGET:
-            table = _count_up(length, inv_freq, attention_factor, dtype)
+    return tables_of(inv_freq, attention_factor, dtype)(positions, first, last)
+
+
+def tables_of(
+    inv_freq: Array, attention_factor: float, dtype: npt.DTypeLike
+) -> Callable[[Rows, int, int], tuple[Array, Array, Rows]]:
+    """:func:`rope_tables` of these frequencies: a function of positions, the first and the last."""
+    dtype = np.dtype(dtype)
+    key = (inv_freq.tobytes(), attention_factor, dtype.str)
+    turn = inv_freq, attention_factor, dtype
+
+    def tables(positions: Rows, first: int, last: int) -> tuple[Array, Array, Rows]:
+        if positions.size == 0:
+            empty = np.empty((0, len(inv_freq)), dtype)
+            return empty, empty, positions
+        with _lock:
+            kept = _kept.get(key)
+            if kept is not None:
+                _kept.move_to_end(key)
+        if first >= 0 and kept is not None and last < len(kept[0]):
+            return *kept, positions
+        # 4: a table somewhat longer than needed now is likely to be wanted later; one far longer is a waste
+        if first >= 0 and last < 4 * max(positions.size, _BLOCK):
+            length = 1 << last.bit_length()  # the next power of two that is > last
+            row_bytes = 2 * len(inv_freq) * dtype.itemsize
+            if length * row_bytes > _BUDGET:
+                return *_count_up(last + 1, *turn), positions
+            table = _count_up(length, *turn)
             _keep(key, table)
-        else:
-            table = _count_up(last + 1, inv_freq, attention_factor, dtype)
-        return *table, positions
-    distinct, rows = np.unique(positions, return_inverse=True)
-    cos, sin = _direct(distinct, inv_freq, attention_factor, dtype)
-    return cos, sin, rows.reshape(positions.shape).astype(np.int64, copy=False)
+            return *table, positions
+        distinct, rows = np.unique(positions, return_inverse=True)
+        cos, sin = _direct(distinct, *turn)
+        return cos, sin, rows.reshape(positions.shape).astype(np.int64, copy=False)
+
+    return tables
 
 
 def frequencies(device: Device, backend: str, inv_freq: npt.NDArray[np.float64]) -> Array:

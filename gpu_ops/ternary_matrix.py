@@ -213,11 +213,11 @@ class TernaryMatrix:
         ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``. Codes that were made on a GPU are converted there,
         and stay there.
         """
-        fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
         if format == self.format:
             return self
         done = self._converted.get(format)
         if done is None:
+            fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
             if self._lies is not None:
                 fits("TernaryMatrix.to", self.shape, fmt)
                 held = self._repacked(format), self._on_cuda[self._lies[0]][1]

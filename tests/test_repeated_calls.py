@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import dispatch, errors
+from gpu_ops import dispatch, errors, kinds
 
 
 def f(rng, *shape):
@@ -26,6 +26,10 @@ def backward(rng):
 
 
 LENGTHS_Q, LENGTHS_K = np.array([0, 2, 2, 9], np.int32), np.array([0, 1, 6, 11], np.int32)
+
+
+def mask(rng):
+    return gpu_ops.BlockMask(rng.random((4, 3, 3)) < 0.7, block_q=4, block_k=4)
 
 
 def varlen(rng):
@@ -72,6 +76,8 @@ CALLS = {
     ),
     "attention_backward": backward,
     "attention_backward slopes": lambda rng: (backward(rng)[0], {"alibi_slopes": abs(f(rng, 1, 4))}),
+    "attention mask": lambda rng: (attention(rng)[0], {"block_mask": mask(rng)}),
+    "attention_backward mask": lambda rng: (backward(rng)[0], {"block_mask": mask(rng)}),
     "attention_varlen": varlen,
     "attention_varlen_backward": varlen_backward,
     "attention_decode paged": paged,
@@ -267,14 +273,10 @@ def test_the_backend_asked_for_by_the_environment_counts(rng, monkeypatch):
 
 
 def test_options_that_compare_equal_are_told_apart():
-    assert (
-        dispatch.kind_of((), {"a": 1})
-        != dispatch.kind_of((), {"a": True})
-        != dispatch.kind_of((), {"a": 1.0})
-    )
-    assert dispatch.kind_of((1,), {}) != dispatch.kind_of((), {"a": 1})
-    assert dispatch.kind_of(([1],), {}) is None
-    assert dispatch.kind_of(((1, "a"),), {}) is None
+    assert kinds.kind_of((), {"a": 1}) != kinds.kind_of((), {"a": True}) != kinds.kind_of((), {"a": 1.0})
+    assert kinds.kind_of((1,), {}) != dispatch.kind_of((), {"a": 1})
+    assert kinds.kind_of(([1],), {}) is None
+    assert kinds.kind_of(((1, "a"),), {}) is None
 
 
 def test_remembers_a_bounded_number_of_kinds(rng, monkeypatch):

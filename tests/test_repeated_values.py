@@ -26,6 +26,25 @@ def test_lengths_are_checked_every_time(rng):
             gpu_ops.attention_decode(q, k, v, seqused_k=wrong)
 
 
+def test_masks_are_read_every_time(rng):
+    (q, k, v), _ = CALLS["attention"](rng)
+    visible = np.ones((3, 3), np.bool_)
+    mask = gpu_ops.BlockMask(visible, block_q=4, block_k=4)
+    for hidden in ((0, 2), (2, 0), (1, 1)):
+        visible[hidden] = False  # in place: the mask is the same object
+        found = gpu_ops.attention(q, k, v, block_mask=mask)
+        want = gpu_ops.attention(q, k, v, block_mask=mask, backend="reference")
+        np.testing.assert_allclose(found, want, atol=1e-5)
+    wider = gpu_ops.BlockMask(visible, block_q=5, block_k=4)  # 2 blocks of queries
+    with pytest.raises(errors.ShapeError, match="block_mask"):
+        gpu_ops.attention(q, k, v, block_mask=wider)
+    with pytest.raises(errors.ShapeError, match="block_mask"):
+        gpu_ops.attention(q, k, v, block_mask=gpu_ops.BlockMask(visible[:2], block_q=4, block_k=4))
+    turned = gpu_ops.BlockMask(visible.T, block_q=4, block_k=4)
+    want = gpu_ops.attention(q, k, v, block_mask=turned, backend="reference")
+    np.testing.assert_allclose(gpu_ops.attention(q, k, v, block_mask=turned), want, atol=1e-5)
+
+
 def test_offsets_are_checked_every_time(rng):
     args, kwargs = varlen(rng)
     gpu_ops.attention_varlen(*args, **kwargs)

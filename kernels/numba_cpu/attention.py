@@ -26,19 +26,20 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
+    launcher_of,
     make_call,
     optional_arrays,
     optional_types,
     statistics,
 )
-from gpu_ops.kernels.numba_cpu.attention_decode import decode
+from gpu_ops.kernels.numba_cpu.attention_decode import KEY_NANOSECONDS, prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import room
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch
+from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
 
@@ -93,6 +94,10 @@ def prepare(
     blocks = -(-call.heads * max_seqlen_q // call.block_m)
     tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
     variant = dtype, given.get("bias", q).dtype
+    launch = launcher_of(call)
+    if config.kernel == "decode":
+        launch = launcher(call.batch * call.nheads_kv * max_seqlen_k * KEY_NANOSECONDS)
+        decode = prepare_decode(call, dtype, launch)
 
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
@@ -101,7 +106,7 @@ def prepare(
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
         arrays = (bits(q), bits(k), bits(v), bits(out), lse, sequences)
         if config.kernel == "decode":
-            decode(call, arrays, optional[:3], parts, dtype)
+            decode(arrays, optional[:3], parts)
         else:
             launch(attention_forward[variant], tasks, call, *arrays, *optional, *parts)
         if split:

@@ -22,6 +22,7 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
+    launcher_of,
     make_call,
     optional_arrays,
     optional_types,
@@ -47,7 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
+from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
 
@@ -103,7 +104,7 @@ def prepare(
     fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
     lanes = VECTOR_BYTES // wide.itemsize
     widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
-    sums = -(-max_seqlen_k // KEYS_PER_SUM)
+    sums, launch = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5)
 
     def sums_of_parts(keys: int) -> list[Array]:
         return [np.zeros((parts, nheads_kv, keys, width), wide) for width in widths]

@@ -12,11 +12,12 @@ from gpu_ops.kernels.numba_cpu.attention_tile import Call
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, round_up
 from gpu_ops.kernels.numba_cpu.jit import read, types
-from gpu_ops.kernels.numba_cpu.parallel import thread_count
+from gpu_ops.kernels.numba_cpu.parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
 
 _ACCUMULATOR_BYTES, _HALF_L2 = 4, 1 << 19
+_PRODUCTS_PER_NANOSECOND = 20  # of one thread, about
 DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kernel
 
 # (dtype, dtype of the bias)
@@ -120,6 +121,12 @@ def make_call(
         scale=float(softmax_scale),
         **rest,
     )
+
+
+def launcher_of(call: Call, passes: float = 1) -> Callable[..., None]:
+    """For so many times the two products of the forward pass."""
+    scores = call.batch * call.nheads * call.max_seqlen_q * call.max_seqlen_k
+    return launcher(passes * scores * (call.head_dim + call.head_dim_v) / _PRODUCTS_PER_NANOSECOND)
 
 
 def optional_arrays(dtype: np.dtype[Any]) -> Callable[..., tuple[Array, ...]]:

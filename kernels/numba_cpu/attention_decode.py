@@ -23,6 +23,7 @@ A NaN or an infinity in V reaches rows that do not see it (0 * inf). That shows 
 with an O that is not finite is done again, carefully.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,9 @@ from gpu_ops.kernels.numba_cpu.ir.carve import carve, room
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, to_slots
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch
+from gpu_ops.kernels.numba_cpu.parallel import claim
 
+KEY_NANOSECONDS = 30  # for a row of K and one of V
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
 AHEAD_BYTES = 1 << 14  # how far on in memory rows are asked for; 8 to 32 KB are the same
 
@@ -64,22 +66,25 @@ def block_keys(row_bytes: int) -> int:
     return min(max(BLOCK_BYTES // max(row_bytes, 1) // 16 * 16, 16), 256)
 
 
-def decode(
-    call: Call, arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...], dtype: np.dtype
-) -> None:
-    """Launch for ``call.block_m`` query rows per KV head; arrays as attention.py hands them to its kernels."""
-    k = arrays[1]
+def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> Callable[..., None]:
+    """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
+    them to its kernels."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
-        block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(k.itemsize * call.head_dim)
+        block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(dtype.itemsize * call.head_dim)
     )
-    # Follow memory: all heads of a key in one task when they lie side by side.
-    heads_kv = call.nheads_kv if abs(k.strides[2]) < abs(k.strides[1]) else 1
-    tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
-    tile = (0,) * rows
-    row_bytes = max(heads_kv * k.itemsize * call.head_dim, 1)
-    ahead = min(max(AHEAD_BYTES // row_bytes, VECTOR_BYTES // 4 // rows), call.block_n)
-    launch(attention_decode[dtype.name, rows], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
+    tile, variant = (0,) * rows, (dtype.name, rows)
+
+    def decode(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
+        # Follow memory: all heads of a key in one task when they lie side by side.
+        strides = arrays[1].strides
+        heads_kv = call.nheads_kv if abs(strides[2]) < abs(strides[1]) else 1
+        tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
+        row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
+        ahead = min(max(AHEAD_BYTES // row_bytes, VECTOR_BYTES // 4 // rows), call.block_n)
+        launch(attention_decode[variant], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
+
+    return decode
 
 
 @kernel(

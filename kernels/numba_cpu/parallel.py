@@ -35,6 +35,7 @@ def thread_count() -> int:
 
 # Elements below which a second thread costs more (waking it: about 30 us) than it saves.
 MIN_ELEMENTS_PER_TASK = 1 << 16
+MIN_NANOSECONDS = 60_000  # likewise, where elements say little about the work
 TASKS_PER_THREAD = 4  # enough for an even finish when one core is slower
 
 
@@ -45,14 +46,30 @@ def items_per_task(n_items: int, elements_per_item: int) -> int:
     return max(least, even, 1)
 
 
+def launcher(nanoseconds: float) -> Callable[..., None]:
+    """:func:`launch`, or :func:`launch_here` for so little work that other threads would wake up too late.
+
+    ``nanoseconds``: about what one thread takes for all of it.
+    """
+    return launch if nanoseconds >= MIN_NANOSECONDS else launch_here
+
+
+def launch_here(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
+    """Run all tasks on the calling thread."""
+    if n_tasks > 0:
+        compiled(np.zeros(1, np.int64), n_tasks, *arguments)
+
+
 def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
     """Run all tasks and return when they are done. Safe from any number of Python threads at once."""
-    if n_tasks <= 0:
+    count = min(thread_count(), n_tasks)
+    if count <= 1:
+        launch_here(compiled, n_tasks, *arguments)
         return
     state = np.zeros(1, np.int64)  # the next unclaimed task
     call = [(state, n_tasks, *arguments)]
     helpers: list[Future[None]] = []
-    for _ in range(min(thread_count(), n_tasks) - 1):
+    for _ in range(count - 1):
         try:
             helpers.append(_threads().submit(_help, compiled, call))
         except RuntimeError:  # the interpreter is shutting down: work alone

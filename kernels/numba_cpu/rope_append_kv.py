@@ -6,6 +6,7 @@ cache, then rope.py's rotation from there to q's result or to the key's row in i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rope import rotate
 
 Array = np.ndarray[Any, Any]
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def config(q: Array, k: Array) -> str:
@@ -54,10 +57,11 @@ def append(
         -(-q.shape[0] * q.shape[1] // chunk),
         chunk,
         *map(bits, (q, out, k, v, k_cache, v_cache)),
-        *(bits(np.empty(0, q.dtype) if w is None else w) for w in (q_weight, k_weight)),
-        np.empty(0, np.int32) if seqused_k is None else seqused_k,
-        np.empty((0, 0), np.int32) if block_table is None else block_table,
-        np.empty((0, 0), np.int64) if slot_mapping is None else slot_mapping,
+        _nothing(q.dtype, 1) if q_weight is None else bits(q_weight),
+        _nothing(q.dtype, 1) if k_weight is None else bits(k_weight),
+        _nothing(_INT32, 1) if seqused_k is None else seqused_k,
+        _nothing(_INT32, 2) if block_table is None else block_table,
+        _nothing(_INT64, 2) if slot_mapping is None else slot_mapping,
         cos,
         sin,
         rows,
@@ -69,6 +73,11 @@ def append(
         block_table is not None,
         slot_mapping is not None,
     )
+
+
+@cache
+def _nothing(dtype: np.dtype[Any], ndim: int) -> Array:
+    return bits(np.empty((0,) * ndim, dtype))
 
 
 def _tokens_per_task(q: Array, k: Array) -> int:

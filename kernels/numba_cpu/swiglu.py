@@ -51,8 +51,8 @@ def backward(
 
     dgate may be gate's memory and dup up's.
     """
-    in_place = _same_memory(dgate, gate) or _same_memory(dup, up)
-    streaming = not (in_place or stays_in_cache(dgate.nbytes + dup.nbytes))
+    small = stays_in_cache(dgate.nbytes + dup.nbytes)
+    streaming = not (small or _same_memory(dgate, gate) or _same_memory(dup, up))
     arrays = _long_rows(dy, gate, up, dgate, dup)
     n_blocks, chunk = _blocks(*arrays[0].shape)
     n_tasks = -(-n_blocks // chunk)

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir import codes as simd
-from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch
+from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch, launcher
 from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from gpu_ops.kernels.numba_cpu.ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
 from gpu_ops.kernels.numba_cpu.ternary_quantize import ternary_encode, ternary_statistics
@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 FEW_TOKENS = 16
 # Scratch for the activations of one pass; more tokens go through in several passes.
 SCRATCH_BYTES = 32 << 20
+SMALL_BYTES = 1 << 12  # to look for a cache line takes 1 us
 
 
 def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: str) -> str:
@@ -39,11 +40,15 @@ def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: st
 
 def matmul(x: Array, codes: Array, k: int, scale: Array, y: Array, *, activations: str) -> None:
     """``y = x @ (scale * trits).T``: x (tokens, K), w2 codes (N, bytes), scale (1 or N, groups), y (tokens, N)."""
+    multiply = _matmul_int8 if activations == "int8" else _matmul_native
     pass_tokens = max(SCRATCH_BYTES // (_padded(k) * (1 if activations == "int8" else 8)), BLOCK_M)
+    if len(x) <= pass_tokens:
+        multiply(x, codes, k, scale, y)
+        return
     pass_tokens -= pass_tokens % BLOCK_M
-    for first in range(0, x.shape[0], pass_tokens):
+    for first in range(0, len(x), pass_tokens):
         part = slice(first, first + pass_tokens)
-        (_matmul_int8 if activations == "int8" else _matmul_native)(x[part], codes, k, scale, y[part])
+        multiply(x[part], codes, k, scale, y[part])
 
 
 def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
@@ -60,13 +65,14 @@ def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None
     launch(quantize, -(-len(q) // chunk), chunk, bits(x), q, group, lanes, sums, token_scale)
     flat, q_flat = codes.reshape(-1), q.reshape(-1)
     shared = (q_flat, q.shape[1], sums, token_scale, scale, bits(y))
+    start = launcher(tokens * n * k / 50)
     if few:
         chunk = rows_per_task(n, tokens)
-        launch(ternary_gemv_int8[dtype], -(-n // chunk), chunk, flat, codes.shape[1], words, *shared)
+        start(ternary_gemv_int8[dtype], -(-n // chunk), chunk, flat, codes.shape[1], words, *shared)
     else:
         depth = k if groups > 1 else 16 * words
         n_tasks = -(-n // simd.PANEL_ROWS) * -(-tokens // BLOCK_M)
-        launch(ternary_gemm_int8[dtype], n_tasks, flat, codes.shape[1], words, depth, group, *shared)
+        start(ternary_gemm_int8[dtype], n_tasks, flat, codes.shape[1], words, depth, group, *shared)
 
 
 def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
@@ -83,12 +89,13 @@ def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> No
     )
     flat = codes.reshape(-1)
     shared = (wide.reshape(-1), wide.shape[1], scale, bits(y))
+    start = launcher(tokens * n * k / 10)
     if few:
         chunk = rows_per_task(n, tokens)
-        launch(ternary_gemv_native[dtype], -(-n // chunk), chunk, flat, codes.shape[1], words, *shared)
+        start(ternary_gemv_native[dtype], -(-n // chunk), chunk, flat, codes.shape[1], words, *shared)
     else:
         n_tasks = -(-n // simd.PANEL_ROWS) * -(-tokens // BLOCK_M)
-        launch(ternary_gemm_native[dtype], n_tasks, flat, codes.shape[1], words, k // max(groups, 1), *shared)
+        start(ternary_gemm_native[dtype], n_tasks, flat, codes.shape[1], words, k // max(groups, 1), *shared)
 
 
 def _few(tokens: int, groups: int, dtype: str, activations: str) -> bool:
@@ -137,8 +144,10 @@ def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Like np.empty, starting on a cache line: a vector load that straddles two lines costs twice."""
+    """Like np.empty, starting on a cache line if large: a vector load that straddles two lines costs twice."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size <= SMALL_BYTES:
+        return np.empty(shape, dtype)
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
