@@ -60,7 +60,7 @@ def select_config(
     =======  ================================================================================================
     block_m  512: each K and V element that is packed serves 512 queries; half of it and so on while Q^T and
              O^T, which have ``dims`` columns together, are over half an L2 cache, and while there are
-             fewer than eight tasks per thread (from 256 on four), but at least 64
+             fewer than four tasks per thread, but at least 64
     block_n  128: S^T of a panel of queries takes 16 KiB and stays in the L1 cache; 256 where bfloat16 is
              multiplied in pairs, which makes the work per tile of O^T as long
     =======  ================================================================================================
@@ -81,7 +81,7 @@ def select_config(
     wanted = 4 * thread_count()
     block_m = 512
     while block_m > 64 and (
-        pairs * -(-rows // block_m) < wanted * (1 + block_m // 512)
+        pairs * -(-rows // block_m) < wanted
         or block_m >= 2 * rows
         or block_m * dims * _ACCUMULATOR_BYTES > _HALF_L2
     ):

@@ -46,7 +46,6 @@ __all__ = [
     "cache_dir",
     "compute",
     "counted",
-    "elementwise",
     "inner",
     "kernel",
     "overload",
@@ -63,11 +62,10 @@ REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
 CONTRACT = frozenset({"contract"})
 
 # For loops over a row: LLVM uses vectors for a loop in a function of its own, and at times scalars for the same loop
-# within a kernel. ``inner`` may add up in any order; ``elementwise`` gives the same bits wherever it is inlined. What
-# ``alone`` copies may not be added up at all; like ``uncounted`` it borrows its arrays.
+# within a kernel. ``inner`` may add up in any order. What ``alone`` copies may not be added up at all; like
+# ``uncounted`` it borrows its arrays.
 _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
-elementwise = numba.njit(fastmath=set(CONTRACT), **_WITHIN)
 alone = numba.njit(_nrt=False, **_WITHIN)
 # Vectors of other functions are the kernel's affair, or written by hand: they are parts of it. What makes arrays is
 # ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of

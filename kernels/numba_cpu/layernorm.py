@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.memory import block, by_blocks, fence, same, scratch, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, elementwise, inner, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
+from gpu_ops.kernels.numba_cpu.ir import norm
+from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import add_rows, config, statistics
+from gpu_ops.kernels.numba_cpu.rmsnorm import config, statistics
 
 __all__ = ["backward", "config", "forward"]
 
@@ -95,46 +96,6 @@ def backward(
     dbias[...] = partial[1::2].sum(axis=0)
 
 
-@inner
-def center_and_squares(x):
-    """The mean, and the sum of the squares of the distances from it."""
-    total = 0.0
-    for i in range(len(x)):
-        total += np.float64(load(x, i))
-    mean = total / len(x)
-    squares = 0.0
-    for i in range(len(x)):
-        d = np.float64(load(x, i)) - mean
-        squares += d * d
-    return mean, squares
-
-
-@elementwise
-def normalise(operands, start, y):
-    x, weight, bias, has_bias, center, scale = operands
-    x, weight = x[start : start + len(y)], weight[start : start + len(y)]
-    if has_bias:
-        bias = bias[start : start + len(y)]
-        for i in range(len(y)):
-            store(y, i, (load(x, i) - center) * scale * load(weight, i) + load(bias, i))
-    else:
-        for i in range(len(y)):
-            store(y, i, (load(x, i) - center) * scale * load(weight, i))
-
-
-@elementwise
-def gradient(operands, start, dx):
-    dy, x, weight, more, has_more, center, scale, (mean_product, mean_gradient) = operands
-    stop = start + len(dx)
-    dy, x, weight, more = dy[start:stop], x[start:stop], weight[start:stop], more[start:stop]
-    for i in range(len(dx)):
-        n = (load(x, i) - center) * scale
-        d = scale * (load(dy, i) * load(weight, i) - n * mean_product - mean_gradient)
-        if has_more:
-            d += load(more, i)
-        store(dx, i, d)
-
-
 @kernel(
     lambda t: (
         types.int64,
@@ -159,24 +120,26 @@ def layernorm_forward(
     rows, cols = x.shape
     w, b = read_row(weight, ()), read_row(bias, ())
     sums = scratch(1, cols if has_residual else 0, weight[0])
-    line = scratch(1, block(x), weight[0])
     task = claim(state)
     while task < n_tasks:
         for r in range(task * chunk, min(rows, (task + 1) * chunk)):
             after = min(r + 1, rows - 1)
             row, out = read_row(x, (r,)), write_row(y, (r,))
+            following = (read_row(x, (after,)),)
             if has_residual:
-                other, other_after = read_row(residual, (r,)), read_row(residual, (after,))
                 total, copy = write_row(sums, (0,)), write_row(s, (r,))
-                wanted = not same(copy, out)  # y stands in where s is not
-                add_rows(row, other, total, wanted, copy, streaming, other_after)
+                copy = total if same(copy, out) else copy  # y stands in where s is not
+                other, coming = read_row(residual, (r,)), (read_row(residual, (after,)),)
+                norm.add((copy, total), (row, other), (), coming, streaming)
                 row = read_row(sums, (0,))
-            exact, squares = center_and_squares(row)
+            exact = norm.total((row,), (), 0, cols) / cols
+            squares = norm.center_squares((row,), (exact,), 0, cols)
             mean[r] = center = like(load(w, 0), exact)
             rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
-            operands = (row, w, b, has_bias, center, scale)
-            buffer, following = write_row(line, (0,)), (read_row(x, (after,)),)
-            by_blocks(normalise, operands, out, buffer, same(row, out), streaming, following)
+            if has_bias:
+                norm.layer_scale((out,), (row, w, b), (center, scale), following, streaming)
+            else:
+                norm.layer_scale((out,), (row, w), (center, scale), following, streaming)
         if streaming:
             fence()
         task = claim(state)
@@ -203,7 +166,6 @@ def layernorm_backward(
 ):
     rows, cols = x.shape
     w = read_row(weight, ())
-    line = scratch(1, block(x), weight[0])
     task = claim(state)
     while task < n_tasks:
         dw = write_row(partial, (2 * task,))
@@ -224,10 +186,13 @@ def layernorm_backward(
                 dw[i] += load(rdy, i) * ((load(rx, i) - center) * scale)
                 db[i] += load(rdy, i)
             after = min(r + 1, rows - 1)
-            means = (mean_product, mean_gradient)
-            operands = (rdy, rx, w, read_row(dresidual, (r,)), has_dresidual, center, scale, means)
+            operands, scalars = (rdy, rx, w), (center, scale, mean_product, mean_gradient)
             following = (read_row(dy, (after,)), read_row(x, (after,)))
-            by_blocks(gradient, operands, rdx, write_row(line, (0,)), same(rdy, rdx), streaming, following)
+            if has_dresidual:
+                more = (rdy, rx, w, read_row(dresidual, (r,)))
+                norm.layer_gradient((rdx,), more, scalars, following, streaming)
+            else:
+                norm.layer_gradient((rdx,), operands, scalars, following, streaming)
         if streaming:
             fence()
         task = claim(state)

@@ -132,53 +132,70 @@ def rotate_tokens(
     """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen."""
     seqlen, nheads, head_dim = x.shape[1:]
     in_place = x.ctypes.data == out.ctypes.data
+    x_step, y_step = x.strides[2] // x.itemsize, out.strides[2] // out.itemsize
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
-    b = b_first = first // seqlen
-    s = s_first = first % seqlen
-    h = 0
-    done = 0  # tokens of this head so far, when heads are the outer loop
+    streaming = streaming and not in_place
+    outer, inner = (nheads, 1) if heads_outer else (1, nheads)
+    at_once = 1  # heads of a token
+    if takes_vectors(out, rotary_dim, interleaved) and rotary_dim == head_dim:
+        at_once = inner
+        if streaming:
+            at_once = min(inner, len(line) // head_dim) if y_step == head_dim else 1
     gathered = np.int64(0)  # elements in line, which go to ``block``
-    block = write_row(out, (b, s, 0))
-    for _ in range(count * nheads):
-        position = rows[b * batch_step, s]
-        c = read_row(cos, (position,))
-        sn = read_row(sin, (position,))
-        target = write_row(out, (b, s, h))
-        if in_place:
-            # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
-            rotate(target, target, c, sn, rotary_dim, interleaved, conjugate)
-        else:
-            source = read_row(x, (b, s, h))
-            if streaming:
-                if gathered + head_dim > len(line) or not follows(block, gathered, target):
-                    put(line, from_beginning(block, gathered), True, (source,), 0)
-                    gathered, block = np.int64(0), target
-                target = line[gathered : gathered + head_dim]
-                gathered += head_dim
-            rotate(source, target, c, sn, rotary_dim, interleaved, conjugate)
-            for i in range(rotary_dim, len(source)):
-                target[i] = source[i]
-        next_token = True
-        if heads_outer:
-            done += 1
-            if done == count:
-                done, b, s, h = 0, b_first, s_first, h + 1
-                next_token = False
-        else:
-            h += 1
-            next_token = h == nheads
-            h = 0 if next_token else h
-        if next_token:
+    block = write_row(out, (first // seqlen, first % seqlen, 0))
+    for h_first in range(outer):
+        b, s = first // seqlen, first % seqlen
+        for _ in range(count):
+            position = rows[b * batch_step, s]
+            c, sn = read_row(cos, (position,)), read_row(sin, (position,))
+            h = h_first
+            while h < h_first + inner:
+                heads = min(at_once, h_first + inner - h)
+                target, target_step = write_row(out, (b, s, h)), y_step
+                if in_place:
+                    # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
+                    rotate(
+                        target,
+                        target_step,
+                        target,
+                        target_step,
+                        heads,
+                        c,
+                        sn,
+                        rotary_dim,
+                        interleaved,
+                        conjugate,
+                    )
+                else:
+                    source = read_row(x, (b, s, h))
+                    if streaming:
+                        size = heads * head_dim
+                        if gathered + size > len(line) or not follows(block, gathered, target):
+                            put(line, from_beginning(block, gathered), True, (source,), 0)
+                            gathered, block = np.int64(0), target
+                        target, target_step = line[gathered : gathered + size], head_dim
+                        gathered += size
+                    rotate(
+                        source, x_step, target, target_step, heads, c, sn, rotary_dim, interleaved, conjugate
+                    )
+                    for i in range(rotary_dim, head_dim):
+                        target[i] = source[i]
+                h += heads
             s += 1
             if s == seqlen:
-                s = 0
-                b += 1
+                b, s = b + 1, 0
     put(line, from_beginning(block, gathered), gathered > 0, (block,), 0)
 
 
 @njit(inline="always")
-def rotate(x, y, cos, sin, rotary_dim, interleaved, conjugate):
-    """One head of one token."""
+def takes_vectors(y, rotary_dim, interleaved):
+    """Whether ``rotate`` takes several heads at once: their halves are whole chunks."""
+    return not interleaved and rotary_dim // 2 % chunk_elements(y) == 0
+
+
+@njit(inline="always")
+def rotate(x, x_step, y, y_step, heads, cos, sin, rotary_dim, interleaved, conjugate):
+    """``heads`` of one token, or one head where they do not take vectors."""
     half = np.uintp(rotary_dim // 2)  # unsigned: an index that cannot be negative needs no wrap-around test
     two = np.uintp(2)
     one = np.uintp(1)
@@ -189,8 +206,11 @@ def rotate(x, y, cos, sin, rotary_dim, interleaved, conjugate):
             c, s = cos[i], sign * sin[i]
             store(y, two * i, x1 * c - x2 * s)
             store(y, two * i + one, x2 * c + x1 * s)
-    elif half % chunk_elements(y) == 0:
-        rotate_halves(x, y, cos, sin, half, sign)
+    elif takes_vectors(y, rotary_dim, interleaved):
+        if heads == 1:  # no loop
+            rotate_halves(x, 0, y, 0, 1, cos, sin, rotary_dim // 2, sign)
+        else:
+            rotate_halves(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign)
     else:
         for i in range(half):
             x1, x2 = load(x, i), load(x, half + i)

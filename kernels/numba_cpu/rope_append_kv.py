@@ -125,7 +125,7 @@ def fill(line, x, gain, eps, offset, normalise):
 
 @inner
 def rotated(line, y, cos, sin, rotary_dim, interleaved):
-    rotate(line, y, cos, sin, rotary_dim, interleaved, False)
+    rotate(line, 0, y, 0, 1, cos, sin, rotary_dim, interleaved, False)
     for i in range(rotary_dim, len(line)):
         store(y, i, line[i])
 

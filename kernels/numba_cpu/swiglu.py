@@ -22,6 +22,7 @@ Array = np.ndarray[Any, Any]
 
 # A longer row is cut into blocks of this many elements, so that one row too keeps every core busy.
 BLOCK = 1 << 13
+AHEAD = 1 << 12  # bytes of a row; 1 KB was 5 % slower in bfloat16
 
 
 def config(rows: int, cols: int) -> str:
@@ -87,8 +88,11 @@ def _forward_kernel(name: str) -> Kernel:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
                 r, start = b // blocks_per_row, b % blocks_per_row * BLOCK
                 stop = min(start + BLOCK, cols)
-                results = (write_row(y, (r,))[start:stop],)
-                gated(results, (read_row(gate, (r,))[start:stop], read_row(up, (r,))[start:stop]), streaming)
+                coming = min(start + AHEAD // gate.itemsize, cols)
+                inputs = (read_row(gate, (r,)), read_row(up, (r,)))
+                operands = (inputs[0][start:stop], inputs[1][start:stop])
+                following = (inputs[0][coming:], inputs[1][coming:])
+                gated((write_row(y, (r,))[start:stop],), operands, (), following, streaming)
             if streaming:
                 fence()
             task = claim(state)
@@ -108,13 +112,12 @@ def _backward_kernel(name: str) -> Kernel:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
                 r, start = b // blocks_per_row, b % blocks_per_row * BLOCK
                 stop = min(start + BLOCK, cols)
-                operands = (
-                    read_row(dy, (r,))[start:stop],
-                    read_row(gate, (r,))[start:stop],
-                    read_row(up, (r,))[start:stop],
-                )
+                coming = min(start + AHEAD // gate.itemsize, cols)
+                inputs = (read_row(dy, (r,)), read_row(gate, (r,)), read_row(up, (r,)))
+                operands = (inputs[0][start:stop], inputs[1][start:stop], inputs[2][start:stop])
+                following = (inputs[0][coming:], inputs[1][coming:], inputs[2][coming:])
                 results = (write_row(dgate, (r,))[start:stop], write_row(dup, (r,))[start:stop])
-                gated(results, operands, streaming)
+                gated(results, operands, (), following, streaming)
             if streaming:
                 fence()
             task = claim(state)

@@ -109,40 +109,48 @@ class Rows:
         self.parts = 2 if dtype.bitwidth == 16 else 1
         self.elements = self.lanes * self.parts
         self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
-        self._dtype = dtype
+        self.dtype = dtype
         if dtype == types.uint16:
-            self._raw = ir.VectorType(_I16, self.elements)
+            self.raw = ir.VectorType(_I16, self.elements)
         elif dtype == types.int16:
-            self._raw = ir.VectorType(ir.HalfType() if "+f16c" in FEATURES else _I16, self.elements)
+            self.raw = ir.VectorType(ir.HalfType() if "+f16c" in FEATURES else _I16, self.elements)
         else:
-            self._raw = self.vector
+            self.raw = self.vector
+
+    def elements_of_lanes(self) -> list[list[int]]:
+        """For each vector of a chunk, the element in each lane."""
+        n = self.lanes
+        if self.dtype == types.uint16:
+            return [[2 * lane + odd for lane in range(n)] for odd in range(2)]
+        return [[part * n + lane for lane in range(n)] for part in range(self.parts)]
 
     def load(self, b: Any, pointer: Any, count: Any = None) -> list[Any]:
         """The vectors of the chunk at ``pointer``; with ``count`` its first elements, then zeros."""
         if count is None:
-            raw = load_vector(b, pointer, self._raw)
+            raw = load_vector(b, pointer, self.raw)
         else:
             lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
             mask = b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
-            zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self._raw)
-            kind = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self._raw.element), "i16")
-            target = b.bitcast(pointer, self._raw.as_pointer())
+            zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self.raw)
+            kind = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self.raw.element), "i16")
+            target = b.bitcast(pointer, self.raw.as_pointer())
             name = f"llvm.masked.load.v{self.elements}{kind}.p0"
-            raw = call(b, name, self._raw, target, ir.Constant(_I32, 1), mask, zero)
-        return self._widen(b, raw)
+            raw = call(b, name, self.raw, target, ir.Constant(_I32, 1), mask, zero)
+        return self.widen(b, raw)
 
-    def _widen(self, b: Any, raw: Any) -> list[Any]:
+    def widen(self, b: Any, raw: Any) -> list[Any]:
+        """The vectors of a chunk, from its elements side by side."""
         if self.parts == 1:
             return [raw]
         words = ir.VectorType(_I32, self.lanes)
         every = lambda value: ir.Constant(words, [value] * self.lanes)  # noqa: E731
-        if self._dtype == types.uint16:
+        if self.dtype == types.uint16:
             pairs = b.bitcast(raw, words)
             halves = [b.shl(pairs, every(16)), b.and_(pairs, every(-65536))]
             return [b.bitcast(half, self.vector) for half in halves]
         n = self.lanes
         halves = [shuffle(b, raw, raw, list(range(start, start + n))) for start in (0, n)]
-        if self._raw.element != _I16:
+        if self.raw.element != _I16:
             return [b.fpext(half, self.vector) for half in halves]
         result = []
         for half in halves:  # as float32_of_float16 in dtype.py

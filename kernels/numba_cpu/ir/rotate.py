@@ -1,9 +1,9 @@
-"""Rotation of the halves of a head, as LLVM IR: chunk by chunk of VECTOR_BYTES.
+"""Rotation of the halves of heads, as LLVM IR: chunk by chunk of VECTOR_BYTES, of all heads of a token.
 
     x    | x1: chunk | chunk | x2: chunk | chunk |        y1 = x1 cos - x2 sin
     cos  |   of x1's elements        sin likewise         y2 = x2 cos + x1 sin
 
-Both chunks of x are read before any of y is stored, so y may be x.
+Both chunks of x are read before any of y is stored, so y may be x. The heads share cos and sin in registers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
 
 
 @intrinsic
-def rotate_halves(typingctx, x, y, cos, sin, half, sign):
-    """``half``: a multiple of the elements of a chunk of y; x: in the type of y or of cos; sin times ``sign``."""
+def rotate_halves(typingctx, x, x_step, y, y_step, heads, cos, sin, half, sign):
+    """Rows x and y are the first of ``heads``, the others ``x_step`` and ``y_step`` elements on.
+
+    ``half``: a multiple of the elements of a chunk of y; x: in the type of y or of cos; sin times ``sign``.
+    """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        half_, sign_ = args[4:]
+        x_, x_step_, y_, y_step_, heads_, cos_, sin_, half_, sign_ = args
         row = Rows(y.dtype)
 
         def wide(pointer: Any) -> list[Any]:
@@ -39,17 +42,21 @@ def rotate_halves(typingctx, x, y, cos, sin, half, sign):
             return row.load(b, pointer) if x.dtype == y.dtype else wide(pointer)
 
         negate = splat(b, sign_, row.lanes)
-        with cgutils.for_range(b, b.udiv(half_, number(row.elements))) as loop:
-            at = b.mul(loop.index, number(row.elements))
-            pointers = [address(context, b, sig.args[i], args[i], at) for i in range(4)]
-            first, second = (vectors(p) for p in (pointers[0], b.gep(pointers[0], [half_])))
-            c, s = wide(pointers[2]), [b.fmul(v, negate) for v in wide(pointers[3])]
-            results: tuple[list[Any], list[Any]] = ([], [])
-            for x1, x2, cosine, sine in zip(first, second, c, s, strict=True):
-                results[0].append(fma(b, x1, cosine, b.fneg(b.fmul(x2, sine))))
-                results[1].append(fma(b, x2, cosine, b.fmul(x1, sine)))
-            for values, p in zip(results, (pointers[1], b.gep(pointers[1], [half_])), strict=True):
-                store_vector(b, narrow(b, y.dtype, values), p)
+        with cgutils.for_range(b, b.udiv(half_, number(row.elements))) as chunks:
+            at = b.mul(chunks.index, number(row.elements))
+            c = wide(address(context, b, cos, cos_, at))
+            s = [b.fmul(v, negate) for v in wide(address(context, b, sin, sin_, at))]
+            with cgutils.for_range(b, heads_) as loop:
+                source = address(context, b, x, x_, b.add(at, b.mul(loop.index, x_step_)))
+                target = address(context, b, y, y_, b.add(at, b.mul(loop.index, y_step_)))
+                first, second = vectors(source), vectors(b.gep(source, [half_]))
+                results: tuple[list[Any], list[Any]] = ([], [])
+                for x1, x2, cosine, sine in zip(first, second, c, s, strict=True):
+                    results[0].append(fma(b, x1, cosine, b.fneg(b.fmul(x2, sine))))
+                    results[1].append(fma(b, x2, cosine, b.fmul(x1, sine)))
+                for values, p in zip(results, (target, b.gep(target, [half_])), strict=True):
+                    store_vector(b, narrow(b, y.dtype, values), p)
         return context.get_dummy_value()
 
-    return types.void(x, y, cos, sin, types.int64, cos.dtype), codegen
+    i = types.int64
+    return types.void(x, i, y, i, i, cos, sin, i, cos.dtype), codegen

@@ -1,0 +1,74 @@
+"""The passes of the norms over a row, as LLVM IR (ir/rows.py).
+
+=====================  ====================================  ==============================================
+pass                   operands                              scalars
+=====================  ====================================  ==============================================
+add                    x, residual                           none; two results, the first may be streamed
+squares                x                                     none
+rms_scale              x, weight                             rstd, weight_offset
+rms_products           dy, x, weight                         rstd, weight_offset
+rms_gradient           dy, x, weight[, dresidual]            rstd, weight_offset, mean of the products
+total                  x                                     none; float64
+center_squares         x                                     mean; float64
+layer_scale            x, weight[, bias]                     mean, rstd
+layer_gradient         dy, x, weight[, dresidual]            mean, rstd, mean of the products, mean of dy weight
+=====================  ====================================  ==============================================
+"""
+
+from __future__ import annotations
+
+from gpu_ops.kernels.numba_cpu.ir.rows import Chunk, fold_rows, map_rows
+
+Chunks = list[Chunk]
+
+
+def _squared(x: Chunk) -> Chunk:
+    return x * x
+
+
+def _rms_scale(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
+    (x, weight), (rstd, offset) = operands, scalars
+    return (x * rstd * (offset + weight),)
+
+
+def _rms_scale_llama(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
+    """Rounded where transformers' LlamaRMSNorm rounds."""
+    (x, weight), (rstd, offset) = operands, scalars
+    return ((x * rstd).rounded() * (offset + weight).rounded(),)
+
+
+def _rms_products(operands: Chunks, scalars: Chunks) -> Chunk:
+    (dy, x, weight), (rstd, offset) = operands, scalars
+    return dy * (offset + weight) * (x * rstd)
+
+
+def _rms_gradient(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
+    (dy, x, weight, *more), (rstd, offset, mean) = operands, scalars
+    d = rstd * (dy * (offset + weight) - x * rstd * mean)
+    return (d + more[0] if more else d,)
+
+
+def _layer_scale(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
+    (x, weight, *bias), (mean, rstd) = operands, scalars
+    y = (x - mean) * rstd * weight
+    return (y + bias[0] if bias else y,)
+
+
+def _layer_gradient(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
+    (dy, x, weight, *more), (mean, rstd, mean_product, mean_gradient) = operands, scalars
+    d = rstd * (dy * weight - (x - mean) * rstd * mean_product - mean_gradient)
+    return (d + more[0] if more else d,)
+
+
+add = map_rows(lambda operands, _: (operands[0] + operands[1],) * 2)
+squares = fold_rows(lambda operands, _: _squared(operands[0]))
+rms_scale = map_rows(_rms_scale)
+rms_scale_llama = map_rows(_rms_scale_llama)
+rms_products = fold_rows(_rms_products)
+rms_gradient = map_rows(_rms_gradient)
+total = fold_rows(lambda operands, _: operands[0].doubles(), double=True)
+center_squares = fold_rows(
+    lambda operands, scalars: _squared(operands[0].doubles() - scalars[0]), double=True
+)
+layer_scale = map_rows(_layer_scale)
+layer_gradient = map_rows(_layer_gradient)

@@ -1,0 +1,211 @@
+"""Rows of any element type to vectors and back, as LLVM IR: chunk by chunk of VECTOR_BYTES.
+
+    x     | chunk | chunk | ...        a chunk is one or two vectors (decode_rows.py)
+    more  | chunk | chunk | ...
+    y     | chunk | chunk | ...        past the caches where asked; the last, if it is not whole, by way of a buffer
+
+``map_rows`` writes rows, ``fold_rows`` adds up over one. All operands of a chunk are read before its results are
+stored, so a result may be an operand's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from gpu_ops.kernels.numba_cpu.ir.build import address, fma, number, prefetch, shuffle, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, past_line
+from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+
+UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
+_DOUBLE = ir.DoubleType()
+
+
+class Chunk:
+    """The vectors of one chunk, in the computing type, with arithmetic."""
+
+    def __init__(self, b: Any, row: Rows, parts: list[Any]) -> None:
+        self.b, self.row, self.parts = b, row, parts
+
+    def each(self, f: Callable[..., Any], *others: Chunk) -> Chunk:
+        parts = zip(self.parts, *(x.parts for x in others), strict=True)
+        return Chunk(self.b, self.row, [f(*part) for part in parts])
+
+    def __add__(self, x: Chunk) -> Chunk:
+        return self.each(self.b.fadd, x)
+
+    def __sub__(self, x: Chunk) -> Chunk:
+        return self.each(self.b.fsub, x)
+
+    def __mul__(self, x: Chunk) -> Chunk:
+        return self.each(self.b.fmul, x)
+
+    def fma(self, factor: Chunk, term: Chunk) -> Chunk:
+        return self.each(lambda x, y, z: fma(self.b, x, y, z), factor, term)
+
+    def rounded(self) -> Chunk:
+        """To the rows' element type, still in the computing type."""
+        stored = self.b.bitcast(narrow(self.b, self.row.dtype, self.parts), self.row.raw)
+        return Chunk(self.b, self.row, self.row.widen(self.b, stored))
+
+    def doubles(self) -> Chunk:
+        """In float64: twice the vectors, unless they are."""
+        if self.row.wide == _DOUBLE:
+            return self
+        n = self.row.lanes // 2
+        halves = [shuffle(self.b, x, x, list(range(i, i + n))) for x in self.parts for i in (0, n)]
+        return Chunk(self.b, self.row, [self.b.fpext(half, ir.VectorType(_DOUBLE, n)) for half in halves])
+
+
+Step = Callable[[list[Chunk], list[Chunk]], tuple[Chunk, ...]]
+Term = Callable[[list[Chunk], list[Chunk]], Chunk]
+
+
+def _everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
+    """Each scalar in all lanes; a float64 beside float32 in twice the vectors, as ``doubles`` makes them."""
+    chunks = []
+    for i in range(count):
+        value = b.extract_value(scalars, i)
+        times = 2 if value.type == _DOUBLE != row.wide else 1
+        chunks.append(Chunk(b, row, [splat(b, value, row.lanes // times)] * (row.parts * times)))
+    return chunks
+
+
+def map_rows(step: Step, *, streamed: int = 1) -> Any:
+    """A compiled function (results, operands, scalars, following, streaming): results = step(operands, scalars).
+
+    Tuples of rows of one type and length, and of scalars in the computing type. Where ``streaming``, the first
+    ``streamed`` results go past the caches, and the cache fetches as much of the rows ``following`` meanwhile.
+    """
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        results, operands, scalars, following, first, count, streaming = args
+        row = Rows(sig.args[0][0].dtype)
+        pointers = [
+            [address(context, b, t, b.extract_value(arrays, i), first) for i, t in enumerate(types_)]
+            for types_, arrays in zip(sig.args[:2], (results, operands), strict=True)
+        ]
+        coming = [
+            address(context, b, t, b.extract_value(following, i), first) for i, t in enumerate(sig.args[3])
+        ]
+        constants = _everywhere(b, row, scalars, len(sig.args[2]))
+        size = row.dtype.bitwidth // 8
+
+        def chunk(sources: list[Any]) -> list[Any]:
+            values = step([Chunk(b, row, row.load(b, p)) for p in sources], constants)
+            return [narrow(b, row.dtype, value.parts) for value in values]
+
+        whole, rest = b.udiv(count, number(row.elements)), b.urem(count, number(row.elements))
+        with cgutils.for_range(b, whole) as loop:
+            at = b.mul(loop.index, number(row.elements))
+            targets, sources = ([b.gep(p, [at]) for p in group] for group in pointers)
+            vectors = chunk(sources)
+            with b.if_else(streaming) as (past, plain):
+                with past:
+                    for p in coming:
+                        prefetch(b, b.gep(p, [at]))
+                    for v, p in zip(vectors[:streamed], targets, strict=False):
+                        store = b.store(v, b.bitcast(p, v.type.as_pointer()), align=VECTOR_BYTES)
+                        store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
+                with plain:
+                    for v, p in zip(vectors[:streamed], targets, strict=False):
+                        store_vector(b, v, p)
+            for v, p in zip(vectors[streamed:], targets[streamed:], strict=True):
+                store_vector(b, v, p)
+        with b.if_then(b.icmp_signed("!=", rest, number(0)), likely=False):
+            at = b.mul(whole, number(row.elements))
+            buffers = []
+            for p in pointers[1]:
+                buffers.append(cgutils.alloca_once(b, p.type.pointee, row.elements))
+                cgutils.raw_memcpy(b, buffers[-1], b.gep(p, [at]), rest, size)
+            for v, p in zip(chunk(buffers), pointers[0], strict=True):
+                store_vector(b, v, buffers[0])
+                cgutils.raw_memcpy(b, b.gep(p, [at]), buffers[0], rest, size)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def rows(typingctx, results, operands, scalars, following, first, count, streaming):
+        i = types.int64
+        return types.void(results, operands, scalars, following, i, i, types.boolean), codegen
+
+    @njit
+    def whole_lines(results, operands, scalars, following, streaming):
+        """``streaming``: from the first line on, if the results begin their lines at one place."""
+        count, head = len(results[0]), 0
+        if streaming:
+            line, past = LINE_BYTES // results[0].itemsize, past_line(results[0])
+            for y in results[:streamed]:
+                streaming = streaming and past_line(y) == past
+            head = min((line - past) % line, count)
+        for part in range(2):
+            first, stop = (head, count) if part else (0, head)
+            rows(results, operands, scalars, following, first, stop - first, streaming and part == 1)
+
+    return whole_lines
+
+
+def fold_rows(term: Term, *, double: bool = False) -> Any:
+    """An intrinsic (operands, scalars, first, count): the sum of term(operands, scalars) over these elements.
+
+    In the computing type, or in float64, which the term is in then. Lane by lane, then over the lanes: the same
+    order wherever a row begins.
+    """
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        operands, scalars, first, count = args
+        row = Rows(sig.args[0][0].dtype)
+        pointers = [
+            address(context, b, t, b.extract_value(operands, i), first) for i, t in enumerate(sig.args[0])
+        ]
+        constants = _everywhere(b, row, scalars, len(sig.args[1]))
+        vector = ir.VectorType(_DOUBLE, row.lanes // 2) if double and row.wide != _DOUBLE else row.vector
+        elements = [  # of a chunk, in each lane of its vectors
+            ir.Constant(ir.VectorType(ir.IntType(64), vector.count), lanes[i : i + vector.count])
+            for lanes in row.elements_of_lanes()
+            for i in range(0, row.lanes, vector.count)
+        ]
+        zero = ir.Constant(vector, [0.0] * vector.count)
+        sums = [[cgutils.alloca_once(b, vector) for _ in elements] for _ in range(UNROLLED)]
+        for total in (total for group in sums for total in group):
+            b.store(zero, total)
+
+        def step(at: Any, group: int, rest: Any = None) -> None:
+            here = [b.gep(p, [at]) for p in pointers]
+            value = term([Chunk(b, row, row.load(b, p, rest)) for p in here], constants)
+            for x, lanes, total in zip(value.parts, elements, sums[group], strict=True):
+                if rest is not None:
+                    inside = b.icmp_signed("<", lanes, splat(b, rest, lanes.type.count))
+                    x = b.select(inside, x, zero)
+                b.store(b.fadd(b.load(total), x), total)
+
+        whole, rest = b.udiv(count, number(row.elements)), b.urem(count, number(row.elements))
+        groups = b.udiv(whole, number(UNROLLED))
+        with cgutils.for_range(b, groups) as loop:
+            for i in range(UNROLLED):
+                step(b.mul(b.add(b.mul(loop.index, number(UNROLLED)), number(i)), number(row.elements)), i)
+        done = b.mul(groups, number(UNROLLED))
+        with cgutils.for_range(b, b.sub(whole, done)) as loop:
+            step(b.mul(b.add(done, loop.index), number(row.elements)), 0)
+        with b.if_then(b.icmp_signed("!=", rest, number(0)), likely=False):
+            step(b.mul(whole, number(row.elements)), 0, rest)
+        total = reduce(b.fadd, [b.load(total) for group in sums for total in group])
+        while total.type.count > 1:
+            half = total.type.count // 2
+            low, high = (shuffle(b, total, total, list(range(i, i + half))) for i in (0, half))
+            total = b.fadd(low, high)
+        return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    @intrinsic
+    def fold(typingctx, operands, scalars, first, count):
+        wide = types.float64 if double or operands[0].dtype == types.float64 else types.float32
+        return wide(operands, scalars, types.int64, types.int64), codegen
+
+    return fold
