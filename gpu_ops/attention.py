@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.attention_problem import Options, Problem, expect, options, sequences, swap
+from gpu_ops.attention_problem import Problem, expect, options, sequences, swap
 from gpu_ops.dispatch import Plan, choose, op
 
 __all__ = ["attention", "attention_backward"]
@@ -232,7 +230,7 @@ def attention_backward(
                 view[...] = gradient
         else:
             swapped = [swap(g, layout) for g in views]
-            extra = run_backward(
+            extra = attention_launch.backward(
                 problem, swap(dout_, layout), swap(out_, layout), lse_, swapped, return_extra
             )
         results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
@@ -241,13 +239,13 @@ def attention_backward(
     def again() -> Callable[..., Any]:
         sizes = problem.batch, problem.seqlen_q, problem.seqlen_k
         call = attention_launch.backward_again(
-            name, problem, [x.shape for x in inputs], lambda x: swap(x, layout)
+            name, problem, [x.shape for x in inputs], lambda x: swap(x, layout), return_extra
         )
         return _backward_again(call, sizes)
 
     return Plan(
         name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run,
-        again=again if choice.compiled and not return_extra else None,
+        again=again if choice.compiled else None,
     )  # fmt: skip
 
 
@@ -267,26 +265,6 @@ def write_grads(arrays: Arrays, grads: Any, inputs: list[Array]) -> list[Array]:
     """Checked views of the caller's ``grads``, or an empty list."""
     like = {n: (x.shape, x.dtype) for n, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
     return arrays.write_each("grads", grads, like)
-
-
-def run_backward(
-    problem: Problem, dout: Array, out: Array, lse: Array, grads: list[Array], return_extra: bool
-) -> dict[str, Array]:
-    """Fill ``grads`` (dq, dk, dv as "bshd" views) on the CPU; the gradients of bias and sinks when asked."""
-    o: Options = problem.options
-    dbias = np.zeros(o.bias.shape, lse.dtype) if return_extra and o.bias is not None else None
-    dq, dk, dv = grads
-    delta = attention_launch.backward(problem, dout, out, lse, dq, dk, dv, dbias)
-    extra: dict[str, Array] = {}
-    if dbias is not None and o.bias is not None:
-        extra["bias"] = dbias.astype(o.bias.dtype)
-    if return_extra and o.sinks is not None:
-        # d lse / d sink is the sink's probability; its value is 0, so only -delta remains.
-        sinks = o.sinks.astype(np.float64)[:, None]
-        finite = np.where(lse == -np.inf, 0.0, lse)  # such a row has a sink of -inf: share 0, not NaN
-        share = np.exp(sinks - finite)
-        extra["sinks"] = -(share * delta).sum(axis=(0, 2)).astype(lse.dtype)
-    return extra
 
 
 def _problem(op: str, arrays: Arrays, q: Any, k: Any, v: Any, layout: str, **given: Any) -> Problem:

@@ -96,7 +96,11 @@ def forward_again(
 
 
 def backward_again(
-    op: str, problem: Problem, shapes: list[tuple[int, ...]], as_bshd: Callable[[Array], Array]
+    op: str,
+    problem: Problem,
+    shapes: list[tuple[int, ...]],
+    as_bshd: Callable[[Array], Array],
+    return_extra: bool,
 ) -> Callable[..., Any]:
     """``call(lengths, sequences, arrays, lse, grads, options)`` as in :func:`forward_again`.
 
@@ -108,10 +112,13 @@ def backward_again(
     def call(
         lengths: tuple[int, int], sequences: Array, arrays: tuple[Array, ...], lse: Array,
         grads: tuple[Array, ...] | None, options: dict[str, Any],
-    ) -> tuple[Array, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:  # fmt: skip
         run, given = ready(lengths, options)
         results = tuple([new(shape, dtype) for shape in shapes]) if grads is None else grads
-        run(*map(as_bshd, arrays), lse, *map(as_bshd, results), sequences, given)
+        views = *map(as_bshd, arrays), lse, *map(as_bshd, results)
+        if return_extra:
+            return *results, _with_extra(run, views, sequences, given, options.get("bias"))
+        run(*views, sequences, given)
         return results
 
     return call
@@ -216,19 +223,37 @@ def _four_axes(x: Array) -> Array:
 
 
 def backward(
-    problem: Problem,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    dbias: Array | None,
-) -> Array:
-    """Fill the gradients; returns delta = sum over head_dim_v of dout * out, (batch, nheads, seqlen_q)."""
+    problem: Problem, dout: Array, out: Array, lse: Array, grads: list[Array], return_extra: bool
+) -> dict[str, Array]:
+    """Fill ``grads`` (dq, dk, dv as "bshd" views) on the CPU; the gradients of bias and sinks when asked."""
     p = problem
-    run = _prepare_backward(p)
-    return run(dout, p.q, p.k, p.v, out, lse, dq, dk, dv, p.sequences, _given_to(p), dbias)
+    run, given = _prepare_backward(p), _given_to(p)
+    arrays = (dout, p.q, p.k, p.v, out, lse, *grads)
+    if return_extra:
+        return _with_extra(run, arrays, p.sequences, given, p.options.bias)
+    run(*arrays, p.sequences, given)
+    return {}
+
+
+def _with_extra(
+    run: Callable[..., Array],
+    arrays: tuple[Array, ...],
+    sequences: Array,
+    given: dict[str, Array],
+    bias: Array | None,
+) -> dict[str, Array]:
+    """What ``run`` fills, and the gradients of bias and sinks: those that there are."""
+    from gpu_ops.kernels.numba_cpu.attention_gradient_sinks import sinks_gradient
+
+    lse = arrays[5]
+    dbias = None if bias is None else np.zeros(bias.shape, lse.dtype)
+    delta = run(*arrays, sequences, given, dbias)
+    extra = {}
+    if bias is not None and dbias is not None:
+        extra["bias"] = dbias.astype(bias.dtype, copy=False)
+    if "sinks" in given:
+        extra["sinks"] = sinks_gradient(given["sinks"], lse, delta)
+    return extra
 
 
 def _common(p: Problem, unlimited: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu_ops import attention_launch, checks
 from gpu_ops.arrays import Array, Arrays
-from gpu_ops.attention import run_backward, write_grads
+from gpu_ops.attention import write_grads
 from gpu_ops.attention_problem import Problem, cu_seqlens, expect, longest_of, options
 from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import OptionError, ShapeError
@@ -196,17 +196,20 @@ def attention_varlen_backward(
                 view[...] = gradient
         else:
             packed = [g[None] for g in views]
-            extra = run_backward(problem, dout_[None], out_[None], lse_[None], packed, return_extra)
+            extra = attention_launch.backward(
+                problem, dout_[None], out_[None], lse_[None], packed, return_extra
+            )
         results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
         return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
 
     def again() -> Callable[..., Any]:
-        call = attention_launch.backward_again(name, problem, [x.shape for x in inputs], _packed)
+        shapes = [x.shape for x in inputs]
+        call = attention_launch.backward_again(name, problem, shapes, _packed, return_extra)
         return _backward_again(call, _lengths(name, problem))
 
     return Plan(
         name, choice, problem.__str__, lambda: attention_launch.describe(choice, problem), run,
-        again=again if choice.compiled and not return_extra else None,
+        again=again if choice.compiled else None,
     )  # fmt: skip
 
 

@@ -206,7 +206,24 @@ def swiglu_mlp_backward(
                     gradient.fill(0)
             return tuple(arrays.give(r) for r in results) if out is None else out
 
-    return _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import swiglu_mlp as cpu
+
+        new = Arrays(name).new
+
+        def mlp_backward(
+            dy: Array, x: Array, w_gate: Array, w_up: Array, w_down: Array, *, out: Any = None, **_: Any
+        ) -> Any:
+            results = tuple([new(*of, label) for label, of in like.items()]) if out is None else out
+            rows = as_rows(dy), as_rows(x), (w_gate, w_up, w_down), as_rows(results[0]), results[1:]
+            cpu.backward(*rows, activation=act)
+            return results
+
+        return mlp_backward
+
+    made = _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
+    alone = choice.compiled and not _is_empty(x_, axes)
+    return replace(made, again=again) if alone else made
 
 
 def _validate(name: str, x: Array, weights: list[Array], **more: Array) -> tuple[str, Axes]:

@@ -128,9 +128,13 @@ def ternary_quantize(
             matrix = TernaryMatrix._made_on(on, choice.backend, *compute(on), group, k)
         return matrix
 
+    def again() -> Callable[..., Any]:
+        return lambda w, **_: TernaryMatrix._trusted(*quantize(name, w, chosen, group, limit), (n, k), "w2")
+
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
     problem = f"{n} x {k} {dtype}, {chosen} {per}"
-    return Plan(name, choice, problem, lambda: _config(choice, arrays, compute, w_), run)
+    remembered = again if choice.compiled and w_.size else None
+    return Plan(name, choice, problem, lambda: _config(choice, arrays, compute, w_), run, again=remembered)
 
 
 def _cannot_quantize(dtype: str, k: int, group: int | None) -> dict[str, str]:
@@ -202,6 +206,14 @@ def ternary_pack(
     def by_numpy() -> Array:
         return pack(name, check_trits(name, on_host(t)), fmt, None if embedded is None else on_host(embedded))
 
+    def again() -> Callable[..., Any]:
+        def ternary_pack(trits: Array, *_: Any, scale: Any = None, **options: Any) -> Array:
+            block = fmt.name, fmt.block_scale
+            embedded = None if scale is None else _embedded_scale(name, scale, trits.shape, *block)
+            return pack(name, check_trits(name, trits), fmt, embedded)
+
+        return ternary_pack
+
     packing = Packing(choice, arrays, compute, by_numpy, because)
     return Plan(
         name,
@@ -209,6 +221,7 @@ def ternary_pack(
         f"{t.shape[0]} x {t.shape[1]} trits to {fmt.name}, {fmt.bits_per_weight:.4g} bits per weight",
         packing.config,
         lambda: packing.run(strict=True),
+        again=again if choice.device == "cpu" else None,
     )
 
 
@@ -277,6 +290,9 @@ strict=False decodes it all the same
     def by_numpy() -> Array:
         return unpack(name, on_host(data), size, fmt, strict=strict)
 
+    def again() -> Callable[..., Any]:
+        return lambda packed, *_, **options: unpack(name, packed, size, fmt, strict=strict)
+
     packing = Packing(choice, arrays, compute, by_numpy, because)
     problem = f"{data.size} bytes of {fmt.name} to {size[0]} x {size[1]} trits"
     return Plan(
@@ -285,6 +301,7 @@ strict=False decodes it all the same
         f"{problem}, {'strict' if strict else 'lenient'}",
         packing.config,
         lambda: packing.run(strict=strict),
+        again=again if choice.device == "cpu" else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -15,13 +15,10 @@ from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Plan, choose, op, planner_of
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.ternary import ternary_quantize
-from gpu_ops.ternary_matmul import Activations
+from gpu_ops.ternary_matmul import Activations, ternary_matmul
 from gpu_ops.ternary_matrix import TernaryMatrix
 
-__all__ = ["TernaryLinear", "dense_blocks", "ternary_matmul_backward"]
-
-DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
-TOKENS = 1024  # whose activations are quantised at a time
+__all__ = ["TernaryLinear", "ternary_matmul_backward"]
 
 
 @op(cuda=True)
@@ -97,6 +94,16 @@ def ternary_matmul_backward(
     choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, k, groups))
     tokens = math.prod(x_.shape[:-1])
 
+    def differentiate(
+        on: Device | None, dy: Array, x: Array, w: TernaryMatrix, results: Sequence[Array]
+    ) -> None:
+        w2 = w.to("w2")
+        how: dict[str, Any] = {"activations": mode}
+        if on is not None:
+            how["unit"] = _power_of_two(w2.scale) if dtype == "float16" else 1.0
+        backward = host_function("ternary_backward.backward", on, choice.backend)
+        backward(as_rows(dy), as_rows(x), *w2.on(on), as_rows(results[0]), results[1], **how)
+
     def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
             from gpu_ops.reference import ternary as reference
@@ -109,13 +116,7 @@ def ternary_matmul_backward(
         results = outs or [arrays.new(*of, label) for label, of in like.items()]
         if not tokens * n * k:
             return results
-        rows = as_rows(dy_), as_rows(x_)
-        if on is None:
-            _gradients(*rows, w, as_rows(results[0]), results[1], mode)
-        else:
-            backward = host_function("ternary_backward.backward", on, choice.backend)
-            unit = _power_of_two(w.to("w2").scale) if dtype == "float16" else 1.0
-            backward(*rows, *w.to("w2").on(on), as_rows(results[0]), results[1], activations=mode, unit=unit)
+        differentiate(on, dy_, x_, w, results)
         return results
 
     def run() -> Any:
@@ -131,9 +132,25 @@ def ternary_matmul_backward(
             return arrays.launches(choice, compute)
         if choice.backend == "reference":
             return "NumPy, float64"
-        return f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
+        from gpu_ops.kernels.numba_cpu import ternary_backward as kernels
 
-    return Plan(name, choice, f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}", config, run)
+        return kernels.config(tokens, n, k, wide)
+
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+
+        def ternary_matmul_backward(
+            dy: Array, x: Array, w: TernaryMatrix, *, out: tuple[Array, Array] | None = None, **_: Any
+        ) -> tuple[Array, ...]:
+            results = tuple([new(*of, label) for label, of in like.items()]) if out is None else out
+            differentiate(None, dy, x, w, results)
+            return results
+
+        return ternary_matmul_backward
+
+    problem = f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}"
+    remembered = again if choice.compiled and tokens * n * k else None
+    return Plan(name, choice, problem, config, run, again=remembered)
 
 
 def _cannot(dtype: str, k: int, groups: int) -> dict[str, str]:
@@ -148,47 +165,6 @@ def _power_of_two(scale: Array) -> float:
     """About the largest scale: float16 weights are rounded in its units."""
     largest = float(np.abs(scale).max())
     return 2.0 ** math.frexp(largest)[1] if largest else 1.0
-
-
-def _gradients(dy: Array, x: Array, w: TernaryMatrix, dx: Array, dw: Array, activations: str) -> None:
-    from gpu_ops.kernels.numba_cpu.gemm import matmul
-
-    used = _used(x, activations, dw.dtype)
-    gradient = dy.astype(dw.dtype, copy=False)
-    total = dx if dx.dtype == dw.dtype else np.empty(dx.shape, dw.dtype)
-    for rows, dense in dense_blocks(w, dw.dtype):
-        matmul(gradient[:, rows], dense, total, first=rows.start == 0)
-        matmul(gradient[:, rows], used, dw[rows], trans_a=True)
-    if total is not dx:
-        dx[...] = total
-
-
-def _used(x: Array, activations: str, wide: np.dtype[Any]) -> Array:
-    """The activations that the forward multiplied, in the type that sums are taken in."""
-    if activations == "native":
-        return x.astype(wide, copy=False)
-    from gpu_ops.reference.ternary import quantize_activations
-
-    used = np.empty(x.shape, wide)
-    for first in range(0, len(x), TOKENS):
-        q, scale = quantize_activations(x[first : first + TOKENS])
-        np.multiply(q, scale[:, None], out=used[first : first + TOKENS], casting="same_kind")
-    return used
-
-
-def _rows_at_a_time(k: int) -> int:
-    return max(DENSE // max(k, 1), 1)
-
-
-def dense_blocks(w: TernaryMatrix, wide: np.dtype[Any]) -> Iterator[tuple[slice, Array]]:
-    """Rows of W, some at a time."""
-    w2, (n, k) = w.to("w2"), w.shape
-    step = _rows_at_a_time(k)
-    for first in range(0, n, step):
-        rows = slice(first, min(first + step, n))
-        scale = w2.scale[rows] if w2.scale.ndim else w2.scale
-        part = TernaryMatrix._trusted(w2.codes[rows], scale, (rows.stop - rows.start, k), "w2")
-        yield rows, part.dequantize(wide)
 
 
 class TernaryLinear:
@@ -263,6 +239,12 @@ class TernaryLinear:
         self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
     ) -> Any:
         """y of x, as :func:`ternary_matmul` takes and gives them."""
+        if type(x) is np.ndarray and type(out) in (np.ndarray, type(None)):
+            where = {"device": device, "backend": backend}
+            y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
+            if self.bias is not None:
+                y += self.bias.astype(y.dtype)
+            return y
         planner = planner_of("TernaryLinear", "ternary_matmul")
         arrays = Arrays("ternary_matmul")
         x_ = arrays.read("x", x)
@@ -285,17 +267,15 @@ class TernaryLinear:
         """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
         planner = planner_of("TernaryLinear", "ternary_matmul_backward")
         where = {"device": device, "backend": backend}
-        if self.bias is None:
-            return cast(
-                tuple[Any, ...],
-                ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where),
-            )
+        if self.bias is None or type(x) is type(dy) is np.ndarray:
+            both = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where)
+            return both if self.bias is None else (*both, _sum_of_tokens(dy, both[1].dtype))
         arrays = Arrays("ternary_matmul_backward")
         dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
         plan = planner(dy_, x_, self.weight, activations=self.activations, **where)
         with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
             dx, dw = plan.run()
-            dbias = as_rows(dy_).sum(axis=0, dtype=np.float64).astype(dw.dtype)
+            dbias = _sum_of_tokens(dy_, dw.dtype)
             return arrays.give(dx), arrays.give(dw), arrays.give(dbias)
 
     def _bias_like(self, y: Array, on_cuda: bool) -> Array:
@@ -312,3 +292,8 @@ class TernaryLinear:
         bias = "" if self.bias is None else ", bias"
         sizes = f"{self.in_features} -> {self.out_features}"
         return f"TernaryLinear({sizes}{bias}, activations={self.activations!r}, {self.nbytes:,} bytes)"
+
+
+def _sum_of_tokens(dy: Array, dtype: np.dtype[Any]) -> Array:
+    total: Array = as_rows(dy).sum(axis=0, dtype=np.float64)
+    return total.astype(dtype)

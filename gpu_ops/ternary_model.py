@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import FLOAT_DTYPES
 from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.ternary import ternary_quantize
-from gpu_ops.ternary_linear import dense_blocks
 from gpu_ops.ternary_matrix import TernaryMatrix
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SKIP", "QuantizedModel", "QuantizedWeight", "quantize_model"]
 
+_AT_A_TIME = 1 << 22  # weights that exist dense
 SKIP = ("*embed*", "*lm_head*", "*norm*")  # what ternary models leave as it is
 
 
@@ -175,8 +175,19 @@ def _kept(key: str, w: Array, patterns: tuple[str, ...]) -> str:
 def _relative_error(w: Array, t: TernaryMatrix) -> float:
     """In float64, some rows at a time."""
     error = size = 0.0
-    for rows, dense in dense_blocks(t, np.dtype(np.float64)):
+    for rows, dense in _dense(t):
         exact = w[rows].astype(np.float64)
         error += float(np.square(exact - dense).sum())
         size += float(np.square(exact).sum())
     return math.sqrt(error / size) if size else 0.0
+
+
+def _dense(t: TernaryMatrix) -> Iterator[tuple[slice, Array]]:
+    """Rows of W, some at a time."""
+    w2, (n, k) = t.to("w2"), t.shape
+    step = max(_AT_A_TIME // max(k, 1), 1)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        scale = w2.scale[rows] if w2.scale.ndim else w2.scale
+        part = TernaryMatrix._trusted(w2.codes[rows], scale, (rows.stop - rows.start, k), "w2")
+        yield rows, part.dequantize(np.float64)

@@ -9,6 +9,7 @@ Where few chunks of 128 weights of w hold anything, the others are skipped. The 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +36,11 @@ class _Occupied:
     chunks: Array
     share: float
     _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+
+    @property
+    def skips(self) -> bool:
+        """Whether so few that the others are skipped."""
+        return self.share <= _MOST_OCCUPIED
 
     @classmethod
     def of(cls, w: TernaryMatrix) -> _Occupied:
@@ -88,7 +94,7 @@ def plan_product(
         choice = replace(choice, copies=False)
     few_rows = choice.device == "cpu" and m < _FEW_ROWS
     chunks = _Occupied.of(w2) if not few_rows and choice.backend != "reference" else None
-    skips = chunks is not None and chunks.share <= _MOST_OCCUPIED
+    skips = chunks is not None and chunks.skips
 
     def compute(on: Device | None) -> Array:
         if choice.backend == "reference":
@@ -138,8 +144,22 @@ def plan_product(
         )
         return text + share
 
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu.ternary_planes import matmul
+
+        def multiply(x: TernaryMatrix, w: TernaryMatrix, *, out: Any = None, **_: Any) -> Any:
+            # blocks of some formats embed scales: what w2 has of them goes by values
+            a2, w2 = _with_row_scales(name, "x", x), _with_row_scales(name, "w", w)
+            chunks = None if few_rows else _Occupied.of(w2)
+            occupied = chunks.on(None) if chunks is not None and chunks.skips else None
+            y = np.empty((m, n), np.float32) if out is None else out
+            matmul(*a2.on(None), *w2.on(None), k, occupied, y)
+            return y
+
+        return multiply
+
     problem = f"({m} x {k}) {x.format} x ({n} x {k}) {w.format}, both ternary"
-    return Plan(name, choice, problem, config, run)
+    return Plan(name, choice, problem, config, run, again=again if choice.compiled else None)
 
 
 def _with_row_scales(name: str, argument: str, matrix: TernaryMatrix) -> TernaryMatrix:

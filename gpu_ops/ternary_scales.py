@@ -58,13 +58,13 @@ def quantize(
     group = k if group_size is None or group_size == -1 else group_size
     size = n * k if group_size is None else group
 
-    def per_scope(x: Array, reduce: Any = np.sum) -> Array:
+    def per_scope(x: Array, over: np.ufunc = np.add) -> Array:
         """(N, groups) values of rows and groups -> one per scope, (1 or N, groups)."""
-        return np.asarray(reduce(x, axis=0, keepdims=True)) if group_size is None else x
+        return np.asarray(over.reduce(x, axis=0, keepdims=True)) if group_size is None else x
 
     total, _, largest = kernels.statistics(w, group, np.zeros((1, k // group)))
     mean = per_scope(total) / size
-    if not np.isfinite(mean).all():
+    if not (math.isfinite(mean.item()) if mean.size == 1 else np.isfinite(mean).all()):
         raise not_finite(name)
     if method == "absmean":
         scale = np.maximum(mean, EPS).astype(np.float32)
@@ -73,7 +73,7 @@ def quantize(
     else:
         assert threshold is not None
         if method == "absmax":
-            limit = threshold * per_scope(largest, np.max)
+            limit = threshold * per_scope(largest, np.maximum)
         elif method == "twn":
             limit = threshold * mean
         elif method == "meanstd":

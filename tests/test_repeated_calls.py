@@ -127,6 +127,32 @@ CALLS = {
         (f(rng, 3, 24), gpu_ops.ternary_quantize(f(rng, 5, 24), group_size=8).to("base3")),
         {"activations": "native"},
     ),
+    "attention_backward extra": lambda rng: (
+        backward(rng)[0],
+        {"sinks": f(rng, 4), "bias": f(rng, 4, 1, 11), "return_extra": True},
+    ),
+    "attention_varlen_backward extra": lambda rng: (
+        varlen_backward(rng)[0],
+        {"causal": True, "sinks": f(rng, 4), "return_extra": True},
+    ),
+    "swiglu_mlp_backward": lambda rng: (
+        (f(rng, 3, 8), f(rng, 3, 8), f(rng, 12, 8), f(rng, 12, 8), f(rng, 8, 12)),
+        {"activation": "gelu"},
+    ),
+    "ternary_matmul_backward": lambda rng: (
+        (f(rng, 3, 5), f(rng, 3, 24), gpu_ops.ternary_quantize(f(rng, 5, 24), group_size=8)),
+        {},
+    ),
+    "ternary_matmul both": lambda rng: (
+        (gpu_ops.ternary_quantize(f(rng, 17, 24)), gpu_ops.ternary_quantize(f(rng, 5, 24)).to("base3")),
+        {},
+    ),
+    "ternary_quantize": lambda rng: ((f(rng, 5, 24),), {"method": "twn", "group_size": 8}),
+    "ternary_pack": lambda rng: ((rng.integers(-1, 2, (3, 24)).astype(np.int8), "base3"), {}),
+    "ternary_unpack": lambda rng: (
+        (rng.integers(0, 243, (3, 5)).astype(np.uint8), (3, 24), "base3"),
+        {"strict": False},
+    ),
     "swiglu_mlp": lambda rng: ((f(rng, 3, 8), f(rng, 12, 8), f(rng, 12, 8), f(rng, 8, 12)), {}),
 }
 
@@ -141,7 +167,10 @@ def op_of(name):
 
 
 def flat(results):
-    return results if isinstance(results, tuple) else (results,)
+    if isinstance(results, gpu_ops.TernaryMatrix):
+        return results.codes, results.scale
+    arrays = results if isinstance(results, tuple) else (results,)
+    return (*arrays[:-1], *arrays[-1].values()) if isinstance(arrays[-1], dict) else arrays
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -166,10 +195,13 @@ def test_are_not_planned(name, rng, monkeypatch):
         raise AssertionError("planned again")
 
     args, kwargs = CALLS[name](rng)
-    monkeypatch.setattr("gpu_ops.checks.float_dtype", refuse)
+    monkeypatch.setattr("gpu_ops.dispatch._setting", refuse)
     op(*args, **kwargs)
     with pytest.raises(AssertionError, match="planned again"):
-        op(*(x.astype(np.float64) if isinstance(x, np.ndarray) else x for x in args), **kwargs)
+        op(*args, **kwargs, device=None)
+    if any(isinstance(x, np.ndarray) for x in args):
+        with pytest.raises((AssertionError, errors.GpuOpsError)):
+            op(*(x.astype(np.float64) if isinstance(x, np.ndarray) else x for x in args), **kwargs)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -185,12 +217,13 @@ def test_arrays_are_let_go(name, rng):
 
 
 WITH_OUT = (
-    "rmsnorm", "layernorm", "swiglu", "swiglu_mlp", "ternary_matmul", "attention", "attention_varlen",
+    "rmsnorm", "layernorm", "swiglu", "swiglu_mlp", "ternary_matmul", "attention mask", "attention", "attention_varlen",
     "attention_decode", "rope q",
 )  # fmt: skip
 WITH_SEVERAL = {
     "rope": "out", "rope_backward": "out", "swiglu_backward": "out", "rmsnorm_quant_int8": "out",
-    "attention_backward": "grads", "attention_varlen_backward": "grads",
+    "swiglu_mlp_backward": "out", "ternary_matmul_backward": "out",
+    "attention_backward": "grads", "attention_backward extra": "grads", "attention_varlen_backward": "grads",
 }  # fmt: skip
 
 
@@ -220,7 +253,7 @@ def test_several_results_into_arrays_of_the_caller(name, out, rng):
     for _ in range(3):
         args, kwargs = CALLS[name](rng)
         want = flat(op(*args, **kwargs))
-        given = tuple(map(np.empty_like, want))[:3]
+        given = tuple(map(np.empty_like, want))[: 4 if "mlp" in name else 3]
         found = op(*args, **kwargs, **{out: given})
         assert all(x is y for x, y in zip(found, given, strict=False))
         for x, y in zip(found, want, strict=True):

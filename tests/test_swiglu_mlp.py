@@ -86,10 +86,26 @@ def test_other_activations(backend, dtype, activation, rng):
     check(make(rng, (9, 32), 32, 50, 32, dtype), activation, backend)
 
 
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_blocks_of_few_products(dtype, case, monkeypatch, rng):
+    """The blocks for larger problems, at the sizes of smaller ones."""
+    by_blocks(monkeypatch)
+    check(make(rng, *case, dtype), "silu", {"backend": "numba"})
+
+
+def by_blocks(monkeypatch):
+    from gpu_ops.kernels.numba_cpu import swiglu_mlp, swiglu_mlp_small
+
+    monkeypatch.setattr(swiglu_mlp, "FEW", 0)
+    monkeypatch.setattr(swiglu_mlp, "FEW_PRODUCTS", 0)
+    monkeypatch.setattr(swiglu_mlp_small, "PRODUCTS", 0)
+
+
 def test_many_blocks(dtype, monkeypatch, rng):
     """Small blocks, so that sums over blocks of tokens and of ffn, with remainders, are all taken."""
     from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
+    by_blocks(monkeypatch)
     monkeypatch.setattr(kernels, "TOKENS", 16)
     monkeypatch.setattr(kernels, "SCRATCH", 16 * 64)
     inputs = make(rng, (50, 40), 40, 200, 24, dtype)

@@ -12,8 +12,9 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray, FakeCupy
 
 import gpu_ops
-from gpu_ops import TernaryLinear, TernaryMatrix, devices, ternary_linear, ternary_matmul_backward
+from gpu_ops import TernaryLinear, TernaryMatrix, devices, ternary_matmul_backward
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.numba_cpu import ternary_backward as kernels
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -70,6 +71,15 @@ def test_gradients(backend, dtype, m, n, k, kind, activations, rng):
         exact = (dy.astype(np.longdouble) @ w.dequantize(np.float64), dy.astype(np.longdouble).T @ xq)
     for actual, want, textbook, what in zip((dx, dw), exact, naive, ("dx", "dw"), strict=True):
         assert_close(actual, want, textbook, dtype, factor=GRADIENT, what=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activations", ["int8", "native"])
+def test_gradients_by_blocks(dtype, activations, rng, monkeypatch):
+    """The products for larger problems, at the sizes of small ones."""
+    monkeypatch.setattr(kernels, "SMALL", 0)
+    for case in ((7, 33, 68, "row"), (3, 130, 64, "group"), (9, 40, 128, "tensor")):
+        test_gradients({"backend": "numba"}, dtype, *case, activations, rng)
 
 
 def test_gradients_are_those_of_the_product(backend, rng):
@@ -136,9 +146,9 @@ def test_a_token_that_is_not_finite_shows(rng):
 def test_blocks_of_rows_make_no_difference(rng, monkeypatch):
     w = matrix(rng, 50, 64, "group")
     dy, x = random(rng, (9, 50), np.float16), random(rng, (9, 64), np.float16)
+    monkeypatch.setattr(kernels, "SMALL", 0)
     whole = ternary_matmul_backward(dy, x, w)
-    monkeypatch.setattr(ternary_linear, "DENSE", 64 * 7)
-    monkeypatch.setattr(ternary_linear, "TOKENS", 4)
+    monkeypatch.setattr(kernels, "DENSE", 64 * 7)
     plan = gpu_ops.explain("ternary_matmul_backward", dy, x, w)
     assert "W dense 7 rows at a time" in str(plan)
     dx, dw = plan.run()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu import swiglu_mlp_few
+from gpu_ops.kernels.numba_cpu import swiglu_mlp_few, swiglu_mlp_small
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.gemm import matmul, tile_shape
 from gpu_ops.kernels.numba_cpu.panels import Panels, pack, packed
@@ -30,15 +30,22 @@ DType = np.dtype[Any]
 
 TOKENS = 1024  # a block of weights is packed once per so many tokens at most
 SCRATCH = 1 << 23  # elements of one block: 32 MiB of float32
-FEW = 8  # tokens up to which one pass over the weights is faster
+FEW = 8  # tokens up to which one pass over the weights is faster,
+FEW_PRODUCTS = 1 << 19  # also of more tokens, if the products are as small
 
 
 def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool = False) -> str:
-    if not gradients and tokens <= FEW:
+    if not gradients and _few(tokens, hidden, ffn):
         return "one pass over the weights, all tokens at once"
+    if gradients and swiglu_mlp_small.is_small(tokens, hidden, ffn):
+        return "row by row, on one thread"
     step, block = _steps(tokens, ffn, _kept(tokens, hidden, dtype) if gradients else 1)
     rows, columns = tile_shape(block, step)
     return f"blocks of {step} tokens x {block} of ffn, tiles of {columns} x {rows}"
+
+
+def _few(tokens: int, hidden: int, ffn: int) -> bool:
+    return tokens <= FEW or tokens * hidden * ffn <= FEW_PRODUCTS
 
 
 def _kept(tokens: int, hidden: int, dtype: DType) -> int:
@@ -71,7 +78,7 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) ->
     if ffn == 0 or hidden == 0:
         y[...] = 0
         return
-    if tokens <= FEW:
+    if _few(tokens, hidden, ffn):
         swiglu_mlp_few.forward(x, weights, y, activation=activation)
         return
     step, block = _steps(tokens, ffn, 1)
@@ -118,6 +125,9 @@ def backward(
     if tokens == 0 or ffn == 0 or hidden == 0 or len(w_down) == 0:
         for gradient in (dx, *dweights):
             gradient[...] = 0
+        return
+    if swiglu_mlp_small.is_small(tokens, max(hidden, len(w_down)), ffn):
+        swiglu_mlp_small.backward(dy, x, weights, dx, dweights, activation=activation)
         return
     step, block = _steps(tokens, ffn, _kept(tokens, max(hidden, len(w_down)), x.dtype))
     kind = packed(x.dtype.name)

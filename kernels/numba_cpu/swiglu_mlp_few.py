@@ -23,7 +23,7 @@ from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
 from gpu_ops.kernels.numba_cpu.ir.memory import row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import compute, counted, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
+from gpu_ops.kernels.numba_cpu.parallel import claim, launcher, thread_count
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
 
 Array = np.ndarray[Any, Any]
@@ -32,7 +32,8 @@ Array = np.ndarray[Any, Any]
 def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
     w_gate, w_up, w_down = weights
     h = np.empty((len(x), len(w_gate)), np.float64 if x.dtype == np.float64 else np.float32)
-    gate_up, down = (rows_per_task(len(w)) for w in (w_gate, w_down))
+    gate_up, down = rows_per_task(len(w_gate)), rows_per_task(len(w_down))
+    launch = launcher((2 * w_gate.size + w_down.size) * (0.4 + len(x) / 20))
     launch(
         few_hidden[x.dtype],
         -(-len(w_gate) // gate_up),

@@ -53,7 +53,7 @@ def matmul(x: Array, codes: Array, k: int, scale: Array, y: Array, *, activation
 
 def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
     tokens, n = y.shape
-    dtype, groups = x.dtype.name, scale.shape[1]
+    dtype, groups = x.dtype, scale.shape[1]
     words = codes.shape[1] // 4
     few = _few(tokens, groups, dtype, "int8")
     group = k // groups if groups > 1 else 16 * words
@@ -77,11 +77,11 @@ def _matmul_int8(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None
 
 def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> None:
     tokens, n = y.shape
-    dtype, groups = x.dtype.name, scale.shape[1]
+    dtype, groups = x.dtype, scale.shape[1]
     words = codes.shape[1] // 4
     few = _few(tokens, groups, dtype, "native")
     wide = aligned_empty(
-        (_tile_up(tokens, few), _padded(k)), np.float64 if dtype == "float64" else np.float32
+        (_tile_up(tokens, few), _padded(k)), np.float64 if dtype == np.float64 else np.float32
     )
     chunk = items_per_task(len(wide), wide.shape[1])
     launch(
@@ -98,7 +98,7 @@ def _matmul_native(x: Array, codes: Array, k: int, scale: Array, y: Array) -> No
         start(ternary_gemm_native[dtype], n_tasks, flat, codes.shape[1], words, k // max(groups, 1), *shared)
 
 
-def _few(tokens: int, groups: int, dtype: str, activations: str) -> bool:
+def _few(tokens: int, groups: int, dtype: Any, activations: str) -> bool:
     if groups > 1 or (activations == "native" and dtype == "float64"):
         return False
     return tokens <= FEW_TOKENS
@@ -117,10 +117,10 @@ def _padded(k: int) -> int:
 def statistics(w: Array, group: int, center: Array) -> tuple[Array, Array, Array]:
     """Per row and group of ``group`` weights: sum |w|, sum (|w| - center)^2, max |w|; each (N, groups)."""
     n, k = w.shape
-    total, squares, largest = (np.empty((n, k // group)) for _ in range(3))
+    total, squares, largest = np.empty((3, n, k // group))
     chunk = items_per_task(n, k)
     launch(
-        ternary_statistics[w.dtype.name],
+        ternary_statistics[w.dtype],
         -(-n // chunk),
         chunk,
         bits(w),
@@ -137,9 +137,9 @@ def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:
     """w2 codes of sign(w) where |w| > limit (1 or N, groups), and per row and group how many, and their sum."""
     n, k = w.shape
     words = aligned_empty((n, -(-k // 64) * 4), np.uint32)
-    count, total = np.empty((n, k // group)), np.empty((n, k // group))
+    count, total = np.empty((2, n, k // group))
     chunk = items_per_task(n, k)
-    launch(ternary_encode[w.dtype.name], -(-n // chunk), chunk, bits(w), group, limit, words, count, total)
+    launch(ternary_encode[w.dtype], -(-n // chunk), chunk, bits(w), group, limit, words, count, total)
     return words.view(np.uint8), count, total
 
 

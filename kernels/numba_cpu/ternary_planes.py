@@ -59,7 +59,8 @@ def config(skipping: bool) -> str:
 
 def _as_words(codes: Array) -> Array:
     """Two words per 64 codes; a copy where the codes are part of a file and begin anywhere."""
-    return (codes.copy() if codes.ctypes.data % 8 else codes).view(np.uint64)
+    words = codes.view(np.uint64)
+    return words if words.flags.aligned else codes.copy().view(np.uint64)
 
 
 @intrinsic

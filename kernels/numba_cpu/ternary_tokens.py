@@ -58,6 +58,16 @@ def _value_impl(m):
     return (lambda m: as_float64(m)) if m == types.int64 else (lambda m: np.float64(as_float32(m)))
 
 
+@njit(inline="always")
+def absmax_of(row, zero):
+    """The largest magnitude, at least _EPS; infinite or NaN if one is. ``zero``: one of the row's dtype."""
+    largest = _magnitude(load(zero, 0))
+    for i in range(len(row)):
+        m = _magnitude(load(row, i))
+        largest = m if m > largest else largest
+    return max(_value(largest), _EPS)
+
+
 @kernel(
     lambda t: (
         types.int64,
@@ -85,11 +95,7 @@ def ternary_quantize_tokens(state, n_tasks, chunk, x, q, group, lanes, sums, sca
                     target[i] = 0
                 continue
             row = read_row(x, (t,))
-            largest = _magnitude(load(zero, 0))
-            for i in range(k):
-                m = _magnitude(load(row, i))
-                largest = m if m > largest else largest
-            absmax = max(_value(largest), _EPS)
+            absmax = absmax_of(row, zero)
             finite = absmax < np.inf
             scale[t] = absmax / 127.0 if finite else np.nan
             s = 127.0 / absmax if finite else 0.0

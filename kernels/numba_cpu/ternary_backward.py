@@ -1,0 +1,148 @@
+"""Gradients of the ternary matmul on the CPU: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
+
+W exists dense some rows at a time, and xq, which the forward multiplied, as a copy; sums are float32 (float64 for
+float64). Products so small that packing operands and asking threads takes longer than the sums go row by row:
+
+    for each row of W     dx += dy[:, n] * W[n]       dw[n] = sum over tokens of dy[:, n] * xq
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
+from gpu_ops.kernels.numba_cpu.gemm import matmul
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.jit import compute, elementwise, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launch_here
+from gpu_ops.kernels.numba_cpu.swiglu_mlp_small import add, finish
+from gpu_ops.kernels.numba_cpu.ternary_tokens import absmax_of
+
+Array = np.ndarray[Any, Any]
+
+DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
+SMALL = 1 << 17  # products up to which rows are faster
+
+
+def config(tokens: int, n: int, k: int, wide: np.dtype[Any]) -> str:
+    if tokens * n * k <= SMALL:
+        return f"{wide} sums; W dense one row at a time"
+    return f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
+
+
+def _rows_at_a_time(k: int) -> int:
+    return max(DENSE // max(k, 1), 1)
+
+
+def backward(
+    dy: Array, x: Array, codes: Array, scale: Array, dx: Array, dw: Array, *, activations: str
+) -> None:
+    """dy (tokens, N), x and dx (tokens, K), dw (N, K); w2 codes (N, bytes), scale (1 or N, groups)."""
+    (tokens, n), k, wide = dy.shape, x.shape[1], dw.dtype
+    rounding = activations == "int8"
+    if tokens * n * k <= SMALL:
+        arrays = bits(dy), bits(x), codes, scale, bits(dx), dw
+        launch_here(ternary_small_backward[x.dtype], 1, rounding, *arrays)
+        return
+    used, gradient = x.astype(wide, copy=False), dy.astype(wide, copy=False)
+    if rounding:
+        used, chunk = np.empty(x.shape, wide), items_per_task(tokens, k)
+        launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), used)
+    total = dx if dx.dtype == wide else np.empty(dx.shape, wide)
+    step = _rows_at_a_time(k)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        dense, chunk = np.empty((rows.stop - first, k), wide), items_per_task(rows.stop - first, k)
+        of_rows = scale[rows] if len(scale) > 1 else scale
+        launch(ternary_dense_rows[wide], -(-len(dense) // chunk), chunk, codes[rows], of_rows, dense)
+        matmul(gradient[:, rows], dense, total, first=first == 0)
+        matmul(gradient[:, rows], used, dw[rows], trans_a=True)
+    if total is not dx:
+        dx[...] = total
+
+
+@uncounted
+def unpack(to, codes):
+    """Trits of one row."""
+    for i in range(len(codes) // 4):
+        for plane in range(4):
+            for byte in range(4):
+                code = (np.int32(codes[4 * i + byte]) >> np.int32(2 * plane)) & np.int32(3)
+                to[16 * i + 4 * plane + byte] = like(to[0], code) - like(to[0], 1)
+
+
+@elementwise
+def scale_groups(to, scale):
+    group = len(to) // len(scale)
+    for g in range(len(scale)):
+        for i in range(g * group, (g + 1) * group):
+            to[i] *= scale[g]
+
+
+@uncounted
+def round_tokens(to, row, zero):
+    """What the forward multiplies of one token: rounded to int8, in the units of its scale."""
+    absmax = absmax_of(row, zero)
+    finite = absmax < np.inf
+    s, unit = 127.0 / absmax if finite else 0.0, absmax / 127.0 if finite else np.nan
+    for i in range(len(row)):
+        q = np.rint(np.float64(load(row, i)) * s) if finite else 0.0
+        to[i] = q * unit
+
+
+@kernel(lambda t: (types.int64, read("uint8", 2), read("float32", 2), write(t, 2)), ("float32", "float64"))
+def ternary_dense_rows(state, n_tasks, chunk, codes, scale, dense):
+    n, k = dense.shape
+    per_row = min(len(scale) - 1, 1)
+    row = scratch(1, 4 * codes.shape[1], dense[0, 0])[0]
+    task = claim(state)
+    while task < n_tasks:
+        for r in range(task * chunk, min(n, (task + 1) * chunk)):
+            unpack(row, read_row(codes, (r,)))
+            scale_groups(row[:k], read_row(scale, (r * per_row,)))
+            finish(write_row(dense, (r,)), row)
+        task = claim(state)
+
+
+@kernel(lambda t: (types.int64, read(t, 2), write(compute(t).name, 2)), fastmath=frozenset())
+def ternary_used_tokens(state, n_tasks, chunk, x, used):
+    zero = np.zeros(1, x.dtype)
+    task = claim(state)
+    while task < n_tasks:
+        for t in range(task * chunk, min(len(x), (task + 1) * chunk)):
+            round_tokens(write_row(used, (t,)), read_row(x, (t,)), zero)
+        task = claim(state)
+
+
+@kernel(
+    lambda t: (
+        types.boolean, read(t, 2), read(t, 2), read("uint8", 2), read("float32", 2), write(t, 2),
+        write(compute(t).name, 2),
+    )
+)  # fmt: skip
+def ternary_small_backward(state, n_tasks, rounding, dy, x, codes, scale, dx, dw):
+    (tokens, n), k = dy.shape, x.shape[1]
+    per_row = min(len(scale) - 1, 1)
+    one = like(dw[0, 0], 1)
+    row = scratch(1, 4 * codes.shape[1], one)[0]
+    used, sums = scratch(tokens, k, one), scratch(tokens, k, one)
+    used[:], sums[:] = 0, 0
+    zero = np.zeros(1, x.dtype)
+    for t in range(tokens):
+        if rounding:
+            round_tokens(used[t], read_row(x, (t,)), zero)
+        else:
+            add(used[t], one, read_row(x, (t,)))
+    for r in range(n):
+        unpack(row, read_row(codes, (r,)))
+        weights, target = row[:k], write_row(dw, (r,))
+        scale_groups(weights, read_row(scale, (r * per_row,)))
+        target[:] = 0
+        for t in range(tokens):
+            factor = load(read_row(dy, (t,)), r)
+            add(sums[t], factor, weights)
+            add(target, factor, used[t])
+    for t in range(tokens):
+        finish(write_row(dx, (t,)), sums[t])
