@@ -218,7 +218,7 @@ def test_arrays_are_let_go(name, rng):
 
 WITH_OUT = (
     "rmsnorm", "layernorm", "swiglu", "swiglu_mlp", "ternary_matmul", "attention mask", "attention",
-    "attention_varlen",    "attention_decode", "rope q",
+    "attention_varlen", "attention_decode", "rope q",
 )  # fmt: skip
 WITH_SEVERAL = {
     "rope": "out", "rope_backward": "out", "swiglu_backward": "out", "rmsnorm_quant_int8": "out",
