@@ -299,14 +299,19 @@ def _given(
     if sinks is not None:
         given["sinks"] = sinks.astype(np.float64)
     if alibi_slopes is not None:
-        given["alibi_slopes"] = np.broadcast_to(alibi_slopes.astype(np.float64), (p.batch, p.nheads))
+        given["alibi_slopes"] = _broadcast(alibi_slopes.astype(np.float64), (p.batch, p.nheads))
     if bias is not None:
         # Kernels need unit stride on the last axis: only that axis is written out, the others stay broadcast.
-        bias = np.atleast_1d(bias)
+        bias = bias if bias.ndim else bias[None]
         if bias.shape[-1] != p.seqlen_k or bias.strides[-1] != bias.itemsize:
             bias = np.ascontiguousarray(np.broadcast_to(bias, (*bias.shape[:-1], p.seqlen_k)))
-        given["bias"] = np.broadcast_to(bias, (p.batch, p.nheads, p.seqlen_q, p.seqlen_k))
+        given["bias"] = _broadcast(bias, (p.batch, p.nheads, p.seqlen_q, p.seqlen_k))
     if block_mask is not None:
         blocks = block_mask.num_blocks(p.seqlen_q, p.seqlen_k)
-        given["visible"] = np.broadcast_to(np.asarray(block_mask.visible), (p.batch, p.nheads, *blocks))
+        given["visible"] = _broadcast(np.asarray(block_mask.visible), (p.batch, p.nheads, *blocks))
     return given
+
+
+def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
+    """NumPy's function takes 2 us also where it changes nothing."""
+    return x if x.shape == shape else np.broadcast_to(x, shape)

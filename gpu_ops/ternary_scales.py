@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops import checks
 from gpu_ops.arrays import Array
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.reference.ternary import DEFAULT_THRESHOLD, EPS, Method
+from gpu_ops.reference.ternary import DEFAULT_THRESHOLD, Method
 
 __all__ = ["group_size_of", "not_finite", "quantize", "threshold_of"]
 
@@ -58,34 +58,26 @@ def quantize(
     group = k if group_size is None or group_size == -1 else group_size
     size = n * k if group_size is None else group
 
-    def per_scope(x: Array, over: np.ufunc = np.add) -> Array:
-        """(N, groups) values of rows and groups -> one per scope, (1 or N, groups)."""
-        return np.asarray(over.reduce(x, axis=0, keepdims=True)) if group_size is None else x
+    scopes = 1 if group_size is None else n, k // group
+    limit, scale = np.empty(scopes), np.empty(scopes, np.float32)
 
-    total, _, largest = kernels.statistics(w, group, np.zeros((1, k // group)))
-    mean = per_scope(total) / size
-    if not (math.isfinite(mean.item()) if mean.size == 1 else np.isfinite(mean).all()):
-        raise not_finite(name)
-    if method == "absmean":
-        scale = np.maximum(mean, EPS).astype(np.float32)
-        # |w / scale| rounds to 0 exactly up to scale / 2 (half to even), also in floating point
-        codes, _, _ = kernels.encode(w, group, scale.astype(np.float64) / 2)
+    def limits(of: str, center: Array) -> None:
+        found = kernels.statistics(w, group, center)
+        if not kernels.limits(of, threshold or 0.0, size, found, limit, scale):
+            raise not_finite(name)
+
+    origin = np.zeros((1, k // group))
+    if method == "meanstd":
+        limits("mean", origin)
+        limits(method, limit)
     else:
+        limits("mean" if method == "percentile" else method, origin)
+    if method == "percentile":
         assert threshold is not None
-        if method == "absmax":
-            limit = threshold * per_scope(largest, np.maximum)
-        elif method == "twn":
-            limit = threshold * mean
-        elif method == "meanstd":
-            _, squares, _ = kernels.statistics(w, group, mean)
-            limit = mean + threshold * np.sqrt(per_scope(squares) / size)
-        elif method == "percentile":
-            magnitude = np.abs(w.astype(np.float64)).reshape(-1, size)
-            limit = np.percentile(magnitude, threshold, axis=1).reshape(mean.shape)
-        else:
-            limit = np.full(mean.shape, threshold)
-        codes, count, kept = kernels.encode(w, group, limit)
-        count, kept = per_scope(count), per_scope(kept)
-        scale = np.where(count > 0, kept / np.maximum(count, 1), 1.0).astype(np.float32)
+        magnitude = np.abs(w.astype(np.float64)).reshape(-1, size)
+        limit[...] = np.percentile(magnitude, threshold, axis=1).reshape(scopes)
+    codes, count, kept = kernels.encode(w, group, limit)
+    if method != "absmean":
+        kernels.scales(count, kept, scale)
     shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else (n, k // group)
     return codes, scale.reshape(shape)

@@ -104,7 +104,7 @@ def prepare(
     fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
     lanes = VECTOR_BYTES // wide.itemsize
     widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
-    sums, launch = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5)
+    sums, launch, by_head = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5), call._replace(heads=1)
 
     def sums_of_parts(keys: int) -> list[Array]:
         return [np.zeros((parts, nheads_kv, keys, width), wide) for width in widths]
@@ -138,7 +138,7 @@ def prepare(
             blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
             launch(
                 attention_backward_bias[variant], full.shape[0] * full.shape[1] * blocks,
-                call._replace(heads=1), *inputs, delta, full,
+                by_head, *inputs, delta, full,
             )  # fmt: skip
         return delta
 

@@ -13,10 +13,16 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir import codes as simd
-from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch, launcher
+from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch, launch_here, launcher
 from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from gpu_ops.kernels.numba_cpu.ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
-from gpu_ops.kernels.numba_cpu.ternary_quantize import ternary_encode, ternary_statistics
+from gpu_ops.kernels.numba_cpu.ternary_quantize import (
+    LIMITS,
+    ternary_encode,
+    ternary_limits,
+    ternary_scales,
+    ternary_statistics,
+)
 from gpu_ops.kernels.numba_cpu.ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
 
 Array = np.ndarray[Any, Any]
@@ -131,6 +137,22 @@ def statistics(w: Array, group: int, center: Array) -> tuple[Array, Array, Array
         largest,
     )
     return total, squares, largest
+
+
+def limits(
+    method: str, threshold: float, size: int, found: tuple[Array, Array, Array], limit: Array, scale: Array
+) -> bool:
+    """Fills ``limit``, and ``scale`` for absmean, of :func:`statistics`, per scope of ``size`` weights: (1 or N,
+    groups). Whether the weights are finite."""
+    faults = np.zeros(1, np.int64)
+    arrays = *found, limit, scale, faults
+    launch_here(ternary_limits[None], 1, LIMITS.index(method), threshold, size, *arrays)
+    return not faults[0]
+
+
+def scales(count: Array, kept: Array, scale: Array) -> None:
+    """Fills ``scale`` (1 or N, groups) of what :func:`encode` counted."""
+    launch_here(ternary_scales[None], 1, count, kept, scale)
 
 
 def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:

@@ -1,6 +1,7 @@
 """Ternary quantisation: statistics of |w| per group, then codes straight into packed w2 words.
 
-Two passes over the weights (three for mean + std), float64 sums, no trit ever stored unpacked.
+Two passes over the weights (three for mean + std), float64 sums, no trit ever stored unpacked. A scope, of which
+there is one limit and one scale, is a group of one row, or of all rows.
 """
 
 from __future__ import annotations
@@ -78,3 +79,67 @@ def ternary_encode(state, n_tasks, chunk, w, group, limit, words, count, total):
                         word |= codes[16 * i + 4 * plane + byte] << np.uint32(8 * byte + 2 * plane)
                 target[i] = word
         task = claim(state)
+
+
+LIMITS = ("mean", "absmean", "absmax", "twn", "meanstd", "manual")
+EPS = 1e-5  # the smallest scale of absmean
+
+
+@kernel(
+    lambda _: (
+        types.int64,
+        types.float64,
+        types.int64,
+        *(read("float64", 2),) * 3,
+        write("float64", 2),
+        write("float32", 2),
+        write("int64", 1),
+    ),
+    variants=(None,),
+    fastmath=frozenset(),
+)
+def ternary_limits(state, n_tasks, method, threshold, size, total, squares, largest, limit, scale, faults):
+    """Of each scope the limit of LIMITS[method], and absmean's scale; how many means are not finite."""
+    rows, groups = total.shape
+    for scope in range(limit.shape[0]):
+        first, stop = (0, rows) if limit.shape[0] == 1 else (scope, scope + 1)
+        for g in range(groups):
+            sum1, sum2, top = 0.0, 0.0, 0.0
+            for r in range(first, stop):
+                sum1 += total[r, g]
+                sum2 += squares[r, g]
+                top = max(top, largest[r, g])
+            mean = sum1 / size
+            faults[0] += not np.isfinite(mean)
+            d = mean
+            if method == 1:
+                scale[scope, g] = np.float32(max(mean, EPS))
+                # |w / scale| rounds to 0 exactly up to scale / 2 (half to even), also in floating point
+                d = np.float64(scale[scope, g]) / 2
+            elif method == 2:
+                d = threshold * top
+            elif method == 3:
+                d = threshold * mean
+            elif method == 4:
+                d = mean + threshold * np.sqrt(sum2 / size)
+            elif method == 5:
+                d = threshold
+            limit[scope, g] = d
+
+
+@kernel(
+    lambda _: (read("float64", 2), read("float64", 2), write("float32", 2)),
+    variants=(None,),
+    fastmath=frozenset(),
+)
+def ternary_scales(state, n_tasks, count, kept, scale):
+    """Of each scope the mean |w| of those kept, 1 if none."""
+    rows, groups = count.shape
+    for scope in range(scale.shape[0]):
+        first, stop = (0, rows) if scale.shape[0] == 1 else (scope, scope + 1)
+        for g in range(groups):
+            number, sum_ = 0.0, 0.0
+            for r in range(first, stop):
+                number += count[r, g]
+                sum_ += kept[r, g]
+            scale[scope, g] = np.float32(sum_ / number if number > 0 else 1.0)
