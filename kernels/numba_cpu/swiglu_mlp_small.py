@@ -13,7 +13,7 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
-from gpu_ops.kernels.numba_cpu.jit import elementwise, inner, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import launch_here
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, gate_tile_backward, sum_of
 
@@ -42,14 +42,14 @@ def dot(x, row):
     return total
 
 
-@elementwise
+@inner
 def add(to, factor, row):
     """to += factor * row"""
     for i in range(len(row)):
         to[i] += factor * load(row, i)
 
 
-@elementwise
+@inner
 def finish(to, row):
     for i in range(len(to)):
         store(to, i, row[i])

@@ -15,7 +15,7 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.gemm import matmul
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
-from gpu_ops.kernels.numba_cpu.jit import compute, elementwise, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launch_here
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_small import add, finish
 from gpu_ops.kernels.numba_cpu.ternary_tokens import absmax_of
@@ -73,7 +73,7 @@ def unpack(to, codes):
                 to[16 * i + 4 * plane + byte] = like(to[0], code) - like(to[0], 1)
 
 
-@elementwise
+@inner
 def scale_groups(to, scale):
     group = len(to) // len(scale)
     for g in range(len(scale)):
