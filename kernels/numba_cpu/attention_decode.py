@@ -42,7 +42,7 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, to_slots
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
@@ -216,7 +216,7 @@ def work(memory, call, tile, heads_kv, q, part_out):
     chunk = chunk_elements(q)
     tiles = rows // len(tile)
     return Work(
-        carve(memory, (rows, round_up(call.head_dim, chunk)), zero),
+        carve(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
         carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         carve(memory, (tiles, call.block_n * len(tile) + width), zero),
@@ -232,14 +232,12 @@ def work(memory, call, tile, heads_kv, q, part_out):
 
 @uncounted
 def pack_queries(w, q, call, heads_kv, b, q_start, n):
-    """Row r of w.q = scale * q of row r in the order of the vectors; zero where nothing is."""
-    plain = call.softcap == 0 and not call.has_alibi  # scores in base 2 at once
-    scale = like(w.q[0, 0], call.scale * LOG2E if plain else call.scale)
+    """Row r of w.q = q of row r as score_keys takes it; zero where nothing is."""
     w.q[:] = 0
     for kv in range(heads_kv):
         for r in range(n):
             source = read_row(q, (0 if call.packed else b, q_start + w.query[r], w.head[r] + kv * call.heads))
-            to_slots(q, w.q[kv * call.block_m + r], source, call.head_dim, scale)
+            to_query(q, w.q[kv * call.block_m + r], source, call.head_dim)
 
 
 @uncounted

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY
+from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY, score_scale
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
 from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, score_keys, subtract_max
@@ -15,7 +15,7 @@ from gpu_ops.kernels.numba_cpu.jit import uncounted
 class Work(NamedTuple):
     """Scratch arrays of one thread; a tile is ``rows`` (1, 2 or 4) query rows of one KV head."""
 
-    q: Any  # (KV heads * block_m, head_dim filled up), scaled
+    q: Any  # (KV heads * block_m, head_dim filled up)
     o: Any  # (KV heads * block_m, head_dim_v filled up)
     part: Any  # like o, of one block: small terms keep their digits
     s: Any  # (tiles, block_n * rows + lanes): scores, weights; then alpha, the factor for what was summed before
@@ -52,7 +52,8 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
 
 @uncounted
 def score_block(w, tile, k, call, heads_kv, padded, ahead):
-    """s = Q K^T for all KV heads, in the order of memory."""
+    """s = scale Q K^T for all KV heads, in the order of memory."""
+    scale = like(w.s[0, 0], score_scale(call))
     rows, keys = len(tile), w.row_max.shape[1] // len(tile)
     tiles = call.block_m // rows
     stride, s_stride = w.q.shape[1], w.s.shape[1]
@@ -61,7 +62,19 @@ def score_block(w, tile, k, call, heads_kv, padded, ahead):
             later = ahead if t % tiles == 0 else 0  # these rows are in the cache: asking again is free
             shift, s_at = t // tiles * k.strides[2], t * s_stride + j * rows
             score_keys(
-                tile, k, w.places, j, shift, later, w.q, t * rows * stride, stride, call.head_dim, w.s, s_at
+                tile,
+                k,
+                w.places,
+                j,
+                shift,
+                later,
+                w.q,
+                t * rows * stride,
+                stride,
+                call.head_dim,
+                w.s,
+                s_at,
+                scale,
             )
 
 

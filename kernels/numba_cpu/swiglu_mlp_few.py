@@ -86,9 +86,9 @@ def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
     depth = w.shape[1]
     width, stride = lanes(sums), x.shape[1]
-    vector = scratch(1, width, sums[0, 0])[0]
+    vector, one = scratch(1, width, sums[0, 0])[0], sum_of(w) + 1
     if tokens == 1:
-        score_keys((0,), w, addresses, at, 0, GROUP, x, 0, stride, depth, vector, 0)
+        score_keys((0,), w, addresses, at, 0, GROUP, x, 0, stride, depth, vector, 0, one)
         for r in range(n_rows):
             sums[0, r] = vector[r]
     else:
@@ -97,7 +97,7 @@ def group_sums(sums, addresses, at, w, x, tokens, n_rows):
         for first in range(0, n_rows, rows):
             for t in range(0, tokens, len(four)):
                 score_keys(
-                    four, w, addresses, at + first, 0, GROUP, x, t * stride, stride, depth, vector, 0
+                    four, w, addresses, at + first, 0, GROUP, x, t * stride, stride, depth, vector, 0, one
                 )  # fmt: skip
                 for c in range(width):
                     sums[t + c % len(four), first + c // len(four)] = vector[c]

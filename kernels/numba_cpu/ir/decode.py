@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
+    dot_bfloat16,
     fma,
     load_vector,
     number,
@@ -55,16 +56,18 @@ def _each_chunk(b, row, dim, step):
 
 
 @intrinsic
-def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_stride, dim, s, s_at):
-    """s[key, row] = q[row] . x[key] for LANES / rows keys, whose addresses are ``places[first:] + shift``.
+def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_stride, dim, s, s_at, scale):
+    """s[key, row] = scale * q[row] . x[key] for LANES / rows keys, whose addresses are ``places[first:] + shift``.
 
-    Meanwhile the rows ``ahead`` places on are asked for.
+    Meanwhile the rows ``ahead`` places on are asked for. Where q holds words of two bfloat16, one instruction
+    multiplies them with those of x; else both are in the order of the vectors.
     """
-    n_rows = rows.count
+    n_rows, pairs = rows.count, q.dtype == types.uint32
 
     def codegen(context, b, sig, args):
-        _, _, places_, first_, shift_, ahead_, q_, q_at_, q_stride_, dim_, s_, s_at_ = args
+        _, _, places_, first_, shift_, ahead_, q_, q_at_, q_stride_, dim_, s_, s_at_, scale_ = args
         row = Rows(x.dtype)
+        words = ir.VectorType(ir.IntType(32), row.lanes)
         n_keys = row.lanes // n_rows
         group = min(n_keys, GROUP)
         queries = [
@@ -82,23 +85,26 @@ def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_strid
             def step(element, byte, rest=None, pointers=pointers, acc=acc):
                 values = []
                 for source, coming in pointers:
-                    values.append(row.load(b, b.gep(source, [byte]), rest))
+                    raw = row.load_raw(b, b.gep(source, [byte]), rest)
+                    values.append([raw] if pairs else row.widen(b, raw))
                     prefetch(b, b.gep(coming, [byte]))
-                for part in range(row.parts):
-                    column = b.add(element, number(part * row.lanes))
+                multiply_add, vector = (dot_bfloat16, words) if pairs else (fma, row.vector)
+                for part in range(len(values[0])):
+                    place = b.udiv(element, number(2)) if pairs else b.add(element, number(part * row.lanes))
                     for r, query in enumerate(queries):
-                        factor = load_vector(b, b.gep(query, [column]), row.vector)
+                        factor = load_vector(b, b.gep(query, [place]), vector)
                         for j in range(group):
                             total = acc[j * n_rows + r]
-                            b.store(fma(b, values[j][part], factor, b.load(total)), total)
+                            b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
 
             _each_chunk(b, row, dim_, step)
             sums += [b.load(total) for total in acc]
-        store_vector(b, sum_lanes(b, sums), address(context, b, sig.args[10], s_, s_at_))
+        scores = b.fmul(sum_lanes(b, sums), splat(b, scale_, row.lanes))
+        store_vector(b, scores, address(context, b, sig.args[10], s_, s_at_))
         return context.get_dummy_value()
 
     i = _SIZE
-    return types.void(rows, x, places, i, i, i, q, i, i, i, s, i), codegen
+    return types.void(rows, x, places, i, i, i, q, i, i, i, s, i, s.dtype), codegen
 
 
 @intrinsic

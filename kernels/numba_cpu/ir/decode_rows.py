@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import load, store
+from gpu_ops.kernels.numba_cpu.dtype import like, load, store
 from gpu_ops.kernels.numba_cpu.ir.build import call, load_vector, shuffle, splat
-from gpu_ops.kernels.numba_cpu.ir.target import FEATURES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.memory import copy_row
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, FEATURES, VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import overload
 
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
@@ -40,6 +42,32 @@ def to_slots(x, dst, row, n, factor):
 def from_slots(x, dst, src, n, factor):
     """dst = factor * src, back from that order and rounded to the dtype of ``dst``."""
     raise TypeError("compiled code only")
+
+
+def query_type(x):
+    """A zero of the type in which ``score_keys`` takes queries to rows of ``x``: words of two, or as it computes."""
+    raise TypeError("compiled code only")
+
+
+def to_query(x, dst, row, n):
+    """dst = row, ``n`` elements, as ``score_keys`` takes it."""
+    raise TypeError("compiled code only")
+
+
+@overload(query_type)
+def _query_type(x):
+    if x.dtype == types.uint16 and DOT_BFLOAT16:
+        return lambda x: np.uint32(0)
+    if x.dtype == types.float64:
+        return lambda x: np.float64(0)
+    return lambda x: np.float32(0)
+
+
+@overload(to_query)
+def _to_query(x, dst, row, n):
+    if dst.dtype == types.uint32:
+        return lambda x, dst, row, n: copy_row(dst, row, n)
+    return lambda x, dst, row, n: to_slots(x, dst, row, n, like(dst[0], 1.0))
 
 
 @overload(slot)
@@ -126,17 +154,19 @@ class Rows:
 
     def load(self, b: Any, pointer: Any, count: Any = None) -> list[Any]:
         """The vectors of the chunk at ``pointer``; with ``count`` its first elements, then zeros."""
+        return self.widen(b, self.load_raw(b, pointer, count))
+
+    def load_raw(self, b: Any, pointer: Any, count: Any = None) -> Any:
+        """The chunk as it lies."""
         if count is None:
-            raw = load_vector(b, pointer, self.raw)
-        else:
-            lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
-            mask = b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
-            zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self.raw)
-            kind = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self.raw.element), "i16")
-            target = b.bitcast(pointer, self.raw.as_pointer())
-            name = f"llvm.masked.load.v{self.elements}{kind}.p0"
-            raw = call(b, name, self.raw, target, ir.Constant(_I32, 1), mask, zero)
-        return self.widen(b, raw)
+            return load_vector(b, pointer, self.raw)
+        lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
+        mask = b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
+        zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self.raw)
+        kind = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self.raw.element), "i16")
+        target = b.bitcast(pointer, self.raw.as_pointer())
+        name = f"llvm.masked.load.v{self.elements}{kind}.p0"
+        return call(b, name, self.raw, target, ir.Constant(_I32, 1), mask, zero)
 
     def widen(self, b: Any, raw: Any) -> list[Any]:
         """The vectors of a chunk, from its elements side by side."""
