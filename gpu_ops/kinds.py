@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PLAIN", "as_it_lies", "is_apart", "kind_of"]
+__all__ = ["PLAIN", "are_apart", "as_it_lies", "kind_of"]
 
 _RESULTS = ("out", "residual_out", "grads")  # arguments that receive results: an array, or a tuple of them
 PLAIN: set[type] = {bool, int, float, str, type(None)}
@@ -79,11 +79,15 @@ def _in_place(
     return places
 
 
-def is_apart(out: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether ``out`` is writable and shares no memory with the others."""
-    flags = out.flags
-    near = _views(others) if flags.owndata else others
-    return flags.writeable and not any([np.may_share_memory(out, x) for x in near])
+def are_apart(outs: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]) -> bool:
+    """Whether all of ``outs`` are writable and share no memory, with the others and with each other."""
+    views = _views(others)
+    for i, out in enumerate(outs):
+        flags = out.flags
+        near = outs[:i] + (views if flags.owndata else others)
+        if not flags.writeable or any([np.may_share_memory(out, x) for x in near]):
+            return False
+    return True
 
 
 def _views(arrays: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:

@@ -13,7 +13,7 @@ from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import Axes
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Plan, choose, op
-from gpu_ops.kinds import is_apart
+from gpu_ops.kinds import are_apart
 from gpu_ops.rope_append_kv_checks import (
     caches_of,
     check_slots,
@@ -228,7 +228,7 @@ def rope_append_kv(
                 "q_weight": q_weight, "k_weight": k_weight,
             }  # fmt: skip
             read = [x for x in (q, k, v, positions, *given.values()) if x is not None]
-            if not (is_apart(k_cache, [*read, v_cache]) and is_apart(v_cache, read)):  # it has to say why
+            if not are_apart([k_cache, v_cache], read):  # it has to say why
                 call = rope_append_kv.plan  # type: ignore[attr-defined]
                 return call(q, k, v, k_cache, v_cache, positions=positions, out=out, **given, **options).run()
             if slot_mapping is not None:

@@ -62,7 +62,7 @@ def rope(
     k, k_out = (inputs[1], outputs[1]) if len(inputs) == 2 else (q[:, :, :0], q_out[:, :, :0])
     n_tokens = q.shape[0] * q.shape[1]
     chunk = _tokens_per_task(inputs)
-    streaming = not stays_in_cache(sum(x.nbytes for x in outputs))
+    streaming = not stays_in_cache(q_out.nbytes + k_out.nbytes)
     launch(
         rope_rotate[q.dtype],
         -(-n_tokens // chunk),
@@ -85,7 +85,7 @@ def rope(
 
 def _tokens_per_task(inputs: list[Array]) -> int:
     batch, seqlen, _, head_dim = inputs[0].shape
-    return items_per_task(batch * seqlen, sum(x.shape[2] for x in inputs) * head_dim)
+    return items_per_task(batch * seqlen, sum([x.shape[2] for x in inputs]) * head_dim)
 
 
 def _signature(dtype: str) -> tuple[types.Type, ...]:
