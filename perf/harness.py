@@ -1,7 +1,8 @@
 """Times ours, the naive formula and a peer, interleaved, on the same data.
 
 Each round gives every contender a slice of time in turn, so that a machine that slows down or a
-neighbour that wakes up hits all of them. After a switch there is a pause, because BLAS pools keep
+neighbour that wakes up hits all of them; on a CPU so does the loop that runs at the limit of the case (peaks.py), the
+share of which is then of two medians of the same moments. After a switch there is a pause, because BLAS pools keep
 spinning for some milliseconds and would steal the next contender's cores, and one untimed call. Cases
 bound by memory rotate over as many copies of their inputs as exceed the last-level cache.
 """
@@ -72,6 +73,8 @@ class Result:
     failure: str = ""
     seconds: float = 0.0
     """What measuring this case took, compilation and memory included."""
+    limit: Timing | None = None
+    """On a CPU: of the loop at the limit, in turns with the others; ``limit_seconds`` is by its median."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that cannot run this case on the GPU, with their own words."""
 
@@ -101,6 +104,7 @@ class Result:
             "bytes": case.bytes,
             "timings": {name: asdict(timing) for name, timing in self.timings.items()},
             "limit_seconds": self.limit_seconds,
+            "limit": asdict(self.limit) if self.limit else None,
             "limited_by": self.limited_by,
             "share_of_limit": self.share_of_limit,
             "times_naive": self.times("naive"),
@@ -210,12 +214,21 @@ def run_case(
     seconds, limited_by = limits.seconds(case.flops, case.bytes, case.bandwidth, half=half)
     timings: dict[str, Timing] = {}
     left_out: dict[str, str] = {}
-    error, growths, failure = None, {}, ""
+    error, growths, failure, limit = None, {}, "", None
     try:
         release(config)
         inputs = make_inputs(case, config)
         contenders = prepare_contenders(case, inputs, config, left_out)
+        if config.device == "cpu":
+            from perf import peaks
+
+            pacemaker = peaks.pacemaker(limited_by, buffer_size(config.quick), half=half)
+            contenders.append(Contender("limit", [pacemaker.call]))
         timings = interleave(contenders, effort, timer_for(config))
+        if config.device == "cpu":
+            limit = timings.pop("limit")
+            work = case.flops if limited_by == "matmul" else case.bytes
+            seconds = work / pacemaker.amount * limit.median
         del contenders
         error = accuracy.check(case, inputs, config)
         del inputs
@@ -227,7 +240,7 @@ def run_case(
         if not str(exc) or isinstance(exc, AssertionError | AttributeError | NameError):
             failure += "\n" + traceback.format_exc()
     spent = time.perf_counter() - start
-    return Result(case, timings, seconds, limited_by, error, growths, failure, spent, left_out)
+    return Result(case, timings, seconds, limited_by, error, growths, failure, spent, limit, left_out)
 
 
 def release(config: Config) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,34 +48,66 @@ class Peaks:
 
 def measure(buffer: int, repetitions: int) -> Peaks:
     """``buffer`` bytes are read, and half of them copied onto the other half."""
-    dot = arithmetic(np.dtype(np.uint32), repetitions) if DOT_BFLOAT16 else None
-    words = buffer // (16 * WORDS) * 2 * WORDS
-    data = np.ones(words + VECTOR_BYTES // 8, np.uint64)
-    data = data[-data.ctypes.data % VECTOR_BYTES // 8 :][:words]  # on a vector's boundary
-    source, target = np.split(data, 2)
+
+    def rate(loop: Loop) -> float:
+        return loop.amount / best(loop.call, repetitions)
+
     return Peaks(
-        arithmetic(np.dtype(np.float32), repetitions),
-        dot,
-        data.nbytes / fastest(read, repetitions, data, np.zeros(1, np.uint64)),
-        data.nbytes / fastest(copy, repetitions, target, source, False),
-        data.nbytes / fastest(copy, repetitions, target, source, True),
+        rate(arithmetic(np.dtype(np.float32))),
+        rate(arithmetic(np.dtype(np.uint32))) if DOT_BFLOAT16 else None,
+        rate(reading(buffer)),
+        rate(copying(buffer, non_temporal=False)),
+        rate(copying(buffer, non_temporal=True)),
     )
 
 
-def arithmetic(dtype: np.dtype[Any], repetitions: int) -> float:
+@dataclass(frozen=True)
+class Loop:
+    """A call, and the operations or bytes it takes."""
+
+    call: Callable[[], None]
+    amount: float
+
+
+@cache
+def pacemaker(kind: str, buffer: int, *, half: bool = False) -> Loop:
+    """The loop at the limit ``kind`` of a case (limits.py), to be timed in turns with it; copies are non-temporal."""
+    if kind == "matmul":
+        return arithmetic(np.dtype(np.uint32 if half and DOT_BFLOAT16 else np.float32))
+    return reading(buffer) if kind == "read" else copying(buffer, non_temporal=True)
+
+
+def arithmetic(dtype: np.dtype[Any]) -> Loop:
     operand, result, n_tasks = (
         np.zeros(2 * VECTOR_BYTES, dtype),
         np.zeros(1, np.float32),
         TASKS * thread_count(),
     )
-    seconds = best(lambda: launch(multiply, n_tasks, operand, result), repetitions)
     per_lane = 4 if dtype == np.uint32 else 2
-    return n_tasks * STEPS * MR * 2 * (VECTOR_BYTES // 4) * per_lane / seconds
+    operations = n_tasks * STEPS * MR * 2 * (VECTOR_BYTES // 4) * per_lane
+    return Loop(lambda: launch(multiply, n_tasks, operand, result), operations)
 
 
-def fastest(kernel: Callable[..., None], repetitions: int, *arguments: Any) -> float:
-    tasks = -(-arguments[0].size // (WORDS * CHUNK))
-    return best(lambda: launch(kernel, tasks, *arguments), repetitions)
+def reading(buffer: int) -> Loop:
+    data, seen = words(buffer), np.zeros(1, np.uint64)
+    return Loop(lambda: launch(read, tasks(data), data, seen), data.nbytes)
+
+
+def copying(buffer: int, *, non_temporal: bool) -> Loop:
+    """Half of the buffer onto the other half."""
+    source, target = np.split(words(buffer), 2)
+    return Loop(lambda: launch(copy, tasks(source), target, source, non_temporal), 2 * source.nbytes)
+
+
+@cache
+def words(buffer: int) -> Array:
+    count = buffer // (16 * WORDS) * 2 * WORDS
+    data = np.ones(count + VECTOR_BYTES // 8, np.uint64)
+    return data[-data.ctypes.data % VECTOR_BYTES // 8 :][:count]  # on a vector's boundary
+
+
+def tasks(data: Array) -> int:
+    return -(-data.size // (WORDS * CHUNK))
 
 
 @njit(nogil=True)

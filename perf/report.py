@@ -20,9 +20,9 @@ from perf.machine import label
 from perf.stats import Timing
 
 CAPTION = (
-    "time: median (p20-p80) · limit: share of the roofline from the limits above, M matmul, C copy, R read "
-    "bandwidth · memory: peak beyond inputs and results, ours / naive · x naive, x torch: their time over "
-    "ours · error: largest / tolerance (mean)"
+    "time: median (p20-p80) · limit: share of the roofline, on a CPU measured in turns with the case: M matmul, "
+    "C copy, R read bandwidth · memory: peak beyond inputs and results, ours / naive · x naive, x torch: their "
+    "time over ours · error: largest / tolerance (mean)"
 )
 PEERS = ("naive", "torch")
 """Contenders that always have a column; others, on CUDA, where one was timed."""

@@ -16,7 +16,7 @@ from gpu_ops.kernels.numba_cpu.parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
 
-_ACCUMULATOR_BYTES, _HALF_L2 = 4, 1 << 19
+_ACCUMULATOR_BYTES, _L2 = 4, 1 << 20
 _PRODUCTS_PER_NANOSECOND = 20  # of one thread, about
 DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kernel
 
@@ -58,9 +58,9 @@ def select_config(
     """Cut the work so that every thread has some, in tiles as large as that allows.
 
     =======  ================================================================================================
-    block_m  512: each K and V element that is packed serves 512 queries; half of it and so on while Q^T and
-             O^T, which have ``dims`` columns together, are over half an L2 cache, and while there are
-             fewer than four tasks per thread, but at least 64
+    block_m  1024: each K and V element that is packed serves 1024 queries; half of it and so on while Q^T and
+             O^T, which have ``dims`` columns together, are over an L2 cache, and while there are fewer than
+             eight tasks per thread (from 512 on four), but at least 64
     block_n  128: S^T of a panel of queries takes 16 KiB and stays in the L1 cache; 256 where bfloat16 is
              multiplied in pairs, which makes the work per tile of O^T as long
     =======  ================================================================================================
@@ -79,11 +79,11 @@ def select_config(
     rows = max(heads * seqlen_q, 1)
     pairs = max(batch * nheads // heads, 1)
     wanted = 4 * thread_count()
-    block_m = 512
+    block_m = 1024
     while block_m > 64 and (
-        pairs * -(-rows // block_m) < wanted
+        pairs * -(-rows // block_m) < wanted * (1 + block_m // 1024)
         or block_m >= 2 * rows
-        or block_m * dims * _ACCUMULATOR_BYTES > _HALF_L2
+        or block_m * dims * _ACCUMULATOR_BYTES > _L2
     ):
         block_m //= 2
     block_m = min(block_m, round_up.py_func(rows, MAX_LANES))
