@@ -168,26 +168,6 @@ def test_a_right_result_passes_and_the_json_holds_it():
     assert data["error"]["ok"] is True
 
 
-@pytest.mark.parametrize(("flops", "kind", "work"), [(1e9, "matmul", 1e9), (1.0, "copy", 16384.0)])
-def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatch):
-    from perf import peaks
-
-    wanted = []
-
-    def pacemaker(*arguments, half):
-        wanted.append((arguments[0], half))
-        return peaks.Loop(lambda: time.sleep(0.002), amount=1e6)
-
-    monkeypatch.setattr(peaks, "pacemaker", pacemaker)
-    result = harness.run_case(square_case(flops=flops), Config(use_torch=False), LIMITS, effort=FAST)
-    assert wanted == [(kind, False)]
-    assert set(result.timings) == {"ours", "naive"}
-    assert result.limit.median >= 0.002
-    assert result.limit_seconds == pytest.approx(work / 1e6 * result.limit.median)
-    assert result.share_of_limit == pytest.approx(result.limit_seconds / result.timings["ours"].median)
-    assert result.to_json()["limit"]["median"] == result.limit.median
-
-
 @pytest.mark.parametrize("wrong", [0.5, np.nan, np.inf])
 def test_a_wrong_element_fails_and_is_named(wrong):
     def ours(x):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ pytest.importorskip("numba", reason="the loops are compiled by Numba")
 
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.parallel import launch
-from perf import limits, peaks
+from perf import harness, limits, peaks
+from perf.case import Case, Config
 
 
 def blocks(count):
@@ -59,3 +62,30 @@ def test_the_larger_measurement_is_the_limit(ours, monkeypatch):
     assert set(found.to_json()) == {
         "copy", "read", "matmul", "matmul_bfloat16", "buffer_bytes", "matmul_half"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("flops", "kind", "work"), [(1e9, "matmul", 1e9), (1.0, "copy", 16384.0)])
+def test_the_limit_is_timed_in_turns_with_the_case(flops, kind, work, monkeypatch):
+    wanted = []
+
+    def pacemaker(*arguments, half):
+        wanted.append((arguments[0], half))
+        return peaks.Loop(lambda: time.sleep(0.002), amount=1e6)
+
+    monkeypatch.setattr(peaks, "pacemaker", pacemaker)
+    found = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
+    case = Case(
+        "square", "forward", "64 x 32", "float32", flops, 16384.0,
+        make=lambda rng: {"x": rng.standard_normal((64, 32), np.float32)},
+        make_small=lambda rng: {"x": rng.standard_normal((4, 4), np.float32)},
+        ours=lambda inputs: lambda: inputs["x"] * inputs["x"],
+        reference=lambda inputs, precision: inputs["x"] ** 2,
+    )  # fmt: skip
+    effort = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
+    result = harness.run_case(case, Config(use_torch=False), found, effort=effort)
+    assert wanted == [(kind, False)]
+    assert set(result.timings) == {"ours"}
+    assert result.limit.median >= 0.002
+    assert result.limit_seconds == pytest.approx(work / 1e6 * result.limit.median)
+    assert result.share_of_limit == pytest.approx(result.limit_seconds / result.timings["ours"].median)
+    assert result.to_json()["limit"]["median"] == result.limit.median

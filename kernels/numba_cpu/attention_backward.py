@@ -52,10 +52,7 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
 
-BLOCK_M, BLOCK_N = (
-    1024,
-    128,
-)  # queries and keys of a tile: 512 queries read and write dK and dV twice as often
+BLOCK_M, BLOCK_N = 1024, 128  # queries and keys of a tile: 512 queries go over dK and dV twice as often
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
 WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
 
