@@ -37,7 +37,8 @@ from gpu_ops.kernels.numba_cpu.attention_operands import pack_keys, pack_queries
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import room
+from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
+from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
@@ -140,10 +141,10 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def attention_forward(
     state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_lse
 ):
-    memory = np.zeros(1, np.int64)
-    make_work(memory, call, k, part_out.dtype.type(0))  # counts the bytes
+    memory, options = tally(), held(call)
+    make_work(memory, options, k, part_out.dtype.type(0))  # counts the bytes
     attend(
-        state, n_tasks, room(memory[0]), call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+        state, n_tasks, room(memory[0]), options, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
         part_out, part_lse,
     )  # fmt: skip
 
@@ -154,7 +155,7 @@ def attend(
     part_out, part_lse,
 ):  # fmt: skip
     wide = part_out.dtype.type(0)
-    w = make_work(memory, call, k, wide)
+    w = held(make_work(memory, call, k, wide))
     w.vt[:] = 0  # the columns beyond head_dim_v stay so
     groups = call.nheads // call.heads
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m

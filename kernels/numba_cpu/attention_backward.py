@@ -45,7 +45,8 @@ from gpu_ops.kernels.numba_cpu.attention_operands import operand
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, is_plain
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.carve import room
+from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
+from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
@@ -169,11 +170,11 @@ def attention_backward(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
     dq, dk, dv, delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
-    memory, wide = np.zeros(1, np.int64), dk_parts.dtype.type(0)
-    make_scratch(memory, call, operand(q, wide), wide)  # counts the bytes
-    make_sums(memory, call, dk_parts, dv_parts)
+    memory, options, wide = tally(), held(call), dk_parts.dtype.type(0)
+    make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
+    make_sums(memory, options, dk_parts, dv_parts)
     backward_tasks(
-        state, n_tasks, room(memory[0]), call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, dq, dk,
+        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, bias, visible, dq, dk,
         dv, delta, dk_parts, dv_parts, starts,
     )  # fmt: skip
 
@@ -184,7 +185,7 @@ def backward_tasks(
     dk_parts, dv_parts, starts,
 ):  # fmt: skip
     wide = dk_parts.dtype.type(0)
-    w = make_scratch(memory, call, operand(q, wide), wide)
+    w = held(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
     own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
     block_m, dim, dim_v = call.block_m, dk_parts.shape[3], dv_parts.shape[3]
@@ -312,10 +313,10 @@ def attention_backward_bias(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
 ):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    memory, wide = np.zeros(1, np.int64), dbias.dtype.type(0)
-    make_scratch(memory, call, operand(q, wide), wide)  # counts the bytes
+    memory, options, wide = tally(), held(call), dbias.dtype.type(0)
+    make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
     bias_tasks(
-        state, n_tasks, room(memory[0]), call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta,
+        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta,
         dbias,
     )  # fmt: skip
 
@@ -327,7 +328,7 @@ def bias_tasks(
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
     owned, wide = (blocks if queries > 1 else 1), dbias.dtype.type(0)
-    w = make_scratch(memory, call, operand(q, wide), wide)
+    w = held(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
     task = claim(state)
     while task < n_tasks:

@@ -273,7 +273,7 @@ def _plain_gradients(w, call, first, n_keys):
             w.rows[i, 0], w.rows[i, 1] = start, stop
         return True
 
-    fused = w.types[w.fields.index("lse2")].dtype == types.float32
+    fused = w.type_of("lse2").dtype == types.float32
     return by_panels if fused else lambda w, call, first, n_keys: False
 
 

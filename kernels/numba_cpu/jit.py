@@ -28,10 +28,11 @@ import numpy as np
 from numba import extending
 from numba.core import caching, types
 from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
-from gpu_ops.kernels.numba_cpu.part import PartCompiler
+from gpu_ops.kernels.numba_cpu.part import ApartCompiler, PartCompiler
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -62,17 +63,16 @@ REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
 CONTRACT = frozenset({"contract"})
 
 # For loops over a row: LLVM uses vectors for a loop in a function of its own, and at times scalars for the same loop
-# within a kernel. ``inner`` may add up in any order. What ``alone`` copies may not be added up at all; like
-# ``uncounted`` it borrows its arrays.
+# within a kernel. ``inner`` may add up in any order.
 _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
-alone = numba.njit(_nrt=False, **_WITHIN)
 # Vectors of other functions are the kernel's affair, or written by hand: they are parts of it. What makes arrays is
 # ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of
-# decoding's time, and takes time to compile.
+# decoding's time, and takes time to compile. ``alone`` is ``uncounted``, and never inlined: for loops that copy.
 _PART: dict[str, Any] = {"pipeline_class": PartCompiler, **_WITHIN}
 counted = numba.njit(**_PART)
 uncounted = numba.njit(_nrt=False, **_PART)
+alone = numba.njit(_nrt=False, **{**_PART, "pipeline_class": ApartCompiler})
 overload = partial(extending.overload, jit_options={"_nrt": False, **_PART})
 overload_array = partial(extending.overload, jit_options={"_nrt": True, **_PART})  # for what returns one
 
@@ -207,11 +207,13 @@ class DiskCache(caching._Cache):
         folder = cache_dir()
         if folder is None:
             return None
-        target_context.refresh()
         path = folder / f"{self._label}.nbc"
         payload = read_entry(path)
         if payload is None:
             return None
+        rtsys.initialize(
+            target_context
+        )  # machine code allocates; the rest of the compiler need not be made ready
         try:
             from numba.core.compiler import CompileResult
 

@@ -3,7 +3,8 @@
 Numba finishes every function that it compiles on its own: all optimisation passes and machine code, also of what
 the function itself calls. A function that is called from another one is then linked into it, optimised and made
 machine code once more. Of a kernel made of fifty functions three levels deep that was half of the compile time.
-A *part* waits: its code is linked into its callers' as it is, and with that of the kernel all of it is finished once.
+A *part* waits: the code of all parts that a kernel reaches is linked into the kernel's as it is, and all of it is
+finished once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from llvmlite.binding import Linkage
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-__all__ = ["PartCompiler"]
+__all__ = ["ApartCompiler", "PartCompiler"]
 
 
 class _Part(JITCodeLibrary):
@@ -30,20 +31,48 @@ class _Part(JITCodeLibrary):
     def _optimize_functions(self, module: Any) -> None: ...
 
     def finalize(self) -> None:
-        for library in dict.fromkeys(self._linking_libraries):
-            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         for function in self._final_module.functions:
             if not function.is_declaration and function.linkage == Linkage.external:
                 function.linkage = Linkage.linkonce_odr  # there may be more copies of it, and none need stay
         self._finalized = True
 
     def _get_module_for_linking(self) -> Any:
-        self._ensure_finalized()
-        return self._final_module
+        """With all parts that it reaches, each once: only code that is no part asks for this."""
+        reached = [self]
+        for library in reached:
+            if isinstance(library, _Part):
+                reached += [
+                    other for other in dict.fromkeys(library._linking_libraries) if other not in reached
+                ]
+        module = self._final_module.clone()
+        for library in reached[1:]:
+            part = isinstance(library, _Part)
+            module.link_in(
+                library._final_module if part else library._get_module_for_linking(), preserve=True
+            )
+        return module
+
+
+class _Apart(_Part):
+    """The same, but never mixed with the code of a caller."""
+
+    def finalize(self) -> None:
+        for function in self._final_module.functions:
+            if not function.is_declaration:
+                function.add_function_attribute("noinline")
+        super().finalize()
 
 
 class PartCompiler(Compiler):
     """For ``numba.njit(pipeline_class=...)``."""
 
+    code = _Part
+
     def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
-        super().__init__(typing, target, library or _Part(target.codegen(), "part"), *state)
+        super().__init__(typing, target, library or self.code(target.codegen(), "part"), *state)
+
+
+class ApartCompiler(PartCompiler):
+    """A function that stays one in the kernel."""
+
+    code = _Apart

@@ -5,6 +5,7 @@ target              what Numba's target offers: vector width, native bfloat16 an
 build               small helpers on an IR builder: loads, splats, shuffles, fused multiply-adds
 memory              scratch arrays on cache-line boundaries, stores past the caches, rows fetched ahead
 carve               the arrays of a thread in one piece of memory
+held                named tuples passed as one pointer
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
 softmax             scores of a tile of keys become weights, maximum and sum move along
 attention_gradient  S and dP of a tile of keys become P and dS in registers

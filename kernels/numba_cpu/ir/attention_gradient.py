@@ -32,6 +32,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
+from gpu_ops.kernels.numba_cpu.ir.held import Held, field
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR
 
 PANEL = 2 * MAX_LANES  # queries of a tile
@@ -73,19 +74,17 @@ def _exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
 
 
 class _Fields:
-    """The arrays of a named tuple inside an intrinsic."""
+    """The arrays of a held tuple inside an intrinsic."""
 
-    def __init__(self, context: Any, b: Any, kind: Any, value: Any) -> None:
-        self.context, self.b, self.kind, self.value = context, b, kind, value
+    def __init__(self, context: Any, b: Any, held: Held, pointer: Any) -> None:
+        self.context, self.b, self.held, self.at = context, b, held, pointer
 
     def dtype(self, name: str) -> Any:
-        return self.kind.types[self.kind.fields.index(name)].dtype
+        return self.held.type_of(name).dtype
 
     def array(self, name: str) -> Any:
-        i = self.kind.fields.index(name)
-        return self.context.make_array(self.kind.types[i])(
-            self.context, self.b, self.b.extract_value(self.value, i)
-        )
+        make = self.context.make_array(self.held.type_of(name))
+        return make(self.context, self.b, field(self.b, self.held, self.at, name))
 
     def pointer(self, name: str, row: Any, column: Any) -> Any:
         """Of an element; ``row`` is None for arrays of one axis."""

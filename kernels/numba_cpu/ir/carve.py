@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from gpu_ops.kernels.numba_cpu.ir.build import number
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES
-from gpu_ops.kernels.numba_cpu.jit import counted
+from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, allocate
 
 
-@counted
-def room(size):
-    """Memory for arrays of ``size`` bytes in all, that :func:`carve` makes."""
-    memory = np.empty(size // 8 + 1 + LINE_BYTES // 8, np.int64)
-    memory[0] = (memory.ctypes.data + 8 + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
-    return memory
+@intrinsic
+def tally(typingctx):
+    """Memory of which :func:`carve` counts the bytes in tally[0]: at address 0, and not to be used."""
+
+    def codegen(context, builder, sig, args):
+        count = cgutils.alloca_once_value(builder, number(0))
+        result = context.make_array(sig.return_type)(context, builder)
+        populate_array(
+            result, data=count, shape=[number(1)], strides=[number(8)], itemsize=number(8), meminfo=None
+        )
+        return result._getvalue()
+
+    return signature(types.int64[::1]), codegen
+
+
+@intrinsic
+def room(typingctx, size):
+    """Memory for arrays of ``size`` bytes in all, whole lines, that :func:`carve` makes."""
+
+    def codegen(context, builder, sig, args):
+        words = builder.add(builder.udiv(args[0], number(8)), number(LINE_BYTES // 8))
+        memory = allocate(context, builder, sig.return_type, [words])
+        start = builder.ptrtoint(memory.data, args[0].type)
+        builder.store(builder.add(start, number(LINE_BYTES)), memory.data)  # where the first array goes
+        return memory._getvalue()
+
+    return signature(types.int64[::1], types.int64), codegen
 
 
 @intrinsic
@@ -27,7 +46,7 @@ def carve(typingctx, memory, shape, of):
 
     It moves by whole lines, and by one more: arrays of powers of two of bytes would begin in one set of the first
     cache. The array borrows the memory. So a kernel with many arrays keeps one: it counts their bytes by carving them
-    at address 0, makes :func:`room`, and carves them there, in code that counts no references.
+    out of a :func:`tally`, makes :func:`room`, and carves them there, in code that counts no references.
     """
     sizes = (shape,) if isinstance(shape, types.Integer) else shape
     array = types.Array(of, len(sizes), "C")

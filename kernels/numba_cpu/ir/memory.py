@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
@@ -56,6 +55,25 @@ def prefetch_row(typingctx, row, count):
     return signature(types.void, row, types.intp), codegen
 
 
+def allocate(context: Any, builder: Any, array: types.Array, shape: list[Any]) -> Any:
+    """Uninitialised array in C order that begins with a cache line."""
+    size = number(array.dtype.bitwidth // 8)
+    strides = [size]
+    for length in reversed(shape):
+        strides.insert(0, builder.mul(strides[0], length))
+    meminfo = context.nrt.meminfo_alloc_aligned(builder, strides[0], LINE_BYTES)
+    result = make_array(array)(context, builder)
+    populate_array(
+        result,
+        data=builder.bitcast(context.nrt.meminfo_data(builder, meminfo), result.data.type),
+        shape=shape,
+        strides=strides[1:],
+        itemsize=size,
+        meminfo=meminfo,
+    )
+    return result
+
+
 @intrinsic
 def scratch(typingctx, rows, columns, of):
     """Uninitialised (rows, columns) array of the type of ``of`` on a 64-byte boundary, rows contiguous.
@@ -63,30 +81,9 @@ def scratch(typingctx, rows, columns, of):
     It lives as long as its variable is used; the views of ``read_row`` and ``write_row`` do not keep it.
     """
     array = types.Array(of, 2, "C")
-    size = of.bitwidth // 8
-
-    def allocate(n, m):
-        flat = np.empty(n * m * size + 64, np.uint8)
-        start = (-flat.ctypes.data) % 64
-        return flat[start : start + n * m * size]
 
     def codegen(context, builder, sig, args):
-        flat_type = types.Array(types.uint8, 1, "C")
-        flat = context.compile_internal(
-            builder, allocate, signature(flat_type, types.int64, types.int64), args[:2]
-        )
-        source = context.make_array(flat_type)(context, builder, flat)
-        result = context.make_array(array)(context, builder)
-        width = context.get_constant(types.intp, size)
-        populate_array(
-            result,
-            data=builder.bitcast(source.data, result.data.type),
-            shape=list(args[:2]),
-            strides=[builder.mul(args[1], width), width],
-            itemsize=width,
-            meminfo=source.meminfo,
-        )
-        return result._getvalue()
+        return allocate(context, builder, array, list(args[:2]))._getvalue()
 
     return signature(array, types.int64, types.int64, of), codegen
 
