@@ -48,7 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import alone, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -188,7 +188,7 @@ def backward_tasks(
     w = held(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
     own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
-    block_m, dim, dim_v = call.block_m, dk_parts.shape[3], dv_parts.shape[3]
+    block_m = call.block_m
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
     plain = is_plain(call)
@@ -203,8 +203,8 @@ def backward_tasks(
             dk_sum, dv_sum, start = dk_parts[part, head_kv], dv_parts[part, head_kv], starts[b]
         else:
             dk_sum, dv_sum, start = own_dk, own_dv, 0
-            clear(dk_sum, 0, sequences[b, 3], 0, dim)
-            clear(dv_sum, 0, sequences[b, 3], 0, dim_v)
+            clear(dk_sum, 0, sequences[b, 3])
+            clear(dv_sum, 0, sequences[b, 3])
         for unit in range(part, groups * blocks, call.n_splits):
             group = head_kv * groups + unit % groups
             block = unit // groups
@@ -213,7 +213,7 @@ def backward_tasks(
             n, first, last, finite_block = load_block(
                 w, call, b, group, block, dout, q, out, lse, sequences, delta
             )
-            clear(w.dq, 0, w.width[0], 0, w.dq.shape[1])
+            clear(w.dq, 0, w.width[0])
             while first <= last:
                 n_keys, seen = next_tile(w, call, b, n, first, last, visible)
                 if seen:
@@ -240,7 +240,7 @@ def backward_tasks(
         task = claim(state)
 
 
-@uncounted
+@alone
 def store_row(target, index, source, dim, scale):
     row = write_row(target, index)
     for d in range(dim):

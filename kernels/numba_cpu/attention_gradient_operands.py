@@ -20,7 +20,7 @@ from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import inner, overload, overload_array, uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, overload_array, uncounted
 
 
 def packing(a):
@@ -105,7 +105,7 @@ def _finite_floats(a, m, n):
     return total == 0
 
 
-@uncounted
+@alone
 def _finite_pairs(a, m, n):
     carry = np.uint32(0)
     for i in range(m):
@@ -153,27 +153,37 @@ def _float_tile(memory, a, m, n, wide):
     return lambda memory, a, m, n, wide: a
 
 
+@alone
+def _interleave(pairs, rows, n):
+    zero = np.uint16(0)
+    for i in range(n // 2):
+        low, high, to = as_type(rows[2 * i], zero), as_type(rows[2 * i + 1], zero), pairs[i]
+        for d in range(min(len(low), len(to))):
+            to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
+
+
 @overload(pair_rows)
 def _pair_rows(pairs, rows, n):
-    def interleave(pairs, rows, n):
-        zero = np.uint16(0)
-        for i in range(n // 2):
-            low, high, to = as_type(rows[2 * i], zero), as_type(rows[2 * i + 1], zero), pairs[i]
-            for d in range(min(len(low), len(to))):
-                to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
+    return (
+        (lambda pairs, rows, n: _interleave(pairs, rows, n)) if _pairs(rows) else lambda pairs, rows, n: None
+    )
 
-    return interleave if _pairs(rows) else lambda pairs, rows, n: None
+
+@alone
+def _narrow(target, source, rows, width):
+    for j in range(rows):
+        row, to = source[j], as_type(target[j], np.uint16(0))
+        for c in range(width):
+            to[c] = bfloat16_of_float32(row[c])
 
 
 @overload(pair_tile)
 def _pair_tile(target, source, rows, width):
-    def narrow(target, source, rows, width):
-        for j in range(rows):
-            row, to = source[j], as_type(target[j], np.uint16(0))
-            for c in range(width):
-                to[c] = bfloat16_of_float32(row[c])
-
-    return narrow if _pairs(target) else lambda target, source, rows, width: None
+    return (
+        (lambda target, source, rows, width: _narrow(target, source, rows, width))
+        if _pairs(target)
+        else lambda target, source, rows, width: None
+    )
 
 
 @overload(pair_tile_keys)

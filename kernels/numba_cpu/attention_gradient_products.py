@@ -10,7 +10,7 @@ from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
 @uncounted
@@ -68,10 +68,14 @@ def add_products_carefully(w, call, b, head_kv, n, dk, dv, at, first, n_keys, do
         for j in range(n_keys):
             p, ds = w.s[j, c], w.dp[j, c]
             if p != 0:
-                for d in range(call.head_dim_v):
-                    dv[at + j, d] += p * load(gradient, d)
+                add_row(dv[at + j], p, gradient, call.head_dim_v)
             if ds != 0:
                 key = read_row(k, (kb, sequences[b, 2] + first + j, head_kv))
-                for d in range(call.head_dim):
-                    dk[at + j, d] += ds * load(query, d)
-                    w.dq[c, d] += ds * load(key, d)
+                add_row(dk[at + j], ds, query, call.head_dim)
+                add_row(w.dq[c], ds, key, call.head_dim)
+
+
+@alone
+def add_row(total, weight, row, dim):
+    for d in range(dim):
+        total[d] += weight * load(row, d)

@@ -48,7 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.jit import inner, overload, uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, uncounted
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
 
@@ -142,11 +142,17 @@ def make_sums(memory, call, dk_parts, dv_parts):
 def clear_rows(w):
     """What lies behind head_dim in a row stays 0."""
     for a in (w.q, w.do, w.k, w.v):
-        clear(a, 0, a.shape[0], 0, a.shape[1])
+        clear(a, 0, a.shape[0])
+
+
+@alone
+def clear(a, first, last):
+    """Whole rows."""
+    clear_columns(a, first, last, 0, a.shape[1])
 
 
 @uncounted
-def clear(a, first, last, start, stop):
+def clear_columns(a, first, last, start, stop):
     for j in range(first, last):
         row = a[j]
         for c in range(start, stop):
@@ -161,11 +167,11 @@ def dot_float64(x, y, n):
     return total
 
 
-@uncounted
+@alone
 def extremes(x, start, stop):
-    least = most = x[start]
+    least = most = np.int64(x[start])
     for c in range(start + 1, stop):
-        least, most = min(least, x[c]), max(most, x[c])
+        least, most = min(least, np.int64(x[c])), max(most, np.int64(x[c]))
     return least, most
 
 
@@ -193,8 +199,8 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
         w.lse2[c] = np.inf if row_lse == -np.inf else row_lse * LOG2E
         w.delta[c] = total if row_lse != -np.inf else 0.0
     for c in range(n, width):
-        clear(w.q, c, c + 1, 0, w.q.shape[1])
-        clear(w.do, c, c + 1, 0, w.do.shape[1])
+        clear(w.q, c, c + 1)
+        clear(w.do, c, c + 1)
         w.lse2[c] = np.inf
         w.delta[c] = 0
     transpose(w.qt, w.q, width, row_words(w.q, call.head_dim))
@@ -219,7 +225,7 @@ def next_tile(w, call, b, n, first, last, visible):
     seen = False
     for c in range(n):
         here = visible[b, w.head[c], w.query[c] // call.block_q, first // call.block_k]
-        w.top[c] = min(w.high[c], first + n_keys - 1) if here else -1
+        w.top[c] = min(np.int64(w.high[c]), first + n_keys - 1) if here else -1
         seen |= here
     return n_keys, seen
 
@@ -231,8 +237,8 @@ def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     for j in range(n_keys):
         put_row(w.k, j, read_row(k, (kb, start + j, head_kv)), call.head_dim)
         put_row(w.v, j, read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
-    clear(w.k, n_keys, rows, 0, w.k.shape[1])
-    clear(w.v, n_keys, rows, 0, w.v.shape[1])
+    clear(w.k, n_keys, rows)
+    clear(w.v, n_keys, rows)
     pair_rows(w.k_pairs, w.k, rows)
     return finite(w.k, n_keys, call.head_dim) and finite(w.v, n_keys, call.head_dim_v)
 
@@ -268,8 +274,8 @@ def _plain_gradients(w, call, first, n_keys):
                 first_row, end = start // KEY_GROUP * KEY_GROUP, min(round_up(stop, KEY_GROUP), rows)
             for a in (w.p, w.ds):
                 c = lane // packing(a)
-                clear(a, first_row, start, c, c + PANEL // packing(a))
-                clear(a, stop, end, c, c + PANEL // packing(a))
+                clear_columns(a, first_row, start, c, c + PANEL // packing(a))
+                clear_columns(a, stop, end, c, c + PANEL // packing(a))
             w.rows[i, 0], w.rows[i, 1] = start, stop
         return True
 
@@ -310,8 +316,8 @@ def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
             for c in range(width):
                 dscore[c] = dp[c]
                 dp[c] = dp[c] * slope[c]
-    clear(w.s, n_keys, rows, 0, ld)
-    clear(w.dp, n_keys, rows, 0, ld)
+    clear(w.s, n_keys, rows)
+    clear(w.dp, n_keys, rows)
 
 
 @uncounted

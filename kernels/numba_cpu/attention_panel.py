@@ -32,7 +32,7 @@ from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns_scaled, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
 class Work(NamedTuple):
@@ -93,14 +93,14 @@ def start_block(w, call, group, block, q_len, k_len):
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
     nr = w.s.shape[1]
     for panel in range((n + nr - 1) // nr):
-        seen = w.seen[panel]
-        seen[0], seen[1], seen[2], seen[3] = k_len, -1, 0, k_len
+        any_low, any_high, all_low, all_high = k_len, -1, 0, k_len
         for c in range(panel * nr, min(n, panel * nr + nr)):
-            if w.low[c] <= w.high[c]:
-                seen[0] = min(seen[0], w.low[c])
-                seen[1] = max(seen[1], w.high[c])
-            seen[2] = max(seen[2], w.low[c])
-            seen[3] = min(seen[3], w.high[c])
+            low, high = np.int64(w.low[c]), np.int64(w.high[c])
+            if low <= high:
+                any_low, any_high = min(any_low, low), max(any_high, high)
+            all_low, all_high = max(all_low, low), min(all_high, high)
+        seen = w.seen[panel]
+        seen[0], seen[1], seen[2], seen[3] = any_low, any_high, all_low, all_high
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
     w.ot[:] = 0
@@ -115,7 +115,8 @@ def factors(call, p):
     """
     scale = score_scale(call)
     if is_pairs(p):
-        return scale, max(abs(scale), 1e-30)  # 0 times the -inf of a mask would be NaN
+        size = abs(scale)
+        return scale, size if size > 1e-30 else 1e-30  # 0 times the -inf of a mask would be NaN
     return scale, 1.0
 
 
@@ -181,7 +182,7 @@ def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offse
         mask_block(w.s, visible, call, b, first, n_keys, stop - start, head, query)
 
 
-@uncounted
+@alone
 def rescale(ot, first, n, width, alpha):
     for d in range(first, first + n):
         row = ot[d]
@@ -203,7 +204,7 @@ def keep_visible(s, n, width, factor, row_max):
     for c in range(width):
         top = row_max[c]
         for j in range(n):
-            top = max(top, s[j, c])
+            top = s[j, c] if s[j, c] > top else top
         least = top + like(top, TINY_LOG2) / factor
         for j in range(n):
             if s[j, c] < least and s[j, c] != -np.inf:
@@ -232,7 +233,7 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
         older = 1.0
         if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
             sink = sinks[h] * LOG2E
-            new = max(m, sink)
+            new = sink if sink > m else m
             older = 2.0 ** (m - new)
             total = total * older + 2.0 ** (sink - new)
             m = new
@@ -259,7 +260,7 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
                 put_output(write_row(out, (ob, q_start + i, h)), w.o_rows[c])
 
 
-@uncounted
+@alone
 def put_output(to, row):
     for d in range(len(to)):
         store(to, d, row[d])

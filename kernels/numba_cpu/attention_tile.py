@@ -23,7 +23,7 @@ from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -92,11 +92,10 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
         if i == q_len:
             h, i = h + 1, 0
         head[c], query[c] = h, i
-        low[c] = max(i + offset - call.left, 0)
-        high[c] = min(i + offset + call.right, k_len - 1)
-        if low[c] <= high[c]:
-            first = min(first, low[c])
-            last = max(last, high[c])
+        least, most = max(i + offset - call.left, 0), min(i + offset + call.right, k_len - 1)
+        low[c], high[c] = least, most
+        if least <= most:
+            first, last = min(first, least), max(last, most)
     for c in range(n, call.block_m):  # lanes without a query: computed along, never stored
         low[c], high[c] = 0, k_len
         head[c], query[c] = head[0], query[0]
@@ -142,7 +141,7 @@ def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi
             row[c] *= log2e
 
 
-@uncounted
+@alone
 def mask_scores(s, first, n, width, low, high):
     """-inf where lane c does not see key first + j."""
     for j in range(n):

@@ -32,7 +32,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
-from gpu_ops.kernels.numba_cpu.part import ApartCompiler, PartCompiler
+from gpu_ops.kernels.numba_cpu.part import ApartCompiler, PartCompiler, part
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -70,9 +70,9 @@ inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
 # ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of
 # decoding's time, and takes time to compile. ``alone`` is ``uncounted``, and never inlined: for loops that copy.
 _PART: dict[str, Any] = {"pipeline_class": PartCompiler, **_WITHIN}
-counted = numba.njit(**_PART)
-uncounted = numba.njit(_nrt=False, **_PART)
-alone = numba.njit(_nrt=False, **{**_PART, "pipeline_class": ApartCompiler})
+counted = part(**_PART)
+uncounted = part(_nrt=False, **_PART)
+alone = part(_nrt=False, **{**_PART, "pipeline_class": ApartCompiler})
 overload = partial(extending.overload, jit_options={"_nrt": False, **_PART})
 overload_array = partial(extending.overload, jit_options={"_nrt": True, **_PART})  # for what returns one
 

@@ -9,13 +9,21 @@ finished once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numba
 from llvmlite.binding import Linkage
+from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.typed_passes import NopythonRewrites
+from numba.core.untyped_passes import InlineClosureLikes, WithLifting
 
-__all__ = ["ApartCompiler", "PartCompiler"]
+__all__ = ["ApartCompiler", "PartCompiler", "part"]
+
+# What these passes look for is in no part: blocks of ``with``, closures, arithmetic of whole arrays.
+_UNUSED = (WithLifting, InlineClosureLikes, NopythonRewrites)
 
 
 class _Part(JITCodeLibrary):
@@ -56,11 +64,11 @@ class _Part(JITCodeLibrary):
 class _Apart(_Part):
     """The same, but never mixed with the code of a caller."""
 
-    def finalize(self) -> None:
-        for function in self._final_module.functions:
+    def add_ir_module(self, module: Any) -> None:
+        for function in module.functions:
             if not function.is_declaration:
-                function.add_function_attribute("noinline")
-        super().finalize()
+                function.attributes.add("noinline")
+        super().add_ir_module(module)
 
 
 class PartCompiler(Compiler):
@@ -71,8 +79,31 @@ class PartCompiler(Compiler):
     def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
         super().__init__(typing, target, library or self.code(target.codegen(), "part"), *state)
 
+    def define_pipelines(self) -> Any:
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [each for each in pipeline.passes if each[0] not in _UNUSED]
+        return pipelines
+
 
 class ApartCompiler(PartCompiler):
     """A function that stays one in the kernel."""
 
     code = _Apart
+
+
+def part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit(**options)`` that compiles no further version for an argument that is a constant."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        fold = dispatcher._compiler.fold_argument_types
+
+        def fold_argument_types(*given: Any) -> tuple[Any, tuple[Any, ...]]:
+            signature, arguments = fold(*given)
+            return signature, tuple(types.unliteral(each) for each in arguments)
+
+        dispatcher._compiler.fold_argument_types = fold_argument_types
+        return dispatcher
+
+    return decorate
