@@ -48,7 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.jit import alone, compute, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -240,7 +240,7 @@ def backward_tasks(
         task = claim(state)
 
 
-@alone
+@uncounted
 def store_row(target, index, source, dim, scale):
     row = write_row(target, index)
     for d in range(dim):

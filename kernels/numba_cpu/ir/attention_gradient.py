@@ -77,23 +77,23 @@ class _Fields:
     """The arrays of a held tuple inside an intrinsic."""
 
     def __init__(self, context: Any, b: Any, held: Held, pointer: Any) -> None:
-        self.context, self.b, self.held, self.at = context, b, held, pointer
+        self.b, self.held = b, held
+        self.arrays = {
+            name: context.make_array(held.type_of(name))(context, b, field(b, held, pointer, name))
+            for name in ("k", "qt", "v", "dot", "p", "ds", "ds_keys", "lse2", "delta", "low", "top")
+        }
 
     def dtype(self, name: str) -> Any:
         return self.held.type_of(name).dtype
 
-    def array(self, name: str) -> Any:
-        make = self.context.make_array(self.held.type_of(name))
-        return make(self.context, self.b, field(self.b, self.held, self.at, name))
-
     def pointer(self, name: str, row: Any, column: Any) -> Any:
         """Of an element; ``row`` is None for arrays of one axis."""
         offset = column if row is None else self.b.add(self.b.mul(row, self.length(name)), column)
-        return self.b.gep(self.array(name).data, [offset])
+        return self.b.gep(self.arrays[name].data, [offset])
 
     def length(self, name: str) -> Any:
         """Of a row."""
-        return cgutils.unpack_tuple(self.b, self.array(name).shape)[-1]
+        return cgutils.unpack_tuple(self.b, self.arrays[name].shape)[-1]
 
     def vectors(self, name: str, at: Any, kind: Any) -> list[Any]:
         pointer = self.pointer(name, None, at)
