@@ -188,9 +188,8 @@ def backward_tasks(
     w = held(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
     own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
-    block_m = call.block_m
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
-    blocks = (call.heads * call.max_seqlen_q + block_m - 1) // block_m
+    blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
     plain = is_plain(call)
     scale = like(wide, call.scale)
     task = claim(state)
@@ -208,7 +207,7 @@ def backward_tasks(
         for unit in range(part, groups * blocks, call.n_splits):
             group = head_kv * groups + unit % groups
             block = unit // groups
-            if block * block_m >= call.heads * sequences[b, 1]:
+            if block * call.block_m >= call.heads * sequences[b, 1]:
                 continue
             n, first, last, finite_block = load_block(
                 w, call, b, group, block, dout, q, out, lse, sequences, delta
