@@ -52,12 +52,13 @@ def backward(
         launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), used)
     total = dx if dx.dtype == wide else np.empty(dx.shape, wide)
     step = _rows_at_a_time(k)
+    room = np.empty((min(step, n), k), wide)
     for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
-        dense, chunk = np.empty((rows.stop - first, k), wide), items_per_task(rows.stop - first, k)
+        dense, chunk = room[: rows.stop - first], items_per_task(rows.stop - first, k)
         of_rows = scale[rows] if len(scale) > 1 else scale
         launch(ternary_dense_rows[wide], -(-len(dense) // chunk), chunk, codes[rows], of_rows, dense)
-        matmul(gradient[:, rows], dense, total, first=first == 0)
+        matmul(dense, gradient[:, rows], total, trans_a=True, trans_b=True, trans_out=True, first=first == 0)
         matmul(gradient[:, rows], used, dw[rows], trans_a=True)
     if total is not dx:
         dx[...] = total
