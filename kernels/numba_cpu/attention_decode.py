@@ -41,8 +41,9 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import carve, room
+from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
+from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
@@ -126,10 +127,10 @@ def attention_decode(
     part_out,
     part_lse,
 ):
-    memory = np.zeros(1, np.int64)
-    work(memory, call, tile, heads_kv, q, part_out)  # counts the bytes
+    memory, options = tally(), held(call)
+    work(memory, options, tile, heads_kv, q, part_out)  # counts the bytes
     decode_tasks(
-        state, n_tasks, room(memory[0]), tile, call, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
+        state, n_tasks, room(memory[0]), tile, options, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
         sinks, part_out, part_lse,
     )  # fmt: skip
 
@@ -140,7 +141,7 @@ def decode_tasks(
     part_out, part_lse,
 ):  # fmt: skip
     rows = len(tile)
-    w = work(memory, call, tile, heads_kv, q, part_out)
+    w = held(work(memory, call, tile, heads_kv, q, part_out))
     groups = call.nheads_kv // heads_kv
     task = claim(state)
     while task < n_tasks:

@@ -111,8 +111,7 @@ def backward(
         types.boolean,
         types.boolean,
         types.boolean,
-    ),
-    fastmath=REASSOC,
+    )
 )
 def layernorm_forward(
     state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_bias, has_residual, streaming

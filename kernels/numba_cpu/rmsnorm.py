@@ -152,8 +152,7 @@ def sum_of_products(dy, x, weight, offset, scale):
         types.boolean,
         types.boolean,
         types.boolean,
-    ),
-    fastmath=REASSOC,
+    )
 )
 def rmsnorm_forward(
     state, n_tasks, chunk, x, weight, residual, y, s, rstd, eps, weight_offset, has_residual, llama, streaming

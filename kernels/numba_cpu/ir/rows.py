@@ -19,7 +19,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import address, fma, number, prefetch, shuffle, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch, shuffle, splat, store_vector
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, past_line
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
@@ -47,9 +47,6 @@ class Chunk:
 
     def __mul__(self, x: Chunk) -> Chunk:
         return self.each(self.b.fmul, x)
-
-    def fma(self, factor: Chunk, term: Chunk) -> Chunk:
-        return self.each(lambda x, y, z: fma(self.b, x, y, z), factor, term)
 
     def rounded(self) -> Chunk:
         """To the rows' element type, still in the computing type."""
