@@ -17,10 +17,10 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.memory import fence, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import config, statistics
+from gpu_ops.kernels.numba_cpu.rmsnorm import add_rows, config, statistics
 
 __all__ = ["backward", "config", "forward"]
 
@@ -126,10 +126,7 @@ def layernorm_forward(
             row, out = read_row(x, (r,)), write_row(y, (r,))
             following = (read_row(x, (after,)),)
             if has_residual:
-                total, copy = write_row(sums, (0,)), write_row(s, (r,))
-                copy = total if same(copy, out) else copy  # y stands in where s is not
-                other, coming = read_row(residual, (r,)), (read_row(residual, (after,)),)
-                norm.add((copy, total), (row, other), (), coming, streaming)
+                add_rows(sums, s, row, residual, r, after, out, streaming)
                 row = read_row(sums, (0,))
             exact = norm.total((row,), (), 0, cols) / cols
             squares = norm.center_squares((row,), (exact,), 0, cols)

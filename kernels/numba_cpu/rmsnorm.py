@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, rounded, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
@@ -138,6 +139,15 @@ def sum_of_products(dy, x, weight, offset, scale):
     return total
 
 
+@njit
+def add_rows(sums, s, row, residual, r, after, out, streaming):
+    """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
+    total, copy = write_row(sums, (0,)), write_row(s, (r,))
+    copy = total if same(copy, out) else copy
+    other, coming = read_row(residual, (r,)), (read_row(residual, (after,)),)
+    norm.add((copy, total), (row, other), (), coming, streaming)
+
+
 @kernel(
     lambda t: (
         types.int64,
@@ -167,10 +177,7 @@ def rmsnorm_forward(
             row, out = read_row(x, (r,)), write_row(y, (r,))
             following = (read_row(x, (after,)),)
             if has_residual:
-                total, copy = write_row(sums, (0,)), write_row(s, (r,))
-                copy = total if same(copy, out) else copy  # y stands in where s is not
-                other, coming = read_row(residual, (r,)), (read_row(residual, (after,)),)
-                norm.add((copy, total), (row, other), (), coming, streaming)
+                add_rows(sums, s, row, residual, r, after, out, streaming)
                 row = read_row(sums, (0,))
             scale = like(weight_offset, 1.0 / np.sqrt(sum_of_squares(row) / cols + eps))
             rstd[r] = scale
