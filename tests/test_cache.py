@@ -59,6 +59,13 @@ def test_compiled_once_then_loaded(tmp_path):
     assert finish(start(tmp_path))[0] == LOADED
 
 
+def test_the_emulators_ufuncs_are_loaded_by_a_process_that_compiles_nothing(tmp_path):
+    code = "from gpu_ops.emulator.instructions.fma import fma; print(fma(2.0, 3.0, 0.5))"
+    for _ in range(2):
+        assert finish(start(tmp_path, code))[0] == "6.5"
+    assert len(entries(tmp_path)) == 2  # float32 and float64
+
+
 def test_two_processes_warm_one_folder_at_once(tmp_path):
     both = [start(tmp_path) for _ in range(2)]
     for process in both:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.registry import cpu_target
 
 from gpu_ops.kernels.numba_cpu.jit import DiskCache
 from gpu_ops.kernels.progress import visible
@@ -34,6 +35,7 @@ def ufunc(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     """Compile a function of scalars to a NumPy ufunc at its first call."""
 
     def build(function: Callable[..., Any]) -> Any:
+        cpu_target.target_context.refresh()  # a ufunc's wrapper is compiled even if its function is on disk
         made = numba.vectorize(function)
         for i, signature in enumerate(signatures):
             made._dispatcher.cache = _on_disk(function, i)
