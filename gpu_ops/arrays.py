@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
+from gpu_ops.memory_pool import POOL
 
 if TYPE_CHECKING:
     from gpu_ops.cuda_arrays import CudaArrays
@@ -200,7 +201,7 @@ class Arrays:
             if self._device is not None:
                 result: Array = self._device.empty(shape, dtype, name)
                 return result
-            return np.empty(shape, dtype)
+            return POOL.empty(shape, dtype)
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
             required = math.prod(shape) * np.dtype(dtype).itemsize
             raise OutOfMemoryError(
