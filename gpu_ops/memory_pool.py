@@ -3,8 +3,8 @@
 The C library gives freed memory back to the system: always above 32 MiB, and with smaller results as soon as two of
 them are free. The next results start from pages that the system clears first: 5.5 ms for 64 MiB, of which RMSNorm
 in place takes 3; 1.9 ms for two results of 2 MiB, which are written in 0.04. So the memory of a large result is kept
-when the last array on it is gone, and given to the next result of its size. The system may take it at any time that
-it runs short (``MADV_FREE``): it shows as used, and is in nobody's way.
+when the last array on it is gone, and given to the next result of its size. What was not used for long, the system
+may take at any time that it runs short (``MADV_FREE``): it shows as used, and is in nobody's way.
 
 Environment: ``GPU_OPS_POOL_MB`` is how much may be kept (512 MiB); 0 keeps nothing.
 """
@@ -28,6 +28,7 @@ from gpu_ops.errors import OptionError
 __all__ = ["POOL", "MemoryPool"]
 
 FROM_BYTES = 1 << 20
+RECENT_BYTES = 64 << 20  # not offered to the system: to offer 2 MiB and use them again takes 15 us
 _HUGE_PAGE = 2 << 20  # the unit of blocks: one fault of the system, in place of 512
 
 
@@ -37,6 +38,7 @@ class MemoryPool:
     def __init__(self) -> None:
         self._kept: list[_Block] = []
         self._lock = threading.Lock()
+        self.kept_bytes = 0
 
     @cached_property
     def limit(self) -> int:
@@ -47,10 +49,6 @@ class MemoryPool:
                 f"GPU_OPS_POOL_MB={given!r} is not a number of MiB; 0 keeps no memory of results"
             )
         return int(given) << 20 if sys.platform == "linux" else 0
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(map(len, self._kept))
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """``numpy.empty``."""
@@ -68,6 +66,7 @@ class MemoryPool:
             try:
                 for i in reversed(range(len(self._kept))):  # the last is the likeliest to be in a cache
                     if len(self._kept[i]) == size:
+                        self.kept_bytes -= size
                         return self._kept.pop(i)
             finally:
                 self._lock.release()
@@ -78,18 +77,28 @@ class MemoryPool:
         if not self._lock.acquire(blocking=False):
             return  # and the block goes
         try:
-            block.madvise(mmap.MADV_FREE)
+            block.offered = False
             self._kept.append(block)
+            self.kept_bytes += len(block)
+            recent = 0
+            for other in reversed(self._kept):
+                recent += len(other)
+                if recent > RECENT_BYTES:
+                    if other.offered:
+                        break  # and so are the older ones
+                    other.offer()
             while self.kept_bytes > self.limit:
-                del self._kept[0]
-        except OSError:  # a system that knows no MADV_FREE: what it could not take back is not kept
-            pass
+                self.kept_bytes -= len(self._kept.pop(0))
         finally:
             self._lock.release()
 
 
 class _Block(mmap.mmap):
     """Memory of the system's, as bytes for NumPy."""
+
+    interface: dict[str, Any]
+    offered: bool
+    """Whether the system may take it."""
 
     def __new__(cls, size: int) -> _Block:
         block = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -98,7 +107,10 @@ class _Block(mmap.mmap):
         block.interface = dict(np.frombuffer(block, np.uint8).__array_interface__)
         return block
 
-    interface: dict[str, Any]
+    def offer(self) -> None:
+        self.offered = True
+        with contextlib.suppress(OSError):  # a system that knows no MADV_FREE: the limit bounds what is kept
+            self.madvise(mmap.MADV_FREE)
 
 
 class _Loan:

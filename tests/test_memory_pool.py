@@ -121,11 +121,26 @@ def test_without_a_mapping_the_result_is_numpys(pool, monkeypatch):
     assert pool.empty((4 * MB,), np.uint8).flags.owndata
 
 
-def test_a_system_that_takes_nothing_back_keeps_nothing(pool, monkeypatch):
-    monkeypatch.setattr(memory_pool.mmap, "MADV_FREE", -1)  # EINVAL
+def test_the_system_is_offered_what_was_not_used_for_long(pool, monkeypatch):
+    monkeypatch.setattr(memory_pool, "RECENT_BYTES", 4 * MB)
+    results = [pool.empty((2 * MB,), np.uint8) for _ in range(4)]
+    while results:
+        del results[0]
+    assert [block.offered for block in pool._kept] == [True, True, False, False]
+    newest = pool.empty((2 * MB,), np.uint8)
+    newest.fill(1)
+    del newest
+    assert [block.offered for block in pool._kept] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("advice", ["MADV_HUGEPAGE", "MADV_FREE"])
+def test_a_system_without_the_advice_is_borne(pool, monkeypatch, advice):
+    monkeypatch.setattr(memory_pool, "RECENT_BYTES", 0)
+    monkeypatch.setattr(memory_pool.mmap, advice, -1)  # EINVAL
     x = pool.empty((4 * MB,), np.uint8)
+    x.fill(3)
     del x
-    assert pool.kept_bytes == 0
+    assert pool.kept_bytes == 4 * MB
 
 
 def test_a_result_may_be_freed_while_its_thread_is_in_the_pool(pool):
