@@ -1,10 +1,10 @@
 """Memory of large results on the CPU, used again: what CuPy's memory pool is on a GPU.
 
 The C library gives freed memory back to the system: always above 32 MiB, and with smaller results as soon as two of
-them are free. The next results start from pages that the system clears first: 5.5 ms for 64 MiB, of which RMSNorm
-in place takes 3; 1.9 ms for two results of 2 MiB, which are written in 0.04. So the memory of a large result is kept
-when the last array on it is gone, and given to the next result of its size. What was not used for long, the system
-may take at any time that it runs short (``MADV_FREE``): it shows as used, and is in nobody's way.
+them are free. The next results start from pages that the system clears first: 5.5 ms for 64 MiB, twice RMSNorm's
+own time; 1.9 ms for two results of 2 MiB, which are written in 0.04. So the memory of a large result is kept when the
+last array on it is gone, and given to the next result of its size. What was not used for long, the system may take
+at any time that it runs short (``MADV_FREE``): it shows as used, and is in nobody's way.
 
 Environment: ``GPU_OPS_POOL_MB`` is how much may be kept (512 MiB); 0 keeps nothing.
 """
