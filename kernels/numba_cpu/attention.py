@@ -33,7 +33,7 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     statistics,
 )
 from gpu_ops.kernels.numba_cpu.attention_decode import KEY_NANOSECONDS, prepare_decode
-from gpu_ops.kernels.numba_cpu.attention_operands import pack_keys, pack_queries, pack_values
+from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
@@ -174,7 +174,7 @@ def attend(
             task = claim(state)
             continue
         n, first, last = start_block(w, call, group, block, q_len, k_len)
-        head_kv = group * call.heads * call.nheads_kv // call.nheads
+        keys = held(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
         pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, scale)
         if call.n_splits > 1:
             tiles = (last + 1 - first + call.block_n - 1) // call.block_n
@@ -188,10 +188,11 @@ def attend(
                 n_keys = min(n_keys, call.block_k - first % call.block_k)
                 seen = block_visibility(visible, call, b, first, n, w.head, w.query)
             if seen > 0:
-                pack_keys(w.kt, k, table, call, b, k_start, head_kv, first, n_keys, last)
-                finite = pack_values(w.vt, v, table, call, b, k_start, head_kv, first, n_keys, last)
+                pack_keys(w.kt, keys, call, first, n_keys)
+                finite = pack_values(w.vt, keys, call, first, n_keys)
+                ahead = min(call.block_n, last + 1 - first - n_keys)
                 offset = k_len - q_len
-                add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible)
+                add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi, bias, visible)
             first += n_keys
         finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse)
         task = claim(state)

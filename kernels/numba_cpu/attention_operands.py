@@ -9,10 +9,12 @@ Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFL
 then one uint32, the pair of bfloat16 that ``ir.gemm`` takes. Which of the two shows in the arrays' type alone.
 
 Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
-would find 8 of its columns in one set of the L1 cache. The rows of the next tile are fetched meanwhile.
+would find 8 of its columns in one set of the L1 cache.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import types
@@ -23,6 +25,17 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.jit import alone, overload, overload_array
+
+
+class Keys(NamedTuple):
+    """Where the keys of one task are: K and V of batch entry ``b`` and head ``head``, from row ``start`` on."""
+
+    k: Any
+    v: Any
+    table: Any  # of pages
+    b: int
+    start: int
+    head: int
 
 
 def operand(x, wide):
@@ -176,22 +189,23 @@ def _exponents(x):
 
 
 @alone
-def key_run(table, call, b, k_start, key, n):
+def key_run(keys, call, key, n):
     """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
     if call.page_size > 0:
         row = key % call.page_size
-        return np.int64(table[b, key // call.page_size]), row, min(n, call.page_size - row)
-    return 0 if call.packed else b, k_start + key, n
+        return np.int64(keys.table[keys.b, key // call.page_size]), row, min(n, call.page_size - row)
+    return 0 if call.packed else keys.b, keys.start + key, n
 
 
 @alone
-def fetch_keys(x, table, call, b, k_start, head_kv, first, n, dim):
-    """Ask for rows first..first + n - 1."""
+def fetch_keys(keys, call, first, n):
+    """Ask for rows first..first + n - 1 of K and V."""
     j = 0
     while j < n:
-        entry, row, run = key_run(table, call, b, k_start, first + j, n - j)
+        entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            prefetch_row(read_row(x, (entry, row + i, head_kv)), dim)
+            prefetch_row(read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
+            prefetch_row(read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
         j += run
 
 
@@ -202,6 +216,8 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     nr = qt.shape[1]
     kb = 0 if call.packed else b
     for c in range(0, n, width):
+        for i in range(c + width, min(c + 2 * width, n)):
+            prefetch_row(read_row(q, (kb, q_start + query[i], head[i])), call.head_dim)
         for i in range(width):
             row = rows[i]
             if c + i < n:
@@ -215,29 +231,25 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
 
 
 @alone
-def pack_keys(kt, k, table, call, b, k_start, head_kv, first, n, last):
-    """Rows first..first + n - 1 of K; those of the next tile up to ``last`` come into the cache."""
+def pack_keys(kt, keys, call, first, n):
+    """Rows first..first + n - 1 of K."""
     j = 0
     while j < n:
-        entry, row, run = key_run(table, call, b, k_start, first + j, n - j)
+        entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            put_row(kt[j + i], read_row(k, (entry, row + i, head_kv)), call.head_dim)
+            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
         j += run
-    ahead = min(n, last + 1 - first - n)
-    fetch_keys(k, table, call, b, k_start, head_kv, first + n, ahead, call.head_dim)
 
 
 @alone
-def pack_values(vt, v, table, call, b, k_start, head_kv, first, n, last):
+def pack_values(vt, keys, call, first, n):
     """The same of V. Returns whether all are finite."""
     j = 0
     while j < n:
-        entry, row, run = key_run(table, call, b, k_start, first + j, n - j)
+        entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            put_values(vt, j + i, read_row(v, (entry, row + i, head_kv)), call.head_dim_v)
+            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
         j += run
-    ahead = min(n, last + 1 - first - n)
-    fetch_keys(v, table, call, b, k_start, head_kv, first + n, ahead, call.head_dim_v)
     largest = exponents(vt[0, 0])
     elements = flat(vt)
     for i in range(steps(vt, n) * vt.shape[1]):

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_operands import element, is_pairs, operand, steps, weights
+from gpu_ops.kernels.numba_cpu.attention_operands import (
+    element,
+    fetch_keys,
+    is_pairs,
+    operand,
+    steps,
+    weights,
+)
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LN2,
     LOG2E,
@@ -121,16 +128,20 @@ def factors(call, p):
 
 
 @uncounted
-def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible):
+def add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi, bias, visible):
     """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
 
-    ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is.
+    ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is. The ``ahead`` keys after them are asked
+    for a few at a time: all at once, the processor would wait for them.
     """
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
     ldk, ldv = w.kt.shape[1], w.vt.shape[1]
     plain = is_plain(call) and seen == 2
-    for panel in range((n + nr - 1) // nr):
+    used = (n + nr - 1) // nr
+    for panel in range(used):
+        asked = ahead * panel // used
+        fetch_keys(keys, call, first + n_keys + asked, ahead * (panel + 1) // used - asked)
         skip = max(w.seen[panel, 0] - first, 0) // ROWS * ROWS
         start = first + skip
         count = min(first + n_keys, w.seen[panel, 1] + 1) - start
@@ -141,7 +152,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
         factor = like(w.s[0, 0], factors(call, w.p)[1])
         if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
             finish_panel(
-                w, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
+                w, call, keys.b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
             )
             factor = factor if is_plain(call) else like(factor, 1.0)
         for j in range(count, rows):
