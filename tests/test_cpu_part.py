@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numba
 import numpy as np
+import pytest
 
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
@@ -70,6 +72,87 @@ def test_what_is_alone_is_called_and_not_inlined():
     calls = [line for line in code.splitlines() if " call " in line]
     assert any("minus" in line for line in calls)
     assert not any("plus" in line for line in calls)
+
+
+@uncounted
+def loops(start, stop, step):
+    total, last = 0, -1
+    for i in range(start, stop, step):
+        total, last = total + 1, i
+    return total, last
+
+
+@numba.njit
+def call_loops(start, stop, step):
+    return loops(start, stop, step)
+
+
+def test_a_part_loops_as_python_does():
+    for bounds in itertools.product((-3, 0, 4), (-5, 0, 4, 11), (-4, -1, 1, 2, 20)):
+        numbers = range(*bounds)
+        assert call_loops(*bounds) == (len(numbers), numbers[-1] if numbers else -1)
+
+
+@uncounted
+def divided(x, y):
+    return x // y, x % y
+
+
+@numba.njit
+def call_divided(x, y):
+    return divided(x, y)
+
+
+def test_a_part_divides_as_python_does_and_0_by_0_is_0():
+    for x, y in itertools.product((-7, -6, -1, 0, 1, 6, 7), (-3, -1, 1, 2, 7)):
+        assert call_divided(x, y) == (x // y, x % y)
+    assert call_divided(7, 0) == (0, 0)
+
+
+@uncounted
+def compared(x, y):
+    return x < y, x <= y, x > y, x >= y, x == y, x != y
+
+
+@numba.njit
+def call_compared(x, y):
+    return compared(x, y)
+
+
+def test_a_part_compares_as_python_does():
+    for x, y in itertools.product((-1, 0, 1), (-1, 0, 1)):
+        assert call_compared(x, y) == compared.py_func(x, y)
+    for x, y in itertools.product((-1.5, 0.0, np.nan), (-1.5, 0.0, np.nan)):
+        assert call_compared(x, y) == compared.py_func(x, y)
+
+
+@uncounted
+def take_apart(x, out):
+    for i in range(len(x)):
+        plane = x[i]
+        out[i, 0] = x[i, 1, 2] + plane[1, 0] + x[i, 1][1] + plane[1:][0, 2]
+        out[i, 1:2][0] = x.shape[2] * x[i:].shape[0] + x.strides[0]
+    out[2:, 2][:1] = plane[0, 0]
+    x[1] = 5
+    x[2:] = 7
+
+
+@numba.njit
+def call_take_apart(x, out):
+    take_apart(x, out)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_part_indexes_as_numpy_does(transposed):
+    def arrays():
+        x = np.arange(24.0).reshape(4, 2, 3)
+        return x.transpose(2, 1, 0) if transposed else x, np.zeros((4, 3))
+
+    given, wanted = arrays(), arrays()
+    call_take_apart(*given)
+    take_apart.py_func(*wanted)
+    for a, b in zip(given, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 class Pair(NamedTuple):

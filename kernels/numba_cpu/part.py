@@ -16,14 +16,27 @@ import numba
 from llvmlite.binding import Linkage
 from numba.core import types
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
-from numba.core.typed_passes import NopythonRewrites
-from numba.core.untyped_passes import InlineClosureLikes, WithLifting
+from numba.core.compiler import CompilerBase
+from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.typed_passes import (
+    AnnotateTypes,
+    IRLegalization,
+    NativeLowering,
+    NoPythonBackend,
+    NopythonTypeInference,
+    PreLowerStripPhis,
+)
+from numba.core.untyped_passes import (
+    FixupArgs,
+    GenericRewrites,
+    IRProcessing,
+    ReconstructSSA,
+    TranslateByteCode,
+)
+
+from gpu_ops.kernels.numba_cpu.lowering import PartLower
 
 __all__ = ["ApartCompiler", "PartCompiler", "part"]
-
-# What these passes look for is in no part: blocks of ``with``, closures, arithmetic of whole arrays.
-_UNUSED = (WithLifting, InlineClosureLikes, NopythonRewrites)
 
 
 class _Part(JITCodeLibrary):
@@ -71,7 +84,36 @@ class _Apart(_Part):
         super().add_ir_module(module)
 
 
-class PartCompiler(Compiler):
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Lowering(NativeLowering):
+    _name = "part_lowering"
+
+    @property
+    def lowering_class(self) -> type[PartLower]:
+        return PartLower
+
+
+class _Passes(PassManager):
+    """Without the checks of what each pass leaves."""
+
+    _ENFORCING = False
+
+
+# Of Numba's passes those that a part has something for: it has no closures, ``with`` or branches on constants.
+_FRONT = (
+    TranslateByteCode,
+    FixupArgs,
+    IRProcessing,
+    GenericRewrites,
+    ReconstructSSA,
+    NopythonTypeInference,
+    PreLowerStripPhis,
+)
+_COUNTED = IRLegalization, AnnotateTypes, NativeLowering, NoPythonBackend
+_UNCOUNTED = AnnotateTypes, _Lowering, NoPythonBackend
+
+
+class PartCompiler(CompilerBase):
     """For ``numba.njit(pipeline_class=...)``."""
 
     code = _Part
@@ -80,10 +122,11 @@ class PartCompiler(Compiler):
         super().__init__(typing, target, library or self.code(target.codegen(), "part"), *state)
 
     def define_pipelines(self) -> Any:
-        pipelines = super().define_pipelines()
-        for pipeline in pipelines:
-            pipeline.passes = [each for each in pipeline.passes if each[0] not in _UNUSED]
-        return pipelines
+        passes = _Passes("part")
+        for each in _FRONT + (_COUNTED if self.state.flags.nrt else _UNCOUNTED):
+            passes.add_pass(each, each.__name__)
+        passes.finalize()
+        return [passes]
 
 
 class ApartCompiler(PartCompiler):
