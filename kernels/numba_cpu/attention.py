@@ -39,6 +39,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibilit
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
+from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
@@ -180,17 +181,17 @@ def attend(
             tiles = (last + 1 - first + call.block_n - 1) // call.block_n
             part = (tiles + call.n_splits - 1) // call.n_splits * call.block_n
             first += split * part
-            last = min(last, first + part - 1)
+            last = smaller(last, first + part - 1)
         while first <= last:
-            n_keys = min(call.block_n, last + 1 - first)
+            n_keys = smaller(call.block_n, last + 1 - first)
             seen = 2
             if call.block_q > 0:
-                n_keys = min(n_keys, call.block_k - first % call.block_k)
+                n_keys = smaller(n_keys, call.block_k - first % call.block_k)
                 seen = block_visibility(visible, call, b, first, n, w.head, w.query)
             if seen > 0:
                 pack_keys(w.kt, keys, call, first, n_keys)
                 finite = pack_values(w.vt, keys, call, first, n_keys)
-                ahead = min(call.block_n, last + 1 - first - n_keys)
+                ahead = smaller(call.block_n, last + 1 - first - n_keys)
                 offset = k_len - q_len
                 add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi, bias, visible)
             first += n_keys

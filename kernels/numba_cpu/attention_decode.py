@@ -45,6 +45,7 @@ from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
@@ -154,9 +155,9 @@ def decode_tasks(
             continue
         n, first, last = place_lanes(call, first_kv, 0, q_len, k_len, w.head, w.query, w.low, w.high)
         if call.n_splits > 1:
-            part = (max(last + 1 - first, 0) + call.n_splits - 1) // call.n_splits
+            part = (larger(last + 1 - first, 0) + call.n_splits - 1) // call.n_splits
             first += split * part
-            last = min(last, first + part - 1)
+            last = smaller(last, first + part - 1)
         pack_queries(w, q, call, heads_kv, b, sequences[b, 0], n)
         finite = False
         for careful in (False, True):
@@ -191,7 +192,7 @@ def decode_tasks(
             factor = 1.0
             if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
                 sink = sinks[h] * LOG2E
-                new = max(m, sink)
+                new = larger(m, sink)
                 factor = 2.0 ** (m - new)
                 total = total * factor + 2.0 ** (sink - new)
                 m = new
@@ -254,17 +255,17 @@ def attend(
     offset = k_len - sequences[b, 1]
     low_all, high_all = np.int64(0), k_len - 1  # keys that every row sees
     for r in range(n):
-        low_all, high_all = max(low_all, w.low[r]), min(high_all, w.high[r])
+        low_all, high_all = larger(low_all, w.low[r]), smaller(high_all, w.high[r])
     k_places, v_places = w.places[:block_n], w.places[block_n : 2 * block_n]
     next_places = w.places[2 * block_n :]
-    n_keys = min(block_n, last + 1 - first)
+    n_keys = smaller(block_n, last + 1 - first)
     if n_keys > 0:
         place_rows(next_places, k, table, call, b, k_start, first_kv, first, n_keys)
     while n_keys > 0:
         for j in range(block_n):
             k_places[j] = next_places[j]
         place_rows(v_places, v, table, call, b, k_start, first_kv, first, n_keys)
-        n_next = min(block_n, last + 1 - first - n_keys)
+        n_next = smaller(block_n, last + 1 - first - n_keys)
         if n_next > 0:
             place_rows(next_places, k, table, call, b, k_start, first_kv, first + n_keys, n_next)
         padded = round_up(n_keys, w.row_max.shape[1] // rows)

@@ -9,6 +9,7 @@ from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
 from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, score_keys, subtract_max
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 
@@ -38,7 +39,7 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
         while j < n:
             page, inside = (first + j) // call.page_size, (first + j) % call.page_size
             row = address + table[b, page] * x.strides[0] + inside * step
-            run = min(n - j, call.page_size - inside)
+            run = smaller(n - j, call.page_size - inside)
             for i in range(run):
                 at[j + i] = row + i * step
             j += run
@@ -127,7 +128,7 @@ def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
                 row[i] = cap * tanh(row[i] * inverse)
         if call.has_alibi:
             first_row = t % tiles * rows
-            for r in range(first_row, min(first_row + rows, n)):
+            for r in range(first_row, smaller(first_row + rows, n)):
                 slope = alibi[b, w.head[r] + t // tiles * call.heads]
                 position = w.query[r] + offset - first
                 for j in range(n_keys):
@@ -143,7 +144,7 @@ def mask_scores(w, call, rows, first, n_keys, padded, n):
     for t in range(w.s.shape[0]):
         row = w.s[t]
         first_row = t % tiles * rows
-        for r in range(first_row, min(first_row + rows, n)):
+        for r in range(first_row, smaller(first_row + rows, n)):
             low, high = w.low[r] - first, w.high[r] - first
             for j in range(n_keys):
                 if j < low or j > high:
@@ -160,7 +161,7 @@ def values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, firs
             weights, lane = w.s[kv * tiles + r // rows], r % rows
             total = w.part[kv * call.block_m + r]
             total[:] = 0
-            for j in range(max(w.low[r] - first, 0), min(w.high[r] - first + 1, n_keys)):
+            for j in range(larger(w.low[r] - first, 0), smaller(w.high[r] - first + 1, n_keys)):
                 key = first + j
                 if call.page_size > 0:
                     source = read_row(

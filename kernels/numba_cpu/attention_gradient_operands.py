@@ -20,12 +20,18 @@ from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, overload_array, uncounted
+from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.jit import alone, constant, inner, overload, overload_array, uncounted
 
 
+def _pairs(a):
+    return a.dtype == types.uint32
+
+
+@constant
 def packing(a):
     """Elements in a word of operand ``a``."""
-    raise TypeError("compiled code only")
+    return 2 if _pairs(a) else 1
 
 
 def put_row(a, j, source, dim):
@@ -71,16 +77,6 @@ def pair_tile(target, source, rows, width):
 def pair_tile_keys(target, source, rows, width):
     """Round a (keys, queries) tile to words of neighbouring keys."""
     raise TypeError("compiled code only")
-
-
-def _pairs(a):
-    return a.dtype == types.uint32
-
-
-@overload(packing)
-def _packing(a):
-    elements = 2 if _pairs(a) else 1
-    return lambda a: elements
 
 
 @overload(put_row)
@@ -158,7 +154,7 @@ def _interleave(pairs, rows, n):
     zero = np.uint16(0)
     for i in range(n // 2):
         low, high, to = as_type(rows[2 * i], zero), as_type(rows[2 * i + 1], zero), pairs[i]
-        for d in range(min(len(low), len(to))):
+        for d in range(smaller(len(low), len(to))):
             to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
 
 

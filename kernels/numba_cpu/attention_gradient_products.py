@@ -10,6 +10,7 @@ from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
+from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
@@ -19,7 +20,7 @@ def panels_of(w, key):
     first, last = w.width[0] // PANEL, 0
     for i in range(w.width[0] // PANEL):
         if w.rows[i, 0] < key + KEY_GROUP and key < w.rows[i, 1]:
-            first, last = min(first, i), i + 1
+            first, last = smaller(first, i), i + 1
     return first, last
 
 
@@ -34,7 +35,7 @@ def add_products(w, dk, dv, at, n_keys):
         stop = key + KEY_GROUP
         while stop < rows and panels_of(w, stop) == (first, last):
             stop += KEY_GROUP
-        m, k, lane = min(stop, rows) - key, (last - first) * PANEL // pack, first * PANEL // pack
+        m, k, lane = smaller(stop, rows) - key, (last - first) * PANEL // pack, first * PANEL // pack
         if k > 0:
             a, row, ld, ld_v = key * w.p.shape[1] + lane, at + key, w.q_pairs.shape[1], w.do_pairs.shape[1]
             gemm_rows(

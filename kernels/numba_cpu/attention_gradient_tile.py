@@ -48,6 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, uncounted
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
@@ -171,7 +172,7 @@ def dot_float64(x, y, n):
 def extremes(x, start, stop):
     least = most = np.int64(x[start])
     for c in range(start + 1, stop):
-        least, most = min(least, np.int64(x[c])), max(most, np.int64(x[c]))
+        least, most = smaller(least, np.int64(x[c])), larger(most, np.int64(x[c]))
     return least, most
 
 
@@ -210,22 +211,22 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
     pair_rows(w.do_pairs, w.do, width)
     for i in range(width // PANEL):
         span = w.span[i]
-        span[0], span[1] = extremes(w.low, i * PANEL, min((i + 1) * PANEL, n))
-        span[2], span[3] = extremes(w.high, i * PANEL, min((i + 1) * PANEL, n))
+        span[0], span[1] = extremes(w.low, i * PANEL, smaller((i + 1) * PANEL, n))
+        span[2], span[3] = extremes(w.high, i * PANEL, smaller((i + 1) * PANEL, n))
     return n, first, last, finite(w.q, n, call.head_dim) and finite(w.do, n, call.head_dim_v)
 
 
 @uncounted
 def next_tile(w, call, b, n, first, last, visible):
     """(keys of the tile from ``first``, whether a block mask lets any lane see it)."""
-    n_keys = min(call.block_n, last + 1 - first)
+    n_keys = smaller(call.block_n, last + 1 - first)
     if call.block_q == 0:
         return n_keys, True
-    n_keys = min(n_keys, call.block_k - first % call.block_k)
+    n_keys = smaller(n_keys, call.block_k - first % call.block_k)
     seen = False
     for c in range(n):
         here = visible[b, w.head[c], w.query[c] // call.block_q, first // call.block_k]
-        w.top[c] = min(np.int64(w.high[c]), first + n_keys - 1) if here else -1
+        w.top[c] = smaller(np.int64(w.high[c]), first + n_keys - 1) if here else -1
         seen |= here
     return n_keys, seen
 
@@ -262,16 +263,16 @@ def _plain_gradients(w, call, first, n_keys):
         scale = np.float32(unscaled(w.q, score_scale(call)))
         for i in range(w.width[0] // PANEL):
             lane = i * PANEL
-            start = max(w.span[i, 0] - first, 0) // 8 * 8
-            stop = min(round_up(max(w.span[i, 3] + 1 - first, 0), 8), rows)
-            start = min(start, stop)
+            start = larger(w.span[i, 0] - first, 0) // 8 * 8
+            stop = smaller(round_up(larger(w.span[i, 3] + 1 - first, 0), 8), rows)
+            start = smaller(start, stop)
             for j in range(start, stop, MR):
                 key = first + j
                 masked = key < w.span[i, 1] or key + MR - 1 > w.span[i, 2] or call.block_q > 0
                 score_tile(w, j, lane, key, masked, scale, words, words_v)
             first_row, end = 0, rows
             if call.heads == 1:  # later panels see later keys: all that meet a group of keys are neighbours
-                first_row, end = start // KEY_GROUP * KEY_GROUP, min(round_up(stop, KEY_GROUP), rows)
+                first_row, end = start // KEY_GROUP * KEY_GROUP, smaller(round_up(stop, KEY_GROUP), rows)
             for a in (w.p, w.ds):
                 c = lane // packing(a)
                 clear_columns(a, first_row, start, c, c + PANEL // packing(a))

@@ -24,7 +24,8 @@ from gpu_ops.kernels.numba_cpu.ir.carve import as_type
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
-from gpu_ops.kernels.numba_cpu.jit import alone, overload, overload_array
+from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array
 
 
 class Keys(NamedTuple):
@@ -43,9 +44,10 @@ def operand(x, wide):
     raise TypeError("compiled code only")
 
 
+@constant
 def is_pairs(packed):
     """Whether array ``packed`` holds pairs of bfloat16."""
-    raise TypeError("compiled code only")
+    return packed.dtype == types.uint32
 
 
 def steps(packed, n):
@@ -83,9 +85,10 @@ def exponents(x):
     raise TypeError("compiled code only")
 
 
+@constant
 def infinite(bits):
     """The exponent bits of infinity and NaN."""
-    raise TypeError("compiled code only")
+    return 0x7FF0000000000000 if bits == types.int64 else 0x7F800000
 
 
 @overload(operand)
@@ -93,12 +96,6 @@ def _operand(x, wide):
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x, wide: np.uint32(0)
     return lambda x, wide: wide
-
-
-@overload(is_pairs)
-def _is_pairs(packed):
-    pairs = packed.dtype == types.uint32
-    return lambda packed: pairs
 
 
 @overload(steps)
@@ -169,11 +166,6 @@ def _scale_queries(rows, factor):
     return pairs if rows.dtype == types.uint32 else floats
 
 
-@overload(infinite)
-def _infinite(bits):
-    return (lambda bits: 0x7FF0000000000000) if bits == types.int64 else (lambda bits: 0x7F800000)
-
-
 @overload(exponents)
 def _exponents(x):
     if x == types.float64:
@@ -193,7 +185,7 @@ def key_run(keys, call, key, n):
     """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
     if call.page_size > 0:
         row = key % call.page_size
-        return np.int64(keys.table[keys.b, key // call.page_size]), row, min(n, call.page_size - row)
+        return np.int64(keys.table[keys.b, key // call.page_size]), row, smaller(n, call.page_size - row)
     return 0 if call.packed else keys.b, keys.start + key, n
 
 
@@ -216,7 +208,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     nr = qt.shape[1]
     kb = 0 if call.packed else b
     for c in range(0, n, width):
-        for i in range(c + width, min(c + 2 * width, n)):
+        for i in range(c + width, smaller(c + 2 * width, n)):
             prefetch_row(read_row(q, (kb, q_start + query[i], head[i])), call.head_dim)
         for i in range(width):
             row = rows[i]

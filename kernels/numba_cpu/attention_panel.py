@@ -39,6 +39,7 @@ from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns_scaled, gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
@@ -101,11 +102,11 @@ def start_block(w, call, group, block, q_len, k_len):
     nr = w.s.shape[1]
     for panel in range((n + nr - 1) // nr):
         any_low, any_high, all_low, all_high = k_len, -1, 0, k_len
-        for c in range(panel * nr, min(n, panel * nr + nr)):
+        for c in range(panel * nr, smaller(n, panel * nr + nr)):
             low, high = np.int64(w.low[c]), np.int64(w.high[c])
             if low <= high:
-                any_low, any_high = min(any_low, low), max(any_high, high)
-            all_low, all_high = max(all_low, low), min(all_high, high)
+                any_low, any_high = smaller(any_low, low), larger(any_high, high)
+            all_low, all_high = larger(all_low, low), smaller(all_high, high)
         seen = w.seen[panel]
         seen[0], seen[1], seen[2], seen[3] = any_low, any_high, all_low, all_high
     w.row_max[:] = -np.inf
@@ -142,12 +143,12 @@ def add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi
     for panel in range(used):
         asked = ahead * panel // used
         fetch_keys(keys, call, first + n_keys + asked, ahead * (panel + 1) // used - asked)
-        skip = max(w.seen[panel, 0] - first, 0) // ROWS * ROWS
+        skip = larger(w.seen[panel, 0] - first, 0) // ROWS * ROWS
         start = first + skip
-        count = min(first + n_keys, w.seen[panel, 1] + 1) - start
+        count = smaller(first + n_keys, w.seen[panel, 1] + 1) - start
         if count <= 0:
             continue
-        rows, width = round_up(count, ROWS), min(nr, round_up(n - panel * nr, lanes(w.s)))
+        rows, width = round_up(count, ROWS), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
         gemm_rows(w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, panel * depth * nr, nr, rows, width, ldk, False)
         factor = like(w.s[0, 0], factors(call, w.p)[1])
         if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
@@ -176,7 +177,7 @@ def add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi
 def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offset, alibi, bias, visible):
     """Whatever turns products into scores, and masks."""
     start = panel * w.s.shape[1]
-    stop = min(n, start + w.s.shape[1])
+    stop = smaller(n, start + w.s.shape[1])
     head, query = w.head[start:stop], w.query[start:stop]
     low, high = w.low[start : start + width], w.high[start : start + width]
     if not is_plain(call):
@@ -185,9 +186,9 @@ def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offse
             cap_scores(w.s, call.softcap, n_keys, width, w.s, False)
         finish_scores(w.s, call, b, first, n_keys, stop - start, width, head, query, offset, alibi, bias)
     if first < w.seen[panel, 2]:
-        mask_scores(w.s, first, min(n_keys, w.seen[panel, 2] - first), width, low, high)
+        mask_scores(w.s, first, smaller(n_keys, w.seen[panel, 2] - first), width, low, high)
     if first + n_keys - 1 > w.seen[panel, 3]:
-        clear = max(w.seen[panel, 3] + 1 - first, 0)  # rows that all lanes see
+        clear = larger(w.seen[panel, 3] + 1 - first, 0)  # rows that all lanes see
         mask_scores(w.s[clear:], first + clear, n_keys - clear, width, low, high)
     if seen == 1:
         mask_block(w.s, visible, call, b, first, n_keys, stop - start, head, query)
@@ -262,7 +263,7 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
         at = start // nr * dim_v * nr + start % nr
         for d in range(0, dim_v, width):
             copy_transposed(w.o_rows, d, dim_v, w.ot, at + d * nr, nr)
-        for c in range(min(width, n - start)):
+        for c in range(smaller(width, n - start)):
             h, i = w.head[start + c], w.query[start + c]
             if call.n_splits > 1:
                 at_part = (b * call.nheads + h) * call.max_seqlen_q + i

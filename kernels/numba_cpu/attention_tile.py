@@ -23,6 +23,7 @@ from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 LOG2E = 1.4426950408889634
@@ -83,7 +84,7 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     Row r of a group is head r // q_len, query r % q_len. Lane c sees keys low[c]..high[c].
     """
     first_row = block * call.block_m
-    n = min(call.block_m, call.heads * q_len - first_row)
+    n = smaller(call.block_m, call.heads * q_len - first_row)
     offset = k_len - q_len  # the last query sits on the last key
     first, last = k_len, -1
     h, i = group * call.heads + first_row // q_len, first_row % q_len - 1
@@ -92,10 +93,10 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
         if i == q_len:
             h, i = h + 1, 0
         head[c], query[c] = h, i
-        least, most = max(i + offset - call.left, 0), min(i + offset + call.right, k_len - 1)
+        least, most = larger(i + offset - call.left, 0), smaller(i + offset + call.right, k_len - 1)
         low[c], high[c] = least, most
         if least <= most:
-            first, last = min(first, least), max(last, most)
+            first, last = smaller(first, least), larger(last, most)
     for c in range(n, call.block_m):  # lanes without a query: computed along, never stored
         low[c], high[c] = 0, k_len
         head[c], query[c] = head[0], query[0]

@@ -104,6 +104,17 @@ as_float64 = _bitcast(types.float64)
 as_int64 = _bitcast(types.int64)
 
 
+@intrinsic
+def like(typingctx, value, constant):
+    """``constant`` in the type of ``value``."""
+    kind, given = types.float64 if value == types.float64 else types.float32, types.unliteral(constant)
+
+    def codegen(context, builder, sig, args):
+        return context.cast(builder, args[1], given, kind)
+
+    return signature(kind, value, given), codegen
+
+
 def load(x, i):
     """Element ``i`` of a 1-D row in the computing type."""
     raise TypeError("compiled code only")
@@ -116,11 +127,6 @@ def store(x, i, value):
 
 def rounded(x, value):
     """``value`` rounded to the dtype of row ``x``, still in the computing type."""
-    raise TypeError("compiled code only")
-
-
-def like(value, constant):
-    """``constant`` in the type of ``value``."""
     raise TypeError("compiled code only")
 
 
@@ -161,13 +167,6 @@ def _rounded(x, value):
     if x.dtype == types.uint16:
         return lambda x, value: float32_of_bfloat16(bfloat16_of_float32(np.float32(value)))
     return lambda x, value: value
-
-
-@overload(like)
-def _like(value, constant):
-    if value == types.float64:
-        return lambda value, constant: np.float64(constant)
-    return lambda value, constant: np.float32(constant)
 
 
 @uncounted

@@ -46,6 +46,7 @@ __all__ = [
     "build_id",
     "cache_dir",
     "compute",
+    "constant",
     "counted",
     "inner",
     "kernel",
@@ -74,6 +75,20 @@ _PART: dict[str, Any] = {"pipeline_class": PartCompiler, **_WITHIN}
 counted = part(**_PART)
 uncounted = part(_nrt=False, **_PART)
 alone = part(_nrt=False, **{**_PART, "pipeline_class": ApartCompiler})
+
+
+def constant(of: Callable[[types.Type], int | bool]) -> Any:
+    """Decorate a function of an argument's type: a number in compiled code, without a call."""
+
+    def value(typingctx, x):
+        number = of(x)
+        kind = types.boolean if isinstance(number, bool) else types.int64
+        return kind(x), lambda context, builder, sig, args: context.get_constant(kind, number)
+
+    value.__doc__ = of.__doc__
+    return extending.intrinsic(value)
+
+
 overload = partial(extending.overload, jit_options={"_nrt": False, **_PART})
 overload_array = partial(extending.overload, jit_options={"_nrt": True, **_PART})  # for what returns one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite.binding import llvm_version_info
 from numba.core.registry import cpu_target
 
-from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
+from gpu_ops.kernels.numba_cpu.jit import constant, uncounted
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
@@ -16,15 +16,10 @@ DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES and llvm_version
 0.61) spells its operands in another way."""
 
 
+@constant
 def lanes(x):
-    """Elements of 1-D array ``x`` in one vector."""
-    raise TypeError("compiled code only")
-
-
-@overload(lanes)
-def _lanes(x):
-    width = VECTOR_BYTES // (x.dtype.bitwidth // 8)
-    return lambda x: width
+    """Elements of array ``x`` in one vector."""
+    return VECTOR_BYTES // (x.dtype.bitwidth // 8)
 
 
 @uncounted
