@@ -44,8 +44,8 @@ from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
 from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
+from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
 

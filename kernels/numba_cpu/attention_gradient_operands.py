@@ -19,8 +19,8 @@ from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
-from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, constant, inner, overload, overload_array, uncounted
 
 

@@ -9,8 +9,8 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import KEY_GROUP
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.target import round_up
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.target import round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 

@@ -47,8 +47,8 @@ from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, STEPS, score_
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
-from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
+from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, uncounted
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV

@@ -23,8 +23,8 @@ from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bflo
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array
 
 

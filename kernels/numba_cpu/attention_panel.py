@@ -37,9 +37,9 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns_scaled, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 

@@ -19,6 +19,12 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.lowering import Lower
 
+Emit = Callable[[Any, Any, Any], Any]  # of an IR builder and two values
+
+
+def _compare(emit: str, sign: str) -> Emit:
+    return lambda b, x, y: getattr(b, emit)(sign, x, y)
+
 
 def _divided(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
     """Python's quotient and remainder; 0 and 0 for a divisor 0, as in all kernels."""
@@ -41,20 +47,20 @@ _COMPARED = {
     operator.eq: "==",
     operator.ne: "!=",
 }
-_INTEGERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+_INTEGERS: dict[Any, Emit] = {
     operator.add: lambda b, x, y: b.add(x, y, flags=["nsw"]),
     operator.sub: lambda b, x, y: b.sub(x, y, flags=["nsw"]),
     operator.mul: lambda b, x, y: b.mul(x, y, flags=["nsw"]),
     operator.floordiv: lambda b, x, y: _divided(b, x, y)[0],
     operator.mod: lambda b, x, y: _divided(b, x, y)[1],
-    **{op: lambda b, x, y, sign=sign: b.icmp_signed(sign, x, y) for op, sign in _COMPARED.items()},
+    **{op: _compare("icmp_signed", sign) for op, sign in _COMPARED.items()},
 }
-_REALS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+_REALS: dict[Any, Emit] = {
     operator.add: lambda b, x, y: b.fadd(x, y),
     operator.sub: lambda b, x, y: b.fsub(x, y),
     operator.mul: lambda b, x, y: b.fmul(x, y),
-    **{op: lambda b, x, y, sign=sign: b.fcmp_ordered(sign, x, y) for op, sign in _COMPARED.items()},
-    operator.ne: lambda b, x, y: b.fcmp_unordered("!=", x, y),
+    **{op: _compare("fcmp_ordered", sign) for op, sign in _COMPARED.items()},
+    operator.ne: _compare("fcmp_unordered", "!="),
 }
 _ARITHMETIC = {types.int64: _INTEGERS, types.float32: _REALS, types.float64: _REALS}
 
