@@ -42,6 +42,7 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
+from gpu_ops.kernels.numba_cpu.ir.decode import NARROW_KEYS
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
@@ -51,7 +52,9 @@ from gpu_ops.kernels.numba_cpu.parallel import claim
 
 KEY_NANOSECONDS = 30  # for a row of K and one of V
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
-AHEAD_BYTES = 1 << 14  # how far on in memory rows are asked for; 8 to 32 KB are the same
+AHEAD_BYTES = (
+    3 << 12
+)  # how far on in memory rows are asked for; at 32 KB they leave the first cache before use
 
 # (dtype, rows of a tile)
 VARIANTS = tuple((t, rows) for t in FLOATS for rows in (1, 2, 4))
@@ -83,7 +86,7 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
         heads_kv = call.nheads_kv if abs(strides[2]) < abs(strides[1]) else 1
         tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
         row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
-        ahead = min(max(AHEAD_BYTES // row_bytes, VECTOR_BYTES // 4 // rows), call.block_n)
+        ahead = min(max(AHEAD_BYTES // row_bytes, NARROW_KEYS if dtype.itemsize == 2 else 1), call.block_n)
         launch(attention_decode[variant], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
 
     return decode

@@ -7,7 +7,7 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY, score_scale
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
-from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, score_keys, subtract_max
+from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, keys_of, score_keys, subtract_max
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import uncounted
@@ -55,7 +55,7 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
 def score_block(w, tile, k, call, heads_kv, padded, ahead):
     """s = scale Q K^T for all KV heads, in the order of memory."""
     scale = like(w.s[0, 0], score_scale(call))
-    rows, keys = len(tile), w.row_max.shape[1] // len(tile)
+    rows, keys = len(tile), keys_of(tile, k)
     tiles = call.block_m // rows
     stride, s_stride = w.q.shape[1], w.s.shape[1]
     for j in range(0, padded, keys):
@@ -95,7 +95,7 @@ def weigh_block(w, tile, padded):
 @uncounted
 def sum_values(w, tile, v, call, heads_kv, padded, ahead):
     """part = p V for all KV heads, in the order of memory."""
-    rows, keys = len(tile), w.row_max.shape[1] // len(tile)
+    rows, keys = len(tile), keys_of(tile, v)
     tiles = call.block_m // rows
     stride, s_stride = w.o.shape[1], w.s.shape[1]
     w.part[:] = 0

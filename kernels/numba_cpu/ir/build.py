@@ -89,17 +89,21 @@ def prefetch(b: Any, pointer: Any) -> None:
 
 
 def sum_lanes(b: Any, vectors: list[Any]) -> Any:
-    """Lane i of the result is the sum over the lanes of ``vectors[i]``; as many vectors as lanes.
+    """Lane i of the result is the sum over the lanes of ``vectors[i]``; of fewer vectors than lanes, over and over.
 
     Each step adds neighbours and halves the number of vectors: 15 steps for 16 vectors.
     """
-    width = len(vectors)
+    width = vectors[0].type.count
     add = b.add if isinstance(vectors[0].type.element, ir.IntType) else b.fadd
     block = 1
-    while block < width:
+    while len(vectors) > 1:
         low = [c if c & block == 0 else width + c - block for c in range(width)]
         high = [c + block if c & block == 0 else width + c for c in range(width)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [add(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
         block *= 2
-    return vectors[0]
+    total = vectors[0]
+    while block < width:
+        total = add(total, shuffle(b, total, total, [c ^ block for c in range(width)]))
+        block *= 2
+    return total

@@ -1,8 +1,8 @@
 """The vector steps of attention over a cache, as LLVM IR: lanes along head_dim, rows as they lie.
 
 A K or V row is named by its address, so pages and strides are all the same here; decode_rows.py
-says how it becomes vectors. One call takes one vector of scores: LANES / rows keys of a tile of ``rows``
-(1, 2 or 4) query rows, four keys at a time, as many as have their sums, weights and addresses in registers.
+says how it becomes vectors. One call takes one or a few keys (``keys_of``) of a tile of ``rows`` (1, 2 or 4) query
+rows: their sums, weights and addresses are in registers.
 
 Scores lie as s[key, row] in one flat array: lane c belongs to row c % rows. Sums and maxima are
 vertical. ``rows`` comes as a tuple of that length, of which only the type matters: the code is unrolled
@@ -29,8 +29,12 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
 )
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.jit import overload
 
-GROUP = 4  # keys at a time
+# Keys of 16-bit elements at a time: a vector of a query then serves them all, and widening is most of the work.
+# Others come one by one, in the order of memory: that reads 80 % of what memory gives, where four rows at once, 4 KB
+# apart, read 70 (a cache of keys that stays in the processor's own is read 1.5 times as fast in fours).
+NARROW_KEYS = 4
 _I8 = ir.IntType(8)
 _SIZE = types.intp
 
@@ -46,6 +50,21 @@ def _rows_at(context, b, places_type, places, first, shift, ahead, count):
     return [(pointer(here, j), pointer(there, j)) for j in range(count)]
 
 
+def _keys(row: Rows, n_rows: int) -> int:
+    return min(NARROW_KEYS, row.lanes // n_rows) if row.parts == 2 else 1
+
+
+def keys_of(rows, x):
+    """Keys that one call of ``score_keys`` or ``add_values`` takes."""
+    raise TypeError("compiled code only")
+
+
+@overload(keys_of)
+def _keys_of(rows, x):
+    keys = _keys(Rows(x.dtype), rows.count)
+    return lambda rows, x: keys
+
+
 def _each_chunk(b, row, dim, step):
     """``step(index, byte)`` for every whole chunk of ``dim`` elements, then ``step(index, byte, rest)``."""
     full, rest = b.sdiv(dim, number(row.elements)), b.srem(dim, number(row.elements))
@@ -57,7 +76,7 @@ def _each_chunk(b, row, dim, step):
 
 @intrinsic
 def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_stride, dim, s, s_at, scale):
-    """s[key, row] = scale * q[row] . x[key] for LANES / rows keys, whose addresses are ``places[first:] + shift``.
+    """s[key, row] = scale * q[row] . x[key] for ``keys_of`` keys, whose addresses are ``places[first:] + shift``.
 
     Meanwhile the rows ``ahead`` places on are asked for. Where q holds words of two bfloat16, one instruction
     multiplies them with those of x; else both are in the order of the vectors.
@@ -68,39 +87,35 @@ def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_strid
         _, _, places_, first_, shift_, ahead_, q_, q_at_, q_stride_, dim_, s_, s_at_, scale_ = args
         row = Rows(x.dtype)
         words = ir.VectorType(ir.IntType(32), row.lanes)
-        n_keys = row.lanes // n_rows
-        group = min(n_keys, GROUP)
+        keys = _keys(row, n_rows)
         queries = [
             address(context, b, sig.args[6], q_, b.add(q_at_, b.mul(q_stride_, number(r))))
             for r in range(n_rows)
         ]
-        sums = []
-        for start in range(0, n_keys, group):
-            at = b.add(first_, number(start))
-            pointers = _rows_at(context, b, sig.args[2], places_, at, shift_, ahead_, group)
-            acc = [cgutils.alloca_once(b, row.vector) for _ in range(group * n_rows)]
-            for total in acc:
-                b.store(row.zero, total)
+        pointers = _rows_at(context, b, sig.args[2], places_, first_, shift_, ahead_, keys)
+        acc = [cgutils.alloca_once(b, row.vector) for _ in range(keys * n_rows)]
+        for total in acc:
+            b.store(row.zero, total)
 
-            def step(element, byte, rest=None, pointers=pointers, acc=acc):
-                values = []
-                for source, coming in pointers:
-                    raw = row.load_raw(b, b.gep(source, [byte]), rest)
-                    values.append([raw] if pairs else row.widen(b, raw))
-                    prefetch(b, b.gep(coming, [byte]))
-                multiply_add, vector = (dot_bfloat16, words) if pairs else (fma, row.vector)
-                for part in range(len(values[0])):
-                    place = b.udiv(element, number(2)) if pairs else b.add(element, number(part * row.lanes))
-                    for r, query in enumerate(queries):
-                        factor = load_vector(b, b.gep(query, [place]), vector)
-                        for j in range(group):
-                            total = acc[j * n_rows + r]
-                            b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
+        def step(element, byte, rest=None):
+            values = []
+            for source, coming in pointers:
+                raw = row.load_raw(b, b.gep(source, [byte]), rest)
+                values.append([raw] if pairs else row.widen(b, raw))
+                prefetch(b, b.gep(coming, [byte]))
+            multiply_add, vector = (dot_bfloat16, words) if pairs else (fma, row.vector)
+            for part in range(len(values[0])):
+                place = b.udiv(element, number(2)) if pairs else b.add(element, number(part * row.lanes))
+                for r, query in enumerate(queries):
+                    factor = load_vector(b, b.gep(query, [place]), vector)
+                    for j in range(keys):
+                        total = acc[j * n_rows + r]
+                        b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
 
-            _each_chunk(b, row, dim_, step)
-            sums += [b.load(total) for total in acc]
-        scores = b.fmul(sum_lanes(b, sums), splat(b, scale_, row.lanes))
-        store_vector(b, scores, address(context, b, sig.args[10], s_, s_at_))
+        _each_chunk(b, row, dim_, step)
+        scores = b.fmul(sum_lanes(b, [b.load(total) for total in acc]), splat(b, scale_, row.lanes))
+        kept = shuffle(b, scores, scores, list(range(len(acc))))
+        store_vector(b, kept, address(context, b, sig.args[10], s_, s_at_))
         return context.get_dummy_value()
 
     i = _SIZE
@@ -165,45 +180,39 @@ def add_weights(typingctx, p, p_at, n, row_sum, sum_at):
 
 @intrinsic
 def add_values(typingctx, rows, x, places, first, shift, ahead, p, p_at, o, o_at, o_stride, dim):
-    """o[row] += sum over LANES / rows keys of p[key, row] * x[key]; addresses as in :func:`score_keys`.
+    """o[row] += sum over ``keys_of`` keys of p[key, row] * x[key]; addresses as in :func:`score_keys`.
 
-    The weights of a group stay in registers (one each, in all lanes), and O comes by, chunk after chunk.
+    Their weights stay in registers (one each, in all lanes), and O comes by, chunk after chunk.
     """
     n_rows = rows.count
 
     def codegen(context, b, sig, args):
         _, _, places_, first_, shift_, ahead_, p_, p_at_, o_, o_at_, o_stride_, dim_ = args
         row = Rows(x.dtype)
-        n_keys = row.lanes // n_rows
-        group = min(n_keys, GROUP)
+        keys = _keys(row, n_rows)
         weights = address(context, b, sig.args[6], p_, p_at_)
         targets = [
             address(context, b, sig.args[8], o_, b.add(o_at_, b.mul(o_stride_, number(r))))
             for r in range(n_rows)
         ]
-        for start in range(0, n_keys, group):
-            at = b.add(first_, number(start))
-            pointers = _rows_at(context, b, sig.args[2], places_, at, shift_, ahead_, group)
-            factors = [
-                splat(b, b.load(b.gep(weights, [number(start * n_rows + i)])), row.lanes)
-                for i in range(group * n_rows)
-            ]
+        pointers = _rows_at(context, b, sig.args[2], places_, first_, shift_, ahead_, keys)
+        factors = [splat(b, b.load(b.gep(weights, [number(i)])), row.lanes) for i in range(keys * n_rows)]
 
-            def step(element, byte, rest=None, pointers=pointers, factors=factors):
-                values = []
-                for source, coming in pointers:
-                    values.append(row.load(b, b.gep(source, [byte]), rest))
-                    prefetch(b, b.gep(coming, [byte]))
-                for part in range(row.parts):
-                    column = b.add(element, number(part * row.lanes))
-                    for r, target in enumerate(targets):
-                        slot = b.gep(target, [column])
-                        total = load_vector(b, slot, row.vector)
-                        for j in range(group):
-                            total = fma(b, values[j][part], factors[j * n_rows + r], total)
-                        store_vector(b, total, slot)
+        def step(element, byte, rest=None):
+            values = []
+            for source, coming in pointers:
+                values.append(row.load(b, b.gep(source, [byte]), rest))
+                prefetch(b, b.gep(coming, [byte]))
+            for part in range(row.parts):
+                column = b.add(element, number(part * row.lanes))
+                for r, target in enumerate(targets):
+                    slot = b.gep(target, [column])
+                    total = load_vector(b, slot, row.vector)
+                    for j in range(keys):
+                        total = fma(b, values[j][part], factors[j * n_rows + r], total)
+                    store_vector(b, total, slot)
 
-            _each_chunk(b, row, dim_, step)
+        _each_chunk(b, row, dim_, step)
         return context.get_dummy_value()
 
     i = _SIZE
