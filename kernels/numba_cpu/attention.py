@@ -45,6 +45,8 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
 
+ELEMENT_NANOSECONDS = 0.3  # to add an element of a part
+
 
 def prepare(
     q: Array,
@@ -101,6 +103,9 @@ def prepare(
         launch = launcher(call.batch * call.nheads_kv * max_seqlen_k * KEY_NANOSECONDS)
         decode = prepare_decode(call, dtype, launch)
 
+    elements = call.n_splits * call.batch * call.nheads * max_seqlen_q * call.head_dim_v
+    launch_combine = launcher(elements * ELEMENT_NANOSECONDS)
+
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
     ) -> None:
@@ -113,7 +118,7 @@ def prepare(
             launch(attention_forward[variant], tasks, call, *arrays, *optional, *parts)
         if split:
             combine = attention_combine[dtype]
-            launch(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
+            launch_combine(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
 
     return run
 
