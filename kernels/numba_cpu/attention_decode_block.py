@@ -58,12 +58,13 @@ def score_block(w, tile, k, call, heads_kv, padded, ahead):
     rows, keys = len(tile), keys_of(tile, k)
     tiles = call.block_m // rows
     stride, s_stride = w.q.shape[1], w.s.shape[1]
-    for j in range(0, padded, keys):
+    for j in range(0, padded, len(keys)):
         for t in range(heads_kv * tiles):
             later = ahead if t % tiles == 0 else 0  # these rows are in the cache: asking again is free
             shift, s_at = t // tiles * k.strides[2], t * s_stride + j * rows
             score_keys(
                 tile,
+                keys,
                 k,
                 w.places,
                 j,
@@ -99,12 +100,14 @@ def sum_values(w, tile, v, call, heads_kv, padded, ahead):
     tiles = call.block_m // rows
     stride, s_stride = w.o.shape[1], w.s.shape[1]
     w.part[:] = 0
-    for j in range(0, padded, keys):
+    for j in range(0, padded, len(keys)):
         for t in range(heads_kv * tiles):
             later = ahead if t % tiles == 0 else 0
             shift, p_at = t // tiles * v.strides[2], t * s_stride + j * rows
             at, o_at = call.block_n + j, t * rows * stride
-            add_values(tile, v, w.places, at, shift, later, w.s, p_at, w.part, o_at, stride, call.head_dim_v)
+            add_values(
+                tile, keys, v, w.places, at, shift, later, w.s, p_at, w.part, o_at, stride, call.head_dim_v
+            )
 
 
 @uncounted

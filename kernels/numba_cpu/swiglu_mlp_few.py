@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.decode import GROUP, score_keys
+from gpu_ops.kernels.numba_cpu.ir.decode import score_keys
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
 from gpu_ops.kernels.numba_cpu.ir.memory import row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, VECTOR_BYTES, lanes, round_up
@@ -27,6 +27,8 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, launcher, thread_count
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
 
 Array = np.ndarray[Any, Any]
+
+AT_ONCE = 4  # rows, and as many are asked for meanwhile
 
 
 def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
@@ -64,14 +66,16 @@ def widened(x, w):
 
 
 def few(sums):
-    """A tuple as long as the tokens that one vector of sums takes: four, if it has as many lanes."""
+    """Two tuples: of four, or of as many lanes as a vector of sums has; and of the rows that fill it with those."""
     raise TypeError("compiled code only")
 
 
 @overload(few)
 def _few(sums):
-    tokens = (0,) * min(4, VECTOR_BYTES * 8 // sums.dtype.bitwidth)
-    return lambda sums: tokens
+    width = VECTOR_BYTES * 8 // sums.dtype.bitwidth
+    four = (0,) * min(AT_ONCE, width)
+    rows = (0,) * (width // len(four))
+    return lambda sums: (four, rows)
 
 
 @uncounted
@@ -84,23 +88,22 @@ def list_rows(addresses, at, w, first, stop, n):
 @counted
 def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
-    depth = w.shape[1]
-    width, stride = lanes(sums), x.shape[1]
-    vector, one = scratch(1, width, sums[0, 0])[0], sum_of(w) + 1
+    depth, stride, one = w.shape[1], x.shape[1], sum_of(w) + 1
+    four, rows = few(sums)
     if tokens == 1:
-        score_keys((0,), w, addresses, at, 0, GROUP, x, 0, stride, depth, vector, 0, one)
-        for r in range(n_rows):
-            sums[0, r] = vector[r]
+        for first in range(0, n_rows, len(four)):
+            score_keys(
+                (0,), four, w, addresses, at + first, 0, AT_ONCE, x, 0, stride, depth, sums, first, one
+            )  # fmt: skip
     else:
-        four = few(sums)
-        rows = width // len(four)
-        for first in range(0, n_rows, rows):
+        tile = scratch(1, lanes(sums), sums[0, 0])[0]
+        for first in range(0, n_rows, len(rows)):
             for t in range(0, tokens, len(four)):
                 score_keys(
-                    four, w, addresses, at + first, 0, GROUP, x, t * stride, stride, depth, vector, 0, one
+                    four, rows, w, addresses, at + first, 0, AT_ONCE, x, t * stride, stride, depth, tile, 0, one
                 )  # fmt: skip
-                for c in range(width):
-                    sums[t + c % len(four), first + c // len(four)] = vector[c]
+                for c in range(len(tile)):
+                    sums[t + c % len(four), first + c // len(four)] = tile[c]
 
 
 def _hidden_signature(t: str) -> tuple[types.Type, ...]:
@@ -115,7 +118,7 @@ def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, h):
     width = lanes(h)
     wide = widened(x, w_gate)
     gate, up = scratch(len(wide), width, sum_of(w_gate)), scratch(len(wide), width, sum_of(w_gate))
-    addresses = np.zeros(2 * (chunk + width) + GROUP, np.int64)
+    addresses = np.zeros(2 * (chunk + width) + AT_ONCE, np.int64)
     task = claim(state)
     while task < n_tasks:
         first, stop = task * chunk, min(ffn, (task + 1) * chunk)
@@ -143,7 +146,7 @@ def few_down(state, n_tasks, chunk, h, w, y):
     width = lanes(h)
     wide = widened(h, w)
     sums = scratch(len(wide), width, sum_of(w))
-    addresses = np.zeros(chunk + width + GROUP, np.int64)
+    addresses = np.zeros(chunk + width + AT_ONCE, np.int64)
     task = claim(state)
     while task < n_tasks:
         first, stop = task * chunk, min(rows, (task + 1) * chunk)

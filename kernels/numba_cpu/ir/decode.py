@@ -1,12 +1,12 @@
 """The vector steps of attention over a cache, as LLVM IR: lanes along head_dim, rows as they lie.
 
 A K or V row is named by its address, so pages and strides are all the same here; decode_rows.py
-says how it becomes vectors. One call takes one or a few keys (``keys_of``) of a tile of ``rows`` (1, 2 or 4) query
-rows: their sums, weights and addresses are in registers.
+says how it becomes vectors. One call takes a few ``keys`` of a tile of ``rows`` (1, 2 or 4) query rows: their sums,
+weights and addresses are in registers.
 
 Scores lie as s[key, row] in one flat array: lane c belongs to row c % rows. Sums and maxima are
-vertical. ``rows`` comes as a tuple of that length, of which only the type matters: the code is unrolled
-by it.
+vertical. ``rows`` and ``keys`` come as tuples of that length, of which only the type matters: the code is unrolled
+by them.
 """
 
 from __future__ import annotations
@@ -50,18 +50,15 @@ def _rows_at(context, b, places_type, places, first, shift, ahead, count):
     return [(pointer(here, j), pointer(there, j)) for j in range(count)]
 
 
-def _keys(row: Rows, n_rows: int) -> int:
-    return min(NARROW_KEYS, row.lanes // n_rows) if row.parts == 2 else 1
-
-
 def keys_of(rows, x):
-    """Keys that one call of ``score_keys`` or ``add_values`` takes."""
+    """As many keys of a cache like ``x`` as ``score_keys`` and ``add_values`` take at a time, as a tuple."""
     raise TypeError("compiled code only")
 
 
 @overload(keys_of)
 def _keys_of(rows, x):
-    keys = _keys(Rows(x.dtype), rows.count)
+    row = Rows(x.dtype)
+    keys = (0,) * (min(NARROW_KEYS, row.lanes // rows.count) if row.parts == 2 else 1)
     return lambda rows, x: keys
 
 
@@ -75,25 +72,24 @@ def _each_chunk(b, row, dim, step):
 
 
 @intrinsic
-def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_stride, dim, s, s_at, scale):
-    """s[key, row] = scale * q[row] . x[key] for ``keys_of`` keys, whose addresses are ``places[first:] + shift``.
+def score_keys(typingctx, rows, keys, x, places, first, shift, ahead, q, q_at, q_stride, dim, s, s_at, scale):
+    """s[key, row] = scale * q[row] . x[key] for all ``keys``, whose addresses are ``places[first:] + shift``.
 
     Meanwhile the rows ``ahead`` places on are asked for. Where q holds words of two bfloat16, one instruction
     multiplies them with those of x; else both are in the order of the vectors.
     """
-    n_rows, pairs = rows.count, q.dtype == types.uint32
+    n_rows, n_keys, pairs = rows.count, keys.count, q.dtype == types.uint32
 
     def codegen(context, b, sig, args):
-        _, _, places_, first_, shift_, ahead_, q_, q_at_, q_stride_, dim_, s_, s_at_, scale_ = args
+        _, _, _, places_, first_, shift_, ahead_, q_, q_at_, q_stride_, dim_, s_, s_at_, scale_ = args
         row = Rows(x.dtype)
         words = ir.VectorType(ir.IntType(32), row.lanes)
-        keys = _keys(row, n_rows)
         queries = [
-            address(context, b, sig.args[6], q_, b.add(q_at_, b.mul(q_stride_, number(r))))
+            address(context, b, sig.args[7], q_, b.add(q_at_, b.mul(q_stride_, number(r))))
             for r in range(n_rows)
         ]
-        pointers = _rows_at(context, b, sig.args[2], places_, first_, shift_, ahead_, keys)
-        acc = [cgutils.alloca_once(b, row.vector) for _ in range(keys * n_rows)]
+        pointers = _rows_at(context, b, sig.args[3], places_, first_, shift_, ahead_, n_keys)
+        acc = [cgutils.alloca_once(b, row.vector) for _ in range(n_keys * n_rows)]
         for total in acc:
             b.store(row.zero, total)
 
@@ -108,18 +104,18 @@ def score_keys(typingctx, rows, x, places, first, shift, ahead, q, q_at, q_strid
                 place = b.udiv(element, number(2)) if pairs else b.add(element, number(part * row.lanes))
                 for r, query in enumerate(queries):
                     factor = load_vector(b, b.gep(query, [place]), vector)
-                    for j in range(keys):
+                    for j in range(n_keys):
                         total = acc[j * n_rows + r]
                         b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
 
         _each_chunk(b, row, dim_, step)
         scores = b.fmul(sum_lanes(b, [b.load(total) for total in acc]), splat(b, scale_, row.lanes))
         kept = shuffle(b, scores, scores, list(range(len(acc))))
-        store_vector(b, kept, address(context, b, sig.args[10], s_, s_at_))
+        store_vector(b, kept, address(context, b, sig.args[11], s_, s_at_))
         return context.get_dummy_value()
 
     i = _SIZE
-    return types.void(rows, x, places, i, i, i, q, i, i, i, s, i, s.dtype), codegen
+    return types.void(rows, keys, x, places, i, i, i, q, i, i, i, s, i, s.dtype), codegen
 
 
 @intrinsic
@@ -179,24 +175,23 @@ def add_weights(typingctx, p, p_at, n, row_sum, sum_at):
 
 
 @intrinsic
-def add_values(typingctx, rows, x, places, first, shift, ahead, p, p_at, o, o_at, o_stride, dim):
-    """o[row] += sum over ``keys_of`` keys of p[key, row] * x[key]; addresses as in :func:`score_keys`.
+def add_values(typingctx, rows, keys, x, places, first, shift, ahead, p, p_at, o, o_at, o_stride, dim):
+    """o[row] += sum over the ``keys`` of p[key, row] * x[key]; addresses as in :func:`score_keys`.
 
     Their weights stay in registers (one each, in all lanes), and O comes by, chunk after chunk.
     """
-    n_rows = rows.count
+    n_rows, n_keys = rows.count, keys.count
 
     def codegen(context, b, sig, args):
-        _, _, places_, first_, shift_, ahead_, p_, p_at_, o_, o_at_, o_stride_, dim_ = args
+        _, _, _, places_, first_, shift_, ahead_, p_, p_at_, o_, o_at_, o_stride_, dim_ = args
         row = Rows(x.dtype)
-        keys = _keys(row, n_rows)
-        weights = address(context, b, sig.args[6], p_, p_at_)
+        weights = address(context, b, sig.args[7], p_, p_at_)
         targets = [
-            address(context, b, sig.args[8], o_, b.add(o_at_, b.mul(o_stride_, number(r))))
+            address(context, b, sig.args[9], o_, b.add(o_at_, b.mul(o_stride_, number(r))))
             for r in range(n_rows)
         ]
-        pointers = _rows_at(context, b, sig.args[2], places_, first_, shift_, ahead_, keys)
-        factors = [splat(b, b.load(b.gep(weights, [number(i)])), row.lanes) for i in range(keys * n_rows)]
+        pointers = _rows_at(context, b, sig.args[3], places_, first_, shift_, ahead_, n_keys)
+        factors = [splat(b, b.load(b.gep(weights, [number(i)])), row.lanes) for i in range(n_keys * n_rows)]
 
         def step(element, byte, rest=None):
             values = []
@@ -208,7 +203,7 @@ def add_values(typingctx, rows, x, places, first, shift, ahead, p, p_at, o, o_at
                 for r, target in enumerate(targets):
                     slot = b.gep(target, [column])
                     total = load_vector(b, slot, row.vector)
-                    for j in range(keys):
+                    for j in range(n_keys):
                         total = fma(b, values[j][part], factors[j * n_rows + r], total)
                     store_vector(b, total, slot)
 
@@ -216,4 +211,4 @@ def add_values(typingctx, rows, x, places, first, shift, ahead, p, p_at, o, o_at
         return context.get_dummy_value()
 
     i = _SIZE
-    return types.void(rows, x, places, i, i, i, p, i, o, i, i, i), codegen
+    return types.void(rows, keys, x, places, i, i, i, p, i, o, i, i, i), codegen
