@@ -70,7 +70,7 @@ inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
 # Vectors of other functions are the kernel's affair, or written by hand: they are parts of it. What makes arrays is
 # ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of
 # decoding's time, and takes time to compile. ``alone`` is ``uncounted``, and never inlined: for loops over much that
-# several places need, each of which would get vector code of its own.
+# several places need, each of which would get vector code of its own. What they may not do: lowering.py.
 _PART: dict[str, Any] = {"pipeline_class": PartCompiler, **_WITHIN}
 counted = part(**_PART)
 uncounted = part(_nrt=False, **_PART)
