@@ -202,6 +202,8 @@ class Arrays:
                 result: Array = self._device.empty(shape, dtype, name)
                 return result
             return POOL.empty(shape, dtype)
+        except OptionError:  # of the pool
+            raise
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
             required = math.prod(shape) * np.dtype(dtype).itemsize
             raise OutOfMemoryError(

@@ -109,8 +109,10 @@ def test_nothing_is_kept_without_a_limit(pool, monkeypatch):
 @pytest.mark.parametrize("text", ["-1", "many", "", "1.5"])
 def test_a_limit_that_is_no_number_is_refused(pool, monkeypatch, text):
     monkeypatch.setenv("GPU_OPS_POOL_MB", text)
+    monkeypatch.setattr("gpu_ops.arrays.POOL", pool)
+    x = np.ones((1024, 1024), np.float32)
     with pytest.raises(OptionError, match="GPU_OPS_POOL_MB"):
-        pool.empty((4 * MB,), np.uint8)
+        gpu_ops.swiglu(x, x)
 
 
 def test_without_a_mapping_the_result_is_numpys(pool, monkeypatch):
