@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -165,11 +165,8 @@ def test_threads_never_share_a_block(pool):
             if (x[::4096] != mark).any():
                 mistakes.append(mark)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(1, 9)))
     assert not mistakes
     assert pool.kept_bytes <= pool.limit
 

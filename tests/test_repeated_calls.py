@@ -1,8 +1,8 @@
 """Later calls of a kind skip validation: same results, same mistakes answered, nothing of the first call kept."""
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -329,9 +329,6 @@ def test_from_many_threads(rng):
             if not np.array_equal(gpu_ops.attention(x[:, :n], x, x), expected[n - 1]):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(1, 9)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(call, range(1, 9)))
     assert not wrong
