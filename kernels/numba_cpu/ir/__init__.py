@@ -7,6 +7,7 @@ memory              scratch arrays on cache-line boundaries, stores past the cac
 carve               the arrays of a thread in one piece of memory
 held                named tuples passed as one pointer
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
+exp2                powers of two of vectors
 softmax             scores of a tile of keys become weights, maximum and sum move along
 attention_gradient  S and dP of a tile of keys become P and dS in registers
 decode              attention over a cache: scores, maxima, sums, weighted rows

@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import (
     dot_bfloat16,
+    every,
     fma,
     load_vector,
     number,
@@ -32,6 +33,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
+from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, PAIRS, exp2
 from gpu_ops.kernels.numba_cpu.ir.held import Held, field
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR
 
@@ -40,37 +42,6 @@ STEPS = 2  # words of head_dim in one round of a product
 
 _INT, _FLOAT = ir.VectorType(ir.IntType(32), MAX_LANES), ir.VectorType(ir.FloatType(), MAX_LANES)
 _TILE = [(m, n) for m in range(MR) for n in range(2)]
-
-# 2^f in [-1/2, 1/2], highest power first: largest relative errors 2.6e-6 (P is rounded to bfloat16) and 7.5e-8
-_PAIRS = (0.009582852944731712, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163, 1.0)
-_FLOATS = (
-    0.001326472731307149,
-    0.009671512991189957,
-    0.05550733581185341,
-    0.24022242426872253,
-    0.6931470036506653,
-    1.0,
-)
-
-
-def _every(value: float) -> Any:
-    kind = _INT if isinstance(value, int) else _FLOAT
-    return ir.Constant(kind, [value] * MAX_LANES)
-
-
-def _exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
-    """2^x per lane for x < 127; 0 where that is no normal number; NaN stays NaN."""
-    low, magic = (
-        _every(-127.0),
-        _every(1.5 * 2.0**23 + 127),
-    )  # rounds, and leaves the exponent's bits on the right
-    x = b.select(b.fcmp_ordered("<", x, low), low, x)
-    rounded = b.fadd(x, magic)
-    f = b.fsub(x, b.fsub(rounded, magic))
-    p = _every(polynomial[0])
-    for coefficient in polynomial[1:]:
-        p = fma(b, p, f, _every(coefficient))
-    return b.fmul(p, b.bitcast(b.shl(b.bitcast(rounded, _INT), _every(23)), _FLOAT))
 
 
 class _Fields:
@@ -120,7 +91,7 @@ def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, s
         splats = [splat(b, b.load(b.gep(pointer, [here])), MAX_LANES) for pointer in starts]
         totals = [multiply_add(b, splats[m], factors[n], x) for (m, n), x in zip(_TILE, totals, strict=True)]
     following = b.add(step, number(STEPS))
-    zeros = (zero, *[_every(0.0)] * len(_TILE))
+    zeros = (zero, *[every(_FLOAT, 0.0)] * len(_TILE))
     for phi, first, next_ in zip((step, *sums), zeros, (following, *totals), strict=True):
         phi.add_incoming(first, entry)
         phi.add_incoming(next_, loop)
@@ -137,9 +108,9 @@ def _mask(b: Any, w: _Fields, values: list[Any], lane: Any, key: Any, masked: An
         first = splat(b, b.trunc(key, ir.IntType(32)), MAX_LANES)
         kept = []
         for (m, n), value in zip(_TILE, values, strict=True):
-            here = b.add(first, _every(m))
+            here = b.add(first, every(_INT, m))
             seen = b.and_(b.icmp_signed("<=", low[n], here), b.icmp_signed("<=", here, top[n]))
-            kept.append(b.select(seen, value, _every(0.0)))
+            kept.append(b.select(seen, value, every(_FLOAT, 0.0)))
         behind = b.block
     results = [b.phi(_FLOAT) for _ in values]
     for phi, value, other in zip(results, values, kept, strict=True):
@@ -186,9 +157,9 @@ def score_tile(typingctx, w, row, lane, key, masked, scale, steps, steps_v):
         lse, delta = (fields.vectors(name, lane_, _FLOAT) for name in ("lse2", "delta"))
         factor = splat(b, scale_, MAX_LANES)
         totals = _product(b, fields, "k", "qt", row_, lane_, steps_)
-        polynomial = _PAIRS if fields.dtype("p") == types.uint32 else _FLOATS
+        polynomial = PAIRS if fields.dtype("p") == types.uint32 else FLOAT32
         exponents = [fma(b, x, factor, b.fneg(lse[n])) for (_, n), x in zip(_TILE, totals, strict=True)]
-        p = [_exp2(b, x, polynomial) for x in exponents]
+        p = [exp2(b, x, polynomial) for x in exponents]
         p = _mask(b, fields, p, lane_, key_, masked_)
         _store(b, fields, "p", p, row_, lane_)
         totals = _product(b, fields, "v", "dot", row_, lane_, steps_v_)

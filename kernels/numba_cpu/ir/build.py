@@ -14,6 +14,11 @@ def number(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
+def every(vector: Any, value: float) -> Any:
+    """The same number in all lanes."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
 def call(b: Any, name: str, result: Any, *args: Any) -> Any:
     """An LLVM intrinsic by name."""
     function = get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)

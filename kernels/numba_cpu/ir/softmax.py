@@ -20,56 +20,11 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address, fma, load_vector, number, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
 _STEP = 4  # rows of one round of the second pass
-
-# 2^f = 1 + f * polynomial for f in [-1/2, 1/2], highest power first, and 2^f is exactly 1 at 0
-_PAIRS = (0.009582852944731712, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
-_FLOAT32 = (
-    0.001326472731307149,
-    0.009671512991189957,
-    0.05550733581185341,
-    0.24022242426872253,
-    0.6931470036506653,
-)
-_FLOAT64 = (
-    4.45562673806539e-10,
-    7.074192559576437e-09,
-    1.0178058437521037e-07,
-    1.321543255347277e-06,
-    1.5252733838008908e-05,
-    0.00015403530463664982,
-    0.001333355814641074,
-    0.00961812910758734,
-    0.055504108664821604,
-    0.24022650695910158,
-    0.6931471805599453,
-)
-
-
-def exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
-    """2^x per lane for x <= 0; 0 where that is no normal number; NaN stays NaN.
-
-    ``magic`` rounds to an integer and leaves it, with the exponent's bias added, in the low mantissa bits.
-    """
-    vector = x.type
-    mantissa, bias = (52, 1023) if vector.element == ir.DoubleType() else (23, 127)
-    integer = ir.VectorType(ir.IntType(64 if mantissa == 52 else 32), vector.count)
-
-    def constant(value: float, of: Any = vector) -> Any:
-        return ir.Constant(of, [value] * vector.count)
-
-    magic = constant(1.5 * 2.0**mantissa + bias)
-    x = b.select(b.fcmp_ordered("<", x, constant(-bias)), constant(-bias), x)
-    rounded = b.fadd(x, magic)
-    f = b.fsub(x, b.fsub(rounded, magic))
-    p = constant(polynomial[0])
-    for coefficient in (*polynomial[1:], 1.0):
-        p = fma(b, p, f, constant(coefficient))
-    power = b.shl(b.bitcast(rounded, integer), constant(mantissa, integer))
-    return b.fmul(p, b.bitcast(power, vector))
 
 
 def _bigger(b: Any, x: Any, y: Any) -> Any:
@@ -96,7 +51,7 @@ def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha,
     """
     pairs = p.dtype == types.uint32
     size = s.dtype.bitwidth // 8
-    polynomial = _PAIRS if pairs else _FLOAT32 if size == 4 else _FLOAT64
+    polynomial = PAIRS if pairs else FLOAT32 if size == 4 else FLOAT64
 
     def codegen(context, b, sig, args):
         _, at_, ld_, rows_, _, factor_, _, _, _, lane_ = args

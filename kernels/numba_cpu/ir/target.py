@@ -15,6 +15,9 @@ DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES and llvm_version
 """Whether one instruction adds two products of bfloat16 to a float32: twice the speed of float32. LLVM 15 (Numba
 0.61) spells its operands in another way."""
 
+SCALEF = VECTOR_BYTES == 64 and "+avx512dq" in FEATURES
+"""Whether single instructions split numbers at an integer and multiply by powers of two."""
+
 
 @constant
 def lanes(x):
