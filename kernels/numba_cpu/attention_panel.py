@@ -36,9 +36,9 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns_scaled, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_vector, gemm_columns_scaled, gemm_rows_largest
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, softmax_step
+from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, largest_scores, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
@@ -149,28 +149,43 @@ def add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi
         if count <= 0:
             continue
         rows, width = round_up(count, ROWS), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
-        gemm_rows(w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, panel * depth * nr, nr, rows, width, ldk, False)
-        factor = like(w.s[0, 0], factors(call, w.p)[1])
+        lane = panel * nr
+        restart(w, lane, width)
+        gemm_rows_largest(
+            w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, lane * depth, nr, rows, width, ldk, w.alpha, lane
+        )
+        factor, changed = like(w.s[0, 0], factors(call, w.p)[1]), count < rows
         if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
             finish_panel(
                 w, call, keys.b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
             )
             factor = factor if is_plain(call) else like(factor, 1.0)
+            changed = True
         for j in range(count, rows):
             w.s[j] = -np.inf
         if not finite:
-            keep_visible(w.s, count, width, factor, w.row_max[panel * nr : panel * nr + nr])
+            keep_visible(w.s, count, width, factor, w.row_max[lane : lane + nr])
+        if changed:
+            restart(w, lane, width)
+            for c in range(0, width, lanes(w.s)):
+                largest_scores(w.s, c, nr, rows, w.alpha, lane + c)
         for c in range(0, width, lanes(w.s)):
-            at = panel * nr + c
-            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, at)
+            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, lane + c)
         if finite:
             at, dim, k = panel * dim_v * nr, round_up(call.head_dim_v, MR), steps(w.vt, count)
             vt = steps(w.vt, skip) * ldv
-            gemm_columns_scaled(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, k, w.alpha, panel * nr)
+            gemm_columns_scaled(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, k, w.alpha, lane)
         else:
-            rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[panel * nr : panel * nr + nr])
+            rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[lane : lane + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
             add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
+
+
+@uncounted
+def restart(w, lane, width):
+    """The largest scores are those of the tiles before."""
+    for c in range(0, width, lanes(w.s)):
+        copy_vector(w.alpha, lane + c, 0, w.row_max, lane + c, 0)
 
 
 @uncounted

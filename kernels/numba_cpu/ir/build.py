@@ -55,6 +55,15 @@ def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
     return call(b, f"llvm.fmuladd.v{x.type.count}{kind}", x.type, x, y, total)
 
 
+def maximum(b: Any, vectors: list[Any]) -> Any:
+    """The largest per lane; a NaN is found, or not: whoever needs it looks at the numbers."""
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=False)
+        larger = [b.select(b.fcmp_ordered(">", x, y), x, y) for x, y in pairs]
+        vectors = larger + vectors[len(vectors) // 2 * 2 :]
+    return vectors[0]
+
+
 class _BFloat(ir.Type):
     """llvmlite has no bfloat, LLVM does."""
 

@@ -24,7 +24,16 @@ from numba.core import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import dot_bfloat16, fma, load_vector, number, prefetch, splat
+from gpu_ops.kernels.numba_cpu.ir.build import (
+    dot_bfloat16,
+    fma,
+    load_vector,
+    maximum,
+    number,
+    prefetch,
+    splat,
+    store_vector,
+)
 from gpu_ops.kernels.numba_cpu.ir.target import MR, VECTOR_BYTES, lanes
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
@@ -32,7 +41,7 @@ _I64 = ir.IntType(64)
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
-def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False) -> Any:
+def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, largest: bool = False) -> Any:
     """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words)."""
 
     def emit(types_, args, context, builder):
@@ -118,6 +127,14 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False) ->
                 total = fma(builder, builder.load(pointer, align=align), factor[n], value)
                 builder.store(total, pointer, align=align)
             return context.get_dummy_value()
+        if largest:
+            for n in range(nv):
+                column = [value for (_, at), value in zip(tile, result, strict=True) if at == n]
+                pointer = builder.gep(base(10), [number(n * width)])
+                store_vector(builder, maximum(builder, [*column, load_vector(builder, pointer, vector)]), pointer)
+            for pointer, value in zip(targets, result, strict=True):
+                builder.store(value, pointer, align=align)
+            return context.get_dummy_value()
         with builder.if_else(args[10]) as (add, replace):
             with add:
                 for pointer, value in zip(targets, result, strict=True):
@@ -147,13 +164,13 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False) ->
         return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean, i, i, i, i, i), codegen
 
     @intrinsic
-    def micro_scaled(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, factor, factor0):
+    def micro_columns(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, of_columns, of_columns0):
         def codegen(context, builder, sig, args):
             return emit(sig.args, args, context, builder)
 
-        return signature(types.void, c, i, i, a, i, i, b, i, i, i, factor, i), codegen
+        return signature(types.void, c, i, i, a, i, i, b, i, i, i, of_columns, i), codegen
 
-    return micro_ahead if ahead else micro_scaled if scaled else micro
+    return micro_ahead if ahead else micro_columns if scaled or largest else micro
 
 
 _rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
@@ -161,6 +178,7 @@ _columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
 rows_ahead_1, rows_ahead = (_micro(False, nv, ahead=True) for nv in (1, 2))
 columns_ahead_1, columns_ahead = (_micro(True, nv, ahead=True) for nv in (1, 2))
 _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
+_largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 
 
 def _copy(transposed: bool) -> Any:
@@ -219,6 +237,19 @@ def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     for j in range(wide, n, width):
         for i in range(0, m, MR):
             _rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
+
+
+@uncounted
+def gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
+    """C[m, n] = A[m, k] B[k, n] from offsets c0, a0, b0, and top[n] the largest of the column and of itself."""
+    width = lanes(c)
+    wide = n - n % (2 * width)
+    for j in range(0, wide, 2 * width):
+        for i in range(0, m, MR):
+            _largest_2(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, top, top0 + j)
+    for j in range(wide, n, width):
+        for i in range(0, m, MR):
+            _largest_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, top, top0 + j)
 
 
 @uncounted

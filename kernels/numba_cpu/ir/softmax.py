@@ -2,10 +2,13 @@
 
     lanes: queries
     +-------------+
-    |   s[0]      |  first pass: the largest score of each lane. Then, row after row,
+    |   s[0]      |  row after row
     |   s[1]      |      P = exp2(factor * (S - maximum))
     |   ...       |  over the scores, and its sum.
     +-------------+
+
+The product that makes the scores finds the largest of each lane as well (``gemm_rows_largest``); where they change
+after that, :func:`largest_scores` does.
 
 Weights are floats in place of the scores, or (a target array of uint32) pairs of bfloat16, as ``ir.gemm`` takes them:
 row j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
@@ -19,16 +22,12 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import address, fma, load_vector, number, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import address, fma, load_vector, maximum, number, splat, store_vector
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
 _STEP = 4  # rows of one round of the second pass
-
-
-def _bigger(b: Any, x: Any, y: Any) -> Any:
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 def _pair(b: Any, even: Any, odd: Any) -> Any:
@@ -43,11 +42,33 @@ def _pair(b: Any, even: Any, odd: Any) -> Any:
 
 
 @intrinsic
+def largest_scores(typingctx, s, at, ld, rows, top, lane):
+    """top[lane] is at least what it was, and every score of the vector of lanes at ``s[at]``."""
+    size = s.dtype.bitwidth // 8
+
+    def codegen(context, b, sig, args):
+        _, at_, ld_, rows_, _, lane_ = args
+        vector = ir.VectorType(ir.FloatType() if size == 4 else ir.DoubleType(), VECTOR_BYTES // size)
+        scores = address(context, b, sig.args[0], args[0], at_)
+        top_at = address(context, b, sig.args[4], args[4], lane_)
+        top = cgutils.alloca_once_value(b, load_vector(b, top_at, vector))
+        with cgutils.for_range(b, b.sdiv(rows_, number(ROWS))) as loop:
+            rows = [b.add(b.mul(loop.index, number(ROWS)), number(i)) for i in range(ROWS)]
+            found = [load_vector(b, b.gep(scores, [b.mul(j, ld_)]), vector) for j in rows]
+            b.store(maximum(b, [*found, b.load(top)]), top)
+        store_vector(b, b.load(top), top_at)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(s, i, i, i, top, i), codegen
+
+
+@intrinsic
 def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha, lane):
     """Weights of the vector of lanes at ``s[at]``, ``rows`` rows (a multiple of ROWS) that lie ``ld`` apart.
 
-    ``row_max``, ``row_sum`` [lane] move along; alpha[lane] is the factor for what was summed before. ``p`` is ``s``,
-    or the uint32 view of it; ``factor`` > 0 is 1 except for pairs.
+    ``alpha`` [lane] comes as the new ``row_max`` and leaves as the factor for what was summed before; ``row_max`` and
+    ``row_sum`` move along. ``p`` is ``s``, or the uint32 view of it; ``factor`` > 0 is 1 except for pairs.
     """
     pairs = p.dtype == types.uint32
     size = s.dtype.bitwidth // 8
@@ -67,19 +88,11 @@ def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha,
         def row(pointer: Any, j: Any, offset: int) -> Any:
             return b.gep(pointer, [b.mul(b.add(j, number(offset)), ld_)])
 
-        def power(x: Any, maximum: Any) -> Any:
-            x = b.fsub(x, maximum)
+        def power(x: Any, top: Any) -> Any:
+            x = b.fsub(x, top)
             return exp2(b, b.fmul(x, scale) if pairs else x, polynomial)
 
-        old = load_vector(b, top_at, vector)
-        top = cgutils.alloca_once_value(b, old)
-        with cgutils.for_range(b, b.sdiv(rows_, number(ROWS))) as loop:
-            first = b.mul(loop.index, number(ROWS))
-            found = [load_vector(b, row(scores, first, i), vector) for i in range(ROWS)]
-            while len(found) > 1:
-                found = [_bigger(b, x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
-            b.store(_bigger(b, found[0], b.load(top)), top)
-        new = b.load(top)
+        old, new = load_vector(b, top_at, vector), load_vector(b, alpha_at, vector)
         safe = b.select(b.fcmp_ordered("==", new, lowest), zero, new)  # nothing seen yet: no -inf - -inf
         rescale = power(old, safe)
         store_vector(b, new, top_at)
