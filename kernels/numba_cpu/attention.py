@@ -181,7 +181,8 @@ def attend(
             continue
         n, first, last = start_block(w, call, group, block, q_len, k_len)
         keys = held(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
-        pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, scale)
+        w.alpha[:] = scale
+        pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, w.alpha)
         if call.n_splits > 1:
             tiles = (last + 1 - first + call.block_n - 1) // call.block_n
             part = (tiles + call.n_splits - 1) // call.n_splits * call.block_n

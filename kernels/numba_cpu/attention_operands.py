@@ -21,7 +21,7 @@ from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
@@ -75,8 +75,8 @@ def put_values(to, j, row, dim):
     raise TypeError("compiled code only")
 
 
-def scale_queries(rows, factor):
-    """rows *= factor; pairs of bfloat16 take only its sign."""
+def transpose_queries(qt, at, nr, rows, d, factor):
+    """A square of ``rows`` from column ``d`` on, times ``factor``, to ``qt[at]``; pairs of bfloat16 take its sign."""
     raise TypeError("compiled code only")
 
 
@@ -150,18 +150,17 @@ def _put_values(to, j, row, dim):
     return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
 
 
-@overload(scale_queries)
-def _scale_queries(rows, factor):
-    def floats(rows, factor):
-        for row in rows:
-            for d in range(len(row)):
-                row[d] *= factor
-
-    def pairs(rows, factor):
-        if factor < 0:
+@overload(transpose_queries)
+def _transpose_queries(qt, at, nr, rows, d, factor):
+    def pairs(qt, at, nr, rows, d, factor):
+        if factor[0] < 0:
             for row in rows:
-                for d in range(len(row)):
-                    row[d] ^= np.uint32(0x80008000)
+                for k in range(d, d + rows.shape[0]):
+                    row[k] ^= np.uint32(0x80008000)
+        copy_transposed(qt, at, nr, rows, d, rows.shape[1])
+
+    def floats(qt, at, nr, rows, d, factor):
+        copy_transposed_scaled(qt, at, nr, rows, d, rows.shape[1], factor, 0)
 
     return pairs if rows.dtype == types.uint32 else floats
 
@@ -203,7 +202,8 @@ def fetch_keys(keys, call, first, n):
 
 @alone
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
-    """Fill the panels of ``n`` lanes; zero in lanes without a query. ``rows`` holds a vector's rows on their way."""
+    """Fill the panels of ``n`` lanes, times the vector ``factor``; zero in lanes without a query. ``rows`` holds a
+    vector's rows on their way."""
     width, depth = rows.shape[0], rows.shape[1]
     nr = qt.shape[1]
     kb = 0 if call.packed else b
@@ -216,10 +216,9 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
                 put_row(row, read_row(q, (kb, q_start + query[c + i], head[c + i])), call.head_dim)
             else:
                 row[:] = 0
-        scale_queries(rows, factor)
         at = c // nr * depth * nr + c % nr
         for d in range(0, depth, width):
-            copy_transposed(qt, at + d * nr, nr, rows, d, depth)
+            transpose_queries(qt, at + d * nr, nr, rows, d, factor)
 
 
 @alone

@@ -36,7 +36,12 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_vector, gemm_columns_scaled, gemm_rows_largest
+from gpu_ops.kernels.numba_cpu.ir.gemm import (
+    copy_transposed_scaled,
+    copy_vector,
+    gemm_columns_scaled,
+    gemm_rows_largest,
+)
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, largest_scores, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
@@ -272,12 +277,10 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
             lse[ob, h, q_start + i] = row_lse
     nr, width = w.s.shape[1], lanes(w.s)
     dim_v = w.ot.shape[0] // w.seen.shape[0]
-    for panel in range((n + nr - 1) // nr):
-        rescale(w.ot, panel * dim_v, dim_v, nr, w.alpha[panel * nr : panel * nr + nr])
     for start in range(0, n, width):
         at = start // nr * dim_v * nr + start % nr
         for d in range(0, dim_v, width):
-            copy_transposed(w.o_rows, d, dim_v, w.ot, at + d * nr, nr)
+            copy_transposed_scaled(w.o_rows, d, dim_v, w.ot, at + d * nr, nr, w.alpha, start)
         for c in range(smaller(width, n - start)):
             h, i = w.head[start + c], w.query[start + c]
             if call.n_splits > 1:

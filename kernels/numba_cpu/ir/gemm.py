@@ -25,6 +25,7 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import (
+    address,
     dot_bfloat16,
     fma,
     load_vector,
@@ -181,40 +182,46 @@ _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 _largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 
 
+def _emit_copy(context: Any, builder: Any, sig: Any, args: Any, transposed: bool) -> None:
+    size = sig.args[0].dtype.bitwidth // 8
+    width = VECTOR_BYTES // size
+    vector = ir.VectorType(_IR[sig.args[0].dtype], width)
+
+    def pointers(index: int, count: int) -> list[Any]:
+        array = context.make_array(sig.args[index])(context, builder, args[index])
+        base = builder.gep(array.data, [args[index + 1]])
+        steps = [builder.mul(args[index + 2], number(i)) for i in range(count)]
+        return [builder.bitcast(builder.gep(base, [i]), vector.as_pointer()) for i in steps]
+
+    count = width if transposed else 1
+    rows = [builder.load(p, align=size) for p in pointers(3, count)]
+    if len(args) > 6:
+        factor = load_vector(builder, address(context, builder, sig.args[6], args[6], args[7]), vector)
+        rows = [builder.fmul(row, factor) for row in rows]
+    half = width // 2
+    low, high = (
+        ir.Constant(
+            ir.VectorType(ir.IntType(32), width),
+            [i // 2 + start + i % 2 * width for i in range(width)],
+        )
+        for start in (0, half)
+    )
+    distance = count
+    while distance > 1:  # interleaving rows i and i + half, log2(width) times, transposes
+        pairs = [(rows[i], rows[i + half]) for i in range(half)]
+        rows = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in (low, high)]
+        distance //= 2
+    for row, pointer in zip(rows, pointers(0, count), strict=True):
+        builder.store(row, pointer, align=size)
+
+
 def _copy(transposed: bool) -> Any:
     """Moves one vector, or the transpose of a square of vectors: compiled loops over two arrays do it by elements."""
 
     @intrinsic
     def copy(typingctx, to, to0, ldt, source, source0, lds):
-        element = _IR[to.dtype]
-        size = to.dtype.bitwidth // 8
-        width = VECTOR_BYTES // size
-        vector = ir.VectorType(element, width)
-
         def codegen(context, builder, sig, args):
-            def pointers(index: int, count: int) -> list[Any]:
-                array = context.make_array(sig.args[index])(context, builder, args[index])
-                base = builder.gep(array.data, [args[index + 1]])
-                steps = [builder.mul(args[index + 2], number(i)) for i in range(count)]
-                return [builder.bitcast(builder.gep(base, [i]), vector.as_pointer()) for i in steps]
-
-            count = width if transposed else 1
-            rows = [builder.load(p, align=size) for p in pointers(3, count)]
-            half = width // 2
-            low, high = (
-                ir.Constant(
-                    ir.VectorType(ir.IntType(32), width),
-                    [i // 2 + start + i % 2 * width for i in range(width)],
-                )
-                for start in (0, half)
-            )
-            distance = count
-            while distance > 1:  # interleaving rows i and i + half, log2(width) times, transposes
-                pairs = [(rows[i], rows[i + half]) for i in range(half)]
-                rows = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in (low, high)]
-                distance //= 2
-            for row, pointer in zip(rows, pointers(0, count), strict=True):
-                builder.store(row, pointer, align=size)
+            _emit_copy(context, builder, sig, args, transposed)
             return context.get_dummy_value()
 
         i = types.int64
@@ -224,6 +231,18 @@ def _copy(transposed: bool) -> Any:
 
 
 copy_vector, copy_transposed = _copy(False), _copy(True)
+
+
+@intrinsic
+def copy_transposed_scaled(typingctx, to, to0, ldt, source, source0, lds, factor, factor0):
+    """The same of floats, each vector of the source times the vector ``factor[factor0]``."""
+
+    def codegen(context, builder, sig, args):
+        _emit_copy(context, builder, sig, args, True)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return signature(types.void, to, i, i, source, i, i, factor, i), codegen
 
 
 @uncounted
