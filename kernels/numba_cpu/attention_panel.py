@@ -61,7 +61,7 @@ class Work(NamedTuple):
     o_rows: Any  # and out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
-    alpha: Any  # (m) factor for older sums, at last 1 / row_sum
+    alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / row_sum
     head: Any  # (m) and so on: see place_lanes
     query: Any
     low: Any

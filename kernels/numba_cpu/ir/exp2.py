@@ -37,8 +37,8 @@ FLOAT64 = (
 def exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
     """2^x of a vector, for x up to 127 (float64: 1023); NaN stays NaN.
 
-    0 where that is no normal number, as some processors are a hundred times slower with others; in PAIRS, such a
-    number may be left, because all that takes bfloat16 takes it for 0.
+    0 where that is no normal number, perhaps for the smallest too: some processors are a hundred times slower with
+    others. In PAIRS, such a number may be left, because all that takes bfloat16 takes it for 0.
     """
     return (_scalef if SCALEF else _shift)(b, x, polynomial)
 
@@ -66,14 +66,18 @@ def _scalef(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
 
 
 def _shift(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
-    """``magic`` rounds to an integer and leaves it, with the exponent's bias added, in the low mantissa bits."""
+    """``magic`` rounds to an integer and leaves it, with the exponent's bias added, in the low mantissa bits.
+
+    So f is in [0, 1], and 1 for some integers x, but 0 for 0.
+    """
     vector = x.type
     mantissa, bias = (52, 1023) if vector.element == ir.DoubleType() else (23, 127)
     integer = ir.VectorType(ir.IntType(64 if mantissa == 52 else 32), vector.count)
     magic = every(vector, 1.5 * 2.0**mantissa + bias)
     lowest = every(vector, 0.25 - bias)  # its exponent bits read 0
     x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
-    rounded = b.fadd(b.fsub(x, every(vector, 0.5)), magic)
+    half = every(vector, 0.5 - 2.0 ** -(mantissa + 2))  # the number below it
+    rounded = b.fadd(b.fsub(x, half), magic)
     p = _polynomial(b, b.fsub(x, b.fsub(rounded, magic)), polynomial)
     power = b.shl(b.bitcast(rounded, integer), every(integer, mantissa))
     return b.fmul(p, b.bitcast(power, vector))

@@ -1,0 +1,73 @@
+"""2^x of attention's weights, as this CPU takes it apart and as others do."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic
+
+from gpu_ops.kernels.numba_cpu.ir import exp2 as module
+from gpu_ops.kernels.numba_cpu.ir.build import load_vector, store_vector
+from gpu_ops.kernels.numba_cpu.ir.target import SCALEF, VECTOR_BYTES
+
+# largest relative error: of the polynomial, and of its evaluation
+ERRORS = {"PAIRS": (np.float32, 3.1e-6), "FLOAT32": (np.float32, 1.7e-7), "FLOAT64": (np.float64, 3e-16)}
+
+
+def powers(dtype, emit):
+    """Compiled: every vector of ``y`` becomes 2 to those of ``x``."""
+
+    @intrinsic
+    def vector(typingctx, y, x, i):
+        def codegen(context, b, sig, args):
+            y_, x_ = (
+                b.gep(context.make_array(t)(context, b, a).data, [args[2]])
+                for t, a in zip(sig.args, args[:2], strict=False)
+            )
+            kind = ir.FloatType() if dtype == np.float32 else ir.DoubleType()
+            lanes = ir.VectorType(kind, VECTOR_BYTES // np.dtype(dtype).itemsize)
+            store_vector(b, emit(b, load_vector(b, x_, lanes)), y_)
+            return context.get_dummy_value()
+
+        return signature(types.void, y, x, types.int64), codegen
+
+    step = VECTOR_BYTES // np.dtype(dtype).itemsize
+
+    @njit
+    def every(y, x):
+        for i in range(0, len(x), step):
+            vector(y, x, i)
+
+    def call(x):
+        padded = np.resize(np.asarray(x, dtype), -(-len(x) // step) * step)
+        y = np.empty_like(padded)
+        every(y, padded)
+        return y[: len(x)]
+
+    return call
+
+
+@pytest.mark.parametrize("form", ["_scalef", "_shift"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_powers(form, name):
+    if form == "_scalef" and not SCALEF:
+        pytest.skip("needs a CPU with AVX-512")
+    dtype, error = ERRORS[name]
+    lowest = -126 if dtype == np.float32 else -1022
+    power = powers(dtype, lambda b, x: getattr(module, form)(b, x, getattr(module, name)))
+    x = np.concatenate([np.linspace(lowest, 2, 100_003)[1:], -np.logspace(-30, 2, 1000), np.arange(lowest + 1, 3)])
+    x = x.astype(dtype)
+    want = np.exp2(x.astype(np.longdouble))
+    assert np.abs(power(x) / want - 1).max() <= error
+    assert power([0.0, -0.0]).tolist() == [1, 1]
+    assert np.isnan(power([np.nan, -np.nan])).all()
+    assert power([-np.inf, np.finfo(dtype).min, 3.0 * lowest]).tolist() == [0, 0, 0]
+    small = np.linspace(lowest - 30, np.nextafter(dtype(lowest), dtype(-np.inf), dtype=dtype), 999)
+    if name == "PAIRS":
+        assert power(small).max() < np.finfo(dtype).tiny * 1.001
+    else:
+        assert not power(small).any()
