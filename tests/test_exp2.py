@@ -59,7 +59,9 @@ def test_powers(form, name):
     dtype, error = ERRORS[name]
     lowest = -126 if dtype == np.float32 else -1022
     power = powers(dtype, lambda b, x: getattr(module, form)(b, x, getattr(module, name)))
-    x = np.concatenate([np.linspace(lowest, 2, 100_003)[1:], -np.logspace(-30, 2, 1000), np.arange(lowest + 1, 3)])
+    x = np.concatenate(
+        [np.linspace(lowest, 2, 100_003)[1:], -np.logspace(-30, 2, 1000), np.arange(lowest + 1, 3)]
+    )
     x = x.astype(dtype)
     want = np.exp2(x.astype(np.longdouble))
     assert np.abs(power(x) / want - 1).max() <= error

@@ -132,7 +132,9 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
             for n in range(nv):
                 column = [value for (_, at), value in zip(tile, result, strict=True) if at == n]
                 pointer = builder.gep(base(10), [number(n * width)])
-                store_vector(builder, maximum(builder, [*column, load_vector(builder, pointer, vector)]), pointer)
+                store_vector(
+                    builder, maximum(builder, [*column, load_vector(builder, pointer, vector)]), pointer
+                )
             for pointer, value in zip(targets, result, strict=True):
                 builder.store(value, pointer, align=align)
             return context.get_dummy_value()
