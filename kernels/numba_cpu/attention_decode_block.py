@@ -6,8 +6,8 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY, score_scale
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.fastmath import exp2, tanh
-from gpu_ops.kernels.numba_cpu.ir.decode import add_values, add_weights, keys_of, score_keys, subtract_max
+from gpu_ops.kernels.numba_cpu.fastmath import tanh
+from gpu_ops.kernels.numba_cpu.ir.decode import add_values, keys_of, score_keys, weigh_scores
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import uncounted
@@ -83,14 +83,10 @@ def score_block(w, tile, k, call, heads_kv, padded, ahead):
 @uncounted
 def weigh_block(w, tile, padded):
     """Scores become weights, and the sums of weights grow."""
-    rows, width, s_stride = len(tile), w.row_max.shape[1], w.s.shape[1]
-    n = padded * rows
     for t in range(w.s.shape[0]):
-        subtract_max(tile, w.s, t * s_stride, n, w.row_max, t * width)
-        row = w.s[t]
-        for i in range(n + width):
-            row[i] = exp2(row[i])
-        add_weights(w.s, t * s_stride, n, w.row_sum, t * width)
+        weigh_scores(
+            tile, w.s, t * w.s.shape[1], padded * len(tile), w.row_max, w.row_sum, t * w.row_max.shape[1]
+        )
 
 
 @uncounted

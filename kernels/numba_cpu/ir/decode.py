@@ -18,8 +18,10 @@ from numba.extending import intrinsic
 from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
     dot_bfloat16,
+    every,
     fma,
     load_vector,
+    maximum,
     number,
     prefetch,
     shuffle,
@@ -28,6 +30,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     sum_lanes,
 )
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, exp2
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import overload
 
@@ -119,59 +122,43 @@ def score_keys(typingctx, rows, keys, x, places, first, shift, ahead, q, q_at, q
 
 
 @intrinsic
-def subtract_max(typingctx, rows, s, s_at, n, row_max, max_at):
-    """s -= its rows' maxima, ``row_max`` among them and moved along; behind the n scores: old - new maximum.
+def weigh_scores(typingctx, rows, s, s_at, n, row_max, row_sum, at):
+    """s = exp2(s - row_max), maxima and sums of rows move along; behind the n weights: the factor for older sums.
 
-    A row that has seen nothing yet keeps its -inf: -inf - (-inf) would be NaN.
+    ``row_sum`` [at] is per lane. A row that has seen nothing yet keeps its -inf: -inf - (-inf) would be NaN.
     """
     n_rows = rows.count
 
     def codegen(context, b, sig, args):
         row = Rows(s.dtype)
+        polynomial = FLOAT64 if s.dtype == types.float64 else FLOAT32
         scores = address(context, b, sig.args[1], args[1], args[2])
-        kept = address(context, b, sig.args[4], args[4], args[5])
-        bigger = lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y)  # noqa: E731  # NaN x: y
-        old = load_vector(b, kept, row.vector)
-        top = cgutils.alloca_once_value(b, old)
+        top_at, sum_at = (address(context, b, sig.args[i], args[i], args[6]) for i in (4, 5))
+        old = load_vector(b, top_at, row.vector)
+        top, total = cgutils.alloca_once_value(b, old), cgutils.alloca_once_value(b, row.zero)
+        b.store(row.zero, total)  # a block by itself: small terms keep their digits
         vectors = b.sdiv(args[3], number(row.lanes))
         with cgutils.for_range(b, vectors) as loop:
             x = load_vector(b, b.gep(scores, [b.mul(loop.index, number(row.lanes))]), row.vector)
-            b.store(bigger(x, b.load(top)), top)
+            b.store(maximum(b, [x, b.load(top)]), top)
         new = b.load(top)
         step = n_rows
         while step < row.lanes:  # lanes of the same row
-            new = bigger(new, shuffle(b, new, new, [c ^ step for c in range(row.lanes)]))
+            new = maximum(b, [new, shuffle(b, new, new, [c ^ step for c in range(row.lanes)])])
             step *= 2
-        store_vector(b, new, kept)
-        lowest = ir.Constant(row.vector, [float("-inf")] * row.lanes)
-        safe = b.select(b.fcmp_ordered("==", new, lowest), row.zero, new)
+        store_vector(b, new, top_at)
+        safe = b.select(b.fcmp_ordered("==", new, every(row.vector, float("-inf"))), row.zero, new)
         with cgutils.for_range(b, vectors) as loop:
-            target = b.gep(scores, [b.mul(loop.index, number(row.lanes))])
-            store_vector(b, b.fsub(load_vector(b, target, row.vector), safe), target)
-        store_vector(b, b.fsub(old, safe), b.gep(scores, [args[3]]))
+            place = b.gep(scores, [b.mul(loop.index, number(row.lanes))])
+            weight = exp2(b, b.fsub(load_vector(b, place, row.vector), safe), polynomial)
+            store_vector(b, weight, place)
+            b.store(b.fadd(b.load(total), weight), total)
+        alpha = exp2(b, b.fsub(old, safe), polynomial)
+        store_vector(b, alpha, b.gep(scores, [args[3]]))
+        store_vector(b, fma(b, load_vector(b, sum_at, row.vector), alpha, b.load(total)), sum_at)
         return context.get_dummy_value()
 
-    return types.void(rows, s, _SIZE, _SIZE, row_max, _SIZE), codegen
-
-
-@intrinsic
-def add_weights(typingctx, p, p_at, n, row_sum, sum_at):
-    """row_sum = row_sum * alpha + sum of p[:n] per lane; alpha lies behind the n weights."""
-
-    def codegen(context, b, sig, args):
-        row = Rows(p.dtype)
-        weights = address(context, b, sig.args[0], args[0], args[1])
-        kept = address(context, b, sig.args[3], args[3], args[4])
-        alpha = load_vector(b, b.gep(weights, [args[2]]), row.vector)
-        total = cgutils.alloca_once_value(b, row.zero)  # a block by itself: small terms keep their digits
-        b.store(row.zero, total)
-        with cgutils.for_range(b, b.sdiv(args[2], number(row.lanes))) as loop:
-            x = load_vector(b, b.gep(weights, [b.mul(loop.index, number(row.lanes))]), row.vector)
-            b.store(b.fadd(b.load(total), x), total)
-        store_vector(b, fma(b, load_vector(b, kept, row.vector), alpha, b.load(total)), kept)
-        return context.get_dummy_value()
-
-    return types.void(p, _SIZE, _SIZE, row_sum, _SIZE), codegen
+    return types.void(rows, s, _SIZE, _SIZE, row_max, row_sum, _SIZE), codegen
 
 
 @intrinsic
