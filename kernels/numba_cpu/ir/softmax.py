@@ -24,21 +24,11 @@ from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address, fma, load_vector, maximum, number, splat, store_vector
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
+from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
 _STEP = 4  # rows of one round of the second pass
-
-
-def _pair(b: Any, even: Any, odd: Any) -> Any:
-    """Two weights as bfloat16 in one word, ``even`` in its low half; rounded to nearest, ties up."""
-    words = ir.VectorType(ir.IntType(32), even.type.count)
-
-    def constant(value: int) -> Any:
-        return ir.Constant(words, [value] * words.count)
-
-    low, high = (b.add(b.bitcast(x, words), constant(0x8000)) for x in (even, odd))
-    return b.or_(b.lshr(low, constant(16)), b.and_(high, constant(0xFFFF0000)))
 
 
 @intrinsic
@@ -106,7 +96,7 @@ def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha,
             if pairs:
                 half = b.mul(loop.index, number(_STEP // 2))
                 for i in range(_STEP // 2):
-                    store_vector(b, _pair(b, found[2 * i], found[2 * i + 1]), row(weights, half, i))
+                    store_vector(b, narrow(b, types.uint16, found[2 * i : 2 * i + 2]), row(weights, half, i))
             else:
                 for i, x in enumerate(found):
                     store_vector(b, x, row(weights, first, i))
