@@ -26,13 +26,14 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
+    decode_nanoseconds,
     launcher_of,
     make_call,
     optional_arrays,
     optional_types,
     statistics,
 )
-from gpu_ops.kernels.numba_cpu.attention_decode import KEY_NANOSECONDS, prepare_decode
+from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
@@ -100,7 +101,7 @@ def prepare(
     variant = dtype, given.get("bias", q).dtype
     launch = launcher_of(call)
     if config.kernel == "decode":
-        launch = launcher(call.batch * call.nheads_kv * max_seqlen_k * KEY_NANOSECONDS)
+        launch = launcher(decode_nanoseconds(call.batch, call.nheads_kv, max_seqlen_k, dtype))
         decode = prepare_decode(call, dtype, launch)
 
     elements = call.n_splits * call.batch * call.nheads * max_seqlen_q * call.head_dim_v

@@ -70,9 +70,7 @@ def select_config(
     """
     group = nheads // max(nheads_kv, 1)
     if decode and 0 < group * seqlen_q <= DECODE_ROWS:
-        key_rows = batch * seqlen_k * nheads_kv  # 30 ns each
-        # tasks of 250 us, but already from 60 us on one for each thread
-        tasks = min(4 * thread_count(), max(key_rows >> 13, min(thread_count(), key_rows >> 11)))
+        tasks = _decode_tasks(decode_nanoseconds(batch, nheads_kv, seqlen_k, dtype))
         n_splits = num_splits or max(1, -(-tasks // max(batch, 1)))
         return Config(group * seqlen_q, 0, group, n_splits, "decode")
     heads = group if seqlen_q < 64 else 1  # few queries: heads that share keys fill the lanes
@@ -94,6 +92,18 @@ def select_config(
         parts = -(-wanted // tasks) if tasks < 2 * thread_count() and seqlen_q <= 64 else 1
         n_splits = max(1, min(parts, seqlen_k // (2 * block_n)))
     return Config(block_m, block_n, heads, n_splits)
+
+
+def decode_nanoseconds(batch: int, nheads_kv: int, seqlen_k: int, dtype: Any) -> int:
+    """About what one thread takes for all keys."""
+    return 8 * np.dtype(dtype).itemsize * batch * nheads_kv * seqlen_k
+
+
+def _decode_tasks(nanoseconds: int) -> int:
+    """Tasks of 250 us, or one of 60 for each thread: from 160 us in all, as waking and merging take 55."""
+    if nanoseconds < 160_000:
+        return 1
+    return min(4 * thread_count(), max(nanoseconds // 250_000, min(thread_count(), nanoseconds // 60_000)))
 
 
 def make_call(

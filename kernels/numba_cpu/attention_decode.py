@@ -50,7 +50,6 @@ from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
-KEY_NANOSECONDS = 30  # for a row of K and one of V
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
 AHEAD_BYTES = 3 << 12  # how far on rows are asked for; 32 KB on, they leave the first cache before use
 
