@@ -15,7 +15,7 @@ vectors run along head_dim:
 
 The keys and values of a block are read in the order of memory, all KV heads of a key one after another if
 they lie side by side: head after head would come back to every row nheads_kv times, in short pieces that
-no hardware prefetcher follows. What lies 16 KB on in that order is asked for (prefetch), past the K rows
+no hardware prefetcher follows. What lies 12 KB on in that order is asked for (prefetch), past the K rows
 of a block in its V rows, and past those in the next block. A task is one part of the keys of one
 sequence; attention_combine of attention.py merges the parts.
 
