@@ -198,9 +198,7 @@ def attend(
             if seen > 0:
                 pack_keys(w.kt, keys, call, first, n_keys)
                 finite = pack_values(w.vt, keys, call, first, n_keys)
-                ahead = smaller(call.block_n, last + 1 - first - n_keys)
-                offset = k_len - q_len
-                add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi, bias, visible)
+                add_tile(w, call, b, n, first, n_keys, seen, finite, k_len - q_len, alibi, bias, visible)
             first += n_keys
         finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse)
         task = claim(state)

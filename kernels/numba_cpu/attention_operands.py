@@ -27,6 +27,8 @@ from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array
 
+AHEAD = 16  # rows: so much later than it was asked for, a row of K or V is packed
+
 
 class Keys(NamedTuple):
     """Where the keys of one task are: K and V of batch entry ``b`` and head ``head``, from row ``start`` on."""
@@ -189,18 +191,6 @@ def key_run(keys, call, key, n):
 
 
 @alone
-def fetch_keys(keys, call, first, n):
-    """Ask for rows first..first + n - 1 of K and V."""
-    j = 0
-    while j < n:
-        entry, row, run = key_run(keys, call, first + j, n - j)
-        for i in range(run):
-            prefetch_row(read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
-            prefetch_row(read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
-        j += run
-
-
-@alone
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     """Fill the panels of ``n`` lanes, times the vector ``factor``; zero in lanes without a query. ``rows`` holds a
     vector's rows on their way."""
@@ -228,6 +218,7 @@ def pack_keys(kt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
+            prefetch_row(read_row(keys.k, (entry, row + i + AHEAD, keys.head)), call.head_dim)
             put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
         j += run
 
@@ -239,6 +230,7 @@ def pack_values(vt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
+            prefetch_row(read_row(keys.v, (entry, row + i + AHEAD, keys.head)), call.head_dim_v)
             put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
         j += run
     largest = exponents(vt[0, 0])

@@ -16,7 +16,6 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_operands import (
     element,
-    fetch_keys,
     is_pairs,
     operand,
     steps,
@@ -134,20 +133,16 @@ def factors(call, p):
 
 
 @uncounted
-def add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi, bias, visible):
+def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible):
     """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
 
-    ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is. The ``ahead`` keys after them are asked
-    for a few at a time: all at once, the processor would wait for them.
+    ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is.
     """
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
     ldk, ldv = w.kt.shape[1], w.vt.shape[1]
     plain = is_plain(call) and seen == 2
-    used = (n + nr - 1) // nr
-    for panel in range(used):
-        asked = ahead * panel // used
-        fetch_keys(keys, call, first + n_keys + asked, ahead * (panel + 1) // used - asked)
+    for panel in range((n + nr - 1) // nr):
         skip = larger(w.seen[panel, 0] - first, 0) // ROWS * ROWS
         start = first + skip
         count = smaller(first + n_keys, w.seen[panel, 1] + 1) - start
@@ -162,7 +157,7 @@ def add_tile(w, call, keys, n, first, n_keys, ahead, seen, finite, offset, alibi
         factor, changed = like(w.s[0, 0], factors(call, w.p)[1]), count < rows
         if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
             finish_panel(
-                w, call, keys.b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
+                w, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
             )
             factor = factor if is_plain(call) else like(factor, 1.0)
             changed = True
