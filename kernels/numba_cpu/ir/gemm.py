@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
     dot_bfloat16,
+    every,
     fma,
     load_vector,
     maximum,
@@ -65,7 +66,7 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
         entry = builder.block
         loop = builder.append_basic_block("k.loop")
         done = builder.append_basic_block("k.done")
-        zero = ir.Constant(vector, [0.0] * width)
+        zero = every(vector, 0.0)
         builder.cbranch(builder.icmp_signed(">", k_, number(0)), loop, done)
 
         builder.position_at_end(loop)

@@ -19,7 +19,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch, shuffle, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import address, every, number, prefetch, shuffle, splat, store_vector
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, past_line
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
@@ -169,7 +169,7 @@ def fold_rows(term: Term, *, double: bool = False) -> Any:
             for lanes in row.elements_of_lanes()
             for i in range(0, row.lanes, vector.count)
         ]
-        zero = ir.Constant(vector, [0.0] * vector.count)
+        zero = every(vector, 0.0)
         sums = [[cgutils.alloca_once(b, vector) for _ in elements] for _ in range(UNROLLED)]
         for total in (total for group in sums for total in group):
             b.store(zero, total)

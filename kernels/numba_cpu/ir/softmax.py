@@ -22,13 +22,22 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import address, fma, load_vector, maximum, number, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import (
+    address,
+    every,
+    fma,
+    load_vector,
+    maximum,
+    number,
+    splat,
+    store_vector,
+)
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
-_STEP = 4  # rows of one round of the second pass
+_STEP = 4  # rows that are weighed in one round
 
 
 @intrinsic
@@ -68,8 +77,7 @@ def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha,
         _, at_, ld_, rows_, _, factor_, _, _, _, lane_ = args
         element = ir.FloatType() if size == 4 else ir.DoubleType()
         vector = ir.VectorType(element, VECTOR_BYTES // size)
-        zero = ir.Constant(vector, [0.0] * vector.count)
-        lowest = ir.Constant(vector, [float("-inf")] * vector.count)
+        zero, lowest = every(vector, 0.0), every(vector, float("-inf"))
         scores = address(context, b, sig.args[0], args[0], at_)
         top_at, sum_at, alpha_at = (address(context, b, sig.args[i], args[i], lane_) for i in (6, 7, 8))
         weights = b.bitcast(scores, ir.IntType(32).as_pointer()) if pairs else scores
