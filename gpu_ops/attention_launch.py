@@ -313,5 +313,6 @@ def _given(
 
 
 def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
-    """NumPy's function takes 2 us also where it changes nothing."""
+    """NumPy's function takes 2 us also where it only adds axes."""
+    x = x[(None,) * (len(shape) - x.ndim)]
     return x if x.shape == shape else np.broadcast_to(x, shape)

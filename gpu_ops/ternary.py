@@ -17,6 +17,7 @@ from gpu_ops.reference.ternary import Method
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.ternary_checks import (
     check_integers,
+    check_scale,
     check_trits,
     fits,
     matrix_shape,
@@ -121,7 +122,8 @@ def ternary_quantize(
             trits, scale = reference.ternary_quantize(
                 weights, method=chosen, group_size=group, threshold=limit
             )
-            return TernaryMatrix._trusted(reference.ternary_pack(trits, "w2"), scale, (n, k), "w2")
+            codes = reference.ternary_pack(trits, "w2")
+            return TernaryMatrix._trusted(codes, check_scale(scale, (n, k)), (n, k), "w2")
         with arrays.on(choice) as on:
             if on is None:
                 return TernaryMatrix._trusted(*quantize(name, w_, chosen, group, limit), (n, k), "w2")

@@ -78,13 +78,16 @@ class TernaryMatrix:
         codes = Arrays("TernaryMatrix").read("codes", self.codes)
         unpack("TernaryMatrix", codes, shape, fmt, strict=True)
         self._set(
-            np.ascontiguousarray(codes).reshape(fmt.packed_shape(shape)), self.scale, shape, self.format
+            np.ascontiguousarray(codes).reshape(fmt.packed_shape(shape)),
+            check_scale(self.scale, shape),
+            shape,
+            self.format,
         )
 
-    def _set(self, codes: Array | None, scale: Any, shape: tuple[int, int], format: str) -> None:
+    def _set(self, codes: Array | None, scale: Array, shape: tuple[int, int], format: str) -> None:
         if codes is not None:  # else they are on a GPU
             object.__setattr__(self, "codes", _frozen(codes))
-        object.__setattr__(self, "scale", _frozen(check_scale(scale, shape)))
+        object.__setattr__(self, "scale", _frozen(scale))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "format", format)
 
@@ -92,7 +95,7 @@ class TernaryMatrix:
     def _trusted(
         cls, codes: Array | None, scale: Array, shape: tuple[int, int], format: str
     ) -> TernaryMatrix:
-        """A matrix of codes that were just encoded here: decoding them again would only cost time."""
+        """A matrix of codes that were just encoded here, and a checked scale: to look again would only cost time."""
         matrix = object.__new__(cls)
         matrix._set(codes, scale, shape, format)
         object.__setattr__(matrix, "_converted", {})
@@ -125,9 +128,10 @@ class TernaryMatrix:
         if np.isnan(values).any():
             raise not_finite("ternary_quantize")
         shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else scale.shape
+        values = check_scale(values.reshape(shape), (n, k))
         if not isinstance(device, CudaDevice):
-            return cls._trusted(codes, values.reshape(shape), (n, k), "w2")
-        return cls._on_gpu((device.ordinal, backend), (codes, scale), values.reshape(shape), (n, k), "w2")
+            return cls._trusted(codes, values, (n, k), "w2")
+        return cls._on_gpu((device.ordinal, backend), (codes, scale), values, (n, k), "w2")
 
     @property
     def kind_of_call(self) -> tuple[Any, ...]:
@@ -147,7 +151,7 @@ class TernaryMatrix:
         """Pack an integer array (N, K) of -1, 0, +1."""
         fmt = FORMATS[one_of("TernaryMatrix", "format", format, FORMATS)]
         t = check_trits("TernaryMatrix", Arrays("TernaryMatrix").read("trits", trits))
-        return cls._trusted(pack("TernaryMatrix", t, fmt), scale, t.shape, format)
+        return cls._trusted(pack("TernaryMatrix", t, fmt), check_scale(scale, t.shape), t.shape, format)
 
     @staticmethod
     def describe_formats() -> str:
@@ -224,7 +228,8 @@ class TernaryMatrix:
                 done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
             else:
                 codes = pack("TernaryMatrix.to", self.trits(), fmt)
-                done = TernaryMatrix._trusted(codes, self._whole_scale(), self.shape, format)
+                scale = check_scale(self._whole_scale(), self.shape)  # a product may be too large
+                done = TernaryMatrix._trusted(codes, scale, self.shape, format)
             if format == "w2":  # what the kernels read: every matmul asks for it
                 self._converted[format] = done
         return done

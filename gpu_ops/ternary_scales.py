@@ -77,7 +77,7 @@ def quantize(
         magnitude = np.abs(w.astype(np.float64)).reshape(-1, size)
         limit[...] = np.percentile(magnitude, threshold, axis=1).reshape(scopes)
     codes, count, kept = kernels.encode(w, group, limit)
-    if method != "absmean":
-        kernels.scales(count, kept, scale)
+    if method != "absmean" and not kernels.scales(count, kept, scale):
+        raise not_finite(name)
     shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else (n, k // group)
     return codes, scale.reshape(shape)

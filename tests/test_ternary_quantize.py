@@ -162,6 +162,16 @@ def test_quantize_empty(shape, backend):
     assert matrix.density == 0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scale_beyond_float32_is_refused(method, backend):
+    if backend["backend"] == "raw":
+        pytest.skip("float64 has no CUDA C++ kernels")
+    w = np.linspace(-2e39, 2e39, 128).reshape(2, 64)
+    threshold = 1.0 if method == "manual" else None
+    with pytest.raises(OptionError, match="NaN or infinity"), np.errstate(over="ignore"):
+        ternary_quantize(w, method=method, group_size=32, threshold=threshold, **backend)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_refused(value, backend, rng):
     w = random(rng, (3, 70), np.float32)

@@ -37,7 +37,7 @@ from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
@@ -112,7 +112,7 @@ def prepare(
     ) -> None:
         optional = fill(**given)
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
-        arrays = (bits(q), bits(k), bits(v), bits(out), lse, sequences)
+        arrays = *all_bits(q, k, v, out), lse, sequences
         if config.kernel == "decode":
             decode(arrays, optional[:3], parts)
         else:

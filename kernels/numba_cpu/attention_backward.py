@@ -43,7 +43,7 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import operand
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, is_plain
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
@@ -122,11 +122,11 @@ def prepare(
             np.cumsum(-(-sequences[:, 3] // 8) * 8 + 8, out=starts[1:])
             parts_of = sums_of_parts(int(starts[-1]))
         delta = np.zeros(lse.shape, np.float64)
-        inputs = (bits(dout), bits(q), bits(k), bits(v), bits(out), lse, sequences, *fill(**given))
-        targets = bits(dk), bits(dv)
+        dq, *targets = all_bits(dq, dk, dv)
+        inputs = *all_bits(dout, q, k, v, out), lse, sequences, *fill(**given)
         launch(
             attention_backward[variant], batch * nheads_kv * parts,
-            call, *inputs, bits(dq), *targets, delta, *parts_of, starts,
+            call, *inputs, dq, *targets, delta, *parts_of, starts,
         )  # fmt: skip
         if parts > 1:
             for part, target, scale in zip(parts_of, targets, (call.scale, 1.0), strict=True):

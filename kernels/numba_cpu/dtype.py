@@ -16,6 +16,7 @@ constant in the computing type (a bare Python constant would widen float32 maths
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -30,13 +31,19 @@ from numba.np.arrayobj import make_array, populate_array
 
 from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
-_BITS = {np.dtype(np.float16): np.int16, np.dtype(ml_dtypes.bfloat16): np.uint16}
+_BITS = {np.dtype(np.float16): np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16)}
 
 
 def bits(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A 16-bit float array as the integer view that kernels take; others unchanged."""
     as_integer = _BITS.get(x.dtype)
     return x if as_integer is None else x.view(as_integer)
+
+
+def all_bits(*arrays: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
+    """:func:`bits` of arrays of one dtype, which is looked up once."""
+    as_integer = _BITS.get(arrays[0].dtype)
+    return arrays if as_integer is None else [x.view(as_integer) for x in arrays]
 
 
 def _row(x: Any, index: Any, readonly: bool) -> Any:

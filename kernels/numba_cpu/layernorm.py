@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
@@ -46,12 +46,14 @@ def forward(
         layernorm_forward[x.dtype],
         -(-rows // chunk),
         chunk,
-        bits(x),
-        bits(weight),
-        bits(weight if bias is None else bias),
-        bits(x if residual is None else residual),
-        bits(y),
-        bits(y if s is None else s),
+        *all_bits(
+            x,
+            weight,
+            weight if bias is None else bias,
+            x if residual is None else residual,
+            y,
+            y if s is None else s,
+        ),
         mean,
         rstd,
         eps,

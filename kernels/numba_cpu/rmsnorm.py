@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, rounded, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, rounded, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
@@ -57,11 +57,7 @@ def forward(
         rmsnorm_forward[x.dtype],
         -(-rows // chunk),
         chunk,
-        bits(x),
-        bits(weight),
-        bits(x if residual is None else residual),
-        bits(y),
-        bits(y if s is None else s),
+        *all_bits(x, weight, x if residual is None else residual, y, y if s is None else s),
         rstd,
         eps,
         weight_offset,

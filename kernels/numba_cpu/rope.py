@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
 from gpu_ops.kernels.numba_cpu.ir.memory import (
     fence,
@@ -67,10 +67,7 @@ def rope(
         rope_rotate[q.dtype],
         -(-n_tokens // chunk),
         chunk,
-        bits(q),
-        bits(q_out),
-        bits(k),
-        bits(k_out),
+        *all_bits(q, q_out, k, k_out),
         cos,
         sin,
         rows,

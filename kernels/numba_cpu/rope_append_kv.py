@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rope import rotate
 
 Array = np.ndarray[Any, Any]
 
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_NO_LENGTHS, _NO_TABLE, _NO_SLOTS = (
+    np.empty(0, np.int32),
+    np.empty((0, 0), np.int32),
+    np.empty((0, 0), np.int64),
+)
 
 
 def config(q: Array, k: Array) -> str:
@@ -52,16 +56,15 @@ def append(
     in rope.py. ``out`` may be q.
     """
     chunk = _tokens_per_task(q, k)
+    weights = _no_weights(q.dtype) if q_weight is None or k_weight is None else (q_weight, k_weight)
     launch(
         append_tokens[q.dtype],
         -(-q.shape[0] * q.shape[1] // chunk),
         chunk,
-        *map(bits, (q, out, k, v, k_cache, v_cache)),
-        _nothing(q.dtype, 1) if q_weight is None else bits(q_weight),
-        _nothing(q.dtype, 1) if k_weight is None else bits(k_weight),
-        _nothing(_INT32, 1) if seqused_k is None else seqused_k,
-        _nothing(_INT32, 2) if block_table is None else block_table,
-        _nothing(_INT64, 2) if slot_mapping is None else slot_mapping,
+        *all_bits(q, out, k, v, k_cache, v_cache, *weights),
+        _NO_LENGTHS if seqused_k is None else seqused_k,
+        _NO_TABLE if block_table is None else block_table,
+        _NO_SLOTS if slot_mapping is None else slot_mapping,
         cos,
         sin,
         rows,
@@ -76,8 +79,8 @@ def append(
 
 
 @cache
-def _nothing(dtype: np.dtype[Any], ndim: int) -> Array:
-    return bits(np.empty((0,) * ndim, dtype))
+def _no_weights(dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    return (np.empty(0, dtype),) * 2
 
 
 def _tokens_per_task(q: Array, k: Array) -> int:

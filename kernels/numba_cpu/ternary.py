@@ -143,16 +143,18 @@ def limits(
     method: str, threshold: float, size: int, found: tuple[Array, Array, Array], limit: Array, scale: Array
 ) -> bool:
     """Fills ``limit``, and ``scale`` for absmean, of :func:`statistics`, per scope of ``size`` weights: (1 or N,
-    groups). Whether the weights are finite."""
+    groups). Whether the weights are finite, and the scale in float32."""
     faults = np.zeros(1, np.int64)
     arrays = *found, limit, scale, faults
     launch_here(ternary_limits[None], 1, LIMITS.index(method), threshold, size, *arrays)
     return not faults[0]
 
 
-def scales(count: Array, kept: Array, scale: Array) -> None:
-    """Fills ``scale`` (1 or N, groups) of what :func:`encode` counted."""
-    launch_here(ternary_scales[None], 1, count, kept, scale)
+def scales(count: Array, kept: Array, scale: Array) -> bool:
+    """Fills ``scale`` (1 or N, groups) of what :func:`encode` counted. Whether it is finite."""
+    faults = np.zeros(1, np.int64)
+    launch_here(ternary_scales[None], 1, count, kept, scale, faults)
+    return not faults[0]
 
 
 def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:

@@ -19,13 +19,14 @@ from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.dtype import read_row, write_row
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launcher
 from gpu_ops.kernels.numba_cpu.ternary import aligned_empty
 
 Array = np.ndarray[Any, Any]
 
 ROWS = 8  # rows of w that share a row of a; their planes stay in L1
 BLOCK_M = 256
+WORD_NANOSECONDS, SUM_NANOSECONDS = 0.1, 2  # of a word of a row of a and of one of w; of all of them
 
 ONE, EVEN, ODD = np.uint64(1), np.uint64(0x5555555555555555), np.uint64(0xAAAAAAAAAAAAAAAA)
 
@@ -45,10 +46,11 @@ def matmul(
     launch(ternary_planes_unpack[None], -(-m // chunk), chunk, _as_words(a), by_row)
     n_tasks = -(-n // ROWS) * -(-m // BLOCK_M)
     args = (planes, a_scale, _as_words(w), w_scale, y)
+    start = launcher(m * n * (SUM_NANOSECONDS + words * WORD_NANOSECONDS))
     if occupied is None:
-        launch(ternary_planes_matmul[None], n_tasks, *args)
+        start(ternary_planes_matmul[None], n_tasks, *args)
     else:
-        launch(ternary_planes_skip[None], n_tasks, *occupied, *args)
+        start(ternary_planes_skip[None], n_tasks, *occupied, *args)
 
 
 def config(skipping: bool) -> str:

@@ -99,7 +99,7 @@ EPS = 1e-5  # the smallest scale of absmean
     fastmath=frozenset(),
 )
 def ternary_limits(state, n_tasks, method, threshold, size, total, squares, largest, limit, scale, faults):
-    """Of each scope the limit of LIMITS[method], and absmean's scale; how many means are not finite."""
+    """Of each scope the limit of LIMITS[method], and absmean's scale; how many of them are not finite."""
     rows, groups = total.shape
     for scope in range(limit.shape[0]):
         first, stop = (0, rows) if limit.shape[0] == 1 else (scope, scope + 1)
@@ -114,6 +114,7 @@ def ternary_limits(state, n_tasks, method, threshold, size, total, squares, larg
             d = mean
             if method == 1:
                 scale[scope, g] = np.float32(max(mean, EPS))
+                faults[0] += not np.isfinite(scale[scope, g])
                 # |w / scale| rounds to 0 exactly up to scale / 2 (half to even), also in floating point
                 d = np.float64(scale[scope, g]) / 2
             elif method == 2:
@@ -128,12 +129,12 @@ def ternary_limits(state, n_tasks, method, threshold, size, total, squares, larg
 
 
 @kernel(
-    lambda _: (read("float64", 2), read("float64", 2), write("float32", 2)),
+    lambda _: (read("float64", 2), read("float64", 2), write("float32", 2), write("int64", 1)),
     variants=(None,),
     fastmath=frozenset(),
 )
-def ternary_scales(state, n_tasks, count, kept, scale):
-    """Of each scope the mean |w| of those kept, 1 if none."""
+def ternary_scales(state, n_tasks, count, kept, scale, faults):
+    """Of each scope the mean |w| of those kept, 1 if none; how many of them are not finite."""
     rows, groups = count.shape
     for scope in range(scale.shape[0]):
         first, stop = (0, rows) if scale.shape[0] == 1 else (scope, scope + 1)
@@ -143,3 +144,4 @@ def ternary_scales(state, n_tasks, count, kept, scale):
                 number += count[r, g]
                 sum_ += kept[r, g]
             scale[scope, g] = np.float32(sum_ / number if number > 0 else 1.0)
+            faults[0] += not np.isfinite(scale[scope, g])
