@@ -42,7 +42,7 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
-from gpu_ops.kernels.numba_cpu.ir.decode import NARROW_KEYS
+from gpu_ops.kernels.numba_cpu.ir.decode import ADDED_KEYS
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
@@ -83,7 +83,7 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
         heads_kv = call.nheads_kv if abs(strides[2]) < abs(strides[1]) else 1
         tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
         row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
-        ahead = min(max(AHEAD_BYTES // row_bytes, NARROW_KEYS if dtype.itemsize == 2 else 1), call.block_n)
+        ahead = min(max(AHEAD_BYTES // row_bytes, ADDED_KEYS if dtype.itemsize == 2 else 1), call.block_n)
         launch(attention_decode[variant], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
 
     return decode

@@ -7,7 +7,7 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY, score_scale
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.ir.decode import add_values, keys_of, score_keys, weigh_scores
+from gpu_ops.kernels.numba_cpu.ir.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import uncounted
@@ -55,29 +55,19 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
 def score_block(w, tile, k, call, heads_kv, padded, ahead):
     """s = scale Q K^T for all KV heads, in the order of memory."""
     scale = like(w.s[0, 0], score_scale(call))
-    rows, keys = len(tile), keys_of(tile, k)
-    tiles = call.block_m // rows
-    stride, s_stride = w.q.shape[1], w.s.shape[1]
+    keys, sizes = scored_keys(tile, k), (heads_kv, call.block_m // len(tile))
+    later = asked_for(k, ahead, len(keys), heads_kv)
     for j in range(0, padded, len(keys)):
-        for t in range(heads_kv * tiles):
-            later = ahead if t % tiles == 0 else 0  # these rows are in the cache: asking again is free
-            shift, s_at = t // tiles * k.strides[2], t * s_stride + j * rows
-            score_keys(
-                tile,
-                keys,
-                k,
-                w.places,
-                j,
-                shift,
-                later,
-                w.q,
-                t * rows * stride,
-                stride,
-                call.head_dim,
-                w.s,
-                s_at,
-                scale,
-            )
+        score_keys(tile, keys, k, w.places, j, later, sizes, w.q, call.head_dim, w.s, j * len(tile), scale)
+
+
+@uncounted
+def asked_for(x, ahead, keys, heads_kv):
+    """What ``score_keys`` asks for while it reads ``keys`` rows of each KV head: as many rows that lie ``ahead``, in
+    the order of memory where the rows of all heads lie side by side."""
+    if x.strides[1] == heads_kv * x.strides[2]:
+        return ahead, keys * x.strides[2], x.strides[2]
+    return ahead, x.strides[2], x.strides[1]
 
 
 @uncounted
@@ -92,18 +82,12 @@ def weigh_block(w, tile, padded):
 @uncounted
 def sum_values(w, tile, v, call, heads_kv, padded, ahead):
     """part = p V for all KV heads, in the order of memory."""
-    rows, keys = len(tile), keys_of(tile, v)
-    tiles = call.block_m // rows
-    stride, s_stride = w.o.shape[1], w.s.shape[1]
+    keys, sizes = added_keys(tile, v), (heads_kv, call.block_m // len(tile))
+    later = asked_for(v, ahead, len(keys), heads_kv)
     w.part[:] = 0
     for j in range(0, padded, len(keys)):
-        for t in range(heads_kv * tiles):
-            later = ahead if t % tiles == 0 else 0
-            shift, p_at = t // tiles * v.strides[2], t * s_stride + j * rows
-            at, o_at = call.block_n + j, t * rows * stride
-            add_values(
-                tile, keys, v, w.places, at, shift, later, w.s, p_at, w.part, o_at, stride, call.head_dim_v
-            )
+        first = call.block_n + j
+        add_values(tile, keys, v, w.places, first, later, sizes, w.s, j * len(tile), w.part, call.head_dim_v)
 
 
 @uncounted

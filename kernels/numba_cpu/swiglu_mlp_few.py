@@ -88,22 +88,20 @@ def list_rows(addresses, at, w, first, stop, n):
 @counted
 def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
-    depth, stride, one = w.shape[1], x.shape[1], sum_of(w) + 1
+    depth, one = w.shape[1], sum_of(w) + 1
     four, rows = few(sums)
+    later = AT_ONCE, 0, w.strides[0]
     if tokens == 1:
         for first in range(0, n_rows, len(four)):
-            score_keys(
-                (0,), four, w, addresses, at + first, 0, AT_ONCE, x, 0, stride, depth, sums, first, one
-            )  # fmt: skip
+            score_keys((0,), four, w, addresses, at + first, later, (1, 1), x, depth, sums, first, one)
     else:
-        tile = scratch(1, lanes(sums), sums[0, 0])[0]
+        tiles = len(x) // len(four)
+        found = scratch(tiles, lanes(sums), sums[0, 0])
         for first in range(0, n_rows, len(rows)):
-            for t in range(0, tokens, len(four)):
-                score_keys(
-                    four, rows, w, addresses, at + first, 0, AT_ONCE, x, t * stride, stride, depth, tile, 0, one
-                )  # fmt: skip
-                for c in range(len(tile)):
-                    sums[t + c % len(four), first + c // len(four)] = tile[c]
+            score_keys(four, rows, w, addresses, at + first, later, (1, tiles), x, depth, found, 0, one)
+            for t in range(tokens):
+                for j in range(len(rows)):
+                    sums[t, first + j] = found[t // len(four), j * len(four) + t % len(four)]
 
 
 def _hidden_signature(t: str) -> tuple[types.Type, ...]:

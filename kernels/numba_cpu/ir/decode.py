@@ -34,91 +34,138 @@ from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, exp2
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import overload
 
-# Keys of 16-bit elements at a time: a vector of a query then serves them all, and widening is most of the work.
-# Others come one by one, in the order of memory: that reads 80 % of what memory gives, where four rows at once, 4 KB
-# apart, read 70 (a cache of keys that stays in the processor's own is read 1.5 times as fast in fours).
-NARROW_KEYS = 4
+# Keys of 16-bit elements at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB are a
+# page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for values
+# alone, because O, which is larger, is read and written for each. Others come one by one, in the order of memory.
+SCORED_KEYS, ADDED_KEYS = 2, 4
+STRAIGHT = 128  # elements of a row that take no loop: to set one up takes as long as a few chunks
 _I8 = ir.IntType(8)
 _SIZE = types.intp
 
 
-def _rows_at(context, b, places_type, places, first, shift, ahead, count):
-    """Pointers to ``count`` rows, and to what is read ``ahead`` rows later."""
-    here = address(context, b, places_type, places, first)
-    there = b.gep(here, [ahead])
+def _each_tile(context, b, x_type, x, places, later, sizes, count, step):
+    """``step(n, rows)`` for each tile n of query rows, all ``sizes`` = (KV heads, tiles of one), head after head.
 
-    def pointer(addresses, j):
-        return b.inttoptr(b.add(b.load(b.gep(addresses, [number(j)])), shift), _I8.as_pointer())
+    ``rows``: pointers to the head's ``count`` rows, whose addresses for the first head are at ``places``, and to
+    what is asked for meanwhile: ``later`` = (how many places on; from there, how far for each head and for each row).
+    """
+    strides = context.make_array(x_type)(context, b, x).strides
+    head_stride = b.extract_value(strides, 2) if x_type.ndim == 4 else number(0)  # a matrix is one head
+    ahead, per_head, per_row = (b.extract_value(later, i) for i in range(3))
+    heads, tiles = (b.extract_value(sizes, i) for i in range(2))
+    here = [b.load(b.gep(places, [number(j)])) for j in range(count)]
+    there = b.load(b.gep(places, [ahead]))
+    with cgutils.for_range(b, heads) as head:
+        shift, beyond = b.mul(head.index, head_stride), b.add(there, b.mul(head.index, per_head))
+        starts = [b.add(address_, shift) for address_ in here]
+        starts += [b.add(beyond, b.mul(per_row, number(j))) for j in range(count)]
+        pointers = [b.inttoptr(start, _I8.as_pointer()) for start in starts]
+        with cgutils.for_range(b, tiles) as tile:
+            n = b.add(b.mul(head.index, tiles), tile.index)
+            step(n, list(zip(pointers[:count], pointers[count:], strict=True)))
 
-    return [(pointer(here, j), pointer(there, j)) for j in range(count)]
+
+def _row_of(context, b, array_type, array, index, at=None):
+    """Pointer to a row of a C-contiguous matrix, or to its element ``at``."""
+    matrix = context.make_array(array_type)(context, b, array)
+    start = b.mul(index, b.extract_value(matrix.shape, 1))
+    return b.gep(matrix.data, [start if at is None else b.add(start, at)])
 
 
-def keys_of(rows, x):
-    """As many keys of a cache like ``x`` as ``score_keys`` and ``add_values`` take at a time, as a tuple."""
+def scored_keys(rows, x):
+    """As many keys of a cache like ``x`` as ``score_keys`` takes at a time, as a tuple."""
     raise TypeError("compiled code only")
 
 
-@overload(keys_of)
-def _keys_of(rows, x):
+def added_keys(rows, x):
+    """The same of ``add_values``."""
+    raise TypeError("compiled code only")
+
+
+def _keys(rows, x, narrow):
     row = Rows(x.dtype)
-    keys = (0,) * (min(NARROW_KEYS, row.lanes // rows.count) if row.parts == 2 else 1)
+    return (0,) * (min(narrow, row.lanes // rows.count) if row.parts == 2 else 1)
+
+
+@overload(scored_keys)
+def _scored_keys(rows, x):
+    keys = _keys(rows, x, SCORED_KEYS)
+    return lambda rows, x: keys
+
+
+@overload(added_keys)
+def _added_keys(rows, x):
+    keys = _keys(rows, x, ADDED_KEYS)
     return lambda rows, x: keys
 
 
 def _each_chunk(b, row, dim, step):
     """``step(index, byte)`` for every whole chunk of ``dim`` elements, then ``step(index, byte, rest)``."""
     full, rest = b.sdiv(dim, number(row.elements)), b.srem(dim, number(row.elements))
-    with cgutils.for_range(b, full) as loop:
-        step(b.mul(loop.index, number(row.elements)), b.mul(loop.index, number(VECTOR_BYTES)))
-    with b.if_then(b.icmp_signed("!=", rest, number(0))):
-        step(b.mul(full, number(row.elements)), b.mul(full, number(VECTOR_BYTES)), rest)
+
+    def chunk(i, *rest):
+        step(b.mul(i, number(row.elements)), b.mul(i, number(VECTOR_BYTES)), *rest)
+
+    with b.if_else(b.icmp_signed("==", dim, number(STRAIGHT))) as (straight, otherwise):
+        with straight:
+            for i in range(STRAIGHT // row.elements):
+                chunk(number(i))
+        with otherwise:
+            with cgutils.for_range(b, full) as loop:
+                chunk(loop.index)
+            with b.if_then(b.icmp_signed("!=", rest, number(0))):
+                chunk(full, rest)
 
 
 @intrinsic
-def score_keys(typingctx, rows, keys, x, places, first, shift, ahead, q, q_at, q_stride, dim, s, s_at, scale):
-    """s[key, row] = scale * q[row] . x[key] for all ``keys``, whose addresses are ``places[first:] + shift``.
+def score_keys(typingctx, rows, keys, x, places, first, later, sizes, q, dim, s, at, scale):
+    """s[tile, at:] = scale * q[row] . x[key] for all ``keys``, whose addresses are ``places[first:]``, and all tiles.
 
-    Meanwhile the rows ``ahead`` places on are asked for. Where q holds words of two bfloat16, one instruction
-    multiplies them with those of x; else both are in the order of the vectors.
+    Meanwhile as much is asked for elsewhere: see :func:`_each_tile`. Where q holds words of two bfloat16, one
+    instruction multiplies them with those of x; else both are in the order of the vectors.
     """
     n_rows, n_keys, pairs = rows.count, keys.count, q.dtype == types.uint32
 
     def codegen(context, b, sig, args):
-        _, _, _, places_, first_, shift_, ahead_, q_, q_at_, q_stride_, dim_, s_, s_at_, scale_ = args
+        _, _, x_, places_, first_, later_, sizes_, q_, dim_, s_, at_, scale_ = args
         row = Rows(x.dtype)
         words = ir.VectorType(ir.IntType(32), row.lanes)
-        queries = [
-            address(context, b, sig.args[7], q_, b.add(q_at_, b.mul(q_stride_, number(r))))
-            for r in range(n_rows)
-        ]
-        pointers = _rows_at(context, b, sig.args[3], places_, first_, shift_, ahead_, n_keys)
+        multiply_add, vector = (dot_bfloat16, words) if pairs else (fma, row.vector)
         acc = [cgutils.alloca_once(b, row.vector) for _ in range(n_keys * n_rows)]
-        for total in acc:
-            b.store(row.zero, total)
 
-        def step(element, byte, rest=None):
-            values = []
-            for source, coming in pointers:
-                raw = row.load_raw(b, b.gep(source, [byte]), rest)
-                values.append([raw] if pairs else row.widen(b, raw))
-                prefetch(b, b.gep(coming, [byte]))
-            multiply_add, vector = (dot_bfloat16, words) if pairs else (fma, row.vector)
-            for part in range(len(values[0])):
-                place = b.udiv(element, number(2)) if pairs else b.add(element, number(part * row.lanes))
-                for r, query in enumerate(queries):
-                    factor = load_vector(b, b.gep(query, [place]), vector)
-                    for j in range(n_keys):
-                        total = acc[j * n_rows + r]
-                        b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
+        def tile(n, pointers):
+            queries = [
+                _row_of(context, b, sig.args[7], q_, b.add(b.mul(n, number(n_rows)), number(r)))
+                for r in range(n_rows)
+            ]
+            for total in acc:
+                b.store(row.zero, total)
 
-        _each_chunk(b, row, dim_, step)
-        scores = b.fmul(sum_lanes(b, [b.load(total) for total in acc]), splat(b, scale_, row.lanes))
-        kept = shuffle(b, scores, scores, list(range(len(acc))))
-        store_vector(b, kept, address(context, b, sig.args[11], s_, s_at_))
+            def step(element, byte, rest=None):
+                values = []
+                for source, coming in pointers:
+                    raw = row.load_raw(b, b.gep(source, [byte]), rest)
+                    values.append([raw] if pairs else row.widen(b, raw))
+                    prefetch(b, b.gep(coming, [byte]))
+                for part in range(len(values[0])):
+                    place = b.udiv(element, number(2)) if pairs else b.add(element, number(part * row.lanes))
+                    for r, query in enumerate(queries):
+                        factor = load_vector(b, b.gep(query, [place]), vector)
+                        for j in range(n_keys):
+                            total = acc[j * n_rows + r]
+                            b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
+
+            _each_chunk(b, row, dim_, step)
+            scores = b.fmul(sum_lanes(b, [b.load(total) for total in acc]), splat(b, scale_, row.lanes))
+            kept = shuffle(b, scores, scores, list(range(len(acc))))
+            store_vector(b, kept, _row_of(context, b, sig.args[9], s_, n, at_))
+
+        first_place = address(context, b, sig.args[3], places_, first_)
+        _each_tile(context, b, sig.args[2], x_, first_place, later_, sizes_, n_keys, tile)
         return context.get_dummy_value()
 
     i = _SIZE
-    return types.void(rows, keys, x, places, i, i, i, q, i, i, i, s, i, s.dtype), codegen
+    return types.void(rows, keys, x, places, i, later, sizes, q, i, s, i, s.dtype), codegen
 
 
 @intrinsic
@@ -162,40 +209,46 @@ def weigh_scores(typingctx, rows, s, s_at, n, row_max, row_sum, at):
 
 
 @intrinsic
-def add_values(typingctx, rows, keys, x, places, first, shift, ahead, p, p_at, o, o_at, o_stride, dim):
-    """o[row] += sum over the ``keys`` of p[key, row] * x[key]; addresses as in :func:`score_keys`.
+def add_values(typingctx, rows, keys, x, places, first, later, sizes, p, at, o, dim):
+    """o[row] += sum over the ``keys`` of p[tile, at:][key, row] * x[key], for all tiles as in :func:`score_keys`.
 
     Their weights stay in registers (one each, in all lanes), and O comes by, chunk after chunk.
     """
     n_rows, n_keys = rows.count, keys.count
 
     def codegen(context, b, sig, args):
-        _, _, _, places_, first_, shift_, ahead_, p_, p_at_, o_, o_at_, o_stride_, dim_ = args
+        _, _, x_, places_, first_, later_, sizes_, p_, at_, o_, dim_ = args
         row = Rows(x.dtype)
-        weights = address(context, b, sig.args[7], p_, p_at_)
-        targets = [
-            address(context, b, sig.args[9], o_, b.add(o_at_, b.mul(o_stride_, number(r))))
-            for r in range(n_rows)
-        ]
-        pointers = _rows_at(context, b, sig.args[3], places_, first_, shift_, ahead_, n_keys)
-        factors = [splat(b, b.load(b.gep(weights, [number(i)])), row.lanes) for i in range(n_keys * n_rows)]
 
-        def step(element, byte, rest=None):
-            values = []
-            for source, coming in pointers:
-                values.append(row.load(b, b.gep(source, [byte]), rest))
-                prefetch(b, b.gep(coming, [byte]))
-            for part in range(row.parts):
-                column = b.add(element, number(part * row.lanes))
-                for r, target in enumerate(targets):
-                    slot = b.gep(target, [column])
-                    total = load_vector(b, slot, row.vector)
-                    for j in range(n_keys):
-                        total = fma(b, values[j][part], factors[j * n_rows + r], total)
-                    store_vector(b, total, slot)
+        def tile(n, pointers):
+            weights = _row_of(context, b, sig.args[7], p_, n, at_)
+            targets = [
+                _row_of(context, b, sig.args[9], o_, b.add(b.mul(n, number(n_rows)), number(r)))
+                for r in range(n_rows)
+            ]
+            factors = [
+                splat(b, b.load(b.gep(weights, [number(i)])), row.lanes) for i in range(n_keys * n_rows)
+            ]
 
-        _each_chunk(b, row, dim_, step)
+            def step(element, byte, rest=None):
+                values = []
+                for source, coming in pointers:
+                    values.append(row.load(b, b.gep(source, [byte]), rest))
+                    prefetch(b, b.gep(coming, [byte]))
+                for part in range(row.parts):
+                    column = b.add(element, number(part * row.lanes))
+                    for r, target in enumerate(targets):
+                        slot = b.gep(target, [column])
+                        total = load_vector(b, slot, row.vector)
+                        for j in range(n_keys):
+                            total = fma(b, values[j][part], factors[j * n_rows + r], total)
+                        store_vector(b, total, slot)
+
+            _each_chunk(b, row, dim_, step)
+
+        first_place = address(context, b, sig.args[3], places_, first_)
+        _each_tile(context, b, sig.args[2], x_, first_place, later_, sizes_, n_keys, tile)
         return context.get_dummy_value()
 
     i = _SIZE
-    return types.void(rows, keys, x, places, i, i, i, p, i, o, i, i, i), codegen
+    return types.void(rows, keys, x, places, i, later, sizes, p, i, o, i), codegen
