@@ -83,7 +83,8 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
         heads_kv = call.nheads_kv if abs(strides[2]) < abs(strides[1]) else 1
         tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
         row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
-        ahead = min(max(AHEAD_BYTES // row_bytes, ADDED_KEYS if dtype.itemsize == 2 else 1), call.block_n)
+        step = ADDED_KEYS if dtype.itemsize == 2 else 1  # rows asked for together belong to one block
+        ahead = min(-(-AHEAD_BYTES // (row_bytes * step)) * step, call.block_n)
         launch(attention_decode[variant], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
 
     return decode
