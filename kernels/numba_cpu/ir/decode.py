@@ -48,6 +48,7 @@ def _each_tile(context, b, x_type, x, places, later, sizes, count, step):
 
     ``rows``: pointers to the head's ``count`` rows, whose addresses for the first head are at ``places``, and to
     what is asked for meanwhile: ``later`` = (how many places on; from there, how far for each head and for each row).
+    All tiles of a head ask for the same: again is free, as these lines are on their way.
     """
     strides = context.make_array(x_type)(context, b, x).strides
     head_stride = b.extract_value(strides, 2) if x_type.ndim == 4 else number(0)  # a matrix is one head
