@@ -20,10 +20,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Precision", "Steps", "steps"]
+__all__ = ["Precision", "Steps", "steps", "textbook_product"]
 
 Precision = Literal["rounded", "float64", "naive"]
 Array = npt.NDArray[Any]
+
+SMALL_PRODUCT = 1 << 20  # multiplications, above which no BLAS has other kernels
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,29 @@ def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
         return np.asarray(x).astype(target)
 
     def matmul(a: Array, b: Array) -> Array:
-        if precision == "naive" and native == np.float32:
-            # A lone row or column goes in 16 times: BLAS sums matrix-vector products in another, more exact order,
-            # and the yardstick of one query is to be that of many.
-            rows, columns = a.shape[-2], b.shape[-1]
-            a = np.repeat(a.astype(np.float32), 16 if rows == 1 else 1, axis=-2)
-            b = np.repeat(b.astype(np.float32), 16 if columns == 1 else 1, axis=-1)
-            return np.asarray((a @ b)[..., :rows, :columns], dtype=np.float64)
-        return np.asarray(a @ b)
+        return textbook_product(a, b) if precision == "naive" and native == np.float32 else np.asarray(a @ b)
 
     if precision not in ("rounded", "float64", "naive"):
         raise ValueError(f"precision must be 'rounded', 'float64' or 'naive', got {precision!r}")
     return Steps(load, rounded if precision == "naive" else identity, store, matmul)
+
+
+def textbook_product(a: Array, b: Array) -> Array:
+    """``a @ b`` of float32 numbers, one term added to the sum of those before, as BLAS does for large matrices.
+
+    Not so for a lone row or column (which goes in 16 times here: the yardstick of one query is to be that of many),
+    nor on some CPUs for small matrices: those add in several rows, and more exactly.
+    """
+    if a.ndim == 1:
+        return np.asarray(textbook_product(a[None], b)[..., 0, :])
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    rows, depth, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    if rows * depth * columns > SMALL_PRODUCT:
+        a = np.repeat(a, 16 if rows == 1 else 1, axis=-2)
+        b = np.repeat(b, 16 if columns == 1 else 1, axis=-1)
+        return np.asarray((a @ b)[..., :rows, :columns], dtype=np.float64)
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    total = np.zeros((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), rows, columns))
+    for k in range(depth):  # a term is exact in float64, so that each sum is rounded once
+        total = (total + x[..., k, None] * y[..., k, None, :]).astype(np.float32).astype(np.float64)
+    return total

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .precision import Precision, Steps, steps
+from .precision import Precision, Steps, steps, textbook_product
 
 __all__ = ["Activation", "swiglu", "swiglu_backward", "swiglu_mlp", "swiglu_mlp_backward"]
 
@@ -63,7 +63,7 @@ def _matmul(a: Array, b: Array, p: Steps, dtype: npt.DTypeLike, precision: Preci
     """``a @ b``; textbook code adds up in float32 (float64 for float64), never in 16 bits."""
     if precision == "naive" and np.dtype(dtype) != np.float64:
         with np.errstate(invalid="ignore"):
-            return p.step(a.astype(np.float32) @ b.astype(np.float32))
+            return p.step(textbook_product(a, b))
     return a @ b
 
 
