@@ -81,10 +81,11 @@ def test_dtypes(dtypes, rng):
         check(out, a64, b64, dtypes, flags[2])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)
-def test_empty(size, rng):
+def test_empty(size, dtype, rng):
     for flags in FLAGS:
-        a, b, out, a64, b64 = make(rng, *size, ("float32",) * 3, *flags)
+        a, b, out, a64, b64 = make(rng, *size, (dtype,) * 3, *flags)
         matmul(a, b, out, **dict(zip(("trans_a", "trans_b", "trans_out"), flags, strict=True)))
         np.testing.assert_array_equal(out, (a64 @ b64).T if flags[2] else a64 @ b64)
 

@@ -13,8 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"
+_AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
 CPUS = {  # NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, bytes of a vector, what this CPU must have to run it
-    "AVX-512 alone": ("skylake-avx512", f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl", 64, "avx512bw"),
+    "AVX-512 with bfloat16, no tiles": (
+        "cooperlake",
+        f"{_AVX512},+avx512vnni,+avx512bf16",
+        64,
+        "avx512_bf16",
+    ),
+    "AVX-512 alone": ("skylake-avx512", _AVX512, 64, "avx512bw"),
     "AVX2": ("haswell", _AVX2, 32, "avx2"),
     "SSE": ("nehalem", "+sse4.2", 16, "sse4_2"),
     "generic": ("generic", "", 16, "sse2"),
@@ -68,6 +75,6 @@ BODIES = (
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("cpu", CPUS)
 def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
-    env, _ = environment(cpu, tmp_path_factory.getbasetemp() / cpu.replace(" ", "-"))
+    env, _ = environment(cpu, tmp_path_factory.getbasetemp() / cpu.replace(" ", "-").replace(",", ""))
     chosen = ["-k", "not emulator and not cuda and not cpu-reference"]
     run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, f"tests/test_{body}.py"], env)

@@ -37,10 +37,13 @@ from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
+from gpu_ops.kernels.numba_cpu.attention_values import turn_values
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
+from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
@@ -164,6 +167,10 @@ def attend(
     wide = part_out.dtype.type(0)
     w = held(make_work(memory, call, k, wide))
     w.vt[:] = 0  # the columns beyond head_dim_v stay so
+    if in_tiles(w.kt):
+        w.kt[:] = 0  # and those beyond head_dim
+        w.q_rows[:] = 0
+    open_tiles()
     groups = call.nheads // call.heads
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
     scale = like(wide, factors(call, w.p)[0])
@@ -198,10 +205,12 @@ def attend(
             if seen > 0:
                 pack_keys(w.kt, keys, call, first, n_keys)
                 finite = pack_values(w.vt, keys, call, first, n_keys)
+                turn_values(w.vd, w.vt, n_keys)
                 add_tile(w, call, b, n, first, n_keys, seen, finite, k_len - q_len, alibi, bias, visible)
             first += n_keys
         finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse)
         task = claim(state)
+    close_tiles()
 
 
 @kernel(

@@ -18,18 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.aligned import aligned_zeros
+from gpu_ops.kernels.numba_cpu.attention_backward_bias import attention_backward_bias
 from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
+    backward_types,
     launcher_of,
     make_call,
     optional_arrays,
-    optional_types,
-    statistics,
 )
 from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, add_products_carefully
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
+    KEY_GROUP,
     any_gradients,
     clear,
     clear_rows,
@@ -47,21 +49,25 @@ from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, wri
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.ir.target import TILES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
 
 BLOCK_M, BLOCK_N = 1024, 128  # queries and keys of a tile: 512 queries go over dK and dV twice as often
+BLOCK_M_TILES = (
+    512  # in tile registers P and dS are to stay in the L2 cache (head_dim 128: 58 ms, with 1024 76)
+)
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
 WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
 
 
 def select_config(
-    batch: int, nheads: int, nheads_kv: int, seqlen_q: int, seqlen_k: int, part_bytes: int
+    batch: int, nheads: int, nheads_kv: int, seqlen_q: int, seqlen_k: int, part_bytes: int, block_m: int
 ) -> Config:
-    """Tile sizes, and into how many parts the query blocks of one key head go.
+    """Tile sizes, queries at most ``block_m``, and into how many parts the query blocks of one key head go.
 
     Two tasks per thread, if there are blocks; with several parts each has its own dK and dV of ``part_bytes``
     in all, so on many cores long sequences take fewer.
@@ -69,7 +75,7 @@ def select_config(
     group = nheads // max(nheads_kv, 1)
     heads = group if seqlen_q < 64 else 1  # few queries: heads that share keys fill the lanes
     rows, tasks, wanted = max(heads * seqlen_q, 1), max(batch * nheads_kv, 1), 2 * thread_count()
-    block_m = min(BLOCK_M, -(-rows // PANEL) * PANEL)
+    block_m = min(block_m, -(-rows // PANEL) * PANEL)
     while block_m > 2 * PANEL and tasks * (group // heads) * -(-rows // block_m) < wanted:
         block_m = -(-block_m // 2 // PANEL) * PANEL
     blocks = group // heads * -(-rows // block_m)
@@ -96,7 +102,8 @@ def prepare(
     nheads, nheads_kv, dtype = q.shape[2], k.shape[2], q.dtype
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     part_bytes = k.shape[0] * k.shape[1] * nheads_kv * (q.shape[3] + v.shape[3]) * wide.itemsize
-    config = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k, part_bytes)
+    block_m = BLOCK_M_TILES if TILES and dtype.name == "bfloat16" else BLOCK_M
+    config = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k, part_bytes, block_m)
     call = make_call(
         q, v, batch, config,
         nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, page_size=0, given=given,
@@ -108,7 +115,7 @@ def prepare(
     sums, launch, by_head = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5), call._replace(heads=1)
 
     def sums_of_parts(keys: int) -> list[Array]:
-        return [np.zeros((parts, nheads_kv, keys, width), wide) for width in widths]
+        return [aligned_zeros((parts, nheads_kv, keys, width), wide) for width in widths]
 
     no_starts, no_sums = np.zeros(batch + 1, np.int64), sums_of_parts(0)
 
@@ -118,8 +125,10 @@ def prepare(
     ) -> Array:  # fmt: skip
         starts, parts_of = no_starts, no_sums
         if parts > 1:
-            starts = no_starts.copy()  # of each sequence's keys in the workspace, whole tiles apart
-            np.cumsum(-(-sequences[:, 3] // 8) * 8 + 8, out=starts[1:])
+            starts = (
+                no_starts.copy()
+            )  # of each sequence's keys in the workspace, room for a group between them
+            np.cumsum(sequences[:, 3] + KEY_GROUP, out=starts[1:])
             parts_of = sums_of_parts(int(starts[-1]))
         delta = np.zeros(lse.shape, np.float64)
         dq, *targets = all_bits(dq, dk, dv)
@@ -146,18 +155,12 @@ def prepare(
     return run
 
 
-def _input_types(t: str, bias: str) -> tuple[types.Type, ...]:
-    """call, dout, q, k, v, out, lse, sequences, and the optional arrays."""
-    lse = types.Array(statistics(t), 3, "A", readonly=True)
-    return (CALL, *(read(t, 4),) * 5, lse, SEQUENCES, *optional_types(bias))
-
-
 STARTS = types.Array(types.int64, 1, "C", readonly=True)
 
 
 @kernel(
     lambda t, bias: (
-        *_input_types(t, bias),
+        *backward_types(t, bias),
         *(write(t, 4),) * 3,
         types.Array(types.float64, 3, "C"),
         types.Array(compute(t), 4, "C"),
@@ -187,6 +190,7 @@ def backward_tasks(
     wide = dk_parts.dtype.type(0)
     w = held(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
+    open_tiles()
     own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
@@ -237,6 +241,7 @@ def backward_tasks(
                 store_row(dk, row, own_dk[j], call.head_dim, scale)
                 store_row(dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0))
         task = claim(state)
+    close_tiles()
 
 
 @uncounted
@@ -275,76 +280,4 @@ def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, 
             row = write_row(target, (0 if call.packed else b, sequences[b, 2] + j, head_kv))
             for d in range(dim):
                 store(row, d, total[d] * like(total[0], scale))
-        task = claim(state)
-
-
-@uncounted
-def add_bias_tile(dbias, w, n, first, n_keys):
-    """Add a tile of dS; an axis along which bias was broadcast is summed in float64 first."""
-    queries, keys = dbias.shape
-    if queries > 1:
-        for c in range(n):
-            row, total = dbias[w.query[c]], 0.0
-            for j in range(n_keys):
-                if keys > 1:
-                    row[first + j] += w.dscore[j, c]
-                else:
-                    total += w.dscore[j, c]
-            if keys == 1:
-                row[0] += total
-    else:
-        for j in range(n_keys):
-            total = 0.0
-            for c in range(n):
-                total += w.dscore[j, c]
-            dbias[0, first + j if keys > 1 else 0] += total
-
-
-@kernel(
-    lambda t, bias: (
-        *_input_types(t, bias),
-        types.Array(types.float64, 3, "C"),
-        types.Array(statistics(t), 4, "C"),
-    ),
-    variants=VARIANTS,
-)
-def attention_backward_bias(
-    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
-):  # fmt: skip
-    """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    memory, options, wide = tally(), held(call), dbias.dtype.type(0)
-    make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
-    bias_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta,
-        dbias,
-    )  # fmt: skip
-
-
-@uncounted
-def bias_tasks(
-    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta, dbias
-):  # fmt: skip
-    batches, heads, queries = dbias.shape[:3]
-    blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
-    owned, wide = (blocks if queries > 1 else 1), dbias.dtype.type(0)
-    w = held(make_scratch(memory, call, operand(q, wide), wide))
-    clear_rows(w)
-    task = claim(state)
-    while task < n_tasks:
-        start = task % owned
-        bias_head = task // owned % heads
-        bias_batch = task // owned // heads
-        stop = start + 1 if queries > 1 else blocks
-        for b in range(call.batch) if batches == 1 else range(bias_batch, bias_batch + 1):
-            for h in range(call.nheads) if heads == 1 else range(bias_head, bias_head + 1):
-                head_kv = h * call.nheads_kv // call.nheads
-                for block in range(start, stop):
-                    n, first, last, _ = load_block(w, call, b, h, block, dout, q, out, lse, sequences, delta)
-                    while first <= last:
-                        n_keys, seen = next_tile(w, call, b, n, first, last, visible)
-                        if seen:
-                            finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
-                            any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias)
-                            add_bias_tile(dbias[bias_batch, bias_head], w, n, first, n_keys)
-                        first += n_keys
         task = claim(state)

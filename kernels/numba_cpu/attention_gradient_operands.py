@@ -7,6 +7,8 @@ A product sums along one axis of its operands; of bfloat16, a 32-bit word holds 
     [ab] [cd]       [ab] [ef]       [ae] [bf] [cg] [dh]
     [ef] [gh]       [cd] [gh]
 
+Where tile registers multiply pairs (ir/tiles.py), keys come in whole tiles, and the row pairs of dS are transposed.
+
 For floats a word is one element: rows and row pairs are then the same array.
 """
 
@@ -16,11 +18,13 @@ import numpy as np
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
+from gpu_ops.kernels.numba_cpu.ir.attention_gradient import STEPS
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, in_tiles, takes_tiles
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
 from gpu_ops.kernels.numba_cpu.jit import alone, constant, inner, overload, overload_array, uncounted
 
 
@@ -71,6 +75,11 @@ def pair_rows(pairs, rows, n):
 
 def pair_tile(target, source, rows, width):
     """Round a (keys, queries) tile to words of neighbouring queries."""
+    raise TypeError("compiled code only")
+
+
+def rows_of_keys(memory, ds_keys):
+    """Room for the transposed ``ds_keys``, if tile registers multiply, else itself."""
     raise TypeError("compiled code only")
 
 
@@ -149,6 +158,15 @@ def _float_tile(memory, a, m, n, wide):
     return lambda memory, a, m, n, wide: a
 
 
+@overload_array(rows_of_keys)
+def _rows_of_keys(memory, ds_keys):
+    def turned(memory, ds_keys):
+        keys, lanes = ds_keys.shape
+        return carve(memory, (lanes, round_up(keys, TILE) + SKEW), np.uint32(0))
+
+    return turned if takes_tiles(ds_keys) else lambda memory, ds_keys: ds_keys
+
+
 @alone
 def _interleave(pairs, rows, n):
     zero = np.uint16(0)
@@ -192,6 +210,18 @@ def _pair_tile_keys(target, source, rows, width):
                 to[c] = np.uint32(first) | np.uint32(second) << np.uint32(16)
 
     return narrow if _pairs(target) else lambda target, source, rows, width: None
+
+
+@uncounted
+def key_step(a):
+    """Keys that go into products together: all others of a tile are zero."""
+    return 2 * TILE if in_tiles(a) else 8
+
+
+@uncounted
+def product_words(a, dim):
+    """Words of a row of ``dim`` elements that a product takes; they are zero from there on."""
+    return round_up((dim + packing(a) - 1) // packing(a), TILE if in_tiles(a) else STEPS)
 
 
 @uncounted

@@ -4,14 +4,15 @@ The products of dK and dV take, per group of keys, the panels that see one of th
 panel, the keys that some lane of it sees. Neighbours with the same range go together.
 """
 
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import key_step, packing
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import KEY_GROUP
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns, gemm_rows, takes_tiles
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
+from gpu_ops.kernels.numba_cpu.jit import alone, overload, uncounted
 
 
 @uncounted
@@ -27,8 +28,8 @@ def panels_of(w, key):
 @uncounted
 def add_products(w, dk, dv, at, n_keys):
     """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
-    rows, panels, pack = round_up(n_keys, 8), w.width[0] // PANEL, packing(w.p)
-    dim, dim_v, ld_dq = dk.shape[1], dv.shape[1], w.dq.shape[1]
+    rows, panels, pack = round_up(n_keys, key_step(w.p)), w.width[0] // PANEL, packing(w.p)
+    dim, dim_v = dk.shape[1], dv.shape[1]
     key = 0
     while key < rows:
         first, last = panels_of(w, key)
@@ -51,12 +52,31 @@ def add_products(w, dk, dv, at, n_keys):
             stop += 1
         m, k, key, lane = (stop - i) * PANEL, (end - start) // pack, start // pack, i * PANEL
         if k > 0:
-            ld_ds, ld = w.ds_keys.shape[1], w.k_pairs.shape[1]
-            gemm_columns(
-                w.dq, lane * ld_dq, ld_dq, w.ds_keys, key * ld_ds + lane, ld_ds, w.k_pairs, key * ld, ld,
-                m, dim, k, True,
-            )  # fmt: skip
+            add_queries(w, w.ds_keys, lane, m, key, k, dim)
         i = stop
+
+
+def add_queries(w, ds, lane, m, key, k, dim):
+    """dQ += dS K of ``m`` lanes and ``k`` steps from ``key`` on; ``ds`` is ``w.ds_keys``."""
+    raise TypeError("compiled code only")
+
+
+@overload(add_queries)
+def _add_queries(w, ds, lane, m, key, k, dim):
+    def tiles(w, ds, lane, m, key, k, dim):
+        ld, ld_ds, ld_dq, ld_k = w.ds_rows.shape[1], ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
+        for c in range(lane, lane + m, TILE):
+            for j in range(key, key + k, TILE):
+                copy_transposed(w.ds_rows, c * ld + j, ld, ds, j * ld_ds + c, ld_ds)
+        at_dq, at = lane * ld_dq, lane * ld + key
+        gemm_rows(w.dq, at_dq, ld_dq, w.ds_rows, at, ld, w.k_pairs, key * ld_k, ld_k, m, dim, k, True)
+
+    def vectors(w, ds, lane, m, key, k, dim):
+        ld_ds, ld_dq, ld_k = ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
+        at_dq, at = lane * ld_dq, key * ld_ds + lane
+        gemm_columns(w.dq, at_dq, ld_dq, ds, at, ld_ds, w.k_pairs, key * ld_k, ld_k, m, dim, k, True)
+
+    return tiles if takes_tiles(ds) else vectors
 
 
 @uncounted

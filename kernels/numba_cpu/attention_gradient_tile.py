@@ -20,13 +20,16 @@ from numba.core import types
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     finite,
     float_tile,
+    key_step,
     packing,
     pair_rows,
     pair_tile,
     pair_tile_keys,
+    product_words,
     put_row,
     row_pairs,
     row_words,
+    rows_of_keys,
     scale_floats,
     transpose,
     unscaled,
@@ -43,9 +46,9 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, STEPS, score_tile
+from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, score_tile
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows, in_tiles
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
@@ -70,8 +73,11 @@ class Scratch(NamedTuple):
     p: Any  # (n, m) P^T
     ds: Any  # (n, m) dS^T: the gradient of softmax_scale * q.k
     ds_keys: Any  # (n, m) its row pairs
+    ds_rows: Any  # (m, n) for tiles, these transposed
     s: Any  # (n, m) S^T and P^T in floats; the same memory as p, if that is of floats
     dp: Any  # (n, m) dP^T and dS^T likewise
+    s_panel: Any  # (n, PANEL) for tiles, S^T and dP^T of one panel, which stay in the first caches
+    dp_panel: Any
     dscore: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
     slope: Any  # (n, m) slope of softcap
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
@@ -89,8 +95,8 @@ class Scratch(NamedTuple):
 @uncounted
 def make_scratch(memory, call, x, wide):
     """Carved out of memory. ``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
-    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, 8)
     one = carve(memory, (0, 0), x)
+    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, key_step(one))
     words, words_v = row_words(one, call.head_dim), row_words(one, call.head_dim_v)
     dim, dim_v, width = words * packing(one), words_v * packing(one), m // packing(one)
     q, do = carve(memory, (m, words + SKEW), x), carve(memory, (m, words_v + SKEW), x)
@@ -100,7 +106,7 @@ def make_scratch(memory, call, x, wide):
         carve(memory, (n, width + SKEW), x),
     )
     v = carve(memory, (n, words_v + SKEW), x)
-    dp = float_tile(memory, ds, n, m, wide)
+    dp, ds_keys = float_tile(memory, ds, n, m, wide), row_pairs(memory, ds, n, m)
     return Scratch(
         q,
         carve(memory, (words, m + SKEW), x),
@@ -114,9 +120,12 @@ def make_scratch(memory, call, x, wide):
         carve(memory, (m, dim + SKEW), wide),
         p,
         ds,
-        row_pairs(memory, ds, n, m),
+        ds_keys,
+        rows_of_keys(memory, ds_keys),
         float_tile(memory, p, n, m, wide),
         dp,
+        carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
+        carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
         carve(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
         carve(memory, (n if call.softcap > 0 else 1, m + SKEW), wide),
         carve(memory, m, wide),
@@ -135,7 +144,7 @@ def make_scratch(memory, call, x, wide):
 @uncounted
 def make_sums(memory, call, dk_parts, dv_parts):
     """dK and dV of a key head that has one part."""
-    keys, wide = round_up(call.max_seqlen_k, 8) + 8 if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
+    keys, wide = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
     return carve(memory, (keys, dk_parts.shape[3]), wide), carve(memory, (keys, dv_parts.shape[3]), wide)
 
 
@@ -234,7 +243,7 @@ def next_tile(w, call, b, n, first, last, visible):
 @uncounted
 def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     """K and V of a tile. True if all is finite."""
-    kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, 8)
+    kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, key_step(w.k))
     for j in range(n_keys):
         put_row(w.k, j, read_row(k, (kb, start + j, head_kv)), call.head_dim)
         put_row(w.v, j, read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
@@ -245,8 +254,12 @@ def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
 
 
 @uncounted
-def words_of(a, dim):
-    return (dim + packing(a) - 1) // packing(a)
+def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
+    """S^T and dP^T in floats, of keys row ... row + n - 1 and ``width`` lanes, into the first columns of s and dp."""
+    ld, k, v = s.shape[1], w.k.shape[1], w.v.shape[1]
+    at = row * ld
+    gemm_rows(s, at, ld, w.k, row * k, k, w.qt, lane, w.qt.shape[1], n, width, words, False)
+    gemm_rows(dp, at, ld, w.v, row * v, v, w.dot, lane, w.dot.shape[1], n, width, words_v, False)
 
 
 def plain_gradients(w, call, first, n_keys):
@@ -257,15 +270,17 @@ def plain_gradients(w, call, first, n_keys):
 @overload(plain_gradients)
 def _plain_gradients(w, call, first, n_keys):
     def by_panels(w, call, first, n_keys):
-        rows = round_up(n_keys, 8)
-        words = round_up(words_of(w.q, call.head_dim), STEPS)
-        words_v = round_up(words_of(w.q, call.head_dim_v), STEPS)
+        step = key_step(w.p)
+        rows = round_up(n_keys, step)
+        words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
         scale = np.float32(unscaled(w.q, score_scale(call)))
         for i in range(w.width[0] // PANEL):
             lane = i * PANEL
-            start = larger(w.span[i, 0] - first, 0) // 8 * 8
-            stop = smaller(round_up(larger(w.span[i, 3] + 1 - first, 0), 8), rows)
+            start = larger(w.span[i, 0] - first, 0) // step * step
+            stop = smaller(round_up(larger(w.span[i, 3] + 1 - first, 0), step), rows)
             start = smaller(start, stop)
+            if in_tiles(w.p):
+                multiply_scores(w, w.s_panel, w.dp_panel, start, stop - start, lane, PANEL, words, words_v)
             for j in range(start, stop, MR):
                 key = first + j
                 masked = key < w.span[i, 1] or key + MR - 1 > w.span[i, 2] or call.block_q > 0
@@ -287,10 +302,9 @@ def _plain_gradients(w, call, first, n_keys):
 @uncounted
 def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
-    ld, width, rows = w.s.shape[1], w.width[0], round_up(n_keys, 8)
-    words, words_v = words_of(w.q, call.head_dim), words_of(w.q, call.head_dim_v)
-    gemm_rows(w.s, 0, ld, w.k, 0, w.k.shape[1], w.qt, 0, w.qt.shape[1], rows, width, words, False)
-    gemm_rows(w.dp, 0, ld, w.v, 0, w.v.shape[1], w.dot, 0, w.dot.shape[1], rows, width, words_v, False)
+    width, rows = w.width[0], round_up(n_keys, key_step(w.p))
+    words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
+    multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
     scale = like(w.lse2[0], unscaled(w.q, score_scale(call)))
     if scale != 1:
         for j in range(n_keys):
@@ -324,7 +338,7 @@ def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
 @uncounted
 def pair_gradients(w, n_keys):
     """The operands of the products from P^T and dS^T in floats."""
-    rows = round_up(n_keys, 8)
+    rows = round_up(n_keys, key_step(w.p))
     pair_tile(w.p, w.s, rows, w.width[0])
     pair_tile(w.ds, w.dp, rows, w.width[0])
     pair_tile_keys(w.ds_keys, w.dp, rows, w.width[0])

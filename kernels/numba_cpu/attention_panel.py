@@ -33,17 +33,18 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     place_lanes,
     score_scale,
 )
+from gpu_ops.kernels.numba_cpu.attention_values import add_values, key_group, rescale, turned
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import (
     copy_transposed_scaled,
     copy_vector,
-    gemm_columns_scaled,
     gemm_rows_largest,
+    in_tiles,
 )
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS, largest_scores, softmax_step
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores, softmax_step
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
@@ -53,6 +54,7 @@ class Work(NamedTuple):
     qt: Any  # (panels * head_dim steps, NR)
     kt: Any  # (n, head_dim steps)
     vt: Any  # (n steps, head_dim_v)
+    vd: Any  # V^T for tiles, or vt
     s: Any  # (n, NR) S^T of one panel
     p: Any  # P^T, the same memory
     ot: Any  # (panels * head_dim_v, NR)
@@ -73,9 +75,10 @@ def make_work(memory, call, k, wide):
     unit = operand(k, wide)
     sample = carve(memory, (0, 0), unit)
     nr = 2 * lanes(carve(memory, (0, 0), wide))
-    keys = round_up(call.block_n, ROWS)
+    keys = round_up(call.block_n, key_group(sample))
     panels = (call.block_m + nr - 1) // nr
     depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
+    depth = padded if in_tiles(sample) else depth
     dim_v = round_up(call.head_dim_v, MAX_LANES)
     m = panels * nr
     vt, s = carve(memory, (steps(sample, keys), dim_v), unit), carve(memory, (keys, nr), wide)
@@ -83,6 +86,7 @@ def make_work(memory, call, k, wide):
         carve(memory, (panels * padded, nr), unit),
         carve(memory, (keys, depth), unit),
         vt,
+        turned(memory, vt),
         s,
         weights(vt, s),
         carve(memory, (panels * dim_v, nr), wide),
@@ -140,15 +144,15 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
     """
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
-    ldk, ldv = w.kt.shape[1], w.vt.shape[1]
+    ldk, group = w.kt.shape[1], key_group(w.vt)
     plain = is_plain(call) and seen == 2
     for panel in range((n + nr - 1) // nr):
-        skip = larger(w.seen[panel, 0] - first, 0) // ROWS * ROWS
+        skip = larger(w.seen[panel, 0] - first, 0) // group * group
         start = first + skip
         count = smaller(first + n_keys, w.seen[panel, 1] + 1) - start
         if count <= 0:
             continue
-        rows, width = round_up(count, ROWS), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
+        rows, width = round_up(count, group), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
         lane = panel * nr
         restart(w, lane, width)
         gemm_rows_largest(
@@ -172,9 +176,8 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
         for c in range(0, width, lanes(w.s)):
             softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, lane + c)
         if finite:
-            at, dim, k = panel * dim_v * nr, round_up(call.head_dim_v, MR), steps(w.vt, count)
-            vt = steps(w.vt, skip) * ldv
-            gemm_columns_scaled(w.ot, at, nr, w.vt, vt, ldv, w.p, 0, nr, dim, width, k, w.alpha, lane)
+            at, dim = panel * dim_v * nr, call.head_dim_v
+            add_values(w.ot, at, nr, w.vt, w.vd, skip, w.p, dim, width, count, w.alpha, lane)
         else:
             rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[lane : lane + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
@@ -207,14 +210,6 @@ def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offse
         mask_scores(w.s[clear:], first + clear, n_keys - clear, width, low, high)
     if seen == 1:
         mask_block(w.s, visible, call, b, first, n_keys, stop - start, head, query)
-
-
-@alone
-def rescale(ot, first, n, width, alpha):
-    for d in range(first, first + n):
-        row = ot[d]
-        for c in range(width):
-            row[c] *= alpha[c]
 
 
 @uncounted

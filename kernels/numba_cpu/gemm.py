@@ -26,13 +26,17 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import (
     columns_ahead,
     columns_ahead_1,
     copy_transposed,
+    gemm_rows,
     rows_ahead,
     rows_ahead_1,
+    takes_tiles,
 )
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, row_address, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import counted, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import Panels, elements, pack, pack_a, packed, steps
+from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.jit import counted, kernel, overload, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.panels import Panels, elements, pack, pack_a, packed, room_a, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +44,8 @@ ROWS, COLUMNS = (
     128,
     512,
 )  # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast
+SUM_STEPS = 512  # that add up in a register: longer sums lose digits (K 4096 in one: 3 times the error)
+BAND, DEPTH = 32, 256  # of tile registers: rows and steps of A, 32 KiB, which stay in the L1 cache
 TASKS_PER_THREAD = 8  # at least, for an even finish; as long as a tile keeps 32 rows
 
 
@@ -93,7 +99,7 @@ def tile_shape(m: int, n: int) -> tuple[int, int]:
     rows = ROWS if n > 64 else 32  # long blocks of K: A stays in L2 (16 tokens: 14 ms against 17)
     while rows > 32 and -(-m // rows) * -(-n // columns) < TASKS_PER_THREAD * thread_count():
         rows //= 2
-    return _even(m, rows, MR), columns
+    return _even(m, rows, BAND if TILES else MR), columns
 
 
 def _even(length: int, most: int, step: int) -> int:
@@ -123,33 +129,67 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
         """C (+)= A B, B from panel ``first`` on. Meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
         ldc, lda = c.shape[1], a.shape[1]
         nr = 2 * lanes(c)
-        next_a = MR if columns_form else MR * lda
+        next_a, step_a = (MR, lda) if columns_form else (MR * lda, 1)
         stride, length = ahead.strides[0], max(1, columns * ahead.itemsize)
-        tiles = (m + MR - 1) // MR * ((n + nr - 1) // nr)
-        share = rows * length // max(1, tiles)  # bytes that one tile asks for
-        step = share // max(1, k) + 1
+        pieces = (m + MR - 1) // MR * ((n + nr - 1) // nr) * ((k + SUM_STEPS - 1) // SUM_STEPS)
+        share = rows * length // max(1, pieces)  # bytes that one piece asks for
+        step = share // max(1, min(k, SUM_STEPS)) + 1
         start, at = row_address(ahead, r0, c0), 0
         for i in range(0, m, MR):
             for j in range(0, n, nr):
                 panel = write_row(panels, (first + j // nr,))
-                row, inside = start + at // length * stride, at % length
-                if n - j > nr // 2:
-                    wide(
-                        c, i * ldc + j, ldc, a, i // MR * next_a, lda, panel, 0, nr, k, accumulate,
-                        row, inside, step, length, stride,
-                    )  # fmt: skip
-                else:  # half a panel
-                    narrow(
-                        c, i * ldc + j, ldc, a, i // MR * next_a, lda, panel, 0, nr, k, accumulate,
-                        row, inside, step, length, stride,
-                    )  # fmt: skip
-                at += share
+                for kk in range(0, max(1, k), SUM_STEPS):
+                    at_a = i // MR * next_a + kk * step_a
+                    steps, add = min(SUM_STEPS, k - kk), accumulate | (kk > 0)
+                    row, inside = start + at // length * stride, at % length
+                    if n - j > nr // 2:
+                        wide(
+                            c, i * ldc + j, ldc, a, at_a, lda, panel, kk * nr, nr, steps, add,
+                            row, inside, step, length, stride,
+                        )  # fmt: skip
+                    else:  # half a panel
+                        narrow(
+                            c, i * ldc + j, ldc, a, at_a, lda, panel, kk * nr, nr, steps, add,
+                            row, inside, step, length, stride,
+                        )  # fmt: skip
+                    at += share
 
     return multiply
 
 
-multiply_rows = _multiply(rows_ahead, rows_ahead_1, False)
-multiply_columns = _multiply(columns_ahead, columns_ahead_1, True)
+_multiply_rows = _multiply(rows_ahead, rows_ahead_1, False)
+_multiply_columns = _multiply(columns_ahead, columns_ahead_1, True)
+
+
+def multiply(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    """C (+)= A B, A from ``pack_a``, B from panel ``first`` on. Meanwhile asks for rows x columns of ``ahead`` from
+    r0, c0."""
+    raise TypeError("compiled code only")
+
+
+@overload(multiply)
+def _multiply_any(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    def vectors(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+        if trans:
+            _multiply_columns(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
+        else:
+            _multiply_rows(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
+
+    def tiles(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+        # nothing asked for: what is on its way takes the place of loads that tiles wait for (64 tokens: 66 for 52 ms)
+        ldc, lda, nr = c.shape[1], a.shape[1], 2 * lanes(c)
+        for i in range(0, m, BAND):
+            height = round_up(smaller(BAND, m - i), TILE)
+            for kk in range(0, max(1, k), DEPTH):
+                depth, more = smaller(DEPTH, k - kk), accumulate | (kk > 0)
+                for j in range(0, n, nr):
+                    panel = write_row(panels, (first + j // nr,))
+                    at, width = i * ldc + j, round_up(smaller(nr, n - j), TILE)
+                    gemm_rows(
+                        c, at, ldc, a, i * lda + kk, lda, panel, kk * nr, nr, height, width, depth, more
+                    )
+
+    return tiles if takes_tiles(panels) else vectors
 
 
 def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
@@ -176,7 +216,8 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
     across, block, k_all = panels.shape[0] // blocks, panels.shape[1] // nr, steps(panels, depth)
     n_tiles = (n_all + columns - 1) // columns
     c = scratch(round_up(rows, MAX_LANES), columns + SKEW, total.dtype.type(0))
-    pa = scratch(block, rows + SKEW, panels[0, 0]) if trans_a else scratch(rows, block + SKEW, panels[0, 0])
+    pa = room_a(panels, rows, block, trans_a)
+    open_tiles()
     task = claim(state)
     while task < n_tasks:
         following = claim(state)
@@ -192,12 +233,10 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
             else:
                 m1, mn = tile_size(following // n_tiles, rows, m_all)
                 r0, r, c0, cs = region(panels, trans_a, m1, mn, 0, block)
-            if trans_a:
-                multiply_columns(c, pa, panels, b * across + n0 // nr, m, n, k, b > 0, a, r0, r, c0, cs)
-            else:
-                multiply_rows(c, pa, panels, b * across + n0 // nr, m, n, k, b > 0, a, r0, r, c0, cs)
+            multiply(c, pa, trans_a, panels, b * across + n0 // nr, m, n, k, b > 0, a, r0, r, c0, cs)
         finish(c, m0, m, n0, n, out, trans_out, total, add, last)
         task = following
+    close_tiles()
 
 
 @counted

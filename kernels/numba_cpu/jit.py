@@ -33,6 +33,7 @@ from numba.core.serialize import dumps
 
 from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.numba_cpu.part import ApartCompiler, PartCompiler, part
+from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -257,5 +258,6 @@ def build_id() -> str:
     for path in sorted(Path(__file__).parent.glob("**/*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     target = cpu_target.target_context.codegen().magic_tuple()
-    digest.update(repr((numba.__version__, llvmlite.__version__, sys.version, target)).encode())
+    versions = numba.__version__, llvmlite.__version__, sys.version
+    digest.update(repr((*versions, target, tiles_allowed())).encode())
     return digest.hexdigest()[:16]

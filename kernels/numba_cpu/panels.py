@@ -19,11 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, in_tiles
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, MR, VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, kernel, overload, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
+from gpu_ops.kernels.numba_cpu.jit import FLOATS, counted, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +59,10 @@ class Panels:
         across = max(1, -(-n // nr))
         blocks = max(1, -(-steps // max(256, min(BLOCK // (across * nr), 2048))))
         block = max(1, -(-steps // blocks))
-        return cls(np.empty((blocks * across, block * nr), dtype), n, depth, blocks)
+        if kind == "uint32" and blocks > 1:  # whole tiles
+            block = -(-block // TILE) * TILE
+            blocks = -(-steps // block)
+        return cls(aligned_empty((blocks * across, block * nr), dtype), n, depth, blocks)
 
 
 def pack(b: Array, kind: str, *, trans: bool) -> Panels:
@@ -231,11 +237,28 @@ def _put_rows(panels, blocks, c, f0, m, t0, n):
 # --- A: one tile and block of K -------------------------------------------------------------------------
 
 
+@counted
+def room_a(panels, rows, block, trans):
+    """For such a block. Tile registers take (m, k) alone: the last rows are then for what is to be transposed."""
+    if in_tiles(panels):
+        rows = round_up(rows, TILE)
+        return scratch(rows + TILE, round_up(larger(rows, block), TILE) + SKEW, panels[0, 0])
+    return scratch(block, rows + SKEW, panels[0, 0]) if trans else scratch(rows, block + SKEW, panels[0, 0])
+
+
 @uncounted
 def pack_a(to, a, trans, m0, m, k0, k):
     """op(a)[m0 : m0 + m], k steps from k0, as it lies, (m, k) or (k, m); zeros up to a multiple of MR rows."""
-    if trans:
-        take_columns(to[:, : round_up(m, MR)], a, k0, k, m0, m)
-    else:
+    if not trans:
+        rows = round_up(m, TILE if in_tiles(to) else MR)
         take_rows(to, a, m0, m, k0, k)
-        to[m : round_up(m, MR), :k] = 0
+        to[m:rows, :k] = 0
+    elif in_tiles(to):
+        ld, last = to.shape[1], len(to) - TILE
+        for kk in range(0, k, TILE):
+            steps = smaller(TILE, k - kk)
+            take_columns(to[last:, : round_up(m, TILE)], a, k0 + kk, steps, m0, m)
+            for c in range(0, m, TILE):
+                copy_transposed(to, c * ld + kk, ld, to, last * ld + c, ld)
+    else:
+        take_columns(to[:, : round_up(m, MR)], a, k0, k, m0, m)

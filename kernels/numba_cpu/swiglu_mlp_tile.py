@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
-from gpu_ops.kernels.numba_cpu.gemm import multiply_columns, multiply_rows, tile_size
+from gpu_ops.kernels.numba_cpu.gemm import multiply, tile_size
 from gpu_ops.kernels.numba_cpu.ir import gated
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import lanes
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, steps
+from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, room_a, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -80,9 +81,11 @@ def mlp_hidden(state, n_tasks, tile, activation, x, x_blocks, w_gate, w_up, h, h
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
     wide = sum_of(x)
-    gate, up = scratch(rows, columns + SKEW, wide), scratch(rows, columns + SKEW, wide)
+    height = round_up(rows, MAX_LANES)
+    gate, up = scratch(height, columns + SKEW, wide), scratch(height, columns + SKEW, wide)
     across, block, k_all = x.shape[0] // x_blocks, x.shape[1] // nr, steps(x, hidden)
-    a = scratch(rows, block + SKEW, x[0, 0])
+    a = room_a(x, rows, block, False)
+    open_tiles()
     task = claim(state)
     while task < n_tasks:
         following = claim(state)
@@ -96,13 +99,14 @@ def mlp_hidden(state, n_tasks, tile, activation, x, x_blocks, w_gate, w_up, h, h
                 f1, m1 = tile_size(following // tiles, rows, ffn)
                 k1 = 0
             pack_a(a, w_gate, False, f0, m, k0, k)
-            multiply_rows(gate, a, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
+            multiply(gate, a, False, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
             pack_a(a, w_up, False, f0, m, k0, k)
-            multiply_rows(up, a, x, first, m, n, k, b > 0, w_gate, f1, m1, elements(x, k1), elements(x, k))
+            multiply(up, a, False, x, first, m, n, k, b > 0, w_gate, f1, m1, elements(x, k1), elements(x, k))
         for i in range(m):
             activate(activation, gate[i, :n], gate[i], up[i])
         put_rows(h, h_blocks, gate, f0, m, t0, n)
         task = following
+    close_tiles()
 
 
 def _backward_signature(t: str) -> tuple[types.Type, ...]:
@@ -123,12 +127,14 @@ def mlp_hidden_backward(
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
     wide = sum_of(x)
-    gate, up = scratch(rows, columns + SKEW, wide), scratch(rows, columns + SKEW, wide)
-    dh = scratch(rows, columns + SKEW, wide)
+    height = round_up(rows, MAX_LANES)
+    gate, up = scratch(height, columns + SKEW, wide), scratch(height, columns + SKEW, wide)
+    dh = scratch(height, columns + SKEW, wide)
     across, block, k_all = x.shape[0] // x_blocks, x.shape[1] // nr, steps(x, hidden)
-    a = scratch(rows, block + SKEW, x[0, 0])
+    a = room_a(x, rows, block, False)
     block_out, k_out = dy.shape[1] // nr, steps(x, hidden_out)
-    turned = scratch(block_out, rows + SKEW, x[0, 0])
+    turned = room_a(dy, rows, block_out, True)
+    open_tiles()
     task = claim(state)
     while task < n_tasks:
         following = claim(state)
@@ -139,18 +145,20 @@ def mlp_hidden_backward(
             k0, first = b * block, b * across + t0 // nr
             k = min(block, k_all - k0)
             pack_a(a, w_gate, False, f0, m, k0, k)
-            multiply_rows(gate, a, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
+            multiply(gate, a, False, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
             pack_a(a, w_up, False, f0, m, k0, k)
-            multiply_rows(up, a, x, first, m, n, k, b > 0, w_gate, f0, m, elements(x, k0 + k), elements(x, k))
+            multiply(
+                up, a, False, x, first, m, n, k, b > 0, w_gate, f0, m, elements(x, k0 + k), elements(x, k)
+            )
         for b in range(dy_blocks):
             k0, first = b * block_out, b * across + t0 // nr
             k = min(block_out, k_out - k0)
             pack_a(turned, w_down, True, f0, m, k0, k)
             k1, rest = elements(x, k0 + k), elements(x, k)
             if b + 1 < dy_blocks:
-                multiply_columns(dh, turned, dy, first, m, n, k, b > 0, w_down, k1, rest, f0, m)
+                multiply(dh, turned, True, dy, first, m, n, k, b > 0, w_down, k1, rest, f0, m)
             else:
-                multiply_columns(dh, turned, dy, first, m, n, k, b > 0, w_gate, f1, m1, 0, elements(x, block))
+                multiply(dh, turned, True, dy, first, m, n, k, b > 0, w_gate, f1, m1, 0, elements(x, block))
         gate_tile_backward(activation, gate, up, dh, m, n)
         put(dgate, gate, f0, m, t0, n)
         put(dup, up, f0, m, t0, n)
@@ -158,3 +166,4 @@ def mlp_hidden_backward(
         put_rows(dgate_panels, blocks, gate, f0, m, t0, n)
         put_rows(dup_panels, blocks, up, f0, m, t0, n)
         task = following
+    close_tiles()

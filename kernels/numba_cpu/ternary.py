@@ -6,13 +6,14 @@ many tokens   ternary_gemm: codes unpacked into panels that all tokens of a bloc
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir import codes as simd
+from gpu_ops.kernels.numba_cpu.ir.target import TILES
 from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch, launch_here, launcher
 from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
 from gpu_ops.kernels.numba_cpu.ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
@@ -30,13 +31,14 @@ Array = np.ndarray[Any, Any]
 FEW_TOKENS = 16
 # Scratch for the activations of one pass; more tokens go through in several passes.
 SCRATCH_BYTES = 32 << 20
-SMALL_BYTES = 1 << 12  # to look for a cache line takes 1 us
 
 
 def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: str) -> str:
     """The kernel and blocks that :func:`matmul` takes, in words."""
-    unit = f"{activations} activations, {simd.describe()}"
-    if _few(tokens, groups, dtype, activations):
+    few = _few(tokens, groups, dtype, activations)
+    instructions = "AMX" if TILES and activations == "int8" and not few else simd.describe()
+    unit = f"{activations} activations, {instructions}"
+    if few:
         return (
             f"{unit}: lanes along K, 4 rows x {1 if tokens == 1 else 4} tokens, "
             f"{rows_per_task(n, tokens)} rows per task"
@@ -165,13 +167,3 @@ def encode(w: Array, group: int, limit: Array) -> tuple[Array, Array, Array]:
     chunk = items_per_task(n, k)
     launch(ternary_encode[w.dtype], -(-n // chunk), chunk, bits(w), group, limit, words, count, total)
     return words.view(np.uint8), count, total
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Like np.empty, starting on a cache line if large: a vector load that straddles two lines costs twice."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size <= SMALL_BYTES:
-        return np.empty(shape, dtype)
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)

@@ -2,7 +2,8 @@
 
 A task is PANEL_ROWS rows of weights x up to ``block_m`` tokens. Along K it unpacks BLOCK_K codes of its
 rows into a panel that stays in L1 and multiplies all its tokens by it, TILE_M at a time: two vector
-sums per token, each step two loads from the panel and TILE_M broadcasts. Scales come in when a group of k ends.
+sums per token, each step two loads from the panel and TILE_M broadcasts; where the CPU has tile registers, they
+multiply (ir/tiles.py). Scales come in when a group of k ends.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.codes import CHUNK, LANES, PANEL_ROWS, TILE_M
+from gpu_ops.kernels.numba_cpu.ir.target import TILES
 from gpu_ops.kernels.numba_cpu.ir.ternary import tile, unpack_panel
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
@@ -20,6 +23,36 @@ BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel
 BLOCK_K_FLOAT = CHUNK  # 32 KB of float32 panel
 SUM_K = 64  # floats summed in a row; then such sums in float32 per block, and blocks in float64
 SPAN = 2**22  # codes whose int32 sums cannot overflow: 3 * 128 * SPAN < 2^31
+
+
+@uncounted
+def multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, first, m):
+    for t in range(first, m, TILE_M):
+        tile(TILE_M, panel, p0, x, x0 + t * x_stride, x_stride, steps, acc, a0 + t * PANEL_ROWS)
+
+
+def multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
+    """acc[m, PANEL_ROWS] += x[m, steps] @ panel[steps, PANEL_ROWS]; a step is four int8."""
+    raise TypeError("compiled code only")
+
+
+@overload(multiply)
+def _multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
+    def vectors(panel, p0, x, x0, x_stride, steps, acc, a0, m):
+        multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, 0, m)
+
+    def tiles(panel, p0, x, x0, x_stride, steps, acc, a0, m):
+        whole, depth, ld = m // TILE * TILE, steps // TILE * TILE, 4 * PANEL_ROWS
+        if depth > 0:
+            multiply_tiles(
+                acc, a0, PANEL_ROWS, x, x0, x_stride, panel, p0, ld, whole, PANEL_ROWS, depth, True
+            )
+        if depth < steps:
+            at_panel, at_x = p0 + depth * ld, x0 + 4 * depth
+            multiply_vectors(panel, at_panel, x, at_x, x_stride, steps - depth, acc, a0, 0, whole)
+        multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, whole, m)
+
+    return tiles if TILES else vectors
 
 
 @kernel(
@@ -47,6 +80,7 @@ def ternary_gemm_int8(
     panels = -(-n // PANEL_ROWS)
     panel_store = np.empty(BLOCK_K * PANEL_ROWS + 64, np.int8)
     p0 = (-panel_store.ctypes.data) % 64
+    open_tiles()
     acc_store = np.empty(BLOCK_M * PANEL_ROWS + 16, np.int32)
     a0 = ((-acc_store.ctypes.data) % 64) // 4
     acc = acc_store[a0:]
@@ -79,11 +113,8 @@ def ternary_gemm_int8(
             a = k0
             while a < stop:
                 b = min(stop, (g + 1) * group)
-                for t in range(0, m, TILE_M):
-                    tile(
-                        TILE_M, panel_store, p0 + (a - k0) * PANEL_ROWS, x, (m0 + t) * x_stride + a, x_stride,
-                        (b - a) // 4, acc_store, a0 + t * PANEL_ROWS,
-                    )  # fmt: skip
+                at_panel, at_x = p0 + (a - k0) * PANEL_ROWS, m0 * x_stride + a
+                multiply(panel_store, at_panel, x, at_x, x_stride, (b - a) // 4, acc_store, a0, m)
                 since += b - a
                 a = b
                 if since > SPAN - BLOCK_K:
@@ -117,6 +148,7 @@ def ternary_gemm_int8(
             for j in range(rows):
                 store(out, j, result[i * PANEL_ROWS + j] * token_scale[m0 + i])
         task = claim(state)
+    close_tiles()
 
 
 @kernel(

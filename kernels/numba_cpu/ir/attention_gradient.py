@@ -35,7 +35,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
 )
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, PAIRS, exp2
 from gpu_ops.kernels.numba_cpu.ir.held import Held, field
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES
 
 PANEL = 2 * MAX_LANES  # queries of a tile
 STEPS = 2  # words of head_dim in one round of a product
@@ -51,7 +51,21 @@ class _Fields:
         self.b, self.held = b, held
         self.arrays = {
             name: context.make_array(held.type_of(name))(context, b, field(b, held, pointer, name))
-            for name in ("k", "qt", "v", "dot", "p", "ds", "ds_keys", "lse2", "delta", "low", "top")
+            for name in (
+                "k",
+                "qt",
+                "v",
+                "dot",
+                "p",
+                "ds",
+                "ds_keys",
+                "s_panel",
+                "dp_panel",
+                "lse2",
+                "delta",
+                "low",
+                "top",
+            )
         }
 
     def dtype(self, name: str) -> Any:
@@ -66,8 +80,8 @@ class _Fields:
         """Of a row."""
         return cgutils.unpack_tuple(self.b, self.arrays[name].shape)[-1]
 
-    def vectors(self, name: str, at: Any, kind: Any) -> list[Any]:
-        pointer = self.pointer(name, None, at)
+    def vectors(self, name: str, at: Any, kind: Any, row: Any = None) -> list[Any]:
+        pointer = self.pointer(name, row, at)
         return [load_vector(self.b, self.b.gep(pointer, [number(n * MAX_LANES)]), kind) for n in range(2)]
 
 
@@ -98,6 +112,11 @@ def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, s
     b.cbranch(b.icmp_signed("<", following, steps), loop, done)
     b.position_at_end(done)
     return totals
+
+
+def _sums(b: Any, w: _Fields, name: str, row: Any) -> list[Any]:
+    """The part of a panel that tile registers made."""
+    return [x for m in range(MR) for x in w.vectors(name, number(0), _FLOAT, b.add(row, number(m)))]
 
 
 def _mask(b: Any, w: _Fields, values: list[Any], lane: Any, key: Any, masked: Any) -> list[Any]:
@@ -156,19 +175,23 @@ def score_tile(typingctx, w, row, lane, key, masked, scale, steps, steps_v):
         _, row_, lane_, key_, masked_, scale_, steps_, steps_v_ = args
         lse, delta = (fields.vectors(name, lane_, _FLOAT) for name in ("lse2", "delta"))
         factor = splat(b, scale_, MAX_LANES)
-        totals = _product(b, fields, "k", "qt", row_, lane_, steps_)
-        polynomial = PAIRS if fields.dtype("p") == types.uint32 else FLOAT32
+        pairs = fields.dtype("p") == types.uint32
+        tiles, polynomial = TILES and pairs, PAIRS if pairs else FLOAT32
+        at = row_, lane_
+        totals = _sums(b, fields, "s_panel", row_) if tiles else _product(b, fields, "k", "qt", *at, steps_)
         exponents = [fma(b, x, factor, b.fneg(lse[n])) for (_, n), x in zip(_TILE, totals, strict=True)]
         p = [exp2(b, x, polynomial) for x in exponents]
         p = _mask(b, fields, p, lane_, key_, masked_)
         _store(b, fields, "p", p, row_, lane_)
-        totals = _product(b, fields, "v", "dot", row_, lane_, steps_v_)
+        totals = (
+            _sums(b, fields, "dp_panel", row_) if tiles else _product(b, fields, "v", "dot", *at, steps_v_)
+        )
         ds = [
             b.fmul(p[i], b.fsub(x, delta[n])) for i, ((_, n), x) in enumerate(zip(_TILE, totals, strict=True))
         ]
         ds = _mask(b, fields, ds, lane_, key_, masked_)  # once more: 0 times what overflowed is NaN
         _store(b, fields, "ds", ds, row_, lane_)
-        if fields.dtype("ds") == types.uint32:
+        if pairs:
             _store_key_pairs(b, fields, ds, row_, lane_)
         return context.get_dummy_value()
 

@@ -12,7 +12,8 @@ Two forms differ in where A's elements lie, so that no operand is ever transpose
     gemm_columns  C[m, n] (+)= sum_k A[k, m] B[k, n]
 
 float32 and float64, and bfloat16 where the CPU multiplies it (``target.DOT_BFLOAT16``): A and B are then uint32
-arrays whose element k is the pair of bfloat16 of steps 2k (low half) and 2k + 1, and C is float32.
+arrays whose element k is the pair of bfloat16 of steps 2k (low half) and 2k + 1, and C is float32. Where the CPU has
+tile registers (``target.TILES``) whole tiles of such a product by rows are multiplied there (ir/tiles.py).
 """
 
 from __future__ import annotations
@@ -35,10 +36,16 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     prefetch,
     splat,
     store_vector,
+    unroll,
 )
-from gpu_ops.kernels.numba_cpu.ir.target import MR, VECTOR_BYTES, lanes
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores
+from gpu_ops.kernels.numba_cpu.ir.target import MR, TILES, VECTOR_BYTES, lanes
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, multiply_tiles
+from gpu_ops.kernels.numba_cpu.jit import constant, overload, uncounted
 
+UNROLLED = (
+    4  # steps of k: a loop of 16 rounds, not of 64, ends as the CPU foresaw (attention: 3 to 4 % less time)
+)
 _I64 = ir.IntType(64)
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
@@ -108,7 +115,7 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
         for phi, value in zip(acc, new, strict=True):
             phi.add_incoming(zero, entry)
             phi.add_incoming(value, end)
-        builder.cbranch(builder.icmp_signed("<", following, k_), loop, done)
+        unroll(builder, builder.cbranch(builder.icmp_signed("<", following, k_), loop, done), UNROLLED)
 
         builder.position_at_end(done)
         result = [builder.phi(vector) for _ in tile]
@@ -248,9 +255,36 @@ def copy_transposed_scaled(typingctx, to, to0, ldt, source, source0, lds, factor
     return signature(types.void, to, i, i, source, i, i, factor, i), codegen
 
 
-@uncounted
+def takes_tiles(a: Any) -> bool:
+    """Whether operands of the type of array ``a`` are multiplied in tile registers."""
+    return TILES and a.dtype == types.uint32
+
+
+in_tiles = constant(takes_tiles)
+
+
 def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
+    raise TypeError("compiled code only")
+
+
+@overload(gemm_rows)
+def _gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
+    def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
+        rows, depth = m // TILE * TILE, k // TILE * TILE
+        if depth > 0:
+            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, rows, n, depth, accumulate)
+        if (depth < k) | (k == 0):  # a sum of nothing is written too
+            after, more = b0 + depth * ldb, accumulate | (depth > 0)
+            _vector_rows(c, c0, ldc, a, a0 + depth, lda, b, after, ldb, rows, n, k - depth, more)
+        at_c, at_a = c0 + rows * ldc, a0 + rows * lda
+        _vector_rows(c, at_c, ldc, a, at_a, lda, b, b0, ldb, m - rows, n, k, accumulate)
+
+    return tiles if takes_tiles(a) else _vector_rows.py_func
+
+
+@uncounted
+def _vector_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     width = lanes(c)
     wide = n - n % (2 * width)
     for j in range(0, wide, 2 * width):
@@ -261,9 +295,23 @@ def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
             _rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
 
 
-@uncounted
 def gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     """C[m, n] = A[m, k] B[k, n] from offsets c0, a0, b0, and top[n] the largest of the column and of itself."""
+    raise TypeError("compiled code only")
+
+
+@overload(gemm_rows_largest)
+def _gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
+    def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
+        gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, False)
+        for j in range(0, n, lanes(c)):
+            largest_scores(c, c0 + j, ldc, m, top, top0 + j)
+
+    return tiles if takes_tiles(a) else _vector_rows_largest.py_func
+
+
+@uncounted
+def _vector_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     width = lanes(c)
     wide = n - n % (2 * width)
     for j in range(0, wide, 2 * width):

@@ -6,14 +6,20 @@ from llvmlite.binding import llvm_version_info
 from numba.core.registry import cpu_target
 
 from gpu_ops.kernels.numba_cpu.jit import constant, uncounted
+from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
 
 FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 VECTOR_BYTES = 64 if "+avx512f" in FEATURES else 32 if "+avx2" in FEATURES else 16
+XEON = VECTOR_BYTES == 64 and not cpu_target.target_context.codegen().magic_tuple()[1].startswith("znver")
+"""Of the two makes with vectors of 64 bytes: where it is best to ask memory for what comes next differs."""
 MAX_LANES = VECTOR_BYTES // 4
 MR = 8 if VECTOR_BYTES == 64 else 4  # MR * 2 accumulators: half of the registers each width has
 DOT_BFLOAT16 = VECTOR_BYTES == 64 and "+avx512bf16" in FEATURES and llvm_version_info >= (16,)
 """Whether one instruction adds two products of bfloat16 to a float32: twice the speed of float32. LLVM 15 (Numba
 0.61) spells its operands in another way."""
+
+TILES = DOT_BFLOAT16 and tiles_allowed()
+"""Whether bfloat16 is multiplied in tile registers: 16 times the speed of float32. See ir/tiles.py."""
 
 SCALEF = VECTOR_BYTES == 64 and "+avx512dq" in FEATURES
 """Whether single instructions split numbers at an integer and multiply by powers of two."""

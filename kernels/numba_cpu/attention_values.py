@@ -1,0 +1,91 @@
+"""O^T = O^T alpha + V^T P^T for a panel of queries, and V as this product takes it.
+
+vt  [key, d]    what is packed (attention_operands.py): 8 columns of a row at a time are multiplied as vectors
+vd  [d, key]    where tile registers multiply, V^T: their left operand lies in rows
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_ops.kernels.numba_cpu.attention_operands import steps
+from gpu_ops.kernels.numba_cpu.ir.carve import carve
+from gpu_ops.kernels.numba_cpu.ir.gemm import (
+    copy_transposed,
+    gemm_columns_scaled,
+    gemm_rows,
+    in_tiles,
+    takes_tiles,
+)
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
+from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
+from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
+from gpu_ops.kernels.numba_cpu.jit import alone, overload, overload_array, uncounted
+
+
+@uncounted
+def key_group(vt):
+    """Keys that go into a product together: a whole tile of pairs."""
+    return 2 * TILE if in_tiles(vt) else ROWS
+
+
+def turned(memory, vt):
+    """Room for ``vd``."""
+    raise TypeError("compiled code only")
+
+
+def turn_values(vd, vt, n):
+    """V^T of ``n`` keys, zeros up to a whole group."""
+    raise TypeError("compiled code only")
+
+
+def add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+    """A panel of ``width`` lanes at ``ot[at]`` and ``p``: keys skip..skip + count - 1 of the tile; all are finite."""
+    raise TypeError("compiled code only")
+
+
+@overload_array(turned)
+def _turned(memory, vt):
+    if takes_tiles(vt):
+        return lambda memory, vt: carve(
+            memory, (vt.shape[1], round_up(vt.shape[0], TILE) + SKEW), np.uint32(0)
+        )
+    return lambda memory, vt: vt
+
+
+@overload(turn_values)
+def _turn_values(vd, vt, n):
+    def turn(vd, vt, n):
+        full = round_up(steps(vt, n), TILE)
+        for j in range(steps(vt, n), full):
+            vt[j] = 0
+        for j in range(0, full, TILE):
+            for d in range(0, vt.shape[1], TILE):
+                copy_transposed(vd, d * vd.shape[1] + j, vd.shape[1], vt, j * vt.shape[1] + d, vt.shape[1])
+
+    return turn if takes_tiles(vt) else lambda vd, vt, n: None
+
+
+@overload(add_values)
+def _add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+    def tiles(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+        ld, rows, depth = vd.shape[1], round_up(dim, TILE), round_up(steps(vt, count), TILE)
+        rescale(ot, at // nr, rows, width, alpha[lane : lane + nr])
+        gemm_rows(ot, at, nr, vd, steps(vt, skip), ld, p, 0, nr, rows, width, depth, True)
+
+    def vectors(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+        ld, rows, depth = vt.shape[1], round_up(dim, MR), steps(vt, count)
+        gemm_columns_scaled(
+            ot, at, nr, vt, steps(vt, skip) * ld, ld, p, 0, nr, rows, width, depth, alpha, lane
+        )
+
+    return tiles if takes_tiles(vt) else vectors
+
+
+@alone
+def rescale(ot, first, n, width, alpha):
+    for d in range(first, first + n):
+        row = ot[d]
+        for c in range(width):
+            row[c] *= alpha[c]
