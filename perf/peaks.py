@@ -2,7 +2,8 @@
 
 ==============  =======================================================================================
 multiply_add    the products' micro-kernel with strides of 0: it never leaves the registers and one line
-dot_bfloat16    the same of bfloat16 pairs, where the CPU multiplies them
+dot_bfloat16    the same of bfloat16 pairs, where the CPU multiplies them; in tile registers, of random numbers from
+                the first cache, because a CPU multiplies zeros at a higher clock
 read            eight vectors at a time into eight accumulators
 copy            plain, and with non-temporal stores, which do not read what they overwrite
 ==============  =======================================================================================
@@ -21,15 +22,18 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.ir.build import address, load_vector, number, store_vector
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MR, VECTOR_BYTES, lanes
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MR, TILES, VECTOR_BYTES, lanes
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
 from perf.limits import best
 
 Array = np.ndarray[Any, Any]
 
 STEPS, TASKS = 1 << 15, 32  # of the micro-kernel per task: about 70 us; tasks per thread
+TILE_STEPS = 128  # of two operands that fit the first cache
 VECTORS = 8  # in flight
 WORDS = VECTORS * VECTOR_BYTES // 8  # of 8 bytes that they hold
 CHUNK = 1 << 14  # such blocks per task: 8 MiB
@@ -78,13 +82,16 @@ def pacemaker(kind: str, buffer: int, *, half: bool = False) -> Loop:
 
 
 def arithmetic(dtype: np.dtype[Any]) -> Loop:
-    operand, result, n_tasks = (
-        np.zeros(2 * VECTOR_BYTES, dtype),
-        np.zeros(1, np.float32),
-        TASKS * thread_count(),
-    )
-    per_lane = 4 if dtype == np.uint32 else 2
-    operations = n_tasks * STEPS * MR * 2 * (VECTOR_BYTES // 4) * per_lane
+    result, n_tasks = np.zeros(1, np.float32), TASKS * thread_count()
+    per_step = 4 if dtype == np.uint32 else 2
+    if TILES and dtype == np.uint32:
+        numbers = np.random.default_rng(0).standard_normal((2 * TILE, 2 * TILE_STEPS), np.float32)
+        a = aligned_empty((2 * TILE, TILE_STEPS), dtype)
+        a.view(np.uint16)[:] = numbers.view(np.uint32) >> 16  # as bfloat16
+        operations = n_tasks * STEPS * (2 * TILE) ** 2 * per_step
+        return Loop(lambda: launch(multiply_tiles, n_tasks, a, a.reshape(TILE_STEPS, -1), result), operations)
+    operand = np.zeros(2 * VECTOR_BYTES, dtype)
+    operations = n_tasks * STEPS * MR * 2 * (VECTOR_BYTES // 4) * per_step
     return Loop(lambda: launch(multiply, n_tasks, operand, result), operations)
 
 
@@ -114,8 +121,19 @@ def tasks(data: Array) -> int:
 def multiply(state, n_tasks, operand, result):
     c = np.empty((MR, 2 * lanes(result)), np.float32)
     while claim(state) < n_tasks:
-        gemm_rows(c, 0, c.shape[1], operand, 0, 0, operand, 0, 0, MR, c.shape[1], STEPS, False)
+        gemm_columns(c, 0, c.shape[1], operand, 0, 0, operand, 0, 0, MR, c.shape[1], STEPS, False)
         result[0] = c[0, 0]
+
+
+@njit(nogil=True)
+def multiply_tiles(state, n_tasks, a, b, result):
+    (m, k), n, c = a.shape, b.shape[1], np.zeros((a.shape[0], b.shape[1]), np.float32)
+    open_tiles()
+    while claim(state) < n_tasks:
+        for _ in range(STEPS // k):
+            gemm_rows(c, 0, n, a, 0, k, b, 0, n, m, n, k, True)
+        result[0] = c[0, 0]
+    close_tiles()
 
 
 @njit(nogil=True)
