@@ -173,13 +173,9 @@ def layernorm_backward(
             rx = read_row(x, (r,))
             rdx = write_row(dx, (r,))
             center, scale = mean[r], rstd[r]
-            products, gradients = 0.0, 0.0
-            for i in range(cols):
-                m = load(rdy, i) * load(w, i)
-                products += np.float64(m * ((load(rx, i) - center) * scale))
-                gradients += np.float64(m)
+            products = norm.layer_products((rdy, rx, w), (center, scale), 0, cols)
             mean_product = like(load(w, 0), products / cols)
-            mean_gradient = like(load(w, 0), gradients / cols)
+            mean_gradient = like(load(w, 0), norm.layer_gradients((rdy, w), (), 0, cols) / cols)
             for i in range(cols):
                 dw[i] += load(rdy, i) * ((load(rx, i) - center) * scale)
                 db[i] += load(rdy, i)

@@ -11,6 +11,8 @@ rms_gradient           dy, x, weight[, dresidual]            rstd, weight_offset
 total                  x                                     none; float64
 center_squares         x                                     mean; float64
 layer_scale            x, weight[, bias]                     mean, rstd
+layer_products         dy, x, weight                         mean, rstd; float64
+layer_gradients        dy, weight                            none; float64
 layer_gradient         dy, x, weight[, dresidual]            mean, rstd, mean of the products, mean of dy weight
 =====================  ====================================  ==============================================
 """
@@ -54,6 +56,11 @@ def _layer_scale(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
     return (y + bias[0] if bias else y,)
 
 
+def _layer_products(operands: Chunks, scalars: Chunks) -> Chunk:
+    (dy, x, weight), (mean, rstd) = operands, scalars
+    return (dy * weight * ((x - mean) * rstd)).doubles()
+
+
 def _layer_gradient(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
     (dy, x, weight, *more), (mean, rstd, mean_product, mean_gradient) = operands, scalars
     d = rstd * (dy * weight - (x - mean) * rstd * mean_product - mean_gradient)
@@ -71,4 +78,6 @@ center_squares = fold_rows(
     lambda operands, scalars: _squared(operands[0].doubles() - scalars[0]), double=True
 )
 layer_scale = map_rows(_layer_scale)
+layer_products = fold_rows(_layer_products, double=True)
+layer_gradients = fold_rows(lambda operands, _: (operands[0] * operands[1]).doubles(), double=True)
 layer_gradient = map_rows(_layer_gradient)
