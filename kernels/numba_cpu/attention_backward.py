@@ -57,9 +57,8 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 Array = np.ndarray[Any, Any]
 
 BLOCK_M, BLOCK_N = 1024, 128  # queries and keys of a tile: 512 queries go over dK and dV twice as often
-BLOCK_M_TILES = (
-    512  # in tile registers P and dS are to stay in the L2 cache (head_dim 128: 58 ms, with 1024 76)
-)
+# In tile registers P and dS are to stay in the L2 cache (head_dim 128: 58 ms, with 1024 queries 76).
+BLOCK_M_TILES = 512
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
 WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
 
@@ -125,9 +124,8 @@ def prepare(
     ) -> Array:  # fmt: skip
         starts, parts_of = no_starts, no_sums
         if parts > 1:
-            starts = (
-                no_starts.copy()
-            )  # of each sequence's keys in the workspace, room for a group between them
+            # of each sequence's keys in the workspace, room for a group between them
+            starts = no_starts.copy()
             np.cumsum(sequences[:, 3] + KEY_GROUP, out=starts[1:])
             parts_of = sums_of_parts(int(starts[-1]))
         delta = np.zeros(lse.shape, np.float64)

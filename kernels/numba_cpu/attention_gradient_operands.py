@@ -20,7 +20,7 @@ from numba.core import types
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import STEPS
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, in_tiles, takes_tiles
+from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
@@ -75,11 +75,6 @@ def pair_rows(pairs, rows, n):
 
 def pair_tile(target, source, rows, width):
     """Round a (keys, queries) tile to words of neighbouring queries."""
-    raise TypeError("compiled code only")
-
-
-def rows_of_keys(memory, ds_keys):
-    """Room for the transposed ``ds_keys``, if tile registers multiply, else itself."""
     raise TypeError("compiled code only")
 
 
@@ -158,15 +153,6 @@ def _float_tile(memory, a, m, n, wide):
     return lambda memory, a, m, n, wide: a
 
 
-@overload_array(rows_of_keys)
-def _rows_of_keys(memory, ds_keys):
-    def turned(memory, ds_keys):
-        keys, lanes = ds_keys.shape
-        return carve(memory, (lanes, round_up(keys, TILE) + SKEW), np.uint32(0))
-
-    return turned if takes_tiles(ds_keys) else lambda memory, ds_keys: ds_keys
-
-
 @alone
 def _interleave(pairs, rows, n):
     zero = np.uint16(0)
@@ -213,12 +199,6 @@ def _pair_tile_keys(target, source, rows, width):
 
 
 @uncounted
-def key_step(a):
-    """Keys that go into products together: all others of a tile are zero."""
-    return 2 * TILE if in_tiles(a) else 8
-
-
-@uncounted
 def product_words(a, dim):
     """Words of a row of ``dim`` elements that a product takes; they are zero from there on."""
     return round_up((dim + packing(a) - 1) // packing(a), TILE if in_tiles(a) else STEPS)
@@ -228,12 +208,3 @@ def product_words(a, dim):
 def row_words(a, dim):
     """Words of a row of ``dim`` elements: whole vectors, so that it can be transposed."""
     return round_up((dim + packing(a) - 1) // packing(a), lanes(a))
-
-
-@uncounted
-def transpose(to, rows, m, n):
-    """to[j, i] = rows[i, j] for m rows of n words, both whole vectors."""
-    step = lanes(rows)
-    for i in range(0, m, step):
-        for j in range(0, n, step):
-            copy_transposed(to, j * to.shape[1] + i, to.shape[1], rows, i * rows.shape[1] + j, rows.shape[1])

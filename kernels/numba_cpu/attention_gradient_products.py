@@ -4,14 +4,14 @@ The products of dK and dV take, per group of keys, the panels that see one of th
 panel, the keys that some lane of it sees. Neighbours with the same range go together.
 """
 
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import key_step, packing
+from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import KEY_GROUP
+from gpu_ops.kernels.numba_cpu.attention_operands import key_step, transpose
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, gemm_columns, gemm_rows, takes_tiles
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows, takes_tiles
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
 from gpu_ops.kernels.numba_cpu.jit import alone, overload, uncounted
 
 
@@ -65,10 +65,8 @@ def add_queries(w, ds, lane, m, key, k, dim):
 def _add_queries(w, ds, lane, m, key, k, dim):
     def tiles(w, ds, lane, m, key, k, dim):
         ld, ld_ds, ld_dq, ld_k = w.ds_rows.shape[1], ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
-        for c in range(lane, lane + m, TILE):
-            for j in range(key, key + k, TILE):
-                copy_transposed(w.ds_rows, c * ld + j, ld, ds, j * ld_ds + c, ld_ds)
         at_dq, at = lane * ld_dq, lane * ld + key
+        transpose(w.ds_rows, at, ld, ds, key * ld_ds + lane, ld_ds, k, m)
         gemm_rows(w.dq, at_dq, ld_dq, w.ds_rows, at, ld, w.k_pairs, key * ld_k, ld_k, m, dim, k, True)
 
     def vectors(w, ds, lane, m, key, k, dim):

@@ -20,7 +20,6 @@ from numba.core import types
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     finite,
     float_tile,
-    key_step,
     packing,
     pair_rows,
     pair_tile,
@@ -29,11 +28,10 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     put_row,
     row_pairs,
     row_words,
-    rows_of_keys,
     scale_floats,
-    transpose,
     unscaled,
 )
+from gpu_ops.kernels.numba_cpu.attention_operands import key_step, transpose, turned
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
     TINY,
@@ -121,7 +119,7 @@ def make_scratch(memory, call, x, wide):
         p,
         ds,
         ds_keys,
-        rows_of_keys(memory, ds_keys),
+        turned(memory, ds_keys),
         float_tile(memory, p, n, m, wide),
         dp,
         carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
@@ -213,9 +211,10 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
         clear(w.do, c, c + 1)
         w.lse2[c] = np.inf
         w.delta[c] = 0
-    transpose(w.qt, w.q, width, row_words(w.q, call.head_dim))
-    scale_floats(w.qt, row_words(w.q, call.head_dim), width, score_scale(call))
-    transpose(w.dot, w.do, width, row_words(w.do, call.head_dim_v))
+    words, words_v = row_words(w.q, call.head_dim), row_words(w.do, call.head_dim_v)
+    transpose(w.qt, 0, w.qt.shape[1], w.q, 0, w.q.shape[1], width, words)
+    scale_floats(w.qt, words, width, score_scale(call))
+    transpose(w.dot, 0, w.dot.shape[1], w.do, 0, w.do.shape[1], width, words_v)
     pair_rows(w.q_pairs, w.q, width)
     pair_rows(w.do_pairs, w.do, width)
     for i in range(width // PANEL):

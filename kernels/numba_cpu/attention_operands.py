@@ -20,12 +20,14 @@ import numpy as np
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
-from gpu_ops.kernels.numba_cpu.ir.carve import as_type
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, flat, prefetch_row
+from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row, flat, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
-from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array
+from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
+from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
+from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
 
 AHEAD = 16  # rows: so much later than it was asked for, a row of K or V is packed
 
@@ -84,6 +86,12 @@ def transpose_queries(qt, at, nr, rows, d, factor):
 
 def exponents(x):
     """The exponent bits of an element, of a pair the larger ones."""
+    raise TypeError("compiled code only")
+
+
+def turned(memory, a):
+    """Room for the transpose of operand ``a``, where tile registers multiply: their left operand lies in rows. Else
+    ``a`` itself."""
     raise TypeError("compiled code only")
 
 
@@ -165,6 +173,30 @@ def _transpose_queries(qt, at, nr, rows, d, factor):
         copy_transposed_scaled(qt, at, nr, rows, d, rows.shape[1], factor, 0)
 
     return pairs if rows.dtype == types.uint32 else floats
+
+
+@overload_array(turned)
+def _turned(memory, a):
+    def room(memory, a):
+        steps, columns = a.shape
+        return carve(memory, (columns, round_up(steps, TILE) + SKEW), np.uint32(0))
+
+    return room if takes_tiles(a) else lambda memory, a: a
+
+
+@uncounted
+def key_step(a):
+    """Keys that go into products of operands like ``a`` together: a whole tile of pairs, or the rows of a round."""
+    return 2 * TILE if in_tiles(a) else ROWS
+
+
+@uncounted
+def transpose(to, to0, ldt, source, source0, lds, m, n):
+    """to[j, i] = source[i, j] for m rows of n words, both whole vectors, from offsets to0 and source0."""
+    step = lanes(source)
+    for i in range(0, m, step):
+        for j in range(0, n, step):
+            copy_transposed(to, to0 + j * ldt + i, ldt, source, source0 + i * lds + j, lds)
 
 
 @overload(exponents)

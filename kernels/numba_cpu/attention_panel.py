@@ -17,8 +17,10 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.attention_operands import (
     element,
     is_pairs,
+    key_step,
     operand,
     steps,
+    turned,
     weights,
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import (
@@ -33,7 +35,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     place_lanes,
     score_scale,
 )
-from gpu_ops.kernels.numba_cpu.attention_values import add_values, key_group, rescale, turned
+from gpu_ops.kernels.numba_cpu.attention_values import add_values, rescale
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import (
@@ -75,7 +77,7 @@ def make_work(memory, call, k, wide):
     unit = operand(k, wide)
     sample = carve(memory, (0, 0), unit)
     nr = 2 * lanes(carve(memory, (0, 0), wide))
-    keys = round_up(call.block_n, key_group(sample))
+    keys = round_up(call.block_n, key_step(sample))
     panels = (call.block_m + nr - 1) // nr
     depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
     depth = padded if in_tiles(sample) else depth
@@ -144,7 +146,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
     """
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
-    ldk, group = w.kt.shape[1], key_group(w.vt)
+    ldk, group = w.kt.shape[1], key_step(w.vt)
     plain = is_plain(call) and seen == 2
     for panel in range((n + nr - 1) // nr):
         skip = larger(w.seen[panel, 0] - first, 0) // group * group

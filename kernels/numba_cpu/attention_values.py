@@ -6,33 +6,11 @@ vd  [d, key]    where tile registers multiply, V^T: their left operand lies in r
 
 from __future__ import annotations
 
-import numpy as np
-
-from gpu_ops.kernels.numba_cpu.attention_operands import steps
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import (
-    copy_transposed,
-    gemm_columns_scaled,
-    gemm_rows,
-    in_tiles,
-    takes_tiles,
-)
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
-from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
+from gpu_ops.kernels.numba_cpu.attention_operands import steps, transpose
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns_scaled, gemm_rows, takes_tiles
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import alone, overload, overload_array, uncounted
-
-
-@uncounted
-def key_group(vt):
-    """Keys that go into a product together: a whole tile of pairs."""
-    return 2 * TILE if in_tiles(vt) else ROWS
-
-
-def turned(memory, vt):
-    """Room for ``vd``."""
-    raise TypeError("compiled code only")
+from gpu_ops.kernels.numba_cpu.jit import alone, overload
 
 
 def turn_values(vd, vt, n):
@@ -45,24 +23,13 @@ def add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
     raise TypeError("compiled code only")
 
 
-@overload_array(turned)
-def _turned(memory, vt):
-    if takes_tiles(vt):
-        return lambda memory, vt: carve(
-            memory, (vt.shape[1], round_up(vt.shape[0], TILE) + SKEW), np.uint32(0)
-        )
-    return lambda memory, vt: vt
-
-
 @overload(turn_values)
 def _turn_values(vd, vt, n):
     def turn(vd, vt, n):
         full = round_up(steps(vt, n), TILE)
         for j in range(steps(vt, n), full):
             vt[j] = 0
-        for j in range(0, full, TILE):
-            for d in range(0, vt.shape[1], TILE):
-                copy_transposed(vd, d * vd.shape[1] + j, vd.shape[1], vt, j * vt.shape[1] + d, vt.shape[1])
+        transpose(vd, 0, vd.shape[1], vt, 0, vt.shape[1], full, vt.shape[1])
 
     return turn if takes_tiles(vt) else lambda vd, vt, n: None
 

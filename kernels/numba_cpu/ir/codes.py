@@ -24,6 +24,9 @@ CHUNK = 16 * LANES  # codes in one vector of words
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 INT = ir.VectorType(I32, LANES)
+# How near codes that are read a single time are asked for: into the first cache alone, where a Xeon would read them
+# at little more than half the speed.
+ONCE = 3 if XEON else 0
 FLOAT = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
 
 
@@ -46,15 +49,6 @@ def row_pointer(
     """Row r of a block; rows past the matrix repeat the last one, and their results are not stored."""
     row = b.select(b.icmp_signed("<", i64(r), last), i64(r), last)
     return element_pointer(context, b, array_type, codes, b.add(offset, b.mul(stride, row)))
-
-
-def prefetch(b: Any, pointer: Any, *, once: bool = False) -> None:
-    """``once``: into the first cache alone, for codes that are read a single time; a Xeon would read them at little
-    more than half the speed.
-    """
-    near = 0 if once and not XEON else 3
-    flags = [ir.Constant(I32, flag) for flag in (0, near, 1)]  # for reading, how close to keep, data
-    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
 
 
 def dot4(b: Any, total: Any, codes: Any, x: Any) -> Any:

@@ -23,13 +23,14 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, store_vector, sum_lanes
+from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, prefetch, store_vector, sum_lanes
 from gpu_ops.kernels.numba_cpu.ir.build import number as i64
 from gpu_ops.kernels.numba_cpu.ir.codes import (
     CHUNK,
     FLOAT,
     INT,
     LANES,
+    ONCE,
     PANEL_ROWS,
     VNNI,
     copy_words,
@@ -37,7 +38,6 @@ from gpu_ops.kernels.numba_cpu.ir.codes import (
     every,
     lane_sum,
     plane,
-    prefetch,
     row_pointer,
     splat,
     transpose,
@@ -96,7 +96,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
         with cgutils.for_range(b, full) as loop:
             byte = b.mul(loop.index, i64(4 * LANES))
             for p in row_pointers:  # the same place in a later block of rows: cold weights come in time
-                prefetch(b, b.gep(p, [b.add(byte, ahead)]), once=tokens == 1)
+                prefetch(b, b.gep(p, [b.add(byte, ahead)]), ONCE if tokens == 1 else 3)
             step(loop.index, [load_vector(b, b.gep(p, [byte]), INT) for p in row_pointers])
         tail = b.urem(words, i64(LANES))
         with b.if_then(b.icmp_unsigned("!=", tail, i64(0))):
