@@ -23,6 +23,7 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.gemm import (
+    ROUND,
     columns_ahead,
     columns_ahead_1,
     copy_transposed,
@@ -134,7 +135,7 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
         down, across = (m + MR - 1) // MR, (n + nr - 1) // nr
         pieces = down * across * ((k + SUM_STEPS - 1) // SUM_STEPS)
         share = rows * length // max(1, pieces)  # bytes that one piece asks for
-        step = share // max(1, min(k, SUM_STEPS)) + 1
+        advance = ROUND * share // max(1, min(k, SUM_STEPS)) + 1
         start, at = row_address(ahead, r0, c0), 0
         for tile in range(down * across):
             # a Xeon's first cache keeps a panel of B (5 % less time), Zen's rows of A
@@ -147,12 +148,12 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
                 if n - j * nr > nr // 2:
                     wide(
                         c, at_c, ldc, a, at_a, lda, panel, kk * nr, nr, steps, add,
-                        row, inside, step, length, stride,
+                        row, inside, advance, length, stride,
                     )  # fmt: skip
                 else:  # half a panel
                     narrow(
                         c, at_c, ldc, a, at_a, lda, panel, kk * nr, nr, steps, add,
-                        row, inside, step, length, stride,
+                        row, inside, advance, length, stride,
                     )  # fmt: skip
                 at += share
 

@@ -102,14 +102,9 @@ def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), b.bitcast(pointer, ir.IntType(8).as_pointer()), *flags)
 
 
-def unroll(b: Any, branch: Any, times: int) -> None:
-    """Have the loop that ``branch`` repeats unrolled."""
-    module = b.module
-    count = [ir.MetaDataString(module, "llvm.loop.unroll.count"), ir.Constant(ir.IntType(32), times)]
-    own = ir.MetaDataString(module, f"loop {len(module.metadata)}")
-    loop = module.add_metadata([own, module.add_metadata(count)])
-    loop.operands = (loop, loop.operands[1])  # LLVM knows a loop by a node that begins with itself
-    branch.set_metadata("llvm.loop", loop)
+def hidden(b: Any, value: Any) -> Any:
+    """The same value, where LLVM cannot see where it comes from."""
+    return b.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
 
 def sum_lanes(b: Any, vectors: list[Any]) -> Any:
