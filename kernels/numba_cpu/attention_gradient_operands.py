@@ -25,7 +25,7 @@ from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import alone, constant, inner, overload, overload_array, uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
 
 
 def _pairs(a):
@@ -40,11 +40,6 @@ def packing(a):
 
 def put_row(a, j, source, dim):
     """Row ``j`` of operand ``a`` = source[:dim]."""
-    raise TypeError("compiled code only")
-
-
-def finite(a, m, dim):
-    """Whether m rows of ``dim`` elements are."""
     raise TypeError("compiled code only")
 
 
@@ -95,26 +90,6 @@ def _put_row(a, j, source, dim):
     return widen
 
 
-@inner
-def _finite_floats(a, m, n):
-    total = a[0, 0] * 0
-    for i in range(m):
-        row = a[i]
-        for d in range(n):
-            total += row[d] * 0
-    return total == 0
-
-
-@alone
-def _finite_pairs(a, m, n):
-    carry = np.uint32(0)
-    for i in range(m):
-        row = a[i]
-        for d in range(n):  # an exponent of ones carries into the bit above it
-            carry = np.uint32(carry | ((row[d] & np.uint32(0x7F807F80)) + np.uint32(0x00800080)))
-    return carry & np.uint32(0x80008000) == 0
-
-
 @overload(scale_floats)
 def _scale_floats(a, m, n, factor):
     def scale(a, m, n, factor):
@@ -130,13 +105,6 @@ def _scale_floats(a, m, n, factor):
 @overload(unscaled)
 def _unscaled(a, factor):
     return (lambda a, factor: factor) if _pairs(a) else (lambda a, factor: 1.0)
-
-
-@overload(finite)
-def _finite(a, m, dim):
-    if _pairs(a):
-        return lambda a, m, dim: _finite_pairs(a, m, (dim + 1) // 2)
-    return lambda a, m, dim: _finite_floats(a, m, dim)
 
 
 @overload_array(row_pairs)

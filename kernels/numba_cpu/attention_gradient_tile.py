@@ -18,7 +18,6 @@ import numpy as np
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
-    finite,
     float_tile,
     packing,
     pair_rows,
@@ -31,7 +30,7 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     scale_floats,
     unscaled,
 )
-from gpu_ops.kernels.numba_cpu.attention_operands import key_step, transpose, turned
+from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
     TINY,
@@ -221,7 +220,7 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
         span = w.span[i]
         span[0], span[1] = extremes(w.low, i * PANEL, smaller((i + 1) * PANEL, n))
         span[2], span[3] = extremes(w.high, i * PANEL, smaller((i + 1) * PANEL, n))
-    return n, first, last, finite(w.q, n, call.head_dim) and finite(w.do, n, call.head_dim_v)
+    return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v)
 
 
 @uncounted
@@ -249,7 +248,8 @@ def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     clear(w.k, n_keys, rows)
     clear(w.v, n_keys, rows)
     pair_rows(w.k_pairs, w.k, rows)
-    return finite(w.k, n_keys, call.head_dim) and finite(w.v, n_keys, call.head_dim_v)
+    words, words_v = product_words(w.k, call.head_dim), product_words(w.v, call.head_dim_v)
+    return finite(w.k, n_keys, words) and finite(w.v, n_keys, words_v)
 
 
 @uncounted

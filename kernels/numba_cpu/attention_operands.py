@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import as_int64, as_uint32, float32_of_bfloat16, load, read_row
+from gpu_ops.kernels.numba_cpu.dtype import float32_of_bfloat16, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row, flat, prefetch_row
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row_asking, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
@@ -69,13 +69,14 @@ def element(x, step, column):
     raise TypeError("compiled code only")
 
 
-def put_row(to, row, dim):
-    """to = row, ``dim`` elements along the steps; rows of an odd number of pairs end in a zero."""
+def put_row(to, row, later, dim):
+    """to = row, ``dim`` elements along the steps; rows of an odd number of pairs end in a zero. ``later`` is the row
+    to ask for meanwhile."""
     raise TypeError("compiled code only")
 
 
-def put_values(to, j, row, dim):
-    """Row j of V; in pairs with the one before, for an odd j."""
+def put_values(to, j, row, later, dim):
+    """Row j of V; in pairs with the one before, for an odd j. ``later`` as in :func:`put_row`."""
     raise TypeError("compiled code only")
 
 
@@ -84,8 +85,8 @@ def transpose_queries(qt, at, nr, rows, d, factor):
     raise TypeError("compiled code only")
 
 
-def exponents(x):
-    """The exponent bits of an element, of a pair the larger ones."""
+def finite(a, m, n):
+    """Whether ``n`` words of each of the first ``m`` rows of an operand are."""
     raise TypeError("compiled code only")
 
 
@@ -93,12 +94,6 @@ def turned(memory, a):
     """Room for the transpose of operand ``a``, where tile registers multiply: their left operand lies in rows. Else
     ``a`` itself."""
     raise TypeError("compiled code only")
-
-
-@constant
-def infinite(bits):
-    """The exponent bits of infinity and NaN."""
-    return 0x7FF0000000000000 if bits == types.int64 else 0x7F800000
 
 
 @overload(operand)
@@ -130,25 +125,27 @@ def _element(x, step, column):
 
 
 @overload(put_row)
-def _put_row(to, row, dim):
+def _put_row(to, row, later, dim):
     if to.dtype == row.dtype:
-        return lambda to, row, dim: copy_row(to, row, dim)
+        return lambda to, row, later, dim: copy_row_asking(to, row, later, dim)
 
-    def widen(to, row, dim):
+    def widen(to, row, later, dim):
+        prefetch_row(later, dim)
         for d in range(dim):
             to[d] = load(row, d)
 
-    def pairs(to, row, dim):
+    def pairs(to, row, later, dim):
         if dim % 2 == 1:
             to[dim // 2] = 0
-        copy_row(to, row, dim)
+        copy_row_asking(to, row, later, dim)
 
     return pairs if to.dtype == types.uint32 else widen
 
 
 @overload(put_values)
-def _put_values(to, j, row, dim):
-    def pairs(to, j, row, dim):
+def _put_values(to, j, row, later, dim):
+    def pairs(to, j, row, later, dim):
+        prefetch_row(later, dim)
         words = to[j // 2]
         if j % 2 == 0:
             for d in range(dim):
@@ -157,7 +154,9 @@ def _put_values(to, j, row, dim):
             for d in range(dim):
                 words[d] |= np.uint32(row[d]) << np.uint32(16)
 
-    return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
+    return (
+        pairs if to.dtype == types.uint32 else lambda to, j, row, later, dim: put_row(to[j], row, later, dim)
+    )
 
 
 @overload(transpose_queries)
@@ -199,18 +198,26 @@ def transpose(to, to0, ldt, source, source0, lds, m, n):
             copy_transposed(to, to0 + j * ldt + i, ldt, source, source0 + i * lds + j, lds)
 
 
-@overload(exponents)
-def _exponents(x):
-    if x == types.float64:
-        return lambda x: as_int64(x) & np.int64(0x7FF0000000000000)
-    if x == types.float32:
-        return lambda x: as_uint32(x) & np.uint32(0x7F800000)
+@overload(finite)
+def _finite(a, m, n):
+    # an exponent of ones carries into the bit above it
+    if a.dtype == types.float64:
+        word, ones, one, above = np.uint64, 0x7FF << 52, 1 << 52, 1 << 63
+    elif a.dtype == types.float32:
+        word, ones, one, above = np.uint32, 0x7F800000, 0x00800000, 0x80000000
+    else:
+        word, ones, one, above = np.uint32, 0x7F807F80, 0x00800080, 0x80008000
+    ones, one, above = word(ones), word(one), word(above)
 
-    def of_pair(x):
-        high, low = x & np.uint32(0x7F800000), (x << np.uint32(16)) & np.uint32(0x7F800000)
-        return high if high > low else low
+    def check(a, m, n):
+        words, carry = as_type(a, word(0)), word(0)
+        for i in range(m):
+            row = words[i]
+            for d in range(n):
+                carry = word(carry | word(word(row[d] & ones) + one))
+        return carry & above == 0
 
-    return of_pair
+    return check
 
 
 @alone
@@ -230,14 +237,11 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     nr = qt.shape[1]
     kb = 0 if call.packed else b
     for c in range(0, n, width):
-        for i in range(c + width, smaller(c + 2 * width, n)):
-            prefetch_row(read_row(q, (kb, q_start + query[i], head[i])), call.head_dim)
-        for i in range(width):
-            row = rows[i]
-            if c + i < n:
-                put_row(row, read_row(q, (kb, q_start + query[c + i], head[c + i])), call.head_dim)
-            else:
-                row[:] = 0
+        for i in range(c, smaller(c + width, n)):
+            j = smaller(i + width, n - 1)
+            later = read_row(q, (kb, q_start + query[j], head[j]))
+            put_row(rows[i - c], read_row(q, (kb, q_start + query[i], head[i])), later, call.head_dim)
+        rows[n - c :] = 0
         at = c // nr * depth * nr + c % nr
         for d in range(0, depth, width):
             transpose_queries(qt, at + d * nr, nr, rows, d, factor)
@@ -250,8 +254,8 @@ def pack_keys(kt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            prefetch_row(read_row(keys.k, (entry, row + i + AHEAD, keys.head)), call.head_dim)
-            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
+            later = read_row(keys.k, (entry, row + i + AHEAD, keys.head))
+            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), later, call.head_dim)
         j += run
 
 
@@ -262,12 +266,7 @@ def pack_values(vt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            prefetch_row(read_row(keys.v, (entry, row + i + AHEAD, keys.head)), call.head_dim_v)
-            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
+            later = read_row(keys.v, (entry, row + i + AHEAD, keys.head))
+            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), later, call.head_dim_v)
         j += run
-    largest = exponents(vt[0, 0])
-    elements = flat(vt)
-    for i in range(steps(vt, n) * vt.shape[1]):
-        bits = exponents(elements[i])
-        largest = bits if bits > largest else largest
-    return largest < infinite(largest)
+    return finite(vt, steps(vt, n), vt.shape[1])
