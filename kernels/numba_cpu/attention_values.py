@@ -52,6 +52,11 @@ def _add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
 
 @alone
 def rescale(ot, first, n, width, alpha):
+    changed = False
+    for c in range(width):
+        changed |= alpha[c] != 1
+    if not changed:
+        return
     for d in range(first, first + n):
         row = ot[d]
         for c in range(width):

@@ -34,9 +34,11 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
 )
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.target import TILES, VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
+# How far, in powers of two, scores may rise above the maximum before it moves, where O is not scaled for free.
+LATE = 8.0
 _STEP = 4  # rows that are weighed in one round
 
 
@@ -91,6 +93,9 @@ def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha,
             return exp2(b, b.fmul(x, scale) if pairs else x, polynomial)
 
         old, new = load_vector(b, top_at, vector), load_vector(b, alpha_at, vector)
+        if pairs and TILES:
+            rise = b.fmul(b.fsub(new, old), scale)
+            new = b.select(b.fcmp_ordered("<=", rise, every(vector, LATE)), old, new)
         safe = b.select(b.fcmp_ordered("==", new, lowest), zero, new)  # nothing seen yet: no -inf - -inf
         rescale = power(old, safe)
         store_vector(b, new, top_at)
