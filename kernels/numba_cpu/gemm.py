@@ -35,7 +35,7 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import (
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES, XEON, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import counted, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.panels import Panels, elements, pack, pack_a, packed, room_a, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
@@ -180,16 +180,35 @@ def _multiply_any(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, ro
 
     def tiles(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
         # nothing asked for: what is on its way takes the place of loads that tiles wait for (64 tokens: 66 for 52 ms)
-        ldc, lda, nr = c.shape[1], a.shape[1], 2 * lanes(c)
+        ldc, lda, panel, nr = c.shape[1], a.shape[1], panels.shape[1], 2 * lanes(c)
+        width = round_up(n, TILE)
+        whole = k // TILE * TILE
         for i in range(0, m, BAND):
             height = round_up(smaller(BAND, m - i), TILE)
-            for kk in range(0, max(1, k), DEPTH):
-                depth, more = smaller(DEPTH, k - kk), accumulate | (kk > 0)
-                for j in range(0, n, nr):
-                    panel = write_row(panels, (first + j // nr,))
-                    at, width = i * ldc + j, round_up(smaller(nr, n - j), TILE)
+            for kk in range(0, whole, DEPTH):
+                depth, more = smaller(DEPTH, whole - kk), accumulate | (kk > 0)
+                at_c, at_a, at_b = i * ldc, i * lda + kk, first * panel + kk * nr
+                multiply_tiles(
+                    c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, height, width, depth, more
+                )
+            if (whole < k) | (k == 0):  # a sum of nothing is written too
+                more = accumulate | (whole > 0)
+                for j in range(0, width, nr):
+                    at_b, across = (first + j // nr) * panel + whole * nr, smaller(nr, width - j)
                     gemm_rows(
-                        c, at, ldc, a, i * lda + kk, lda, panel, kk * nr, nr, height, width, depth, more
+                        c,
+                        i * ldc + j,
+                        ldc,
+                        a,
+                        i * lda + whole,
+                        lda,
+                        panels,
+                        at_b,
+                        nr,
+                        height,
+                        across,
+                        k - whole,
+                        more,
                     )
 
     return tiles if takes_tiles(panels) else vectors

@@ -275,7 +275,7 @@ def _gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
         rows, depth = m // TILE * TILE, k // TILE * TILE
         if depth > 0:
-            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, rows, n, depth, accumulate)
+            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, 2 * TILE, rows, n, depth, accumulate)
         if (depth < k) | (k == 0):  # a sum of nothing is written too
             after, more = b0 + depth * ldb, accumulate | (depth > 0)
             _vector_rows(c, c0, ldc, a, a0 + depth, lda, b, after, ldb, rows, n, k - depth, more)

@@ -124,12 +124,13 @@ _micro_1_1, _micro_1_2, _micro_2_1, _micro_2_2 = (_micro(i, j) for i in (1, 2) f
 
 
 @uncounted
-def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
-    """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0, all in whole tiles, k > 0."""
-    word = _WORD // b.itemsize  # elements in a word of B
+def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulate):
+    """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0, all in whole tiles, k > 0. B lies in panels of two
+    tiles' columns, ``panel`` elements from one to the next."""
     for j in range(0, n, 2 * TILE):
+        at_b = b0 + j // (2 * TILE) * panel
         for i in range(0, m, 2 * TILE):
-            at_c, at_a, at_b = c0 + i * ldc + j, a0 + i * lda, b0 + j * word
+            at_c, at_a = c0 + i * ldc + j, a0 + i * lda
             if n - j > TILE:
                 if m - i > TILE:
                     _micro_2_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate)
