@@ -108,6 +108,26 @@ def test_rows_may_lie_anywhere(dtype, rng):
             assert not frame.any(), f"{name}: written outside"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "size", [(16, 16, 64), (37, 1, 62), (64, 64, 1030), (40, 65, 64), (33, 17, 31)], ids=str
+)
+def test_a_where_it_lies(size, dtype, rng):
+    """A of whole words and rows is multiplied in place where that is faster, else packed: the same bits."""
+    dtypes = (dtype,) * 3
+    a, b, out, a64, b64 = make(rng, *size, dtypes, False, False, False)
+    matmul(a, b, out)
+    check(out, a64, b64, dtypes, False)
+    m, k = a.shape
+    between = np.full((m, k + 3), np.nan, dtype)  # what lies around A is not read
+    for first in (0, 1, 2):
+        frame = between.copy()
+        frame[:, first : first + k] = a
+        again = np.full_like(out, np.nan)
+        matmul(frame[:, first : first + k], b, again)
+        assert again.tobytes() == out.tobytes(), f"from column {first}"
+
+
 @pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16",) * 3], ids="-".join)
 @pytest.mark.parametrize("trans_out", [False, True])
 def test_sum_of_products(dtypes, trans_out, rng):

@@ -11,7 +11,8 @@ blocks of K:
     of A              +-------+-------+----                   at the end C is rounded once and stored
 
 The vector lanes run along the columns of C. Of ``x @ w.T`` A is w, read once per 512 tokens: its rows are copied,
-widened or interleaved, never transposed. B is x.T, small and packed once; C is stored transposed.
+widened or interleaved, never transposed, or multiplied where they lie (``_widest_in_place``). B is x.T, small and
+packed once; C is stored transposed.
 A packed row is SKEW longer than its block: rows a power of two of bytes apart would share a few sets of the caches.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir.carve import as_type
 from gpu_ops.kernels.numba_cpu.ir.gemm import (
     ROUND,
     columns_ahead,
@@ -126,10 +128,9 @@ def region(packed, trans, m0, m, k0, k):
 
 def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
     @uncounted
-    def multiply(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
-        """C (+)= A B, B from panel ``first`` on. Meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
-        ldc, lda = c.shape[1], a.shape[1]
-        nr = 2 * lanes(c)
+    def multiply(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+        """C (+)= A B; meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
+        ldc, nr = c.shape[1], 2 * lanes(c)
         next_a, step_a = (MR, lda) if columns_form else (MR * lda, 1)
         stride, length = ahead.strides[0], max(1, columns * ahead.itemsize)
         down, across = (m + MR - 1) // MR, (n + nr - 1) // nr
@@ -142,7 +143,7 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
             i, j = (tile % down, tile // down) if XEON else (tile // across, tile % across)
             panel = write_row(panels, (first + j,))
             for kk in range(0, max(1, k), SUM_STEPS):
-                at_c, at_a = i * MR * ldc + j * nr, i * next_a + kk * step_a
+                at_c, at_a = i * MR * ldc + j * nr, a0 + i * next_a + kk * step_a
                 steps, add = min(SUM_STEPS, k - kk), accumulate | (kk > 0)
                 row, inside = start + at // length * stride, at % length
                 if n - j * nr > nr // 2:
@@ -164,30 +165,29 @@ _multiply_rows = _multiply(rows_ahead, rows_ahead_1, False)
 _multiply_columns = _multiply(columns_ahead, columns_ahead_1, True)
 
 
-def multiply(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
-    """C (+)= A B, A from ``pack_a``, B from panel ``first`` on. Meanwhile asks for rows x columns of ``ahead`` from
-    r0, c0."""
+def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    """C (+)= A B of words from offset a0, as ``pack_a`` leaves them or as they lay, B from panel ``first`` on."""
     raise TypeError("compiled code only")
 
 
-@overload(multiply)
-def _multiply_any(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
-    def vectors(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+@overload(products)
+def _products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    def vectors(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
         if trans:
-            _multiply_columns(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
+            _multiply_columns(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
         else:
-            _multiply_rows(c, a, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
+            _multiply_rows(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
 
-    def tiles(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    def tiles(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
         # nothing asked for: what is on its way takes the place of loads that tiles wait for (64 tokens: 66 for 52 ms)
-        ldc, lda, panel, nr = c.shape[1], a.shape[1], panels.shape[1], 2 * lanes(c)
+        ldc, panel, nr = c.shape[1], panels.shape[1], 2 * lanes(c)
         width = round_up(n, TILE)
         whole = k // TILE * TILE
         for i in range(0, m, BAND):
-            height = round_up(smaller(BAND, m - i), TILE)
+            height, at_c, row = round_up(smaller(BAND, m - i), TILE), i * ldc, a0 + i * lda
             for kk in range(0, whole, DEPTH):
                 depth, more = smaller(DEPTH, whole - kk), accumulate | (kk > 0)
-                at_c, at_a, at_b = i * ldc, i * lda + kk, first * panel + kk * nr
+                at_a, at_b = row + kk, first * panel + kk * nr
                 multiply_tiles(
                     c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, height, width, depth, more
                 )
@@ -196,22 +196,58 @@ def _multiply_any(c, a, trans, panels, first, m, n, k, accumulate, ahead, r0, ro
                 for j in range(0, width, nr):
                     at_b, across = (first + j // nr) * panel + whole * nr, smaller(nr, width - j)
                     gemm_rows(
-                        c,
-                        i * ldc + j,
-                        ldc,
-                        a,
-                        i * lda + whole,
-                        lda,
-                        panels,
-                        at_b,
-                        nr,
-                        height,
-                        across,
-                        k - whole,
-                        more,
-                    )
+                        c, at_c + j, ldc, a, row + whole, lda, panels, at_b, nr, height, across, k - whole, more,
+                    )  # fmt: skip
 
     return tiles if takes_tiles(panels) else vectors
+
+
+def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
+    """C (+)= op(A) B: m rows of op(A) from m0 and k steps from k0, B from panel ``first`` on; ``room`` is for what of
+    A is packed. Meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
+    raise TypeError("compiled code only")
+
+
+def _widest_in_place(a: types.Array, panels: types.Array) -> int:
+    """Up to how many columns A is multiplied where it lies. That takes, of the time with packed A, on a Xeon: float32
+    0.82 (16 columns), 0.88 (64), 1.0 (1024); bfloat16 in tiles, whose loads wait for memory, 0.68, 0.80, 1.02 (96).
+    """
+    if takes_tiles(panels):
+        return 64 if a.dtype == types.uint16 else 0
+    return 1 << 62 if XEON and a.dtype == panels.dtype else 0
+
+
+@overload(multiply)
+def _multiply_any(
+    c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns
+):
+    widest, step = _widest_in_place(a, panels), TILE if takes_tiles(panels) else MR
+
+    def packed(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
+        pack_a(room, a, trans, m0, m, k0, k)
+        products(
+            c, room, 0, room.shape[1], trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns
+        )
+
+    def in_place(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
+        words, whole = as_type(a, panels[0, 0]), m // step * step
+        ld, apart = a.strides[0] // words.itemsize, a.strides[0] % words.itemsize
+        if trans | (n > widest) | (k0 + k > words.shape[1]) | (a.strides[1] != a.itemsize) | (apart != 0):
+            whole = 0
+        if whole > 0:
+            at = m0 * ld + k0
+            products(
+                c, words, at, ld, False, panels, first, whole, n, k, accumulate, ahead, r0, rows, c0, columns
+            )
+        if whole < m:
+            below, rest = c[whole:], m - whole
+            pack_a(room, a, trans, m0 + whole, rest, k0, k)
+            products(
+                below, room, 0, room.shape[1], trans, panels, first, rest, n, k, accumulate, ahead,
+                r0, rows, c0, columns,
+            )  # fmt: skip
+
+    return in_place if widest > 0 else packed
 
 
 def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
@@ -247,7 +283,6 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
         n0, n = tile_size(task % n_tiles, columns, n_all)
         for b in range(blocks):
             k = min(block, k_all - b * block)
-            pack_a(pa, a, trans_a, m0, m, b * block, k)
             if b + 1 < blocks:
                 r0, r, c0, cs = region(
                     panels, trans_a, m0, m, (b + 1) * block, min(block, k_all - (b + 1) * block)
@@ -255,7 +290,8 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
             else:
                 m1, mn = tile_size(following // n_tiles, rows, m_all)
                 r0, r, c0, cs = region(panels, trans_a, m1, mn, 0, block)
-            multiply(c, pa, trans_a, panels, b * across + n0 // nr, m, n, k, b > 0, a, r0, r, c0, cs)
+            first = b * across + n0 // nr
+            multiply(c, pa, a, trans_a, m0, m, b * block, k, panels, first, n, b > 0, a, r0, r, c0, cs)
         finish(c, m0, m, n0, n, out, trans_out, total, add, last)
         task = following
     close_tiles()

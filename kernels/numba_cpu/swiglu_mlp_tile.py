@@ -15,7 +15,7 @@ from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, room_a, steps
+from gpu_ops.kernels.numba_cpu.panels import elements, packed, put_rows, room_a, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -98,10 +98,10 @@ def mlp_hidden(state, n_tasks, tile, activation, x, x_blocks, w_gate, w_up, h, h
             if b + 1 == x_blocks:
                 f1, m1 = tile_size(following // tiles, rows, ffn)
                 k1 = 0
-            pack_a(a, w_gate, False, f0, m, k0, k)
-            multiply(gate, a, False, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
-            pack_a(a, w_up, False, f0, m, k0, k)
-            multiply(up, a, False, x, first, m, n, k, b > 0, w_gate, f1, m1, elements(x, k1), elements(x, k))
+            at, length, add = elements(x, k0), elements(x, k), b > 0
+            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, w_up, f0, m, at, length)
+            at = elements(x, k1)
+            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, w_gate, f1, m1, at, length)
         for i in range(m):
             activate(activation, gate[i, :n], gate[i], up[i])
         put_rows(h, h_blocks, gate, f0, m, t0, n)
@@ -144,21 +144,19 @@ def mlp_hidden_backward(
         for b in range(x_blocks):
             k0, first = b * block, b * across + t0 // nr
             k = min(block, k_all - k0)
-            pack_a(a, w_gate, False, f0, m, k0, k)
-            multiply(gate, a, False, x, first, m, n, k, b > 0, w_up, f0, m, elements(x, k0), elements(x, k))
-            pack_a(a, w_up, False, f0, m, k0, k)
-            multiply(
-                up, a, False, x, first, m, n, k, b > 0, w_gate, f0, m, elements(x, k0 + k), elements(x, k)
-            )
+            at, length, add = elements(x, k0), elements(x, k), b > 0
+            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, w_up, f0, m, at, length)
+            at = elements(x, k0 + k)
+            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, w_gate, f0, m, at, length)
         for b in range(dy_blocks):
             k0, first = b * block_out, b * across + t0 // nr
             k = min(block_out, k_out - k0)
-            pack_a(turned, w_down, True, f0, m, k0, k)
-            k1, rest = elements(x, k0 + k), elements(x, k)
+            k1, rest, add = elements(x, k0 + k), elements(x, k), b > 0
             if b + 1 < dy_blocks:
-                multiply(dh, turned, True, dy, first, m, n, k, b > 0, w_down, k1, rest, f0, m)
+                multiply(dh, turned, w_down, True, f0, m, k0, k, dy, first, n, add, w_down, k1, rest, f0, m)
             else:
-                multiply(dh, turned, True, dy, first, m, n, k, b > 0, w_gate, f1, m1, 0, elements(x, block))
+                length = elements(x, block)
+                multiply(dh, turned, w_down, True, f0, m, k0, k, dy, first, n, add, w_gate, f1, m1, 0, length)
         gate_tile_backward(activation, gate, up, dh, m, n)
         put(dgate, gate, f0, m, t0, n)
         put(dup, up, f0, m, t0, n)

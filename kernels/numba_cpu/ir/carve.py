@@ -79,18 +79,18 @@ def carve(typingctx, memory, shape, of):
 
 @intrinsic
 def as_type(typingctx, x, of):
-    """The memory of ``x``, rows contiguous, with elements of the type of ``of``, which are as wide or narrower."""
-    array = x.copy(dtype=of)
-    each = x.dtype.bitwidth // of.bitwidth
+    """The memory of ``x``, rows contiguous, with elements of the type of ``of``; of wider ones, whole ones."""
+    array = x.copy(dtype=of, layout="A" if of.bitwidth > x.dtype.bitwidth else x.layout)
 
     def codegen(context, builder, sig, args):
         source = context.make_array(x)(context, builder, args[0])
         shape, strides = (cgutils.unpack_tuple(builder, t) for t in (source.shape, source.strides))
+        columns = builder.udiv(builder.mul(shape[-1], number(x.dtype.bitwidth)), number(of.bitwidth))
         result = context.make_array(array)(context, builder)
         populate_array(
             result,
             data=builder.bitcast(source.data, result.data.type),
-            shape=[*shape[:-1], builder.mul(shape[-1], number(each))],
+            shape=[*shape[:-1], columns],
             strides=[*strides[:-1], number(of.bitwidth // 8)],
             itemsize=number(of.bitwidth // 8),
             meminfo=None,
