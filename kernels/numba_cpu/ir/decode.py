@@ -31,16 +31,13 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
 )
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, exp2
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, XEON
+from gpu_ops.kernels.numba_cpu.ir.target import NEAR, VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.jit import overload
 
 # Keys of 16-bit elements at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB are a
 # page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for values
 # alone, because O, which is larger, is read and written for each. Others come one by one, in the order of memory.
 SCORED_KEYS, ADDED_KEYS = 2, 4
-# Into which cache rows are asked for: into the second a Xeon reads them at 84 to 91 % of what its memory gives, into
-# the first at 72 to 78 %.
-NEAR = 2 if XEON else 3
 STRAIGHT = 128  # elements of a row that take no loop: to set one up takes as long as a few chunks
 _I8 = ir.IntType(8)
 _SIZE = types.intp

@@ -39,7 +39,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     store_vector,
 )
 from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores
-from gpu_ops.kernels.numba_cpu.ir.target import MR, TILES, VECTOR_BYTES, XEON, lanes
+from gpu_ops.kernels.numba_cpu.ir.target import MR, NEAR, TILES, VECTOR_BYTES, lanes
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, multiply_tiles
 from gpu_ops.kernels.numba_cpu.jit import constant, overload, uncounted
 
@@ -59,7 +59,7 @@ def _ask(b: Any, line: Any, inside: Any, advance: Any, length: Any, stride: Any,
         row, offset = b.load(at), b.load(within)
         for part in parts:
             coming = b.inttoptr(b.add(b.add(row, offset), part), ir.IntType(8).as_pointer())
-            prefetch(b, coming, 2 if XEON else 3)
+            prefetch(b, coming, NEAR)
         moved = b.add(offset, advance)
         over = b.icmp_signed(">=", moved, length)
         b.store(b.select(over, b.add(row, stride), row), at)

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
 from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch
+from gpu_ops.kernels.numba_cpu.ir.target import NEAR
 
 # Elements added to the rows of a scratch tile: rows of a power of two of bytes would share a few sets of the
 # first cache, and a panel of 256 of them would not stay in it (attention, seqlen 2048: 41 ms against 38).
@@ -232,7 +233,7 @@ def _fetch(typingctx, rows, i):
     def codegen(context, builder, sig, args):
         for k, row in enumerate(sig.args[0]):
             array = builder.extract_value(args[0], k)
-            prefetch(builder, address(context, builder, row, array, args[1]))
+            prefetch(builder, address(context, builder, row, array, args[1]), NEAR)
         return context.get_dummy_value()
 
     return signature(types.none, rows, types.int64), codegen
@@ -253,9 +254,9 @@ def stays_in_cache(size: int) -> bool:
     """Whether results of so many bytes, beside operands, would be in the last cache when somebody reads them.
 
     RMSNorm and then a pass over its result, last cache of 32 MiB: 16 MiB 1.45 ms streamed and 1.69 not, 8 MiB 0.73
-    and 0.49.
+    and 0.49. With one of 480 MiB, which a server's cores share, 1.51 and 1.84, 1.06 and 1.05: no more counts.
     """
-    return 2 * size < last_level_cache()
+    return 2 * size < min(last_level_cache(), 32 << 20)
 
 
 @cache

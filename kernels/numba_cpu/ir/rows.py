@@ -23,7 +23,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import address, every, number, prefetch,
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, past_line
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.target import NEAR, VECTOR_BYTES
 
 UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
 _DOUBLE = ir.DoubleType()
@@ -108,7 +108,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
             with b.if_else(streaming) as (past, plain):
                 with past:
                     for p in coming:
-                        prefetch(b, b.gep(p, [at]))
+                        prefetch(b, b.gep(p, [at]), NEAR)
                     for v, p in zip(vectors[:streamed], targets, strict=False):
                         store = b.store(v, b.bitcast(p, v.type.as_pointer()), align=VECTOR_BYTES)
                         store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
