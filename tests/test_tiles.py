@@ -112,6 +112,25 @@ def test_threads_have_tiles_of_their_own():
     assert not failed
 
 
+@pytest.mark.parametrize("rise", [0.0, 3.0, 7.9, 30.0], ids=lambda rise: f"{rise} per tile")
+def test_maxima_that_rise_with_the_keys(rise):
+    """O and sums move to a new maximum when weights have risen 2^8-fold: steps of less, and of more, than that."""
+    keys, dim = 1024, 64
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, n, 1, dim)).astype(BFLOAT16) for n in (96, keys, keys))
+    q[..., 0], k[..., 0] = 8.0, (np.arange(keys) // 256 * rise * np.log(2) * np.sqrt(dim) / 8)[:, None]
+    out, lse = gpu_ops.attention(q, k, v, return_lse=True, device="cpu")
+    scores = q[0, :, 0].astype(np.float64) @ k[0, :, 0].astype(np.float64).T / np.sqrt(dim)
+    top = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=1, keepdims=True)
+    want = weights @ v[0, :, 0].astype(np.float64) / total
+    np.testing.assert_allclose(
+        out[0, :, 0].astype(np.float64), want, rtol=2**-7, atol=2**-8 * np.abs(want).max()
+    )
+    np.testing.assert_allclose(lse[0, 0], (top + np.log(total))[:, 0], rtol=1e-5, atol=1e-4)
+
+
 def test_a_fork_may_use_them():
     want = attend(0)
     child = os.fork()
