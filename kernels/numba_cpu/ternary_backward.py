@@ -1,7 +1,14 @@
 """Gradients of the ternary matmul on the CPU: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
 W exists dense some rows at a time, and xq, which the forward multiplied, as a copy; sums are float32 (float64 for
-float64). Products so small that packing operands and asking threads takes longer than the sums go row by row:
+float64). For a few tokens a task takes columns of dx, and a tile of W exists dense in its L2 cache:
+
+                       columns of dx
+                    +----------------+
+    rows of W       |  W, unpacked   |      C[token, column] += dy[token, rows] W[rows, columns]
+                    +----------------+
+
+Products so small that packing operands and asking threads takes longer than the sums go row by row:
 
     for each row of W     dx += dy[:, n] * W[n]       dw[n] = sum over tokens of dy[:, n] * xq
 """
@@ -14,7 +21,10 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.gemm import matmul
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
+from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
+from gpu_ops.kernels.numba_cpu.ir.ternary import WORD, unpack_row
 from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launch_here
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_small import add, finish
@@ -24,11 +34,15 @@ Array = np.ndarray[Any, Any]
 
 DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
 SMALL = 1 << 17  # products up to which rows are faster
+FEW = 64  # tokens up to which dx is made of tiles of W that no other task sees
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of such a tile: 128 KiB of float32
 
 
 def config(tokens: int, n: int, k: int, wide: np.dtype[Any]) -> str:
     if tokens * n * k <= SMALL:
         return f"{wide} sums; W dense one row at a time"
+    if tokens <= FEW:
+        return f"{wide} tiles; W dense {TILE_ROWS} rows x {TILE_COLUMNS} columns at a time"
     return f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
 
 
@@ -50,6 +64,12 @@ def backward(
     if rounding:
         used, chunk = np.empty(x.shape, wide), items_per_task(tokens, k)
         launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), used)
+    if tokens <= FEW:
+        filled = np.zeros((round_up.py_func(tokens, MR), n), wide)
+        filled[:tokens] = gradient
+        launch(ternary_few_dx[x.dtype], -(-k // TILE_COLUMNS), filled, codes, scale, bits(dx))
+        matmul(gradient, used, dw, trans_a=True)
+        return
     total = dx if dx.dtype == wide else np.empty(dx.shape, wide)
     step = _rows_at_a_time(k)
     room = np.empty((min(step, n), k), wide)
@@ -62,16 +82,6 @@ def backward(
         matmul(gradient[:, rows], used, dw[rows], trans_a=True)
     if total is not dx:
         dx[...] = total
-
-
-@uncounted
-def unpack(to, codes):
-    """Trits of one row."""
-    for i in range(len(codes) // 4):
-        for plane in range(4):
-            for byte in range(4):
-                code = (np.int32(codes[4 * i + byte]) >> np.int32(2 * plane)) & np.int32(3)
-                to[16 * i + 4 * plane + byte] = like(to[0], code) - like(to[0], 1)
 
 
 @inner
@@ -101,9 +111,42 @@ def ternary_dense_rows(state, n_tasks, chunk, codes, scale, dense):
     task = claim(state)
     while task < n_tasks:
         for r in range(task * chunk, min(n, (task + 1) * chunk)):
-            unpack(row, read_row(codes, (r,)))
+            unpack_row(row, read_row(codes, (r,)))
             scale_groups(row[:k], read_row(scale, (r * per_row,)))
             finish(write_row(dense, (r,)), row)
+        task = claim(state)
+
+
+@inner
+def scale_part(to, scale, group, first):
+    """Columns from ``first`` on times the scales of their groups."""
+    for g in range(first // group, (first + len(to) - 1) // group + 1):
+        for i in range(max(g * group, first), min((g + 1) * group, first + len(to))):
+            to[i - first] *= scale[g]
+
+
+@kernel(lambda t: (read(compute(t).name, 2), read("uint8", 2), read("float32", 2), write(t, 2)))
+def ternary_few_dx(state, n_tasks, dy, codes, scale, dx):
+    """dx = dy W; dy has as many rows as a product takes."""
+    (tokens, k), n = dx.shape, len(codes)
+    per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])
+    one = like(dy[0, 0], 1)
+    c = scratch(len(dy), TILE_COLUMNS + SKEW, one)
+    w = scratch(TILE_ROWS, TILE_COLUMNS + SKEW, one)
+    task = claim(state)
+    while task < n_tasks:
+        k0 = task * TILE_COLUMNS
+        width = min(TILE_COLUMNS, k - k0)
+        span = round_up(width, WORD)
+        for n0 in range(0, n, TILE_ROWS):
+            rows = min(TILE_ROWS, n - n0)
+            for r in range(rows):
+                unpack_row(w[r, :span], read_row(codes, (n0 + r,))[k0 // 4 : (k0 + span) // 4])
+                scale_part(w[r, :width], read_row(scale, ((n0 + r) * per_row,)), group, k0)
+            ldc, lda, ldb = c.shape[1], dy.shape[1], w.shape[1]
+            gemm_rows(c, 0, ldc, dy, n0, lda, w, 0, ldb, len(dy), span, rows, n0 > 0)
+        for t in range(tokens):
+            finish(write_row(dx, (t,))[k0 : k0 + width], c[t])
         task = claim(state)
 
 
@@ -137,7 +180,7 @@ def ternary_small_backward(state, n_tasks, rounding, dy, x, codes, scale, dx, dw
         else:
             add(used[t], one, read_row(x, (t,)))
     for r in range(n):
-        unpack(row, read_row(codes, (r,)))
+        unpack_row(row, read_row(codes, (r,)))
         weights, target = row[:k], write_row(dw, (r,))
         scale_groups(weights, read_row(scale, (r * per_row,)))
         target[:] = 0

@@ -2,7 +2,8 @@
 
 A u32 word holds 16 codes ``c = t + 1``; code e sits at bit ``8 * (e % 4) + 2 * (e // 4)``. So the four
 byte lanes of ``word >> 2i & 0x03030303`` are codes 4i..4i+3: the unsigned operand of a 4 x int8 dot
-product, and ``sum(c * x) - sum(x)`` is the dot product with the trits. Two ways to fill vectors:
+product, and ``sum(c * x) - sum(x)`` is the dot product with the trits. Two ways to fill vectors (gradients multiply
+whole floats: unpack_row):
 
 =================  =============================  ====================================================
 lanes along K      dot_int8, dot_float32          few tokens: a row is read as it lies, and summed
@@ -25,9 +26,11 @@ from numba.extending import intrinsic
 from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
 from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, prefetch, store_vector, sum_lanes
 from gpu_ops.kernels.numba_cpu.ir.build import number as i64
+from gpu_ops.kernels.numba_cpu.ir.build import splat as splat_any
 from gpu_ops.kernels.numba_cpu.ir.codes import (
     CHUNK,
     FLOAT,
+    I32,
     INT,
     LANES,
     ONCE,
@@ -231,3 +234,26 @@ def tile(typingctx, tokens, panel, panel_offset, x, x_offset, x_stride, steps, a
     """``acc[tokens, PANEL_ROWS] += x @ panel`` over ``steps`` values of k (int8: steps of four k)."""
     sig = types.void(tokens, panel, _SIZE, x, _SIZE, _SIZE, _SIZE, acc, _SIZE)
     return sig, _tile(tokens.literal_value, str(panel.dtype))
+
+
+WORD = 16  # codes of a word
+
+
+@intrinsic
+def unpack_row(typingctx, to, codes):
+    """to = trits of a row, or of whole words of it: code i of a word is in byte i % 4, 2 (i // 4) bits up."""
+
+    def codegen(context, b, sig, args):
+        words = ir.VectorType(I32, WORD)
+        vector = ir.VectorType(FLOAT[to.dtype.name], WORD)
+        target, source = (context.make_array(t)(context, b, x) for t, x in zip(sig.args, args, strict=True))
+        shifts = ir.Constant(words, [8 * (i % 4) + 2 * (i // 4) for i in range(WORD)])
+        start = b.bitcast(source.data, I32.as_pointer())
+        with cgutils.for_range(b, b.udiv(b.extract_value(source.shape, 0), i64(4))) as loop:
+            word = b.load(b.gep(start, [loop.index]), align=1)
+            code = b.and_(b.lshr(splat_any(b, word, WORD), shifts), ir.Constant(words, [3] * WORD))
+            trits = b.sitofp(b.sub(code, ir.Constant(words, [1] * WORD)), vector)
+            store_vector(b, trits, b.gep(target.data, [b.mul(loop.index, i64(WORD))]))
+        return context.get_dummy_value()
+
+    return types.void(to, codes), codegen
