@@ -48,10 +48,8 @@ ROWS, COLUMNS = (
     512,
 )  # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast
 SUM_STEPS = 512  # that add up in a register: longer sums lose digits (K 4096 in one: 3 times the error)
-BAND, DEPTH = (
-    32,
-    128,
-)  # of tile registers: rows and steps of A; 16 KiB, as a panel of B, both in L1 (256: 5 % slower)
+# of tile registers: rows and steps of A; 16 KiB, as a panel of B, both in L1 (256 steps: 5 % slower)
+BAND, DEPTH = 32, 128
 TASKS_PER_THREAD = 8  # at least, for an even finish; as long as a tile keeps 32 rows
 
 

@@ -85,11 +85,11 @@ def backward(
 
 
 @inner
-def scale_groups(to, scale):
-    group = len(to) // len(scale)
-    for g in range(len(scale)):
-        for i in range(g * group, (g + 1) * group):
-            to[i] *= scale[g]
+def scale_groups(to, scale, group, first):
+    """Columns from ``first`` on times the scales of their groups."""
+    for g in range(first // group, (first + len(to) - 1) // group + 1):
+        for i in range(max(g * group, first), min((g + 1) * group, first + len(to))):
+            to[i - first] *= scale[g]
 
 
 @uncounted
@@ -106,23 +106,15 @@ def round_tokens(to, row, zero):
 @kernel(lambda t: (types.int64, read("uint8", 2), read("float32", 2), write(t, 2)), ("float32", "float64"))
 def ternary_dense_rows(state, n_tasks, chunk, codes, scale, dense):
     n, k = dense.shape
-    per_row = min(len(scale) - 1, 1)
+    per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])
     row = scratch(1, 4 * codes.shape[1], dense[0, 0])[0]
     task = claim(state)
     while task < n_tasks:
         for r in range(task * chunk, min(n, (task + 1) * chunk)):
             unpack_row(row, read_row(codes, (r,)))
-            scale_groups(row[:k], read_row(scale, (r * per_row,)))
+            scale_groups(row[:k], read_row(scale, (r * per_row,)), group, 0)
             finish(write_row(dense, (r,)), row)
         task = claim(state)
-
-
-@inner
-def scale_part(to, scale, group, first):
-    """Columns from ``first`` on times the scales of their groups."""
-    for g in range(first // group, (first + len(to) - 1) // group + 1):
-        for i in range(max(g * group, first), min((g + 1) * group, first + len(to))):
-            to[i - first] *= scale[g]
 
 
 @kernel(lambda t: (read(compute(t).name, 2), read("uint8", 2), read("float32", 2), write(t, 2)))
@@ -142,7 +134,7 @@ def ternary_few_dx(state, n_tasks, dy, codes, scale, dx):
             rows = min(TILE_ROWS, n - n0)
             for r in range(rows):
                 unpack_row(w[r, :span], read_row(codes, (n0 + r,))[k0 // 4 : (k0 + span) // 4])
-                scale_part(w[r, :width], read_row(scale, ((n0 + r) * per_row,)), group, k0)
+                scale_groups(w[r, :width], read_row(scale, ((n0 + r) * per_row,)), group, k0)
             ldc, lda, ldb = c.shape[1], dy.shape[1], w.shape[1]
             gemm_rows(c, 0, ldc, dy, n0, lda, w, 0, ldb, len(dy), span, rows, n0 > 0)
         for t in range(tokens):
@@ -168,7 +160,7 @@ def ternary_used_tokens(state, n_tasks, chunk, x, used):
 )  # fmt: skip
 def ternary_small_backward(state, n_tasks, rounding, dy, x, codes, scale, dx, dw):
     (tokens, n), k = dy.shape, x.shape[1]
-    per_row = min(len(scale) - 1, 1)
+    per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])
     one = like(dw[0, 0], 1)
     row = scratch(1, 4 * codes.shape[1], one)[0]
     used, sums = scratch(tokens, k, one), scratch(tokens, k, one)
@@ -182,7 +174,7 @@ def ternary_small_backward(state, n_tasks, rounding, dy, x, codes, scale, dx, dw
     for r in range(n):
         unpack_row(row, read_row(codes, (r,)))
         weights, target = row[:k], write_row(dw, (r,))
-        scale_groups(weights, read_row(scale, (r * per_row,)))
+        scale_groups(weights, read_row(scale, (r * per_row,)), group, 0)
         target[:] = 0
         for t in range(tokens):
             factor = load(read_row(dy, (t,)), r)
