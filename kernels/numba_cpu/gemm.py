@@ -34,23 +34,31 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import (
     rows_ahead_1,
     takes_tiles,
 )
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, row_address, scratch
+from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, SKEW, row_address, scratch
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES, XEON, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, XEON, lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import counted, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import Panels, elements, pack, pack_a, packed, room_a, steps
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch, thread_count
+from gpu_ops.kernels.numba_cpu.panels import (
+    IN_PLACE,
+    Panels,
+    elements,
+    in_registers,
+    pack,
+    pack_a,
+    packed,
+    room_a,
+    steps,
+)
+from gpu_ops.kernels.numba_cpu.parallel import TASKS_PER_THREAD, claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
-ROWS, COLUMNS = (
-    128,
-    512,
-)  # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast
+# of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast. In tile registers C 512 KiB,
+# and A is packed once for 1024 tokens (7 % less time)
+ROWS, COLUMNS, COLUMNS_OF_TILES = 128, 512, 1024
 SUM_STEPS = 512  # that add up in a register: longer sums lose digits (K 4096 in one: 3 times the error)
 # of tile registers: rows and steps of A; 16 KiB, as a panel of B, both in L1 (256 steps: 5 % slower)
 BAND, DEPTH = 32, 128
-TASKS_PER_THREAD = 8  # at least, for an even finish; as long as a tile keeps 32 rows
 
 
 def matmul(
@@ -78,7 +86,7 @@ def matmul(
     if total is None:
         total = out if out.dtype == wide else np.empty((0, 0), wide)
     m = out.shape[1] if trans_out else out.shape[0]
-    rows, columns = tile_shape(m, b.n)
+    rows, columns = tile_shape(m, b.n, kind)
     n_tasks = -(-m // rows) * -(-b.n // columns) if m and b.n else 0
     launch(
         gemm[a.dtype, kind, out.dtype],
@@ -97,13 +105,13 @@ def matmul(
     )
 
 
-def tile_shape(m: int, n: int) -> tuple[int, int]:
-    """Rows and columns of a tile: ROWS x COLUMNS or a little less: even, and some for every thread."""
-    columns = _even(n, COLUMNS, 64)
+def tile_shape(m: int, n: int, kind: str) -> tuple[int, int]:
+    """Rows and columns of a tile, about ROWS x COLUMNS: even, some for every thread as long as 32 rows are left."""
+    columns = _even(n, COLUMNS_OF_TILES if in_registers(kind) else COLUMNS, 64)
     rows = ROWS if n > 64 else 32  # long blocks of K: A stays in L2 (16 tokens: 14 ms against 17)
     while rows > 32 and -(-m // rows) * -(-n // columns) < TASKS_PER_THREAD * thread_count():
         rows //= 2
-    return _even(m, rows, BAND if TILES else MR), columns
+    return _even(m, rows, BAND if in_registers(kind) else MR), columns
 
 
 def _even(length: int, most: int, step: int) -> int:
@@ -180,18 +188,23 @@ def _products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r
             _multiply_rows(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
 
     def tiles(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
-        # nothing asked for: what is on its way takes the place of loads that tiles wait for (64 tokens: 66 for 52 ms)
         ldc, panel, nr = c.shape[1], panels.shape[1], 2 * lanes(c)
         width = round_up(n, TILE)
         whole = k // TILE * TILE
+        # a line per 16 steps: with two on their way tiles wait for their own (1024 tokens: 8 % slower), where they
+        # take A from memory even with one
+        coming = row_address(ahead, r0, c0), 0, max(1, columns * ahead.itemsize), ahead.strides[0]
+        if (n <= IN_PLACE) | (rows == 0):
+            coming = row_address(panels, first, 0), 0, 1, 0
         for i in range(0, m, BAND):
             height, at_c, row = round_up(smaller(BAND, m - i), TILE), i * ldc, a0 + i * lda
             for kk in range(0, whole, DEPTH):
                 depth, more = smaller(DEPTH, whole - kk), accumulate | (kk > 0)
                 at_a, at_b = row + kk, first * panel + kk * nr
                 multiply_tiles(
-                    c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, height, width, depth, more
+                    c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, height, width, depth, more, coming
                 )
+                coming = later(coming, round_up(width, nr) // nr * depth // TILE * LINE_BYTES)
             if (whole < k) | (k == 0):  # a sum of nothing is written too
                 more = accumulate | (whole > 0)
                 for j in range(0, width, nr):
@@ -214,7 +227,7 @@ def _widest_in_place(a: types.Array, panels: types.Array) -> int:
     0.82 (16 columns), 0.88 (64), 1.0 (1024); bfloat16 in tiles, whose loads wait for memory, 0.68, 0.80, 1.02 (96).
     """
     if takes_tiles(panels):
-        return 64 if a.dtype == types.uint16 else 0
+        return IN_PLACE if a.dtype == types.uint16 else 0
     return 1 << 62 if XEON and a.dtype == panels.dtype else 0
 
 

@@ -40,7 +40,7 @@ def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool 
     if gradients and swiglu_mlp_small.is_small(tokens, hidden, ffn):
         return "row by row, on one thread"
     step, block = _steps(tokens, ffn, _kept(tokens, hidden, dtype) if gradients else 1)
-    rows, columns = tile_shape(block, step)
+    rows, columns = tile_shape(block, step, packed(dtype.name))
     return f"blocks of {step} tokens x {block} of ffn, tiles of {columns} x {rows}"
 
 
@@ -91,7 +91,7 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) ->
         for f in _spans(ffn, block):
             wg, wu = w_gate[f], w_up[f]
             h = Panels.empty(len(wg), xt.n, kind)
-            tile = tile_shape(h.depth, h.n)
+            tile = tile_shape(h.depth, h.n, kind)
             launch(
                 mlp_hidden[x.dtype],
                 _tasks(h, tile),
@@ -145,7 +145,7 @@ def backward(
             xt, dyt = pack(x[t], kind, trans=True), pack(dy[t], kind, trans=True)
             dgate, dup, h = (b[: len(wg), :n] for b in blocks)
             dgate_panels, dup_panels = (Panels.empty(len(wg), n, kind) for _ in range(2))
-            tile = tile_shape(*h.shape)
+            tile = tile_shape(len(h), n, kind)
             launch(
                 mlp_hidden_backward[x.dtype],
                 _tasks(dgate_panels, tile),

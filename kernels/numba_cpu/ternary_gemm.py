@@ -45,7 +45,7 @@ def _multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
         whole, depth, ld = m // TILE * TILE, steps // TILE * TILE, 4 * PANEL_ROWS
         if depth > 0:
             multiply_tiles(
-                acc, a0, PANEL_ROWS, x, x0, x_stride, panel, p0, ld, 0, whole, PANEL_ROWS, depth, True
+                acc, a0, PANEL_ROWS, x, x0, x_stride, panel, p0, ld, 0, whole, PANEL_ROWS, depth, True, ()
             )
         if depth < steps:
             at_panel, at_x = p0 + depth * ld, x0 + 4 * depth

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core.cgutils import get_or_insert_function
+from numba.core.cgutils import alloca_once, get_or_insert_function
+
+from gpu_ops.kernels.numba_cpu.ir.target import NEAR
 
 _I64 = ir.IntType(64)
 
@@ -100,6 +102,28 @@ def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
     i32 = ir.IntType(32)
     flags = [ir.Constant(i32, value) for value in (0, near, 1)]  # for reading, to stay in all caches, data
     call(b, "llvm.prefetch.p0", ir.VoidType(), b.bitcast(pointer, ir.IntType(8).as_pointer()), *flags)
+
+
+def asking(b: Any, line: Any, inside: Any, advance: Any, length: Any, stride: Any, count: int) -> Any:
+    """A function that asks for the next ``count`` places of rows of ``length`` bytes, ``advance`` bytes in all.
+
+    The rows are ``stride`` bytes apart, the first is at ``line``; it begins ``inside`` bytes into that.
+    """
+    at, within = alloca_once(b, _I64), alloca_once(b, _I64)
+    b.store(line, at)
+    b.store(inside, within)
+    parts = [b.udiv(b.mul(advance, number(i)), number(count)) for i in range(count)]
+
+    def ask() -> None:
+        row, offset = b.load(at), b.load(within)
+        for part in parts:
+            prefetch(b, b.inttoptr(b.add(b.add(row, offset), part), ir.IntType(8).as_pointer()), NEAR)
+        moved = b.add(offset, advance)
+        over = b.icmp_signed(">=", moved, length)
+        b.store(b.select(over, b.add(row, stride), row), at)
+        b.store(b.select(over, b.sub(moved, length), moved), within)
+
+    return ask
 
 
 def hidden(b: Any, value: Any) -> Any:

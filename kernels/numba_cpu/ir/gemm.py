@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
+    asking,
     dot_bfloat16,
     every,
     fma,
@@ -34,38 +35,16 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     load_vector,
     maximum,
     number,
-    prefetch,
     splat,
     store_vector,
 )
 from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores
-from gpu_ops.kernels.numba_cpu.ir.target import MR, NEAR, TILES, VECTOR_BYTES, lanes
+from gpu_ops.kernels.numba_cpu.ir.target import MR, TILES, VECTOR_BYTES, lanes
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, multiply_tiles
 from gpu_ops.kernels.numba_cpu.jit import constant, overload, uncounted
 
 ROUND = 4  # steps of k between two looks at the end: a loop of 16 rounds, not of 64, ends as the CPU foresaw
-_I64 = ir.IntType(64)
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
-
-
-def _ask(b: Any, line: Any, inside: Any, advance: Any, length: Any, stride: Any, count: int) -> Any:
-    """A function that asks for the next ``count`` places of rows of ``length`` bytes, ``advance`` bytes in all."""
-    at, within = cgutils.alloca_once(b, _I64), cgutils.alloca_once(b, _I64)
-    b.store(line, at)
-    b.store(inside, within)
-    parts = [b.udiv(b.mul(advance, number(i)), number(count)) for i in range(count)]
-
-    def ask() -> None:
-        row, offset = b.load(at), b.load(within)
-        for part in parts:
-            coming = b.inttoptr(b.add(b.add(row, offset), part), ir.IntType(8).as_pointer())
-            prefetch(b, coming, NEAR)
-        moved = b.add(offset, advance)
-        over = b.icmp_signed(">=", moved, length)
-        b.store(b.select(over, b.add(row, stride), row), at)
-        b.store(b.select(over, b.sub(moved, length), moved), within)
-
-    return ask
 
 
 def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, largest: bool = False) -> Any:
@@ -114,7 +93,7 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
 
         rounds = builder.sdiv(k_, number(ROUND))
         # a round of half a panel takes half the time, for as much of A
-        ask = _ask(builder, *args[11:16], 4 // nv) if ahead else lambda: None
+        ask = asking(builder, *args[11:16], 4 // nv) if ahead else lambda: None
         with cgutils.for_range(builder, rounds) as loop:
             ask()
             first = builder.mul(loop.index, number(ROUND))
@@ -275,7 +254,7 @@ def _gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
         rows, depth = m // TILE * TILE, k // TILE * TILE
         if depth > 0:
-            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, 2 * TILE, rows, n, depth, accumulate)
+            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, 2 * TILE, rows, n, depth, accumulate, ())
         if (depth < k) | (k == 0):  # a sum of nothing is written too
             after, more = b0 + depth * ldb, accumulate | (depth > 0)
             _vector_rows(c, c0, ldc, a, a0 + depth, lda, b, after, ldb, rows, n, k - depth, more)

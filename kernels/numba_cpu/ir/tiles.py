@@ -27,9 +27,9 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import address, call, number
+from gpu_ops.kernels.numba_cpu.ir.build import address, asking, call, number
 from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
 TILE = 16  # rows of a tile, and words of a row
 _I8, _VOID = ir.IntType(8), ir.VoidType()
@@ -71,11 +71,14 @@ def _move(b: Any, name: str, tile: int, pointer: Any, stride: Any) -> None:
 
 
 def _micro(down: int, across: int) -> Any:
-    """C (+)= A B for ``down`` by ``across`` tiles, k > 0 steps; offsets and leading dimensions count elements."""
+    """C (+)= A B for ``down`` by ``across`` tiles, k > 0 steps; offsets and leading dimensions count elements.
+
+    Per 16 steps it asks for a line of ``ahead``: first row, bytes into it, bytes of a row, bytes between rows; or ().
+    """
     tile = [(i, j) for i in range(down) for j in range(across)]
 
     @intrinsic
-    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate):
+    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate, ahead):
         product = _PRODUCTS[a.dtype]
 
         def codegen(context, builder, sig, args):
@@ -94,6 +97,8 @@ def _micro(down: int, across: int) -> Any:
                     base, [builder.add(builder.mul(stride, number(i * TILE)), number(j * _ROW))]
                 )
 
+            rows = cgutils.unpack_tuple(builder, args[11])
+            ask = asking(builder, *rows[:2], number(_ROW), *rows[2:], 1) if rows else lambda: None
             with builder.if_else(args[10]) as (add, replace):
                 with add:
                     for i, j in tile:
@@ -104,6 +109,7 @@ def _micro(down: int, across: int) -> Any:
             with cgutils.for_range_slice(builder, number(0), args[9], number(TILE)) as (step, _):
                 rows_a = builder.gep(pa, [builder.mul(step, number(_WORD))])
                 rows_b = builder.gep(pb, [builder.mul(step, stride_b)])
+                ask()
                 for i, j in tile:  # what a product takes is loaded just before it
                     if j == 0:
                         _move(builder, "tileload", _A + i, at(rows_a, stride_a, i, 0), stride_a)
@@ -115,7 +121,7 @@ def _micro(down: int, across: int) -> Any:
             return context.get_dummy_value()
 
         n = types.int64
-        return signature(types.void, c, n, n, a, n, n, b, n, n, n, types.boolean), codegen
+        return signature(types.void, c, n, n, a, n, n, b, n, n, n, types.boolean, ahead), codegen
 
     return micro
 
@@ -123,20 +129,36 @@ def _micro(down: int, across: int) -> Any:
 _micro_1_1, _micro_1_2, _micro_2_1, _micro_2_2 = (_micro(i, j) for i in (1, 2) for j in (1, 2))
 
 
+def later(ahead, size):
+    """Of such rows, what comes ``size`` bytes later."""
+    raise TypeError("compiled code only")
+
+
+@overload(later)
+def _later(ahead, size):
+    def rows(ahead, size):
+        row, inside, length, apart = ahead
+        inside += size
+        return row + inside // length * apart, inside % length, length, apart
+
+    return rows if len(ahead) else lambda ahead, size: ahead
+
+
 @uncounted
-def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulate):
+def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulate, ahead):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0, all in whole tiles, k > 0. B lies in panels of two
-    tiles' columns, ``panel`` elements from one to the next."""
+    tiles' columns, ``panel`` elements from one to the next. Meanwhile asks for ``ahead``, as ``_micro`` does."""
     for j in range(0, n, 2 * TILE):
         at_b = b0 + j // (2 * TILE) * panel
         for i in range(0, m, 2 * TILE):
             at_c, at_a = c0 + i * ldc + j, a0 + i * lda
             if n - j > TILE:
                 if m - i > TILE:
-                    _micro_2_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate)
+                    _micro_2_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
                 else:
-                    _micro_1_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate)
+                    _micro_1_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
             elif m - i > TILE:
-                _micro_2_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate)
+                _micro_2_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
             else:
-                _micro_1_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate)
+                _micro_1_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
+            ahead = later(ahead, k // TILE * _ROW)
