@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core.cgutils import alloca_once, get_or_insert_function
+from numba.core.cgutils import alloca_once, get_or_insert_function, unpack_tuple
 
 from gpu_ops.kernels.numba_cpu.ir.target import NEAR
 
@@ -104,24 +105,29 @@ def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), b.bitcast(pointer, ir.IntType(8).as_pointer()), *flags)
 
 
-def asking(b: Any, line: Any, inside: Any, advance: Any, length: Any, stride: Any, count: int) -> Any:
-    """A function that asks for the next ``count`` places of rows of ``length`` bytes, ``advance`` bytes in all.
+def asking(b: Any, ahead: Any, count: int) -> Callable[[], None]:
+    """A function that asks for the next ``count`` places of rows.
 
-    The rows are ``stride`` bytes apart, the first is at ``line``; it begins ``inside`` bytes into that.
+    ``ahead``: the first row's address, bytes into it, bytes to ask for each time (0: nothing), bytes of a row, bytes
+    from a row to the next; or (), nothing ever.
     """
+    if not ahead.type.elements:
+        return lambda: None
+    line, inside, advance, length, stride = unpack_tuple(b, ahead)
     at, within = alloca_once(b, _I64), alloca_once(b, _I64)
     b.store(line, at)
     b.store(inside, within)
     parts = [b.udiv(b.mul(advance, number(i)), number(count)) for i in range(count)]
 
     def ask() -> None:
-        row, offset = b.load(at), b.load(within)
-        for part in parts:
-            prefetch(b, b.inttoptr(b.add(b.add(row, offset), part), ir.IntType(8).as_pointer()), NEAR)
-        moved = b.add(offset, advance)
-        over = b.icmp_signed(">=", moved, length)
-        b.store(b.select(over, b.add(row, stride), row), at)
-        b.store(b.select(over, b.sub(moved, length), moved), within)
+        with b.if_then(b.icmp_signed("!=", advance, number(0))):
+            row, offset = b.load(at), b.load(within)
+            for part in parts:
+                prefetch(b, b.inttoptr(b.add(b.add(row, offset), part), ir.IntType(8).as_pointer()), NEAR)
+            moved = b.add(offset, advance)
+            over = b.icmp_signed(">=", moved, length)
+            b.store(b.select(over, b.add(row, stride), row), at)
+            b.store(b.select(over, b.sub(moved, length), moved), within)
 
     return ask
 

@@ -47,7 +47,7 @@ ROUND = 4  # steps of k between two looks at the end: a loop of 16 rounds, not o
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
 
 
-def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, largest: bool = False) -> Any:
+def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) -> Any:
     """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words)."""
 
     def emit(types_, args, context, builder):
@@ -93,7 +93,7 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
 
         rounds = builder.sdiv(k_, number(ROUND))
         # a round of half a panel takes half the time, for as much of A
-        ask = asking(builder, *args[11:16], 4 // nv) if ahead else lambda: None
+        ask = (lambda: None) if scaled or largest else asking(builder, args[11], 4 // nv)
         with cgutils.for_range(builder, rounds) as loop:
             ask()
             first = builder.mul(loop.index, number(ROUND))
@@ -140,20 +140,11 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
     i = types.int64
 
     @intrinsic
-    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate):
+    def micro(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate, ahead):
         def codegen(context, builder, sig, args):
             return emit(sig.args, args, context, builder)
 
-        return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean), codegen
-
-    @intrinsic
-    def micro_ahead(
-        typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, accumulate, line, inside, advance, length, stride
-    ):
-        def codegen(context, builder, sig, args):
-            return emit(sig.args, args, context, builder)
-
-        return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean, i, i, i, i, i), codegen
+        return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean, ahead), codegen
 
     @intrinsic
     def micro_columns(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, of_columns, of_columns0):
@@ -162,13 +153,10 @@ def _micro(columns: bool, nv: int, ahead: bool = False, scaled: bool = False, la
 
         return signature(types.void, c, i, i, a, i, i, b, i, i, i, of_columns, i), codegen
 
-    return micro_ahead if ahead else micro_columns if scaled or largest else micro
+    return micro_columns if scaled or largest else micro
 
 
-_rows_1, _rows_2 = _micro(columns=False, nv=1), _micro(columns=False, nv=2)
-_columns_1, _columns_2 = _micro(columns=True, nv=1), _micro(columns=True, nv=2)
-rows_ahead_1, rows_ahead = (_micro(False, nv, ahead=True) for nv in (1, 2))
-columns_ahead_1, columns_ahead = (_micro(True, nv, ahead=True) for nv in (1, 2))
+rows_1, rows_2, columns_1, columns_2 = (_micro(columns, nv) for columns in (False, True) for nv in (1, 2))
 _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 _largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 
@@ -270,10 +258,10 @@ def _vector_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     wide = n - n % (2 * width)
     for j in range(0, wide, 2 * width):
         for i in range(0, m, MR):
-            _rows_2(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
+            rows_2(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate, ())
     for j in range(wide, n, width):
         for i in range(0, m, MR):
-            _rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate)
+            rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate, ())
 
 
 def gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
@@ -310,10 +298,10 @@ def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     wide = n - n % (2 * width)
     for j in range(0, wide, 2 * width):
         for i in range(0, m, MR):
-            _columns_2(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate)
+            columns_2(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate, ())
     for j in range(wide, n, width):
         for i in range(0, m, MR):
-            _columns_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate)
+            columns_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate, ())
 
 
 @uncounted

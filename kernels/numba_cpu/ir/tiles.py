@@ -73,7 +73,7 @@ def _move(b: Any, name: str, tile: int, pointer: Any, stride: Any) -> None:
 def _micro(down: int, across: int) -> Any:
     """C (+)= A B for ``down`` by ``across`` tiles, k > 0 steps; offsets and leading dimensions count elements.
 
-    Per 16 steps it asks for a line of ``ahead``: first row, bytes into it, bytes of a row, bytes between rows; or ().
+    Once per 16 steps it asks for the next place of ``ahead`` (``build.asking``).
     """
     tile = [(i, j) for i in range(down) for j in range(across)]
 
@@ -97,8 +97,7 @@ def _micro(down: int, across: int) -> Any:
                     base, [builder.add(builder.mul(stride, number(i * TILE)), number(j * _ROW))]
                 )
 
-            rows = cgutils.unpack_tuple(builder, args[11])
-            ask = asking(builder, *rows[:2], number(_ROW), *rows[2:], 1) if rows else lambda: None
+            ask = asking(builder, args[11], 1)
             with builder.if_else(args[10]) as (add, replace):
                 with add:
                     for i, j in tile:
@@ -129,25 +128,25 @@ def _micro(down: int, across: int) -> Any:
 _micro_1_1, _micro_1_2, _micro_2_1, _micro_2_2 = (_micro(i, j) for i in (1, 2) for j in (1, 2))
 
 
-def later(ahead, size):
-    """Of such rows, what comes ``size`` bytes later."""
+def later(ahead, count):
+    """What to ask for after ``count`` times."""
     raise TypeError("compiled code only")
 
 
 @overload(later)
-def _later(ahead, size):
-    def rows(ahead, size):
-        row, inside, length, apart = ahead
-        inside += size
-        return row + inside // length * apart, inside % length, length, apart
+def _later(ahead, count):
+    def rows(ahead, count):
+        row, inside, advance, length, stride = ahead
+        inside += count * advance
+        return row + inside // length * stride, inside % length, advance, length, stride
 
-    return rows if len(ahead) else lambda ahead, size: ahead
+    return rows if len(ahead) else lambda ahead, count: ahead
 
 
 @uncounted
 def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulate, ahead):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0, all in whole tiles, k > 0. B lies in panels of two
-    tiles' columns, ``panel`` elements from one to the next. Meanwhile asks for ``ahead``, as ``_micro`` does."""
+    tiles' columns, ``panel`` elements from one to the next. Meanwhile asks for ``ahead``."""
     for j in range(0, n, 2 * TILE):
         at_b = b0 + j // (2 * TILE) * panel
         for i in range(0, m, 2 * TILE):
@@ -161,4 +160,4 @@ def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulat
                 _micro_2_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
             else:
                 _micro_1_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
-            ahead = later(ahead, k // TILE * _ROW)
+            ahead = later(ahead, k // TILE)
