@@ -94,6 +94,19 @@ def test_a_large_common_offset_costs_no_digits(backend, cols, rng):
     np.testing.assert_allclose(rstd, 1 / np.sqrt(wide.var(axis=-1) + 1e-12), rtol=2e-5)
 
 
+@pytest.mark.parametrize("first", [0.0, 1e4])
+def test_statistics_keep_their_digits_beside_a_larger_mean(first, rng):
+    """Sums are taken around the first number and a rounded mean: what these are off by is put right."""
+    x = (1e6 + rng.standard_normal((8, 4096))).astype(np.float32)
+    x[:, 0] += first
+    _, mean, rstd = gpu_ops.layernorm(
+        x, np.ones(4096, np.float32), return_stats=True, eps=1e-12, device="cpu"
+    )
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(mean, wide.mean(axis=-1), rtol=6e-8)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt(wide.var(axis=-1) + 1e-12), rtol=2e-7)
+
+
 def test_constant_rows(backend, dtype):
     x, weight, bias = np.full((3, 65), 7.3, dtype), np.ones(65, dtype), np.full(65, 0.25, dtype)
     y, mean, rstd = gpu_ops.layernorm(x, weight, bias, eps=1e-4, return_stats=True, **backend)

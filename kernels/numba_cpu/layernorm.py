@@ -5,8 +5,9 @@ backward   n = (x - mean) * rstd,  m = dy * weight,  dx = rstd * (m - n * mean(m
            dweight = sum over rows of dy * n,  dbias = sum over rows of dy
 
 As in ``rmsnorm.py`` each row is read from memory once, later passes find it in the cache; sums over a row are
-float64, so that no finite input overflows and squares are taken around the exact mean; dweight and dbias are float64
-partials per task, added up in order.
+float64, of short sums in the computing type where these are in its range: of what numbers differ from the first, then
+from the mean, so that a mean far from 0 costs no digits. dweight and dbias are float64 partials per task, added up
+in order, some rows at a time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, scratch, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import add_rows, config, statistics
+from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, add_residual, config, statistics, together
 
 __all__ = ["backward", "config", "forward"]
 
@@ -98,6 +99,49 @@ def backward(
     dbias[...] = partial[1::2].sum(axis=0)
 
 
+@uncounted
+def mean_of(x):
+    """float64, from short sums in the computing type of what numbers differ from the first.
+
+    ``uncounted``, not ``inner``: reordered, they would be the difference of two large sums.
+    """
+    near, total = load(x, 0), 0.0
+    for start in range(0, len(x), SHORT_SUM):
+        count = min(SHORT_SUM, len(x) - start)
+        exact = norm.deviations((x,), (near,), start, count)
+        if not abs(exact) < np.inf:
+            exact = norm.exact_deviations((x,), (np.float64(near),), start, count)
+        total += exact
+    return near + total / len(x)
+
+
+@uncounted
+def sum_of_squares(x, mean):
+    """Of what numbers differ from the mean, as rmsnorm.py adds up; around its rounding, which is put right then."""
+    near, total = like(load(x, 0), mean), 0.0
+    for start in range(0, len(x), SHORT_SUM):
+        count = min(SHORT_SUM, len(x) - start)
+        exact = norm.squared_deviations((x,), (near,), start, count)
+        if not (TINY < exact < np.inf):
+            exact = norm.exact_squares((x,), (np.float64(near),), start, count)
+        total += exact
+    total -= len(x) * (mean - near) ** 2
+    return 0.0 if total < 0.0 else total
+
+
+@uncounted
+def sums_of_products(dy, x, weight, mean, scale):
+    """Of dy * weight * n and of dy * weight."""
+    products, gradients = 0.0, 0.0
+    for start in range(0, len(x), SHORT_SUM):
+        count = min(SHORT_SUM, len(x) - start)
+        product, gradient = norm.layer_products((dy, x, weight), (mean, scale), start, count)
+        if not abs(product) + abs(gradient) < np.inf:
+            product, gradient = norm.exact_products((dy, x, weight), (mean, scale), start, count)
+        products, gradients = products + product, gradients + gradient
+    return products, gradients
+
+
 @kernel(
     lambda t: (
         types.int64,
@@ -128,10 +172,10 @@ def layernorm_forward(
             row, out = read_row(x, (r,)), write_row(y, (r,))
             following = (read_row(x, (after,)),)
             if has_residual:
-                add_rows(sums, s, row, residual, r, after, out, streaming)
+                add_residual(sums, s, row, residual, r, after, out, streaming)
                 row = read_row(sums, (0,))
-            exact = norm.total((row,), (), 0, cols) / cols
-            squares = norm.center_squares((row,), (exact,), 0, cols)
+            exact = mean_of(row)
+            squares = sum_of_squares(row, exact)
             mean[r] = center = like(load(w, 0), exact)
             rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
             if has_bias:
@@ -156,37 +200,39 @@ def layernorm_forward(
         write("float64", 2),
         types.boolean,
         types.boolean,
-    ),
-    fastmath=REASSOC,
+    )
 )
 def layernorm_backward(
     state, n_tasks, chunk, dy, x, weight, mean, rstd, dresidual, dx, partial, has_dresidual, streaming
 ):
     rows, cols = x.shape
     w = read_row(weight, ())
+    step = together(chunk, cols)
+    means = np.empty((step, 2), rstd.dtype)
+    strides = dy.strides[0], x.strides[0]
     task = claim(state)
     while task < n_tasks:
-        dw = write_row(partial, (2 * task,))
-        db = write_row(partial, (2 * task + 1,))
-        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
-            rdy = read_row(dy, (r,))
-            rx = read_row(x, (r,))
-            rdx = write_row(dx, (r,))
-            center, scale = mean[r], rstd[r]
-            products = norm.layer_products((rdy, rx, w), (center, scale), 0, cols)
-            mean_product = like(load(w, 0), products / cols)
-            mean_gradient = like(load(w, 0), norm.layer_gradients((rdy, w), (), 0, cols) / cols)
-            for i in range(cols):
-                dw[i] += load(rdy, i) * ((load(rx, i) - center) * scale)
-                db[i] += load(rdy, i)
-            after = min(r + 1, rows - 1)
-            operands, scalars = (rdy, rx, w), (center, scale, mean_product, mean_gradient)
-            following = (read_row(dy, (after,)), read_row(x, (after,)))
-            if has_dresidual:
-                more = (rdy, rx, w, read_row(dresidual, (r,)))
-                norm.layer_gradient((rdx,), more, scalars, following, streaming)
-            else:
-                norm.layer_gradient((rdx,), operands, scalars, following, streaming)
+        totals = write_row(partial, (2 * task,)), write_row(partial, (2 * task + 1,))
+        stop = min(rows, (task + 1) * chunk)
+        for first in range(task * chunk, stop, step):
+            n = min(step, stop - first)
+            for i in range(n):
+                r = first + i
+                rdy, rx = read_row(dy, (r,)), read_row(x, (r,))
+                products, gradients = sums_of_products(rdy, rx, w, mean[r], rstd[r])
+                means[i, 0], means[i, 1] = products / cols, gradients / cols
+            starts = read_row(dy, (first,)), read_row(x, (first,))
+            norm.layer_weight(totals, starts, strides, (mean[first:], rstd[first:]), n, cols)
+            for i in range(n):
+                r, after = first + i, min(first + step + i, rows - 1)
+                operands = read_row(dy, (r,)), read_row(x, (r,)), w
+                scalars = mean[r], rstd[r], means[i, 0], means[i, 1]
+                result, following = (write_row(dx, (r,)),), (read_row(dy, (after,)), read_row(x, (after,)))
+                if has_dresidual:
+                    more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
+                    norm.layer_gradient(result, more, scalars, following, streaming)
+                else:
+                    norm.layer_gradient(result, operands, scalars, following, streaming)
         if streaming:
             fence()
         task = claim(state)

@@ -4,9 +4,10 @@ forward    s = x + residual,  rstd = 1 / sqrt(mean(s^2) + eps),  y = (s * rstd) 
 backward   n = x * rstd,  m = dy * (offset + weight),  dx = rstd * (m - n * mean(m * n)) + dresidual
            dweight = sum over rows of dy * n
 
-Each row is read from memory once: the second pass over it finds it in the cache. Sums of squares are float64, of
+Each row is read from memory once: later passes over it find it in the cache. Sums of squares are float64, of
 short sums in the computing type where these are in its range, so that no finite input overflows. dweight is a
-float64 partial per task, added up in order: the same result every time, whatever thread ran which task.
+float64 partial per task, added up in order: the same result every time, whatever thread ran which task. It grows by
+a few rows at a time, whose sum is in the computing type, before their dx, which may be dy's memory.
 
 Forward (passes in ``ir/norm.py``; results too large for a cache go past it)::
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, rounded, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
@@ -31,6 +32,8 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 Array = np.ndarray[Any, Any]
 
 SHORT_SUM = 1 << 10  # numbers added up in the computing type
+TOGETHER = 4  # rows that dweight grows by at a time, of at most
+CACHED = 1 << 16  # elements in all
 TINY = 2.0**-80  # a sum of float32 squares below this may have lost some to underflow
 
 
@@ -113,9 +116,9 @@ def sum_of_squares(x):
     total = 0.0
     for start in range(0, len(x), SHORT_SUM):
         count = min(SHORT_SUM, len(x) - start)
-        exact = np.float64(norm.squares((x,), (), start, count))
+        exact = norm.squares((x,), (), start, count)
         if not (TINY < exact < np.inf):
-            exact = norm.center_squares((x,), (0.0,), start, count)
+            exact = norm.exact_squares((x,), (0.0,), start, count)
         total += exact
     return total
 
@@ -126,7 +129,7 @@ def sum_of_products(dy, x, weight, offset, scale):
     total = 0.0
     for start in range(0, len(x), SHORT_SUM):
         stop = min(start + SHORT_SUM, len(x))
-        exact = np.float64(norm.rms_products((dy, x, weight), (scale, offset), start, stop - start))
+        exact = norm.rms_products((dy, x, weight), (scale, offset), start, stop - start)
         if not abs(exact) < np.inf:
             exact = 0.0
             for i in range(start, stop):
@@ -135,8 +138,14 @@ def sum_of_products(dy, x, weight, offset, scale):
     return total
 
 
+@inner
+def together(rows, cols):
+    """Rows whose operands stay in the cache from one pass to the next."""
+    return max(1, min(TOGETHER, CACHED // max(1, cols), rows))
+
+
 @njit
-def add_rows(sums, s, row, residual, r, after, out, streaming):
+def add_residual(sums, s, row, residual, r, after, out, streaming):
     """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))
     copy = total if same(copy, out) else copy
@@ -173,7 +182,7 @@ def rmsnorm_forward(
             row, out = read_row(x, (r,)), write_row(y, (r,))
             following = (read_row(x, (after,)),)
             if has_residual:
-                add_rows(sums, s, row, residual, r, after, out, streaming)
+                add_residual(sums, s, row, residual, r, after, out, streaming)
                 row = read_row(sums, (0,))
             scale = like(weight_offset, 1.0 / np.sqrt(sum_of_squares(row) / cols + eps))
             rstd[r] = scale
@@ -209,29 +218,34 @@ def rmsnorm_backward(
 ):  # fmt: skip
     rows, cols = x.shape
     w = read_row(weight, ())
+    step = together(chunk, cols)
+    means = np.empty(step, rstd.dtype)
+    strides = dy.strides[0], x.strides[0]
     task = claim(state)
     while task < n_tasks:
-        dw = write_row(partial, (task,))
-        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
-            rdy = read_row(dy, (r,))
-            rx = read_row(x, (r,))
-            rdx = write_row(dx, (r,))
-            scale = rstd[r]
-            mean = like(weight_offset, sum_of_products(rdy, rx, w, weight_offset, scale) / cols)
+        dw, stop = write_row(partial, (task,)), min(rows, (task + 1) * chunk)
+        for first in range(task * chunk, stop, step):
+            n = min(step, stop - first)
+            for i in range(n):
+                rdy, rx = read_row(dy, (first + i,)), read_row(x, (first + i,))
+                means[i] = sum_of_products(rdy, rx, w, weight_offset, rstd[first + i]) / cols
+            starts, scales = (read_row(dy, (first,)), read_row(x, (first,))), (rstd[first:],)
             if llama:  # forward multiplied the rounded n by weight
-                for i in range(cols):
-                    dw[i] += load(rdy, i) * rounded(rx, load(rx, i) * scale)
+                norm.rms_weight_llama((dw,), starts, strides, scales, n, cols)
             else:
-                for i in range(cols):
-                    dw[i] += load(rdy, i) * (load(rx, i) * scale)
-            after = min(r + 1, rows - 1)
-            operands, scalars = (rdy, rx, w), (scale, weight_offset, mean)
-            following = (read_row(dy, (after,)), read_row(x, (after,)))
-            if has_dresidual:
-                more = (rdy, rx, w, read_row(dresidual, (r,)))
-                norm.rms_gradient((rdx,), more, scalars, following, streaming)
-            else:
-                norm.rms_gradient((rdx,), operands, scalars, following, streaming)
+                norm.rms_weight((dw,), starts, strides, scales, n, cols)
+            for i in range(n):
+                r, after = first + i, min(first + step + i, rows - 1)
+                operands, scalars = (
+                    (read_row(dy, (r,)), read_row(x, (r,)), w),
+                    (rstd[r], weight_offset, means[i]),
+                )
+                result, following = (write_row(dx, (r,)),), (read_row(dy, (after,)), read_row(x, (after,)))
+                if has_dresidual:
+                    more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
+                    norm.rms_gradient(result, more, scalars, following, streaming)
+                else:
+                    norm.rms_gradient(result, operands, scalars, following, streaming)
         if streaming:
             fence()
         task = claim(state)

@@ -4,8 +4,8 @@
     more  | chunk | chunk | ...
     y     | chunk | chunk | ...        past the caches where asked; the last, if it is not whole, by way of a buffer
 
-``map_rows`` writes rows, ``fold_rows`` adds up over one. All operands of a chunk are read before its results are
-stored, so a result may be an operand's memory.
+``map_rows`` writes rows, ``fold_rows`` adds up over one, ``add_rows`` over several, column by column. All operands
+of a chunk are read before its results are stored, so a result may be an operand's memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir.build import address, every, number, prefetch, shuffle, splat, store_vector
+from gpu_ops.kernels.numba_cpu.ir.build import (
+    address,
+    every,
+    load_vector,
+    number,
+    prefetch,
+    shuffle,
+    splat,
+    store_vector,
+)
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, past_line
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
@@ -53,6 +62,14 @@ class Chunk:
         stored = self.b.bitcast(narrow(self.b, self.row.dtype, self.parts), self.row.raw)
         return Chunk(self.b, self.row, self.row.widen(self.b, stored))
 
+    def in_order(self) -> Chunk:
+        """The elements one after another."""
+        if self.row.dtype != types.uint16:
+            return self
+        n, (even, odd) = self.row.lanes, self.parts
+        order = [i // 2 + i % 2 * n for i in range(2 * n)]
+        return Chunk(self.b, self.row, [shuffle(self.b, even, odd, half) for half in (order[:n], order[n:])])
+
     def doubles(self) -> Chunk:
         """In float64: twice the vectors, unless they are."""
         if self.row.wide == _DOUBLE:
@@ -63,7 +80,6 @@ class Chunk:
 
 
 Step = Callable[[list[Chunk], list[Chunk]], tuple[Chunk, ...]]
-Term = Callable[[list[Chunk], list[Chunk]], Chunk]
 
 
 def _everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
@@ -149,11 +165,11 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
     return whole_lines
 
 
-def fold_rows(term: Term, *, double: bool = False) -> Any:
+def fold_rows(term: Step, *, sums: int = 1, double: bool = False) -> Any:
     """An intrinsic (operands, scalars, first, count): the sum of term(operands, scalars) over these elements.
 
-    In the computing type, or in float64, which the term is in then. Lane by lane, then over the lanes: the same
-    order wherever a row begins.
+    Of a term of several ``sums`` a tuple. Lane by lane, in the computing type, or in float64, which the term is in
+    then; over the lanes in float64. The same order wherever a row begins.
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -170,39 +186,106 @@ def fold_rows(term: Term, *, double: bool = False) -> Any:
             for i in range(0, row.lanes, vector.count)
         ]
         zero = every(vector, 0.0)
-        sums = [[cgutils.alloca_once(b, vector) for _ in elements] for _ in range(UNROLLED)]
-        for total in (total for group in sums for total in group):
+        totals = [
+            [[cgutils.alloca_once(b, vector) for _ in elements] for _ in range(UNROLLED)] for _ in range(sums)
+        ]
+        for total in (total for groups in totals for group in groups for total in group):
             b.store(zero, total)
 
         def step(at: Any, group: int, rest: Any = None) -> None:
             here = [b.gep(p, [at]) for p in pointers]
-            value = term([Chunk(b, row, row.load(b, p, rest)) for p in here], constants)
-            for x, lanes, total in zip(value.parts, elements, sums[group], strict=True):
-                if rest is not None:
-                    inside = b.icmp_signed("<", lanes, splat(b, rest, lanes.type.count))
-                    x = b.select(inside, x, zero)
-                b.store(b.fadd(b.load(total), x), total)
+            values = term([Chunk(b, row, row.load(b, p, rest)) for p in here], constants)
+            for value, groups in zip(values, totals, strict=True):
+                for x, lanes, total in zip(value.parts, elements, groups[group], strict=True):
+                    if rest is not None:
+                        inside = b.icmp_signed("<", lanes, splat(b, rest, lanes.type.count))
+                        x = b.select(inside, x, zero)
+                    b.store(b.fadd(b.load(total), x), total)
 
         whole, rest = b.udiv(count, number(row.elements)), b.urem(count, number(row.elements))
-        groups = b.udiv(whole, number(UNROLLED))
-        with cgutils.for_range(b, groups) as loop:
+        rounds = b.udiv(whole, number(UNROLLED))
+        with cgutils.for_range(b, rounds) as loop:
             for i in range(UNROLLED):
                 step(b.mul(b.add(b.mul(loop.index, number(UNROLLED)), number(i)), number(row.elements)), i)
-        done = b.mul(groups, number(UNROLLED))
+        done = b.mul(rounds, number(UNROLLED))
         with cgutils.for_range(b, b.sub(whole, done)) as loop:
             step(b.mul(b.add(done, loop.index), number(row.elements)), 0)
         with b.if_then(b.icmp_signed("!=", rest, number(0)), likely=False):
             step(b.mul(whole, number(row.elements)), 0, rest)
-        total = reduce(b.fadd, [b.load(total) for group in sums for total in group])
-        while total.type.count > 1:
-            half = total.type.count // 2
-            low, high = (shuffle(b, total, total, list(range(i, i + half))) for i in (0, half))
-            total = b.fadd(low, high)
-        return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+        results = []
+        for groups in totals:
+            total = reduce(b.fadd, [b.load(total) for group in groups for total in group])
+            if total.type.element != _DOUBLE:
+                total = b.fpext(total, ir.VectorType(_DOUBLE, total.type.count))
+            while total.type.count > 1:
+                half = total.type.count // 2
+                low, high = (shuffle(b, total, total, list(range(i, i + half))) for i in (0, half))
+                total = b.fadd(low, high)
+            results.append(b.extract_element(total, ir.Constant(ir.IntType(32), 0)))
+        return results[0] if sums == 1 else context.make_tuple(b, sig.return_type, results)
 
     @intrinsic
     def fold(typingctx, operands, scalars, first, count):
-        wide = types.float64 if double or operands[0].dtype == types.float64 else types.float32
-        return wide(operands, scalars, types.int64, types.int64), codegen
+        result = types.float64 if sums == 1 else types.UniTuple(types.float64, sums)
+        return result(operands, scalars, types.int64, types.int64), codegen
 
     return fold
+
+
+def add_rows(term: Step) -> Any:
+    """An intrinsic (totals, operands, strides, scalars, rows, count): totals += the sums of term over so many rows.
+
+    ``totals``: float64 rows, one per result of the term. ``operands``: the first row of each; ``strides``: bytes from
+    a row to the next; ``scalars``: arrays, of a number per row. Rows, a few, add up in the computing type.
+    """
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        totals, operands, strides, scalars, n_rows, count = args
+        row = Rows(sig.args[1][0].dtype)
+        targets, pointers, numbers = (
+            [address(context, b, t, b.extract_value(arrays, i), number(0)) for i, t in enumerate(types_)]
+            for types_, arrays in ((sig.args[0], totals), (sig.args[1], operands), (sig.args[3], scalars))
+        )
+        zero = every(row.vector, 0.0)
+        sums = [[cgutils.alloca_once(b, row.vector) for _ in range(row.parts)] for _ in targets]
+
+        def step(at: Any, rest: Any = None) -> list[list[Any]]:
+            for total in (total for parts in sums for total in parts):
+                b.store(zero, total)
+            with cgutils.for_range(b, n_rows) as loop:
+                chunks = []
+                for i, p in enumerate(pointers):
+                    start = b.bitcast(b.gep(p, [at]), ir.IntType(8).as_pointer())
+                    here = b.gep(start, [b.mul(loop.index, b.extract_value(strides, i))])
+                    chunks.append(Chunk(b, row, row.load(b, b.bitcast(here, p.type), rest)))
+                given = [splat(b, b.load(b.gep(p, [loop.index])), row.lanes) for p in numbers]
+                values = term(chunks, [Chunk(b, row, [x] * row.parts) for x in given])
+                for value, parts in zip(values, sums, strict=True):
+                    for x, total in zip(value.parts, parts, strict=True):
+                        b.store(b.fadd(b.load(total), x), total)
+            return [Chunk(b, row, [b.load(x) for x in parts]).in_order().doubles().parts for parts in sums]
+
+        whole, rest = b.udiv(count, number(row.elements)), b.urem(count, number(row.elements))
+        with cgutils.for_range(b, whole) as loop:
+            at = b.mul(loop.index, number(row.elements))
+            for vectors, target in zip(step(at), targets, strict=True):
+                for i, x in enumerate(vectors):
+                    p = b.gep(target, [b.add(at, number(i * x.type.count))])
+                    store_vector(b, b.fadd(load_vector(b, p, x.type), x), p)
+        with b.if_then(b.icmp_signed("!=", rest, number(0)), likely=False):
+            at = b.mul(whole, number(row.elements))
+            buffer = cgutils.alloca_once(b, _DOUBLE, row.elements)
+            for vectors, target in zip(step(at, rest), targets, strict=True):
+                for i, x in enumerate(vectors):
+                    store_vector(b, x, b.gep(buffer, [number(i * x.type.count)]))
+                with cgutils.for_range(b, rest) as loop:
+                    p = b.gep(target, [b.add(at, loop.index)])
+                    b.store(b.fadd(b.load(p), b.load(b.gep(buffer, [loop.index]))), p)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def add(typingctx, totals, operands, strides, scalars, rows, count):
+        i = types.int64
+        return types.void(totals, operands, strides, scalars, i, i), codegen
+
+    return add
