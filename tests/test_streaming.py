@@ -160,6 +160,24 @@ def test_the_same_rotation(interleaved, layout, dtype, streamed, rng):
         assert (frame == 7).all(), (nheads, head_dim, offset)
 
 
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_same_caches(normalised, dtype, streamed, rng):
+    """Heads of 128 and 64 go together, of 48 one by one."""
+    for head_dim, offset in itertools.product((48, 64, 128), (0, 1, 8)):
+        q, k, v = (rng.standard_normal((2, 7, heads, head_dim)).astype(dtype) for heads in (5, 3, 3))
+        options = {"seqused_k": np.array([1, 4], np.int32)}
+        if normalised:
+            options |= {f"{name}_weight": rng.standard_normal(head_dim).astype(dtype) for name in "qk"}
+        caches = [np.zeros((2, 12, 3, head_dim), dtype) for _ in range(2)]
+        want = gpu_ops.rope_append_kv(q, k, v, *caches, **options)
+        lines = [at(offset, np.zeros((1, x.size), dtype)) for x in (q, *caches)]
+        out, *found = (line.reshape(x.shape) for (line, _), x in zip(lines, (q, *caches), strict=True))
+        streamed(gpu_ops.rope_append_kv, q, k, v, *found, **options, out=out)
+        for got, exact in zip((out, *found), (want, *caches), strict=True):
+            assert got.tobytes() == exact.tobytes(), (head_dim, offset)
+        assert all((frame == 7).all() for _, frame in lines), (head_dim, offset)
+
+
 def test_what_streams():
     least = min(memory.last_level_cache(), 32 << 20) // 2
     assert memory.stays_in_cache(least - 1)

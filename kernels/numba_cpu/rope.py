@@ -205,9 +205,9 @@ def rotate(x, x_step, y, y_step, heads, cos, sin, rotary_dim, interleaved, conju
             store(y, two * i + one, x2 * c + x1 * s)
     elif takes_vectors(y, rotary_dim, interleaved):
         if heads == 1:  # no loop
-            rotate_halves(x, 0, y, 0, 1, cos, sin, rotary_dim // 2, sign)
+            rotate_halves(x, 0, y, 0, 1, cos, sin, rotary_dim // 2, sign, ())
         else:
-            rotate_halves(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign)
+            rotate_halves(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign, ())
     else:
         for i in range(half):
             x1, x2 = load(x, i), load(x, half + i)

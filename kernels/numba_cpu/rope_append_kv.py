@@ -1,7 +1,12 @@
 """RMSNorm of the heads of q and k, RoPE, and the cache write on the CPU: each element is read once and written once.
 
-Per head of a token, in the computing type: ``line = x * rstd * (offset + weight)`` (or just x), which stays in the
-cache, then rope.py's rotation from there to q's result or to the key's row in its cache. Values are copied.
+All heads of a token go together where their halves are whole vectors and their results neighbours in memory::
+
+    x      | head | head | ...     read; as much of the next token's is fetched while results are stored
+    line   | head | head |         x * (offset + weight) / rms, rotated (ir/rotate.py)
+    out    | head | head | ...     past the caches, if too large for them; else line is not needed
+
+Others one by one, by way of ``head``, in the computing type. Values are copied.
 """
 
 from __future__ import annotations
@@ -11,10 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.ir import norm
+from gpu_ops.kernels.numba_cpu.ir.memory import fence, from_beginning, put, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rope import rotate
+from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, sum_of_squares
+from gpu_ops.kernels.numba_cpu.rope import rotate, takes_vectors
 
 Array = np.ndarray[Any, Any]
 
@@ -75,6 +84,7 @@ def append(
         q_weight is not None,
         block_table is not None,
         slot_mapping is not None,
+        not stays_in_cache(out.nbytes + k.nbytes + v.nbytes),
     )
 
 
@@ -106,24 +116,27 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
         types.float64,
         compute(dtype),
         types.int64,
-        *(types.boolean,) * 4,
+        *(types.boolean,) * 5,
     )
 
 
+@uncounted
+def find_scales(scales, x, b, s, eps, normalise):
+    """1 / rms of each head of a token, or 1. All before the first is needed: each takes a while to come."""
+    for h in range(x.shape[2]):
+        scales[h] = 1
+        if normalise:
+            row = read_row(x, (b, s, h))
+            total = norm.squares((row,), (), 0, len(row))
+            if not (TINY < total < np.inf and len(row) <= SHORT_SUM):
+                total = sum_of_squares(row)
+            scales[h] = 1.0 / np.sqrt(total / len(row) + eps)
+
+
 @inner
-def fill(line, x, gain, eps, offset, normalise):
-    """``line = x``, or its RMSNorm with weights ``offset + gain``."""
-    if normalise:
-        total = 0.0
-        for i in range(len(line)):
-            value = np.float64(load(x, i))
-            total += value * value
-        scale = like(offset, 1.0 / np.sqrt(total / len(line) + eps))
-        for i in range(len(line)):
-            line[i] = load(x, i) * scale * (offset + load(gain, i))
-    else:
-        for i in range(len(line)):
-            line[i] = load(x, i)
+def scaled(line, x, scale, gain):
+    for i in range(len(line)):
+        line[i] = load(x, i) * scale * gain[i]
 
 
 @inner
@@ -133,26 +146,73 @@ def rotated(line, y, cos, sin, rotary_dim, interleaved):
         store(y, i, line[i])
 
 
+@inner
+def widen(gain, weight, offset):
+    """``offset + weight``, in the computing type; 1 without weights."""
+    gain[:] = 1
+    for i in range(len(weight)):
+        gain[i] = offset + load(weight, i)
+
+
+@uncounted
+def append_heads(
+    x, b, s, y, page, row, together, scales, head, line, gain, eps, cos, sin, rotary_dim, interleaved, normalise,
+    streaming,
+):  # fmt: skip
+    """All heads of token b, s of x, normalised and rotated, into y[page, row]."""
+    nheads, head_dim = x.shape[2:]
+    find_scales(scales, x, b, s, eps, normalise)
+    if together:
+        count, step, one = nheads * head_dim, x.strides[2] // x.itemsize, cos.dtype.type(1)
+        target, source = from_beginning(write_row(y, (page, row, 0)), count), read_row(x, (b, s, 0))
+        to = line[:count] if streaming else target
+        rotate_halves(source, step, to, head_dim, nheads, cos, sin, rotary_dim // 2, one, (gain, scales))
+        if streaming:
+            put(to, target, True, (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),), 0)
+    else:
+        for h in range(nheads):
+            scaled(head, read_row(x, (b, s, h)), scales[h], gain)
+            rotated(head, write_row(y, (page, row, h)), cos, sin, rotary_dim, interleaved)
+
+
+@uncounted
+def go_together(y, rotary_dim, interleaved):
+    """Whether the heads of a token of y can be rotated, and stored, at once."""
+    neighbours = y.strides[2] == y.shape[3] * y.itemsize
+    whole = rotary_dim == y.shape[3] and takes_vectors(read_row(y, (0, 0, 0)), rotary_dim, interleaved)
+    return neighbours and whole
+
+
 @kernel(_signature, fastmath=REASSOC)
 def append_tokens(
     state, n_tasks, chunk, q, out, k, v, k_cache, v_cache, q_weight, k_weight, seqused_k, block_table,
-    slot_mapping, cos, sin, rows, eps, weight_offset, rotary_dim, interleaved, has_weights, paged, mapped
+    slot_mapping, cos, sin, rows, eps, weight_offset, rotary_dim, interleaved, has_weights, paged, mapped, streaming
 ):  # fmt: skip
     seqlen, page_size = q.shape[1], k_cache.shape[1]
     n_tokens = q.shape[0] * seqlen
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
-    q_gain = read_row(q_weight, ())
-    k_gain = read_row(k_weight, ())
-    line = np.empty(q.shape[3], cos.dtype)
+    streaming = streaming and q.ctypes.data != out.ctypes.data
+    nheads_kv, head_dim = k.shape[2:]
+    heads = max(q.shape[2], nheads_kv)
+    numbers = scratch(4, max(head_dim, heads), cos[0, 0])  # gains, scales and a head
+    lines = scratch(1, heads * head_dim, q_weight.dtype.type(0))
+    widen(write_row(numbers, (0,))[:head_dim], read_row(q_weight, ()), weight_offset)
+    widen(write_row(numbers, (1,))[:head_dim], read_row(k_weight, ()), weight_offset)
+    q_together = go_together(out, rotary_dim, interleaved)
+    k_together = go_together(k_cache, rotary_dim, interleaved)
     task = claim(state)
     while task < n_tasks:
+        q_gain, k_gain = write_row(numbers, (0,))[:head_dim], write_row(numbers, (1,))[:head_dim]
+        scales, head = write_row(numbers, (2,)), write_row(numbers, (3,))[:head_dim]
+        line = write_row(lines, (0,))
         for token in range(task * chunk, min(n_tokens, (task + 1) * chunk)):
             b, s = token // seqlen, token % seqlen
             turn = rows[b * batch_step, s]
             c, sn = read_row(cos, (turn,)), read_row(sin, (turn,))
-            for h in range(q.shape[2]):
-                fill(line, read_row(q, (b, s, h)), q_gain, eps, weight_offset, has_weights)
-                rotated(line, write_row(out, (b, s, h)), c, sn, rotary_dim, interleaved)
+            append_heads(
+                q, b, s, out, b, s, q_together, scales, head, line, q_gain, eps, c, sn, rotary_dim, interleaved,
+                has_weights, streaming,
+            )  # fmt: skip
             if mapped:
                 slot = slot_mapping[b, s]
                 if slot < 0:
@@ -162,10 +222,13 @@ def append_tokens(
                 page, row = b, seqused_k[b] + s
                 if paged:
                     page, row = np.int64(block_table[b, row // page_size]), row % page_size
-            for h in range(k.shape[2]):
-                fill(line, read_row(k, (b, s, h)), k_gain, eps, weight_offset, has_weights)
-                rotated(line, write_row(k_cache, (page, row, h)), c, sn, rotary_dim, interleaved)
-                value, kept = read_row(v, (b, s, h)), write_row(v_cache, (page, row, h))
-                for i in range(len(value)):
-                    kept[i] = value[i]
+            append_heads(
+                k, b, s, k_cache, page, row, k_together, scales, head, line, k_gain, eps, c, sn, rotary_dim,
+                interleaved, has_weights, streaming,
+            )  # fmt: skip
+            for h in range(nheads_kv):
+                following = (read_row(v, (b, min(s + 1, seqlen - 1), h)),)
+                put(read_row(v, (b, s, h)), write_row(v_cache, (page, row, h)), streaming, following, 0)
+        if streaming:
+            fence()
         task = claim(state)
