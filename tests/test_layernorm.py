@@ -96,7 +96,7 @@ def test_a_large_common_offset_costs_no_digits(backend, cols, rng):
 
 @pytest.mark.parametrize("first", [0.0, 1e4])
 def test_statistics_keep_their_digits_beside_a_larger_mean(first, rng):
-    """Sums are taken around the first number and a rounded mean: what these are off by is put right."""
+    """Sums are taken around a mean of some and a rounded one: what these are off by is put right."""
     x = (1e6 + rng.standard_normal((8, 4096))).astype(np.float32)
     x[:, 0] += first
     _, mean, rstd = gpu_ops.layernorm(

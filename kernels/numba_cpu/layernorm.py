@@ -5,9 +5,9 @@ backward   n = (x - mean) * rstd,  m = dy * weight,  dx = rstd * (m - n * mean(m
            dweight = sum over rows of dy * n,  dbias = sum over rows of dy
 
 As in ``rmsnorm.py`` each row is read from memory once, later passes find it in the cache; sums over a row are
-float64, of short sums in the computing type where these are in its range: of what numbers differ from the first, then
-from the mean, so that a mean far from 0 costs no digits. dweight and dbias are float64 partials per task, added up
-in order, some rows at a time.
+float64, of short sums in the computing type where these are in its range: of what numbers differ from the mean, first
+from that of some, so that a mean far from 0 costs no digits. dweight and dbias are float64 partials per task, added
+up in order, some rows at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, add_residual, con
 __all__ = ["backward", "config", "forward"]
 
 Array = np.ndarray[Any, Any]
+
+SOME = 64  # numbers whose mean is near enough to that of a row: a single one may be far off
 
 
 def forward(
@@ -101,11 +103,14 @@ def backward(
 
 @uncounted
 def mean_of(x):
-    """float64, from short sums in the computing type of what numbers differ from the first.
+    """float64, from short sums in the computing type of what numbers differ from the mean of some.
 
     ``uncounted``, not ``inner``: reordered, they would be the difference of two large sums.
     """
-    near, total = load(x, 0), 0.0
+    some = min(SOME, len(x))
+    near = like(load(x, 0), norm.exact_deviations((x,), (0.0,), 0, some) / some)
+    near = near if abs(near) < np.inf else like(near, 0.0)
+    total = 0.0
     for start in range(0, len(x), SHORT_SUM):
         count = min(SHORT_SUM, len(x) - start)
         exact = norm.deviations((x,), (near,), start, count)

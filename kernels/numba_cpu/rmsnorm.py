@@ -26,12 +26,14 @@ from numba import njit
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
 
-SHORT_SUM = 1 << 10  # numbers added up in the computing type
+SHORT_SUM = 16 * UNROLLED * MAX_LANES  # numbers that add up in the computing type: 16 in a lane
 TOGETHER = 4  # rows that dweight grows by at a time, of at most
 CACHED = 1 << 16  # elements in all
 TINY = 2.0**-80  # a sum of float32 squares below this may have lost some to underflow
