@@ -28,7 +28,7 @@ from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -212,7 +212,6 @@ def rmsnorm_forward(
         types.boolean,
         types.boolean,
     ),
-    fastmath=REASSOC,
 )
 def rmsnorm_backward(
     state, n_tasks, chunk, dy, x, weight, rstd, dresidual, dx, partial, weight_offset, has_dresidual, llama,
