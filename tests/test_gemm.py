@@ -11,7 +11,7 @@ from row_cases import views
 pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 
 from gpu_ops.kernels.numba_cpu import gemm
-from gpu_ops.kernels.numba_cpu.gemm import COLUMNS, ROWS, matmul
+from gpu_ops.kernels.numba_cpu.gemm import COLUMNS, COLUMNS_OF_TILES, ROWS, matmul
 
 FLAGS = list(itertools.product((False, True), repeat=3))
 # one element, primes, whole tiles, one more and one less, skinny either way
@@ -163,14 +163,16 @@ def test_float16_overflow_is_infinite():
     assert np.isposinf(out).all()
 
 
+@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 64])
 @pytest.mark.parametrize("size", [(1, 1), (14336, 16), (100, 5000), (255, 257), (4096, 1024)], ids=str)
-def test_tiles_cover_the_result(size, threads, monkeypatch):
+def test_tiles_cover_the_result(size, threads, tiles, monkeypatch):
     monkeypatch.setattr(gemm, "thread_count", lambda: threads)
+    monkeypatch.setattr(gemm, "in_registers", lambda kind: tiles)
     m, n = size
-    rows, columns = gemm.tile_shape(m, n)
+    rows, columns = gemm.tile_shape(m, n, "uint32")
     assert 0 < rows <= ROWS
-    assert 0 < columns <= COLUMNS
+    assert 0 < columns <= (COLUMNS_OF_TILES if tiles else COLUMNS)
     tasks = -(-m // rows) * -(-n // columns)
     assert tasks >= min(gemm.TASKS_PER_THREAD * threads, -(-m // 32))
     assert (-(-m // rows) - 1) * rows < m  # no empty tile
