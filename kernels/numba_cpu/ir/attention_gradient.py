@@ -38,7 +38,7 @@ from gpu_ops.kernels.numba_cpu.ir.held import Held, field
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES
 
 PANEL = 2 * MAX_LANES  # queries of a tile
-STEPS = 2  # words of head_dim in one round of a product
+STEPS = 4  # words of head_dim in one round of a product
 
 _INT, _FLOAT = ir.VectorType(ir.IntType(32), MAX_LANES), ir.VectorType(ir.FloatType(), MAX_LANES)
 _TILE = [(m, n) for m in range(MR) for n in range(2)]
