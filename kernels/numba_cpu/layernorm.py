@@ -21,7 +21,15 @@ from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, add_residual, config, statistics, together
+from gpu_ops.kernels.numba_cpu.rmsnorm import (
+    SHORT_SUM,
+    TINY,
+    add_residual,
+    config,
+    short_sums,
+    statistics,
+    together,
+)
 
 __all__ = ["backward", "config", "forward"]
 
@@ -101,36 +109,24 @@ def backward(
     dbias[...] = partial[1::2].sum(axis=0)
 
 
+_deviations = short_sums(norm.deviations, norm.exact_deviations)
+_squares = short_sums(norm.squared_deviations, norm.exact_squares, TINY)
+
+
 @uncounted
 def mean_of(x):
-    """float64, from short sums in the computing type of what numbers differ from the mean of some.
-
-    ``uncounted``, not ``inner``: reordered, they would be the difference of two large sums.
-    """
+    """float64, from what numbers differ from the mean of some."""
     some = min(SOME, len(x))
     near = like(load(x, 0), norm.exact_deviations((x,), (0.0,), 0, some) / some)
     near = near if abs(near) < np.inf else like(near, 0.0)
-    total = 0.0
-    for start in range(0, len(x), SHORT_SUM):
-        count = min(SHORT_SUM, len(x) - start)
-        exact = norm.deviations((x,), (near,), start, count)
-        if not abs(exact) < np.inf:
-            exact = norm.exact_deviations((x,), (np.float64(near),), start, count)
-        total += exact
-    return near + total / len(x)
+    return near + _deviations((x,), (near,), (np.float64(near),)) / len(x)
 
 
 @uncounted
 def sum_of_squares(x, mean):
-    """Of what numbers differ from the mean, as rmsnorm.py adds up; around its rounding, which is put right then."""
-    near, total = like(load(x, 0), mean), 0.0
-    for start in range(0, len(x), SHORT_SUM):
-        count = min(SHORT_SUM, len(x) - start)
-        exact = norm.squared_deviations((x,), (near,), start, count)
-        if not (TINY < exact < np.inf):
-            exact = norm.exact_squares((x,), (np.float64(near),), start, count)
-        total += exact
-    total -= len(x) * (mean - near) ** 2
+    """Of what numbers differ from the mean: around its rounding, which is put right then."""
+    near = like(load(x, 0), mean)
+    total = _squares((x,), (near,), (np.float64(near),)) - len(x) * (mean - near) ** 2
     return 0.0 if total < 0.0 else total
 
 

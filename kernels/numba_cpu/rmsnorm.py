@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -112,32 +112,35 @@ def statistics(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-@inner
+def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
+    """A function (operands, scalars, wide): the float64 sum over rows, of short sums in the computing type.
+
+    ``short`` and ``exact`` are passes of ir/norm.py. Where the size of a sum is not between ``least`` and infinity,
+    ``exact`` takes the same numbers, with the scalars ``wide``, in float64. ``uncounted``, not ``inner``: reordered,
+    a sum of differences from a number would be the difference of two large sums.
+    """
+
+    @uncounted
+    def add_up(operands, scalars, wide):
+        total, length = 0.0, len(operands[0])
+        for start in range(0, length, SHORT_SUM):
+            count = min(SHORT_SUM, length - start)
+            value = short(operands, scalars, start, count)
+            if not (least < abs(value) < np.inf):
+                value = exact(operands, wide, start, count)
+            total += value
+        return total
+
+    return add_up
+
+
+_squares = short_sums(norm.squares, norm.exact_squares, TINY)
+_products = short_sums(norm.rms_products, norm.exact_rms_products)
+
+
+@uncounted
 def sum_of_squares(x):
-    """float64, from short sums in the computing type; from longer ones where squares leave its range."""
-    total = 0.0
-    for start in range(0, len(x), SHORT_SUM):
-        count = min(SHORT_SUM, len(x) - start)
-        exact = norm.squares((x,), (), start, count)
-        if not (TINY < exact < np.inf):
-            exact = norm.exact_squares((x,), (0.0,), start, count)
-        total += exact
-    return total
-
-
-@inner
-def sum_of_products(dy, x, weight, offset, scale):
-    """Of dy * (offset + weight) * (x * scale), as sum_of_squares adds up."""
-    total = 0.0
-    for start in range(0, len(x), SHORT_SUM):
-        stop = min(start + SHORT_SUM, len(x))
-        exact = norm.rms_products((dy, x, weight), (scale, offset), start, stop - start)
-        if not abs(exact) < np.inf:
-            exact = 0.0
-            for i in range(start, stop):
-                exact += np.float64(load(dy, i) * (offset + load(weight, i)) * (load(x, i) * scale))
-        total += exact
-    return total
+    return _squares((x,), (), (0.0,))
 
 
 @inner
@@ -228,8 +231,9 @@ def rmsnorm_backward(
         for first in range(task * chunk, stop, step):
             n = min(step, stop - first)
             for i in range(n):
-                rdy, rx = read_row(dy, (first + i,)), read_row(x, (first + i,))
-                means[i] = sum_of_products(rdy, rx, w, weight_offset, rstd[first + i]) / cols
+                operands = read_row(dy, (first + i,)), read_row(x, (first + i,)), w
+                given = rstd[first + i], weight_offset
+                means[i] = _products(operands, given, given) / cols
             starts, scales = (read_row(dy, (first,)), read_row(x, (first,))), (rstd[first:],)
             if llama:  # forward multiplied the rounded n by weight
                 norm.rms_weight_llama((dw,), starts, strides, scales, n, cols)

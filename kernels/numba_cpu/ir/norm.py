@@ -7,6 +7,7 @@ add                    x, residual                           none; two results, 
 squares                x                                     none
 rms_scale              x, weight                             rstd, weight_offset
 rms_products           dy, x, weight                         rstd, weight_offset
+exact_rms_products     dy, x, weight                         the same, in float64
 rms_gradient           dy, x, weight[, dresidual]            rstd, weight_offset, mean of the products
 rms_weight             rows of dy, x                         rstd of each
 deviations             x                                     a number near the mean
@@ -87,6 +88,7 @@ squares = fold_rows(lambda operands, _: (_squared(operands[0]),))
 rms_scale = map_rows(_rms_scale)
 rms_scale_llama = map_rows(_rms_scale_llama)
 rms_products = fold_rows(_rms_products)
+exact_rms_products = fold_rows(lambda *given: (_rms_products(*given)[0].doubles(),), double=True)
 rms_gradient = map_rows(_rms_gradient)
 rms_weight = add_rows(lambda operands, scalars: (operands[0] * (operands[1] * scalars[0]),))
 rms_weight_llama = add_rows(lambda operands, scalars: (operands[0] * (operands[1] * scalars[0]).rounded(),))
