@@ -15,7 +15,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import load_vector, store_vector
 from gpu_ops.kernels.numba_cpu.ir.target import SCALEF, VECTOR_BYTES
 
 # largest relative error: of the polynomial, and of its evaluation
-ERRORS = {"PAIRS": (np.float32, 3.1e-6), "FLOAT32": (np.float32, 1.7e-7), "FLOAT64": (np.float64, 3e-16)}
+ERRORS = {"PAIRS": (np.float32, 3.5e-6), "FLOAT32": (np.float32, 1.7e-7), "FLOAT64": (np.float64, 3e-16)}
 
 
 def powers(dtype, emit):
@@ -68,6 +68,8 @@ def test_powers(form, name):
     assert power([0.0, -0.0]).tolist() == [1, 1]
     assert np.isnan(power([np.nan, -np.nan])).all()
     assert power([-np.inf, np.finfo(dtype).min, 3.0 * lowest]).tolist() == [0, 0, 0]
+    below = np.nextafter(dtype(0), dtype(-1)), np.nextafter(dtype(1), dtype(0)), dtype(-1e-6)
+    assert np.abs(power(below) / np.exp2(below) - 1).max() <= 2e-7  # no step where the power of two changes
     small = np.linspace(lowest - 30, np.nextafter(dtype(lowest), dtype(-np.inf), dtype=dtype), 999)
     if name == "PAIRS":
         assert power(small).max() < np.finfo(dtype).tiny * 1.001

@@ -112,15 +112,20 @@ def test_threads_have_tiles_of_their_own():
     assert not failed
 
 
-@pytest.mark.parametrize("rise", [0.0, 3.0, 7.9, 30.0], ids=lambda rise: f"{rise} per tile")
-def test_maxima_that_rise_with_the_keys(rise):
-    """O and sums move to a new maximum when weights have risen 2^8-fold: steps of less, and of more, than that."""
-    keys, dim = 1024, 64
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (200, 0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("every", [256, 96, 32], ids=lambda every: f"every {every} keys")
+@pytest.mark.parametrize("rise", [0.0, 3.0, 7.9, 30.0], ids=lambda rise: f"rise {rise}")
+def test_maxima_that_rise_with_the_keys(rise, every, window):
+    """O, sums and weights move to a new maximum when weights have risen 2^8-fold: steps of less, and of more, than
+    that, from one tile to the next, within a tile, and from one chunk to the next."""
+    keys, dim, left = 1024, 64, window[0]
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((1, n, 1, dim)).astype(BFLOAT16) for n in (96, keys, keys))
-    q[..., 0], k[..., 0] = 8.0, (np.arange(keys) // 256 * rise * np.log(2) * np.sqrt(dim) / 8)[:, None]
-    out, lse = gpu_ops.attention(q, k, v, return_lse=True, device="cpu")
+    q[..., 0], k[..., 0] = 8.0, (np.arange(keys) // every * rise * np.log(2) * np.sqrt(dim) / 8)[:, None]
+    out, lse = gpu_ops.attention(q, k, v, window_size=window, return_lse=True, device="cpu")
     scores = q[0, :, 0].astype(np.float64) @ k[0, :, 0].astype(np.float64).T / np.sqrt(dim)
+    ahead = np.arange(keys) - np.arange(96)[:, None] - (keys - 96)
+    scores[(ahead > 0) & (window[1] == 0) | (ahead < -left) & (left >= 0)] = -np.inf
     top = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(axis=1, keepdims=True)

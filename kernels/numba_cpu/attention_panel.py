@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.attention_late import add_late
 from gpu_ops.kernels.numba_cpu.attention_operands import (
     element,
     is_pairs,
@@ -23,15 +24,12 @@ from gpu_ops.kernels.numba_cpu.attention_operands import (
     turned,
     weights,
 )
+from gpu_ops.kernels.numba_cpu.attention_scores import all_visible, finish_panel
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LN2,
     LOG2E,
     TINY_LOG2,
-    cap_scores,
-    finish_scores,
     is_plain,
-    mask_block,
-    mask_scores,
     place_lanes,
     score_scale,
 )
@@ -64,6 +62,7 @@ class Work(NamedTuple):
     o_rows: Any  # and out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
+    total: Any  # (NR) of a chunk's weights (attention_late.py)
     alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / row_sum
     head: Any  # (m) and so on: see place_lanes
     query: Any
@@ -96,6 +95,7 @@ def make_work(memory, call, k, wide):
         carve(memory, (lanes(s), dim_v), wide),
         carve(memory, m, wide),
         carve(memory, m, wide),
+        carve(memory, nr, wide),
         carve(memory, m, wide),
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int64(0)),
@@ -147,7 +147,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
     ldk, group = w.kt.shape[1], key_step(w.vt)
-    plain = is_plain(call) and seen == 2
+    plain, scale = is_plain(call) and seen == 2, like(w.s[0, 0], factors(call, w.p)[1])
     for panel in range((n + nr - 1) // nr):
         skip = larger(w.seen[panel, 0] - first, 0) // group * group
         start = first + skip
@@ -155,15 +155,18 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
         if count <= 0:
             continue
         rows, width = round_up(count, group), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
-        lane = panel * nr
+        lane, changed, factor = panel * nr, count < rows, scale
+        if finite and add_late(
+            w, call, b, panel, n, start, skip, count, seen, width, plain, scale, offset, alibi, bias, visible
+        ):
+            continue
         restart(w, lane, width)
         gemm_rows_largest(
             w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, lane * depth, nr, rows, width, ldk, w.alpha, lane
         )
-        factor, changed = like(w.s[0, 0], factors(call, w.p)[1]), count < rows
-        if not (plain and w.seen[panel, 2] <= start and start + count - 1 <= w.seen[panel, 3]):
+        if not (plain and all_visible(w, panel, start, count)):
             finish_panel(
-                w, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
+                w, w.s, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
             )
             factor = factor if is_plain(call) else like(factor, 1.0)
             changed = True
@@ -191,35 +194,6 @@ def restart(w, lane, width):
     """The largest scores are those of the tiles before."""
     for c in range(0, width, lanes(w.s)):
         copy_vector(w.alpha, lane + c, 0, w.row_max, lane + c, 0)
-
-
-@uncounted
-def finish_panel(w, call, b, panel, n, first, n_keys, seen, width, factor, offset, alibi, bias, visible):
-    """Whatever turns products into scores, and masks."""
-    start = panel * w.s.shape[1]
-    stop = smaller(n, start + w.s.shape[1])
-    head, query = w.head[start:stop], w.query[start:stop]
-    low, high = w.low[start : start + width], w.high[start : start + width]
-    if not is_plain(call):
-        scale_scores(w.s, n_keys, width, factor)
-        if call.softcap > 0:
-            cap_scores(w.s, call.softcap, n_keys, width, w.s, False)
-        finish_scores(w.s, call, b, first, n_keys, stop - start, width, head, query, offset, alibi, bias)
-    if first < w.seen[panel, 2]:
-        mask_scores(w.s, first, smaller(n_keys, w.seen[panel, 2] - first), width, low, high)
-    if first + n_keys - 1 > w.seen[panel, 3]:
-        clear = larger(w.seen[panel, 3] + 1 - first, 0)  # rows that all lanes see
-        mask_scores(w.s[clear:], first + clear, n_keys - clear, width, low, high)
-    if seen == 1:
-        mask_block(w.s, visible, call, b, first, n_keys, stop - start, head, query)
-
-
-@uncounted
-def scale_scores(s, n, width, factor):
-    if factor != 1:
-        for j in range(n):
-            for c in range(width):
-                s[j, c] *= factor
 
 
 @uncounted
