@@ -38,8 +38,8 @@ FLOAT64 = (
 def exp2(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
     """2^x of a vector, for x up to 127 (float64: 1023); NaN stays NaN.
 
-    0 where that is no normal number, perhaps for the smallest too: some processors are a hundred times slower with
-    others. In PAIRS, such a number may be left, because all that takes bfloat16 takes it for 0.
+    0 where that is no normal number, perhaps for the smallest too: some processors are a hundred times slower where
+    a result is below those, 0 too, but for -inf (bfloat16 attention of scores that fall off steeply: 72 ms, and 25).
     """
     return (_scalef if SCALEF else _shift)(b, x, polynomial)
 
@@ -59,9 +59,7 @@ def _scalef(b: Any, x: Any, polynomial: tuple[float, ...]) -> Any:
     whole, rounding = ir.Constant(lanes, -1), ir.Constant(i32, 4)  # all lanes; as everywhere
     down = ir.Constant(i32, 9)  # to an integer, without exceptions
     f = call(b, f"llvm.x86.avx512.mask.reduce.{name}.512", vector, x, down, zero, whole, rounding)
-    kept = whole
-    if polynomial is not PAIRS:
-        kept = b.bitcast(b.fcmp_unordered(">=", x, every(vector, lowest)), lanes)
+    kept = b.bitcast(b.fcmp_unordered(">=", x, every(vector, lowest)), lanes)
     p = _polynomial(b, f, polynomial)
     return call(b, f"llvm.x86.avx512.mask.scalef.{name}.512", vector, p, x, zero, kept, rounding)
 
