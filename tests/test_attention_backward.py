@@ -268,3 +268,19 @@ def test_against_torch(mask, dtype, backend):
     for ours, x in zip(gradients(p, backend), (q, k, v), strict=True):
         expected_gradient = x.grad.transpose(1, 2).numpy()
         np.testing.assert_allclose(ours.astype(np.float32), expected_gradient, rtol=2e-2, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_of_one_head_leaves_others_alone(dtype, rng):
+    """Not even by way of the scratch memory they share."""
+    heads, queries, keys = 16, 20, 40
+    bias = rng.standard_normal((1, heads, queries, keys)).astype(dtype)
+    bias[:, ::2] = np.nan
+    q, k, v, dout = (
+        rng.standard_normal((1, n, heads, 32)).astype(dtype) for n in (queries, keys, keys, queries)
+    )
+    out, lse = gpu_ops.attention(q, k, v, bias=bias, return_lse=True, device="cpu")
+    gradients = gpu_ops.attention_backward(dout, q, k, v, out, lse, bias=bias, device="cpu")
+    for x in (out, *gradients):
+        assert np.isnan(x[:, :, ::2].astype(np.float32)).all()
+        assert np.isfinite(x[:, :, 1::2].astype(np.float32)).all()

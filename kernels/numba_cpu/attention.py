@@ -187,7 +187,7 @@ def attend(
         if block * call.block_m >= call.heads * q_len:  # a shorter sequence of the batch
             task = claim(state)
             continue
-        n, first, last = start_block(w, call, group, block, q_len, k_len)
+        n, first, last = start_block(w, call, b, group, block, q_len, k_len, alibi)
         keys = held(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
         w.alpha[:] = scale
         pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, w.alpha)
@@ -206,7 +206,7 @@ def attend(
                 pack_keys(w.kt, keys, call, first, n_keys)
                 finite = pack_values(w.vt, keys, call, first, n_keys)
                 turn_values(w.vd, w.vt, n_keys)
-                add_tile(w, call, b, n, first, n_keys, seen, finite, k_len - q_len, alibi, bias, visible)
+                add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible)
             first += n_keys
         finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse)
         task = claim(state)

@@ -212,7 +212,7 @@ def backward_tasks(
             if block * call.block_m >= call.heads * sequences[b, 1]:
                 continue
             n, first, last, finite_block = load_block(
-                w, call, b, group, block, dout, q, out, lse, sequences, delta
+                w, call, b, group, block, dout, q, out, lse, sequences, alibi, delta
             )
             clear(w.dq, 0, w.width[0])
             while first <= last:
@@ -221,7 +221,7 @@ def backward_tasks(
                     finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
                     all_finite = finite and finite_block
                     if not (all_finite and plain and plain_gradients(w, call, first, n_keys)):
-                        any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias)
+                        any_gradients(w, call, b, n, first, n_keys, finite, bias)
                         pair_gradients(w, n_keys)
                     if all_finite:
                         add_products(w, dk_sum, dv_sum, start + first, n_keys)

@@ -83,12 +83,14 @@ def bias_tasks(
             for h in range(call.nheads) if heads == 1 else range(bias_head, bias_head + 1):
                 head_kv = h * call.nheads_kv // call.nheads
                 for block in range(start, stop):
-                    n, first, last, _ = load_block(w, call, b, h, block, dout, q, out, lse, sequences, delta)
+                    n, first, last, _ = load_block(
+                        w, call, b, h, block, dout, q, out, lse, sequences, alibi, delta
+                    )
                     while first <= last:
                         n_keys, seen = next_tile(w, call, b, n, first, last, visible)
                         if seen:
                             finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
-                            any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias)
+                            any_gradients(w, call, b, n, first, n_keys, finite, bias)
                             add_bias_tile(dbias[bias_batch, bias_head], w, n, first, n_keys)
                         first += n_keys
         task = claim(state)

@@ -31,14 +31,16 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     unscaled,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
+from gpu_ops.kernels.numba_cpu.attention_scores import weigh_visible
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
-    TINY,
     cap_scores,
     finish_scores,
     is_plain,
+    make_terms,
     mask_scores,
     place_lanes,
+    place_terms,
     score_scale,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
@@ -76,13 +78,13 @@ class Scratch(NamedTuple):
     s_panel: Any  # (n, PANEL) for tiles, S^T and dP^T of one panel, which stay in the first caches
     dp_panel: Any
     dscore: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
-    slope: Any  # (n, m) slope of softcap
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
     delta: Any  # (m)
     head: Any  # (m) and so on: see place_lanes
     query: Any
     low: Any
     high: Any
+    terms: Any  # see Terms
     top: Any  # (m) high, in this tile: -1 where a block mask hides it
     span: Any  # (panels, 4) smallest and largest low, smallest and largest high of a panel
     rows: Any  # (panels, 2) rows of the tile on which a panel works: first and last + 1
@@ -124,13 +126,13 @@ def make_scratch(memory, call, x, wide):
         carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
         carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
         carve(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
-        carve(memory, (n if call.softcap > 0 else 1, m + SKEW), wide),
         carve(memory, m, wide),
         carve(memory, m, wide),
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int32(0)),
         carve(memory, m, np.int32(0)),
+        make_terms(memory, n if call.softcap > 0 else 0, m + SKEW, wide),
         carve(memory, m, np.int32(0)),
         carve(memory, (m // PANEL, 4), np.int64(0)),
         carve(memory, (m // PANEL, 2), np.int64(0)),
@@ -183,13 +185,14 @@ def extremes(x, start, stop):
 
 
 @uncounted
-def load_block(w, call, b, group, block, dout, q, out, lse, sequences, delta):
+def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, delta):
     """Lanes, Q, dO, lse and delta of one block of queries.
 
     Returns (lanes used, first and last key that any of them sees, whether Q and dO are finite).
     """
     q_start, q_len, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 3]
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
+    place_terms(w.terms, call, b, alibi, n, k_len - q_len, w.head, w.query)
     width = round_up(n, PANEL)
     w.width[0] = width
     for c in range(width):
@@ -299,7 +302,7 @@ def _plain_gradients(w, call, first, n_keys):
 
 
 @uncounted
-def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
+def any_gradients(w, call, b, n, first, n_keys, finite, bias):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
     width, rows = w.width[0], round_up(n_keys, key_step(w.p))
     words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
@@ -311,22 +314,23 @@ def any_gradients(w, call, b, n, first, n_keys, finite, sequences, alibi, bias):
             for c in range(width):
                 s[c] *= scale
     if call.softcap > 0:
-        cap_scores(w.s, call.softcap, n_keys, width, w.slope, True)
+        cap_scores(w.s, call.softcap, n_keys, width, w.terms.cap_slope, True)
     if not is_plain(call):
-        offset = sequences[b, 3] - sequences[b, 1]
-        finish_scores(w.s, call, b, first, n_keys, n, width, w.head, w.query, offset, alibi, bias)
+        finish_scores(w.s, call, b, first, n_keys, n, width, w.head, w.query, w.terms, 0, bias)
     mask_scores(w.s, first, n_keys, width, w.low, w.top)
+    if not finite:
+        weigh_visible(w.s, w.lse2, n_keys, width)
+    lse, delta, zero = w.lse2, w.delta, like(w.lse2[0], 0.0)
     for j in range(n_keys):
         s, dp = w.s[j], w.dp[j]
         for c in range(width):
-            p = exp2(s[c] - w.lse2[c]) if s[c] != -np.inf else like(w.lse2[c], 0.0)  # lse may be NaN
-            if not finite:  # a visible key never weighs exactly 0, so that its NaN shows
-                p = like(p, TINY) if p < like(p, TINY) and s[c] != -np.inf and w.lse2[c] != np.inf else p
-            s[c] = p
-            dp[c] = p * (dp[c] - w.delta[c]) if p != 0 else 0  # p = 0 may face a NaN behind a mask
+            score, weight = s[c], exp2(s[c] - lse[c])
+            p = weight if score != -np.inf else zero  # lse may be NaN
+            gradient = p * (dp[c] - delta[c])
+            s[c], dp[c] = p, gradient if p != 0 else zero  # p = 0 may face a NaN behind a mask
     if call.softcap > 0:
         for j in range(n_keys):
-            dp, dscore, slope = w.dp[j], w.dscore[j], w.slope[j]
+            dp, dscore, slope = w.dp[j], w.dscore[j], w.terms.cap_slope[j]
             for c in range(width):
                 dscore[c] = dp[c]
                 dp[c] = dp[c] * slope[c]

@@ -32,9 +32,7 @@ from gpu_ops.kernels.numba_cpu.jit import alone, overload, uncounted
 CHUNK = 2 * TILE
 
 
-def add_late(
-    w, call, b, panel, n, start, skip, count, seen, width, plain, scale, offset, alibi, bias, visible
-):
+def add_late(w, call, b, panel, n, start, skip, count, seen, width, plain, scale, bias, visible):
     """O^T, row_max and row_sum of a panel; ``count`` keys from ``start`` on, ``skip`` into the tile. V is finite.
 
     Returns whether it has done so, which is where tile registers multiply.
@@ -43,33 +41,28 @@ def add_late(
 
 
 @overload(add_late)
-def _add_late(
-    w, call, b, panel, n, start, skip, count, seen, width, plain, scale, offset, alibi, bias, visible
-):
-    def add(
-        w, call, b, panel, n, start, skip, count, seen, width, plain, scale, offset, alibi, bias, visible
-    ):
+def _add_late(w, call, b, panel, n, start, skip, count, seen, width, plain, scale, bias, visible):
+    def add(w, call, b, panel, n, start, skip, count, seen, width, plain, scale, bias, visible):
         nr, ldk, panels = w.s.shape[1], w.kt.shape[1], w.seen.shape[0]
         lane, dim_v = panel * nr, w.ot.shape[0] // panels
         at_q, factor = lane * (w.qt.shape[0] // panels), like(scale, scale if is_plain(call) else 1.0)
-        rows, r, scored, late = round_up(count, CHUNK), 0, 0, True
+        rows, r, scored, late = round_up(count, CHUNK), 0, 0, is_plain(call)
         while r < rows:
             end = r + CHUNK if late else rows
+            begin = scored
             while scored < end:
-                at, at_k, first = scored * nr, (skip + scored) * ldk, start + scored
-                used = smaller(CHUNK, count - scored)
+                at, at_k = scored * nr, (skip + scored) * ldk
                 if width > TILE:
                     micro_2_2(w.s, at, nr, w.kt, at_k, ldk, w.qt, at_q, nr, ldk, False, ())
                 else:
                     micro_2_1(w.s, at, nr, w.kt, at_k, ldk, w.qt, at_q, nr, ldk, False, ())
-                if not (plain and all_visible(w, panel, first, used)):
-                    s = w.s[scored:]
-                    finish_panel(
-                        w, s, call, b, panel, n, first, used, seen, width, scale, offset, alibi, bias, visible
-                    )
-                for j in range(scored + used, scored + CHUNK):
-                    w.s[j] = -np.inf
                 scored += CHUNK
+            first, used = start + begin, smaller(end, count) - begin
+            if used > 0 and not (plain and all_visible(w, panel, first, used)):
+                s = w.s[begin:]
+                finish_panel(w, s, call, b, panel, n, first, used, seen, width, scale, bias, visible)
+            for j in range(begin + used, end):
+                w.s[j] = -np.inf
             if late and not _weigh_as_it_is(w, r, lane, width, factor):
                 late = False
                 continue
@@ -84,9 +77,7 @@ def _add_late(
         add_values(w.ot, at, nr, w.vt, w.vd, skip, w.p, dim, width, count, w.alpha, lane)
         return True
 
-    def elsewhere(
-        w, call, b, panel, n, start, skip, count, seen, width, plain, scale, offset, alibi, bias, visible
-    ):
+    def elsewhere(w, call, b, panel, n, start, skip, count, seen, width, plain, scale, bias, visible):
         return False
 
     return add if takes_tiles(w.type_of("kt")) else elsewhere

@@ -30,7 +30,9 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
     TINY_LOG2,
     is_plain,
+    make_terms,
     place_lanes,
+    place_terms,
     score_scale,
 )
 from gpu_ops.kernels.numba_cpu.attention_values import add_values, rescale
@@ -68,6 +70,7 @@ class Work(NamedTuple):
     query: Any
     low: Any
     high: Any
+    terms: Any  # see Terms
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
 
@@ -101,14 +104,16 @@ def make_work(memory, call, k, wide):
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int32(0)),
         carve(memory, m, np.int32(0)),
+        make_terms(memory, 0, m, wide),
         carve(memory, (panels, 4), np.int64(0)),
     )
 
 
 @uncounted
-def start_block(w, call, group, block, q_len, k_len):
+def start_block(w, call, b, group, block, q_len, k_len, alibi):
     """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
+    place_terms(w.terms, call, b, alibi, n, k_len - q_len, w.head, w.query)
     nr = w.s.shape[1]
     for panel in range((n + nr - 1) // nr):
         any_low, any_high, all_low, all_high = k_len, -1, 0, k_len
@@ -139,7 +144,7 @@ def factors(call, p):
 
 
 @uncounted
-def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, visible):
+def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
     """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
 
     ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is.
@@ -157,7 +162,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
         rows, width = round_up(count, group), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
         lane, changed, factor = panel * nr, count < rows, scale
         if finite and add_late(
-            w, call, b, panel, n, start, skip, count, seen, width, plain, scale, offset, alibi, bias, visible
+            w, call, b, panel, n, start, skip, count, seen, width, plain, scale, bias, visible
         ):
             continue
         restart(w, lane, width)
@@ -165,9 +170,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, offset, alibi, bias, vi
             w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, lane * depth, nr, rows, width, ldk, w.alpha, lane
         )
         if not (plain and all_visible(w, panel, start, count)):
-            finish_panel(
-                w, w.s, call, b, panel, n, start, count, seen, width, factor, offset, alibi, bias, visible
-            )
+            finish_panel(w, w.s, call, b, panel, n, start, count, seen, width, factor, bias, visible)
             factor = factor if is_plain(call) else like(factor, 1.0)
             changed = True
         for j in range(count, rows):

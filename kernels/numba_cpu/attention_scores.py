@@ -1,14 +1,18 @@
 """The scores of a panel: what its products become."""
 
+import numpy as np
+
 from gpu_ops.kernels.numba_cpu.attention_tile import (
+    TINY_LOG2,
     cap_scores,
     finish_scores,
     is_plain,
     mask_block,
     mask_scores,
 )
+from gpu_ops.kernels.numba_cpu.dtype import like
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
 @uncounted
@@ -18,17 +22,18 @@ def all_visible(w, panel, first, n_keys):
 
 
 @uncounted
-def finish_panel(w, s, call, b, panel, n, first, n_keys, seen, width, factor, offset, alibi, bias, visible):
+def finish_panel(w, s, call, b, panel, n, first, n_keys, seen, width, factor, bias, visible):
     """Whatever turns the products ``s`` of ``n_keys`` keys from ``first`` on into scores, and masks."""
     start = panel * w.s.shape[1]
     stop = smaller(n, start + w.s.shape[1])
-    head, query = w.head[start:stop], w.query[start:stop]
-    low, high = w.low[start : start + width], w.high[start : start + width]
+    head, query, end = w.head[start:stop], w.query[start:stop], start + width
+    low, high = w.low[start:end], w.high[start:end]
     if not is_plain(call):
         scale_scores(s, n_keys, width, factor)
         if call.softcap > 0:
             cap_scores(s, call.softcap, n_keys, width, s, False)
-        finish_scores(s, call, b, first, n_keys, stop - start, width, head, query, offset, alibi, bias)
+        n_lanes = stop - start
+        finish_scores(s, call, b, first, n_keys, n_lanes, width, head, query, w.terms, start, bias)
     if first < w.seen[panel, 2]:
         mask_scores(s, first, smaller(n_keys, w.seen[panel, 2] - first), width, low, high)
     if first + n_keys - 1 > w.seen[panel, 3]:
@@ -44,3 +49,14 @@ def scale_scores(s, n, width, factor):
         for j in range(n):
             for c in range(width):
                 s[j, c] *= factor
+
+
+@alone
+def weigh_visible(s, lse, n_keys, width):
+    """A visible key never weighs exactly 0, so that its NaN shows; ``s`` and ``lse`` in base 2."""
+    for j in range(n_keys):
+        row = s[j]
+        for c in range(width):
+            least = lse[c] + like(lse[0], TINY_LOG2)
+            if row[c] < least and row[c] != -np.inf and lse[c] != np.inf:
+                row[c] = least

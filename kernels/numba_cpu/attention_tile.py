@@ -16,14 +16,18 @@ group lie side by side and share every key that is read.
 Scores are kept in base 2 (softmax_scale * log2 e is folded into Q), -inf where masked.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
+from gpu_ops.kernels.numba_cpu.ir.carve import carve
+from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
+from gpu_ops.kernels.numba_cpu.ir.memory import prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
+from gpu_ops.kernels.numba_cpu.ir.target import lanes
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 LOG2E = 1.4426950408889634
@@ -117,29 +121,84 @@ def cap_scores(s, softcap, n, width, slope, keep_slope):
                 slope_row[c] = like(t, 1.0) - t * t
 
 
+class Terms(NamedTuple):
+    """What ALiBi, bias and softcap need."""
+
+    slope: Any  # (m) what a score loses per key between it and the lane's position
+    position: Any  # (m) of the query on the axis of keys
+    rows: Any  # (1 vector, 2 vectors) of bias, which are queries, on their way
+    turned: Any  # (2 vectors, 1 vector) to lanes
+    cap_slope: Any  # (n, m) for gradients, the slope of softcap
+
+
 @uncounted
-def finish_scores(s, call, b, first, n, lanes, width, head, query, offset, alibi, bias):
-    """ALiBi and bias on scores in natural units; leaves them in base 2."""
+def make_terms(memory, n, m, wide):
+    step = lanes(carve(memory, (0, 0), wide))
+    return Terms(
+        carve(memory, m, wide),
+        carve(memory, m, wide),
+        carve(memory, (step, 2 * step), wide),
+        carve(memory, (2 * step, step), wide),
+        carve(memory, (n, m), wide),
+    )
+
+
+@uncounted
+def place_terms(terms, call, b, alibi, n, offset, head, query):
+    """Fill the lanes of a row block; the last query sits on key ``offset`` + its number."""
     if call.has_alibi:
-        for c in range(lanes):
-            slope = alibi[b, head[c]]
-            position = query[c] + offset - first
-            for j in range(n):
-                s[j, c] -= like(s[0, 0], slope * abs(position - j))
+        for c in range(n):
+            terms.slope[c] = alibi[b, head[c]]
+            terms.position[c] = query[c] + offset
+        for c in range(n, len(terms.slope)):
+            terms.slope[c] = terms.position[c] = 0
+
+
+@uncounted
+def finish_scores(s, call, b, first, n, n_lanes, width, head, query, terms, lane, bias):
+    """ALiBi and bias on scores in natural units; leaves them in base 2. ``lane``: of the block, the first."""
+    if call.has_alibi:
+        slope, position = terms.slope[lane : lane + width], terms.position[lane : lane + width]
+        for j in range(n):
+            row, key = s[j], like(s[0, 0], first + j)
+            for c in range(width):
+                row[c] -= slope[c] * abs(position[c] - key)
     if call.has_bias:
-        for c in range(lanes):
-            source = read_row(bias, (b, head[c], query[c]))
-            for j in range(n):
-                add = load(source, first + j)
-                total = s[j, c] + add
-                lowest = like(total, LOWEST)
-                total = lowest if total < lowest else total
-                s[j, c] = total if add != -np.inf else add  # a mask, also for a NaN score
+        add_bias(s, b, first, n, n_lanes, width, head, query, bias, terms)
     log2e = like(s[0, 0], LOG2E)
     for j in range(n):
         row = s[j]
         for c in range(width):
             row[c] *= log2e
+
+
+@uncounted
+def add_bias(s, b, first, n, n_lanes, width, head, query, bias, terms):
+    """Two squares at a time: 16 rows of bias, say, of 32 keys."""
+    rows, turned = terms.rows, terms.turned
+    step, wide = rows.shape
+    for c in range(0, n_lanes, step):
+        for j in range(0, n, wide):
+            keys, queries = smaller(wide, n - j), smaller(step, n_lanes - c)
+            for i in range(queries):
+                row, source = rows[i], read_row(bias, (b, head[c + i], query[c + i]))
+                here = first + j
+                for k in range(keys):
+                    row[k] = load(source, here + k)
+                prefetch_row(source[smaller(here + 2 * wide, len(source)) :], 1)
+            for i in range(queries, step):  # lanes without a query weigh nothing, but for a NaN
+                for k in range(wide):
+                    rows[i, k] = 0
+            for k in range(0, keys, step):
+                copy_transposed(turned, k * step, step, rows, k, wide)
+            for k in range(keys):
+                row, more = s[j + k, c : c + step], turned[k]
+                # a whole vector: LLVM would unroll a length that it knows, element by element
+                for i in range(smaller(step, width - c)):
+                    add, lowest = more[i], like(more[0], LOWEST)
+                    total = row[i] + add
+                    total = lowest if total < lowest else total
+                    row[i] = total if add != -np.inf else add  # a mask, also for a NaN score
 
 
 @alone
