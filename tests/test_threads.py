@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -48,7 +49,8 @@ def test_a_thread_that_sleeps_holds_no_arrays():
     """What a pool thread has not come to when a call is over does not keep the call's arrays."""
     held = threading.Event()
     for _ in range(parallel.thread_count()):
-        parallel._threads().submit(held.wait)  # busy until the end: every helper's turn comes later
+        busy = [(held.wait, ())]  # until the end: every helper's turn comes later
+        parallel.waiting_threads().put((busy, SimpleQueue()))
     try:
         array = np.zeros(4)
         alive, done = weakref.ref(array), []
@@ -58,6 +60,48 @@ def test_a_thread_that_sleeps_holds_no_arrays():
         assert alive() is None
     finally:
         held.set()
+
+
+@pytest.mark.parametrize("seconds", [0, 10 * parallel.PATIENCE], ids=["soon", "late"])
+def test_all_is_done_when_a_call_returns(seconds):
+    """Also where the last task takes a helper longer than the caller looks for its end."""
+    done, lock = [], threading.Lock()
+
+    def claim(state):
+        with lock:
+            state[0] += 1
+            return int(state[0]) - 1
+
+    def kernel(state, n_tasks):
+        while (task := claim(state)) < n_tasks:
+            helping = threading.current_thread() is not threading.main_thread()
+            time.sleep(seconds if helping else seconds / 10)
+            done.append(task)
+
+    for _ in range(20):
+        done.clear()
+        parallel.launch(kernel, 8)
+        assert sorted(done) == list(range(8))
+
+
+@pytest.mark.parametrize("who", ["caller", "helper"])
+def test_an_exception_ends_the_call(who):
+    """It reaches the caller, and no thread works on afterwards."""
+    working = threading.Semaphore(0)
+
+    def kernel(state, n_tasks):
+        caller = threading.current_thread() is threading.main_thread()
+        if not caller:
+            working.release()
+        elif not working.acquire(timeout=10):
+            pytest.fail("nobody helped")
+        if caller == (who == "caller"):
+            raise MemoryError("no scratch")
+
+    if parallel.thread_count() == 1:
+        pytest.skip("NUMBA_NUM_THREADS=2 or more runs this")
+    with pytest.raises(MemoryError, match="no scratch"):
+        parallel.launch(kernel, 2)
 
 
 def test_different_ops_at_once():

@@ -1,23 +1,33 @@
-"""Run a compiled kernel on all cores: threads of a pool claim tasks from one atomic counter.
+"""Run a compiled kernel on all cores: threads that wait for work claim tasks from one atomic counter.
 
 Why not ``prange``: Numba's default layers abort or stall when two Python threads launch at once
 (workqueue), after a fork (OpenMP), or beside NumPy's own spinning BLAS threads (OpenMP: 85 us become
-8 ms). Here the calling thread works itself and pool threads join in as they wake, so a small call
+8 ms). Here the calling thread works itself and others join in as they wake, so a small call
 never waits for them; and compiling without parfors is several times faster.
 
 A kernel is ``f(state, n_tasks, *arguments)`` with the loop::
 
     task = claim(state)
     while task < n_tasks:
-        ...
+        ...                      all that is to be seen of the task
         task = claim(state)
+
+    caller  | offers work | task 0 | task 2 | ... | finds none, looks at the counter: n + 2 | returns
+    helper  | asleep | wakes up | task 1 | ... | task n - 1 | finds none | has the interpreter again, sleeps
+
+The counter also tells when all is done: it has grown by n tasks, and by one for each thread that found none. So the
+caller need not wait until a helper has the interpreter again and has woken it up: with ``ThreadPoolExecutor`` and its
+futures, RMSNorm of 512 x 4096 bfloat16 took 360 us in place of 300.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -25,7 +35,16 @@ from numba.core import config, types
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-_pool: ThreadPoolExecutor | None = None
+PATIENCE = (
+    200e-6  # seconds in which the caller looks for the last helper's end, before it sleeps and has to wake up
+)
+
+_Work = tuple[Callable[..., None], tuple[Any, ...]]
+_Offers = SimpleQueue["tuple[list[_Work], SimpleQueue[BaseException | None]] | None"]
+
+_offers: _Offers | None = None  # what threads wait for
+_helpers: list[threading.Thread] = []
+_start = threading.Lock()
 
 
 def thread_count() -> int:
@@ -67,41 +86,95 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
         launch_here(compiled, n_tasks, *arguments)
         return
     state = np.zeros(1, np.int64)  # the next unclaimed task
-    call = [(state, n_tasks, *arguments)]
-    helpers: list[Future[None]] = []
+    offers, ends = waiting_threads(), SimpleQueue[BaseException | None]()
+    work = [(compiled, (state, n_tasks, *arguments))] * (count - 1)
     for _ in range(count - 1):
-        try:
-            helpers.append(_threads().submit(_help, compiled, call))
-        except RuntimeError:  # the interpreter is shutting down: work alone
-            break
+        offers.put((work, ends))
     try:
         compiled(state, n_tasks, *arguments)
-    finally:
-        state[0] = n_tasks  # on an exception too: nobody claims more, so nobody writes later
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
-        call.clear()  # what a thread that has not woken up is to find would keep the arrays until it does
+    except BaseException:
+        state[0] = n_tasks  # nobody claims more, so nobody writes later
+        for _ in range(count - 1 - _withdraw(work)):
+            ends.get()
+        raise
+    helpers = count - 1 - _withdraw(work)
+    latest = time.perf_counter() + PATIENCE
+    while (busy := helpers > 0 and state[0] <= n_tasks + helpers) and time.perf_counter() < latest:
+        pass
+    for error in [ends.get() for _ in range(helpers if busy else 0)]:
+        if error is not None:
+            raise error
 
 
-def _help(compiled: Callable[..., None], call: list[tuple[Any, ...]]) -> None:
-    compiled(*call[0])
+def _withdraw(work: list[_Work]) -> int:
+    """How many have not begun. They never will: nothing of the call is left for a thread that wakes up later."""
+    count = 0
+    while work:
+        try:
+            work.pop()
+        except IndexError:  # begun just now
+            break
+        count += 1
+    return count
 
 
-def _threads() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max(thread_count() - 1, 1), thread_name_prefix="gpu_ops")
-    return _pool
+def _wait_for_work(offers: _Offers) -> None:
+    while offer := offers.get():
+        _help(*offer)
+        del offer  # arrays do not live until the next call
 
 
-def _forget_pool() -> None:
-    global _pool
-    _pool = None
+def _help(work: list[_Work], ends: SimpleQueue[BaseException | None]) -> None:
+    try:
+        compiled, arguments = work.pop()
+    except IndexError:
+        return
+    raised = None
+    try:
+        compiled(*arguments)
+    except BaseException as error:
+        raised = error
+    ends.put(raised)
+
+
+def waiting_threads() -> _Offers:
+    """Where threads wait for offers: as many as help one call."""
+    global _offers
+    with _start:
+        if _offers is None:
+            _offers = SimpleQueue()
+            for i in range(max(thread_count() - 1, 1)):
+                name = f"gpu_ops_{i}"
+                _helpers.append(
+                    threading.Thread(target=_wait_for_work, args=(_offers,), name=name, daemon=True)
+                )
+                try:
+                    _helpers[-1].start()
+                except (
+                    RuntimeError
+                ):  # the interpreter is shutting down, or has no thread to give: with fewer, or alone
+                    _helpers.pop()
+                    break
+        return _offers
+
+
+@atexit.register
+def _stop() -> None:
+    """Threads end before the interpreter does, which would end them wherever they are; later calls work alone."""
+    if _offers is not None:
+        for _ in _helpers:
+            _offers.put(None)
+        for thread in _helpers:
+            thread.join()
+
+
+def _forget_threads() -> None:
+    global _offers, _helpers, _start
+    _offers, _helpers, _start = None, [], threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_forget_pool)  # a forked child has the object but not its threads
+    os.register_at_fork(after_in_child=_forget_threads)  # a forked child has the objects but not the threads
 
 
 @intrinsic
@@ -111,6 +184,6 @@ def claim(typingctx, state):
     def codegen(context, builder, sig, args):
         array = context.make_array(sig.args[0])(context, builder, args[0])
         one = context.get_constant(types.int64, 1)
-        return builder.atomic_rmw("add", array.data, one, "monotonic")
+        return builder.atomic_rmw("add", array.data, one, "acq_rel")  # the caller reads what was written
 
     return signature(types.int64, state), codegen
