@@ -22,7 +22,6 @@ from gpu_ops.kernels.numba_cpu.ir.memory import fence, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import (
-    SHORT_SUM,
     TINY,
     add_residual,
     config,
@@ -130,19 +129,6 @@ def sum_of_squares(x, mean):
     return 0.0 if total < 0.0 else total
 
 
-@uncounted
-def sums_of_products(dy, x, weight, mean, scale):
-    """Of dy * weight * n and of dy * weight."""
-    products, gradients = 0.0, 0.0
-    for start in range(0, len(x), SHORT_SUM):
-        count = min(SHORT_SUM, len(x) - start)
-        product, gradient = norm.layer_products((dy, x, weight), (mean, scale), start, count)
-        if not abs(product) + abs(gradient) < np.inf:
-            product, gradient = norm.exact_products((dy, x, weight), (mean, scale), start, count)
-        products, gradients = products + product, gradients + gradient
-    return products, gradients
-
-
 @kernel(
     lambda t: (
         types.int64,
@@ -209,7 +195,7 @@ def layernorm_backward(
     rows, cols = x.shape
     w = read_row(weight, ())
     step = together(chunk, cols)
-    means = np.empty((step, 2), rstd.dtype)
+    products, gradients = np.empty(step), np.empty(step)
     strides = dy.strides[0], x.strides[0]
     task = claim(state)
     while task < n_tasks:
@@ -217,18 +203,17 @@ def layernorm_backward(
         stop = min(rows, (task + 1) * chunk)
         for first in range(task * chunk, stop, step):
             n = min(step, stop - first)
-            for i in range(n):
-                r = first + i
-                rdy, rx = read_row(dy, (r,)), read_row(x, (r,))
-                products, gradients = sums_of_products(rdy, rx, w, mean[r], rstd[r])
-                means[i, 0], means[i, 1] = products / cols, gradients / cols
             starts = read_row(dy, (first,)), read_row(x, (first,))
-            norm.layer_weight(totals, starts, strides, (mean[first:], rstd[first:]), n, cols)
+            statistics = mean[first:], rstd[first:]
+            norm.layer_sums((products, gradients), totals, starts, strides, (w,), statistics, (), n, cols)
             for i in range(n):
                 r, after = first + i, min(first + step + i, rows - 1)
-                operands = read_row(dy, (r,)), read_row(x, (r,)), w
-                scalars = mean[r], rstd[r], means[i, 0], means[i, 1]
-                result, following = (write_row(dx, (r,)),), (read_row(dy, (after,)), read_row(x, (after,)))
+                operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
+                product, gradient = products[i], gradients[i]
+                if not abs(product) + abs(gradient) < np.inf:
+                    product, gradient = norm.exact_layer_sums(operands, (mean[r], rstd[r]), 0, cols)
+                means = like(mean[r], product / cols), like(mean[r], gradient / cols)
+                scalars, following = (mean[r], rstd[r], means[0], means[1]), (read_row(x, (after,)),)
                 if has_dresidual:
                     more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
                     norm.layer_gradient(result, more, scalars, following, streaming)

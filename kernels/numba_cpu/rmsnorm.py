@@ -27,6 +27,7 @@ from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, read_row, writ
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
 from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
+from gpu_ops.kernels.numba_cpu.ir.sums import TOGETHER
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
 from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
@@ -34,7 +35,6 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 Array = np.ndarray[Any, Any]
 
 SHORT_SUM = 16 * UNROLLED * MAX_LANES  # numbers that add up in the computing type: 16 in a lane
-TOGETHER = 4  # rows that dweight grows by at a time, of at most
 CACHED = 1 << 16  # elements in all
 TINY = 2.0**-80  # a sum of float32 squares below this may have lost some to underflow
 
@@ -135,7 +135,6 @@ def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
 
 
 _squares = short_sums(norm.squares, norm.exact_squares, TINY)
-_products = short_sums(norm.rms_products, norm.exact_rms_products)
 
 
 @uncounted
@@ -223,29 +222,24 @@ def rmsnorm_backward(
     rows, cols = x.shape
     w = read_row(weight, ())
     step = together(chunk, cols)
-    means = np.empty(step, rstd.dtype)
-    strides = dy.strides[0], x.strides[0]
+    sums, strides = np.empty(step), (dy.strides[0], x.strides[0])
     task = claim(state)
     while task < n_tasks:
         dw, stop = write_row(partial, (task,)), min(rows, (task + 1) * chunk)
         for first in range(task * chunk, stop, step):
             n = min(step, stop - first)
-            for i in range(n):
-                operands = read_row(dy, (first + i,)), read_row(x, (first + i,)), w
-                given = rstd[first + i], weight_offset
-                means[i] = _products(operands, given, given) / cols
             starts, scales = (read_row(dy, (first,)), read_row(x, (first,))), (rstd[first:],)
-            if llama:  # forward multiplied the rounded n by weight
-                norm.rms_weight_llama((dw,), starts, strides, scales, n, cols)
+            if llama:
+                norm.rms_sums_llama((sums,), (dw,), starts, strides, (w,), scales, (weight_offset,), n, cols)
             else:
-                norm.rms_weight((dw,), starts, strides, scales, n, cols)
+                norm.rms_sums((sums,), (dw,), starts, strides, (w,), scales, (weight_offset,), n, cols)
             for i in range(n):
                 r, after = first + i, min(first + step + i, rows - 1)
-                operands, scalars = (
-                    (read_row(dy, (r,)), read_row(x, (r,)), w),
-                    (rstd[r], weight_offset, means[i]),
-                )
-                result, following = (write_row(dx, (r,)),), (read_row(dy, (after,)), read_row(x, (after,)))
+                operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
+                if not abs(sums[i]) < np.inf:
+                    sums[i] = norm.exact_rms_sum(operands, (rstd[r], weight_offset), 0, cols)
+                scalars = rstd[r], weight_offset, like(rstd[r], sums[i] / cols)
+                following = (read_row(x, (after,)),)
                 if has_dresidual:
                     more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
                     norm.rms_gradient(result, more, scalars, following, streaming)

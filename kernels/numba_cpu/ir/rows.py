@@ -4,8 +4,8 @@
     more  | chunk | chunk | ...
     y     | chunk | chunk | ...        past the caches where asked; the last, if it is not whole, by way of a buffer
 
-``map_rows`` writes rows, ``fold_rows`` adds up over one, ``add_rows`` over several, column by column. All operands
-of a chunk are read before its results are stored, so a result may be an operand's memory.
+``map_rows`` writes rows, ``fold_rows`` adds up over one (``sum_rows`` of ir/sums.py over several). All operands of a
+chunk are read before its results are stored, so a result may be an operand's memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from numba.extending import intrinsic
 from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
     every,
-    load_vector,
     number,
     prefetch,
     shuffle,
@@ -35,7 +34,7 @@ from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
 from gpu_ops.kernels.numba_cpu.ir.target import NEAR, VECTOR_BYTES
 
 UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
-_DOUBLE = ir.DoubleType()
+DOUBLE = ir.DoubleType()
 
 
 class Chunk:
@@ -72,22 +71,22 @@ class Chunk:
 
     def doubles(self) -> Chunk:
         """In float64: twice the vectors, unless they are."""
-        if self.row.wide == _DOUBLE:
+        if self.row.wide == DOUBLE:
             return self
         n = self.row.lanes // 2
         halves = [shuffle(self.b, x, x, list(range(i, i + n))) for x in self.parts for i in (0, n)]
-        return Chunk(self.b, self.row, [self.b.fpext(half, ir.VectorType(_DOUBLE, n)) for half in halves])
+        return Chunk(self.b, self.row, [self.b.fpext(half, ir.VectorType(DOUBLE, n)) for half in halves])
 
 
 Step = Callable[[list[Chunk], list[Chunk]], tuple[Chunk, ...]]
 
 
-def _everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
+def everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
     """Each scalar in all lanes; a float64 beside float32 in twice the vectors, as ``doubles`` makes them."""
     chunks = []
     for i in range(count):
         value = b.extract_value(scalars, i)
-        times = 2 if value.type == _DOUBLE != row.wide else 1
+        times = 2 if value.type == DOUBLE != row.wide else 1
         chunks.append(Chunk(b, row, [splat(b, value, row.lanes // times)] * (row.parts * times)))
     return chunks
 
@@ -109,7 +108,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
         coming = [
             address(context, b, t, b.extract_value(following, i), first) for i, t in enumerate(sig.args[3])
         ]
-        constants = _everywhere(b, row, scalars, len(sig.args[2]))
+        constants = everywhere(b, row, scalars, len(sig.args[2]))
         size = row.dtype.bitwidth // 8
 
         def chunk(sources: list[Any]) -> list[Any]:
@@ -165,6 +164,18 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
     return whole_lines
 
 
+def over_lanes(b: Any, vectors: list[Any]) -> Any:
+    """The float64 sum of all lanes."""
+    total = reduce(b.fadd, vectors)
+    if total.type.element != DOUBLE:
+        total = b.fpext(total, ir.VectorType(DOUBLE, total.type.count))
+    while total.type.count > 1:
+        half = total.type.count // 2
+        low, high = (shuffle(b, total, total, list(range(i, i + half))) for i in (0, half))
+        total = b.fadd(low, high)
+    return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+
 def fold_rows(term: Step, *, sums: int = 1, double: bool = False) -> Any:
     """An intrinsic (operands, scalars, first, count): the sum of term(operands, scalars) over these elements.
 
@@ -178,8 +189,8 @@ def fold_rows(term: Step, *, sums: int = 1, double: bool = False) -> Any:
         pointers = [
             address(context, b, t, b.extract_value(operands, i), first) for i, t in enumerate(sig.args[0])
         ]
-        constants = _everywhere(b, row, scalars, len(sig.args[1]))
-        vector = ir.VectorType(_DOUBLE, row.lanes // 2) if double and row.wide != _DOUBLE else row.vector
+        constants = everywhere(b, row, scalars, len(sig.args[1]))
+        vector = ir.VectorType(DOUBLE, row.lanes // 2) if double and row.wide != DOUBLE else row.vector
         elements = [  # of a chunk, in each lane of its vectors
             ir.Constant(ir.VectorType(ir.IntType(64), vector.count), lanes[i : i + vector.count])
             for lanes in row.elements_of_lanes()
@@ -214,14 +225,7 @@ def fold_rows(term: Step, *, sums: int = 1, double: bool = False) -> Any:
             step(b.mul(whole, number(row.elements)), 0, rest)
         results = []
         for groups in totals:
-            total = reduce(b.fadd, [b.load(total) for group in groups for total in group])
-            if total.type.element != _DOUBLE:
-                total = b.fpext(total, ir.VectorType(_DOUBLE, total.type.count))
-            while total.type.count > 1:
-                half = total.type.count // 2
-                low, high = (shuffle(b, total, total, list(range(i, i + half))) for i in (0, half))
-                total = b.fadd(low, high)
-            results.append(b.extract_element(total, ir.Constant(ir.IntType(32), 0)))
+            results.append(over_lanes(b, [b.load(total) for group in groups for total in group]))
         return results[0] if sums == 1 else context.make_tuple(b, sig.return_type, results)
 
     @intrinsic
@@ -230,62 +234,3 @@ def fold_rows(term: Step, *, sums: int = 1, double: bool = False) -> Any:
         return result(operands, scalars, types.int64, types.int64), codegen
 
     return fold
-
-
-def add_rows(term: Step) -> Any:
-    """An intrinsic (totals, operands, strides, scalars, rows, count): totals += the sums of term over so many rows.
-
-    ``totals``: float64 rows, one per result of the term. ``operands``: the first row of each; ``strides``: bytes from
-    a row to the next; ``scalars``: arrays, of a number per row. Rows, a few, add up in the computing type.
-    """
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        totals, operands, strides, scalars, n_rows, count = args
-        row = Rows(sig.args[1][0].dtype)
-        targets, pointers, numbers = (
-            [address(context, b, t, b.extract_value(arrays, i), number(0)) for i, t in enumerate(types_)]
-            for types_, arrays in ((sig.args[0], totals), (sig.args[1], operands), (sig.args[3], scalars))
-        )
-        zero = every(row.vector, 0.0)
-        sums = [[cgutils.alloca_once(b, row.vector) for _ in range(row.parts)] for _ in targets]
-
-        def step(at: Any, rest: Any = None) -> list[list[Any]]:
-            for total in (total for parts in sums for total in parts):
-                b.store(zero, total)
-            with cgutils.for_range(b, n_rows) as loop:
-                chunks = []
-                for i, p in enumerate(pointers):
-                    start = b.bitcast(b.gep(p, [at]), ir.IntType(8).as_pointer())
-                    here = b.gep(start, [b.mul(loop.index, b.extract_value(strides, i))])
-                    chunks.append(Chunk(b, row, row.load(b, b.bitcast(here, p.type), rest)))
-                given = [splat(b, b.load(b.gep(p, [loop.index])), row.lanes) for p in numbers]
-                values = term(chunks, [Chunk(b, row, [x] * row.parts) for x in given])
-                for value, parts in zip(values, sums, strict=True):
-                    for x, total in zip(value.parts, parts, strict=True):
-                        b.store(b.fadd(b.load(total), x), total)
-            return [Chunk(b, row, [b.load(x) for x in parts]).in_order().doubles().parts for parts in sums]
-
-        whole, rest = b.udiv(count, number(row.elements)), b.urem(count, number(row.elements))
-        with cgutils.for_range(b, whole) as loop:
-            at = b.mul(loop.index, number(row.elements))
-            for vectors, target in zip(step(at), targets, strict=True):
-                for i, x in enumerate(vectors):
-                    p = b.gep(target, [b.add(at, number(i * x.type.count))])
-                    store_vector(b, b.fadd(load_vector(b, p, x.type), x), p)
-        with b.if_then(b.icmp_signed("!=", rest, number(0)), likely=False):
-            at = b.mul(whole, number(row.elements))
-            buffer = cgutils.alloca_once(b, _DOUBLE, row.elements)
-            for vectors, target in zip(step(at, rest), targets, strict=True):
-                for i, x in enumerate(vectors):
-                    store_vector(b, x, b.gep(buffer, [number(i * x.type.count)]))
-                with cgutils.for_range(b, rest) as loop:
-                    p = b.gep(target, [b.add(at, loop.index)])
-                    b.store(b.fadd(b.load(p), b.load(b.gep(buffer, [loop.index]))), p)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def add(typingctx, totals, operands, strides, scalars, rows, count):
-        i = types.int64
-        return types.void(totals, operands, strides, scalars, i, i), codegen
-
-    return add
