@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite.binding import Linkage
 
 from gpu_ops import warmup
+from gpu_ops.kernels.numba_cpu import jit, part, swiglu
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
 from tests.calls import OPS, call
 
@@ -57,6 +59,40 @@ def test_compiled_once_then_loaded(tmp_path):
     assert finish(start(tmp_path))[0] == COMPILED
     assert [e.name for e in entries(tmp_path)] == ["swiglu_forward_silu-float32.nbc"]
     assert finish(start(tmp_path))[0] == LOADED
+
+
+def test_kernels_of_several_processes_run_in_one(tmp_path):
+    """Code of the same names, made in processes that counted alike, does not take each other's place."""
+    code = CALL.replace("y, want =", "for a in {}: y, want =").replace("(x, x", "(x, x, activation=a")
+    code = code.replace("\nassert", "; assert")
+    for names in (["silu"], ["gelu"], ["silu", "gelu"], ["gelu", "silu"]):
+        found, _ = finish(start(tmp_path, code.format(names)))
+        where = "compiled" if len(names) == 1 else "loaded"
+        assert found.splitlines() == [f"swiglu_forward_{name}-float32 {where}" for name in names]
+
+
+def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
+    """What else it exported could take the place of another kernel's, or have it taken."""
+    libraries = []
+    kept = part._Kernel._finalize_final_module
+    monkeypatch.setattr(
+        part._Kernel, "_finalize_final_module", lambda self: libraries.append(self) or kept(self)
+    )
+    monkeypatch.setattr(jit, "cache_dir", lambda: None)
+    kernel = Kernel(
+        swiglu.FORWARD["silu"]._function, swiglu.FORWARD["silu"]._signature, ("float32",), jit.CONTRACT
+    )
+    jit.KERNELS.remove(kernel)
+    kernel.name = "some_kernel"
+    kernel["float32"]
+    (library,) = libraries
+    seen = [
+        function.name
+        for function in library._final_module.functions
+        if not function.is_declaration and function.linkage not in (Linkage.internal, Linkage.private)
+    ]
+    assert len(seen) >= 2  # for compiled callers, and for Python
+    assert all("some_kernel" in name for name in seen), seen
 
 
 def test_the_emulators_ufuncs_are_loaded_by_a_process_that_compiles_nothing(tmp_path):

@@ -12,6 +12,7 @@ import numba
 from numba.core.registry import cpu_target
 
 from gpu_ops.kernels.numba_cpu.jit import DiskCache
+from gpu_ops.kernels.numba_cpu.part import KernelCompiler
 from gpu_ops.kernels.progress import visible
 
 __all__ = ["loop", "ufunc"]
@@ -21,7 +22,7 @@ def loop(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Compile a function at its first call."""
 
     def build(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+        dispatcher = numba.njit(nogil=True, error_model="numpy", pipeline_class=KernelCompiler)(function)
         for i, signature in enumerate(signatures):
             dispatcher._cache = _on_disk(function, i)
             dispatcher.compile(signature)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import llvmlite
@@ -32,7 +33,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
-from gpu_ops.kernels.numba_cpu.part import ApartCompiler, PartCompiler, part
+from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
 from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
 from gpu_ops.kernels.progress import visible
 
@@ -170,10 +171,16 @@ class Kernel:
         names = tuple(part.name if isinstance(part, np.dtype) else part for part in parts)
         with self._lock:
             if names not in self._compiled:
+                label, given = self.label(names), self._function
+                function = FunctionType(given.__code__, given.__globals__, label, None, given.__closure__)
+                function.__qualname__ = label  # of its machine code too
                 dispatcher = numba.njit(
-                    nogil=True, error_model="numpy", no_cfunc_wrapper=True, fastmath=set(self._fastmath)
-                )(self._function)
-                label = self.label(names)
+                    nogil=True,
+                    error_model="numpy",
+                    no_cfunc_wrapper=True,
+                    fastmath=set(self._fastmath),
+                    pipeline_class=KernelCompiler,
+                )(function)
                 dispatcher._cache = DiskCache(label)
                 with visible(f"gpu_ops: compiling {label} for this CPU (once; then from {cache_dir()})"):
                     with _garbage_kept():

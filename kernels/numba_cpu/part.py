@@ -1,10 +1,14 @@
-"""Functions that only kernels call, made machine code there and nowhere else.
+"""What compiles kernels, and the functions that only kernels call, which become machine code there and nowhere else.
 
 Numba finishes every function that it compiles on its own: all optimisation passes and machine code, also of what
 the function itself calls. A function that is called from another one is then linked into it, optimised and made
 machine code once more. Of a kernel made of fifty functions three levels deep that was half of the compile time.
 A *part* waits: the code of all parts that a kernel reaches is linked into the kernel's as it is, and all of it is
 finished once.
+
+Numba tells functions of one name and signature apart by a number, counted in each process. Machine code from the disk
+was made in several processes, and of two functions of one symbol the first that is loaded serves both: silu in a
+kernel that is to compute gelu. So all that a kernel calls is its own, and kernels have names of their own (jit.py).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import numba
 from llvmlite.binding import Linkage
 from numba.core import types
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import CompilerBase
+from numba.core.compiler import Compiler, CompilerBase
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.typed_passes import (
     AnnotateTypes,
@@ -36,7 +40,27 @@ from numba.core.untyped_passes import (
 
 from gpu_ops.kernels.numba_cpu.lowering import PartLower
 
-__all__ = ["ApartCompiler", "PartCompiler", "part"]
+__all__ = ["ApartCompiler", "KernelCompiler", "PartCompiler", "part"]
+
+
+class _Kernel(JITCodeLibrary):
+    """Code that others see the entry of, and nothing else."""
+
+    def _finalize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+        super()._finalize_final_module()
+
+
+class KernelCompiler(Compiler):
+    """For ``numba.njit(pipeline_class=...)``."""
+
+    def __init__(self, typing: Any, target: Any, library: Any, *state: Any) -> None:
+        if library is None:
+            library = _Kernel(target.codegen(), "kernel")
+            library.enable_object_caching()
+        super().__init__(typing, target, library, *state)
 
 
 class _Part(JITCodeLibrary):
