@@ -18,13 +18,16 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.memory import fence, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
+from gpu_ops.kernels.numba_cpu.ir.memory import scratch
+from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import (
     TINY,
     add_residual,
     config,
+    shared_chunks,
     short_sums,
     statistics,
     together,
@@ -151,24 +154,29 @@ def layernorm_forward(
 ):
     rows, cols = x.shape
     w, b = read_row(weight, ()), read_row(bias, ())
-    sums = scratch(1, cols if has_residual else 0, weight[0])
+    sums, lines = (
+        scratch(1, cols if has_residual else 0, weight[0]),
+        scratch(2, 2 * chunk_elements(w), weight[0]),
+    )
     task = claim(state)
     while task < n_tasks:
-        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
+        first, stop = task * chunk, min(rows, (task + 1) * chunk)
+        for r in range(first, stop):
             after = min(r + 1, rows - 1)
             row, out = read_row(x, (r,)), write_row(y, (r,))
             following = (read_row(x, (after,)),)
             if has_residual:
-                add_residual(sums, s, row, residual, r, after, out, streaming)
+                shared = shared_chunks(lines, 1, s, r, first, stop)
+                add_residual(sums, s, row, residual, r, after, out, shared, streaming)
                 row = read_row(sums, (0,))
-            exact = mean_of(row)
+            exact, shared = mean_of(row), shared_chunks(lines, 0, y, r, first, stop)
             squares = sum_of_squares(row, exact)
             mean[r] = center = like(load(w, 0), exact)
             rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
             if has_bias:
-                norm.layer_scale((out,), (row, w, b), (center, scale), following, streaming)
+                norm.layer_scale((out,), (row, w, b), (center, scale), following, shared, streaming)
             else:
-                norm.layer_scale((out,), (row, w), (center, scale), following, streaming)
+                norm.layer_scale((out,), (row, w), (center, scale), following, shared, streaming)
         if streaming:
             fence()
         task = claim(state)
@@ -196,12 +204,12 @@ def layernorm_backward(
     w = read_row(weight, ())
     step = together(chunk, cols)
     products, gradients = np.empty(step), np.empty(step)
-    strides = dy.strides[0], x.strides[0]
+    strides, lines = (dy.strides[0], x.strides[0]), scratch(1, 2 * chunk_elements(w), weight[0])
     task = claim(state)
     while task < n_tasks:
         totals = write_row(partial, (2 * task,)), write_row(partial, (2 * task + 1,))
-        stop = min(rows, (task + 1) * chunk)
-        for first in range(task * chunk, stop, step):
+        begin, stop = task * chunk, min(rows, (task + 1) * chunk)
+        for first in range(begin, stop, step):
             n = min(step, stop - first)
             starts = read_row(dy, (first,)), read_row(x, (first,))
             statistics = mean[first:], rstd[first:]
@@ -212,13 +220,14 @@ def layernorm_backward(
                 product, gradient = products[i], gradients[i]
                 if not abs(product) + abs(gradient) < np.inf:
                     product, gradient = norm.exact_layer_sums(operands, (mean[r], rstd[r]), 0, cols)
+                shared = shared_chunks(lines, 0, dx, r, begin, stop)
                 means = like(mean[r], product / cols), like(mean[r], gradient / cols)
                 scalars, following = (mean[r], rstd[r], means[0], means[1]), (read_row(x, (after,)),)
                 if has_dresidual:
                     more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
-                    norm.layer_gradient(result, more, scalars, following, streaming)
+                    norm.layer_gradient(result, more, scalars, following, shared, streaming)
                 else:
-                    norm.layer_gradient(result, operands, scalars, following, streaming)
+                    norm.layer_gradient(result, operands, scalars, following, shared, streaming)
         if streaming:
             fence()
         task = claim(state)

@@ -25,8 +25,10 @@ from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.memory import fence, same, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
+from gpu_ops.kernels.numba_cpu.ir.memory import same, scratch
 from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
+from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
 from gpu_ops.kernels.numba_cpu.ir.sums import TOGETHER
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
 from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
@@ -148,13 +150,20 @@ def together(rows, cols):
     return max(1, min(TOGETHER, CACHED // max(1, cols), rows))
 
 
+@uncounted
+def shared_chunks(lines, of, result, r, first, stop):
+    """For a pass over row r of the rows from ``first`` to ``stop`` of a result."""
+    joined = result.strides[0] == result.shape[1] * result.itemsize
+    return write_row(lines, (of,)), joined and r > first, joined and r + 1 < stop
+
+
 @njit
-def add_residual(sums, s, row, residual, r, after, out, streaming):
+def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
     """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))
     copy = total if same(copy, out) else copy
     other, coming = read_row(residual, (r,)), (read_row(residual, (after,)),)
-    norm.add((copy, total), (row, other), (), coming, streaming)
+    norm.add((copy, total), (row, other), (), coming, shared, streaming)
 
 
 @kernel(
@@ -178,22 +187,28 @@ def rmsnorm_forward(
 ):
     rows, cols = x.shape
     w = read_row(weight, ())
-    sums = scratch(1, cols if has_residual else 0, weight[0])
+    sums, lines = (
+        scratch(1, cols if has_residual else 0, weight[0]),
+        scratch(2, 2 * chunk_elements(w), weight[0]),
+    )
     task = claim(state)
     while task < n_tasks:
-        for r in range(task * chunk, min(rows, (task + 1) * chunk)):
+        first, stop = task * chunk, min(rows, (task + 1) * chunk)
+        for r in range(first, stop):
             after = min(r + 1, rows - 1)
             row, out = read_row(x, (r,)), write_row(y, (r,))
             following = (read_row(x, (after,)),)
             if has_residual:
-                add_residual(sums, s, row, residual, r, after, out, streaming)
+                shared = shared_chunks(lines, 1, s, r, first, stop)
+                add_residual(sums, s, row, residual, r, after, out, shared, streaming)
                 row = read_row(sums, (0,))
             scale = like(weight_offset, 1.0 / np.sqrt(sum_of_squares(row) / cols + eps))
             rstd[r] = scale
+            shared = shared_chunks(lines, 0, y, r, first, stop)
             if llama:
-                norm.rms_scale_llama((out,), (row, w), (scale, weight_offset), following, streaming)
+                norm.rms_scale_llama((out,), (row, w), (scale, weight_offset), following, shared, streaming)
             else:
-                norm.rms_scale((out,), (row, w), (scale, weight_offset), following, streaming)
+                norm.rms_scale((out,), (row, w), (scale, weight_offset), following, shared, streaming)
         if streaming:
             fence()
         task = claim(state)
@@ -223,10 +238,11 @@ def rmsnorm_backward(
     w = read_row(weight, ())
     step = together(chunk, cols)
     sums, strides = np.empty(step), (dy.strides[0], x.strides[0])
+    lines = scratch(1, 2 * chunk_elements(w), weight[0])
     task = claim(state)
     while task < n_tasks:
-        dw, stop = write_row(partial, (task,)), min(rows, (task + 1) * chunk)
-        for first in range(task * chunk, stop, step):
+        dw, begin, stop = write_row(partial, (task,)), task * chunk, min(rows, (task + 1) * chunk)
+        for first in range(begin, stop, step):
             n = min(step, stop - first)
             starts, scales = (read_row(dy, (first,)), read_row(x, (first,))), (rstd[first:],)
             if llama:
@@ -239,12 +255,12 @@ def rmsnorm_backward(
                 if not abs(sums[i]) < np.inf:
                     sums[i] = norm.exact_rms_sum(operands, (rstd[r], weight_offset), 0, cols)
                 scalars = rstd[r], weight_offset, like(rstd[r], sums[i] / cols)
-                following = (read_row(x, (after,)),)
+                following, shared = (read_row(x, (after,)),), shared_chunks(lines, 0, dx, r, begin, stop)
                 if has_dresidual:
                     more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
-                    norm.rms_gradient(result, more, scalars, following, streaming)
+                    norm.rms_gradient(result, more, scalars, following, shared, streaming)
                 else:
-                    norm.rms_gradient(result, operands, scalars, following, streaming)
+                    norm.rms_gradient(result, operands, scalars, following, shared, streaming)
         if streaming:
             fence()
         task = claim(state)

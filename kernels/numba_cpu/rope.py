@@ -4,7 +4,7 @@ Per token: ``2 * (nheads + nheads_kv) * head_dim`` elements read or written and 
 tables read, which the heads of the token share. Memory bound: 6 flops per pair.
 
 Results too large for a cache are stored past it, unless they are in place: heads gather in a block of BLOCK_BYTES
-as long as they are neighbours in memory (``ir/memory.py``)::
+as long as they are neighbours in memory (``ir/stream.py``)::
 
     x     | head | head | head | ...     read; as much of what comes next is fetched while a block is stored
     line  | head | head | head |         rotated
@@ -20,15 +20,9 @@ from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import (
-    fence,
-    follows,
-    from_beginning,
-    put,
-    scratch,
-    stays_in_cache,
-)
+from gpu_ops.kernels.numba_cpu.ir.memory import from_beginning, scratch
 from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
+from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, place_of, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
@@ -107,7 +101,8 @@ def rope_rotate(
     streaming,
 ):  # fmt: skip
     n_tokens = q.shape[0] * q.shape[1]
-    line = scratch(1, max(q.shape[3], BLOCK_BYTES // q.itemsize), q[0, 0, 0, 0])
+    lines = scratch(2, max(q.shape[3], BLOCK_BYTES // q.itemsize), q.dtype.type(0))  # a block; what waits
+    where = np.zeros(2, np.int64)
     task = claim(state)
     while task < n_tasks:
         first = task * chunk
@@ -115,7 +110,7 @@ def rope_rotate(
         for x, out in ((q, q_out), (k, k_out)):
             rotate_tokens(
                 x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer,
-                write_row(line, (0,)), streaming,
+                write_row(lines, (0,)), write_row(lines, (1,)), where, streaming,
             )  # fmt: skip
         if streaming:
             fence()
@@ -124,8 +119,9 @@ def rope_rotate(
 
 @njit
 def rotate_tokens(
-    x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer, line, streaming
-):
+    x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer, line, waits, where,
+    streaming,
+):  # fmt: skip
     """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen."""
     seqlen, nheads, head_dim = x.shape[1:]
     in_place = x.ctypes.data == out.ctypes.data
@@ -167,8 +163,9 @@ def rotate_tokens(
                     source = read_row(x, (b, s, h))
                     if streaming:
                         size = heads * head_dim
-                        if gathered + size > len(line) or not follows(block, gathered, target):
-                            put(line, from_beginning(block, gathered), True, (source,), 0)
+                        end = place_of(block) + gathered * out.itemsize
+                        if gathered + size > len(line) or place_of(target) != end:
+                            put(line, from_beginning(block, gathered), waits, where, (source,), 0)
                             gathered, block = np.int64(0), target
                         target, target_step = line[gathered : gathered + size], head_dim
                         gathered += size
@@ -181,7 +178,9 @@ def rotate_tokens(
             s += 1
             if s == seqlen:
                 b, s = b + 1, 0
-    put(line, from_beginning(block, gathered), gathered > 0, (block,), 0)
+    if gathered > 0:
+        put(line, from_beginning(block, gathered), waits, where, (), 0)
+        finish(waits, where)
 
 
 @njit(inline="always")

@@ -18,8 +18,9 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.memory import fence, from_beginning, put, scratch, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, copy_row, from_beginning, scratch
 from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
+from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, sum_of_squares
@@ -156,8 +157,8 @@ def widen(gain, weight, offset):
 
 @uncounted
 def append_heads(
-    x, b, s, y, page, row, together, scales, head, line, gain, eps, cos, sin, rotary_dim, interleaved, normalise,
-    streaming,
+    x, b, s, y, page, row, together, scales, head, line, waits, where, gain, eps, cos, sin, rotary_dim, interleaved,
+    normalise, streaming,
 ):  # fmt: skip
     """All heads of token b, s of x, normalised and rotated, into y[page, row]."""
     nheads, head_dim = x.shape[2:]
@@ -168,7 +169,7 @@ def append_heads(
         to = line[:count] if streaming else target
         rotate_halves(source, step, to, head_dim, nheads, cos, sin, rotary_dim // 2, one, (gain, scales))
         if streaming:
-            put(to, target, True, (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),), 0)
+            put(to, target, waits, where, (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),), 0)
     else:
         for h in range(nheads):
             scaled(head, read_row(x, (b, s, h)), scales[h], gain)
@@ -196,10 +197,15 @@ def append_tokens(
     heads = max(q.shape[2], nheads_kv)
     numbers = scratch(4, max(head_dim, heads), cos[0, 0])  # gains, scales and a head
     lines = scratch(1, heads * head_dim, q_weight.dtype.type(0))
+    waiting = scratch(
+        3, LINE_BYTES // q.itemsize, q_weight.dtype.type(0)
+    )  # of q, k and v, for the next token
+    places = np.zeros((3, 2), np.int64)
     widen(write_row(numbers, (0,))[:head_dim], read_row(q_weight, ()), weight_offset)
     widen(write_row(numbers, (1,))[:head_dim], read_row(k_weight, ()), weight_offset)
     q_together = go_together(out, rotary_dim, interleaved)
     k_together = go_together(k_cache, rotary_dim, interleaved)
+    v_together = v.strides[2] == v_cache.strides[2] == head_dim * v.itemsize
     task = claim(state)
     while task < n_tasks:
         q_gain, k_gain = write_row(numbers, (0,))[:head_dim], write_row(numbers, (1,))[:head_dim]
@@ -210,8 +216,8 @@ def append_tokens(
             turn = rows[b * batch_step, s]
             c, sn = read_row(cos, (turn,)), read_row(sin, (turn,))
             append_heads(
-                q, b, s, out, b, s, q_together, scales, head, line, q_gain, eps, c, sn, rotary_dim, interleaved,
-                has_weights, streaming,
+                q, b, s, out, b, s, q_together, scales, head, line, write_row(waiting, (0,)),
+                write_row(places, (0,)), q_gain, eps, c, sn, rotary_dim, interleaved, has_weights, streaming,
             )  # fmt: skip
             if mapped:
                 slot = slot_mapping[b, s]
@@ -223,12 +229,22 @@ def append_tokens(
                 if paged:
                     page, row = np.int64(block_table[b, row // page_size]), row % page_size
             append_heads(
-                k, b, s, k_cache, page, row, k_together, scales, head, line, k_gain, eps, c, sn, rotary_dim,
-                interleaved, has_weights, streaming,
+                k, b, s, k_cache, page, row, k_together, scales, head, line, write_row(waiting, (1,)),
+                write_row(places, (1,)), k_gain, eps, c, sn, rotary_dim, interleaved, has_weights, streaming,
             )  # fmt: skip
-            for h in range(nheads_kv):
-                following = (read_row(v, (b, min(s + 1, seqlen - 1), h)),)
-                put(read_row(v, (b, s, h)), write_row(v_cache, (page, row, h)), streaming, following, 0)
+            pieces, size = (1, nheads_kv * head_dim) if v_together else (nheads_kv, head_dim)
+            for h in range(pieces):
+                source, target = (
+                    read_row(v, (b, s, h)),
+                    from_beginning(write_row(v_cache, (page, row, h)), size),
+                )
+                if streaming:
+                    following = (read_row(v, (b, min(s + 1, seqlen - 1), h)),)
+                    put(source, target, write_row(waiting, (2,)), write_row(places, (2,)), following, 0)
+                else:
+                    copy_row(target, source, size)
         if streaming:
+            for i in range(3):
+                finish(write_row(waiting, (i,)), write_row(places, (i,)))
             fence()
         task = claim(state)

@@ -14,8 +14,8 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.gated import backward as BACKWARD_ROWS
 from gpu_ops.kernels.numba_cpu.ir.gated import forward as FORWARD_ROWS
-from gpu_ops.kernels.numba_cpu.ir.memory import fence, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import Kernel, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.ir.stream import fence, past_line, stays_in_cache
+from gpu_ops.kernels.numba_cpu.jit import Kernel, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -77,6 +77,13 @@ def _blocks(rows: int, cols: int) -> tuple[int, int]:
     return n_blocks, items_per_task(n_blocks, min(cols, BLOCK))
 
 
+@inner
+def block_of(row, k, count):
+    """Where block k of ``count`` starts and stops in a row: where lines do, so that blocks share none."""
+    past = past_line(row)
+    return max(k * BLOCK - past, 0), len(row) if k == count - 1 else (k + 1) * BLOCK - past
+
+
 def _forward_kernel(name: str) -> Kernel:
     gated = FORWARD_ROWS[name]
 
@@ -86,13 +93,13 @@ def _forward_kernel(name: str) -> Kernel:
         task = claim(state)
         while task < n_tasks:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
-                r, start = b // blocks_per_row, b % blocks_per_row * BLOCK
-                stop = min(start + BLOCK, cols)
+                r, y_row = b // blocks_per_row, write_row(y, (b // blocks_per_row,))
+                start, stop = block_of(y_row, b % blocks_per_row, blocks_per_row)
                 coming = min(start + AHEAD // gate.itemsize, cols)
                 inputs = (read_row(gate, (r,)), read_row(up, (r,)))
                 operands = (inputs[0][start:stop], inputs[1][start:stop])
                 following = (inputs[0][coming:], inputs[1][coming:])
-                gated((write_row(y, (r,))[start:stop],), operands, (), following, streaming)
+                gated((y_row[start:stop],), operands, (), following, (), streaming)
             if streaming:
                 fence()
             task = claim(state)
@@ -110,14 +117,14 @@ def _backward_kernel(name: str) -> Kernel:
         task = claim(state)
         while task < n_tasks:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
-                r, start = b // blocks_per_row, b % blocks_per_row * BLOCK
-                stop = min(start + BLOCK, cols)
+                r, gate_row = b // blocks_per_row, write_row(dgate, (b // blocks_per_row,))
+                start, stop = block_of(gate_row, b % blocks_per_row, blocks_per_row)
                 coming = min(start + AHEAD // gate.itemsize, cols)
                 inputs = (read_row(dy, (r,)), read_row(gate, (r,)), read_row(up, (r,)))
                 operands = (inputs[0][start:stop], inputs[1][start:stop], inputs[2][start:stop])
                 following = (inputs[0][coming:], inputs[1][coming:], inputs[2][coming:])
-                results = (write_row(dgate, (r,))[start:stop], write_row(dup, (r,))[start:stop])
-                gated(results, operands, (), following, streaming)
+                results = (gate_row[start:stop], write_row(dup, (r,))[start:stop])
+                gated(results, operands, (), following, (), streaming)
             if streaming:
                 fence()
             task = claim(state)

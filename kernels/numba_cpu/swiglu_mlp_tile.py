@@ -27,11 +27,11 @@ _silu_backward, _gelu_backward, _gelu_tanh_backward = (gated.backward_hidden[nam
 def activate(activation, h, gate, up):
     """One row; h may be gate."""
     if activation == 0:
-        _silu((h,), (gate, up), (), (), False)
+        _silu((h,), (gate, up), (), (), (), False)
     elif activation == 1:
-        _gelu((h,), (gate, up), (), (), False)
+        _gelu((h,), (gate, up), (), (), (), False)
     else:
-        _gelu_tanh((h,), (gate, up), (), (), False)
+        _gelu_tanh((h,), (gate, up), (), (), (), False)
 
 
 @uncounted
@@ -40,11 +40,11 @@ def gate_tile_backward(activation, gate, up, dh, m, n):
     for i in range(m):
         results, operands = (gate[i, :n], up[i, :n], dh[i, :n]), (dh[i], gate[i], up[i])
         if activation == 0:
-            _silu_backward(results, operands, (), (), False)
+            _silu_backward(results, operands, (), (), (), False)
         elif activation == 1:
-            _gelu_backward(results, operands, (), (), False)
+            _gelu_backward(results, operands, (), (), (), False)
         else:
-            _gelu_tanh_backward(results, operands, (), (), False)
+            _gelu_tanh_backward(results, operands, (), (), (), False)
 
 
 @uncounted

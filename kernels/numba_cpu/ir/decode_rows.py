@@ -144,6 +144,8 @@ class Rows:
             self.raw = ir.VectorType(ir.HalfType() if "+f16c" in FEATURES else _I16, self.elements)
         else:
             self.raw = self.vector
+        element = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self.raw.element), "i16")
+        self.kind = f"v{self.elements}{element}"
 
     def elements_of_lanes(self) -> list[list[int]]:
         """For each vector of a chunk, the element in each lane."""
@@ -160,13 +162,20 @@ class Rows:
         """The chunk as it lies."""
         if count is None:
             return load_vector(b, pointer, self.raw)
-        lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
-        mask = b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
         zero = b.bitcast(ir.Constant(ir.VectorType(_I8, VECTOR_BYTES), [0] * VECTOR_BYTES), self.raw)
-        kind = {"half": "f16", "float": "f32", "double": "f64"}.get(str(self.raw.element), "i16")
-        target = b.bitcast(pointer, self.raw.as_pointer())
-        name = f"llvm.masked.load.v{self.elements}{kind}.p0"
-        return call(b, name, self.raw, target, ir.Constant(_I32, 1), mask, zero)
+        given = b.bitcast(pointer, self.raw.as_pointer()), ir.Constant(_I32, 1), self.first(b, count), zero
+        return call(b, f"llvm.masked.load.{self.kind}.p0", self.raw, *given)
+
+    def store_raw(self, b: Any, raw: Any, pointer: Any, count: Any) -> None:
+        """The first ``count`` elements of a chunk."""
+        given = b.bitcast(raw, self.raw), b.bitcast(pointer, self.raw.as_pointer())
+        mask = self.first(b, count)
+        call(b, f"llvm.masked.store.{self.kind}.p0", ir.VoidType(), *given, ir.Constant(_I32, 1), mask)
+
+    def first(self, b: Any, count: Any) -> Any:
+        """A mask of so many elements of a chunk."""
+        lanes = ir.Constant(ir.VectorType(_I32, self.elements), list(range(self.elements)))
+        return b.icmp_signed("<", lanes, splat(b, b.trunc(count, _I32), self.elements))
 
     def widen(self, b: Any, raw: Any) -> list[Any]:
         """The vectors of a chunk, from its elements side by side."""

@@ -2,7 +2,10 @@
 
     x     | chunk | chunk | ...        a chunk is one or two vectors (decode_rows.py)
     more  | chunk | chunk | ...
-    y     | chunk | chunk | ...        past the caches where asked; the last, if it is not whole, by way of a buffer
+    y     | chunk | chunk | ...        past the caches where asked, from where a chunk is a line (or a part of one)
+
+    y of row r      ... | chunk | te         rows that follow each other share a chunk: what the first has of it waits
+    y of row r + 1              xt | chunk   in ``shared`` for the second, and it goes past the caches whole
 
 ``map_rows`` writes rows, ``fold_rows`` adds up over one (``sum_rows`` of ir/sums.py over several). All operands of a
 chunk are read before its results are stored, so a result may be an operand's memory.
@@ -22,15 +25,16 @@ from numba.extending import intrinsic
 from gpu_ops.kernels.numba_cpu.ir.build import (
     address,
     every,
+    load_vector,
     number,
     prefetch,
     shuffle,
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, past_line
+from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows, chunk_elements
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
+from gpu_ops.kernels.numba_cpu.ir.stream import past_line
 from gpu_ops.kernels.numba_cpu.ir.target import NEAR, VECTOR_BYTES
 
 UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
@@ -92,76 +96,97 @@ def everywhere(b: Any, row: Rows, scalars: Any, count: int) -> list[Chunk]:
 
 
 def map_rows(step: Step, *, streamed: int = 1) -> Any:
-    """A compiled function (results, operands, scalars, following, streaming): results = step(operands, scalars).
+    """A compiled function (results, operands, scalars, following, shared, streaming).
 
-    Tuples of rows of one type and length, and of scalars in the computing type. Where ``streaming``, the first
-    ``streamed`` results go past the caches, and the cache fetches as much of the rows ``following`` meanwhile.
+    results = step(operands, scalars): tuples of rows of one type and length, and of scalars in the computing type.
+    Where ``streaming``, the first ``streamed`` results go past the caches, and the cache fetches as much of the rows
+    ``following`` meanwhile. ``shared``: (), or memory for two chunks of each of these results, whether the last
+    call's results end where this one's begin, and whether the next one's begin where these end.
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        results, operands, scalars, following, first, count, streaming = args
+        results, operands, scalars, following, shared, head, streaming = args
         row = Rows(sig.args[0][0].dtype)
-        pointers = [
-            [address(context, b, t, b.extract_value(arrays, i), first) for i, t in enumerate(types_)]
-            for types_, arrays in zip(sig.args[:2], (results, operands), strict=True)
-        ]
-        coming = [
-            address(context, b, t, b.extract_value(following, i), first) for i, t in enumerate(sig.args[3])
-        ]
+        sources, targets, coming = (
+            [address(context, b, t, b.extract_value(arrays, i), number(0)) for i, t in enumerate(types_)]
+            for types_, arrays in zip(
+                (sig.args[1], sig.args[0], sig.args[3]), (operands, results, following), strict=True
+            )
+        )
         constants = everywhere(b, row, scalars, len(sig.args[2]))
-        size = row.dtype.bitwidth // 8
+        first = context.make_array(sig.args[0][0])(context, b, b.extract_value(results, 0))
+        (count,), elements = cgutils.unpack_tuple(b, first.shape), number(row.elements)
 
-        def chunk(sources: list[Any]) -> list[Any]:
-            values = step([Chunk(b, row, row.load(b, p)) for p in sources], constants)
+        def at(pointers: list[Any], place: Any) -> list[Any]:
+            return [b.gep(p, [place]) for p in pointers]
+
+        def chunk(place: Any, size: Any = None) -> list[Any]:
+            values = step([Chunk(b, row, row.load(b, p, size)) for p in at(sources, place)], constants)
             return [narrow(b, row.dtype, value.parts) for value in values]
 
-        whole, rest = b.udiv(count, number(row.elements)), b.urem(count, number(row.elements))
-        with cgutils.for_range(b, whole) as loop:
-            at = b.mul(loop.index, number(row.elements))
-            targets, sources = ([b.gep(p, [at]) for p in group] for group in pointers)
-            vectors = chunk(sources)
+        def stream(v: Any, p: Any) -> None:
+            store = b.store(v, b.bitcast(p, v.type.as_pointer()), align=VECTOR_BYTES)
+            store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
+
+        def store_part(place: Any, size: Any, common: int, by_line: Callable[..., None]) -> None:
+            """``size`` elements from ``place`` on; ``by_line``, if the flag ``common`` of ``shared`` is set."""
+            vectors = chunk(place, size)
+            for i, (v, p) in enumerate(zip(vectors, at(targets, place), strict=True)):
+                if i < streamed and shared.type.elements:
+                    lines = b.extract_value(shared, 0)
+                    line = address(context, b, sig.args[4][0], lines, number(2 * row.elements * i))
+                    with b.if_else(b.and_(streaming, b.extract_value(shared, common))) as (yes, no):
+                        with yes:
+                            by_line(v, p, line)
+                        with no:
+                            row.store_raw(b, v, p, size)
+                else:
+                    row.store_raw(b, v, p, size)
+
+        def complete(v: Any, p: Any, line: Any) -> None:
+            past = b.sub(elements, head)
+            store_vector(b, v, b.gep(line, [past]))
+            stream(load_vector(b, line, v.type), b.gep(p, [b.neg(past)]))
+
+        with b.if_then(b.icmp_signed("!=", head, number(0)), likely=False):
+            store_part(number(0), head, 1, complete)
+        left = b.sub(count, head)
+        with cgutils.for_range(b, b.udiv(left, elements)) as loop:
+            place = b.add(head, b.mul(loop.index, elements))
+            vectors, here = chunk(place), at(targets, place)
             with b.if_else(streaming) as (past, plain):
                 with past:
-                    for p in coming:
-                        prefetch(b, b.gep(p, [at]), NEAR)
-                    for v, p in zip(vectors[:streamed], targets, strict=False):
-                        store = b.store(v, b.bitcast(p, v.type.as_pointer()), align=VECTOR_BYTES)
-                        store.set_metadata("nontemporal", b.module.add_metadata([ir.IntType(32)(1)]))
+                    for p in at(coming, place):
+                        prefetch(b, p, NEAR)
+                    for v, p in zip(vectors[:streamed], here, strict=False):
+                        stream(v, p)
                 with plain:
-                    for v, p in zip(vectors[:streamed], targets, strict=False):
+                    for v, p in zip(vectors[:streamed], here, strict=False):
                         store_vector(b, v, p)
-            for v, p in zip(vectors[streamed:], targets[streamed:], strict=True):
+            for v, p in zip(vectors[streamed:], here[streamed:], strict=True):
                 store_vector(b, v, p)
+        rest = b.urem(left, elements)
         with b.if_then(b.icmp_signed("!=", rest, number(0)), likely=False):
-            at = b.mul(whole, number(row.elements))
-            buffers = []
-            for p in pointers[1]:
-                buffers.append(cgutils.alloca_once(b, p.type.pointee, row.elements))
-                cgutils.raw_memcpy(b, buffers[-1], b.gep(p, [at]), rest, size)
-            for v, p in zip(chunk(buffers), pointers[0], strict=True):
-                store_vector(b, v, buffers[0])
-                cgutils.raw_memcpy(b, b.gep(p, [at]), buffers[0], rest, size)
+            store_part(b.sub(count, rest), rest, 2, lambda v, p, line: store_vector(b, v, line))
         return context.get_dummy_value()
 
     @intrinsic
-    def rows(typingctx, results, operands, scalars, following, first, count, streaming):
-        i = types.int64
-        return types.void(results, operands, scalars, following, i, i, types.boolean), codegen
+    def rows(typingctx, results, operands, scalars, following, shared, head, streaming):
+        return types.void(results, operands, scalars, following, shared, types.int64, types.boolean), codegen
 
     @njit
-    def whole_lines(results, operands, scalars, following, streaming):
-        """``streaming``: from the first line on, if the results begin their lines at one place."""
-        count, head = len(results[0]), 0
+    def aligned(results, operands, scalars, following, shared, streaming):
+        """``streaming``: from the first whole vector on, if that is at one place in all results."""
+        elements, head = chunk_elements(results[0]), 0
         if streaming:
-            line, past = LINE_BYTES // results[0].itemsize, past_line(results[0])
+            past = past_line(results[0]) % elements
+            streaming = len(results[0]) >= elements
             for y in results[:streamed]:
-                streaming = streaming and past_line(y) == past
-            head = min((line - past) % line, count)
-        for part in range(2):
-            first, stop = (head, count) if part else (0, head)
-            rows(results, operands, scalars, following, first, stop - first, streaming and part == 1)
+                streaming = streaming and past_line(y) % elements == past
+            head = (elements - past) % elements if streaming else 0
+        rows(results, operands, scalars, following, shared, head, streaming)
 
-    return whole_lines
+    return aligned
 
 
 def over_lanes(b: Any, vectors: list[Any]) -> Any:
