@@ -161,9 +161,11 @@ def shared_chunks(lines, of, result, r, first, stop):
 def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
     """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))
-    copy = total if same(copy, out) else copy
-    other, coming = read_row(residual, (r,)), (read_row(residual, (after,)),)
-    norm.add((copy, total), (row, other), (), coming, shared, streaming)
+    operands, coming = (row, read_row(residual, (r,))), (read_row(residual, (after,)),)
+    if same(copy, out):
+        norm.add_up((total,), operands, (), coming, (), streaming)
+    else:
+        norm.add((copy, total), operands, (), coming, shared, streaming)
 
 
 @kernel(

@@ -4,6 +4,7 @@
 pass                   operands                              scalars
 =====================  ====================================  ==============================================
 add                    x, residual                           none; two results, the first may be streamed
+add_up                 x, residual                           none; never streamed, whatever is fetched
 squares                x                                     none
 rms_scale              x, weight                             rstd, weight_offset
 rms_sums               rows of dy, x; weight                 rstd of each, weight_offset; sum of the products
@@ -94,6 +95,7 @@ def _layer_gradient(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
 
 
 add = map_rows(lambda operands, _: (operands[0] + operands[1],) * 2)
+add_up = map_rows(lambda operands, _: (operands[0] + operands[1],), streamed=0)
 squares = fold_rows(lambda operands, _: (_squared(operands[0]),))
 rms_scale = map_rows(_rms_scale)
 rms_scale_llama = map_rows(_rms_scale_llama)

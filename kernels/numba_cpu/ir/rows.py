@@ -174,6 +174,8 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
     def rows(typingctx, results, operands, scalars, following, shared, head, streaming):
         return types.void(results, operands, scalars, following, shared, types.int64, types.boolean), codegen
 
+    compared = max(streamed, 1)
+
     @njit
     def aligned(results, operands, scalars, following, shared, streaming):
         """``streaming``: from the first whole vector on, if that is at one place in all results."""
@@ -181,7 +183,7 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
         if streaming:
             past = past_line(results[0]) % elements
             streaming = len(results[0]) >= elements
-            for y in results[:streamed]:
+            for y in results[:compared]:
                 streaming = streaming and past_line(y) % elements == past
             head = (elements - past) % elements if streaming else 0
         rows(results, operands, scalars, following, shared, head, streaming)
