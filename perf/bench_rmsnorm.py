@@ -1,4 +1,4 @@
-"""RMSNorm: forward, forward with residual, backward.
+"""RMSNorm: forward, forward with residual and with or without its sum, backward.
 
 ``python perf/bench_rmsnorm.py --device cpu --dtype float32 --seqlen 512 4096`` (seqlen: rows of hidden 4096)
 """
@@ -36,7 +36,7 @@ def cases(config: Config) -> list[Case]:
         build(n, HIDDEN, dtype)
         for dtype in config.dtypes or ("float32", "bfloat16")
         for n in rows
-        for build in (forward, *out, forward_residual, backward)
+        for build in (forward, *out, forward_residual, last_norm, backward)
     ]
 
 
@@ -129,6 +129,29 @@ def forward_residual(rows: int, hidden: int, dtype: str) -> Case:
             x["x"], x["weight"], eps=EPS, residual=x["residual"], precision=precision
         ),
         sample=sample_rows,
+    )
+
+
+def last_norm(rows: int, hidden: int, dtype: str) -> Case:
+    """Of a model, which has no use for x + residual: three arrays move rather than four."""
+
+    def ours(x: Inputs, **how: str) -> Call:
+        given = {"eps": EPS, "residual": x["residual"], "return_sum": False}
+        return functools.partial(gpu_ops.rmsnorm, x["x"], x["weight"], **given, **how)
+
+    def first(call: Call) -> Call:
+        return lambda: call()[0]
+
+    both = forward_residual(rows, hidden, dtype)
+    return replace(
+        both,
+        name="forward + residual, no sum",
+        bytes=traffic(rows, hidden, dtype, matrices=3),
+        ours=ours,
+        numba=functools.partial(ours, backend="numba"),
+        naive=lambda x: first(both.naive(x)),
+        torch=lambda x: first(both.torch(x)),
+        reference=lambda x, precision: both.reference(x, precision)[0],
     )
 
 
