@@ -25,11 +25,12 @@ from gpu_ops.kernels.numba_cpu.dtype import (
     load,
     read_row,
     rounded,
-    store,
     write_row,
 )
+from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from gpu_ops.kernels.numba_cpu.rmsnorm import sum_of_squares
 
 Array = np.ndarray[Any, Any]
 
@@ -121,16 +122,9 @@ def rmsnorm_quant_int8(
         for r in range(task * chunk, min(rows, (task + 1) * chunk)):
             rx = read_row(x, (r,))
             if has_residual:  # from here on the row is s
-                rr = read_row(residual, (r,))
-                rs = write_row(s, (r,))
-                for i in range(cols):
-                    store(rs, i, load(rx, i) + load(rr, i))
+                norm.add_up((write_row(s, (r,)),), (rx, read_row(residual, (r,))), (), (), (), False)
                 rx = read_row(s, (r,))
-            total = 0.0
-            for i in range(cols):
-                v = np.float64(load(rx, i))
-                total += v * v
-            rstd = like(weight_offset, 1.0 / np.sqrt(total / cols + eps))
+            rstd = like(weight_offset, 1.0 / np.sqrt(sum_of_squares(rx) / cols + eps))
             if llama:
                 for i in range(cols):
                     n = rounded(rx, load(rx, i) * rstd)

@@ -20,8 +20,8 @@ from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import from_beginning, scratch
-from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
+from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, scratch
+from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves, rotate_pairs
 from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, place_of, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
@@ -130,7 +130,7 @@ def rotate_tokens(
     streaming = streaming and not in_place
     outer, inner = (nheads, 1) if heads_outer else (1, nheads)
     at_once = 1  # heads of a token
-    if takes_vectors(out, rotary_dim, interleaved) and rotary_dim == head_dim:
+    if takes_vectors(out, rotary_dim):
         at_once = inner
         if streaming:
             at_once = min(inner, len(line) // head_dim) if y_step == head_dim else 1
@@ -172,8 +172,11 @@ def rotate_tokens(
                     rotate(
                         source, x_step, target, target_step, heads, c, sn, rotary_dim, interleaved, conjugate
                     )
-                    for i in range(rotary_dim, head_dim):
-                        target[i] = source[i]
+                    if rotary_dim < head_dim:
+                        for i in range(heads):
+                            kept = read_row(x, (b, s, h + i))[rotary_dim:]
+                            place = target_step * i + rotary_dim
+                            copy_row(from_beginning(target, place + len(kept))[place:], kept, len(kept))
                 h += heads
             s += 1
             if s == seqlen:
@@ -184,9 +187,9 @@ def rotate_tokens(
 
 
 @njit(inline="always")
-def takes_vectors(y, rotary_dim, interleaved):
+def takes_vectors(y, rotary_dim):
     """Whether ``rotate`` takes several heads at once: their halves are whole chunks."""
-    return not interleaved and rotary_dim // 2 % chunk_elements(y) == 0
+    return rotary_dim // 2 % chunk_elements(y) == 0
 
 
 @njit(inline="always")
@@ -196,17 +199,19 @@ def rotate(x, x_step, y, y_step, heads, cos, sin, rotary_dim, interleaved, conju
     two = np.uintp(2)
     one = np.uintp(1)
     sign = cos.dtype.type(-1.0 if conjugate else 1.0)
-    if interleaved:
+    if takes_vectors(y, rotary_dim):
+        if interleaved:
+            rotate_pairs(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign, ())
+        elif heads == 1:  # no loop
+            rotate_halves(x, 0, y, 0, 1, cos, sin, rotary_dim // 2, sign, ())
+        else:
+            rotate_halves(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign, ())
+    elif interleaved:
         for i in range(half):
             x1, x2 = load(x, two * i), load(x, two * i + one)
             c, s = cos[i], sign * sin[i]
             store(y, two * i, x1 * c - x2 * s)
             store(y, two * i + one, x2 * c + x1 * s)
-    elif takes_vectors(y, rotary_dim, interleaved):
-        if heads == 1:  # no loop
-            rotate_halves(x, 0, y, 0, 1, cos, sin, rotary_dim // 2, sign, ())
-        else:
-            rotate_halves(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign, ())
     else:
         for i in range(half):
             x1, x2 = load(x, i), load(x, half + i)

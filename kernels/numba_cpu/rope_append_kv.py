@@ -180,8 +180,8 @@ def append_heads(
 def go_together(y, rotary_dim, interleaved):
     """Whether the heads of a token of y can be rotated, and stored, at once."""
     neighbours = y.strides[2] == y.shape[3] * y.itemsize
-    whole = rotary_dim == y.shape[3] and takes_vectors(read_row(y, (0, 0, 0)), rotary_dim, interleaved)
-    return neighbours and whole
+    whole = rotary_dim == y.shape[3] and takes_vectors(read_row(y, (0, 0, 0)), rotary_dim)
+    return neighbours and whole and not interleaved
 
 
 @kernel(_signature, fastmath=REASSOC)
