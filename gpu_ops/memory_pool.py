@@ -1,4 +1,4 @@
-"""Memory of large results on the CPU, used again: what CuPy's memory pool is on a GPU.
+"""Memory of large results and scratch on the CPU, used again: what CuPy's memory pool is on a GPU.
 
 The C library gives freed memory back to the system: always above 32 MiB, and with smaller results as soon as two of
 them are free. The next results start from pages that the system clears first: 5.5 ms for 64 MiB, twice RMSNorm's

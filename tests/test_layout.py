@@ -136,15 +136,20 @@ def imports(path):
             yield node.lineno, ".".join(parts[:2]) if parts[0] == "gpu_ops" else parts[0]
 
 
-# kernels/jit.py and its parts: CuPy and cuda.bindings inside functions, and the errors, which import nothing.
-GPU_COMPILER = {"cupy", "cuda", "gpu_ops.errors"}
+# kernels/jit.py and its parts: CuPy and cuda.bindings inside functions.
+GPU_COMPILER = {"cupy", "cuda"}
+# The errors import nothing, the pool of memory only them.
+SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}
 
 
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
         ("reference", {"numpy", "ml_dtypes", "gpu_ops.reference"}),
-        ("kernels", {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER),
+        (
+            "kernels",
+            {"numpy", "ml_dtypes", "numba", "llvmlite", "rich", "gpu_ops.kernels"} | GPU_COMPILER | SHARED,
+        ),
         # CuPy and Numba inside functions only, for arrays that are theirs.
         ("gpu_ops", {"numpy", "ml_dtypes", "rich", "pynvml", "cupy", "numba", "gpu_ops"}),
         # The emulator's loops over lanes are compiled.

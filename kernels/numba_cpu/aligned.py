@@ -7,24 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.memory_pool import POOL
+
 Array = np.ndarray[Any, Any]
 
 SMALL_BYTES = 1 << 12  # to look for a cache line takes 1 us
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Like np.empty, on a line if it is large."""
-    return _on_a_line(np.empty, shape, dtype)
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    return _on_a_line(np.zeros, shape, dtype)
-
-
-def _on_a_line(make: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Like np.empty, on a line if it is large; what is larger than that gets memory that was used before."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size <= SMALL_BYTES:
-        return make(shape, dtype)
-    raw = make(size + 64, np.uint8)
+        return np.empty(shape, dtype)
+    raw = POOL.empty((size + 64,), np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
     VARIANTS,
@@ -130,7 +131,9 @@ def prepare(
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Where the parts of the keys leave their O and lse."""
     wide = np.float64 if dtype == np.float64 else np.float32
-    return np.empty((call.n_splits, rows, call.head_dim_v), wide), np.empty((call.n_splits, rows), np.float64)
+    return aligned_empty((call.n_splits, rows, call.head_dim_v), wide), np.empty(
+        (call.n_splits, rows), np.float64
+    )
 
 
 @kernel(

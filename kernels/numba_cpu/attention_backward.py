@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_zeros
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.attention_backward_bias import attention_backward_bias
 from gpu_ops.kernels.numba_cpu.attention_config import (
     SEQUENCES,
@@ -114,7 +114,7 @@ def prepare(
     sums, launch, by_head = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5), call._replace(heads=1)
 
     def sums_of_parts(keys: int) -> list[Array]:
-        return [aligned_zeros((parts, nheads_kv, keys, width), wide) for width in widths]
+        return [aligned_empty((parts, nheads_kv, keys, width), wide) for width in widths]
 
     no_starts, no_sums = np.zeros(batch + 1, np.int64), sums_of_parts(0)
 
@@ -204,8 +204,8 @@ def backward_tasks(
             dk_sum, dv_sum, start = dk_parts[part, head_kv], dv_parts[part, head_kv], starts[b]
         else:
             dk_sum, dv_sum, start = own_dk, own_dv, 0
-            clear(dk_sum, 0, sequences[b, 3])
-            clear(dv_sum, 0, sequences[b, 3])
+        clear(dk_sum, start, start + sequences[b, 3])
+        clear(dv_sum, start, start + sequences[b, 3])
         for unit in range(part, groups * blocks, call.n_splits):
             group = head_kv * groups + unit % groups
             block = unit // groups

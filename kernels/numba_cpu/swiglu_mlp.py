@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu import swiglu_mlp_few, swiglu_mlp_small
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.gemm import matmul, tile_shape
 from gpu_ops.kernels.numba_cpu.panels import Panels, pack, packed
@@ -84,7 +85,7 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) ->
     step, block = _steps(tokens, ffn, 1)
     total = None
     if block < ffn and wide != y.dtype:
-        total = np.empty((step, y.shape[1]), wide)
+        total = aligned_empty((step, y.shape[1]), wide)
     kind = packed(x.dtype.name)
     for t in _spans(tokens, step):
         xt, yt = pack(x[t], kind, trans=True), y[t]
@@ -132,14 +133,14 @@ def backward(
     step, block = _steps(tokens, ffn, _kept(tokens, max(hidden, len(w_down)), x.dtype))
     kind = packed(x.dtype.name)
     kept = x.dtype if kind == "uint32" else wide  # of dgate, dup and h
-    blocks = [np.empty((block, step), kept) for _ in range(3)]
-    dx_total = dx if wide == dx.dtype else np.empty(dx.shape, wide)
+    blocks = [aligned_empty((block, step), kept) for _ in range(3)]
+    dx_total = dx if wide == dx.dtype else aligned_empty(dx.shape, wide)
     for f in _spans(ffn, block):
         wg, wu, wd = w_gate[f], w_up[f], w_down[:, f]
         targets = (dw_gate[f], dw_up[f], dw_down[:, f])
         totals: Sequence[Array | None] = (None,) * 3
         if step < tokens and wide != x.dtype:
-            totals = [np.empty(w.shape, wide) for w in targets]
+            totals = [aligned_empty(w.shape, wide) for w in targets]
         for t in _spans(tokens, step):
             n = t.stop - t.start
             xt, dyt = pack(x[t], kind, trans=True), pack(dy[t], kind, trans=True)

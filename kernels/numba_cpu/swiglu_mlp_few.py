@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode import score_keys
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
@@ -33,7 +34,7 @@ AT_ONCE = 4  # rows, and as many are asked for meanwhile
 
 def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
     w_gate, w_up, w_down = weights
-    h = np.empty((len(x), len(w_gate)), np.float64 if x.dtype == np.float64 else np.float32)
+    h = aligned_empty((len(x), len(w_gate)), np.float64 if x.dtype == np.float64 else np.float32)
     gate_up, down = rows_per_task(len(w_gate)), rows_per_task(len(w_down))
     launch = launcher((2 * w_gate.size + w_down.size) * (0.4 + len(x) / 20))
     launch(

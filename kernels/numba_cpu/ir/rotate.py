@@ -55,7 +55,9 @@ def _rotation(*, pairs: bool) -> Any:
                 return vectors(pointer), vectors(b.gep(pointer, [half_]))
             parts = vectors(pointer) + vectors(b.gep(pointer, [number(row.elements)]))
             if not alternate:
-                parts = [v for i in range(0, len(parts), 2) for v in apart(*parts[i : i + 2])]
+                parts = [
+                    v for low, high in zip(parts[::2], parts[1::2], strict=True) for v in apart(low, high)
+                ]
             return parts[::2], parts[1::2]
 
         def store(first: list[Any], second: list[Any], pointer: Any) -> None:
@@ -66,11 +68,8 @@ def _rotation(*, pairs: bool) -> Any:
             parts = [v for both in zip(first, second, strict=True) for v in both]
             if not alternate:
                 order = [lane // 2 + lane % 2 * n for lane in range(2 * n)]
-                parts = [
-                    shuffle(b, *parts[i : i + 2], part)
-                    for i in range(0, len(parts), 2)
-                    for part in (order[:n], order[n:])
-                ]
+                both = zip(parts[::2], parts[1::2], strict=True)
+                parts = [shuffle(b, x1, x2, part) for x1, x2 in both for part in (order[:n], order[n:])]
             for i in range(2):
                 chunk = narrow(b, y.dtype, parts[i * row.parts : (i + 1) * row.parts])
                 store_vector(b, chunk, b.gep(pointer, [number(i * row.elements)]))
