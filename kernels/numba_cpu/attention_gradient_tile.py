@@ -31,7 +31,7 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     unscaled,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
-from gpu_ops.kernels.numba_cpu.attention_scores import weigh_visible
+from gpu_ops.kernels.numba_cpu.attention_scores import scale_scores, weigh_visible
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
     cap_scores,
@@ -281,6 +281,8 @@ def _plain_gradients(w, call, first, n_keys):
             start = larger(w.span[i, 0] - first, 0) // step * step
             stop = smaller(round_up(larger(w.span[i, 3] + 1 - first, 0), step), rows)
             start = smaller(start, stop)
+            if call.block_q > 0 and extremes(w.top, lane, lane + PANEL)[1] < first:
+                start = stop = np.int64(0)
             if in_tiles(w.p):
                 multiply_scores(w, w.s_panel, w.dp_panel, start, stop - start, lane, PANEL, words, words_v)
             for j in range(start, stop, MR):
@@ -288,7 +290,8 @@ def _plain_gradients(w, call, first, n_keys):
                 masked = key < w.span[i, 1] or key + MR - 1 > w.span[i, 2] or call.block_q > 0
                 score_tile(w, j, lane, key, masked, scale, words, words_v)
             first_row, end = 0, rows
-            if call.heads == 1:  # later panels see later keys: all that meet a group of keys are neighbours
+            # later panels see later keys, and all that meet a group of keys are neighbours
+            if call.heads == 1 and call.block_q == 0:
                 first_row, end = start // KEY_GROUP * KEY_GROUP, smaller(round_up(stop, KEY_GROUP), rows)
             for a in (w.p, w.ds):
                 c = lane // packing(a)
@@ -307,12 +310,7 @@ def any_gradients(w, call, b, n, first, n_keys, finite, bias):
     width, rows = w.width[0], round_up(n_keys, key_step(w.p))
     words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
     multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
-    scale = like(w.lse2[0], unscaled(w.q, score_scale(call)))
-    if scale != 1:
-        for j in range(n_keys):
-            s = w.s[j]
-            for c in range(width):
-                s[c] *= scale
+    scale_scores(w.s, n_keys, width, like(w.lse2[0], unscaled(w.q, score_scale(call))))
     if call.softcap > 0:
         cap_scores(w.s, call.softcap, n_keys, width, w.terms.cap_slope, True)
     if not is_plain(call):

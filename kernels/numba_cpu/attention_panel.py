@@ -29,6 +29,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     LN2,
     LOG2E,
     TINY_LOG2,
+    block_visibility,
     is_plain,
     make_terms,
     place_lanes,
@@ -152,17 +153,25 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
     ldk, group = w.kt.shape[1], key_step(w.vt)
-    plain, scale = is_plain(call) and seen == 2, like(w.s[0, 0], factors(call, w.p)[1])
+    scale, here = like(w.s[0, 0], factors(call, w.p)[1]), seen
     for panel in range((n + nr - 1) // nr):
+        lane = panel * nr
+        if seen == 1:
+            here = block_visibility(
+                visible, call, b, first, smaller(n - lane, nr), w.head[lane:], w.query[lane:]
+            )
+            if here == 0:
+                continue
+        plain = is_plain(call) and here == 2
         skip = larger(w.seen[panel, 0] - first, 0) // group * group
         start = first + skip
         count = smaller(first + n_keys, w.seen[panel, 1] + 1) - start
         if count <= 0:
             continue
         rows, width = round_up(count, group), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
-        lane, changed, factor = panel * nr, count < rows, scale
+        changed, factor = count < rows, scale
         if finite and add_late(
-            w, call, b, panel, n, start, skip, count, seen, width, plain, scale, bias, visible
+            w, call, b, panel, n, start, skip, count, here, width, plain, scale, bias, visible
         ):
             continue
         restart(w, lane, width)
@@ -170,7 +179,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
             w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, lane * depth, nr, rows, width, ldk, w.alpha, lane
         )
         if not (plain and all_visible(w, panel, start, count)):
-            finish_panel(w, w.s, call, b, panel, n, start, count, seen, width, factor, bias, visible)
+            finish_panel(w, w.s, call, b, panel, n, start, count, here, width, factor, bias, visible)
             factor = factor if is_plain(call) else like(factor, 1.0)
             changed = True
         for j in range(count, rows):
