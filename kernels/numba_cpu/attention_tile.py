@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
+from gpu_ops.kernels.numba_cpu.attention_bias import add_bias
+from gpu_ops.kernels.numba_cpu.dtype import like
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
-from gpu_ops.kernels.numba_cpu.ir.memory import prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.target import lanes
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
@@ -35,7 +34,6 @@ LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
 TINY = 1e-37
 TINY_LOG2 = -122.9
-LOWEST = -2.3e38  # times log2 e still finite in float32: a very negative finite bias is not a mask
 
 
 class Call(NamedTuple):
@@ -170,35 +168,6 @@ def finish_scores(s, call, b, first, n, n_lanes, width, head, query, terms, lane
         row = s[j]
         for c in range(width):
             row[c] *= log2e
-
-
-@uncounted
-def add_bias(s, b, first, n, n_lanes, width, head, query, bias, terms):
-    """Two squares at a time: 16 rows of bias, say, of 32 keys."""
-    rows, turned = terms.rows, terms.turned
-    step, wide = rows.shape
-    for c in range(0, n_lanes, step):
-        for j in range(0, n, wide):
-            keys, queries = smaller(wide, n - j), smaller(step, n_lanes - c)
-            for i in range(queries):
-                row, source = rows[i], read_row(bias, (b, head[c + i], query[c + i]))
-                here = first + j
-                for k in range(keys):
-                    row[k] = load(source, here + k)
-                prefetch_row(source[smaller(here + 2 * wide, len(source)) :], 1)
-            for i in range(queries, step):  # lanes without a query weigh nothing, but for a NaN
-                for k in range(wide):
-                    rows[i, k] = 0
-            for k in range(0, keys, step):
-                copy_transposed(turned, k * step, step, rows, k, wide)
-            for k in range(keys):
-                row, more = s[j + k, c : c + step], turned[k]
-                # a whole vector: LLVM would unroll a length that it knows, element by element
-                for i in range(smaller(step, width - c)):
-                    add, lowest = more[i], like(more[0], LOWEST)
-                    total = row[i] + add
-                    total = lowest if total < lowest else total
-                    row[i] = total if add != -np.inf else add  # a mask, also for a NaN score
 
 
 @alone
