@@ -50,7 +50,7 @@ def test_a_thread_that_sleeps_holds_no_arrays():
     held = threading.Event()
     for _ in range(parallel.thread_count()):
         busy = [(held.wait, ())]  # until the end: every helper's turn comes later
-        parallel.waiting_threads().put((busy, SimpleQueue()))
+        parallel.waiting_threads().put((busy, np.zeros(1), SimpleQueue()))
     try:
         array = np.zeros(4)
         alive, done = weakref.ref(array), []
@@ -62,7 +62,7 @@ def test_a_thread_that_sleeps_holds_no_arrays():
         held.set()
 
 
-@pytest.mark.parametrize("seconds", [0, 10 * parallel.PATIENCE], ids=["soon", "late"])
+@pytest.mark.parametrize("seconds", [0, 2e-3], ids=["soon", "late"])
 def test_all_is_done_when_a_call_returns(seconds):
     """Also where the last task takes a helper longer than the caller looks for its end."""
     done, lock = [], threading.Lock()

@@ -12,35 +12,42 @@ A kernel is ``f(state, n_tasks, *arguments)`` with the loop::
         ...                      all that is to be seen of the task
         task = claim(state)
 
-    caller  | offers work | task 0 | task 2 | ... | finds none, looks at the counter: n + 2 | returns
-    helper  | asleep | wakes up | task 1 | ... | task n - 1 | finds none | has the interpreter again, sleeps
+    caller  | offers work | task 0 | task 2 | ... | finds none | looks out for helpers' ends | returns
+    helper  | asleep | wakes up | task 1 | ... | task n - 1 | finds none | lets go of the arrays | asleep
 
-The counter also tells when all is done: it has grown by n tasks, and by one for each thread that found none. So the
-caller need not wait until a helper has the interpreter again and has woken it up: with ``ThreadPoolExecutor`` and its
-futures, RMSNorm of 512 x 4096 bfloat16 took 360 us in place of 300.
+The caller looks out without the interpreter, which the helper needs for its end: one that waits to be woken up, by a
+future or a queue, does so 50 us later. RMSNorm of 512 x 4096 bfloat16 takes 334 us; with ``ThreadPoolExecutor``, 386.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import platform
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba.core import config, types
+from numba.core.cgutils import get_or_insert_function
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-PATIENCE = (
-    200e-6  # seconds in which the caller looks for the last helper's end, before it sleeps and has to wake up
-)
+from gpu_ops.kernels.numba_cpu.jit import kernel
 
+Array = np.ndarray[Any, Any]
+
+PATIENCE = (
+    4000  # pauses, of 20 to 50 ns, in which the caller looks out before it sleeps and has to be woken up
+)
+ASLEEP = 200  # pauses after which a helper that has ended has also given the interpreter away
+
+_NOTHING = ir.FunctionType(ir.VoidType(), [])
 _Work = tuple[Callable[..., None], tuple[Any, ...]]
-_Offers = SimpleQueue["tuple[list[_Work], SimpleQueue[BaseException | None]] | None"]
+_Offers = SimpleQueue["tuple[list[_Work], Array, SimpleQueue[BaseException | None]] | None"]
 
 _offers: _Offers | None = None  # what threads wait for
 _helpers: list[threading.Thread] = []
@@ -85,11 +92,11 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
     if count <= 1:
         launch_here(compiled, n_tasks, *arguments)
         return
-    state = np.zeros(1, np.int64)  # the next unclaimed task
+    state, ended = np.zeros(1, np.int64), np.zeros(1, np.int64)  # the next unclaimed task; helpers that ended
     offers, ends = waiting_threads(), SimpleQueue[BaseException | None]()
     work = [(compiled, (state, n_tasks, *arguments))] * (count - 1)
     for _ in range(count - 1):
-        offers.put((work, ends))
+        offers.put((work, ended, ends))
     try:
         compiled(state, n_tasks, *arguments)
     except BaseException:
@@ -98,10 +105,9 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
             ends.get()
         raise
     helpers = count - 1 - _withdraw(work)
-    latest = time.perf_counter() + PATIENCE
-    while (busy := helpers > 0 and state[0] <= n_tasks + helpers) and time.perf_counter() < latest:
-        pass
-    for error in [ends.get() for _ in range(helpers if busy else 0)]:
+    if helpers:
+        look_out[None](ended, helpers, PATIENCE, ASLEEP)
+    for error in [ends.get() for _ in range(helpers)]:
         if error is not None:
             raise error
 
@@ -124,17 +130,19 @@ def _wait_for_work(offers: _Offers) -> None:
         del offer  # arrays do not live until the next call
 
 
-def _help(work: list[_Work], ends: SimpleQueue[BaseException | None]) -> None:
+def _help(work: list[_Work], ended: Array, ends: SimpleQueue[BaseException | None]) -> None:
     try:
-        compiled, arguments = work.pop()
+        offer = work.pop()
     except IndexError:
         return
     raised = None
     try:
-        compiled(*arguments)
+        offer[0](*offer[1])
     except BaseException as error:
         raised = error
+    del offer
     ends.put(raised)
+    ended[0] += 1  # a hint: who misses it sleeps until ``ends``
 
 
 def waiting_threads() -> _Offers:
@@ -142,6 +150,8 @@ def waiting_threads() -> _Offers:
     global _offers
     with _start:
         if _offers is None:
+            # compiled now: a child forked while another thread compiles would wait for that for ever
+            look_out[None]
             _offers = SimpleQueue()
             for i in range(max(thread_count() - 1, 1)):
                 name = f"gpu_ops_{i}"
@@ -184,6 +194,29 @@ def claim(typingctx, state):
     def codegen(context, builder, sig, args):
         array = context.make_array(sig.args[0])(context, builder, args[0])
         one = context.get_constant(types.int64, 1)
-        return builder.atomic_rmw("add", array.data, one, "acq_rel")  # the caller reads what was written
+        return builder.atomic_rmw("add", array.data, one, "monotonic")
 
     return signature(types.int64, state), codegen
+
+
+@intrinsic
+def pause(typingctx, state):
+    """``state[0]`` as it is after a moment in which the core may serve another thread."""
+
+    def codegen(context, builder, sig, args):
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            builder.call(get_or_insert_function(builder.module, _NOTHING, "llvm.x86.sse2.pause"), [])
+        array = context.make_array(sig.args[0])(context, builder, args[0])
+        return builder.load_atomic(array.data, "acquire", 8)
+
+    return signature(types.int64, state), codegen
+
+
+@kernel(lambda _: (types.int64, types.int64), variants=(None,))
+def look_out(ended, helpers, patience, asleep):
+    """Until so many helpers have ended and sleep, or patience is."""
+    for _ in range(patience):
+        if pause(ended) >= helpers:
+            for _ in range(asleep):
+                pause(ended)
+            return
