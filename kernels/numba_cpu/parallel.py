@@ -40,9 +40,7 @@ from gpu_ops.kernels.numba_cpu.jit import kernel
 
 Array = np.ndarray[Any, Any]
 
-PATIENCE = (
-    4000  # pauses, of 20 to 50 ns, in which the caller looks out before it sleeps and has to be woken up
-)
+PATIENCE = 4000  # pauses, of 20 to 50 ns, before the caller sleeps and has to be woken up
 ASLEEP = 200  # pauses after which a helper that has ended has also given the interpreter away
 
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
@@ -155,16 +153,12 @@ def waiting_threads() -> _Offers:
             _offers = SimpleQueue()
             for i in range(max(thread_count() - 1, 1)):
                 name = f"gpu_ops_{i}"
-                _helpers.append(
-                    threading.Thread(target=_wait_for_work, args=(_offers,), name=name, daemon=True)
-                )
+                helper = threading.Thread(target=_wait_for_work, args=(_offers,), name=name, daemon=True)
                 try:
-                    _helpers[-1].start()
-                except (
-                    RuntimeError
-                ):  # the interpreter is shutting down, or has no thread to give: with fewer, or alone
-                    _helpers.pop()
+                    helper.start()
+                except RuntimeError:  # the interpreter is shutting down, or has no thread to give
                     break
+                _helpers.append(helper)
         return _offers
 
 
