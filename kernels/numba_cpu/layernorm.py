@@ -215,19 +215,19 @@ def layernorm_backward(
             statistics = mean[first:], rstd[first:]
             norm.layer_sums((products, gradients), totals, starts, strides, (w,), statistics, (), n, cols)
             for i in range(n):
-                r, after = first + i, min(first + step + i, rows - 1)
+                r = first + i
                 operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
                 product, gradient = products[i], gradients[i]
                 if not abs(product) + abs(gradient) < np.inf:
                     product, gradient = norm.exact_layer_sums(operands, (mean[r], rstd[r]), 0, cols)
                 shared = shared_chunks(lines, 0, dx, r, begin, stop)
                 means = like(mean[r], product / cols), like(mean[r], gradient / cols)
-                scalars, following = (mean[r], rstd[r], means[0], means[1]), (read_row(x, (after,)),)
+                scalars = mean[r], rstd[r], means[0], means[1]
                 if has_dresidual:
                     more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
-                    norm.layer_gradient(result, more, scalars, following, shared, streaming)
+                    norm.layer_gradient(result, more, scalars, (), shared, streaming)
                 else:
-                    norm.layer_gradient(result, operands, scalars, following, shared, streaming)
+                    norm.layer_gradient(result, operands, scalars, (), shared, streaming)
         if streaming:
             fence()
         task = claim(state)

@@ -252,17 +252,17 @@ def rmsnorm_backward(
             else:
                 norm.rms_sums((sums,), (dw,), starts, strides, (w,), scales, (weight_offset,), n, cols)
             for i in range(n):
-                r, after = first + i, min(first + step + i, rows - 1)
+                r = first + i
                 operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
                 if not abs(sums[i]) < np.inf:
                     sums[i] = norm.exact_rms_sum(operands, (rstd[r], weight_offset), 0, cols)
                 scalars = rstd[r], weight_offset, like(rstd[r], sums[i] / cols)
-                following, shared = (read_row(x, (after,)),), shared_chunks(lines, 0, dx, r, begin, stop)
+                shared = shared_chunks(lines, 0, dx, r, begin, stop)
                 if has_dresidual:
                     more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
-                    norm.rms_gradient(result, more, scalars, following, shared, streaming)
+                    norm.rms_gradient(result, more, scalars, (), shared, streaming)
                 else:
-                    norm.rms_gradient(result, operands, scalars, following, shared, streaming)
+                    norm.rms_gradient(result, operands, scalars, (), shared, streaming)
         if streaming:
             fence()
         task = claim(state)
