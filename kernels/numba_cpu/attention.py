@@ -131,9 +131,8 @@ def prepare(
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Where the parts of the keys leave their O and lse."""
     wide = np.float64 if dtype == np.float64 else np.float32
-    return aligned_empty((call.n_splits, rows, call.head_dim_v), wide), np.empty(
-        (call.n_splits, rows), np.float64
-    )
+    shape = call.n_splits, rows
+    return aligned_empty((*shape, call.head_dim_v), wide), np.empty(shape, np.float64)
 
 
 @kernel(

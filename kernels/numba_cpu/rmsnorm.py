@@ -26,7 +26,7 @@ from numba import njit
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import same, scratch
+from gpu_ops.kernels.numba_cpu.ir.memory import place_of, scratch
 from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
 from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
 from gpu_ops.kernels.numba_cpu.ir.sums import TOGETHER
@@ -162,7 +162,7 @@ def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
     """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))
     operands, coming = (row, read_row(residual, (r,))), (read_row(residual, (after,)),)
-    if same(copy, out):
+    if place_of(copy) == place_of(out):
         norm.add_up((total,), operands, (), coming, (), streaming)
     else:
         norm.add((copy, total), operands, (), coming, shared, streaming)

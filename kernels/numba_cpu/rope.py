@@ -20,9 +20,9 @@ from numba import njit
 
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, scratch
+from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, place_of, scratch
 from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves, rotate_pairs
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, place_of, put, stays_in_cache
+from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 

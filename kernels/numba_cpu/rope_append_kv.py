@@ -197,9 +197,8 @@ def append_tokens(
     heads = max(q.shape[2], nheads_kv)
     numbers = scratch(4, max(head_dim, heads), cos[0, 0])  # gains, scales and a head
     lines = scratch(1, heads * head_dim, q_weight.dtype.type(0))
-    waiting = scratch(
-        3, LINE_BYTES // q.itemsize, q_weight.dtype.type(0)
-    )  # of q, k and v, for the next token
+    # of q, k and v, for the next token
+    waiting = scratch(3, LINE_BYTES // q.itemsize, q_weight.dtype.type(0))
     places = np.zeros((3, 2), np.int64)
     widen(write_row(numbers, (0,))[:head_dim], read_row(q_weight, ()), weight_offset)
     widen(write_row(numbers, (1,))[:head_dim], read_row(k_weight, ()), weight_offset)

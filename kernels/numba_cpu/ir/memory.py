@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -139,15 +138,11 @@ def from_beginning(typingctx, row, count):
 
 
 @intrinsic
-def same(typingctx, x, y):
-    """Whether rows begin at one address: the only way in which an input and a result may share memory."""
+def place_of(typingctx, row):
+    """The address of its first element: an input and a result share memory if they begin at one, and only then."""
 
     def codegen(context, builder, sig, args):
-        return builder.icmp_signed("==", *map(partial(emit_place, context, builder), sig.args, args))
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
 
-    return signature(types.boolean, x, y), codegen
-
-
-def emit_place(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """The address of an array's first element, as a number."""
-    return builder.ptrtoint(context.make_array(array_type)(context, builder, array).data, ir.IntType(64))
+    return signature(types.int64, row), codegen

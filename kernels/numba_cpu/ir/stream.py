@@ -22,32 +22,17 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, emit_place
+from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, place_of
 from gpu_ops.kernels.numba_cpu.ir.target import NEAR
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
 _LINE = ir.VectorType(ir.IntType(32), LINE_BYTES // 4).as_pointer()
 
 
-@intrinsic
-def past_line(typingctx, row):
+@uncounted
+def past_line(row):
     """Elements from the line's beginning to the row's."""
-
-    def codegen(context, builder, sig, args):
-        place = builder.and_(emit_place(context, builder, sig.args[0], args[0]), number(LINE_BYTES - 1))
-        return builder.udiv(place, number(sig.args[0].dtype.bitwidth // 8))
-
-    return signature(types.int64, row), codegen
-
-
-@intrinsic
-def place_of(typingctx, row):
-    """The address of its first element."""
-
-    def codegen(context, builder, sig, args):
-        return emit_place(context, builder, sig.args[0], args[0])
-
-    return signature(types.int64, row), codegen
+    return (place_of(row) & (LINE_BYTES - 1)) // row.itemsize
 
 
 @uncounted
