@@ -61,8 +61,9 @@ def ternary_matmul_backward(
 
     Notes
     -----
-    4 * tokens * N * K flops, sums in float32 (float64 for float64). On the CPU W exists dense in blocks of rows only;
-    on a GPU it stays packed until it is in registers, rounded to x's dtype there, and xq is a copy in x's dtype.
+    4 * tokens * N * K flops, sums in float32 (float64 for float64). On the CPU W exists dense in tiles only; on a GPU
+    it stays packed until it is in registers. There, and where a CPU multiplies bfloat16, W times its scales (on the
+    CPU: if there is one per row or group) and xq are rounded to x's dtype.
     Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013; Ma et al., 2024.
 
     Examples
@@ -134,7 +135,7 @@ def ternary_matmul_backward(
             return "NumPy, float64"
         from gpu_ops.kernels.numba_cpu import ternary_backward as kernels
 
-        return kernels.config(tokens, n, k, wide)
+        return kernels.config(tokens, n, k, dtype)
 
     def again() -> Callable[..., Any]:
         new = Arrays(name).new

@@ -143,40 +143,27 @@ def test_a_token_that_is_not_finite_shows(rng):
     assert np.isnan(dw).all()
 
 
-def test_blocks_of_rows_make_no_difference(rng, monkeypatch):
-    w = matrix(rng, 50, 64, "group")
-    dy, x = random(rng, (9, 50), np.float16), random(rng, (9, 64), np.float16)
+def test_tiles_make_no_difference(rng, monkeypatch):
+    w = matrix(rng, 50, 300, "group")
+    dy, x = random(rng, (9, 50), np.float16), random(rng, (9, 300), np.float16)
     monkeypatch.setattr(kernels, "SMALL", 0)
-    monkeypatch.setattr(kernels, "FEW", 0)
     whole = ternary_matmul_backward(dy, x, w)
-    monkeypatch.setattr(kernels, "DENSE", 64 * 7)
+    monkeypatch.setattr(kernels, "TOKENS", 4)
+    monkeypatch.setattr(kernels, "COLUMNS", 64)
     plan = gpu_ops.explain("ternary_matmul_backward", dy, x, w)
-    assert "W dense 7 rows at a time" in str(plan)
-    dx, dw = plan.run()
-    np.testing.assert_array_equal(dw, whole[1])
-    np.testing.assert_allclose(dx.astype(np.float64), whole[0], rtol=2**-10, atol=2**-10)
+    assert "tiles of 4 tokens x 64 columns" in str(plan)
+    for gradient, want in zip(plan.run(), whole, strict=True):
+        np.testing.assert_array_equal(gradient, want)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [1, 8, 33, 64])
-def test_few_tokens(m, dtype, rng, monkeypatch):
-    """Tiles of W that are unpacked where they are multiplied: unequal last tiles, scales of rows and of groups."""
-    dtype = BF16 if dtype == "bfloat16" else np.dtype(dtype)
+def test_tiles(m, dtype, rng, monkeypatch):
+    """Unequal last tiles and blocks of W, a last row without a neighbour, every kind of scale."""
     monkeypatch.setattr(kernels, "SMALL", 0)
-    for n, k, kind in ((300, 600, "group"), (129, 257, "row"), (128, 256, "tensor")):
-        w = matrix(rng, n, k, kind)
-        dy, x = random(rng, (m, n), dtype), random(rng, (m, k), dtype)
-        monkeypatch.setattr(kernels, "FEW", 64)
-        assert "128 rows x 256 columns" in str(gpu_ops.explain("ternary_matmul_backward", dy, x, w))
-        dx, dw = ternary_matmul_backward(dy, x, w)
-        monkeypatch.setattr(kernels, "FEW", 0)
-        want, want_dw = ternary_matmul_backward(dy, x, w)
-        rounding = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-11}[dtype.name]
-        scale = np.abs(want.astype(np.float64)).max()
-        np.testing.assert_allclose(
-            dx.astype(np.float64) / scale, want.astype(np.float64) / scale, atol=rounding
-        )
-        np.testing.assert_allclose(dw, want_dw, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(kernels, "TOKENS", 16)
+    for n, k, kind in ((300, 600, "group"), (129, 257, "row"), (301, 257, "tensor"), (128, 256, "tensor")):
+        test_gradients({"backend": "numba"}, dtype, m, n, k, kind, "int8", rng)
 
 
 # --- the layer -------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
 """Gradients of the ternary matmul on the CPU: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
-W exists dense some rows at a time, and xq, which the forward multiplied, as a copy; sums are float32 (float64 for
-float64). For a few tokens a task takes columns of dx, and a tile of W exists dense in its L2 cache:
+Sums are float32 (float64 for float64). dw is a product like others. A task of dx is some tokens x columns, and some
+rows of W at a time exist in its caches, as words (panels.py) of which a row is what one step of the product takes:
 
-                       columns of dx
-                    +----------------+
-    rows of W       |  W, unpacked   |      C[token, column] += dy[token, rows] W[rows, columns]
-                    +----------------+
+                          columns of dx
+                       +----------------+
+        rows of W      |  W, unpacked   |      codes of rows further on are asked for meanwhile
+                       +----------------+
+        +--------+     +----------------+
+ tokens |   dy   |     |       C        |      C += dy[tokens, rows] W[rows, columns]
+        +--------+     +----------------+
+
+bfloat16 is multiplied in pairs where the CPU does that: xq is rounded to it then, and W times scales by row. A
+scale of the tensor, or of columns, multiplies C.
 
 Products so small that packing operands and asking threads takes longer than the sums go row by row:
 
@@ -19,69 +25,76 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.gemm import matmul
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.ir.ternary import WORD, unpack_row
-from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launch_here
+from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
+from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.gemm import matmul, products, tile_size
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, prefetch_row, scratch
+from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
+from gpu_ops.kernels.numba_cpu.ir.ternary import WORD, unpack_pairs, unpack_row
+from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, overload, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, steps
+from gpu_ops.kernels.numba_cpu.parallel import (
+    TASKS_PER_THREAD,
+    claim,
+    items_per_task,
+    launch,
+    launch_here,
+    thread_count,
+)
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_small import add, finish
 from gpu_ops.kernels.numba_cpu.ternary_tokens import absmax_of
 
 Array = np.ndarray[Any, Any]
 
-DENSE = 1 << 22  # weights that exist dense at a time: 16 MiB of float32
 SMALL = 1 << 17  # products up to which rows are faster
-FEW = 64  # tokens up to which dx is made of tiles of W that no other task sees
-TILE_ROWS, TILE_COLUMNS = 128, 256  # of such a tile: 128 KiB of float32
+TOKENS, COLUMNS = 256, 512  # of a task of dx at most: C 512 KiB of float32
+STEPS = 128  # of W at a time: 256 KiB
+SOME = 8  # rows that are unpacked before they are put into panels
+AHEAD = 16  # rows
 
 
-def config(tokens: int, n: int, k: int, wide: np.dtype[Any]) -> str:
+def config(tokens: int, n: int, k: int, dtype: str) -> str:
+    wide = "float64" if dtype == "float64" else "float32"
     if tokens * n * k <= SMALL:
         return f"{wide} sums; W dense one row at a time"
-    if tokens <= FEW:
-        return f"{wide} tiles; W dense {TILE_ROWS} rows x {TILE_COLUMNS} columns at a time"
-    return f"{wide} tiles; W dense {_rows_at_a_time(k)} rows at a time"
+    rows, columns = tile_shape(tokens, k)
+    return f"{wide} sums; tiles of {rows} tokens x {columns} columns, W dense {STEPS} steps at a time"
 
 
-def _rows_at_a_time(k: int) -> int:
-    return max(DENSE // max(k, 1), 1)
+def tile_shape(tokens: int, k: int) -> tuple[int, int]:
+    """Of dx: some for every thread."""
+    rows, columns = min(tokens, TOKENS), COLUMNS
+    while columns > 64 and -(-tokens // rows) * -(-k // columns) < TASKS_PER_THREAD * thread_count():
+        columns //= 2
+    return rows, columns
 
 
 def backward(
     dy: Array, x: Array, codes: Array, scale: Array, dx: Array, dw: Array, *, activations: str
 ) -> None:
     """dy (tokens, N), x and dx (tokens, K), dw (N, K); w2 codes (N, bytes), scale (1 or N, groups)."""
-    (tokens, n), k, wide = dy.shape, x.shape[1], dw.dtype
+    (tokens, n), k = dy.shape, x.shape[1]
     rounding = activations == "int8"
     if tokens * n * k <= SMALL:
         arrays = bits(dy), bits(x), codes, scale, bits(dx), dw
         launch_here(ternary_small_backward[x.dtype], 1, rounding, *arrays)
         return
-    used, gradient = x.astype(wide, copy=False), dy.astype(wide, copy=False)
+    used, word = x, packed(x.dtype.name, x.dtype.name)
     if rounding:
-        used, chunk = np.empty(x.shape, wide), items_per_task(tokens, k)
-        launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), used)
-    if tokens <= FEW:
-        filled = np.zeros((round_up.py_func(tokens, MR), n), wide)
-        filled[:tokens] = gradient
-        launch(ternary_few_dx[x.dtype], -(-k // TILE_COLUMNS), filled, codes, scale, bits(dx))
-        matmul(gradient, used, dw, trans_a=True)
-        return
-    total = dx if dx.dtype == wide else np.empty(dx.shape, wide)
-    step = _rows_at_a_time(k)
-    room = np.empty((min(step, n), k), wide)
-    for first in range(0, n, step):
-        rows = slice(first, min(first + step, n))
-        dense, chunk = room[: rows.stop - first], items_per_task(rows.stop - first, k)
-        of_rows = scale[rows] if len(scale) > 1 else scale
-        launch(ternary_dense_rows[wide], -(-len(dense) // chunk), chunk, codes[rows], of_rows, dense)
-        matmul(dense, gradient[:, rows], total, trans_a=True, trans_b=True, trans_out=True, first=first == 0)
-        matmul(gradient[:, rows], used, dw[rows], trans_a=True)
-    if total is not dx:
-        dx[...] = total
+        used, chunk = aligned_empty(x.shape, _used(x.dtype.name)), items_per_task(tokens, k)
+        launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), bits(used))
+    matmul(dy, used, dw, trans_a=True)
+    rows, columns = tile_shape(tokens, k)
+    n_tasks = -(-tokens // rows) * -(-k // columns)
+    words = np.empty((0, 0), word)
+    launch(ternary_dx[x.dtype], n_tasks, (rows, columns), bits(dy), codes, scale, bits(dx), words)
+
+
+def _used(dtype: str) -> str:
+    """In what xq is multiplied."""
+    return dtype if packed(dtype, dtype) == "uint32" else compute(dtype).name
 
 
 @inner
@@ -100,49 +113,85 @@ def round_tokens(to, row, zero):
     s, unit = 127.0 / absmax if finite else 0.0, absmax / 127.0 if finite else np.nan
     for i in range(len(row)):
         q = np.rint(np.float64(load(row, i)) * s) if finite else 0.0
-        to[i] = q * unit
+        store(to, i, q * unit)
 
 
-@kernel(lambda t: (types.int64, read("uint8", 2), read("float32", 2), write(t, 2)), ("float32", "float64"))
-def ternary_dense_rows(state, n_tasks, chunk, codes, scale, dense):
-    n, k = dense.shape
-    per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])
-    row = scratch(1, 4 * codes.shape[1], dense[0, 0])[0]
+def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if there are some by row."""
+    raise TypeError("compiled code only")
+
+
+@uncounted
+def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+    span = round_up(width, WORD)
+    first, last = k0 // 4, (k0 + span) // 4
+    for r0 in range(0, count, len(some)):
+        rows = smaller(len(some), count - r0)
+        for r in range(rows):
+            n = n0 + r0 + r
+            unpack_row(some[r, :span], read_row(codes, (n,))[first:last])
+            prefetch_row(read_row(codes, (smaller(n + AHEAD, len(codes) - 1),))[first:last], last - first)
+            if per_row:
+                scale_groups(some[r, :width], read_row(scale, (n,)), group, k0)
+        put_rows(panels, 1, some, r0, rows, 0, span)
+
+
+@overload(unpack)
+def _unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+    def pairs(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+        if per_row | (count % 2 > 0):
+            unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group)
+            return
+        first, last = k0 // 4, (k0 + round_up(width, WORD)) // 4
+        for r in range(0, count, 2):
+            n = n0 + r
+            unpack_pairs(
+                panels, r // 2, read_row(codes, (n,))[first:last], read_row(codes, (n + 1,))[first:last]
+            )
+            for later in (n + AHEAD, n + AHEAD + 1):
+                prefetch_row(read_row(codes, (smaller(later, len(codes) - 1),))[first:last], last - first)
+
+    return pairs if panels.dtype == types.uint32 else unpack_rows.py_func
+
+
+def _dx_signature(t: str) -> tuple[types.Type, ...]:
+    tile, word = types.UniTuple(types.int64, 2), write(packed(t, t), 2)
+    return tile, read(t, 2), read("uint8", 2), read("float32", 2), write(t, 2), word
+
+
+@kernel(_dx_signature)
+def ternary_dx(state, n_tasks, tile, dy, codes, scale, dx, words):
+    """``words``: of the type in which W is multiplied."""
+    rows, columns = tile
+    (tokens, k), n, one = dx.shape, len(codes), like(load(read_row(dy, (0,)), 0), 1)
+    per_row, group = len(scale) > 1, max(1, k // scale.shape[1])
+    across, depth = (k + columns - 1) // columns, elements(words, STEPS)
+    word, nr = words.dtype.type(0), 2 * lanes(words)
+    c = scratch(round_up(rows, TILE), columns + SKEW, one)
+    a = scratch(round_up(rows, TILE), STEPS + SKEW, word)
+    panels = scratch(columns // nr, STEPS * nr, word)
+    some = scratch(SOME, columns, one)
+    open_tiles()
     task = claim(state)
     while task < n_tasks:
-        for r in range(task * chunk, min(n, (task + 1) * chunk)):
-            unpack_row(row, read_row(codes, (r,)))
-            scale_groups(row[:k], read_row(scale, (r * per_row,)), group, 0)
-            finish(write_row(dense, (r,)), row)
+        t0, m = tile_size(task // across, rows, tokens)
+        k0, width = tile_size(task % across, columns, k)
+        for n0 in range(0, n, depth):
+            count = min(depth, n - n0)
+            unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group)
+            s0, s = steps(words, n0), steps(words, count)
+            pack_a(a, dy, False, t0, m, s0, s)
+            products(c, a, 0, a.shape[1], False, panels, 0, m, width, s, n0 > 0, dy, 0, 0, 0, 0)
+        for t in range(m):
+            sums = c[t, :width]
+            if not per_row:
+                scale_groups(sums, read_row(scale, (0,)), group, k0)
+            finish(write_row(dx, (t0 + t,))[k0 : k0 + width], sums)
         task = claim(state)
+    close_tiles()
 
 
-@kernel(lambda t: (read(compute(t).name, 2), read("uint8", 2), read("float32", 2), write(t, 2)))
-def ternary_few_dx(state, n_tasks, dy, codes, scale, dx):
-    """dx = dy W; dy has as many rows as a product takes."""
-    (tokens, k), n = dx.shape, len(codes)
-    per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])
-    one = like(dy[0, 0], 1)
-    c = scratch(len(dy), TILE_COLUMNS + SKEW, one)
-    w = scratch(TILE_ROWS, TILE_COLUMNS + SKEW, one)
-    task = claim(state)
-    while task < n_tasks:
-        k0 = task * TILE_COLUMNS
-        width = min(TILE_COLUMNS, k - k0)
-        span = round_up(width, WORD)
-        for n0 in range(0, n, TILE_ROWS):
-            rows = min(TILE_ROWS, n - n0)
-            for r in range(rows):
-                unpack_row(w[r, :span], read_row(codes, (n0 + r,))[k0 // 4 : (k0 + span) // 4])
-                scale_groups(w[r, :width], read_row(scale, ((n0 + r) * per_row,)), group, k0)
-            ldc, lda, ldb = c.shape[1], dy.shape[1], w.shape[1]
-            gemm_rows(c, 0, ldc, dy, n0, lda, w, 0, ldb, len(dy), span, rows, n0 > 0)
-        for t in range(tokens):
-            finish(write_row(dx, (t,))[k0 : k0 + width], c[t])
-        task = claim(state)
-
-
-@kernel(lambda t: (types.int64, read(t, 2), write(compute(t).name, 2)), fastmath=frozenset())
+@kernel(lambda t: (types.int64, read(t, 2), write(_used(t), 2)), fastmath=frozenset())
 def ternary_used_tokens(state, n_tasks, chunk, x, used):
     zero = np.zeros(1, x.dtype)
     task = claim(state)

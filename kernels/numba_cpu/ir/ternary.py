@@ -3,7 +3,7 @@
 A u32 word holds 16 codes ``c = t + 1``; code e sits at bit ``8 * (e % 4) + 2 * (e // 4)``. So the four
 byte lanes of ``word >> 2i & 0x03030303`` are codes 4i..4i+3: the unsigned operand of a 4 x int8 dot
 product, and ``sum(c * x) - sum(x)`` is the dot product with the trits. Two ways to fill vectors (gradients multiply
-whole floats: unpack_row):
+trits as floats, or as pairs of bfloat16: unpack_row, unpack_pairs):
 
 =================  =============================  ====================================================
 lanes along K      dot_int8, dot_float32          few tokens: a row is read as it lies, and summed
@@ -24,7 +24,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.ir.build import fma, load_vector, prefetch, store_vector, sum_lanes
+from gpu_ops.kernels.numba_cpu.ir.build import call, fma, load_vector, prefetch, store_vector, sum_lanes
 from gpu_ops.kernels.numba_cpu.ir.build import number as i64
 from gpu_ops.kernels.numba_cpu.ir.build import splat as splat_any
 from gpu_ops.kernels.numba_cpu.ir.codes import (
@@ -239,21 +239,49 @@ def tile(typingctx, tokens, panel, panel_offset, x, x_offset, x_stride, steps, a
 WORD = 16  # codes of a word
 
 
+def _codes(b: Any, row: Any, index: Any) -> Any:
+    """A vector of the codes in a word: code i is in byte i % 4, 2 (i // 4) bits up."""
+    words = ir.VectorType(I32, WORD)
+    word = b.load(b.gep(b.bitcast(row.data, I32.as_pointer()), [index]), align=1)
+    shifts = ir.Constant(words, [8 * (i % 4) + 2 * (i // 4) for i in range(WORD)])
+    return b.and_(b.lshr(splat_any(b, word, WORD), shifts), ir.Constant(words, [3] * WORD))
+
+
 @intrinsic
 def unpack_row(typingctx, to, codes):
-    """to = trits of a row, or of whole words of it: code i of a word is in byte i % 4, 2 (i // 4) bits up."""
+    """to = trits of a row, or of whole words of it."""
 
     def codegen(context, b, sig, args):
-        words = ir.VectorType(I32, WORD)
         vector = ir.VectorType(FLOAT[to.dtype.name], WORD)
         target, source = (context.make_array(t)(context, b, x) for t, x in zip(sig.args, args, strict=True))
-        shifts = ir.Constant(words, [8 * (i % 4) + 2 * (i // 4) for i in range(WORD)])
-        start = b.bitcast(source.data, I32.as_pointer())
+        one = ir.Constant(ir.VectorType(I32, WORD), [1] * WORD)
         with cgutils.for_range(b, b.udiv(b.extract_value(source.shape, 0), i64(4))) as loop:
-            word = b.load(b.gep(start, [loop.index]), align=1)
-            code = b.and_(b.lshr(splat_any(b, word, WORD), shifts), ir.Constant(words, [3] * WORD))
-            trits = b.sitofp(b.sub(code, ir.Constant(words, [1] * WORD)), vector)
+            trits = b.sitofp(b.sub(_codes(b, source, loop.index), one), vector)
             store_vector(b, trits, b.gep(target.data, [b.mul(loop.index, i64(WORD))]))
         return context.get_dummy_value()
 
     return types.void(to, codes), codegen
+
+
+_TRITS = (0xBF80, 0, 0x3F80, 0)  # bfloat16, by their codes
+
+
+@intrinsic
+def unpack_pairs(typingctx, panels, step, low, high):
+    """One step of panels = pairs of bfloat16: trits of two rows, or of whole words of them."""
+
+    def codegen(context, b, sig, args):
+        words = ir.VectorType(I32, WORD)
+        pairs = ir.Constant(words, [_TRITS[i % 4] | _TRITS[i // 4] << 16 for i in range(WORD)])
+        target, *rows = (context.make_array(sig.args[i])(context, b, args[i]) for i in (0, 2, 3))
+        panel, start = b.extract_value(target.shape, 1), b.mul(args[1], i64(2 * WORD))
+        with cgutils.for_range(b, b.udiv(b.extract_value(rows[0].shape, 0), i64(4))) as loop:
+            first, second = (_codes(b, row, loop.index) for row in rows)
+            index = b.or_(first, b.shl(second, ir.Constant(words, [2] * WORD)))
+            found = call(b, "llvm.x86.avx512.permvar.si.512", words, pairs, index)
+            half = b.mul(b.and_(loop.index, i64(1)), i64(WORD))  # a panel has two vectors
+            place = b.add(b.mul(b.lshr(loop.index, i64(1)), panel), b.add(start, half))
+            store_vector(b, found, b.gep(target.data, [place]))
+        return context.get_dummy_value()
+
+    return types.void(panels, step, low, high), codegen
