@@ -180,6 +180,8 @@ class Arrays:
             raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
         if _read_only(out, view):
             raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array{else_}")
+        if isinstance(view, np.ndarray) and not view.flags.aligned:
+            raise ShapeError(f"{self.op}: {name} is not aligned to its itemsize; pass one that is{else_}")
         if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
             raise ShapeError(
                 f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "

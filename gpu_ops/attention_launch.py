@@ -172,6 +172,15 @@ def describe(choice: Choice, problem: Problem, num_splits: int = 0) -> str:
     return "NumPy, float64" if choice.backend == "reference" else str(_config(problem, num_splits))
 
 
+def describe_backward(choice: Choice, problem: Problem) -> str:
+    if choice.backend == "reference":
+        return "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import attention_backward as cpu
+
+    p = problem
+    return str(cpu.config_of(p.q, p.k, p.v, p.batch, p.seqlen_q, p.seqlen_k))
+
+
 def cannot(problem: Problem, out: Array | None) -> dict[str, str]:
     """Why a backend cannot run this problem. ``out`` (batch, seqlen_q, nheads, head_dim_v) as the caller gave it."""
     from gpu_ops.kernels.attention import raw_cannot
@@ -259,7 +268,7 @@ def _with_extra(
 def _common(p: Problem, unlimited: int) -> dict[str, Any]:
     """What the host functions of the CPU and of GPUs call alike."""
     o = p.options
-    left, right = (unlimited if side < 0 else side for side in o.window_size)
+    left, right = (unlimited if side < 0 else min(side, unlimited) for side in o.window_size)
     return {
         "max_seqlen_q": p.seqlen_q,
         "max_seqlen_k": p.seqlen_k,

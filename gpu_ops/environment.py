@@ -10,8 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,7 +192,7 @@ def _versions() -> dict[str, str]:
 def _caches() -> dict[str, str]:
     nowhere = "nowhere writable: compiled anew in every process"
     rows = {"gpu_ops, CPU kernels": str(cache_folder() or nowhere)}
-    rows["gpu_ops, GPU kernels"] = str(_quietly(lambda: cache.cache_folder("cuda")) or nowhere)
+    rows["gpu_ops, GPU kernels"] = str(cache.writable_folder("cuda") or nowhere)
     for owner, variable, default in _CACHES:
         if importlib.util.find_spec(owner.lower()) is not None:
             rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())
@@ -203,15 +201,9 @@ def _caches() -> dict[str, str]:
 
 def cache_folder() -> Path | None:
     """Where compiled CPU kernels are kept; ``None`` when no folder is writable."""
-    from gpu_ops.kernels.numba_cpu import jit
+    from gpu_ops.kernels.numba_cpu.jit import build_id
 
-    return _quietly(jit.cache_dir)
-
-
-def _quietly(find: Callable[[], Path | None]) -> Path | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning is what the caller says in its own words
-        return find()
+    return cache.writable_folder("numba_cpu", build_id())
 
 
 def _cpu_model() -> str:

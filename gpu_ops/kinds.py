@@ -61,7 +61,7 @@ def _in_place(
     given: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[bool, ...]] | None:
     """For each array that receives results, which arguments it is. None: the planner has to have a closer look,
-    for it is read-only, or may share memory with one that it is not."""
+    for it is read-only or not aligned, or may share memory with one that it is not."""
     results = given if type(given) is tuple else (given,)
     others = [*args, *(x for other, x in kwargs.items() if other != name)]
     for other in _RESULTS:
@@ -73,19 +73,21 @@ def _in_place(
     for out in results:
         flags = out.flags
         near = views if flags.owndata else others
-        if not flags.writeable or any([x is not out and np.may_share_memory(out, x) for x in near]):
+        if not (flags.writeable and flags.aligned):
+            return None
+        if any([x is not out and np.may_share_memory(out, x) for x in near]):
             return None
         places.append(tuple([x is out for x in others]))
     return places
 
 
 def are_apart(outs: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether all of ``outs`` are writable and share no memory, with the others and with each other."""
+    """Whether all of ``outs`` are writable, aligned and share no memory, with the others and with each other."""
     views = _views(others)
     for i, out in enumerate(outs):
         flags = out.flags
         near = outs[:i] + (views if flags.owndata else others)
-        if not flags.writeable or any([np.may_share_memory(out, x) for x in near]):
+        if not (flags.writeable and flags.aligned) or any([np.may_share_memory(out, x) for x in near]):
             return False
     return True
 

@@ -12,11 +12,11 @@ from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan, choose, op
-from gpu_ops.errors import OptionError
 from gpu_ops.kinds import PLAIN
 from gpu_ops.rope_options import (
     BY_LENGTH,
     axes_of,
+    inv_freq_of,
     positions_of,
     rotary_dim_of,
     rows_and_bounds,
@@ -192,10 +192,7 @@ def _plan(
         longest = checks.integer(who, "seqlen", seqlen, low=0)
     else:  # only some scalings go by it, and on a device it has to be waited for
         longest = max(where.bounds[1] + 1, 0) if scaling.kind in BY_LENGTH or not arrays.on_cuda else 0
-    with np.errstate(over="ignore"):
-        inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
-    if not np.isfinite(inv_freq).all():
-        raise OptionError(f"{who}: theta={theta:g} makes frequencies infinite")
+    inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
     outs = _outs(who, arrays, inputs, out)
     choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))

@@ -23,7 +23,14 @@ from gpu_ops.rope_append_kv_checks import (
     used_rows,
     weights_of,
 )
-from gpu_ops.rope_options import BY_LENGTH, rotary_dim_of, rows_and_bounds, scaling_of, theta_of
+from gpu_ops.rope_options import (
+    BY_LENGTH,
+    inv_freq_of,
+    rotary_dim_of,
+    rows_and_bounds,
+    scaling_of,
+    theta_of,
+)
 from gpu_ops.rope_scaling import RopeScaling
 from gpu_ops.rope_tables import frequencies, rope_tables, tables_of
 
@@ -141,7 +148,7 @@ def rope_append_kv(
     rotary_dim = rotary_dim_of(name, rotary_dim, axes["head_dim"], scaling)
     where = token_positions(arrays, axes, positions, place)
     longest = longest_of(arrays, axes, seqlen, scaling, where, place)
-    inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
+    inv_freq = inv_freq_of(name, scaling, rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
     out_ = arrays.write("out", out, q_.shape, q_.dtype, in_place="q")
     cannot = _cannot(dtype, axes["head_dim"], rotary_dim, math.prod(q_.shape[:-2]), interleaved)

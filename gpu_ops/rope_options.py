@@ -19,6 +19,7 @@ __all__ = [
     "BY_LENGTH",
     "Positions",
     "axes_of",
+    "inv_freq_of",
     "positions_of",
     "rotary_dim_of",
     "rows_and_bounds",
@@ -89,6 +90,17 @@ def rotary_dim_of(who: str, rotary_dim: Any, head_dim: int, scaling: RopeScaling
             f"to head_dim={head_dim}"
         )
     return size
+
+
+def inv_freq_of(
+    who: str, scaling: RopeScaling, rotary_dim: int, theta: float, longest: int
+) -> npt.NDArray[np.float64]:
+    """Radians per position of each pair."""
+    with np.errstate(over="ignore"):
+        inv_freq = scaling.inv_freq(rotary_dim, theta, longest)
+    if not np.isfinite(inv_freq).all():
+        raise OptionError(f"{who}: theta={theta:g} makes frequencies infinite")
+    return inv_freq
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,8 @@ def _plan(
         from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
 
         gradients = name.endswith("backward")
-        return kernels.config(tokens, axes["hidden"], axes["ffn"], x.dtype, gradients=gradients)
+        widest = max(axes["hidden"], axes["hidden_out"]) if gradients else axes["hidden"]
+        return kernels.config(tokens, widest, axes["ffn"], x.dtype, gradients=gradients)
 
     problem = (
         f"{tokens} tokens, hidden {axes['hidden']}, ffn {axes['ffn']}, hidden_out {axes['hidden_out']}, "

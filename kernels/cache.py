@@ -6,6 +6,7 @@ it, so a reader sees the old file or the new one; a torn or foreign one fails it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -13,9 +14,18 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-__all__ = ["cache_folder", "cache_path", "ignore_entry", "publish", "read_entry", "write_whole"]
+__all__ = [
+    "cache_folder",
+    "cache_path",
+    "ignore_entry",
+    "publish",
+    "read_entry",
+    "writable_folder",
+    "write_whole",
+]
 
 _DIGEST = 32
+_warned: set[Path | None] = set()
 
 
 def cache_folder(*parts: str) -> Path | None:
@@ -23,8 +33,15 @@ def cache_folder(*parts: str) -> Path | None:
     try:
         return _writable(_root().joinpath(*parts))
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        _warn_unwritable(str(error))
+        _warn_unwritable(cache_path(*parts), error)
         return None
+
+
+def writable_folder(*parts: str) -> Path | None:
+    """The same without a warning."""
+    with contextlib.suppress(OSError, RuntimeError):
+        return _writable(_root().joinpath(*parts))
+    return None
 
 
 def cache_path(*parts: str) -> Path | None:
@@ -50,11 +67,13 @@ def _writable(folder: Path) -> Path:
         return folder
 
 
-@cache
-def _warn_unwritable(reason: str) -> None:
+def _warn_unwritable(folder: Path | None, reason: Exception) -> None:
+    if folder in _warned:
+        return
+    _warned.add(folder)
     warnings.warn(
-        f"gpu_ops: cannot write the kernel cache ({reason}); kernels are compiled anew in every process. "
-        "Set GPU_OPS_CACHE_DIR to a writable folder.",
+        f"gpu_ops: cannot write the kernel cache ({reason}); kernels that it does not have are compiled anew in "
+        "every process. Set GPU_OPS_CACHE_DIR to a writable folder.",
         stacklevel=3,
     )
 
@@ -63,7 +82,7 @@ def read_entry(path: Path) -> bytes | None:
     """The payload of an entry; None when there is none, or (with a warning) none that can be trusted."""
     try:
         blob = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         ignore_entry(path, error)

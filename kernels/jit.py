@@ -26,7 +26,7 @@ from typing import Any
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels import nvrtc, toolkit
-from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiled import Compiled, dump, file_name, pack, source_files, unpack
 from gpu_ops.kernels.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
@@ -244,15 +244,16 @@ def _cached(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Co
 
 
 def _from_disk(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
-    folder = cache_folder("cuda")
-    path = folder / f"{file_name(name)}.{arch}.{key}.jit" if folder else None
+    entry = f"{file_name(name)}.{arch}.{key}.jit"
+    path = cache_path("cuda", entry)
     unit = _load(path) if path else None
     if unit is None:
+        folder = cache_folder("cuda")
         where = f" (once; then from {folder})" if folder else ""
         with visible(f"gpu_ops: compiling {name} for {arch}{where}"):
             unit = build()
-        if path:
-            publish(path, pack(unit))
+        if folder:
+            publish(folder / entry, pack(unit))
     dump(unit, name, arch)
     return unit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -38,12 +39,16 @@ def visible(message: str) -> Iterator[None]:
 
     start = time.perf_counter()
     watcher = threading.Thread(target=wait, daemon=True)
-    watcher.start()
+    with contextlib.suppress(
+        RuntimeError
+    ):  # the interpreter is shutting down, or has no thread to give: in silence
+        watcher.start()
     try:
         yield
     finally:
         done.set()
-        watcher.join()
+        if watcher.ident is not None:
+            watcher.join()
         if shown.is_set() and not terminal and sys.stderr is not None:
             print(f"{message}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 

@@ -23,6 +23,10 @@ def read_only(x):
     return x
 
 
+def misaligned(x):
+    return np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+
+
 class On:
     """A change computed from the array it replaces."""
 
@@ -86,6 +90,7 @@ CASES = [
     ("attention", "out of another shape", ShapeError, "out has shape", {"out": ones(2, 4, 5, 8)}),
     ("attention", "out of another dtype", DTypeError, "out is float64", {"out": ones(2, 5, 4, 8, dtype=F64)}),
     ("attention", "out is read-only", ShapeError, "out is read-only", {"out": read_only(ones(2, 5, 4, 8))}),
+    ("attention", "out between elements", ShapeError, "not aligned", {"out": misaligned(ones(2, 5, 4, 8))}),
     ("attention", "device misspelt", OptionError, "did you mean 'cpu'", {"device": "cpu0"}),
     ("attention", "a backend of the GPU", OptionError, "backend='raw'", {"backend": "raw"}),
     # attention_backward

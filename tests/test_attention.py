@@ -146,6 +146,16 @@ def test_windows_wider_than_any_sequence(backend):
     check(backend, seqlens=(33, 65), window_size=(10**12, 10**12), dtype="float32")
 
 
+@pytest.mark.parametrize("side", [2**63 - 1, 2**70])
+def test_windows_beyond_all_numbers_of_64_bits(side, rng):
+    q, k, v = (rng.standard_normal((1, 33, 2, 16)).astype(np.float32) for _ in range(3))
+    want, used = gpu_ops.attention(q, k, v), np.array([33], np.int32)
+    for window in ((-1, side), (side, -1), (side, side)):
+        np.testing.assert_array_equal(gpu_ops.attention(q, k, v, window_size=window), want)
+        decoded = gpu_ops.attention_decode(q[:, -1:], k, v, seqused_k=used, window_size=window)
+        np.testing.assert_array_equal(decoded, gpu_ops.attention_decode(q[:, -1:], k, v, seqused_k=used))
+
+
 @pytest.mark.parametrize("dtype", FAST_DTYPES)
 def test_large_scores_do_not_overflow(dtype, backend):
     e = expected(mask="causal", seqlens=(65, 65), head_dims=(32, 32), softmax_scale=12.0, dtype=dtype)

@@ -160,6 +160,28 @@ def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
     assert "GPU_OPS_CACHE_DIR" in err
 
 
+READ_ONLY = """
+from gpu_ops.kernels import cache
+def refuse(folder):
+    refuse.count = getattr(refuse, "count", 0) + 1
+    raise PermissionError(13, "Permission denied", str(folder / f"tmp{refuse.count}"))
+cache._writable = refuse
+"""
+
+
+def test_a_folder_that_others_filled_is_read(tmp_path):
+    """A container warmed as root and run as a user: no warning, as nothing is missing; one for all that is."""
+    finish(start(tmp_path))
+    out, err = finish(start(tmp_path, READ_ONLY + CALL))
+    assert out == LOADED
+    assert "UserWarning" not in err
+    more = "gpu_ops.rmsnorm(x, x[0]), gpu_ops.layernorm(x, x[0])\n"
+    out, err = finish(start(tmp_path, READ_ONLY + CALL + more))
+    assert len(out.splitlines()) == 3
+    assert err.count("UserWarning") == 1
+    assert "GPU_OPS_CACHE_DIR" in err
+
+
 def test_changed_source_is_compiled_anew(tmp_path):
     """Any module of the kernels' package counts: a helper's edit must not serve the old machine code."""
     cache, tree, edited = tmp_path / "cache", tmp_path / "tree", tmp_path / "edited"

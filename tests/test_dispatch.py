@@ -159,3 +159,24 @@ def test_explain_does_not_write_out():
     assert (out == 7.0).all()
     assert plan.run() is out
     assert not (out == 7.0).any()
+
+
+def test_attentions_gradients_explain_their_own_tiles(monkeypatch):
+    """Not those of the forward pass, which has a kernel for few queries."""
+    from gpu_ops.kernels.numba_cpu import attention_backward
+
+    took = []
+    make = attention_backward.make_call
+    monkeypatch.setattr(attention_backward, "make_call", lambda *a, **k: took.append(a[3]) or make(*a, **k))
+    for seqlen_q in (1, 40):
+        q, k = np.ones((1, seqlen_q, 4, 8), np.float32), np.ones((1, 96, 1, 8), np.float32)
+        out, lse = gpu_ops.attention(q, k, k, return_lse=True)
+        text = str(gpu_ops.explain("attention_backward", out, q, k, k, out, lse))
+        gpu_ops.attention_backward(out, q, k, k, out, lse)
+        assert str(took[-1]) in text
+
+
+def test_gradients_of_a_wide_result_explain_what_runs():
+    """The larger one of hidden and hidden_out decides whether they go row by row."""
+    dy, x, w, w_down = (np.ones(shape, np.float32) for shape in ((8, 4096), (8, 8), (64, 8), (4096, 64)))
+    assert "blocks of 8 tokens" in str(gpu_ops.explain("swiglu_mlp_backward", dy, x, w, w, w_down))

@@ -53,3 +53,13 @@ def test_an_error_inside_ends_it():
     with pytest.raises(KeyError), progress.steps("measuring", 2):
         raise KeyError
     assert not progress._in_steps.get()
+
+
+def test_without_a_thread_it_is_silent(monkeypatch, capsys):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with progress.visible("compiling"):
+        time.sleep(0.02)
+    assert capsys.readouterr().err == ""

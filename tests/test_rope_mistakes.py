@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import gpu_ops
 from gpu_ops import RopeScaling, rope, rope_backward
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 
@@ -123,3 +124,10 @@ def test_shifted_overlap_is_refused():
 def test_a_base_whose_frequencies_overflow():
     with pytest.raises(OptionError, match=r"rope: theta=.*e-32. makes frequencies infinite"):
         rope(np.ones((1, 2, 1, 128), np.float32), theta=1e-320)
+
+
+def test_no_cache_receives_such_frequencies():
+    x, cache = np.ones((1, 2, 1, 128), np.float32), np.zeros((2, 1, 16, 1, 128), np.float32)
+    with pytest.raises(OptionError, match=r"rope_append_kv: theta=.*e-32. makes frequencies infinite"):
+        gpu_ops.rope_append_kv(x, x, x, *cache, seqused_k=np.array([5], np.int32), theta=1e-320)
+    assert not cache.any()

@@ -121,7 +121,6 @@ def test_the_same_gradients(case, dtype, streamed, rng):
         op, arrays, options = GRADIENTS[case](dy, x, rng.standard_normal(cols).astype(dtype))
         want = [a.tobytes() for a in op(*arrays, **options)]
         out, frame = at(offset, np.zeros_like(x), gap)
-        in_place = dy.copy()
         assert [a.tobytes() for a in streamed(op, *arrays, **options, out=out)] == want, (cols, offset, gap)
         assert untouched(frame), (cols, offset, gap)
         for call in (streamed, lambda op, *a, **k: op(*a, **k)):
@@ -193,3 +192,15 @@ def test_what_streams():
     assert stream.stays_in_cache(least - 1)
     assert not stream.stays_in_cache(least + 1)
     assert stream.last_level_cache() >= 1 << 18
+
+
+def test_a_result_that_is_not_aligned_is_refused(rng):
+    """It has no elements at whole distances from a line; also in a call of a kind that has been checked before."""
+    x, w = rng.standard_normal((3, 64)).astype(np.float32), np.ones(64, np.float32)
+    raw = np.zeros(x.nbytes + 1, np.uint8)
+    between = raw[1:].view(np.float32).reshape(x.shape)
+    for _ in range(2):
+        gpu_ops.rmsnorm(x, w, out=np.empty_like(x))
+        with pytest.raises(gpu_ops.errors.ShapeError, match="out is not aligned"):
+            gpu_ops.rmsnorm(x, w, out=between)
+    assert not raw.any()

@@ -179,6 +179,82 @@ def test_fork_in_the_middle(tmp_path):
     run_alone(FORK, tmp_path, *("-W", "ignore::DeprecationWarning"))
 
 
+@pytest.mark.parametrize("when", ["tasks", "end"])
+def test_an_interrupt_leaves_nobody_at_work(when, monkeypatch):
+    """Ctrl-C while the caller works, or waits for a helper's last task: whoever has begun is waited for."""
+    monkeypatch.setattr(parallel, "thread_count", lambda: 2)
+    begun, written = threading.Event(), []
+
+    def compiled(state, n_tasks):
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(10)
+            if when == "tasks":
+                raise KeyboardInterrupt
+        else:
+            begun.set()
+            time.sleep(0.2)
+            written.append(1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    if when == "end":
+        monkeypatch.setattr(parallel, "look_out", {None: interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        parallel.launch(compiled, 2)
+    assert written == [1]
+
+
+def test_without_threads_a_call_works_alone(monkeypatch):
+    """And leaves no offers behind that nobody takes."""
+    monkeypatch.setattr(parallel, "thread_count", lambda: 4)
+    monkeypatch.setattr(parallel, "_offers", None)
+    monkeypatch.setattr(parallel, "_helpers", [])
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tasks = []
+    parallel.launch(lambda state, n_tasks: tasks.append(n_tasks), 8)
+    assert tasks == [8]
+    assert parallel._offers.empty()
+
+
+COMPILING = """
+import os, sys, threading, time, numpy as np, gpu_ops
+from gpu_ops.kernels.numba_cpu import jit, layernorm
+
+x = np.ones((4, 32), np.float32)
+compile_, begun = jit.KernelCompiler.compile_extra, threading.Event()
+def slowly(self, *args):
+    begun.set()
+    time.sleep(0.5)
+    return compile_(self, *args)
+jit.KernelCompiler.compile_extra = slowly
+thread = threading.Thread(target=lambda: gpu_ops.layernorm(x, x[0]))
+thread.start()
+assert begun.wait(60)
+child = os.fork()
+if not child:
+    gpu_ops.layernorm(x, x[0])
+    os._exit(0)
+for _ in range(1200):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid: break
+    time.sleep(0.05)
+else:
+    os.kill(child, 9); os.waitpid(child, 0); sys.exit("the child hangs")
+assert status == 0
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork (Linux, macOS)")
+def test_a_fork_while_another_thread_compiles(tmp_path):
+    run_alone(COMPILING, tmp_path, *("-W", "ignore::DeprecationWarning"))
+
+
 BESIDE_NUMBA = """
 import sys, threading, numba, numpy as np, gpu_ops
 from concurrent.futures import ThreadPoolExecutor

@@ -82,6 +82,17 @@ def select_config(
     return Config(block_m, max(1, min(BLOCK_N, seqlen_k)), heads, max(1, parts))
 
 
+def config_of(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> Config:
+    """For arrays as :func:`prepare` takes them."""
+    part_bytes = k.shape[0] * k.shape[1] * k.shape[2] * (q.shape[3] + v.shape[3]) * _sums_of(q).itemsize
+    block_m = BLOCK_M_TILES if TILES and q.dtype.name == "bfloat16" else BLOCK_M
+    return select_config(batch, q.shape[2], k.shape[2], max_seqlen_q, max_seqlen_k, part_bytes, block_m)
+
+
+def _sums_of(q: Array) -> np.dtype[Any]:
+    return np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+
+
 def prepare(
     q: Array,
     k: Array,
@@ -98,11 +109,8 @@ def prepare(
 
     Shapes and options as in ``attention.prepare``; it fills dq, dk, dv and dbias (bias's shape, lse's dtype).
     """
-    nheads, nheads_kv, dtype = q.shape[2], k.shape[2], q.dtype
-    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    part_bytes = k.shape[0] * k.shape[1] * nheads_kv * (q.shape[3] + v.shape[3]) * wide.itemsize
-    block_m = BLOCK_M_TILES if TILES and dtype.name == "bfloat16" else BLOCK_M
-    config = select_config(batch, nheads, nheads_kv, max_seqlen_q, max_seqlen_k, part_bytes, block_m)
+    nheads_kv, dtype, wide = k.shape[2], q.dtype, _sums_of(q)
+    config = config_of(q, k, v, batch, max_seqlen_q, max_seqlen_k)
     call = make_call(
         q, v, batch, config,
         nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, page_size=0, given=given,

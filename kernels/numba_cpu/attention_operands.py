@@ -241,7 +241,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
             j = smaller(i + width, n - 1)
             later = read_row(q, (kb, q_start + query[j], head[j]))
             put_row(rows[i - c], read_row(q, (kb, q_start + query[i], head[i])), later, call.head_dim)
-        rows[n - c :] = 0
+        rows[smaller(n - c, width) :] = 0
         at = c // nr * depth * nr + c % nr
         for d in range(0, depth, width):
             transpose_queries(qt, at + d * nr, nr, rows, d, factor)

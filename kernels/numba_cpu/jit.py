@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import pickle
 import sys
 import threading
@@ -28,11 +29,19 @@ import numba
 import numpy as np
 from numba import extending
 from numba.core import caching, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from gpu_ops.kernels.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.cache import (
+    cache_folder,
+    cache_path,
+    ignore_entry,
+    publish,
+    read_entry,
+    writable_folder,
+)
 from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
 from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
 from gpu_ops.kernels.progress import visible
@@ -182,7 +191,9 @@ class Kernel:
                     pipeline_class=KernelCompiler,
                 )(function)
                 dispatcher._cache = DiskCache(label)
-                with visible(f"gpu_ops: compiling {label} for this CPU (once; then from {cache_dir()})"):
+                kept = writable_folder(*_parts())
+                where = f" (once; then from {kept})" if kept else ""
+                with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
                     with _garbage_kept():
                         dispatcher.compile((types.int64[::1], types.int64, *self._signature(*names)))
                 dispatcher.disable_compile()
@@ -219,7 +230,7 @@ class DiskCache(caching._Cache):
 
     @property
     def cache_path(self) -> str:
-        return str(cache_dir() or "")
+        return str(cache_path(*_parts()) or "")
 
     def enable(self) -> None: ...
 
@@ -228,12 +239,9 @@ class DiskCache(caching._Cache):
     def flush(self) -> None: ...
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        folder = cache_dir()
-        if folder is None:
-            return None
-        path = folder / f"{self._label}.nbc"
-        payload = read_entry(path)
-        if payload is None:
+        path = cache_path(*_parts(), f"{self._label}.nbc")
+        payload = None if path is None else read_entry(path)
+        if path is None or payload is None:
             return None
         rtsys.initialize(
             target_context
@@ -253,9 +261,30 @@ class DiskCache(caching._Cache):
         publish(folder / f"{self._label}.nbc", dumps(data._reduce()))
 
 
+def _after_fork() -> None:
+    """Locks that threads held which the child does not have."""
+    for k in KERNELS:
+        k._lock = threading.Lock()
+    global_compiler_lock.release()
+
+
+if hasattr(
+    os, "register_at_fork"
+):  # a fork waits until no thread compiles: what that changes is whole in the child
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=_after_fork,
+    )
+
+
 def cache_dir() -> Path | None:
     """The folder of this build's kernels; None (with one warning) when no folder is writable."""
-    return cache_folder("numba_cpu", build_id())
+    return cache_folder(*_parts())
+
+
+def _parts() -> tuple[str, str]:
+    return "numba_cpu", build_id()
 
 
 @cache

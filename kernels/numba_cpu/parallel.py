@@ -85,27 +85,31 @@ def launch_here(compiled: Callable[..., None], n_tasks: int, *arguments: Any) ->
 
 
 def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
-    """Run all tasks and return when they are done. Safe from any number of Python threads at once."""
+    """Run all tasks; when it returns or raises nobody works on them. Safe from any number of threads at once."""
     count = min(thread_count(), n_tasks)
+    if count > 1:
+        offers = waiting_threads()
+        count = min(count, len(_helpers) + 1)
     if count <= 1:
         launch_here(compiled, n_tasks, *arguments)
         return
     state, ended = np.zeros(1, np.int64), np.zeros(1, np.int64)  # the next unclaimed task; helpers that ended
-    offers, ends = waiting_threads(), SimpleQueue[BaseException | None]()
-    work = [(compiled, (state, n_tasks, *arguments))] * (count - 1)
-    for _ in range(count - 1):
-        offers.put((work, ended, ends))
+    helpers, ends = count - 1, SimpleQueue[BaseException | None]()
+    work, errors = [(compiled, (state, n_tasks, *arguments))] * helpers, list[BaseException | None]()
     try:
+        for _ in range(helpers):
+            offers.put((work, ended, ends))
         compiled(state, n_tasks, *arguments)
-    except BaseException:
+        helpers -= _withdraw(work)
+        if helpers:
+            look_out[None](ended, helpers, PATIENCE, ASLEEP)
+        _wait_for(helpers, ends, errors)
+    except BaseException:  # also Ctrl-C, here or while it waits
         state[0] = n_tasks  # nobody claims more, so nobody writes later
-        for _ in range(count - 1 - _withdraw(work)):
-            ends.get()
+        helpers -= _withdraw(work)
+        _wait_for(helpers, ends, errors)
         raise
-    helpers = count - 1 - _withdraw(work)
-    if helpers:
-        look_out[None](ended, helpers, PATIENCE, ASLEEP)
-    for error in [ends.get() for _ in range(helpers)]:
+    for error in errors:
         if error is not None:
             raise error
 
@@ -120,6 +124,13 @@ def _withdraw(work: list[_Work]) -> int:
             break
         count += 1
     return count
+
+
+def _wait_for(
+    helpers: int, ends: SimpleQueue[BaseException | None], errors: list[BaseException | None]
+) -> None:
+    while len(errors) < helpers:
+        errors.append(ends.get())
 
 
 def _wait_for_work(offers: _Offers) -> None:

@@ -36,6 +36,7 @@ FEW_PRODUCTS = 1 << 19  # also of more tokens, if the products are as small
 
 
 def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool = False) -> str:
+    """``hidden``: of gradients, the larger one of x and y."""
     if not gradients and _few(tokens, hidden, ffn):
         return "one pass over the weights, all tokens at once"
     if gradients and swiglu_mlp_small.is_small(tokens, hidden, ffn):
@@ -50,7 +51,7 @@ def _few(tokens: int, hidden: int, ffn: int) -> bool:
 
 
 def _kept(tokens: int, hidden: int, dtype: DType) -> int:
-    """Elements per row of ffn that the backward keeps: five blocks, or sums for 16-bit weights' gradients."""
+    """Elements per row of ffn that the backward keeps: four blocks, or sums for 16-bit weights' gradients."""
     sums = hidden if dtype.itemsize == 2 and tokens > TOKENS else 1
     return max(4 * min(tokens, TOKENS), sums)
 

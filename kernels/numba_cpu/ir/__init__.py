@@ -3,10 +3,13 @@
 ==================  =================================================================================
 target              what Numba's target offers: vector width, native bfloat16 and int8 dot products
 build               small helpers on an IR builder: loads, splats, shuffles, fused multiply-adds
-memory              scratch arrays on cache-line boundaries, stores past the caches, rows fetched ahead
+memory, scalar      scratch arrays on cache-line boundaries, rows fetched ahead; smaller and larger
+stream              stores past the caches
+rows, norm, sums    a function of rows, vector by vector; the sums of norms and of their gradients
 carve               the arrays of a thread in one piece of memory
 held                named tuples passed as one pointer
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
+tiles               the same in tile registers
 exp2                powers of two of vectors
 softmax             scores of a tile of keys become weights, maximum and sum move along
 attention_gradient  S and dP of a tile of keys become P and dS in registers

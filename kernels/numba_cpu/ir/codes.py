@@ -22,7 +22,7 @@ TILE_M = 8 if LANES == 16 else 4  # tokens of a tile: 16 (8) sums, in 32 (16) re
 PANEL_ROWS = 2 * LANES  # rows of a panel: two vectors side by side
 CHUNK = 16 * LANES  # codes in one vector of words
 
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+I8, I32 = ir.IntType(8), ir.IntType(32)
 INT = ir.VectorType(I32, LANES)
 # How near codes that are read a single time are asked for: into the first cache alone, where a Xeon would read them
 # at little more than half the speed.
