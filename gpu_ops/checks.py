@@ -16,7 +16,18 @@ import numpy as np
 from gpu_ops.arrays import Array
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 
-__all__ = ["FLOAT_DTYPES", "Axes", "exactly", "flag", "float_dtype", "integer", "number", "one_of", "window"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "Axes",
+    "cannot",
+    "exactly",
+    "flag",
+    "float_dtype",
+    "integer",
+    "number",
+    "one_of",
+    "window",
+]
 
 FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -141,3 +152,8 @@ def flag(op: str, name: str, value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise OptionError(f"{op}: {name} must be True or False, got {type(value).__name__} {value!r}")
+
+
+def cannot(dtype: str) -> dict[str, str]:
+    """Backends that do not take this dtype, where float64 has no CUDA C++: for ``dispatch.choose``."""
+    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}

@@ -89,7 +89,7 @@ def layernorm(
     return_stats = checks.flag(name, "return_stats", return_stats)
     has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
     out_, residual_out_ = norm.outs(name, arrays, x_, has_sum, out, residual_out)
-    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def normalise(
@@ -227,7 +227,7 @@ def layernorm_backward(
     for what, statistic in (("mean", mean_), ("rstd", rstd_)):
         checks.exactly(name, what, statistic, x_.shape[:-1], norm.statistics(x_))
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def differentiate(

@@ -13,7 +13,7 @@ from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice
 from gpu_ops.errors import OptionError, ShapeError
 
-__all__ = ["cannot", "config", "outs", "returned", "statistics", "validate"]
+__all__ = ["config", "outs", "returned", "statistics", "validate"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
@@ -52,11 +52,6 @@ def returned(*results: Any) -> Any:
 def statistics(x: Array) -> np.dtype[Any]:
     """The dtype of mean, rstd and the gradients of the weights."""
     return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-
-
-def cannot(dtype: str) -> dict[str, str]:
-    """Backends that do not take this dtype."""
-    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
 
 
 def config(

@@ -92,7 +92,7 @@ def rmsnorm(
     return_rstd = checks.flag(name, "return_rstd", return_rstd)
     has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
     out_, residual_out_ = norm.outs(name, arrays, x_, has_sum, out, residual_out)
-    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def normalise(
@@ -238,7 +238,7 @@ def rmsnorm_backward(
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=norm.cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def differentiate(

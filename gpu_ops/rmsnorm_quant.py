@@ -8,10 +8,10 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from gpu_ops import checks
+from gpu_ops import checks, norm
 from gpu_ops.arrays import Array, Arrays, New, as_rows
 from gpu_ops.devices import Device, host_function
-from gpu_ops.dispatch import Choice, Plan, choose, op
+from gpu_ops.dispatch import Plan, choose, op
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.rmsnorm import Casting
 
@@ -81,12 +81,7 @@ def rmsnorm_quant_int8(
     arrays = Arrays(name)
     x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
     residual_ = None if residual is None else arrays.read("residual", residual)
-    if x_.ndim == 0 or x_.shape[-1] == 0:
-        raise ShapeError(f"{name}: x has shape {x_.shape}; the last axis is normalised and must not be empty")
-    checks.exactly(name, "weight", weight_, x_.shape[-1:])
-    if residual_ is not None:
-        checks.exactly(name, "residual", residual_, x_.shape)
-    dtype = checks.float_dtype(name, x=x_, weight=weight_, residual=residual_)
+    dtype = norm.validate(name, x_, weight_, residual=residual_)
     eps = checks.number(name, "eps", eps, above=0.0)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
@@ -96,8 +91,7 @@ def rmsnorm_quant_int8(
         "rowsum": np.int32,
     }
     outs = _outs(name, arrays, x_, types, out)
-    cannot = {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
-    choice = choose(name, device, backend, arrays, cannot=cannot)
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
 
     def normalise(
@@ -149,22 +143,10 @@ def rmsnorm_quant_int8(
         name,
         choice,
         lambda: f"{rows} rows of {cols} {dtype} to int8, casting {mode}",
-        lambda: _config(choice, rows, cols, arrays, compute),
+        lambda: norm.config(choice, rows, cols, arrays, compute),
         run,
         again=again if choice.compiled else None,
     )
-
-
-def _config(
-    choice: Choice, rows: int, cols: int, arrays: Arrays, compute: Callable[[Device | None], Any]
-) -> str:
-    if choice.device != "cpu":
-        return arrays.launches(choice, compute)
-    if choice.backend == "reference":
-        return "NumPy, float64"
-    from gpu_ops.kernels.numba_cpu import rmsnorm as kernels
-
-    return kernels.config(rows, cols)
 
 
 def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, type], out: Any) -> list[Array]:

@@ -69,7 +69,7 @@ def swiglu(
     g, u = _split(name, gate_, up_)
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
     out_ = arrays.write("out", out, g.shape, g.dtype, in_place=None if up is None else "gate", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
 
     def compute(on: Device | None) -> Array:
         if choice.backend == "reference":
@@ -160,7 +160,7 @@ def swiglu_backward(
     checks.exactly(name, "dy", dy_, g.shape)
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
     outs = _outs(name, arrays, gate_, up_, out)
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
 
     def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
@@ -241,10 +241,6 @@ def _outs(name: str, arrays: Arrays, gate: Array, up: Array | None, out: Any) ->
 
 def _problem(g: Array, dtype: str, activation: str) -> str:
     return f"{math.prod(g.shape[:-1])} rows of {g.shape[-1]} {dtype}, {activation}"
-
-
-def _cannot(dtype: str) -> dict[str, str]:
-    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
 
 
 def _config(choice: Choice, g: Array, arrays: Arrays, compute: Callable[[Device | None], Any]) -> str:

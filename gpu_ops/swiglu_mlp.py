@@ -75,7 +75,7 @@ def swiglu_mlp(
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
     shape = (*x_.shape[:-1], axes["hidden_out"])
     out_ = arrays.write("out", out, shape, x_.dtype, rows=True)
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
 
     def compute(on: Device | None) -> Array:
         y: Array
@@ -181,7 +181,7 @@ def swiglu_mlp_backward(
     labels = ("dx", "dw_gate", "dw_up", "dw_down")
     like = {n: (a.shape, a.dtype) for n, a in zip(labels, (x_, *weights), strict=True)}
     outs = arrays.write_each("out", out, like, rows=True)
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype))
+    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
 
     def compute(on: Device | None) -> list[Array]:
         if choice.backend == "reference":
@@ -244,10 +244,6 @@ def _validate(name: str, x: Array, weights: list[Array], **more: Array) -> tuple
 
 def _is_empty(x: Array, axes: Axes) -> bool:
     return not x.size or not axes["ffn"] or not axes["hidden_out"]
-
-
-def _cannot(dtype: str) -> dict[str, str]:
-    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}
 
 
 def _plan(

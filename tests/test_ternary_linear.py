@@ -162,7 +162,14 @@ def test_tiles(m, dtype, rng, monkeypatch):
     """Unequal last tiles and blocks of W, a last row without a neighbour, every kind of scale."""
     monkeypatch.setattr(kernels, "SMALL", 0)
     monkeypatch.setattr(kernels, "TOKENS", 16)
-    for n, k, kind in ((300, 600, "group"), (129, 257, "row"), (301, 257, "tensor"), (128, 256, "tensor")):
+    cases = (
+        (300, 600, "group"),
+        (130, 640, "group64"),
+        (129, 257, "row"),
+        (301, 257, "tensor"),
+        (128, 256, "row"),
+    )
+    for n, k, kind in cases:
         test_gradients({"backend": "numba"}, dtype, m, n, k, kind, "int8", rng)
 
 

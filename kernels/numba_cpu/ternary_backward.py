@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, like, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.gemm import matmul, products, tile_size
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, prefetch_row, scratch
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
@@ -53,6 +53,7 @@ TOKENS, COLUMNS = 256, 512  # of a task of dx at most: C 512 KiB of float32
 STEPS = 128  # of W at a time: 256 KiB
 SOME = 8  # rows that are unpacked before they are put into panels
 AHEAD = 16  # rows
+ALL = 1 << 60  # columns: they share a scale
 
 
 def config(tokens: int, n: int, k: int, dtype: str) -> str:
@@ -139,15 +140,28 @@ def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group
 @overload(unpack)
 def _unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
     def pairs(panels, some, codes, n0, count, k0, width, scale, per_row, group):
-        if per_row | (count % 2 > 0):
+        if (count % 2 > 0) | (per_row & (group % WORD > 0)):
             unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group)
             return
-        first, last = k0 // 4, (k0 + round_up(width, WORD)) // 4
+        span, one = round_up(width, WORD), bfloat16_of_float32(np.float32(1))
         for r in range(0, count, 2):
-            n = n0 + r
-            unpack_pairs(
-                panels, r // 2, read_row(codes, (n,))[first:last], read_row(codes, (n + 1,))[first:last]
-            )
+            n, c = n0 + r, 0
+            low, high, low_scale, high_scale = read_row(codes, (n,)), read_row(codes, (n + 1,)), one, one
+            while c < span:
+                start, stop = k0 + c, k0 + span
+                if per_row:
+                    g = start // group
+                    low_scale, high_scale = (
+                        bfloat16_of_float32(scale[n, g]),
+                        bfloat16_of_float32(scale[n + 1, g]),
+                    )
+                    stop = smaller((g + 1) * group, stop)
+                first, last = start // 4, stop // 4
+                unpack_pairs(
+                    panels, r // 2, c // WORD, low[first:last], high[first:last], low_scale, high_scale
+                )
+                c = stop - k0
+            first, last = k0 // 4, (k0 + span) // 4
             for later in (n + AHEAD, n + AHEAD + 1):
                 prefetch_row(read_row(codes, (smaller(later, len(codes) - 1),))[first:last], last - first)
 
@@ -164,7 +178,7 @@ def ternary_dx(state, n_tasks, tile, dy, codes, scale, dx, words):
     """``words``: of the type in which W is multiplied."""
     rows, columns = tile
     (tokens, k), n, one = dx.shape, len(codes), like(load(read_row(dy, (0,)), 0), 1)
-    per_row, group = len(scale) > 1, max(1, k // scale.shape[1])
+    per_row, group = len(scale) > 1, k // scale.shape[1] if scale.shape[1] > 1 else ALL
     across, depth = (k + columns - 1) // columns, elements(words, STEPS)
     word, nr = words.dtype.type(0), 2 * lanes(words)
     c = scratch(round_up(rows, TILE), columns + SKEW, one)

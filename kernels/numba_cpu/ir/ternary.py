@@ -21,6 +21,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.typing import signature
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
@@ -263,25 +264,39 @@ def unpack_row(typingctx, to, codes):
     return types.void(to, codes), codegen
 
 
-_TRITS = (0xBF80, 0, 0x3F80, 0)  # bfloat16, by their codes
+_SIGNED = (-1, 0, 1, 0)  # trits by their codes
 
 
 @intrinsic
-def unpack_pairs(typingctx, panels, step, low, high):
-    """One step of panels = pairs of bfloat16: trits of two rows, or of whole words of them."""
+def unpack_pairs(typingctx, panels, step, word, low, high, low_scale, high_scale):
+    """Words of one step of panels, from ``word`` on = pairs of bfloat16: trits of two rows, each times its scale."""
 
     def codegen(context, b, sig, args):
         words = ir.VectorType(I32, WORD)
-        pairs = ir.Constant(words, [_TRITS[i % 4] | _TRITS[i // 4] << 16 for i in range(WORD)])
-        target, *rows = (context.make_array(sig.args[i])(context, b, args[i]) for i in (0, 2, 3))
+
+        def vector(of: Any) -> Any:
+            return ir.Constant(words, [of(i) & 0xFFFFFFFF for i in range(WORD)])
+
+        def products(scale: Any, shift: int, trit: Any) -> Any:
+            """``trit`` of an index times the scale, ``shift`` bits up."""
+            bits = splat_any(b, b.shl(b.zext(scale, I32), I32(shift)), WORD)
+            present = b.and_(bits, vector(lambda i: 0xFFFF << shift if trit(i) else 0))
+            return b.xor(present, vector(lambda i: 0x8000 << shift if trit(i) < 0 else 0))
+
+        pairs = b.or_(
+            products(args[5], 0, lambda i: _SIGNED[i % 4]), products(args[6], 16, lambda i: _SIGNED[i // 4])
+        )
+        target, *rows = (context.make_array(sig.args[i])(context, b, args[i]) for i in (0, 3, 4))
         panel, start = b.extract_value(target.shape, 1), b.mul(args[1], i64(2 * WORD))
         with cgutils.for_range(b, b.udiv(b.extract_value(rows[0].shape, 0), i64(4))) as loop:
             first, second = (_codes(b, row, loop.index) for row in rows)
             index = b.or_(first, b.shl(second, ir.Constant(words, [2] * WORD)))
             found = call(b, "llvm.x86.avx512.permvar.si.512", words, pairs, index)
-            half = b.mul(b.and_(loop.index, i64(1)), i64(WORD))  # a panel has two vectors
-            place = b.add(b.mul(b.lshr(loop.index, i64(1)), panel), b.add(start, half))
+            at = b.add(args[2], loop.index)
+            half = b.mul(b.and_(at, i64(1)), i64(WORD))  # a panel has two vectors
+            place = b.add(b.mul(b.lshr(at, i64(1)), panel), b.add(start, half))
             store_vector(b, found, b.gep(target.data, [place]))
         return context.get_dummy_value()
 
-    return types.void(panels, step, low, high), codegen
+    i = types.int64
+    return signature(types.void, panels, i, i, low, high, low_scale, high_scale), codegen
