@@ -39,9 +39,8 @@ def visible(message: str) -> Iterator[None]:
 
     start = time.perf_counter()
     watcher = threading.Thread(target=wait, daemon=True)
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the interpreter is shutting down, or has no thread to give: in silence
+    # the interpreter may be shutting down, or have no thread to give: then in silence
+    with contextlib.suppress(RuntimeError):
         watcher.start()
     try:
         yield

@@ -243,9 +243,8 @@ class DiskCache(caching._Cache):
         payload = None if path is None else read_entry(path)
         if path is None or payload is None:
             return None
-        rtsys.initialize(
-            target_context
-        )  # machine code allocates; the rest of the compiler need not be made ready
+        # machine code allocates; the rest of the compiler need not be made ready
+        rtsys.initialize(target_context)
         try:
             from numba.core.compiler import CompileResult
 
@@ -268,9 +267,8 @@ def _after_fork() -> None:
     global_compiler_lock.release()
 
 
-if hasattr(
-    os, "register_at_fork"
-):  # a fork waits until no thread compiles: what that changes is whole in the child
+if hasattr(os, "register_at_fork"):
+    # a fork waits until no thread compiles: what that changes is whole in the child
     os.register_at_fork(
         before=global_compiler_lock.acquire,
         after_in_parent=global_compiler_lock.release,
