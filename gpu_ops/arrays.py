@@ -10,7 +10,6 @@ What is checked, is checked on shapes, dtypes, strides and addresses alone, and 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 from gpu_ops.memory_pool import POOL
+from gpu_ops.overlap import merges, overlap, overlaps_itself, same
 
 if TYPE_CHECKING:
     from gpu_ops.cuda_arrays import CudaArrays
@@ -123,7 +123,7 @@ class Arrays:
         if view.shape != shape:
             raise ShapeError(f"{self.op}: {name} has shape {view.shape}, expected exactly {shape}")
         self._check_writable(name, out, view, dtype, f" or omit {name}=")
-        if rows and not _merges(view):
+        if rows and not merges(view):
             raise ShapeError(
                 f"{self.op}: the leading axes of {name} (strides {view.strides}) do not merge into rows; "
                 f"pass a C-contiguous array or omit {name}="
@@ -188,9 +188,15 @@ class Arrays:
                 f"pass a C-contiguous array{else_}"
             )
 
+        if overlaps_itself(view):
+            raise ShapeError(
+                f"{self.op}: elements of {name} share memory with each other (shape {view.shape}, strides "
+                f"{view.strides}); pass an array of its own{else_}"
+            )
+
     def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> None:
         for other, x in (*self._read.items(), *self._write.items()):
-            if _overlap(view, x) and not (other == in_place and _same(view, x)):
+            if overlap(view, x) and not (other == in_place and same(view, x)):
                 allowed = f" other than being {in_place} itself" if in_place else ""
                 raise ShapeError(
                     f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
@@ -316,35 +322,3 @@ def _read_only(x: Any, view: Any) -> bool:
     if hasattr(type(x), "__dlpack_device__"):
         return False  # the protocol of versions before 1.0 cannot say so, and those after refuse the export
     return bool(x.__cuda_array_interface__["data"][1])
-
-
-def _merges(x: Array) -> bool:
-    """Whether the axes before the last are one axis, as they lie in memory."""
-    axes = [(n, stride) for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n != 1]
-    return not x.size or all(outer == n * stride for (_, outer), (n, stride) in itertools.pairwise(axes))
-
-
-def _addresses(x: Any) -> Array:
-    """A NumPy array at the addresses of ``x``: to ask which bytes two share, never to read."""
-    if isinstance(x, np.ndarray):
-        return x
-    from gpu_ops.cuda_arrays import footprint
-
-    return footprint(x)
-
-
-def _same(a: Array, b: Array) -> bool:
-    a, b = _addresses(a), _addresses(b)
-    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
-
-
-def _overlap(a: Array, b: Array) -> bool:
-    if not a.size or not b.size:
-        return False
-    a, b = _addresses(a), _addresses(b)
-    if not np.may_share_memory(a, b):  # disjoint address ranges: the common case, cheap
-        return False
-    try:
-        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stub is too narrow
-    except np.exceptions.TooHardError:
-        return True

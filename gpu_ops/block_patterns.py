@@ -21,6 +21,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Built: TypeAlias = tuple[Bools, int, int]
 """The arguments of ``BlockMask``: visible, block_q, block_k."""
+LONGEST = 1 << 48  # lengths and sizes of blocks; windows and strides beyond it are as good as it
 
 
 def causal(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int) -> Built:
@@ -31,7 +32,8 @@ def causal(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int) -> Built:
 def sliding_window(seqlen_q: int, seqlen_k: int, window_size: Any, block_q: int, block_k: int) -> Built:
     op = "BlockMask.sliding_window"
     sizes = _sizes(op, seqlen_q, seqlen_k, block_q, block_k)
-    return _band(*sizes, *checks.window(op, window_size)), *sizes[2:]
+    left, right = (min(side, 2 * LONGEST) for side in checks.window(op, window_size))
+    return _band(*sizes, left, right), *sizes[2:]
 
 
 def prefix_lm(seqlen_q: int, seqlen_k: int, prefix_len: Any, block_q: int, block_k: int) -> Built:
@@ -80,8 +82,8 @@ def strided(
 ) -> Built:
     op = "BlockMask.strided"
     sizes = _sizes(op, seqlen_q, seqlen_k, block_q, block_k)
-    stride = checks.integer(op, "stride", stride, low=1)
-    local = stride if local is None else checks.integer(op, "local", local, low=0)
+    stride = min(checks.integer(op, "stride", stride, low=1), 2 * LONGEST)
+    local = stride if local is None else min(checks.integer(op, "local", local, low=0), 2 * LONGEST)
     # The blocks of keys that a block of queries sits in are consecutive, from ``top`` to ``bottom``.
     top, bottom = (position // sizes[3] for position in _positions(*sizes[:3]))
     block = np.arange(-(-sizes[1] // sizes[3]))
@@ -94,15 +96,15 @@ def strided(
 def block_size(name: str, size: Any) -> int:
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         raise DTypeError(f"BlockMask.{name} must be an int, got {type(size).__name__}")
-    if size < 1:
-        raise OptionError(f"BlockMask.{name} must be at least 1, got {size}")
+    if not 1 <= size <= LONGEST:
+        raise OptionError(f"BlockMask.{name} must be at least 1 and at most 2**48, got {size}")
     return int(size)
 
 
 def _sizes(op: str, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int) -> tuple[int, int, int, int]:
     return (
-        checks.integer(op, "seqlen_q", seqlen_q, low=0),
-        checks.integer(op, "seqlen_k", seqlen_k, low=0),
+        checks.integer(op, "seqlen_q", seqlen_q, low=0, high=LONGEST),
+        checks.integer(op, "seqlen_k", seqlen_k, low=0, high=LONGEST),
         block_size("block_q", block_q),
         block_size("block_k", block_k),
     )

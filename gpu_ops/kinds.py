@@ -61,7 +61,7 @@ def _in_place(
     given: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[bool, ...]] | None:
     """For each array that receives results, which arguments it is. None: the planner has to have a closer look,
-    for it is read-only or not aligned, or may share memory with one that it is not."""
+    for it is no array, read-only or not aligned, or may share memory with one that it is not."""
     results = given if type(given) is tuple else (given,)
     others = [*args, *(x for other, x in kwargs.items() if other != name)]
     for other in _RESULTS:
@@ -71,6 +71,8 @@ def _in_place(
     views = _views(others)
     places = []
     for out in results:
+        if type(out) is not np.ndarray:
+            return None
         flags = out.flags
         near = views if flags.owndata else others
         if not (flags.writeable and flags.aligned):

@@ -6,6 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
 from gpu_ops.errors import (
@@ -118,6 +119,30 @@ def test_out_is_written_when_nothing_is_wrong(op):
         assert np.array_equal(o, e)
 
 
+@pytest.mark.parametrize("mistake", [3, "out", 2.5, object()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("op", sorted(OUTS))
+def test_out_is_no_array(op, mistake):
+    one = call(op)
+    error = (DTypeError, "not an array") if OUTS[op] == 1 else (OptionError, "arrays")
+    refused(one.having(out=mistake), *error)
+    if OUTS[op] > 1:
+        refused(one.having(out=(mistake,) * OUTS[op]), DTypeError, "not an array")
+
+
+@pytest.mark.parametrize("op", sorted(OUTS))
+def test_out_overlaps_itself(op):
+    """Rows that share elements, as a broadcast array's do: the last one written would be all that is left."""
+    made = [np.full_like(r, SENTINEL) for r in results(call(op)())[: OUTS[op]]]
+    rows = [x for x in made if x.ndim > 1 and len(x) > 1]
+    assert rows
+    for x in rows:
+        shared = as_strided(x, x.shape, (0, *x.strides[1:]))
+        out = tuple(shared if y is x else y for y in made)
+        refused(
+            call(op).having(out=out if OUTS[op] > 1 else shared), ShapeError, "share memory with each other"
+        )
+
+
 @pytest.mark.parametrize("op", ["attention_backward", "attention_varlen_backward"])
 def test_grads_is_the_out_of_a_backward_that_takes_an_out(op):
     expected = call(op)()
@@ -128,6 +153,8 @@ def test_grads_is_the_out_of_a_backward_that_takes_an_out(op):
         assert np.array_equal(g, e)
     with pytest.raises(OptionError, match=r"grads must be three arrays, \(dq, dk, dv\); got tuple of 2"):
         call(op)(grads=grads[:2])
+    with pytest.raises(OptionError, match="grads must be three arrays"):
+        call(op)(grads=3)
     dq, dk, dv = grads
     memory = np.zeros(dq.size + dk.size, dq.dtype)
     overlapping = (memory[: dq.size].reshape(dq.shape), memory[dq.size - 1 : -1].reshape(dk.shape), dv)

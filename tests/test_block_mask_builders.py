@@ -238,3 +238,26 @@ def test_long_sequences_take_milliseconds():
             assert build().visible.shape == (512, 512)
             took.append(time.perf_counter() - start)
         assert min(took) < 0.1
+
+
+@pytest.mark.parametrize("far", [2**63 - 1, 2**70])
+def test_no_side_and_no_stride_is_too_large(far):
+    blocks = {"block_q": 4, "block_k": 4}
+    for near, limited in (((far, 2), (-1, 2)), ((2, far), (2, -1))):
+        mask = BlockMask.sliding_window(10, 20, near, **blocks)
+        np.testing.assert_array_equal(
+            mask.visible, BlockMask.sliding_window(10, 20, limited, **blocks).visible
+        )
+    assert BlockMask.strided(10, 20, far, **blocks).visible.all()
+    np.testing.assert_array_equal(
+        BlockMask.strided(10, 20, far, local=1, **blocks).visible,
+        BlockMask.strided(10, 20, 1000, local=1, **blocks).visible,
+    )
+
+
+@pytest.mark.parametrize("too_long", [2**48 + 1, 2**63 - 1, 2**70])
+def test_sizes_that_64_bits_would_not_hold(too_long):
+    with pytest.raises(OptionError, match=r"BlockMask\.block_q must be at least 1 and at most"):
+        BlockMask(np.ones((1, 1), np.bool_), too_long, 1)
+    with pytest.raises(OptionError, match="seqlen_k must lie in"):
+        BlockMask.causal(10, too_long)

@@ -37,13 +37,13 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
 from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LOG2E, Call, block_visibility, lse_of
 from gpu_ops.kernels.numba_cpu.attention_values import turn_values
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
 from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
+from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
@@ -129,10 +129,13 @@ def prepare(
 
 
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Where the parts of the keys leave their O and lse."""
+    """Where the parts of the keys leave their O, and per row the largest score and the sum of the weights beside it.
+
+    Not lse, which cannot hold the sum beside a score of -1e38.
+    """
     wide = np.float64 if dtype == np.float64 else np.float32
     shape = call.n_splits, rows
-    return aligned_empty((*shape, call.head_dim_v), wide), np.empty(shape, np.float64)
+    return aligned_empty((*shape, call.head_dim_v), wide), np.empty((*shape, 2), np.float64)
 
 
 @kernel(
@@ -146,25 +149,40 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         SEQUENCES,
         *optional_types(bias),
         types.Array(compute(t), 3, "C"),
-        types.Array(types.float64, 2, "C"),
+        types.Array(types.float64, 3, "C"),
     ),
     variants=VARIANTS,
 )
 def attention_forward(
-    state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_lse
+    state,
+    n_tasks,
+    call,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sequences,
+    table,
+    alibi,
+    sinks,
+    bias,
+    visible,
+    part_out,
+    part_sums,
 ):
     memory, options = tally(), held(call)
     make_work(memory, options, k, part_out.dtype.type(0))  # counts the bytes
     attend(
         state, n_tasks, room(memory[0]), options, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-        part_out, part_lse,
+        part_out, part_sums,
     )  # fmt: skip
 
 
 @uncounted
 def attend(
     state, n_tasks, memory, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-    part_out, part_lse,
+    part_out, part_sums,
 ):  # fmt: skip
     wide = part_out.dtype.type(0)
     w = held(make_work(memory, call, k, wide))
@@ -210,7 +228,7 @@ def attend(
                 turn_values(w.vd, w.vt, n_keys)
                 add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible)
             first += n_keys
-        finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse)
+        finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_sums)
         task = claim(state)
     close_tiles()
 
@@ -219,15 +237,15 @@ def attend(
     lambda t: (
         CALL,
         types.Array(compute(t), 3, "C", readonly=True),
-        types.Array(types.float64, 2, "C", readonly=True),
+        types.Array(types.float64, 3, "C", readonly=True),
         write(t, 4),
         types.Array(statistics(t), 3, "A"),
         SEQUENCES,
         types.Array(types.float64, 1, "A", readonly=True),
     )
 )
-def attention_combine(state, n_tasks, call, part_out, part_lse, out, lse, sequences, sinks):
-    """out = sum over parts of exp(lse_part - lse) * out_part, lse = log of the sum of exp(lse_part)."""
+def attention_combine(state, n_tasks, call, part_out, part_sums, out, lse, sequences, sinks):
+    """out = sum over parts of their weight * out_part / the sum of the weights, which is exp(lse)."""
     total = np.empty(call.head_dim_v, part_out.dtype)
     task = claim(state)
     while task < n_tasks:
@@ -236,22 +254,21 @@ def attention_combine(state, n_tasks, call, part_out, part_lse, out, lse, sequen
         for i in range(sequences[b, 1]):
             index = task * call.max_seqlen_q + i
             has_sink = call.has_sinks and sinks[h] != -np.inf
-            m = sinks[h] if has_sink else -np.inf
+            m = sink = sinks[h] * LOG2E if has_sink else -np.inf
             for p in range(call.n_splits):
-                m = max(m, part_lse[p, index])
-            mass = np.exp(sinks[h] - m) if has_sink else 0.0
+                m = larger(m, part_sums[p, index, 0])
+            mass = 2.0 ** (sink - m) if has_sink else 0.0
             total[:] = 0
             for p in range(call.n_splits):
-                if part_lse[p, index] != -np.inf:  # a part without visible keys
-                    weight = np.exp(part_lse[p, index] - m)
+                if part_sums[p, index, 1] != 0:  # a part without visible keys
+                    weight = part_sums[p, index, 1] * 2.0 ** (part_sums[p, index, 0] - m)
                     mass += weight
                     source = read_row(part_out, (p, index))
                     for d in range(call.head_dim_v):
                         total[d] += like(total[0], weight) * source[d]
-            nothing = mass == 0
             at = sequences[b, 0] + i
-            lse[ob, h, at] = -np.inf if nothing else m + np.log(mass)
-            inverse = like(total[0], 0.0 if nothing else 1.0 / mass)
+            lse[ob, h, at] = lse_of(m, mass)
+            inverse = like(total[0], 0.0 if mass == 0 else 1.0 / mass)
             target = write_row(out, (ob, at, h))
             for d in range(call.head_dim_v):
                 store(target, d, total[d] * inverse)

@@ -29,10 +29,10 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     make_call,
     optional_arrays,
 )
+from gpu_ops.kernels.numba_cpu.attention_gradient_options import any_gradients, pair_gradients, split_lse
 from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, add_products_carefully
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     KEY_GROUP,
-    any_gradients,
     clear,
     clear_rows,
     load_block,
@@ -40,7 +40,6 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     make_scratch,
     make_sums,
     next_tile,
-    pair_gradients,
     plain_gradients,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import operand
@@ -49,7 +48,7 @@ from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, wri
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.target import TILES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.ir.target import TILES, VECTOR_BYTES, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
@@ -183,15 +182,15 @@ def attention_backward(
     make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
     make_sums(memory, options, dk_parts, dv_parts)
     backward_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, bias, visible, dq, dk,
-        dv, delta, dk_parts, dv_parts, starts,
+        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
+        dq, dk, dv, delta, dk_parts, dv_parts, starts,
     )  # fmt: skip
 
 
 @uncounted
 def backward_tasks(
-    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, dq, dk, dv, delta,
-    dk_parts, dv_parts, starts,
+    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, dq, dk, dv,
+    delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
     wide = dk_parts.dtype.type(0)
     w = held(make_scratch(memory, call, operand(q, wide), wide))
@@ -219,20 +218,25 @@ def backward_tasks(
             block = unit // groups
             if block * call.block_m >= call.heads * sequences[b, 1]:
                 continue
-            n, first, last, finite_block = load_block(
+            n, first, last, finite_block, coarse = load_block(
                 w, call, b, group, block, dout, q, out, lse, sequences, alibi, delta
             )
-            clear(w.dq, 0, w.width[0])
+            if coarse:
+                split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible)
+            width = round_up(n, PANEL)
+            clear(w.dq, 0, width)
             while first <= last:
                 n_keys, seen = next_tile(w, call, b, n, first, last, visible)
                 if seen:
                     finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
                     all_finite = finite and finite_block
-                    if not (all_finite and plain and plain_gradients(w, call, first, n_keys)):
+                    if not (
+                        all_finite and plain and not coarse and plain_gradients(w, call, width, first, n_keys)
+                    ):
                         any_gradients(w, call, b, n, first, n_keys, finite, bias)
-                        pair_gradients(w, n_keys)
+                        pair_gradients(w, width, n_keys)
                     if all_finite:
-                        add_products(w, dk_sum, dv_sum, start + first, n_keys)
+                        add_products(w, width, dk_sum, dv_sum, start + first, n_keys)
                     else:
                         add_products_carefully(
                             w, call, b, head_kv, n, dk_sum, dv_sum, start + first, first, n_keys, dout, q, k,

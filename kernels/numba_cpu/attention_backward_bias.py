@@ -5,8 +5,8 @@ owns what it adds to.
 """
 
 from gpu_ops.kernels.numba_cpu.attention_config import VARIANTS, backward_types, statistics
+from gpu_ops.kernels.numba_cpu.attention_gradient_options import any_gradients, split_lse
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
-    any_gradients,
     clear_rows,
     load_block,
     load_keys,
@@ -58,14 +58,14 @@ def attention_backward_bias(
     memory, options, wide = tally(), held(call), dbias.dtype.type(0)
     make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
     bias_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta,
-        dbias,
+        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
+        delta, dbias,
     )  # fmt: skip
 
 
 @uncounted
 def bias_tasks(
-    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, bias, visible, delta, dbias
+    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta, dbias
 ):  # fmt: skip
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
@@ -83,9 +83,11 @@ def bias_tasks(
             for h in range(call.nheads) if heads == 1 else range(bias_head, bias_head + 1):
                 head_kv = h * call.nheads_kv // call.nheads
                 for block in range(start, stop):
-                    n, first, last, _ = load_block(
+                    n, first, last, _, coarse = load_block(
                         w, call, b, h, block, dout, q, out, lse, sequences, alibi, delta
                     )
+                    if coarse:
+                        split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible)
                     while first <= last:
                         n_keys, seen = next_tile(w, call, b, n, first, last, visible)
                         if seen:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import numpy as np
 from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import as_float32, like, load, read_row
+from gpu_ops.kernels.numba_cpu.dtype import as_float32, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
-LOWEST = -2.3e38  # times log2 e still finite in float32: a very negative finite bias is not a mask
+# Times log2 e still finite: a very negative finite bias is not a mask.
+LOWEST, LOWEST_FLOAT64 = -2.3e38, -1.2e308
 
 
 @uncounted
@@ -99,9 +100,20 @@ def _add_turned(row, turned, k, count, bias):
     return words if bias.dtype == types.uint16 else floats
 
 
+def lowest(score):
+    """The most negative sum of a score and a finite bias."""
+    raise TypeError("compiled code only")
+
+
+@overload(lowest)
+def _lowest(score):
+    value = np.float64(LOWEST_FLOAT64) if score == types.float64 else np.float32(LOWEST)
+    return lambda score: value
+
+
 @uncounted
 def masked_sum(score, add):
-    """-inf from the bias alone, and then also for a NaN score."""
-    total, lowest = score + add, like(score, LOWEST)
-    total = lowest if total < lowest else total
+    """-inf from the bias alone, and then also for a NaN score, or from the score alone."""
+    total, least = score + add, lowest(score)
+    total = least if (total < least) & (score != -np.inf) else total
     return total if add != -np.inf else add

@@ -39,7 +39,7 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     values_careful,
     weigh_block,
 )
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LN2, LOG2E, Call, place_lanes
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LOG2E, Call, lse_of, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.decode import ADDED_KEYS
@@ -106,7 +106,7 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
         types.Array(types.float64, 2, "A", readonly=True),
         types.Array(types.float64, 1, "A", readonly=True),
         types.Array(compute(t), 3, "C"),
-        types.Array(types.float64, 2, "C"),
+        types.Array(types.float64, 3, "C"),
     ),
     variants=VARIANTS,
 )
@@ -127,20 +127,20 @@ def attention_decode(
     alibi,
     sinks,
     part_out,
-    part_lse,
+    part_sums,
 ):
     memory, options = tally(), held(call)
     work(memory, options, tile, heads_kv, q, part_out)  # counts the bytes
     decode_tasks(
         state, n_tasks, room(memory[0]), tile, options, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
-        sinks, part_out, part_lse,
+        sinks, part_out, part_sums,
     )  # fmt: skip
 
 
 @uncounted
 def decode_tasks(
     state, n_tasks, memory, tile, call, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi, sinks,
-    part_out, part_lse,
+    part_out, part_sums,
 ):  # fmt: skip
     rows = len(tile)
     w = held(work(memory, call, tile, heads_kv, q, part_out))
@@ -198,14 +198,13 @@ def decode_tasks(
                 total = total * factor + 2.0 ** (sink - new)
                 m = new
             inverse = like(w.o[0, 0], 0.0 if total == 0 else factor / total)
-            row_lse = -np.inf if total == 0 else (m + np.log2(total)) * LN2
             source = w.o[row]
             if call.n_splits > 1:
                 index = (b * call.nheads + h) * call.max_seqlen_q + i
-                part_lse[split, index] = row_lse
+                part_sums[split, index, 0], part_sums[split, index, 1] = m, total
                 from_slots(v, write_row(part_out, (split, index)), source, call.head_dim_v, inverse)
             else:
-                lse[ob, h, at + i] = row_lse
+                lse[ob, h, at + i] = lse_of(m, total)
                 from_slots(v, write_row(out, (ob, at + i, h)), source, call.head_dim_v, inverse)
         task = claim(state)
 

@@ -16,25 +16,25 @@ from gpu_ops.kernels.numba_cpu.jit import alone, overload, uncounted
 
 
 @uncounted
-def panels_of(w, key):
+def panels_of(w, panels, key):
     """First and last + 1 of the panels that see a key of the group from row ``key``."""
-    first, last = w.width[0] // PANEL, 0
-    for i in range(w.width[0] // PANEL):
+    first, last = panels, 0
+    for i in range(panels):
         if w.rows[i, 0] < key + KEY_GROUP and key < w.rows[i, 1]:
             first, last = smaller(first, i), i + 1
     return first, last
 
 
 @uncounted
-def add_products(w, dk, dv, at, n_keys):
+def add_products(w, width, dk, dv, at, n_keys):
     """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
-    rows, panels, pack = round_up(n_keys, key_step(w.p)), w.width[0] // PANEL, packing(w.p)
+    rows, panels, pack = round_up(n_keys, key_step(w.p)), width // PANEL, packing(w.p)
     dim, dim_v = dk.shape[1], dv.shape[1]
     key = 0
     while key < rows:
-        first, last = panels_of(w, key)
+        first, last = panels_of(w, panels, key)
         stop = key + KEY_GROUP
-        while stop < rows and panels_of(w, stop) == (first, last):
+        while stop < rows and panels_of(w, panels, stop) == (first, last):
             stop += KEY_GROUP
         m, k, lane = smaller(stop, rows) - key, (last - first) * PANEL // pack, first * PANEL // pack
         if k > 0:

@@ -1,5 +1,7 @@
 """The first half of a tile of the attention backward pass: from Q, K, V, dO and lse to P and dS.
 
+Here is what a block and a tile load, and P and dS of plain scores; attention_gradient_options.py has every option.
+
 Layout as in ``attention_tile``: queries in the lanes, so S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes go in
 panels of PANEL; a panel works on the keys that some lane of it sees, and the rest of what is read is 0:
 
@@ -21,8 +23,6 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     float_tile,
     packing,
     pair_rows,
-    pair_tile,
-    pair_tile_keys,
     product_words,
     put_row,
     row_pairs,
@@ -31,20 +31,14 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     unscaled,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
-from gpu_ops.kernels.numba_cpu.attention_scores import scale_scores, weigh_visible
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     LOG2E,
-    cap_scores,
-    finish_scores,
-    is_plain,
     make_terms,
-    mask_scores,
     place_lanes,
     place_terms,
     score_scale,
 )
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.fastmath import exp2
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, score_tile
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows, in_tiles
@@ -54,6 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, uncounted
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
+RESOLUTION = 2.0**-12  # lse in base 2 is too large to hold the sum of a row where adding this is lost
 
 
 class Scratch(NamedTuple):
@@ -79,6 +74,7 @@ class Scratch(NamedTuple):
     dp_panel: Any
     dscore: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
+    rest: Any  # (m) what lse2 leaves out: see split_lse
     delta: Any  # (m)
     head: Any  # (m) and so on: see place_lanes
     query: Any
@@ -88,7 +84,6 @@ class Scratch(NamedTuple):
     top: Any  # (m) high, in this tile: -1 where a block mask hides it
     span: Any  # (panels, 4) smallest and largest low, smallest and largest high of a panel
     rows: Any  # (panels, 2) rows of the tile on which a panel works: first and last + 1
-    width: Any  # (1) lanes in use, rounded up to panels
 
 
 @uncounted
@@ -128,6 +123,7 @@ def make_scratch(memory, call, x, wide):
         carve(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
         carve(memory, m, wide),
         carve(memory, m, wide),
+        carve(memory, m, wide),
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int32(0)),
@@ -136,7 +132,6 @@ def make_scratch(memory, call, x, wide):
         carve(memory, m, np.int32(0)),
         carve(memory, (m // PANEL, 4), np.int64(0)),
         carve(memory, (m // PANEL, 2), np.int64(0)),
-        carve(memory, 1, np.int64(0)),
     )
 
 
@@ -188,16 +183,16 @@ def extremes(x, start, stop):
 def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, delta):
     """Lanes, Q, dO, lse and delta of one block of queries.
 
-    Returns (lanes used, first and last key that any of them sees, whether Q and dO are finite).
+    Returns (lanes used, first and last key that any of them sees, whether Q and dO are finite, whether ``split_lse``
+    is to follow).
     """
     q_start, q_len, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 3]
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
     place_terms(w.terms, call, b, alibi, n, k_len - q_len, w.head, w.query)
     width = round_up(n, PANEL)
-    w.width[0] = width
     for c in range(width):
         w.top[c] = w.high[c]
-    ob = 0 if call.packed else b
+    ob, coarse = 0 if call.packed else b, False
     for c in range(n):
         at, h = q_start + w.query[c], w.head[c]
         gradient = read_row(dout, (ob, at, h))
@@ -208,6 +203,9 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, de
         delta[ob, h, at] = total
         w.lse2[c] = np.inf if row_lse == -np.inf else row_lse * LOG2E
         w.delta[c] = total if row_lse != -np.inf else 0.0
+        coarse |= is_coarse(w.lse2[c])
+    for c in range(width):
+        w.rest[c] = 0
     for c in range(n, width):
         clear(w.q, c, c + 1)
         clear(w.do, c, c + 1)
@@ -223,7 +221,12 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, de
         span = w.span[i]
         span[0], span[1] = extremes(w.low, i * PANEL, smaller((i + 1) * PANEL, n))
         span[2], span[3] = extremes(w.high, i * PANEL, smaller((i + 1) * PANEL, n))
-    return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v)
+    return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v), coarse
+
+
+@uncounted
+def is_coarse(lse):
+    return lse + like(lse, RESOLUTION) == lse and abs(lse) != np.inf
 
 
 @uncounted
@@ -264,19 +267,19 @@ def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
     gemm_rows(dp, at, ld, w.v, row * v, v, w.dot, lane, w.dot.shape[1], n, width, words_v, False)
 
 
-def plain_gradients(w, call, first, n_keys):
-    """P^T and dS^T of a tile of finite numbers without softcap, ALiBi or bias. False for float64: nothing done."""
+def plain_gradients(w, call, width, first, n_keys):
+    """P^T and dS^T of finite numbers without softcap, ALiBi or bias. False for float64: nothing done."""
     raise TypeError("compiled code only")
 
 
 @overload(plain_gradients)
-def _plain_gradients(w, call, first, n_keys):
-    def by_panels(w, call, first, n_keys):
+def _plain_gradients(w, call, width, first, n_keys):
+    def by_panels(w, call, width, first, n_keys):
         step = key_step(w.p)
         rows = round_up(n_keys, step)
         words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
         scale = np.float32(unscaled(w.q, score_scale(call)))
-        for i in range(w.width[0] // PANEL):
+        for i in range(width // PANEL):
             lane = i * PANEL
             start = larger(w.span[i, 0] - first, 0) // step * step
             stop = smaller(round_up(larger(w.span[i, 3] + 1 - first, 0), step), rows)
@@ -301,47 +304,4 @@ def _plain_gradients(w, call, first, n_keys):
         return True
 
     fused = w.type_of("lse2").dtype == types.float32
-    return by_panels if fused else lambda w, call, first, n_keys: False
-
-
-@uncounted
-def any_gradients(w, call, b, n, first, n_keys, finite, bias):
-    """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
-    width, rows = w.width[0], round_up(n_keys, key_step(w.p))
-    words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
-    multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
-    scale_scores(w.s, n_keys, width, like(w.lse2[0], unscaled(w.q, score_scale(call))))
-    if call.softcap > 0:
-        cap_scores(w.s, call.softcap, n_keys, width, w.terms.cap_slope, True)
-    if not is_plain(call):
-        finish_scores(w.s, call, b, first, n_keys, n, width, w.head, w.query, w.terms, 0, bias)
-    mask_scores(w.s, first, n_keys, width, w.low, w.top)
-    if not finite:
-        weigh_visible(w.s, w.lse2, n_keys, width)
-    lse, delta, zero = w.lse2, w.delta, like(w.lse2[0], 0.0)
-    for j in range(n_keys):
-        s, dp = w.s[j], w.dp[j]
-        for c in range(width):
-            score, weight = s[c], exp2(s[c] - lse[c])
-            p = weight if score != -np.inf else zero  # lse may be NaN
-            gradient = p * (dp[c] - delta[c])
-            s[c], dp[c] = p, gradient if p != 0 else zero  # p = 0 may face a NaN behind a mask
-    if call.softcap > 0:
-        for j in range(n_keys):
-            dp, dscore, slope = w.dp[j], w.dscore[j], w.terms.cap_slope[j]
-            for c in range(width):
-                dscore[c] = dp[c]
-                dp[c] = dp[c] * slope[c]
-    clear(w.s, n_keys, rows)
-    clear(w.dp, n_keys, rows)
-
-
-@uncounted
-def pair_gradients(w, n_keys):
-    """The operands of the products from P^T and dS^T in floats."""
-    rows = round_up(n_keys, key_step(w.p))
-    pair_tile(w.p, w.s, rows, w.width[0])
-    pair_tile(w.ds, w.dp, rows, w.width[0])
-    pair_tile_keys(w.ds_keys, w.dp, rows, w.width[0])
-    for i in range(len(w.rows)):
-        w.rows[i, 0], w.rows[i, 1] = 0, rows
+    return by_panels if fused else lambda w, call, width, first, n_keys: False

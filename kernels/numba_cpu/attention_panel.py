@@ -26,11 +26,11 @@ from gpu_ops.kernels.numba_cpu.attention_operands import (
 )
 from gpu_ops.kernels.numba_cpu.attention_scores import all_visible, finish_panel
 from gpu_ops.kernels.numba_cpu.attention_tile import (
-    LN2,
     LOG2E,
     TINY_LOG2,
     block_visibility,
     is_plain,
+    lse_of,
     make_terms,
     place_lanes,
     place_terms,
@@ -233,7 +233,7 @@ def add_carefully(ot, vt, p, dim, width, n):
 
 
 @uncounted
-def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_lse):
+def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_sums):
     """O and lse of the block's lanes, or of its part of the keys."""
     factor = factors(call, w.p)[1] if is_plain(call) else 1.0
     ob = 0 if call.packed else b
@@ -248,11 +248,11 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
             total = total * older + 2.0 ** (sink - new)
             m = new
         w.alpha[c] = 0.0 if total == 0 else older / total
-        row_lse = -np.inf if total == 0 else (m + np.log2(total)) * LN2
         if call.n_splits > 1:
-            part_lse[split, (b * call.nheads + h) * call.max_seqlen_q + i] = row_lse
+            sums = part_sums[split, (b * call.nheads + h) * call.max_seqlen_q + i]
+            sums[0], sums[1] = m, total
         else:
-            lse[ob, h, q_start + i] = row_lse
+            lse[ob, h, q_start + i] = lse_of(m, total)
     nr, width = w.s.shape[1], lanes(w.s)
     dim_v = w.ot.shape[0] // w.seen.shape[0]
     for start in range(0, n, width):

@@ -106,6 +106,12 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
 
 
 @uncounted
+def lse_of(top, total):
+    """From the largest score and the sum of the weights beside it."""
+    return -np.inf if total == 0 else (top + np.log2(total)) * LN2
+
+
+@uncounted
 def cap_scores(s, softcap, n, width, slope, keep_slope):
     """s = softcap * tanh(s / softcap); on request also the slope 1 - tanh^2 that the gradient needs."""
     cap = like(s[0, 0], softcap)
