@@ -179,13 +179,24 @@ def options(
     return Options(
         causal=checks.flag(op, "causal", causal),
         window_size=checks.window(op, window_size),
-        softmax_scale=checks.number(op, "softmax_scale", softmax_scale),
-        softcap=checks.number(op, "softcap", softcap, low=0.0),
+        softmax_scale=_computable(op, "softmax_scale", checks.number(op, "softmax_scale", softmax_scale), q),
+        softcap=_computable(op, "softcap", checks.number(op, "softcap", softcap, low=0.0), q, inverse=True),
         sinks=sinks_,
         alibi_slopes=slopes,
         bias=None if bias is None else _bias(op, arrays.read("bias", bias), q, axes),
         block_mask=None if block_mask is None else _block_mask(op, arrays, block_mask, axes),
     )
+
+
+def _computable(op: str, name: str, value: float, q: Array, *, inverse: bool = False) -> float:
+    """An option that kernels take to float32 (or its inverse too), where float64 is not what they compute in."""
+    least = 1e-38 if inverse else 0.0
+    if value and q.dtype != np.float64 and not least <= abs(value) <= 1e38:
+        bounds = f"0 or between {least:g} and 1e+38" if inverse else "at most 1e+38 in size"
+        raise OptionError(
+            f"{op}: {name} must be {bounds}, for {q.dtype} is computed in float32; got {value:g}"
+        )
+    return value
 
 
 def cu_seqlens(op: str, arrays: Arrays, name: str, x: Any, total: int) -> Array:

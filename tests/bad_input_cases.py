@@ -72,6 +72,9 @@ CASES = [
         "softmax_scale must be finite",
         {"softmax_scale": np.inf},
     ),
+    ("attention", "scale beyond float32", OptionError, "at most 1e+38 in size", {"softmax_scale": 1e300}),
+    ("attention", "softcap beyond float32", OptionError, "between 1e-38 and 1e+38", {"softcap": 1e39}),
+    ("attention", "softcap without inverse", OptionError, "between 1e-38 and 1e+38", {"softcap": 1e-39}),
     ("attention", "causal is text", OptionError, "causal must be True or False", {"causal": "yes"}),
     (
         "attention",

@@ -112,6 +112,9 @@ def test_llama_rounds_before_the_weight(backend, rng):
         wide = xt.astype(np.float32) * np.float32(0.5) * (1 + weight.astype(np.float32))
         assert fp32.tobytes() == wide.astype(dtype).tobytes()
         assert fp32.tobytes() != offset.tobytes()
+        given = {"casting": "llama", **backend}
+        dx, _ = gpu_ops.rmsnorm_backward(xt, xt, weight, rstd, weight_offset=1.0, **given)
+        assert dx.tobytes() == gpu_ops.rmsnorm_backward(xt, xt, gain, rstd, **given)[0].tobytes()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 4)], ids=str)

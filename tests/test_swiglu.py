@@ -165,6 +165,10 @@ def test_limits(backend, dtype, activation):
     dgate, dup = gpu_ops.swiglu_backward(ones, values, ones, activation=activation, **backend)
     np.testing.assert_array_equal(dgate.astype(np.float64), np.where(np.isnan(large), np.nan, large > 0))
     np.testing.assert_array_equal(dup.astype(np.float64), y)
+    dy = np.full_like(values, min(largest, 1e30))[large == -1000]  # dy * up overflows where act' is 0
+    dgate, dup = gpu_ops.swiglu_backward(dy, values[large == -1000], dy, activation=activation, **backend)
+    assert not dgate.any()
+    assert not dup.any()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -45,7 +45,7 @@ struct Backward {
     static __device__ __forceinline__ void compute(const float (&in)[kInputs], float (&out)[kOutputs]) {
         const float gate = in[0], up = in[1], dy = in[2];
         const Activated act = activated<kActivation, scalar>(gate);
-        out[0] = dy * up * act.slope;
+        out[0] = dy * act.slope * up;  // the slope first: dy * up could be infinite where it is 0
         out[1] = dy * act.value;
     }
 };

@@ -16,8 +16,8 @@ from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, prefetch_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
-# Times log2 e still finite: a very negative finite bias is not a mask.
-LOWEST, LOWEST_FLOAT64 = -2.3e38, -1.2e308
+# Times log2 e still finite: a very negative finite bias is not a mask, a very large one no infinity.
+LARGEST, LARGEST_FLOAT64 = 2.3e38, 1.2e308
 
 
 @uncounted
@@ -100,20 +100,21 @@ def _add_turned(row, turned, k, count, bias):
     return words if bias.dtype == types.uint16 else floats
 
 
-def lowest(score):
-    """The most negative sum of a score and a finite bias."""
+def largest(score):
+    """The largest sum of a score and a bias, both finite."""
     raise TypeError("compiled code only")
 
 
-@overload(lowest)
-def _lowest(score):
-    value = np.float64(LOWEST_FLOAT64) if score == types.float64 else np.float32(LOWEST)
+@overload(largest)
+def _largest(score):
+    value = np.float64(LARGEST_FLOAT64) if score == types.float64 else np.float32(LARGEST)
     return lambda score: value
 
 
 @uncounted
 def masked_sum(score, add):
     """-inf from the bias alone, and then also for a NaN score, or from the score alone."""
-    total, least = score + add, lowest(score)
-    total = least if (total < least) & (score != -np.inf) else total
+    total, most = score + add, largest(score)
+    total = -most if (total < -most) & (score != -np.inf) else total
+    total = most if (total > most) & (total < np.inf) else total
     return total if add != -np.inf else add

@@ -88,6 +88,8 @@ def backward(
 ) -> None:
     """Fills ``dx`` (rows, cols) and ``dweight`` (cols,), in rstd's dtype."""
     rows, cols = x.shape
+    if casting == "llama" and weight_offset:  # rounds their sum to x's dtype
+        weight, weight_offset = (weight.astype(rstd.dtype) + weight_offset).astype(x.dtype), 0.0
     chunk = items_per_task(rows, cols)
     n_tasks = -(-rows // chunk)
     partial = np.zeros((n_tasks, cols))  # float64: a float32 sum over rows would lose digits

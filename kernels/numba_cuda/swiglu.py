@@ -105,7 +105,7 @@ def _backward(dtype, activation):
             for r in range(cuda.blockIdx.y, rows, cuda.gridDim.y):
                 act, slope = act_of(load(gate[r, c]))
                 d = load(dy[r, c])
-                dgate[r, c] = store(d * load(up[r, c]) * slope)
+                dgate[r, c] = store(d * slope * load(up[r, c]))  # dy * up could be infinite where slope is 0
                 dup[r, c] = store(d * act)
 
     return swiglu_backward

@@ -35,7 +35,8 @@ def _backward(act: Callable[[Lanes], tuple[Lanes, Lanes]], *, hidden: bool) -> S
     def step(operands: list[Lanes]) -> tuple[Lanes, ...]:
         dy, gate, up = operands
         value, slope = act(gate)
-        return dy * up * slope, dy * value, *((value * up,) if hidden else ())
+        # dy * up could be infinite where the slope is 0
+        return dy * slope * up, dy * value, *((value * up,) if hidden else ())
 
     return _by_lanes(step)
 
