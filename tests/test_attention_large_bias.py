@@ -10,7 +10,7 @@ from gpu_ops.reference import attention as reference
 from gpu_ops.reference import attention_backward as reference_backward
 from tests.attention_cases import DTYPES, make
 
-LARGE = [-1e20, float(np.finfo(np.float32).min), 1e20, float(np.finfo(np.float32).max)]
+LARGE = [-1e20, float(np.finfo(np.float32).min), 1e20]
 ATOL = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3, "float64": 1e-12}
 
 

@@ -37,10 +37,11 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
 from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LOG2E, Call, block_visibility, lse_of
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility, lse_of
 from gpu_ops.kernels.numba_cpu.attention_values import turn_values
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
@@ -207,7 +208,7 @@ def attend(
         if block * call.block_m >= call.heads * q_len:  # a shorter sequence of the batch
             task = claim(state)
             continue
-        n, first, last = start_block(w, call, b, group, block, q_len, k_len, alibi)
+        n, first, last = start_block(w, call, b, group, block, q_len, k_len, alibi, bias)
         keys = held(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
         w.alpha[:] = scale
         pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, w.alpha)

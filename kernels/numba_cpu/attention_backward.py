@@ -219,7 +219,7 @@ def backward_tasks(
             if block * call.block_m >= call.heads * sequences[b, 1]:
                 continue
             n, first, last, finite_block, coarse = load_block(
-                w, call, b, group, block, dout, q, out, lse, sequences, alibi, delta
+                w, call, b, group, block, dout, q, out, lse, sequences, alibi, bias, delta
             )
             if coarse:
                 split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible)

@@ -84,7 +84,7 @@ def bias_tasks(
                 head_kv = h * call.nheads_kv // call.nheads
                 for block in range(start, stop):
                     n, first, last, _, coarse = load_block(
-                        w, call, b, h, block, dout, q, out, lse, sequences, alibi, delta
+                        w, call, b, h, block, dout, q, out, lse, sequences, alibi, bias, delta
                     )
                     if coarse:
                         split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible)

@@ -39,11 +39,12 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     values_careful,
     weigh_block,
 )
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, LOG2E, Call, lse_of, place_lanes
+from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, lse_of, place_lanes
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.decode import ADDED_KEYS
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up

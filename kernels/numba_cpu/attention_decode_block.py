@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_tile import LOG2E, TINY, score_scale
+from gpu_ops.kernels.numba_cpu.attention_tile import TINY, score_scale
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
 from gpu_ops.kernels.numba_cpu.ir.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.jit import uncounted
 
@@ -101,23 +102,21 @@ def add_block(w, rows, padded):
 
 @uncounted
 def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
-    """softcap and ALiBi on scores in natural units; leaves them in base 2."""
+    """softcap and ALiBi; leaves scores in base 2."""
     tiles = call.block_m // rows
     for t in range(heads_kv * tiles):
         row = w.s[t]
         if call.softcap > 0:
-            cap, inverse = like(row[0], call.softcap), like(row[0], 1.0 / call.softcap)
+            cap, inverse = like(row[0], call.softcap * LOG2E), like(row[0], 1.0 / call.softcap)
             for i in range(n_keys * rows):
                 row[i] = cap * tanh(row[i] * inverse)
         if call.has_alibi:
             first_row = t % tiles * rows
             for r in range(first_row, smaller(first_row + rows, n)):
-                slope = alibi[b, w.head[r] + t // tiles * call.heads]
+                slope = alibi[b, w.head[r] + t // tiles * call.heads] * LOG2E
                 position = w.query[r] + offset - first
                 for j in range(n_keys):
                     row[j * rows + r - first_row] -= like(row[0], slope * abs(position - j))
-        for i in range(n_keys * rows):
-            row[i] *= like(row[0], LOG2E)
 
 
 @uncounted

@@ -16,10 +16,8 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     next_tile,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import key_step
-from gpu_ops.kernels.numba_cpu.attention_scores import scale_scores, weigh_visible
+from gpu_ops.kernels.numba_cpu.attention_scores import weigh_visible
 from gpu_ops.kernels.numba_cpu.attention_tile import (
-    LOG2E,
-    cap_scores,
     finish_scores,
     is_plain,
     mask_scores,
@@ -28,6 +26,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 from gpu_ops.kernels.numba_cpu.dtype import like
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
@@ -38,12 +37,20 @@ def any_scores(w, call, b, n, first, n_keys, bias):
     width, rows = round_up(n, PANEL), round_up(n_keys, key_step(w.p))
     words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
     multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
-    scale_scores(w.s, n_keys, width, like(w.lse2[0], unscaled(w.q, score_scale(call))))
-    if call.softcap > 0:
-        cap_scores(w.s, call.softcap, n_keys, width, w.terms.cap_slope, True)
-    if not is_plain(call):
-        finish_scores(w.s, call, b, first, n_keys, n, width, w.head, w.query, w.terms, 0, bias)
+    factor = like(w.lse2[0], unscaled(w.q, score_scale(call)))
+    if is_plain(call):
+        scale_scores(w.s, n_keys, width, factor)
+    else:
+        finish_scores(w.s, call, first, n_keys, 0, n, width, factor, w.terms, True, bias)
     mask_scores(w.s, first, n_keys, width, w.low, w.top)
+
+
+@uncounted
+def scale_scores(s, n, width, factor):
+    if factor != 1:
+        for j in range(n):
+            for c in range(width):
+                s[j, c] *= factor
 
 
 @uncounted

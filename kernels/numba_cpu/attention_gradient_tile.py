@@ -32,7 +32,6 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
 from gpu_ops.kernels.numba_cpu.attention_tile import (
-    LOG2E,
     make_terms,
     place_lanes,
     place_terms,
@@ -41,6 +40,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, score_tile
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows, in_tiles
 from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
@@ -180,7 +180,7 @@ def extremes(x, start, stop):
 
 
 @uncounted
-def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, delta):
+def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, bias, delta):
     """Lanes, Q, dO, lse and delta of one block of queries.
 
     Returns (lanes used, first and last key that any of them sees, whether Q and dO are finite, whether ``split_lse``
@@ -188,7 +188,7 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, de
     """
     q_start, q_len, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 3]
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
-    place_terms(w.terms, call, b, alibi, n, k_len - q_len, w.head, w.query)
+    place_terms(w.terms, call, b, alibi, bias, n, k_len - q_len, w.head, w.query)
     width = round_up(n, PANEL)
     for c in range(width):
         w.top[c] = w.high[c]

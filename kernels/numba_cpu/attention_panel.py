@@ -26,7 +26,6 @@ from gpu_ops.kernels.numba_cpu.attention_operands import (
 )
 from gpu_ops.kernels.numba_cpu.attention_scores import all_visible, finish_panel
 from gpu_ops.kernels.numba_cpu.attention_tile import (
-    LOG2E,
     TINY_LOG2,
     block_visibility,
     is_plain,
@@ -39,6 +38,7 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
 from gpu_ops.kernels.numba_cpu.attention_values import add_values, rescale
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.gemm import (
     copy_transposed_scaled,
     copy_vector,
@@ -111,10 +111,10 @@ def make_work(memory, call, k, wide):
 
 
 @uncounted
-def start_block(w, call, b, group, block, q_len, k_len, alibi):
+def start_block(w, call, b, group, block, q_len, k_len, alibi, bias):
     """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
-    place_terms(w.terms, call, b, alibi, n, k_len - q_len, w.head, w.query)
+    place_terms(w.terms, call, b, alibi, bias, n, k_len - q_len, w.head, w.query)
     nr = w.s.shape[1]
     for panel in range((n + nr - 1) // nr):
         any_low, any_high, all_low, all_high = k_len, -1, 0, k_len

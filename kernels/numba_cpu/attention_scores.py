@@ -4,7 +4,6 @@ import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     TINY_LOG2,
-    cap_scores,
     finish_scores,
     is_plain,
     mask_block,
@@ -29,11 +28,7 @@ def finish_panel(w, s, call, b, panel, n, first, n_keys, seen, width, factor, bi
     head, query, end = w.head[start:stop], w.query[start:stop], start + width
     low, high = w.low[start:end], w.high[start:end]
     if not is_plain(call):
-        scale_scores(s, n_keys, width, factor)
-        if call.softcap > 0:
-            cap_scores(s, call.softcap, n_keys, width, s, False)
-        n_lanes = stop - start
-        finish_scores(s, call, b, first, n_keys, n_lanes, width, head, query, w.terms, start, bias)
+        finish_scores(s, call, first, n_keys, start, stop - start, width, factor, w.terms, False, bias)
     if first < w.seen[panel, 2]:
         mask_scores(s, first, smaller(n_keys, w.seen[panel, 2] - first), width, low, high)
     if first + n_keys - 1 > w.seen[panel, 3]:
@@ -41,14 +36,6 @@ def finish_panel(w, s, call, b, panel, n, first, n_keys, seen, width, factor, bi
         mask_scores(s[clear:], first + clear, n_keys - clear, width, low, high)
     if seen == 1:
         mask_block(s, visible, call, b, first, n_keys, stop - start, head, query)
-
-
-@uncounted
-def scale_scores(s, n, width, factor):
-    if factor != 1:
-        for j in range(n):
-            for c in range(width):
-                s[j, c] *= factor
 
 
 @alone

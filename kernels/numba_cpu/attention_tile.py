@@ -13,7 +13,8 @@ so that the running maximum, the sum and exp2 are vertical operations, and P^T i
 of the second product. A lane is one (head, query) pair: with few queries per head the heads of a GQA
 group lie side by side and share every key that is read.
 
-Scores are kept in base 2 (softmax_scale * log2 e is folded into Q), -inf where masked.
+Scores are kept in base 2 (softmax_scale * log2 e is folded into Q; softcap wants natural units first), -inf where
+masked.
 """
 
 from typing import Any, NamedTuple
@@ -21,15 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.attention_bias import add_bias
+from gpu_ops.kernels.numba_cpu.attention_bias import add_bias, place_bias
 from gpu_ops.kernels.numba_cpu.dtype import like
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
+from gpu_ops.kernels.numba_cpu.ir.bias import PANEL
 from gpu_ops.kernels.numba_cpu.ir.carve import carve
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import lanes
+from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
-LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
 TINY = 1e-37
@@ -75,8 +77,8 @@ def is_plain(call):
 
 @uncounted
 def score_scale(call):
-    """What q.k is multiplied by: scores are in base 2, but in natural units for softcap, ALiBi and bias."""
-    return call.scale * LOG2E if is_plain(call) else call.scale
+    """What q.k is multiplied by: scores are in base 2, but in natural units before softcap."""
+    return call.scale if call.softcap > 0 else call.scale * LOG2E
 
 
 @uncounted
@@ -112,10 +114,10 @@ def lse_of(top, total):
 
 
 @uncounted
-def cap_scores(s, softcap, n, width, slope, keep_slope):
-    """s = softcap * tanh(s / softcap); on request also the slope 1 - tanh^2 that the gradient needs."""
-    cap = like(s[0, 0], softcap)
-    inverse = like(s[0, 0], 1.0 / softcap)
+def cap_scores(s, softcap, n, width, factor, slope, keep_slope):
+    """log2(e) * softcap * tanh(factor * s / softcap); on request its slope 1 - tanh^2 too, for the gradient."""
+    cap = like(s[0, 0], softcap * LOG2E)
+    inverse = like(s[0, 0], factor / softcap)
     for j in range(n):
         row, slope_row = s[j], slope[j]
         for c in range(width):
@@ -128,52 +130,51 @@ def cap_scores(s, softcap, n, width, slope, keep_slope):
 class Terms(NamedTuple):
     """What ALiBi, bias and softcap need."""
 
-    slope: Any  # (m) what a score loses per key between it and the lane's position
+    slope: Any  # (m) what a score loses, in base 2, per key between it and the lane's position
     position: Any  # (m) of the query on the axis of keys
-    rows: Any  # (1 vector, 2 vectors) of bias, which are queries, on their way
-    turned: Any  # (2 vectors, 1 vector) to lanes
+    starts: Any  # (m and a panel) addresses of the lanes' rows of bias
     cap_slope: Any  # (n, m) for gradients, the slope of softcap
 
 
 @uncounted
 def make_terms(memory, n, m, wide):
-    step = lanes(carve(memory, (0, 0), wide))
     return Terms(
         carve(memory, m, wide),
         carve(memory, m, wide),
-        carve(memory, (step, 2 * step), wide),
-        carve(memory, (2 * step, step), wide),
+        carve(memory, m + PANEL * MAX_LANES, np.int64(0)),
         carve(memory, (n, m), wide),
     )
 
 
 @uncounted
-def place_terms(terms, call, b, alibi, n, offset, head, query):
+def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
     """Fill the lanes of a row block; the last query sits on key ``offset`` + its number."""
+    if call.has_bias:
+        place_bias(terms.starts, b, n, head, query, bias)
     if call.has_alibi:
         for c in range(n):
-            terms.slope[c] = alibi[b, head[c]]
+            terms.slope[c] = alibi[b, head[c]] * LOG2E
             terms.position[c] = query[c] + offset
         for c in range(n, len(terms.slope)):
             terms.slope[c] = terms.position[c] = 0
 
 
 @uncounted
-def finish_scores(s, call, b, first, n, n_lanes, width, head, query, terms, lane, bias):
-    """ALiBi and bias on scores in natural units; leaves them in base 2. ``lane``: of the block, the first."""
+def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_slope, bias):
+    """softcap, ALiBi and bias; leaves scores in base 2. ``factor``: what is missing of score_scale. ``lane``: of the
+    block, the first."""
+    if call.softcap > 0:
+        cap_scores(s, call.softcap, n, width, factor, terms.cap_slope if keep_slope else s, keep_slope)
+        factor = like(factor, 1.0)
     if call.has_alibi:
         slope, position = terms.slope[lane : lane + width], terms.position[lane : lane + width]
         for j in range(n):
             row, key = s[j], like(s[0, 0], first + j)
             for c in range(width):
-                row[c] -= slope[c] * abs(position[c] - key)
+                row[c] = row[c] * factor - slope[c] * abs(position[c] - key)
+        factor = like(factor, 1.0)
     if call.has_bias:
-        add_bias(s, b, first, n, n_lanes, width, head, query, bias, terms)
-    log2e = like(s[0, 0], LOG2E)
-    for j in range(n):
-        row = s[j]
-        for c in range(width):
-            row[c] *= log2e
+        add_bias(s, first, n, lane, n_lanes, factor, terms.starts, bias)
 
 
 @alone

@@ -26,11 +26,11 @@ import numpy as np
 from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.dtype import as_float32, as_float64, as_int64, as_uint32
+from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
 from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
 
 _ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
 _ROUND64 = 1.5 * 2.0**52
-_LOG2E = 1.4426950408889634
 _LN2_HI64, _LN2_LO64 = 0.6931471803691238, 1.9082149292705877e-10
 
 
@@ -108,7 +108,7 @@ def exp2_float64(x):
 @uncounted
 def exp_float64(x):
     x = _clamp(x, -709.4, 710.0)
-    rounded = x * _LOG2E + _ROUND64
+    rounded = x * LOG2E + _ROUND64
     n = rounded - _ROUND64
     r = x - n * _LN2_HI64 - n * _LN2_LO64
     p = 2.0958715906344595e-09

@@ -9,6 +9,7 @@ from llvmlite import ir
 from gpu_ops.kernels.numba_cpu.ir.build import call, every, fma
 from gpu_ops.kernels.numba_cpu.ir.target import SCALEF
 
+LOG2E = 1.4426950408889634
 # 2^f = 1 + f * polynomial for f in [0, 1), highest power first; 2^0 is exactly 1. Largest relative errors 3.3e-6,
 # for weights that become bfloat16, 8.2e-8 and 3.2e-18. PAIRS comes to 2 at 1: the weight of a largest score is
 # 2^x of an x that rounding may leave just below 0.

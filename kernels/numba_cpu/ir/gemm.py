@@ -35,6 +35,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     load_vector,
     maximum,
     number,
+    shuffle,
     splat,
     store_vector,
 )
@@ -161,6 +162,15 @@ _scaled_1, _scaled_2 = (_micro(True, nv, scaled=True) for nv in (1, 2))
 _largest_1, _largest_2 = (_micro(False, nv, largest=True) for nv in (1, 2))
 
 
+def transpose_vectors(b: Any, rows: list[Any]) -> list[Any]:
+    """A square: interleaving rows i and i + half, log2(width) times, transposes."""
+    width, half = len(rows), len(rows) // 2
+    orders = [[i // 2 + start + i % 2 * width for i in range(width)] for start in (0, half)]
+    for _ in range(width.bit_length() - 1):
+        rows = [shuffle(b, rows[i], rows[i + half], order) for i in range(half) for order in orders]
+    return rows
+
+
 def _emit_copy(context: Any, builder: Any, sig: Any, args: Any, transposed: bool) -> None:
     size = sig.args[0].dtype.bitwidth // 8
     width = VECTOR_BYTES // size
@@ -177,19 +187,8 @@ def _emit_copy(context: Any, builder: Any, sig: Any, args: Any, transposed: bool
     if len(args) > 6:
         factor = load_vector(builder, address(context, builder, sig.args[6], args[6], args[7]), vector)
         rows = [builder.fmul(row, factor) for row in rows]
-    half = width // 2
-    low, high = (
-        ir.Constant(
-            ir.VectorType(ir.IntType(32), width),
-            [i // 2 + start + i % 2 * width for i in range(width)],
-        )
-        for start in (0, half)
-    )
-    distance = count
-    while distance > 1:  # interleaving rows i and i + half, log2(width) times, transposes
-        pairs = [(rows[i], rows[i + half]) for i in range(half)]
-        rows = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in (low, high)]
-        distance //= 2
+    if transposed:
+        rows = transpose_vectors(builder, rows)
     for row, pointer in zip(rows, pointers(0, count), strict=True):
         builder.store(row, pointer, align=size)
 
