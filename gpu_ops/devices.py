@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.numba_import import import_numba
 from gpu_ops.presets import ARCHES, select_preset
 
 if TYPE_CHECKING:
@@ -128,14 +129,9 @@ class EmulatorDevice:
         return array
 
     def launch(
-        self,
-        kernel: CudaKernel | NumbaKernel,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        *,
-        shared: int = 0,
-    ) -> None:
+        self, kernel: CudaKernel | NumbaKernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any],
+        *, shared: int = 0,
+    ) -> None:  # fmt: skip
         from gpu_ops import emulator
         from gpu_ops.kernels.jit import CudaKernel, compile_kernel
 
@@ -285,6 +281,7 @@ def host_function(name: str, on: Device | None, backend: str) -> Callable[..., N
 
 @functools.cache
 def _function(path: str) -> Callable[..., None]:
+    import_numba()
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"gpu_ops.kernels.{module}"), name)  # type: ignore[no-any-return]
 
@@ -337,8 +334,8 @@ def compiler_missing(backend: str) -> str | None:
     from gpu_ops.kernels import nvrtc, toolkit
 
     if backend == "numba":
-        found = importlib.util.find_spec("numba_cuda") is not None
-        return None if found else f"numba-cuda is not installed; {toolkit.INSTALL}"
+        missing = importlib.util.find_spec("numba_cuda") is None
+        return f"numba-cuda is not installed; {toolkit.INSTALL}" if missing else None
     try:
         nvrtc.version()
     except KernelCompileError as error:

@@ -12,6 +12,7 @@ waited for to know how long it must be. What they need are the frequencies.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,6 +33,18 @@ _BUDGET = 64 << 20  # bytes kept: two models' tables for 65536 positions of 128 
 _BLOCK = 256
 
 _lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(
+        after_in_child=_new_lock
+    )  # a thread that the child does not have may hold the old one
+
 _kept: OrderedDict[tuple[bytes, float, str], Table] = OrderedDict()
 
 _MOST_FREQUENCIES = 64  # arrays kept on devices: as many models, or steps of a dynamic scaling

@@ -12,7 +12,7 @@ import pytest
 from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES
-from gpu_ops.kernels.numba_cpu.jit import alone, counted, uncounted
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, alone, counted, uncounted
 
 
 @uncounted
@@ -202,3 +202,15 @@ def test_arrays_are_carved_out_of_what_was_counted():
     assert apart % LINE_BYTES == 0
     assert counted_bytes >= apart + n * 4
     assert size == counted_bytes + LINE_BYTES
+
+
+@pytest.mark.parametrize("decorate", [counted, uncounted, alone])
+def test_a_part_computes_alike_in_all_kernels(decorate):
+    """Also in one that may reorder sums, and has it compiled first."""
+
+    @decorate
+    def lost(x, y):
+        return (x + y) - x
+
+    caller = numba.njit(fastmath=set(REASSOC))(lambda x, y: lost(x, y))
+    assert caller(1e30, 1.0) == 0.0

@@ -50,7 +50,7 @@ def test_a_thread_that_sleeps_holds_no_arrays():
     held = threading.Event()
     for _ in range(parallel.thread_count()):
         busy = [(held.wait, ())]  # until the end: every helper's turn comes later
-        parallel.waiting_threads().put((busy, np.zeros(1), SimpleQueue()))
+        parallel.waiting_threads().put((iter(busy), np.zeros(1), [], SimpleQueue()))
     try:
         array = np.zeros(4)
         alive, done = weakref.ref(array), []

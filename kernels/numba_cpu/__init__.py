@@ -7,3 +7,7 @@
 ``fastmath``   exp, exp2, sigmoid, ... as polynomials that LLVM turns into vector code
 =============  ======================================================================================
 """
+
+from gpu_ops.kernels.numba_import import import_numba
+
+import_numba()  # before any module here does

@@ -44,6 +44,7 @@ from gpu_ops.kernels.cache import (
 )
 from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
 from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
+from gpu_ops.kernels.numba_import import Once
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -82,7 +83,8 @@ inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
 # ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of
 # decoding's time, and takes time to compile. ``alone`` is ``uncounted``, and never inlined: for loops over much that
 # several places need, each of which would get vector code of its own. What they may not do: lowering.py.
-_PART: dict[str, Any] = {"pipeline_class": PartCompiler, **_WITHIN}
+# Their fastmath is their own: Numba hands down a caller's, of whichever kernel is compiled first.
+_PART: dict[str, Any] = {"pipeline_class": PartCompiler, "fastmath": set(CONTRACT), **_WITHIN}
 counted = part(**_PART)
 uncounted = part(_nrt=False, **_PART)
 alone = part(_nrt=False, **{**_PART, "pipeline_class": ApartCompiler})
@@ -193,6 +195,8 @@ class Kernel:
                 dispatcher._cache = DiskCache(label)
                 kept = writable_folder(*_parts())
                 where = f" (once; then from {kept})" if kept else ""
+                if not dispatcher._cache.is_kept():
+                    make_compiler_ready()
                 with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
                     with _garbage_kept():
                         dispatcher.compile((types.int64[::1], types.int64, *self._signature(*names)))
@@ -237,6 +241,10 @@ class DiskCache(caching._Cache):
     def disable(self) -> None: ...
 
     def flush(self) -> None: ...
+
+    def is_kept(self) -> bool:
+        path = cache_path(*_parts(), f"{self._label}.nbc")
+        return path is not None and path.exists()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         path = cache_path(*_parts(), f"{self._label}.nbc")
@@ -295,3 +303,11 @@ def build_id() -> str:
     versions = numba.__version__, llvmlite.__version__, sys.version
     digest.update(repr((*versions, target, tiles_allowed())).encode())
     return digest.hexdigest()[:16]
+
+
+# After the hooks above, as forks then take its lock first: it takes the compiler's while it holds its own.
+@Once
+def make_compiler_ready() -> None:
+    """Numba's tables of types and functions, which its first compilation fills; an interrupt would leave half."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()

@@ -25,7 +25,7 @@ import atexit
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -45,7 +45,8 @@ ASLEEP = 200  # pauses after which a helper that has ended has also given the in
 
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
 _Work = tuple[Callable[..., None], tuple[Any, ...]]
-_Offers = SimpleQueue["tuple[list[_Work], Array, SimpleQueue[BaseException | None]] | None"]
+_Errors = list["BaseException | None"]  # one for each helper that has ended
+_Offers = SimpleQueue["tuple[Iterator[_Work], Array, _Errors, SimpleQueue[None]] | None"]
 
 _offers: _Offers | None = None  # what threads wait for
 _helpers: list[threading.Thread] = []
@@ -94,43 +95,40 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
         launch_here(compiled, n_tasks, *arguments)
         return
     state, ended = np.zeros(1, np.int64), np.zeros(1, np.int64)  # the next unclaimed task; helpers that ended
-    helpers, ends = count - 1, SimpleQueue[BaseException | None]()
-    work, errors = [(compiled, (state, n_tasks, *arguments))] * helpers, list[BaseException | None]()
+    helpers, ends = count - 1, SimpleQueue[None]()
+    work, withdrawn, errors = (
+        iter([(compiled, (state, n_tasks, *arguments))] * helpers),
+        list[_Work](),
+        _Errors(),
+    )
     try:
         for _ in range(helpers):
-            offers.put((work, ended, ends))
+            offers.put((work, ended, errors, ends))
         compiled(state, n_tasks, *arguments)
-        helpers -= _withdraw(work)
-        if helpers:
-            look_out[None](ended, helpers, PATIENCE, ASLEEP)
-        _wait_for(helpers, ends, errors)
+        withdrawn.extend(work)  # nothing of the call is left for a thread that wakes up later
+        if len(withdrawn) < helpers:
+            look_out[None](ended, helpers - len(withdrawn), PATIENCE, ASLEEP)
+        _wait(helpers, withdrawn, errors, ends)
     except BaseException:  # also Ctrl-C, here or while it waits
-        state[0] = n_tasks  # nobody claims more, so nobody writes later
-        helpers -= _withdraw(work)
-        _wait_for(helpers, ends, errors)
+        while True:
+            try:
+                state[0] = n_tasks  # nobody claims more, so nobody writes later
+                withdrawn.extend(work)
+                _wait(helpers, withdrawn, errors, ends)
+                break
+            except BaseException:  # Ctrl-C again: those who have begun still write
+                continue
         raise
     for error in errors:
         if error is not None:
             raise error
 
 
-def _withdraw(work: list[_Work]) -> int:
-    """How many have not begun. They never will: nothing of the call is left for a thread that wakes up later."""
-    count = 0
-    while work:
-        try:
-            work.pop()
-        except IndexError:  # begun just now
-            break
-        count += 1
-    return count
-
-
-def _wait_for(
-    helpers: int, ends: SimpleQueue[BaseException | None], errors: list[BaseException | None]
-) -> None:
-    while len(errors) < helpers:
-        errors.append(ends.get())
+def _wait(helpers: int, withdrawn: list[_Work], errors: _Errors, ends: SimpleQueue[None]) -> None:
+    """Until all that have begun have ended. An interrupt loses no count: they are lengths of lists, which one
+    instruction of the interpreter changes."""
+    while len(errors) < helpers - len(withdrawn):
+        ends.get()
 
 
 def _wait_for_work(offers: _Offers) -> None:
@@ -139,10 +137,9 @@ def _wait_for_work(offers: _Offers) -> None:
         del offer  # arrays do not live until the next call
 
 
-def _help(work: list[_Work], ended: Array, ends: SimpleQueue[BaseException | None]) -> None:
-    try:
-        offer = work.pop()
-    except IndexError:
+def _help(work: Iterator[_Work], ended: Array, errors: _Errors, ends: SimpleQueue[None]) -> None:
+    offer = next(work, None)
+    if offer is None:  # withdrawn
         return
     raised = None
     try:
@@ -150,7 +147,8 @@ def _help(work: list[_Work], ended: Array, ends: SimpleQueue[BaseException | Non
     except BaseException as error:
         raised = error
     del offer
-    ends.put(raised)
+    errors.append(raised)
+    ends.put(None)
     ended[0] += 1  # a hint: who misses it sleeps until ``ends``
 
 

@@ -1,0 +1,52 @@
+"""Numba, imported as a whole: by a thread of its own, which no Ctrl-C reaches.
+
+Imported by two threads at once, or left half imported by an interrupt, it stays broken for as long as the process
+lives.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+
+class Once:
+    """A function that runs once, to its end, whatever interrupts who waits for it; after an error, once more."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function, self._lock, self._done = function, threading.RLock(), False
+        if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+            held, let_go = (
+                self._lock.acquire,
+                self._lock.release,
+            )  # a child would wait for a thread it does not have
+            os.register_at_fork(before=held, after_in_parent=let_go, after_in_child=let_go)
+
+    def __call__(self) -> None:
+        if self._done:
+            return
+        errors: list[BaseException] = []
+        thread = threading.Thread(target=self._run, args=(errors,), name=f"gpu_ops_{self._function.__name__}")
+        try:
+            thread.start()
+        except RuntimeError:  # there is no thread to be had
+            self._run(errors)
+        else:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _run(self, errors: list[BaseException]) -> None:
+        try:
+            with self._lock:
+                if not self._done:
+                    self._function()
+                    self._done = True
+        except BaseException as error:  # raised where it is waited for
+            errors.append(error)
+
+
+@Once
+def import_numba() -> None:
+    import numba.core.registry  # noqa: F401  # the targets too
