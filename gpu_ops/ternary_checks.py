@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+_LONGEST = 1 << 48
+
+
 def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
     """``shape`` as two non-negative Python integers."""
     try:
@@ -34,6 +37,8 @@ def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
     if len(sizes) != 2:
         raise ShapeError(f"{op}: shape must be (N, K), got {shape!r}")
     n, k = (integer(op, "shape", size, low=0) for size in sizes)
+    if max(n, k) > _LONGEST:  # beside an axis of 0, NumPy's own complaint would come late and untyped
+        raise ShapeError(f"{op}: shape ({n}, {k}) has an axis of more than 2^48")
     return n, k
 
 

@@ -1,6 +1,6 @@
 """Ternary matrices from model files: BitNet checkpoints in safetensors, and GGUF.
 
-Needs the packages ``safetensors`` and ``gguf``: ``pip install "gpu-ops[files]"``. Every byte is checked by the strict
+Checkpoints need the package ``safetensors``: ``pip install "gpu-ops[files]"``. Every byte is checked by the strict
 decoder of its format, and whatever a file leaves open must be said by the caller: a wrong guess would decode
 to plausible nonsense.
 """
@@ -11,8 +11,8 @@ import difflib
 import importlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from gpu_ops.arrays import Array
 from gpu_ops.checks import integer, one_of
 from gpu_ops.errors import FormatError, MissingPackageError, OptionError, ShapeError
+from gpu_ops.gguf_header import GGUFTensor, read_header
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 from gpu_ops.ternary_matrix import TernaryMatrix
 
@@ -88,14 +89,21 @@ def read_bitnet(
     matrices = {}
     for module in _chosen(name, names, packed):
         weight, bias, scale = (f"{module}.{part}" for part in ("weight", "bias", "weight_scale"))
-        codes: Array = holder[weight].get_tensor(weight) if weight in holder else np.empty(())
-        if codes.dtype != np.uint8 or codes.ndim != 2:
+        stored = holder[weight].get_slice(weight) if weight in holder else None
+        shape = () if stored is None else tuple(stored.get_shape())
+        if stored is None or stored.get_dtype() != "U8" or len(shape) != 2:
             raise FormatError(
-                f"{name}: {module} has a weight_scale and a weight of {codes.dtype} {codes.shape}; "
-                "expected the packed uint8 (N / 4, K)"
+                f"{name}: {module} has a weight_scale and {_described(stored, 'weight')}; "
+                "expected the packed U8 (N / 4, K)"
             )
-        outputs = int(holder[bias].get_slice(bias).get_shape()[0]) if bias in holder else 4 * len(codes)
-        factor = _factor(f"{name}: {scale}", holder[scale].get_tensor(scale), meaning)
+        codes: Array = holder[weight].get_tensor(weight)
+        outputs = 4 * len(codes)
+        if bias in holder:
+            added = holder[bias].get_slice(bias)
+            if len(added.get_shape()) != 1:
+                raise FormatError(f"{name}: {module} has {_described(added, 'bias')}; expected one axis")
+            outputs = int(added.get_shape()[0])
+        factor = _factor(f"{name}: {scale}", _one_number(f"{name}: {scale}", holder[scale], scale), meaning)
         matrices[module] = _named(f"{name}: {module}", codes, factor, (outputs, codes.shape[1]), "hf_bitnet")
     return matrices
 
@@ -138,8 +146,7 @@ def read_gguf(
     OptionError
         A tensor's type has two meanings and ``formats`` names none.
     FormatError, ShapeError
-        The file is cut short, its bytes are no trits, or the shape does not fit the format.
-    MissingPackageError
+        The file is damaged, cut short or big-endian, its bytes are no trits, or the shape does not fit the format.
 
     Examples
     --------
@@ -147,11 +154,12 @@ def read_gguf(
     >>> weights = gpu_ops.read_gguf("ggml-model-i2_s.gguf", formats={36: "i2_s"})  # doctest: +SKIP
     """
     name = "read_gguf"
-    gguf = _package(name, "gguf")
     meanings = dict(_CERTAIN)
+    if not isinstance(formats, (Mapping, type(None))):
+        raise OptionError(f"{name}: formats must be a dict such as {{36: 'i2_s'}}, got {formats!r}")
     for number, format in (formats or {}).items():
         meanings[integer(name, "formats", number, low=0)] = one_of(name, "formats", format, _READABLE)
-    data, tensors = _gguf_tensors(name, gguf, Path(path))
+    data, tensors = read_header(name, Path(path))
     ternary = [tensor.name for tensor in tensors if tensor.type in meanings or tensor.type in _CLASHES]
     chosen = set(_chosen(name, names, ternary))
     matrices = {}
@@ -179,20 +187,29 @@ def _open(name: str, safetensors: Any, file: Path) -> Any:
         raise FormatError(f"{name}: {file}: {error}") from error
 
 
-def _config(name: str, where: Path, config: Any) -> Any:
+def _config(name: str, where: Path, config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
+    if not isinstance(config, (str, os.PathLike, type(None))):
+        raise OptionError(f"{name}: config must be a path or a dict, got {type(config).__name__}")
     file = (where if where.is_dir() else where.parent) / "config.json" if config is None else Path(config)
     if config is None and not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{name}: {file} is not JSON: {error}") from error
+    if not isinstance(read, Mapping):
+        raise FormatError(f"{name}: {file} holds no JSON object, as a model's config is one")
+    return read
 
 
-def _scale_meaning(name: str, given: str | None, config: Any) -> str:
-    quantization = config.get("quantization_config", {})
+def _scale_meaning(name: str, given: str | None, config: Mapping[str, Any]) -> str:
+    quantization = config.get("quantization_config")
+    if quantization is None:  # a null says as much as nothing
+        quantization = {}
+    if not isinstance(quantization, Mapping):
+        raise FormatError(f"{name}: quantization_config of the model's config is no JSON object")
     said = None
     if quantization.get("quant_method") == "bitnet":
         layer = one_of(name, "linear_class", quantization.get("linear_class", "bitlinear"), _LINEAR_CLASSES)
@@ -210,52 +227,39 @@ def _scale_meaning(name: str, given: str | None, config: Any) -> str:
 _LINEAR_CLASSES = {"bitlinear": "divide", "autobitlinear": "multiply"}
 
 
-def _factor(what: str, stored: Array, meaning: str) -> np.float32:
+def _described(stored: Any, part: str) -> str:
+    return f"no {part}" if stored is None else f"a {part} of {stored.get_dtype()} {tuple(stored.get_shape())}"
+
+
+def _one_number(what: str, opened: Any, key: str) -> float:
+    stored = opened.get_slice(key)
+    if stored.get_dtype() not in _SCALES or math.prod(stored.get_shape()) != 1:
+        raise FormatError(
+            f"{what} has {stored.get_dtype()} and shape {tuple(stored.get_shape())}; "
+            f"expected one number of {', '.join(_SCALES)}"
+        )
+    return float(opened.get_tensor(key).reshape(-1)[0])
+
+
+_SCALES = ("BF16", "F16", "F32", "F64")
+
+
+def _factor(what: str, value: float, meaning: str) -> np.float32:
     """The stored scale as the factor of the trits."""
-    if stored.size != 1:
-        raise FormatError(f"{what} has shape {stored.shape}; expected one number")
-    value = float(stored.reshape(-1)[0])
     if not math.isfinite(value) or value <= 0:
         raise FormatError(f"{what} is {value}; a scale is finite and positive")
-    return np.float32(value if meaning == "multiply" else 1 / value)
+    with np.errstate(all="ignore"):
+        factor = np.float32(value if meaning == "multiply" else 1 / value)
+    if not np.isfinite(factor) or factor == 0:
+        which = "it" if meaning == "multiply" else "its reciprocal"
+        raise FormatError(f"{what} is {value}, and float32, which scales are kept in, cannot hold {which}")
+    return factor
 
 
 # --- GGUF ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    type: int
-    shape: tuple[int, ...]  # NumPy's order: the contiguous axis last
-    start: int  # in bytes from the start of the file
-
-
-def _gguf_tensors(name: str, gguf: Any, path: Path) -> tuple[Array, list[_Tensor]]:
-    """The file's bytes and what they are. The package's own last step refuses the types that are not llama.cpp's."""
-
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # from a module that is found at run time
-        found: list[_Tensor]
-
-        def _build_tensors(self, start: int, fields: list[Any]) -> None:
-            self.found = []
-            for field in fields:
-                _, label, _, dims, type, offset = field.parts
-                shape = tuple(int(d) for d in reversed(dims.tolist()))
-                self.found.append(
-                    _Tensor(bytes(label).decode(), int(type[0]), shape, int(start) + int(offset[0]))
-                )
-
-    try:
-        reader = Reader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise FormatError(
-            f"{name}: {path} is not a GGUF file that the gguf package can read: {error}"
-        ) from error
-    return reader.data, reader.found
-
-
-def _from_gguf(what: str, data: Array, tensor: _Tensor, fmt: TernaryFormat) -> TernaryMatrix:
+def _from_gguf(what: str, data: Array, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
     if len(tensor.shape) != 2:
         raise ShapeError(f"{what} has shape {tensor.shape}; ternary matrices have two axes")
     shape = (tensor.shape[0], tensor.shape[1])
@@ -268,9 +272,8 @@ def _from_gguf(what: str, data: Array, tensor: _Tensor, fmt: TernaryFormat) -> T
         return _named(what, codes, np.float32(1), shape, fmt.name)
     behind = _tl2_scale(shape, size) if fmt.name == "tl2" else size
     scale = _cut(what, data, tensor.start + behind, 4).view("<f4")
-    return _named(
-        what, codes, _factor(f"{what}: the scale behind the codes", scale, "multiply"), shape, fmt.name
-    )
+    factor = _factor(f"{what}: the scale behind the codes", float(scale[0]), "multiply")
+    return _named(what, codes, factor, shape, fmt.name)
 
 
 def _tl2_scale(shape: tuple[int, int], size: int) -> int:
@@ -303,7 +306,9 @@ def _package(name: str, package: str) -> Any:
 def _chosen(name: str, names: Iterable[str] | None, found: list[str]) -> list[str]:
     if names is None:
         return found
-    wanted = list(names)
+    wanted = list(names) if isinstance(names, Iterable) else [names]
+    if isinstance(names, str) or not all(isinstance(one, str) for one in wanted):
+        raise OptionError(f"{name}: names must be a list of strings, got {names!r}")
     for missing in sorted(set(wanted) - set(found)):
         near = difflib.get_close_matches(missing, found, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -314,5 +319,5 @@ def _chosen(name: str, names: Iterable[str] | None, found: list[str]) -> list[st
 def _named(what: str, codes: Array, scale: Any, shape: tuple[int, int], format: str) -> TernaryMatrix:
     try:
         return TernaryMatrix(codes, scale, shape, format)
-    except FormatError as error:
-        raise FormatError(f"{what}: {error}") from error
+    except (FormatError, ShapeError) as error:
+        raise type(error)(f"{what}: {error}") from error

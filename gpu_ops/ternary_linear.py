@@ -14,6 +14,7 @@ from gpu_ops.arrays import Array, Arrays, as_rows
 from gpu_ops.devices import Device, host_function
 from gpu_ops.dispatch import Plan, choose, op, planner_of
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.overlap import overlap
 from gpu_ops.ternary import ternary_quantize
 from gpu_ops.ternary_matmul import Activations, ternary_matmul
 from gpu_ops.ternary_matrix import TernaryMatrix
@@ -241,6 +242,7 @@ class TernaryLinear:
     ) -> Any:
         """y of x, as :func:`ternary_matmul` takes and gives them."""
         if type(x) is np.ndarray and type(out) in (np.ndarray, type(None)):
+            self._check_apart(out)
             where = {"device": device, "backend": backend}
             y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
             if self.bias is not None:
@@ -250,6 +252,7 @@ class TernaryLinear:
         arrays = Arrays("ternary_matmul")
         x_ = arrays.read("x", x)
         out_ = arrays.write("out", out, (*x_.shape[:-1], self.out_features), x_.dtype, rows=True)
+        self._check_apart(out_)
         plan = planner(
             x_, self.weight, activations=self.activations, out=out_, device=device, backend=backend
         )
@@ -278,6 +281,14 @@ class TernaryLinear:
             dx, dw = plan.run()
             dbias = _sum_of_tokens(dy_, dw.dtype)
             return arrays.give(dx), arrays.give(dw), arrays.give(dbias)
+
+    def _check_apart(self, out: Array | None) -> None:
+        """The bias is read after ``out`` has been written."""
+        if out is not None and self.bias is not None and overlap(out, self.bias):
+            raise ShapeError(
+                "TernaryLinear: out shares memory with bias, which would be overwritten before it is read; "
+                "pass a separate array or omit it"
+            )
 
     def _bias_like(self, y: Array, on_cuda: bool) -> Array:
         assert self.bias is not None

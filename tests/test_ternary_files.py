@@ -8,18 +8,12 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from model_files import INSTALL, in_file, trits, write
 from ternary_tables import TABLES
 
 import gpu_ops
 from gpu_ops.errors import FormatError, MissingPackageError, OptionError, ShapeError
 from gpu_ops.reference.ternary_formats import FORMATS
-
-INSTALL = "pip install safetensors gguf tests the readers of model files"
-
-
-def trits(rng, shape):
-    return rng.integers(-1, 2, shape).astype(np.int8)
-
 
 # --- safetensors -----------------------------------------------------------------------------------
 
@@ -116,13 +110,13 @@ def test_bad_checkpoints_are_refused(checkpoint, tmp_path_factory):
             {"a.weight": np.full((2, 5), 3, np.uint8)},
             r"read_bitnet: a: TernaryMatrix: hf_bitnet: code 3 at \(0, 0\)",
         ),
-        ({"a.weight": np.ones((8, 5), np.float32)}, r"a weight of float32 \(8, 5\); expected the packed"),
+        ({"a.weight": np.ones((8, 5), np.float32)}, r"a weight of F32 \(8, 5\); expected the packed"),
         (
             {"a.weight_scale": np.zeros(1, np.float32)},
             "a.weight_scale is 0.0; a scale is finite and positive",
         ),
         ({"a.weight_scale": np.array([np.nan], np.float32)}, "a.weight_scale is nan"),
-        ({"a.weight_scale": np.ones(2, np.float32)}, r"shape \(2,\); expected one number"),
+        ({"a.weight_scale": np.ones(2, np.float32)}, r"F32 and shape \(2,\); expected one number"),
     ):
         file = empty / "bad.safetensors"
         safetensors.numpy.save_file({**good, **change}, file)
@@ -142,41 +136,6 @@ def test_bad_checkpoints_are_refused(checkpoint, tmp_path_factory):
 @pytest.fixture
 def gguf():
     return pytest.importorskip("gguf", reason=INSTALL)
-
-
-def write(gguf, path, tensors):
-    """A GGUF file of (name, bytes, shape, type) by the package's writer, with any number for a type."""
-    writer = gguf.GGUFWriter(path, "bitnet")
-    writer.add_uint32("answer", 42)
-    for name, data, shape, type in tensors:
-        # the writer knows llama.cpp's types only: bytes go in as int8, and the number is exchanged below
-        writer.add_tensor(
-            name, np.frombuffer(data, np.int8), raw_shape=shape, raw_dtype=gguf.GGMLQuantizationType.I8
-        )
-        writer.tensors[-1][name].dtype = _Type(type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-class _Type(int):
-    """What the writer packs as a type."""
-
-
-def trailer(scale, size):
-    return np.float32(scale).tobytes() + bytes(-(size + 4) % 32)
-
-
-def in_file(name, t, scale):
-    data = TABLES[name](t)
-    if name in ("i2_s", "tl1", "tl2"):
-        if name == "tl2":  # the size that bitnet.cpp reckons with
-            n, k = t.shape
-            data += bytes((k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8 - len(data))
-            data += bytes(-len(data) % 32)
-        data += trailer(scale, len(data))
-    return data
 
 
 CASES = [("tq1_0", 34, (4, 512)), ("tq2_0", 35, (4, 512)), ("i2_s", 36, (4, 96)), ("tl1", 38, (256, 128)),
@@ -278,11 +237,9 @@ def test_damaged_files_are_read_or_refused(kind, gguf, tmp_path, rng):
     assert outcomes == {"read", "refused"}
 
 
-@pytest.mark.parametrize(("package", "read"), [("safetensors", "read_bitnet"), ("gguf", "read_gguf")])
-def test_a_missing_package_is_named(package, read, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        MissingPackageError, match=rf'{read}: the package {package} .*pip install "gpu-ops\[files\]"'
-    ):
-        getattr(gpu_ops, read)(tmp_path)
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    message = r'read_bitnet: the package safetensors .*pip install "gpu-ops\[files\]"'
+    with pytest.raises(MissingPackageError, match=message):
+        gpu_ops.read_bitnet(tmp_path)
     assert issubclass(MissingPackageError, ImportError)

@@ -218,6 +218,7 @@ def test_a_bias_is_added_on_the_arrays_device(rng, monkeypatch, request):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("gpu_ops.kernels.jit.launch", cupy.launch)
     monkeypatch.setattr("gpu_ops.devices.cuda_missing", lambda: None)
+    monkeypatch.setattr("gpu_ops.cuda_arrays.cuda_missing", lambda: None)  # where it was imported before
     monkeypatch.setattr("gpu_ops.dispatch.unavailable", lambda device, backend: None)
     devices.cuda_device.cache_clear()
     request.addfinalizer(devices.cuda_device.cache_clear)
@@ -292,3 +293,17 @@ def test_bad_layers(rng):
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_layers_out_may_not_be_its_bias(foreign, rng):
+    from tests.test_interop import DLPackOnly
+
+    memory = np.arange(24, dtype=np.float32)
+    layer = TernaryLinear(matrix(rng, 4, 8), memory[2:6])
+    x, out = random(rng, (3, 8), np.float32), memory[:12].reshape(3, 4)
+    with pytest.raises(ShapeError, match="TernaryLinear: out shares memory with bias"):
+        layer(x, out=DLPackOnly(out) if foreign else out)
+    np.testing.assert_array_equal(memory, np.arange(24))
+    apart = memory[6:18].reshape(3, 4)
+    np.testing.assert_array_equal(layer(x, out=apart), layer(x))
