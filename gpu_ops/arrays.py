@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpu_ops.devices import Device
     from gpu_ops.dispatch import Choice
 
-__all__ = ["Array", "Arrays", "New", "as_rows", "bounds_of"]
+__all__ = ["Array", "Arrays", "New", "as_rows", "bounds_of", "check_shareable"]
 
 Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
 New: TypeAlias = Callable[[tuple[int, ...], npt.DTypeLike, str], Array]
@@ -37,6 +37,8 @@ New: TypeAlias = Callable[[tuple[int, ...], npt.DTypeLike, str], Array]
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 13)  # device memory; managed memory
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# What the DLPack methods of other libraries raise, and NumPy for what they return.
+_FOREIGN_ERRORS = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
 
 
 class Arrays:
@@ -252,9 +254,9 @@ class Arrays:
             )
         try:
             device = tuple(x.__dlpack_device__())
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # torch's meta tensors, for one
+        except _FOREIGN_ERRORS as error:  # torch's meta tensors, for one
             raise DeviceError(f"{self.op}: {name} has no data that can be shared: {error}") from error
-        if device[0] != _DLPACK_CPU:
+        if device[:1] != (_DLPACK_CPU,):
             raise DeviceError(
                 f"{self.op}: {name} is on device {device}; gpu_ops takes arrays in host memory and on CUDA devices"
             )
@@ -266,16 +268,14 @@ class Arrays:
 
     def _from_dlpack(self, name: str, x: Any, library: str | None) -> Array:
         try:
-            if getattr(x, "requires_grad", False):  # a view of other bits would drop it silently
-                raise TypeError("it requires grad, and gpu_ops records none")
+            check_shareable(name, x)
             if library == "torch" and x.dtype == sys.modules["torch"].bfloat16:
                 return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(_BFLOAT16)
             if library == "jax":
                 return np.asarray(x)
             return np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
-            hint = f"; detach it first: {name}.detach()" if getattr(x, "requires_grad", False) else ""
-            raise DTypeError(f"{self.op}: {name} cannot be shared through DLPack: {error}{hint}") from error
+        except _FOREIGN_ERRORS as error:
+            raise DTypeError(f"{self.op}: {name} cannot be shared through DLPack: {error}") from error
 
     def _cuda_view(self, name: str, x: Any) -> Array:
         from gpu_ops.cuda_arrays import CudaArrays
@@ -291,6 +291,14 @@ class Arrays:
             self._cuda = CudaArrays(self.op, name, x)
         view: Array = self._cuda.view(name, x)
         return view
+
+
+def check_shareable(name: str, x: Any) -> None:
+    """TypeError for a tensor of torch's that is more than its bits: a view of them would drop the rest silently."""
+    if getattr(x, "requires_grad", False):
+        raise TypeError(f"it requires grad, and gpu_ops records none; detach it first: {name}.detach()")
+    if hasattr(x, "is_neg") and x.is_neg():
+        raise TypeError(f"its bits are the negated values; resolve it first: {name}.resolve_neg()")
 
 
 def as_rows(x: Array) -> Array:
@@ -311,7 +319,7 @@ def on_cuda(x: Any) -> bool:
     if hasattr(type(x), "__dlpack_device__"):  # torch: asking for the other protocol can raise
         try:
             return x.__dlpack_device__()[0] in _DLPACK_CUDA
-        except (BufferError, RuntimeError, TypeError, ValueError):  # torch's meta tensors, for one
+        except (*_FOREIGN_ERRORS, IndexError):  # torch's meta tensors, for one
             return False
     return hasattr(x, "__cuda_array_interface__")
 

@@ -36,6 +36,8 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
+_NO_NUMBERS = (bool, np.timedelta64)  # though bool is an int to Python, and a time an integer to NumPy
+
 
 class Axes:
     """Named axis lengths of one call: the first array that names an axis fixes its length.
@@ -119,9 +121,12 @@ def one_of(op: str, name: str, value: Any, allowed: Iterable[str]) -> str:
 
 def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: float = -math.inf) -> float:
     """A finite real number, ``>= low`` and ``> above``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if isinstance(value, _NO_NUMBERS) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionError(f"{op}: {name} must be a number, got {type(value).__name__} {value!r}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError as error:
+        raise OptionError(f"{op}: {name} must be finite, and float64 cannot hold the one given") from error
     if not math.isfinite(result) or result < low or result <= above:
         bound = f" and > {above:g}" if above > -math.inf else f" and >= {low:g}" if low > -math.inf else ""
         raise OptionError(f"{op}: {name} must be finite{bound}, got {value!r}")
@@ -130,7 +135,7 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
 
 def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:
     """An integer within ``[low, high]``."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if isinstance(value, _NO_NUMBERS) or not isinstance(value, (int, np.integer)):
         raise OptionError(f"{op}: {name} must be an integer, got {type(value).__name__} {value!r}")
     result = int(value)
     if (low is not None and result < low) or (high is not None and result > high):

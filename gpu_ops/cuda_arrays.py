@@ -26,6 +26,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gpu_ops.arrays import check_shareable
 from gpu_ops.block_mask import BlockMask
 from gpu_ops.devices import CudaDevice, cuda_device, cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError
@@ -130,12 +131,9 @@ class CudaArrays:
     @contextlib.contextmanager
     def _import_errors(self, name: str, x: Any) -> Iterator[None]:
         try:
-            if getattr(x, "requires_grad", False):  # a view would drop the graph silently
-                raise TypeError(
-                    f"it requires grad, and gpu_ops records none; detach it first: {name}.detach()"
-                )
+            check_shareable(name, x)
             yield
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, BufferError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise DTypeError(f"{self.op}: {name} cannot be shared with CuPy: {error}") from error
 
 

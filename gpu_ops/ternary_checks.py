@@ -104,12 +104,17 @@ def on_host(array: Any) -> Array:
 def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
     """A finite float32 scale whose shape says what it scales."""
     n, k = shape
-    if isinstance(scale, (bool, complex, str)):
+    if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(
+        scale, (bool, np.timedelta64)
+    ):
+        try:
+            scale = np.asarray(scale, np.float32)
+        except OverflowError as error:
+            raise OptionError("TernaryMatrix: scale is an integer that float32 cannot hold") from error
+    elif isinstance(scale, (bool, complex, str, np.generic)):
         raise DTypeError(
             f"TernaryMatrix: scale is {type(scale).__name__}; expected a number or a float32 array"
         )
-    if isinstance(scale, (int, float, np.number)):
-        scale = np.asarray(scale, np.float32)
     array = Arrays("TernaryMatrix").read("scale", scale)
     if array.dtype != np.float32:
         raise DTypeError(

@@ -91,6 +91,13 @@ class TernaryMatrix:
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "format", format)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle, whose arrays NumPy has made writable."""
+        self.__dict__.update(state)
+        for name in ("codes", "scale"):
+            if name in state:  # else on a GPU
+                self.__dict__[name] = _frozen(state[name])
+
     @classmethod
     def _trusted(
         cls, codes: Array | None, scale: Array, shape: tuple[int, int], format: str
@@ -219,9 +226,9 @@ class TernaryMatrix:
         """
         if format == self.format:
             return self
+        fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
         done = self._converted.get(format)
         if done is None:
-            fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
             if self._lies is not None:
                 fits("TernaryMatrix.to", self.shape, fmt)
                 held = self._repacked(format), self._on_cuda[self._lies[0]][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,14 @@ def quantize_model(
         raise DTypeError(
             f"{name}: weights is {type(weights).__name__}; expected a mapping of names to arrays"
         )
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    for key in weights:
+        if not isinstance(key, str):
+            raise OptionError(f"{name}: weights has a name {key!r}, which is no string")
+    patterns = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else (skip,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(
+            f"{name}: skip must be patterns, such as ('*embed*',), or () for none; got {skip!r}"
+        )
     for pattern in patterns:
         if pattern not in SKIP and not any(fnmatch.fnmatchcase(key, pattern) for key in weights):
             raise OptionError(f"{name}: skip={pattern!r} matches none of the {len(weights)} names")

@@ -158,6 +158,8 @@ CASES = [
     ),
     ("rmsnorm", "residual of another shape", ShapeError, "residual has shape", {"residual": ones(16)}),
     ("rmsnorm", "an eps of 0", OptionError, "eps must be finite and > 0", {"eps": 0}),
+    ("rmsnorm", "a huge eps", OptionError, "eps must be finite, and float64 cannot hold", {"eps": 10**400}),
+    ("rmsnorm", "eps is a time", OptionError, "eps must be a number", {"eps": np.timedelta64(1)}),
     ("rmsnorm", "eps is text", OptionError, "eps must be a number", {"eps": "1e-6"}),
     ("rmsnorm", "casting misspelt", OptionError, "did you mean 'llama'", {"casting": "lama"}),
     (

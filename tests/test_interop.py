@@ -256,6 +256,19 @@ def test_torch_that_requires_grad_is_refused_with_the_remedy():
             one.having(x=x, weight=torch.ones(16, dtype=dtype))()
 
 
+def test_torch_that_is_negated_lazily_is_refused_with_the_remedy():
+    """Its memory holds the other sign."""
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    one = call("rmsnorm")
+    x, weight = (torch_tensor(given) for given in one.arrays.values())
+    for negated in (x._neg_view(), torch.complex(x, x).conj().imag, x.bfloat16()._neg_view()):
+        with pytest.raises(errors.DTypeError, match=r"x cannot be shared .* first: x\.resolve_neg\(\)"):
+            one.having(x=negated, weight=weight.to(negated.dtype))()
+    with pytest.raises(errors.DTypeError, match=r"out\.resolve_neg\(\)"):
+        one.having(x=x, weight=weight, out=torch.zeros(3, 16)._neg_view())()
+    assert np.array_equal(one.having(x=x._neg_view().resolve_neg(), weight=weight)().numpy(), -one())
+
+
 def test_torch_meta_and_sparse_tensors_are_refused():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm")

@@ -109,6 +109,11 @@ def test_quantize_model_takes_patterns_and_methods(model):
         quantize_model(model)
     with pytest.raises(DTypeError, match="weights is list"):
         quantize_model([1])
+    with pytest.raises(OptionError, match="quantize_model: weights has a name 1, which is no string"):
+        quantize_model({1: np.ones((2, 2), np.float32)})
+    for skip in (None, 5, [1], ("*", None)):
+        with pytest.raises(OptionError, match="quantize_model: skip must be patterns"):
+            quantize_model({}, skip=skip)
 
 
 def test_the_report_prints(model):

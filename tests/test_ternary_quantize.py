@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -265,6 +267,10 @@ BYTE_0 = (np.arange(16) == 0).astype(np.uint8)
         (lambda: TernaryMatrix(CODES, np.ones(3), (3, 8), "w2"), DTypeError, "scale is float64"),
         (lambda: TernaryMatrix(CODES, math.nan, (3, 8), "w2"), OptionError, "scale holds NaN"),
         (lambda: TernaryMatrix(CODES, "1", (3, 8), "w2"), DTypeError, "scale is str"),
+        (lambda: TernaryMatrix(CODES, np.complex64(1j), (3, 8), "w2"), DTypeError, "scale is complex64"),
+        (lambda: TernaryMatrix(CODES, np.timedelta64(2), (3, 8), "w2"), DTypeError, "scale is timedelta64"),
+        (lambda: TernaryMatrix.from_trits(W.trits(), 10**400), OptionError, "scale is an integer that float32"),
+        (lambda: W.to(["w2"]), OptionError, r"TernaryMatrix.to: format=\['w2'\] is unknown"),
         (lambda: W.to("gguf"), OptionError, "allowed"),
         (lambda: W.to("tq1_0"), ShapeError, "K % 256 == 0, got shape"),
     ],
@@ -273,6 +279,22 @@ def test_bad_calls(call, error, match):
     with pytest.raises(error, match=match) as caught:
         call()
     assert isinstance(caught.value, gpu_ops.errors.GpuOpsError)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_are_immutable_too(copied, rng):
+    w = TernaryMatrix.from_trits(trits(rng, (3, 8)), np.ones(3, np.float32), format="base3")
+    w.to("w2")  # is kept
+    made = copied(w)
+    for one in (made, made.to("w2")):
+        np.testing.assert_array_equal(one.trits(), w.trits())
+        for array in (one.codes, one.scale):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 0
 
 
 def test_explain_says_what_runs():
