@@ -29,12 +29,12 @@ class GGUFTensor:
 
 
 def read_header(name: str, path: Path) -> tuple[Array, list[GGUFTensor]]:
-    """The file's bytes and its tensors; FormatError where it is none, damaged, or of the other byte order."""
+    """The file's bytes and its tensors; FormatError where it is none, damaged or big-endian."""
     try:
         data: Array = np.memmap(path, mode="r")
         return data, _Header(data.data).tensors()
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{name}: {path} is not a GGUF file, or a damaged one: {error}") from error
+        raise FormatError(f"{name}: {path} cannot be read as a GGUF file: {error}") from error
 
 
 class _Header:
@@ -49,7 +49,7 @@ class _Header:
             raise ValueError("it does not begin with GGUF")
         version = self._number(4)
         if version & 0xFFFF == 0:  # what scales within codes look like then, writers do not agree on
-            raise ValueError("its numbers are big-endian, and only little-endian files are read")
+            raise ValueError("its numbers are big-endian, and only little-endian files are read: convert it")
         if version not in (2, 3):
             raise ValueError(f"it has version {version}; 2 and 3 are known")
         tensors, keys = self._number(8), self._number(8)

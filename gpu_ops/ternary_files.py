@@ -59,9 +59,10 @@ def read_bitnet(
     Raises
     ------
     OptionError
-        Nothing says whether the scale multiplies, or config and ``weight_scale`` contradict each other.
+        Nothing says whether the scale multiplies, or config and ``weight_scale`` contradict each other; ``names``
+        that are not there.
     FormatError
-        Bytes that are no trits, or a scale that is none.
+        Bytes that are no trits, a scale that is none or that float32 cannot hold, a config that is no object.
     MissingPackageError
 
     Notes

@@ -198,6 +198,10 @@ def test_mistakes_in_out(cupy, x, weight):
 def test_what_cannot_be_shared_is_refused(cupy, x, weight):
     with pytest.raises(DTypeError, match="weight cannot be shared with CuPy: it has a mask"):
         gpu_ops.rmsnorm(FakeArray(x), ForeignArray(weight, mask=weight))
+    negated = ForeignDLPack(weight)
+    negated.is_neg = lambda: True  # as torch says it
+    with pytest.raises(DTypeError, match=r"weight cannot be shared with CuPy: .*weight\.resolve_neg\(\)"):
+        gpu_ops.rmsnorm(FakeArray(x), negated)
     with pytest.raises(DTypeError, match="weight is list, not an array"):
         gpu_ops.rmsnorm(x, [1.0], device="cuda")
 

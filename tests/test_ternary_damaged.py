@@ -76,9 +76,7 @@ def test_bad_headers_are_refused_at_once(what, tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
     began = time.monotonic()
-    with pytest.raises(
-        FormatError, match=f"^read_gguf: .*a.gguf is not a GGUF file, or a damaged .*{message}"
-    ):
+    with pytest.raises(FormatError, match=f"^read_gguf: .*a.gguf cannot be read as a GGUF file: .*{message}"):
         gpu_ops.read_gguf(path)
     assert time.monotonic() - began < 5
 
