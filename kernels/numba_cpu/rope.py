@@ -21,7 +21,12 @@ from numba import njit
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, place_of, scratch
-from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves, rotate_pairs
+from gpu_ops.kernels.numba_cpu.ir.rotate import (
+    rotate_halves,
+    rotate_halves_each,
+    rotate_pairs,
+    rotate_pairs_each,
+)
 from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
@@ -29,6 +34,7 @@ from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 Array = np.ndarray[Any, Any]
 
 BLOCK_BYTES = 1 << 13  # of heads, in the first cache
+BLOCK_TOKENS = 64  # of a head: their cos and sin are there as well
 
 
 def config(inputs: list[Array]) -> str:
@@ -122,68 +128,76 @@ def rotate_tokens(
     x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer, line, waits, where,
     streaming,
 ):  # fmt: skip
-    """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen."""
+    """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen.
+
+    What lies side by side goes together: the heads of a token, or (``heads_outer``) some tokens of a head whose
+    positions follow each other, then those of the next head, with the same cos and sin.
+    """
     seqlen, nheads, head_dim = x.shape[1:]
     in_place = x.ctypes.data == out.ctypes.data
-    x_step, y_step = x.strides[2] // x.itemsize, out.strides[2] // out.itemsize
+    axis = 1 if heads_outer else 2
+    x_step, y_step = x.strides[axis] // x.itemsize, out.strides[axis] // out.itemsize
+    turn_step = cos.shape[1] if heads_outer else 0
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     streaming = streaming and not in_place
-    outer, inner = (nheads, 1) if heads_outer else (1, nheads)
-    at_once = 1  # heads of a token
+    at_once = 1
     if takes_vectors(out, rotary_dim):
-        at_once = inner
+        at_once = BLOCK_TOKENS if heads_outer else nheads
         if streaming:
-            at_once = min(inner, len(line) // head_dim) if y_step == head_dim else 1
+            at_once = min(at_once, len(line) // head_dim) if y_step == head_dim else 1
     gathered = np.int64(0)  # elements in line, which go to ``block``
     block = write_row(out, (first // seqlen, first % seqlen, 0))
-    for h_first in range(outer):
-        b, s = first // seqlen, first % seqlen
-        for _ in range(count):
-            position = rows[b * batch_step, s]
-            c, sn = read_row(cos, (position,)), read_row(sin, (position,))
-            h = h_first
-            while h < h_first + inner:
-                heads = min(at_once, h_first + inner - h)
-                target, target_step = write_row(out, (b, s, h)), y_step
-                if in_place:
-                    # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
-                    rotate(
-                        target,
-                        target_step,
-                        target,
-                        target_step,
-                        heads,
-                        c,
-                        sn,
-                        rotary_dim,
-                        interleaved,
-                        conjugate,
-                    )
-                else:
-                    source = read_row(x, (b, s, h))
-                    if streaming:
-                        size = heads * head_dim
-                        end = place_of(block) + gathered * out.itemsize
-                        if gathered + size > len(line) or place_of(target) != end:
-                            put(line, from_beginning(block, gathered), waits, where, (source,), 0)
-                            gathered, block = np.int64(0), target
-                        target, target_step = line[gathered : gathered + size], head_dim
-                        gathered += size
-                    rotate(
-                        source, x_step, target, target_step, heads, c, sn, rotary_dim, interleaved, conjugate
-                    )
-                    if rotary_dim < head_dim:
-                        for i in range(heads):
-                            kept = read_row(x, (b, s, h + i))[rotary_dim:]
-                            place = target_step * i + rotary_dim
-                            copy_row(from_beginning(target, place + len(kept))[place:], kept, len(kept))
-                h += heads
-            s += 1
-            if s == seqlen:
-                b, s = b + 1, 0
+    b, s, done = first // seqlen, first % seqlen, 0
+    while done < count:
+        row, tokens = b * batch_step, 1
+        if heads_outer:
+            tokens = following(rows, row, s, min(at_once, count - done, seqlen - s))
+        c, sn = read_row(cos, (rows[row, s],)), read_row(sin, (rows[row, s],))
+        h = 0
+        while h < nheads:
+            n = tokens if heads_outer else min(at_once, nheads - h)
+            target, target_step = write_row(out, (b, s, h)), y_step
+            if in_place:
+                # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
+                rotate(
+                    target, target_step, target, target_step, n, c, sn, turn_step, rotary_dim, interleaved,
+                    conjugate,
+                )  # fmt: skip
+            else:
+                source = read_row(x, (b, s, h))
+                if streaming:
+                    size = n * head_dim
+                    end = place_of(block) + gathered * out.itemsize
+                    if gathered + size > len(line) or place_of(target) != end:
+                        put(line, from_beginning(block, gathered), waits, where, (source,), 0)
+                        gathered, block = np.int64(0), target
+                    target, target_step = line[gathered : gathered + size], head_dim
+                    gathered += size
+                rotate(
+                    source, x_step, target, target_step, n, c, sn, turn_step, rotary_dim, interleaved,
+                    conjugate,
+                )  # fmt: skip
+                if rotary_dim < head_dim:
+                    for i in range(n):
+                        kept = read_row(x, (b, s + i, h) if heads_outer else (b, s, h + i))[rotary_dim:]
+                        place = target_step * i + rotary_dim
+                        copy_row(from_beginning(target, place + len(kept))[place:], kept, len(kept))
+            h += 1 if heads_outer else n
+        s, done = s + tokens, done + tokens
+        if s == seqlen:
+            b, s = b + 1, 0
     if gathered > 0:
         put(line, from_beginning(block, gathered), waits, where, (), 0)
         finish(waits, where)
+
+
+@njit(inline="always")
+def following(rows, row, s, most):
+    """How many tokens from s on, at most so many, have positions that follow each other."""
+    n = 1
+    while n < most and rows[row, s + n] == rows[row, s] + n:
+        n += 1
+    return n
 
 
 @njit(inline="always")
@@ -193,19 +207,25 @@ def takes_vectors(y, rotary_dim):
 
 
 @njit(inline="always")
-def rotate(x, x_step, y, y_step, heads, cos, sin, rotary_dim, interleaved, conjugate):
-    """``heads`` of one token, or one head where they do not take vectors."""
+def rotate(x, x_step, y, y_step, n, cos, sin, turn_step, rotary_dim, interleaved, conjugate):
+    """``n`` heads of a token, or tokens of a head, whose cos and sin are ``turn_step`` > 0 apart; one where they do
+    not take vectors."""
     half = np.uintp(rotary_dim // 2)  # unsigned: an index that cannot be negative needs no wrap-around test
     two = np.uintp(2)
     one = np.uintp(1)
     sign = cos.dtype.type(-1.0 if conjugate else 1.0)
     if takes_vectors(y, rotary_dim):
-        if interleaved:
-            rotate_pairs(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign, ())
-        elif heads == 1:  # no loop
-            rotate_halves(x, 0, y, 0, 1, cos, sin, rotary_dim // 2, sign, ())
+        half_dim = rotary_dim // 2
+        if turn_step > 0 and interleaved:
+            rotate_pairs_each(x, x_step, y, y_step, n, cos, sin, turn_step, half_dim, sign, ())
+        elif turn_step > 0:
+            rotate_halves_each(x, x_step, y, y_step, n, cos, sin, turn_step, half_dim, sign, ())
+        elif interleaved:
+            rotate_pairs(x, x_step, y, y_step, n, cos, sin, 0, half_dim, sign, ())
+        elif n == 1:  # no loop
+            rotate_halves(x, 0, y, 0, 1, cos, sin, 0, half_dim, sign, ())
         else:
-            rotate_halves(x, x_step, y, y_step, heads, cos, sin, rotary_dim // 2, sign, ())
+            rotate_halves(x, x_step, y, y_step, n, cos, sin, 0, half_dim, sign, ())
     elif interleaved:
         for i in range(half):
             x1, x2 = load(x, two * i), load(x, two * i + one)

@@ -142,7 +142,7 @@ def scaled(line, x, scale, gain):
 
 @inner
 def rotated(line, y, cos, sin, rotary_dim, interleaved):
-    rotate(line, 0, y, 0, 1, cos, sin, rotary_dim, interleaved, False)
+    rotate(line, 0, y, 0, 1, cos, sin, 0, rotary_dim, interleaved, False)
     for i in range(rotary_dim, len(line)):
         store(y, i, line[i])
 
@@ -167,7 +167,7 @@ def append_heads(
         count, step, one = nheads * head_dim, x.strides[2] // x.itemsize, cos.dtype.type(1)
         target, source = from_beginning(write_row(y, (page, row, 0)), count), read_row(x, (b, s, 0))
         to = line[:count] if streaming else target
-        rotate_halves(source, step, to, head_dim, nheads, cos, sin, rotary_dim // 2, one, (gain, scales))
+        rotate_halves(source, step, to, head_dim, nheads, cos, sin, 0, rotary_dim // 2, one, (gain, scales))
         if streaming:
             put(to, target, waits, where, (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),), 0)
     else:

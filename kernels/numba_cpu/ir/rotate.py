@@ -1,11 +1,11 @@
-"""Rotation of heads, as LLVM IR: two chunks of VECTOR_BYTES at a time, of all heads of a token.
+"""Rotation of heads, as LLVM IR: two chunks of VECTOR_BYTES at a time, of all heads of a token or tokens of a head.
 
     halves  | x1: chunk | chunk | x2: chunk | chunk |     y1 = x1 cos - x2 sin
     pairs   | x1 x2 x1 x2 ...   | x1 x2 x1 x2 ...   |     y2 = x2 cos + x1 sin
     cos     |   of x1's elements        sin likewise
     gain    | of x1's elements    | of x2's               x stands for x * gain * the head's scale, if there are such
 
-Both chunks of x are read before any of y is stored, so y may be x. The heads share cos and sin in registers.
+Both chunks of x are read before any of y is stored, so y may be x. Heads of a token share cos and sin in registers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
 
 
-def _rotation(*, pairs: bool) -> Any:
-    """An intrinsic (x, x_step, y, y_step, heads, cos, sin, half, sign, gains).
+def _rotation(*, pairs: bool, shared: bool) -> Any:
+    """An intrinsic (x, x_step, y, y_step, heads, cos, sin, turn_step, half, sign, gains).
 
-    Rows x and y are the first of ``heads``, the others ``x_step`` and ``y_step`` elements on. ``half``: a multiple of
-    the elements of a chunk of y; x: in the type of y or of cos; sin times ``sign``; ``gains``: (), or gain for the
-    elements of a head and a scale for each head, in the type of cos (of halves only).
+    Rows x and y are the first of ``heads``, the others ``x_step`` and ``y_step`` elements on. They share cos and sin,
+    or those of each are ``turn_step`` elements on. ``half``: a multiple of the elements of a chunk of y; x: in the
+    type of y or of cos; sin times ``sign``; ``gains``: (), or gain for the elements of a head and a scale for each
+    head, in the type of cos (of halves that share).
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x_, x_step_, y_, y_step_, heads_, cos_, sin_, half_, sign_, gains_ = args
-        x, y, cos, sin, gains = (sig.args[i] for i in (0, 2, 5, 6, 9))
+        x_, x_step_, y_, y_step_, heads_, cos_, sin_, turn_step_, half_, sign_, gains_ = args
+        x, y, cos, sin, gains = (sig.args[i] for i in (0, 2, 5, 6, 10))
         row = Rows(y.dtype)
         n = row.lanes
         alternate = row.dtype == types.uint16  # a chunk becomes its even elements and its odd ones
@@ -76,11 +77,34 @@ def _rotation(*, pairs: bool) -> Any:
 
         turn = in_order if pairs else wide
         negate = splat(b, sign_, n)
-        with cgutils.for_range(b, b.udiv(half_, number(row.elements))) as chunks:
-            at = b.mul(chunks.index, number(row.elements))
-            c = turn(address(context, b, cos, cos_, at))
-            s = [b.fmul(v, negate) for v in turn(address(context, b, sin, sin_, at))]
-            turns = [c, s, c, s]  # cos for x1, sin for x2, cos for x2, sin for x1
+        chunks = b.udiv(half_, number(row.elements))
+
+        def turns_at(place: Any) -> list[list[Any]]:
+            """cos for x1, sin for x2, cos for x2, sin for x1."""
+            c = turn(address(context, b, cos, cos_, place))
+            s = [b.fmul(v, negate) for v in turn(address(context, b, sin, sin_, place))]
+            return [c, s, c, s]
+
+        def rotate_chunks(at: Any, head: Any, turns: list[list[Any]]) -> None:
+            place = b.mul(at, number(2)) if pairs else at
+            first, second = load(address(context, b, x, x_, b.add(place, b.mul(head, x_step_))))
+            if gains:
+                scale = splat(b, b.load(address(context, b, gains[1], b.extract_value(gains_, 1), head)), n)
+                first, second = ([b.fmul(v, scale) for v in vs] for vs in (first, second))
+            results: tuple[list[Any], list[Any]] = ([], [])
+            for x1, x2, c1, s2, c2, s1 in zip(first, second, *turns, strict=True):
+                results[0].append(fma(b, x1, c1, b.fneg(b.fmul(x2, s2))))
+                results[1].append(fma(b, x2, c2, b.fmul(x1, s1)))
+            store(*results, address(context, b, y, y_, b.add(place, b.mul(head, y_step_))))
+
+        if not shared:  # in the order of memory
+            with cgutils.for_range(b, heads_) as loop, cgutils.for_range(b, chunks) as chunk:
+                at = b.mul(chunk.index, number(row.elements))
+                rotate_chunks(at, loop.index, turns_at(b.add(at, b.mul(loop.index, turn_step_))))
+            return context.get_dummy_value()
+        with cgutils.for_range(b, chunks) as chunk:
+            at = b.mul(chunk.index, number(row.elements))
+            turns = turns_at(at)
             if gains:
                 gain = b.extract_value(gains_, 0)
                 g1, g2 = (wide(address(context, b, gains[0], gain, i)) for i in (at, b.add(at, half_)))
@@ -88,26 +112,17 @@ def _rotation(*, pairs: bool) -> Any:
                     [b.fmul(v, g) for v, g in zip(turn, gain, strict=True)]
                     for turn, gain in zip(turns, (g1, g2, g2, g1), strict=True)
                 ]
-            place = b.mul(at, number(2)) if pairs else at
             with cgutils.for_range(b, heads_) as loop:
-                first, second = load(address(context, b, x, x_, b.add(place, b.mul(loop.index, x_step_))))
-                if gains:
-                    scales = address(context, b, gains[1], b.extract_value(gains_, 1), loop.index)
-                    scale = splat(b, b.load(scales), n)
-                    first, second = ([b.fmul(v, scale) for v in vs] for vs in (first, second))
-                results: tuple[list[Any], list[Any]] = ([], [])
-                for x1, x2, c1, s2, c2, s1 in zip(first, second, *turns, strict=True):
-                    results[0].append(fma(b, x1, c1, b.fneg(b.fmul(x2, s2))))
-                    results[1].append(fma(b, x2, c2, b.fmul(x1, s1)))
-                store(*results, address(context, b, y, y_, b.add(place, b.mul(loop.index, y_step_))))
+                rotate_chunks(at, loop.index, turns)
         return context.get_dummy_value()
 
     @intrinsic
-    def rotate(typingctx, x, x_step, y, y_step, heads, cos, sin, half, sign, gains):
+    def rotate(typingctx, x, x_step, y, y_step, heads, cos, sin, turn_step, half, sign, gains):
         i = types.int64
-        return types.void(x, i, y, i, i, cos, sin, i, cos.dtype, gains), codegen
+        return types.void(x, i, y, i, i, cos, sin, i, i, cos.dtype, gains), codegen
 
     return rotate
 
 
-rotate_halves, rotate_pairs = _rotation(pairs=False), _rotation(pairs=True)
+rotate_halves, rotate_pairs = (_rotation(pairs=pairs, shared=True) for pairs in (False, True))
+rotate_halves_each, rotate_pairs_each = (_rotation(pairs=pairs, shared=False) for pairs in (False, True))
