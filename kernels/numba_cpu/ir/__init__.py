@@ -13,9 +13,10 @@ tiles               the same in tile registers
 exp2                powers of two of vectors
 softmax             scores of a tile of keys become weights, maximum and sum move along
 attention_gradient  S and dP of a tile of keys become P and dS in registers
+bias                bias of scores: squares of it transposed in registers, and added
 decode              attention over a cache: scores, maxima, sums, weighted rows
 decode_rows         how 16-bit rows become vectors there; narrow: and vectors rows
-rotate              halves of heads, rotated
+rotate              halves of heads, rotated: of all heads of a token, or of tokens of a head
 activations, gated  gated activations of vectors, and of rows
 codes, ternary      2-bit codes times int8 or floats
 ==================  =================================================================================
