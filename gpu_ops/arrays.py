@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpu_ops.devices import Device
     from gpu_ops.dispatch import Choice
 
-__all__ = ["Array", "Arrays", "New", "as_rows", "bounds_of", "check_shareable"]
+__all__ = ["Array", "Arrays", "New", "as_rows", "bounds_of", "check_shareable", "library_of"]
 
 Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
 New: TypeAlias = Callable[[tuple[int, ...], npt.DTypeLike, str], Array]
@@ -260,8 +260,7 @@ class Arrays:
             raise DeviceError(
                 f"{self.op}: {name} is on device {device}; gpu_ops takes arrays in host memory and on CUDA devices"
             )
-        root = type(x).__module__.partition(".")[0]
-        library = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(root)
+        library = library_of(x, {"torch": "torch", "jax": "jax", "jaxlib": "jax"})
         if not self._read:
             self._library = library
         return self._from_dlpack(name, x, library)
@@ -291,6 +290,12 @@ class Arrays:
             self._cuda = CudaArrays(self.op, name, x)
         view: Array = self._cuda.view(name, x)
         return view
+
+
+def library_of(x: Any, roots: Mapping[str, str]) -> str | None:
+    """The library whose array ``x`` is, or is a subclass of; ``roots``: by the first word of its modules' names."""
+    words = (kind.__module__.partition(".")[0] for kind in type(x).__mro__)
+    return next((roots[word] for word in words if word in roots), None)
 
 
 def check_shareable(name: str, x: Any) -> None:

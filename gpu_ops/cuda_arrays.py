@@ -26,7 +26,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.arrays import check_shareable
+from gpu_ops.arrays import check_shareable, library_of
 from gpu_ops.block_mask import BlockMask
 from gpu_ops.devices import CudaDevice, cuda_device, cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError
@@ -35,7 +35,7 @@ from gpu_ops.ternary_matrix import TernaryMatrix
 __all__ = ["CudaArrays", "footprint", "through_the_device"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_LIBRARIES = ("torch", "jax", "jaxlib", "numba", "numba_cuda")
+_LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "numba": "numba", "numba_cuda": "numba"}
 
 
 class CudaArrays:
@@ -50,7 +50,7 @@ class CudaArrays:
         self.op = op
         self._cupy = cupy
         self._first = name
-        self._library = _library(x)
+        self._library = library_of(x, _LIBRARIES)
         with self._import_errors(name, x):
             self._stream = self._stream_of(x)
             self.ordinal = int(self._import(x, self._stream).device.id)
@@ -99,7 +99,7 @@ class CudaArrays:
         if isinstance(x, self._cupy.ndarray):
             return x
         if hasattr(type(x), "__dlpack_device__"):
-            bits = _library(x) == "torch" and x.dtype == sys.modules["torch"].bfloat16
+            bits = library_of(x, _LIBRARIES) == "torch" and x.dtype == sys.modules["torch"].bfloat16
             source = x.view(sys.modules["torch"].int16) if bits else x
             with self._cupy.cuda.Device(x.__dlpack_device__()[1]), stream or contextlib.nullcontext():
                 view = self._cupy.from_dlpack(source)
@@ -116,7 +116,7 @@ class CudaArrays:
         """The stream that the owner of ``x`` works on; None for CuPy's current one."""
         if isinstance(x, self._cupy.ndarray):
             return None
-        if _library(x) == "torch":
+        if library_of(x, _LIBRARIES) == "torch":
             return self._stream_at(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
         if hasattr(type(x), "__dlpack_device__"):
             return None
@@ -135,11 +135,6 @@ class CudaArrays:
             yield
         except (AttributeError, BufferError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise DTypeError(f"{self.op}: {name} cannot be shared with CuPy: {error}") from error
-
-
-def _library(x: Any) -> str | None:
-    root = type(x).__module__.partition(".")[0]
-    return {"jaxlib": "jax", "numba_cuda": "numba"}.get(root, root) if root in _LIBRARIES else None
 
 
 def footprint(x: Any) -> np.ndarray[Any, Any]:

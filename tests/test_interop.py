@@ -231,6 +231,18 @@ def test_torch_in_torch_out(op, dtype):
         assert torch_numpy(f).dtype == e.dtype
 
 
+def test_a_subclass_is_of_the_same_library():
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+    class Named(torch.Tensor):
+        pass
+
+    one = call("rmsnorm", BFLOAT16)
+    found = every_array(one, lambda x: torch_tensor(x).as_subclass(Named))()
+    assert isinstance(found, torch.Tensor)
+    assert np.array_equal(torch_numpy(found), one())
+
+
 def test_torch_out_is_written_in_place():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm", BFLOAT16)
