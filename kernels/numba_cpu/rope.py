@@ -140,23 +140,27 @@ def rotate_tokens(
     turn_step = cos.shape[1] if heads_outer else 0
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     streaming = streaming and not in_place
-    at_once = 1
-    if takes_vectors(out, rotary_dim):
-        at_once = BLOCK_TOKENS if heads_outer else nheads
+    at_once, most = 1, min(BLOCK_TOKENS, max(len(line) // head_dim, 1)) if streaming else BLOCK_TOKENS
+    if takes_vectors(out, rotary_dim) and (y_step == head_dim or not streaming):
+        at_once = most if heads_outer else nheads
         if streaming:
-            at_once = min(at_once, len(line) // head_dim) if y_step == head_dim else 1
+            at_once = min(at_once, len(line) // head_dim)
     gathered = np.int64(0)  # elements in line, which go to ``block``
     block = write_row(out, (first // seqlen, first % seqlen, 0))
     b, s, done = first // seqlen, first % seqlen, 0
     while done < count:
         row, tokens = b * batch_step, 1
         if heads_outer:
-            tokens = following(rows, row, s, min(at_once, count - done, seqlen - s))
+            tokens = min(most, count - done, seqlen - s)
+            if at_once > 1:
+                tokens = following(rows, row, s, tokens)
         c, sn = read_row(cos, (rows[row, s],)), read_row(sin, (rows[row, s],))
-        h = 0
+        h = t = 0
         while h < nheads:
-            n = tokens if heads_outer else min(at_once, nheads - h)
-            target, target_step = write_row(out, (b, s, h)), y_step
+            n = min(at_once, tokens - t if heads_outer else nheads - h)
+            if t > 0 or n < tokens:  # else they are those of the first
+                c, sn = read_row(cos, (rows[row, s + t],)), read_row(sin, (rows[row, s + t],))
+            target, target_step = write_row(out, (b, s + t, h)), y_step
             if in_place:
                 # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
                 rotate(
@@ -164,7 +168,7 @@ def rotate_tokens(
                     conjugate,
                 )  # fmt: skip
             else:
-                source = read_row(x, (b, s, h))
+                source = read_row(x, (b, s + t, h))
                 if streaming:
                     size = n * head_dim
                     end = place_of(block) + gathered * out.itemsize
@@ -179,10 +183,15 @@ def rotate_tokens(
                 )  # fmt: skip
                 if rotary_dim < head_dim:
                     for i in range(n):
-                        kept = read_row(x, (b, s + i, h) if heads_outer else (b, s, h + i))[rotary_dim:]
-                        place = target_step * i + rotary_dim
+                        at = (b, s + t + i, h) if heads_outer else (b, s, h + i)
+                        kept, place = read_row(x, at)[rotary_dim:], target_step * i + rotary_dim
                         copy_row(from_beginning(target, place + len(kept))[place:], kept, len(kept))
-            h += 1 if heads_outer else n
+            if heads_outer:
+                t += n
+                if t == tokens:
+                    h, t = h + 1, 0
+            else:
+                h += n
         s, done = s + tokens, done + tokens
         if s == seqlen:
             b, s = b + 1, 0
