@@ -334,8 +334,8 @@ def compiler_missing(backend: str) -> str | None:
     from gpu_ops.kernels import nvrtc, toolkit
 
     if backend == "numba":
-        missing = importlib.util.find_spec("numba_cuda") is None
-        return f"numba-cuda is not installed; {toolkit.INSTALL}" if missing else None
+        found = importlib.util.find_spec("numba_cuda") is not None
+        return None if found else f"numba-cuda is not installed; {toolkit.INSTALL}"
     try:
         nvrtc.version()
     except KernelCompileError as error:

@@ -41,9 +41,8 @@ def _new_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(
-        after_in_child=_new_lock
-    )  # a thread that the child does not have may hold the old one
+    # a thread that the child does not have may hold the old one
+    os.register_at_fork(after_in_child=_new_lock)
 
 _kept: OrderedDict[tuple[bytes, float, str], Table] = OrderedDict()
 

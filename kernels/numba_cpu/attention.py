@@ -155,23 +155,8 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     variants=VARIANTS,
 )
 def attention_forward(
-    state,
-    n_tasks,
-    call,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    sequences,
-    table,
-    alibi,
-    sinks,
-    bias,
-    visible,
-    part_out,
-    part_sums,
-):
+    state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_sums
+):  # fmt: skip
     memory, options = tally(), held(call)
     make_work(memory, options, k, part_out.dtype.type(0))  # counts the bytes
     attend(
