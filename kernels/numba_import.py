@@ -11,6 +11,27 @@ import threading
 from collections.abc import Callable
 
 
+def uninterrupted(function: Callable[[], None]) -> None:
+    """Run it to its end, in a thread of its own, whatever interrupts who waits for it here."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # raised where it is waited for
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="gpu_ops_uninterrupted")
+    try:
+        thread.start()
+    except RuntimeError:  # there is no thread to be had
+        run()
+    else:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 class Once:
     """A function that runs once, to its end, whatever interrupts who waits for it; after an error, once more."""
 
@@ -24,27 +45,14 @@ class Once:
             os.register_at_fork(before=held, after_in_parent=let_go, after_in_child=let_go)
 
     def __call__(self) -> None:
-        if self._done:
-            return
-        errors: list[BaseException] = []
-        thread = threading.Thread(target=self._run, args=(errors,), name=f"gpu_ops_{self._function.__name__}")
-        try:
-            thread.start()
-        except RuntimeError:  # there is no thread to be had
-            self._run(errors)
-        else:
-            thread.join()
-        if errors:
-            raise errors[0]
+        if not self._done:
+            uninterrupted(self._run)
 
-    def _run(self, errors: list[BaseException]) -> None:
-        try:
-            with self._lock:
-                if not self._done:
-                    self._function()
-                    self._done = True
-        except BaseException as error:  # raised where it is waited for
-            errors.append(error)
+    def _run(self) -> None:
+        with self._lock:
+            if not self._done:
+                self._function()
+                self._done = True
 
 
 @Once

@@ -44,7 +44,7 @@ from gpu_ops.kernels.cache import (
 )
 from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
 from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
-from gpu_ops.kernels.numba_import import Once
+from gpu_ops.kernels.numba_import import uninterrupted
 from gpu_ops.kernels.progress import visible
 
 __all__ = [
@@ -195,11 +195,11 @@ class Kernel:
                 dispatcher._cache = DiskCache(label)
                 kept = writable_folder(*_parts())
                 where = f" (once; then from {kept})" if kept else ""
-                if not dispatcher._cache.is_kept():
-                    make_compiler_ready()
                 with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
                     with _garbage_kept():
-                        dispatcher.compile((types.int64[::1], types.int64, *self._signature(*names)))
+                        # an interrupt would leave half of what Numba fills in as it compiles
+                        signature = (types.int64[::1], types.int64, *self._signature(*names))
+                        uninterrupted(partial(dispatcher.compile, signature))
                 dispatcher.disable_compile()
                 self._compiled[names] = dispatcher
             self._compiled[variant] = self._compiled[names]  # the next look-up spells it the same way
@@ -241,10 +241,6 @@ class DiskCache(caching._Cache):
     def disable(self) -> None: ...
 
     def flush(self) -> None: ...
-
-    def is_kept(self) -> bool:
-        path = cache_path(*_parts(), f"{self._label}.nbc")
-        return path is not None and path.exists()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         path = cache_path(*_parts(), f"{self._label}.nbc")
@@ -303,11 +299,3 @@ def build_id() -> str:
     versions = numba.__version__, llvmlite.__version__, sys.version
     digest.update(repr((*versions, target, tiles_allowed())).encode())
     return digest.hexdigest()[:16]
-
-
-# After the hooks above, as forks then take its lock first: it takes the compiler's while it holds its own.
-@Once
-def make_compiler_ready() -> None:
-    """Numba's tables of types and functions, which its first compilation fills; an interrupt would leave half."""
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
