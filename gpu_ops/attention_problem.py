@@ -216,9 +216,8 @@ def cu_seqlens(op: str, arrays: Arrays, name: str, x: Any, total: int) -> Array:
 
 def longest_of(op: str, name: str, offsets: Array, total: int) -> int:
     """The length of the longest sequence, after a look at all offsets."""
-    starts = (
-        offsets.tolist()
-    )  # Python's numbers: NumPy would take longer for as many sequences as there mostly are
+    # Python's numbers: NumPy would take longer for as many sequences as there mostly are
+    starts = offsets.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
     if starts[0] != 0 or starts[-1] != total or min(lengths, default=0) < 0:
         raise OptionError(

@@ -26,10 +26,8 @@ __all__ = ["Config", "DeviceLimits", "Problem", "Tile", "configs", "legal_tiles"
 
 Mask = Literal["kNone", "kCausal", "kLocal"]
 
-MAX_HEAD_DIM = {
-    2: 512,
-    4: 256,
-}  # by itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all
+# By itemsize. float32 beyond 256: no tile of Q and K fits where 99 KB are all.
+MAX_HEAD_DIM = {2: 512, 4: 256}
 # Registers of S, O and Q, by itemsize: with 45 to 95 others, fewer than the 255 that there are. 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 128}
 # With rows of K and V alike, and scores that are only scaled, 63 others are enough: see Forward in the kernel.
@@ -65,15 +63,13 @@ class Tile:
 
 # In order of preference where the model sees no difference. All of mma.sync, on every architecture from sm_80 on.
 _TILES = (
-    Tile(
-        128, 64, 4
-    ),  # two blocks per SM: head_dim 64 with Q in registers, 128 where an SM has two times 80 KB
+    # two blocks per SM: head_dim 64 with Q in registers, 128 where an SM has two times 80 KB
+    Tile(128, 64, 4),
     Tile(128, 128, 4),  # head_dim 32: half the barriers of the first
     Tile(128, 32, 4),  # head_dim 160; 128 with bias and the like, which leave no registers for 64 keys
     Tile(64, 64, 4),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
-    Tile(
-        128, 64, 8
-    ),  # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
+    # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
+    Tile(128, 64, 8),
     Tile(64, 32, 4),  # head_dim 256 on cards with 99 KB; float32 up to 128: 64 KB
     Tile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
     Tile(32, 64, 2),  # 17 to 32 rows
@@ -187,9 +183,8 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
         most = max(config.num_splits for _, config in found)
         found = [(cost, config) for cost, config in found if config.num_splits == most]
     least = min(cost for cost, _ in found)
-    return next(
-        config for cost, config in found if cost <= 1.02 * least
-    )  # below what the model can tell apart
+    # 2 %: less than the model can tell apart
+    return next(config for cost, config in found if cost <= 1.02 * least)
 
 
 def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:

@@ -6,9 +6,8 @@ import numpy as np
 
 __all__ = ["ATTENTION_SHAPE", "UNLIMITED", "q_in_registers", "shared_bytes"]
 
-UNLIMITED = (
-    1 << 30
-)  # of a window's side: further than any sequence is long, and sums with lengths stay in int32
+# Of a window's side: further than any sequence is long, and sums with lengths stay in int32.
+UNLIMITED = 1 << 30
 
 _ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
 

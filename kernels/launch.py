@@ -81,9 +81,8 @@ def for_parameter(value: Any, size: int) -> Any:
     if isinstance(value, np.generic):
         if value.nbytes != size:
             raise TypeError(f"a parameter of {size} bytes was given {value!r}, {value.nbytes} bytes")
-        return (
-            np.asarray(value) if isinstance(value, np.void) else value
-        )  # CuPy passes an array of one by value
+        # CuPy passes an array of one by value
+        return np.asarray(value) if isinstance(value, np.void) else value
     if isinstance(value, bool | int):
         unsigned = value >= 1 << (8 * size - 1)
         return np.dtype(f"{'u' if unsigned else 'i'}{size}").type(value)
@@ -100,9 +99,7 @@ def _small_grids_allowed() -> Iterator[None]:
     """Without numba-cuda's warning of a grid of less than 128 blocks: a small problem has one by right."""
     from numba.cuda.dispatcher import config
 
-    with (
-        _config_lock
-    ):  # else a second thread would take the first one's 0 for the user's setting, and keep it
+    with _config_lock:  # a second thread would take the first one's 0 for the user's setting, and keep it
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
             yield

@@ -24,7 +24,9 @@ _FORWARD = (
     (256, None, 2),  # more bytes in a warp's hands would leave it too few blocks: 128 threads
     # 8192 columns: at most 256 threads, so that 5 blocks (48 registers) hide each other's barriers
     (1024, None, 4),
-)  # then shared memory, then that of a team of blocks
+    # then shared memory, then that of a team of blocks
+)
+
 # By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then a team of blocks. 4096 columns: 5 blocks of 256 threads.
 # Then x and dy in 32 or 24 registers: threads as below, up to the 576 of which two blocks fit.
 _BACKWARD = {

@@ -38,10 +38,8 @@ class Once:
     def __init__(self, function: Callable[[], None]) -> None:
         self._function, self._lock, self._done = function, threading.RLock(), False
         if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-            held, let_go = (
-                self._lock.acquire,
-                self._lock.release,
-            )  # a child would wait for a thread it does not have
+            # a child would wait for a thread it does not have
+            held, let_go = self._lock.acquire, self._lock.release
             os.register_at_fork(before=held, after_in_parent=let_go, after_in_child=let_go)
 
     def __call__(self) -> None:

@@ -94,9 +94,8 @@ def _version(package: str) -> str | None:
 
 def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
     """What a kernel is made of, the same text in every process: its code, and all that the code names."""
-    function = getattr(
-        thing, "py_func", thing
-    )  # a device function is a dispatcher around its Python function
+    # a device function is a dispatcher around its Python function
+    function = getattr(thing, "py_func", thing)
     if inspect.isfunction(function):
         if id(function) in seen:
             return

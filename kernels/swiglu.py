@@ -29,11 +29,8 @@ _MAX_GRID_Y = 65535
 # Bytes that divide the address of every row | bytes per access, None: one element | accesses per thread and array.
 # With two inputs or three, a thread has 4 to 12 loads on their way.
 _PLANS = (
-    (
-        16,
-        16,
-        2,
-    ),  # 64 bytes of a thread's inputs forward, 96 backward; 9 blocks of at most 56 registers on an SM
+    # 64 bytes of a thread's inputs forward, 96 backward; 9 blocks of at most 56 registers on an SM
+    (16, 16, 2),
     (1, None, 4),  # neighbours share sectors; as many registers as one vector of floats per array
 )
 

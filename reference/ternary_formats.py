@@ -36,9 +36,8 @@ class TernaryFormat:
     block_scale: int = 0  # weights per embedded fp16 scale, 0 when scales are kept apart
     scale_first: bool = False  # of a block, where the embedded scale is not last
     steps: int = 0  # columns that a last, narrower tile may have, 0 when tiles are whole
-    tiles: Mapping[tuple[int, int], Tile] = field(
-        default_factory=dict
-    )  # of the shapes that have tiles of their own
+    # of the shapes that have tiles of their own
+    tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)
 
     @property
     def bits_per_weight(self) -> float:

@@ -132,9 +132,8 @@ def sass(image: bytes, entry: str) -> str:
         listing = subprocess.run(
             [nvdisasm, "-c", file.name], capture_output=True, text=True, check=True
         ).stdout
-    _, _, body = listing.partition(
-        f".text.{entry},"
-    )  # `.section .text.<entry>,"ax",...`, then the instructions
+    # `.section .text.<entry>,"ax",...`, then the instructions
+    _, _, body = listing.partition(f".text.{entry},")
     return body.partition("\n\t.section\t")[0]  # not .sectioninfo, which is the kernel's own
 
 

@@ -27,9 +27,8 @@ CLASSES = {
     "padding": r"NOP",
 }
 
-Instruction = tuple[
-    bool, str, str, str
-]  # predicated, opcode, where it jumps to, where in shared memory it copies to
+# predicated, opcode, where it jumps to, where in shared memory it copies to
+Instruction = tuple[bool, str, str, str]
 
 
 def iterations(text: str) -> Iterator[dict[str, float]]:

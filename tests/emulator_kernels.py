@@ -49,9 +49,8 @@ def kernel_text(form: str, op: Op, operands: Sequence[Array]) -> str:
             sources.append(str(int(operand[0])))
             continue
         body += address(f"a{i}", ptx_type, "%i" if operand.size > 1 else "0")
-        if (
-            ptx_type == "cc"
-        ):  # set the carry, or the borrow, by an instruction that overflows if the byte is 1
+        if ptx_type == "cc":
+            # set the carry, or the borrow, by an instruction that overflows if the byte is 1
             body += ["ld.global.u8 %byte, [%at];", "cvt.u32.u16 %carry, %byte;"]
             body.append(
                 "sub.cc.u32 %carry, 0, %carry;" if borrows else "add.cc.u32 %carry, %carry, 0xffffffff;"

@@ -274,10 +274,8 @@ OPTIONS = ("masked", "softcap", "sinks", "alibi", "block_mask")
 @pytest.mark.parametrize(
     ("dtype", "rows"),
     [
-        (
-            "bfloat16",
-            1024,
-        ),  # the longest loops of all: those that are not unrolled put their arrays in memory
+        # the longest loops of all: those that are not unrolled put their arrays in memory
+        ("bfloat16", 1024),
         *(
             pytest.param(dtype, rows, marks=pytest.mark.slow)
             for dtype in DTYPES

@@ -184,9 +184,8 @@ def test_pair(form, rng):
         np.concatenate([edges("f32", rng, 200), next_to_ties(element, "f32", rng)])[:450] for _ in range(2)
     )
     (result,) = run_form(form, a, b)
-    rows = list(
-        zip(values("f32", b), values("f32", a), strict=True)
-    )  # the first operand is the upper element
+    # the first operand is the upper element
+    rows = list(zip(values("f32", b), values("f32", a), strict=True))
     oracle = between(element, "f32", flags)
     compare(
         form, to, result, [oracle(x) for row in rows for x in row], [row for row in rows for _ in range(2)]

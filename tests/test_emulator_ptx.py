@@ -145,9 +145,8 @@ def test_wrong_text_is_named_with_its_line(body, error, message):
     with pytest.raises(error, match=message) as caught:
         run(body, np.arange(32))
     line = line_of(body, body)
-    assert re.match(
-        rf"PTX line ({line}|{line + 1}): ", str(caught.value)
-    )  # a missing ';' is noticed on the next
+    # a missing ';' is noticed on the next line
+    assert re.match(rf"PTX line ({line}|{line + 1}): ", str(caught.value))
 
 
 def test_recursion_is_refused():

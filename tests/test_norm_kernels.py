@@ -59,12 +59,8 @@ def backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
         ("layernorm", "sm_86", BF16, 16384),  # forward in shared memory, backward by teams of 6 blocks
         ("rmsnorm", "sm_86", BF16, 65536),  # 22 blocks per row
         ("layernorm", "sm_90", F32, 32768),
-        (
-            "layernorm",
-            "sm_90",
-            F32,
-            6912,
-        ),  # backward in two blocks of 576 threads per SM, the longest row there
+        # backward in two blocks of 576 threads per SM, the longest row there
+        ("layernorm", "sm_90", F32, 6912),
         ("rmsnorm", "sm_120", F32, 16383),  # single elements: 6 blocks per row, 8 elements per thread
     ],
 )
@@ -110,12 +106,8 @@ def check_backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
         ("rmsnorm", F32, (60, 9220), 1),  # one team, and so many rows that it has two parts of them
         ("layernorm", BF16, (7, 14000), 4),  # two teams, several rows each
         ("layernorm", F32, (3, 6917), 1),  # single elements
-        (
-            "rmsnorm",
-            BF16,
-            (4, 40968),
-            1,
-        ),  # more columns than the card can hold: sums of dweight in global memory
+        # more columns than the card can hold: sums of dweight in global memory
+        ("rmsnorm", BF16, (4, 40968), 1),
         ("layernorm", BF16, (2, 10001), 1),  # the same, single elements
     ],
 )

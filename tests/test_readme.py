@@ -21,9 +21,8 @@ def test_python_examples_run_in_order(capsys):
     printed = capsys.readouterr().out
     assert "of the float32 size" in printed
     for shown in OUTPUT:
-        lines = [
-            line for line in shown.splitlines() if not line.startswith("  config ")
-        ]  # tiles are the machine's
+        # tiles are the machine's
+        lines = [line for line in shown.splitlines() if not line.startswith("  config ")]
         assert lines
         assert [line for line in lines if line not in printed] == []
     assert namespace["out"].shape == namespace["q"].shape

@@ -101,11 +101,8 @@ def test_the_same_bits_wherever_the_numbers_lie(activation, dtype, rng):
         wide[:, before : before + cols] = x
         return wide[:, before : before + cols]
 
-    for before, after in (
-        (1, 0),
-        (8, 13),
-        (3, 2),
-    ):  # (8, 13): aligned rows of whole vectors and three elements
+    # (8, 13): aligned rows of whole vectors and three elements
+    for before, after in ((1, 0), (8, 13), (3, 2)):
         g, u, d = (placed(x, before, after) for x in (gate, up, dy))
         got = (gpu_ops.swiglu(g, u, **options), *gpu_ops.swiglu_backward(d, g, u, **options))
         assert [x.tobytes() for x in got] == want

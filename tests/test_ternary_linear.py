@@ -217,9 +217,8 @@ def test_a_bias_is_added_on_the_arrays_device(rng, monkeypatch, request):
     monkeypatch.setattr(FakeArray, "__iadd__", add, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("gpu_ops.kernels.jit.launch", cupy.launch)
-    monkeypatch.setattr(
-        "gpu_ops.cuda_arrays.cuda_missing", lambda: None
-    )  # imported first, it has its own name
+    # imported first, it has its own name
+    monkeypatch.setattr("gpu_ops.cuda_arrays.cuda_missing", lambda: None)
     monkeypatch.setattr("gpu_ops.devices.cuda_missing", lambda: None)
     monkeypatch.setattr("gpu_ops.dispatch.unavailable", lambda device, backend: None)
     devices.cuda_device.cache_clear()

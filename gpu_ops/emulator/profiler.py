@@ -45,9 +45,8 @@ class Profiler:
     def _watch(self) -> None:
         """A byte per sector of arguments and global variables; constants come from a cache of their own."""
         allocations, variables = self._memory.allocations, self._program.globals
-        self._arguments = arguments = (
-            len(allocations) - len(variables) - 1
-        )  # the last are the kernel's parameters
+        # the last are the kernel's parameters
+        self._arguments = arguments = len(allocations) - len(variables) - 1
         self._touched: dict[int, Array] = {}
         for row, a in enumerate(allocations[:-1]):
             if row < arguments or variables[row - arguments].space != "const":

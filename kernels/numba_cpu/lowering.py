@@ -224,9 +224,8 @@ class PartLower(Lower):
     def _rows(self, of: Any, array: Any, bounds: Any) -> Any:
         b, length = self.builder, self.builder.extract_value(array, (_SHAPE, 0))
         start, stop = b.extract_value(bounds, 0), b.extract_value(bounds, 1)
-        stop = b.select(
-            b.icmp_signed("<", stop, length), stop, length
-        )  # an omitted one is the largest number
+        # an omitted one is the largest number
+        stop = b.select(b.icmp_signed("<", stop, length), stop, length)
         items = left = b.sub(stop, start)
         for axis in range(1, of.ndim):
             items = b.mul(items, b.extract_value(array, (_SHAPE, axis)))

@@ -133,9 +133,8 @@ def ternary_planes_skip(state, n_tasks, starts, chunks, a, a_scale, w, w_scale, 
     m, n = y.shape
     a_per_row, w_per_row = min(a_scale.shape[0] - 1, 1), min(w_scale.shape[0] - 1, 1)
     words = a.shape[1]
-    dots = np.empty(
-        (ROWS, BLOCK_M), np.int64
-    )  # stored by rows of y at the end: columns would share cache sets
+    # stored by rows of y at the end: columns would share cache sets
+    dots = np.empty((ROWS, BLOCK_M), np.int64)
     blocks = -(-n // ROWS)
     task = claim(state)
     while task < n_tasks:

@@ -13,17 +13,13 @@ ROWS = THREADS // ROW_THREADS
 # Rows of the problem up to | block_m. Every key that is staged serves block_m rows, and each thread has
 # block_m / 8 of them in registers.
 _BLOCK_M = (
-    (
-        8,
-        8,
-    ),  # decoding with few heads per key head: keys are read once, more rows would be multiplied for nothing
+    # decoding with few heads per key head: keys are read once, more rows would be multiplied for nothing
+    (8, 8),
     (16, 16),
     (32, 32),
 )
-_BLOCK_M_MAX = {
-    4: 64,
-    8: 32,
-}  # by bytes per number: 8 rows a thread, 4 in float64, whose numbers take two registers
+# By bytes per number: 8 rows a thread, 4 in float64, whose numbers take two registers.
+_BLOCK_M_MAX = {4: 64, 8: 32}
 
 # head_dim_v up to | columns of V that a block owns. Wider values go to several blocks, each of which computes the
 # scores again: more columns would not fit in registers.
