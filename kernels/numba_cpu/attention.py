@@ -32,7 +32,6 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     make_call,
     optional_arrays,
     optional_types,
-    statistics,
 )
 from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
@@ -146,7 +145,7 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         read(t, 4),
         read(t, 4),
         write(t, 4),
-        types.Array(statistics(t), 3, "A"),
+        types.Array(compute(t), 3, "A"),
         SEQUENCES,
         *optional_types(bias),
         types.Array(compute(t), 3, "C"),
@@ -225,7 +224,7 @@ def attend(
         types.Array(compute(t), 3, "C", readonly=True),
         types.Array(types.float64, 3, "C", readonly=True),
         write(t, 4),
-        types.Array(statistics(t), 3, "A"),
+        types.Array(compute(t), 3, "A"),
         SEQUENCES,
         types.Array(types.float64, 1, "A", readonly=True),
     )

@@ -4,7 +4,7 @@ It recomputes what it needs of P and dS tile by tile, as attention_backward.py d
 owns what it adds to.
 """
 
-from gpu_ops.kernels.numba_cpu.attention_config import VARIANTS, backward_types, statistics
+from gpu_ops.kernels.numba_cpu.attention_config import VARIANTS, backward_types
 from gpu_ops.kernels.numba_cpu.attention_gradient_options import any_gradients, split_lse
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     clear_rows,
@@ -17,7 +17,7 @@ from gpu_ops.kernels.numba_cpu.attention_operands import operand
 from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
 from gpu_ops.kernels.numba_cpu.ir.held import held
 from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import kernel, types, uncounted
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 
@@ -47,7 +47,7 @@ def add_bias_tile(dbias, w, n, first, n_keys):
     lambda t, bias: (
         *backward_types(t, bias),
         types.Array(types.float64, 3, "C"),
-        types.Array(statistics(t), 4, "C"),
+        types.Array(compute(t), 4, "C"),
     ),
     variants=VARIANTS,
 )

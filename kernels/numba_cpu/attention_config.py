@@ -11,7 +11,7 @@ import numpy as np
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, round_up
-from gpu_ops.kernels.numba_cpu.jit import read, types
+from gpu_ops.kernels.numba_cpu.jit import compute, read, types
 from gpu_ops.kernels.numba_cpu.parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -177,12 +177,7 @@ def optional_types(bias: str) -> tuple[types.Type, ...]:
 SEQUENCES = types.Array(types.int64, 2, "C", readonly=True)
 
 
-def statistics(dtype: str) -> types.Type:
-    """lse and its kin: float32, float64 for float64."""
-    return types.float64 if dtype == "float64" else types.float32
-
-
 def backward_types(t: str, bias: str) -> tuple[types.Type, ...]:
     """Of the backward kernels: call, dout, q, k, v, out, lse, sequences, and the optional arrays."""
-    lse = types.Array(statistics(t), 3, "A", readonly=True)
+    lse = types.Array(compute(t), 3, "A", readonly=True)
     return (CALL, *(read(t, 4),) * 5, lse, SEQUENCES, *optional_types(bias))

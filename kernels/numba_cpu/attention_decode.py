@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.attention_config import SEQUENCES, optional_types
 from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     Work,
     add_block,
@@ -101,11 +102,9 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
         read(t, 4),
         read(t, 4),
         write(t, 4),
-        types.Array(types.float64 if t == "float64" else types.float32, 3, "A"),
-        types.Array(types.int64, 2, "C", readonly=True),
-        types.Array(types.int32, 2, "A", readonly=True),
-        types.Array(types.float64, 2, "A", readonly=True),
-        types.Array(types.float64, 1, "A", readonly=True),
+        types.Array(compute(t), 3, "A"),
+        SEQUENCES,
+        *optional_types(t)[:3],
         types.Array(compute(t), 3, "C"),
         types.Array(types.float64, 3, "C"),
     ),

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_config import statistics
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, kernel, types
+from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, types
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
@@ -29,13 +28,13 @@ def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
 def _signature(t: str) -> tuple[types.Type, ...]:
     return (
         types.Array(types.float64, 1, "A", readonly=True),
-        types.Array(statistics(t), 3, "A", readonly=True),
+        types.Array(compute(t), 3, "A", readonly=True),
         types.Array(types.float64, 3, "C"),
-        types.Array(statistics(t), 1, "C"),
+        types.Array(compute(t), 1, "C"),
     )
 
 
-@kernel(_signature, tuple(dict.fromkeys(statistics(t).name for t in FLOATS)))
+@kernel(_signature, tuple(dict.fromkeys(compute(t).name for t in FLOATS)))
 def attention_sinks_gradient(state, n_tasks, sinks, lse, delta, gradient):
     head = claim(state)
     while head < n_tasks:

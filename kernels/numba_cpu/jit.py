@@ -122,7 +122,7 @@ def scalar(dtype: str) -> types.Type:
 
 
 def compute(dtype: str) -> types.Type:
-    """The type a kernel computes in: float64 for float64, else float32."""
+    """The type a kernel computes in, and that of lse, rstd and the like: float64 for float64, else float32."""
     return types.float64 if dtype == "float64" else types.float32
 
 

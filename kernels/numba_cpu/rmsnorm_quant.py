@@ -101,7 +101,7 @@ def _from_magnitude(bits_, value):
         read(t, 1),
         read(t, 2),
         write("int8", 2),
-        write("float64" if t == "float64" else "float32", 1),
+        write(compute(t).name, 1),
         write("int32", 1),
         write(t, 2),
         types.float64,
