@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_operands import steps
 from gpu_ops.kernels.numba_cpu.attention_scores import all_visible, finish_panel
 from gpu_ops.kernels.numba_cpu.attention_tile import is_plain
 from gpu_ops.kernels.numba_cpu.attention_values import add_values, rescale
@@ -28,6 +27,7 @@ from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores, late_weights, m
 from gpu_ops.kernels.numba_cpu.ir.target import round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, micro_2_1, micro_2_2
 from gpu_ops.kernels.numba_cpu.jit import alone, overload, uncounted
+from gpu_ops.kernels.numba_cpu.panels import steps
 
 CHUNK = 2 * TILE
 

@@ -28,6 +28,7 @@ from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
 from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
+from gpu_ops.kernels.numba_cpu.panels import steps
 
 AHEAD = 16  # rows: so much later than it was asked for, a row of K or V is packed
 
@@ -52,11 +53,6 @@ def operand(x, wide):
 def is_pairs(packed):
     """Whether array ``packed`` holds pairs of bfloat16."""
     return packed.dtype == types.uint32
-
-
-def steps(packed, n):
-    """Steps of a product over ``n`` elements with operands like array ``packed``."""
-    raise TypeError("compiled code only")
 
 
 def weights(packed, s):
@@ -101,11 +97,6 @@ def _operand(x, wide):
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x, wide: np.uint32(0)
     return lambda x, wide: wide
-
-
-@overload(steps)
-def _steps(packed, n):
-    return (lambda packed, n: (n + 1) // 2) if packed.dtype == types.uint32 else (lambda packed, n: n)
 
 
 @overload_array(weights)

@@ -20,7 +20,6 @@ from gpu_ops.kernels.numba_cpu.attention_operands import (
     is_pairs,
     key_step,
     operand,
-    steps,
     turned,
     weights,
 )
@@ -49,6 +48,7 @@ from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
 from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores, softmax_step
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
 from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
+from gpu_ops.kernels.numba_cpu.panels import steps
 
 
 class Work(NamedTuple):

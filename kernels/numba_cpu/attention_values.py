@@ -6,11 +6,12 @@ vd  [d, key]    where tile registers multiply, V^T: their left operand lies in r
 
 from __future__ import annotations
 
-from gpu_ops.kernels.numba_cpu.attention_operands import steps, transpose
+from gpu_ops.kernels.numba_cpu.attention_operands import transpose
 from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns_scaled, gemm_rows, takes_tiles
 from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
 from gpu_ops.kernels.numba_cpu.jit import alone, overload
+from gpu_ops.kernels.numba_cpu.panels import steps
 
 
 def turn_values(vd, vt, n):

@@ -138,7 +138,7 @@ def transpose(to, rows, k):
 
 
 def steps(packed, depth):
-    """Steps of K in ``depth`` elements."""
+    """Steps of K in ``depth`` elements, with operands like array ``packed``."""
     raise TypeError("compiled code only")
 
 
