@@ -137,6 +137,16 @@ def rounded(x, value):
     raise TypeError("compiled code only")
 
 
+def magnitude(value):
+    """The bits of |value|: integers that order alike, NaN above infinity. LLVM makes vector code of their maximum."""
+    raise TypeError("compiled code only")
+
+
+def of_magnitude(m):
+    """The float of a :func:`magnitude`."""
+    raise TypeError("compiled code only")
+
+
 @overload(load)
 def _load(x, i):
     if x.dtype == types.int16:
@@ -174,6 +184,18 @@ def _rounded(x, value):
     if x.dtype == types.uint16:
         return lambda x, value: float32_of_bfloat16(bfloat16_of_float32(np.float32(value)))
     return lambda x, value: value
+
+
+@overload(magnitude)
+def _magnitude(value):
+    if value == types.float64:
+        return lambda value: as_int64(value) & np.int64(0x7FFFFFFFFFFFFFFF)
+    return lambda value: np.int32(as_uint32(value) & np.uint32(0x7FFFFFFF))
+
+
+@overload(of_magnitude)
+def _of_magnitude(m):
+    return (lambda m: as_float64(m)) if m == types.int64 else (lambda m: as_float32(m))
 
 
 @uncounted

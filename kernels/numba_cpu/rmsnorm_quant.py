@@ -13,16 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import overload
 
 from gpu_ops.kernels.numba_cpu.dtype import (
-    as_float32,
-    as_float64,
-    as_int64,
-    as_uint32,
     bits,
     like,
     load,
+    magnitude,
+    of_magnitude,
     read_row,
     rounded,
     write_row,
@@ -70,30 +67,6 @@ def forward(
     )
 
 
-def magnitude(x):
-    """The bits of |x| as an integer: ordered like |x|, NaN largest."""
-    raise TypeError("compiled code only")
-
-
-def from_magnitude(bits_, value):
-    """The inverse of :func:`magnitude`, in the type of ``value``."""
-    raise TypeError("compiled code only")
-
-
-@overload(magnitude, inline="always")
-def _magnitude(x):
-    if x == types.float64:
-        return lambda x: as_int64(x) & np.int64(0x7FFFFFFFFFFFFFFF)
-    return lambda x: np.uint32(as_uint32(x) & np.uint32(0x7FFFFFFF))
-
-
-@overload(from_magnitude, inline="always")
-def _from_magnitude(bits_, value):
-    if value == types.float64:
-        return lambda bits_, value: as_float64(np.int64(bits_))
-    return lambda bits_, value: as_float32(np.uint32(bits_))
-
-
 @kernel(
     lambda t: (
         types.int64,
@@ -135,7 +108,7 @@ def rmsnorm_quant_int8(
             largest = magnitude(like(weight_offset, 0.0))
             for i in range(cols):
                 largest = max(largest, magnitude(y[i]))
-            absmax = from_magnitude(largest, weight_offset)
+            absmax = of_magnitude(largest)
             absmax = like(absmax, 1e-5) if absmax < like(absmax, 1e-5) else absmax  # NaN passes
             scale[r] = absmax / like(absmax, 127.0)
             inverse = like(absmax, 127.0) / absmax

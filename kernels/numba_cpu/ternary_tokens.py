@@ -7,21 +7,10 @@ the natural order (lanes along N), else the width of a vector (lanes along K): w
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit
-from numba.extending import overload
 
-from gpu_ops.kernels.numba_cpu.dtype import (
-    as_float32,
-    as_float64,
-    as_int64,
-    as_uint32,
-    load,
-    read_row,
-    write_row,
-)
+from gpu_ops.kernels.numba_cpu.dtype import load, magnitude, of_magnitude, read_row, write_row
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
@@ -29,43 +18,13 @@ _EPS = 1e-5  # the smallest absmax that a scale is made of
 
 
 @njit(inline="always")
-def _magnitude32(v: Any) -> Any:
-    return np.int32(as_uint32(v) & np.uint32(0x7FFFFFFF))
-
-
-@njit(inline="always")
-def _magnitude64(v: Any) -> Any:
-    return as_int64(v) & np.int64(0x7FFFFFFFFFFFFFFF)
-
-
-def _magnitude(v):
-    """|v| as an integer that orders alike; NaN above infinity. An integer maximum vectorises."""
-    raise TypeError("compiled code only")
-
-
-@overload(_magnitude, inline="always")
-def _magnitude_impl(v):
-    return (lambda v: _magnitude64(v)) if v == types.float64 else (lambda v: _magnitude32(v))
-
-
-def _value(m):
-    """The float of a magnitude."""
-    raise TypeError("compiled code only")
-
-
-@overload(_value, inline="always")
-def _value_impl(m):
-    return (lambda m: as_float64(m)) if m == types.int64 else (lambda m: np.float64(as_float32(m)))
-
-
-@njit(inline="always")
 def absmax_of(row, zero):
     """The largest magnitude, at least _EPS; infinite or NaN if one is. ``zero``: one of the row's dtype."""
-    largest = _magnitude(load(zero, 0))
+    largest = magnitude(load(zero, 0))
     for i in range(len(row)):
-        m = _magnitude(load(row, i))
+        m = magnitude(load(row, i))
         largest = m if m > largest else largest
-    return max(_value(largest), _EPS)
+    return max(np.float64(of_magnitude(largest)), _EPS)
 
 
 @kernel(
