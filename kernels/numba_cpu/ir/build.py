@@ -137,7 +137,17 @@ def hidden(b: Any, value: Any) -> Any:
     return b.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
 
-def sum_lanes(b: Any, vectors: list[Any]) -> Any:
+def lane_sum(b: Any, vector: Any) -> Any:
+    """The sum over the lanes of a vector: halves are added, then their halves."""
+    count = half = vector.type.count
+    add = b.add if isinstance(vector.type.element, ir.IntType) else b.fadd
+    while half > 1:
+        half //= 2
+        vector = add(vector, shuffle(b, vector, vector, [(i + half) % count for i in range(count)]))
+    return b.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+def lane_sums(b: Any, vectors: list[Any]) -> Any:
     """Lane i of the result is the sum over the lanes of ``vectors[i]``; of fewer vectors than lanes, over and over.
 
     Each step adds neighbours and halves the number of vectors: 15 steps for 16 vectors.

@@ -96,17 +96,6 @@ def trit(b: Any, words: Any, e: int, dtype: str) -> Any:
     return b.sitofp(b.sub(b.and_(index, every(3)), every(1)), vector)
 
 
-def lane_sum(b: Any, vector: Any) -> Any:
-    """Sum over lanes, in a fixed tree."""
-    add = b.add if vector.type.element == I32 else b.fadd
-    width = LANES
-    while width > 1:
-        width //= 2
-        high = ir.Constant(ir.VectorType(I32, LANES), [(i + width) % LANES for i in range(LANES)])
-        vector = add(vector, b.shuffle_vector(vector, vector, high))
-    return b.extract_element(vector, ir.Constant(I32, 0))
-
-
 def copy_words(b: Any, source: Any, count: Any) -> Any:
     """``count`` < LANES words from memory, the rest zero: reads nothing past the row's end."""
     room = cgutils.alloca_once_value(b, ir.Constant(INT, [0] * LANES))

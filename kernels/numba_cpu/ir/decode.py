@@ -20,6 +20,7 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     dot_bfloat16,
     every,
     fma,
+    lane_sums,
     load_vector,
     maximum,
     number,
@@ -27,7 +28,6 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     shuffle,
     splat,
     store_vector,
-    sum_lanes,
 )
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
 from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, exp2
@@ -157,7 +157,7 @@ def score_keys(typingctx, rows, keys, x, places, first, later, sizes, q, dim, s,
                             b.store(multiply_add(b, values[j][part], factor, b.load(total)), total)
 
             _each_chunk(b, row, dim_, step)
-            scores = b.fmul(sum_lanes(b, [b.load(total) for total in acc]), splat(b, scale_, row.lanes))
+            scores = b.fmul(lane_sums(b, [b.load(total) for total in acc]), splat(b, scale_, row.lanes))
             kept = shuffle(b, scores, scores, list(range(len(acc))))
             store_vector(b, kept, _row_of(context, b, sig.args[9], s_, n, at_))
 

@@ -25,7 +25,15 @@ from numba.core.typing import signature
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.ir.build import call, fma, load_vector, prefetch, store_vector, sum_lanes
+from gpu_ops.kernels.numba_cpu.ir.build import (
+    call,
+    fma,
+    lane_sum,
+    lane_sums,
+    load_vector,
+    prefetch,
+    store_vector,
+)
 from gpu_ops.kernels.numba_cpu.ir.build import number as i64
 from gpu_ops.kernels.numba_cpu.ir.build import splat as splat_any
 from gpu_ops.kernels.numba_cpu.ir.codes import (
@@ -40,7 +48,6 @@ from gpu_ops.kernels.numba_cpu.ir.codes import (
     copy_words,
     dot4,
     every,
-    lane_sum,
     plane,
     row_pointer,
     splat,
@@ -116,7 +123,7 @@ def _dot(rows: int, tokens: int, dtype: str) -> Any:
             totals.append(total)
         if integer and len(totals) % LANES == 0:  # exact in any order: together, in a quarter of the steps
             for start in range(0, len(totals), LANES):
-                store_vector(b, sum_lanes(b, totals[start : start + LANES]), b.gep(result, [i64(start)]))
+                store_vector(b, lane_sums(b, totals[start : start + LANES]), b.gep(result, [i64(start)]))
         else:
             for slot, total in enumerate(totals):
                 b.store(lane_sum(b, total), b.gep(result, [i64(slot)]))
