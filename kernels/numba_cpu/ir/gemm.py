@@ -49,7 +49,10 @@ _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint
 
 
 def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) -> Any:
-    """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words)."""
+    """C tile of MR rows by ``nv`` vectors; offsets and leading dimensions count elements (of pairs: words).
+
+    ``columns``: A lies as (k, m). ``scaled``, ``largest``: an epilogue reads, or keeps, a number per column of C.
+    """
 
     def emit(types_, args, context, builder):
         c, b = types_[0], types_[6]
@@ -148,13 +151,13 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) 
         return signature(types.void, c, i, i, a, i, i, b, i, i, i, types.boolean, ahead), codegen
 
     @intrinsic
-    def micro_columns(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, of_columns, of_columns0):
+    def micro_epilogue(typingctx, c, c0, ldc, a, a0, lda, b, b0, ldb, k, per_column, per_column0):
         def codegen(context, builder, sig, args):
             return emit(sig.args, args, context, builder)
 
-        return signature(types.void, c, i, i, a, i, i, b, i, i, i, of_columns, i), codegen
+        return signature(types.void, c, i, i, a, i, i, b, i, i, i, per_column, i), codegen
 
-    return micro_columns if scaled or largest else micro
+    return micro_epilogue if scaled or largest else micro
 
 
 rows_1, rows_2, columns_1, columns_2 = (_micro(columns, nv) for columns in (False, True) for nv in (1, 2))
