@@ -32,7 +32,6 @@ class Arch:
     has_bfloat16: bool
     has_float8: bool
     registers_per_sm: int = 65536
-    max_registers_per_thread: int = 255
     max_threads_per_block: int = 1024
 
     def __post_init__(self) -> None:
@@ -128,11 +127,6 @@ class DevicePreset:
         demand(peaks.bfloat16 in (None, peaks.float16), "bfloat16 runs at float16's rate")
         demand(peaks.tf32 is None or 0.48 < peaks.tf32 / peaks.float16 < 0.51, "tf32 is half of float16")
         demand(1.9 < peaks.int8 / peaks.float16_acc16 < 2.1, "int8 runs at twice float16's full rate")
-
-    @property
-    def flops_per_byte(self) -> float:
-        """Arithmetic intensity (float16) above which a kernel is limited by compute, not by memory."""
-        return self.peaks.float16 * 1e3 / self.memory_gbps
 
 
 def _card(
