@@ -192,7 +192,7 @@ def _versions() -> dict[str, str]:
 def _caches() -> dict[str, str]:
     nowhere = "nowhere writable: compiled anew in every process"
     rows = {"gpu_ops, CPU kernels": str(cache_folder() or nowhere)}
-    rows["gpu_ops, GPU kernels"] = str(cache.writable_folder("cuda") or nowhere)
+    rows["gpu_ops, GPU kernels"] = str(cache.cache_folder("cuda", quiet=True) or nowhere)
     for owner, variable, default in _CACHES:
         if importlib.util.find_spec(owner.lower()) is not None:
             rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())
@@ -201,9 +201,9 @@ def _caches() -> dict[str, str]:
 
 def cache_folder() -> Path | None:
     """Where compiled CPU kernels are kept; ``None`` when no folder is writable."""
-    from gpu_ops.kernels.numba_cpu.jit import build_id
+    from gpu_ops.kernels.numba_cpu.jit import cache_dir
 
-    return cache.writable_folder("numba_cpu", build_id())
+    return cache_dir(quiet=True)
 
 
 def _cpu_model() -> str:

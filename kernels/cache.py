@@ -6,7 +6,6 @@ it, so a reader sees the old file or the new one; a torn or foreign one fails it
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -20,7 +19,6 @@ __all__ = [
     "ignore_entry",
     "publish",
     "read_entry",
-    "writable_folder",
     "write_whole",
 ]
 
@@ -28,20 +26,14 @@ _DIGEST = 32
 _warned: set[Path | None] = set()
 
 
-def cache_folder(*parts: str) -> Path | None:
+def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
     """A writable folder of the cache; None, with one warning per process and folder, when it cannot be."""
     try:
         return _writable(_root().joinpath(*parts))
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        _warn_unwritable(cache_path(*parts), error)
+        if not quiet:
+            _warn_unwritable(cache_path(*parts), error)
         return None
-
-
-def writable_folder(*parts: str) -> Path | None:
-    """The same without a warning."""
-    with contextlib.suppress(OSError, RuntimeError):
-        return _writable(_root().joinpath(*parts))
-    return None
 
 
 def cache_path(*parts: str) -> Path | None:

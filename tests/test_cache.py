@@ -78,7 +78,7 @@ def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
     monkeypatch.setattr(
         part._Kernel, "_finalize_final_module", lambda self: libraries.append(self) or kept(self)
     )
-    monkeypatch.setattr(jit, "cache_dir", lambda: None)
+    monkeypatch.setattr(jit, "cache_dir", lambda quiet=False: None)
     kernel = Kernel(
         swiglu.FORWARD["silu"]._function, swiglu.FORWARD["silu"]._signature, ("float32",), jit.CONTRACT
     )

@@ -34,14 +34,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from gpu_ops.kernels.cache import (
-    cache_folder,
-    cache_path,
-    ignore_entry,
-    publish,
-    read_entry,
-    writable_folder,
-)
+from gpu_ops.kernels.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
 from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
 from gpu_ops.kernels.numba_import import uninterrupted
@@ -193,7 +186,7 @@ class Kernel:
                     pipeline_class=KernelCompiler,
                 )(function)
                 dispatcher._cache = DiskCache(label)
-                kept = writable_folder(*_parts())
+                kept = cache_dir(quiet=True)
                 where = f" (once; then from {kept})" if kept else ""
                 with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
                     with _garbage_kept():
@@ -280,9 +273,9 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def cache_dir() -> Path | None:
+def cache_dir(quiet: bool = False) -> Path | None:
     """The folder of this build's kernels; None (with one warning) when no folder is writable."""
-    return cache_folder(*_parts())
+    return cache_folder(*_parts(), quiet=quiet)
 
 
 def _parts() -> tuple[str, str]:
