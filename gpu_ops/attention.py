@@ -244,7 +244,7 @@ def attention_backward(
         return _backward_again(call, sizes)
 
     return Plan(
-        name, choice, problem.__str__, lambda: attention_launch.describe_backward(choice, problem), run,
+        name, choice, problem.__str__, lambda: attention_launch.backward_config(choice, problem), run,
         again=again if choice.compiled else None,
     )  # fmt: skip
 

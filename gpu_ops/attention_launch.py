@@ -14,7 +14,7 @@ from gpu_ops.block_mask import BlockMask
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice, Plan
 
-__all__ = ["backward", "backward_again", "cannot", "describe", "forward_again", "plan"]
+__all__ = ["backward", "backward_again", "backward_config", "cannot", "forward_again", "plan"]
 
 
 def plan(
@@ -55,9 +55,9 @@ def plan(
             return (returned, arrays.give(statistics[0])) if return_lse else returned
 
     def config() -> str:
-        if choice.device == "cpu":
-            return describe(choice, problem, num_splits)
-        return arrays.launches(choice, compute)
+        if choice.device != "cpu":
+            return arrays.launches(choice, compute)
+        return "NumPy, float64" if choice.backend == "reference" else str(_config(problem, num_splits))
 
     def later() -> Callable[..., Any]:
         return again(forward_again(arrays.op, problem, shape, lse_shape, as_bshd, return_lse, num_splits))
@@ -167,12 +167,8 @@ def _prepare_backward(problem: Problem) -> Callable[..., Array]:
     return cpu.prepare(p.q, p.k, p.v, p.batch, **_numbers(p), given=_given_to(p))
 
 
-def describe(choice: Choice, problem: Problem, num_splits: int = 0) -> str:
-    """The config line of a plan on the CPU."""
-    return "NumPy, float64" if choice.backend == "reference" else str(_config(problem, num_splits))
-
-
-def describe_backward(choice: Choice, problem: Problem) -> str:
+def backward_config(choice: Choice, problem: Problem) -> str:
+    """The config line of a backward plan, which is always the CPU's."""
     if choice.backend == "reference":
         return "NumPy, float64"
     from gpu_ops.kernels.numba_cpu import attention_backward as cpu

@@ -208,7 +208,7 @@ def attention_varlen_backward(
         return _backward_again(call, _lengths(name, problem))
 
     return Plan(
-        name, choice, problem.__str__, lambda: attention_launch.describe_backward(choice, problem), run,
+        name, choice, problem.__str__, lambda: attention_launch.backward_config(choice, problem), run,
         again=again if choice.compiled else None,
     )  # fmt: skip
 
