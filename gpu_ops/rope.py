@@ -194,7 +194,7 @@ def _plan(
         longest = max(where.bounds[1] + 1, 0) if scaling.kind in BY_LENGTH or not arrays.on_cuda else 0
     inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
     attention_factor = scaling.attention_factor_at(longest)
-    outs = _outs(who, arrays, inputs, out)
+    outs = _outs(arrays, inputs, out)
     choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))
     views = [_bshd(x, layout) for x in inputs.values()]
     computed = np.float64 if dtype == "float64" else np.float32
@@ -289,7 +289,7 @@ def _config(
     return kernels.config(views)
 
 
-def _outs(who: str, arrays: Arrays, inputs: dict[str, Array], out: Any) -> list[Array | None]:
+def _outs(arrays: Arrays, inputs: dict[str, Array], out: Any) -> list[Array | None]:
     """Writable views of ``out``, one per input, or None for each."""
     if out is None:
         return [None] * len(inputs)

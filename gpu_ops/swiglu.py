@@ -159,7 +159,7 @@ def swiglu_backward(
     g, u = _split(name, gate_, up_)
     checks.exactly(name, "dy", dy_, g.shape)
     act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
-    outs = _outs(name, arrays, gate_, up_, out)
+    outs = _outs(arrays, gate_, up_, out)
     choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
 
     def compute(on: Device | None) -> list[Array]:
@@ -230,7 +230,7 @@ def _split(name: str, gate: Array, up: Array | None) -> tuple[Array, Array]:
     return gate[..., :half], gate[..., half:]
 
 
-def _outs(name: str, arrays: Arrays, gate: Array, up: Array | None, out: Any) -> list[Array]:
+def _outs(arrays: Arrays, gate: Array, up: Array | None, out: Any) -> list[Array]:
     """Writable views of ``out``: none, one packed, or dgate and dup."""
     if up is None:
         view = arrays.write("out", out, gate.shape, gate.dtype, in_place="gate", rows=True)

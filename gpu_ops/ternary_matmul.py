@@ -137,7 +137,7 @@ def ternary_matmul(
         name,
         choice,
         f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}",
-        lambda: _config(choice, tokens, n, k, groups, dtype, mode, arrays, compute),
+        lambda: _config(choice, tokens, n, groups, dtype, mode, arrays, compute),
         run,
         again=again if choice.compiled else None,
     )
@@ -161,7 +161,6 @@ def _config(
     choice: Choice,
     tokens: int,
     n: int,
-    k: int,
     groups: int,
     dtype: str,
     mode: str,
@@ -174,4 +173,4 @@ def _config(
         return "NumPy, exact integers" if mode == "int8" else "NumPy, float64"
     from gpu_ops.kernels.numba_cpu import ternary as kernels
 
-    return kernels.config(tokens, n, k, groups, dtype, mode)
+    return kernels.config(tokens, n, groups, dtype, mode)

@@ -233,7 +233,7 @@ def backward_tasks(
                     if not (
                         all_finite and plain and not coarse and plain_gradients(w, call, width, first, n_keys)
                     ):
-                        any_gradients(w, call, b, n, first, n_keys, finite, bias)
+                        any_gradients(w, call, n, first, n_keys, finite, bias)
                         pair_gradients(w, width, n_keys)
                     if all_finite:
                         add_products(w, width, dk_sum, dv_sum, start + first, n_keys)

@@ -92,7 +92,7 @@ def bias_tasks(
                         n_keys, seen = next_tile(w, call, b, n, first, last, visible)
                         if seen:
                             finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
-                            any_gradients(w, call, b, n, first, n_keys, finite, bias)
+                            any_gradients(w, call, n, first, n_keys, finite, bias)
                             add_bias_tile(dbias[bias_batch, bias_head], w, n, first, n_keys)
                         first += n_keys
         task = claim(state)

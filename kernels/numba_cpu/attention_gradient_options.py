@@ -32,7 +32,7 @@ from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
 
 
 @uncounted
-def any_scores(w, call, b, n, first, n_keys, bias):
+def any_scores(w, call, n, first, n_keys, bias):
     """S^T in base 2, masked, into w.s, and dP^T."""
     width, rows = round_up(n, PANEL), round_up(n_keys, key_step(w.p))
     words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
@@ -70,7 +70,7 @@ def split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias,
         n_keys, seen = next_tile(w, call, b, n, first, last, visible)
         if seen:
             load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
-            any_scores(w, call, b, n, first, n_keys, bias)
+            any_scores(w, call, n, first, n_keys, bias)
             for c in range(n):
                 if w.rest[c] >= 0:
                     sum_weights(w, c, n_keys)
@@ -92,10 +92,10 @@ def sum_weights(w, c, n_keys):
 
 
 @uncounted
-def any_gradients(w, call, b, n, first, n_keys, finite, bias):
+def any_gradients(w, call, n, first, n_keys, finite, bias):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
     width, rows = round_up(n, PANEL), round_up(n_keys, key_step(w.p))
-    any_scores(w, call, b, n, first, n_keys, bias)
+    any_scores(w, call, n, first, n_keys, bias)
     if not finite:
         weigh_visible(w.s, w.lse2, n_keys, width)
     lse, rest, delta, zero = w.lse2, w.rest, w.delta, like(w.lse2[0], 0.0)

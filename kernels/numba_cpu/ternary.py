@@ -33,7 +33,7 @@ FEW_TOKENS = 16
 SCRATCH_BYTES = 32 << 20
 
 
-def config(tokens: int, n: int, k: int, groups: int, dtype: str, activations: str) -> str:
+def config(tokens: int, n: int, groups: int, dtype: str, activations: str) -> str:
     """The kernel and blocks that :func:`matmul` takes, in words."""
     few = _few(tokens, groups, dtype, activations)
     instructions = "AMX" if TILES and activations == "int8" and not few else simd.describe()
