@@ -20,9 +20,17 @@ from numba import cuda, int8, int64, uint8
 
 from gpu_ops.kernels.jit import NumbaKernel
 
-__all__ = ["THREADS", "pack_kernel", "unpack_kernel"]
+__all__ = ["THREADS", "pack_kernel", "report", "unpack_kernel"]
 
 THREADS = 128
+
+
+@cuda.jit(device=True)
+def report(flags, bad):
+    """Of a block, whether any of its threads met what is wrong."""
+    any_bad = cuda.syncthreads_or(bad)
+    if cuda.threadIdx.x == 0:
+        flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
 
 
 @cuda.jit(device=True)
@@ -87,9 +95,7 @@ def pack_kernel(format: str) -> NumbaKernel:
                     number += code * power
                     power *= base
                 packed[line * pitch + b] = uint8(number)
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_pack, _PACK, f"ternary_pack_{format}")
 
@@ -120,9 +126,7 @@ def unpack_kernel(format: str) -> NumbaKernel:
                             bad = 1
                     elif code != beyond:
                         bad = 1
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_unpack, _UNPACK, f"ternary_unpack_{format}")
 
@@ -141,9 +145,7 @@ def _pack_planes() -> NumbaKernel:
                         bad = 1
                 packed[line * pitch + b] = uint8(plus)
                 packed[line * pitch + half + b] = uint8(minus)
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_pack_planes, _PACK, "ternary_pack_planes")
 
@@ -163,9 +165,7 @@ def _unpack_planes() -> NumbaKernel:
                             bad = 1
                     elif positive or negative:
                         bad = 1
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_unpack_planes, _UNPACK, "ternary_unpack_planes")
 

@@ -20,6 +20,7 @@ import numpy as np
 from numba import cuda, float32, int8, int64, uint8
 
 from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.ternary_pack import report
 
 __all__ = ["THREADS", "pack_kernel", "unpack_kernel"]
 
@@ -90,9 +91,7 @@ def pack_kernel(format: str) -> NumbaKernel:
                 halves[(block * (code_bytes + 2) + (0 if first else code_bytes)) // 2] = of
                 if not abs(float32(of)) <= 65504.0:
                     bad = 1
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     signature = "void(int8[:, :], uint8[::1], float16[::1], int32[::1], float32[:, :])"
     return NumbaKernel(ternary_pack, signature, f"ternary_pack_{format}")
@@ -127,9 +126,7 @@ def unpack_kernel(format: str) -> NumbaKernel:
                 bad = 1
             if b == 0 and packed[block * (code_bytes + 2) + exponent_at] & 0x7C == 0x7C:
                 bad = 1
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(
         ternary_unpack, "void(uint8[::1], int8[:, ::1], int32[::1])", f"ternary_unpack_{format}"

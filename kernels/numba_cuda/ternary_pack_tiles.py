@@ -12,6 +12,7 @@ from functools import cache
 from numba import cuda, int8, int64, uint8
 
 from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.numba_cuda.ternary_pack import report
 
 __all__ = ["THREADS", "pack_kernel", "unpack_kernel"]
 
@@ -77,9 +78,7 @@ def _pack_pairs(format: str) -> NumbaKernel:
                     bad, code = 1, 1
                 number += code * (48 if i == 0 else 16 if i == 1 else 3 if i == 2 else 1)
             packed[at] = uint8(number)
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_pack, _PACK, f"ternary_pack_{format}")
 
@@ -98,9 +97,7 @@ def _unpack_pairs(format: str) -> NumbaKernel:
                     bad, number = 1, 4
                 trits[row + r, column + c + 2 * i] = int8(number // 3 - 1)
                 trits[row + r, column + c + 2 * i + 1] = int8(number % 3 - 1)
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_unpack, _UNPACK, f"ternary_unpack_{format}")
 
@@ -137,9 +134,7 @@ def _pack_triples() -> NumbaKernel:
                 word = at // per_strip * (columns // 24) + at % per_strip // 128
                 packed[magnitudes + 32 * word + 2 * (r - row)] = uint8(signs & 255)
                 packed[magnitudes + 32 * word + 2 * (r - row) + 1] = uint8(signs >> 8)
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_pack, _PACK, "ternary_pack_tl2")
 
@@ -164,9 +159,7 @@ def _unpack_triples() -> NumbaKernel:
                 trits[row + r, c] = int8(number // 9 - 1)
                 trits[row + r, c + 1] = int8(number // 3 % 3 - 1)
                 trits[row + r, c + 2] = int8(number % 3 - 1)
-        any_bad = cuda.syncthreads_or(bad)
-        if cuda.threadIdx.x == 0:
-            flags[cuda.blockIdx.x] = any_bad
+        report(flags, bad)
 
     return NumbaKernel(ternary_unpack, _UNPACK, "ternary_unpack_tl2")
 
