@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+        return checks.computing_dtype(self.dtype)
 
     @property
     def nheads(self) -> int:

@@ -109,6 +109,11 @@ def float_dtype(op: str, **arrays: Array | None) -> str:
     return name
 
 
+def computing_dtype(dtype: str) -> np.dtype[Any]:
+    """What ``dtype`` is computed in, and the dtype of lse, rstd and the like: float64 for float64, else float32."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
 def one_of(op: str, name: str, value: Any, allowed: Iterable[str]) -> str:
     """``value`` if it is one of ``allowed``, else an error with the nearest spelling."""
     allowed = tuple(allowed)

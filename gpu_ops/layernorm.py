@@ -85,6 +85,7 @@ def layernorm(
     bias_ = None if bias is None else arrays.read("bias", bias)
     residual_ = None if residual is None else arrays.read("residual", residual)
     dtype = norm.validate(name, x_, weight_, bias_, residual=residual_)
+    statistics = checks.computing_dtype(dtype)
     eps = checks.number(name, "eps", eps, above=0.0)
     return_stats = checks.flag(name, "return_stats", return_stats)
     has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
@@ -104,7 +105,7 @@ def layernorm(
     ) -> tuple[Array, Array | None, Array, Array]:
         y = new(x.shape, x.dtype, "y") if y is None else y
         s = new(x.shape, x.dtype, "s") if has_sum and s is None else s
-        mean, rstd = (new(x.shape[:-1], norm.statistics(x), what) for what in ("mean", "rstd"))
+        mean, rstd = (new(x.shape[:-1], statistics, what) for what in ("mean", "rstd"))
         host_function("layernorm.forward", on, choice.backend)(
             as_rows(x),
             weight,
@@ -224,8 +225,9 @@ def layernorm_backward(
     mean_, rstd_ = arrays.read("mean", mean), arrays.read("rstd", rstd)
     dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
     dtype = norm.validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
+    statistics = checks.computing_dtype(dtype)
     for what, statistic in (("mean", mean_), ("rstd", rstd_)):
-        checks.exactly(name, what, statistic, x_.shape[:-1], norm.statistics(x_))
+        checks.exactly(name, what, statistic, x_.shape[:-1], statistics)
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
     choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
@@ -242,7 +244,7 @@ def layernorm_backward(
         dx: Array | None,
     ) -> tuple[Array, Array, Array]:
         dx = new(x.shape, x.dtype, "dx") if dx is None else dx
-        dweight, dbias = (new(weight.shape, norm.statistics(x), what) for what in ("dweight", "dbias"))
+        dweight, dbias = (new(weight.shape, statistics, what) for what in ("dweight", "dbias"))
         host_function("layernorm.backward", on, choice.backend)(
             as_rows(dy),
             as_rows(x),

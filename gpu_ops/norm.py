@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
 from gpu_ops.dispatch import Choice
 from gpu_ops.errors import OptionError, ShapeError
 
-__all__ = ["config", "outs", "returned", "statistics", "validate"]
+__all__ = ["config", "outs", "returned", "validate"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
@@ -47,11 +45,6 @@ def returned(*results: Any) -> Any:
     """Those that are not None: one alone, or a tuple."""
     given = tuple(x for x in results if x is not None)
     return given[0] if len(given) == 1 else given
-
-
-def statistics(x: Array) -> np.dtype[Any]:
-    """The dtype of mean, rstd and the gradients of the weights."""
-    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
 
 
 def config(

@@ -86,6 +86,7 @@ def rmsnorm(
     x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
     residual_ = None if residual is None else arrays.read("residual", residual)
     dtype = norm.validate(name, x_, weight_, residual=residual_)
+    statistics = checks.computing_dtype(dtype)
     eps = checks.number(name, "eps", eps, above=0.0)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
@@ -106,7 +107,7 @@ def rmsnorm(
     ) -> tuple[Array, Array | None, Array]:
         y = new(x.shape, x.dtype, "y") if y is None else y
         s = new(x.shape, x.dtype, "s") if has_sum and s is None else s
-        rstd = new(x.shape[:-1], norm.statistics(x), "rstd")
+        rstd = new(x.shape[:-1], statistics, "rstd")
         host_function("rmsnorm.forward", on, choice.backend)(
             as_rows(x),
             weight,
@@ -234,7 +235,8 @@ def rmsnorm_backward(
     weight_, rstd_ = arrays.read("weight", weight), arrays.read("rstd", rstd)
     dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
     dtype = norm.validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
-    checks.exactly(name, "rstd", rstd_, x_.shape[:-1], norm.statistics(x_))
+    statistics = checks.computing_dtype(dtype)
+    checks.exactly(name, "rstd", rstd_, x_.shape[:-1], statistics)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
     out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
@@ -252,7 +254,7 @@ def rmsnorm_backward(
         dx: Array | None,
     ) -> tuple[Array, Array]:
         dx = new(x.shape, x.dtype, "dx") if dx is None else dx
-        dweight = new(weight.shape, norm.statistics(x), "dweight")
+        dweight = new(weight.shape, statistics, "dweight")
         host_function("rmsnorm.backward", on, choice.backend)(
             as_rows(dy),
             as_rows(x),

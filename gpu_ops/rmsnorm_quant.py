@@ -85,11 +85,7 @@ def rmsnorm_quant_int8(
     eps = checks.number(name, "eps", eps, above=0.0)
     weight_offset = checks.number(name, "weight_offset", weight_offset)
     mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
-    types: dict[str, type] = {
-        "q": np.int8,
-        "scale": np.float64 if dtype == "float64" else np.float32,
-        "rowsum": np.int32,
-    }
+    types = {"q": np.dtype(np.int8), "scale": checks.computing_dtype(dtype), "rowsum": np.dtype(np.int32)}
     outs = _outs(name, arrays, x_, types, out)
     choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
@@ -149,7 +145,7 @@ def rmsnorm_quant_int8(
     )
 
 
-def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, type], out: Any) -> list[Array]:
+def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, np.dtype[Any]], out: Any) -> list[Array]:
     """Writable views of q, scale and rowsum, or an empty list."""
     like = {label: (x.shape if label == "q" else x.shape[:-1], dtype) for label, dtype in types.items()}
     outs = arrays.write_each("out", out, like, rows=True)

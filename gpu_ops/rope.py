@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.devices import Device
@@ -197,7 +195,7 @@ def _plan(
     outs = _outs(arrays, inputs, out)
     choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))
     views = [_bshd(x, layout) for x in inputs.values()]
-    computed = np.float64 if dtype == "float64" else np.float32
+    computed = checks.computing_dtype(dtype)
 
     def compute(on: Device | None) -> list[Array]:
         results = [

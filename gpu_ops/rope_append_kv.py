@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from gpu_ops import checks
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import Axes
@@ -177,7 +175,7 @@ def rope_append_kv(
             from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
 
             assert where is not None
-            computed = np.float64 if dtype == "float64" else np.float32
+            computed = checks.computing_dtype(dtype)
             cos, sin, rows = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
             cpu.append(*operands, cos=cos, sin=sin, rows=rows, rotary_dim=rotary_dim, **common)
         else:
@@ -217,7 +215,7 @@ def rope_append_kv(
         from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
 
         new, slots = Arrays(name).new, caches[0].shape[:2]
-        computed = np.float64 if dtype == "float64" else np.float32
+        computed = checks.computing_dtype(dtype)
         how: dict[str, Any] = {
             "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
         }  # fmt: skip

@@ -89,7 +89,7 @@ def ternary_matmul_backward(
     dtype = checks.float_dtype(name, x=x_, dy=dy_)
     checks.exactly(name, "dy", dy_, (*x_.shape[:-1], n))
     mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
-    wide = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    wide = checks.computing_dtype(dtype)
     like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), wide)}
     outs = arrays.write_each("out", out, like, rows=True)
     groups = w.scale.shape[1] if w.scale.ndim == 2 else 1
