@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["address", "alignment", "float32", "row_stride", "side_by_side"]
+__all__ = ["ACTIVATIONS", "DTYPES", "address", "alignment", "float32", "row_stride", "side_by_side"]
+
+# For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
+DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
 
 
 def address(array: Any) -> int:

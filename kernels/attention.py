@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import address, float32
+from gpu_ops.kernels.arguments import DTYPES, address, float32
 from gpu_ops.kernels.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -34,7 +34,6 @@ __all__ = ["UNLIMITED", "forward", "raw_cannot", "variants"]
 
 Array = Any  # of the device: numpy.ndarray or cupy.ndarray
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _LOG2E = math.log2(math.e)
 _ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
 _MAX_GRID_YZ = 65535
@@ -159,7 +158,7 @@ def raw_cannot(q: Array, k: Array, v: Array, out: Array | None, batch: int, seql
     Arrays that are not aligned are refused and not copied: a cache may be most of the device's memory.
     """
     itemsize, dims = q.dtype.itemsize, (q.shape[3], v.shape[3])
-    if q.dtype.name not in _DTYPES:
+    if q.dtype.name not in DTYPES:
         return f"{q.dtype.name} has Numba kernels only"
     most = MAX_HEAD_DIM[itemsize]
     if max(dims) > most or any(d % 8 for d in dims):
@@ -185,7 +184,7 @@ _SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the sca
 def _kernel(config: Config, dtype: str, mask: Mask, *, BIAS: str = "kNone", **flags: bool) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[dtype], "HEAD_DIM": config.head_dim, "HEAD_DIM_V": config.head_dim_v,
+        "DTYPE": DTYPES[dtype], "HEAD_DIM": config.head_dim, "HEAD_DIM_V": config.head_dim_v,
         "VALUE_PARTS": config.value_parts, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "MASK": mask, "BIAS": BIAS,
     }  # fmt: skip
@@ -196,7 +195,7 @@ def _kernel(config: Config, dtype: str, mask: Mask, *, BIAS: str = "kNone", **fl
 
 
 def _combine(dtype: str, sinks: bool) -> CudaKernel:
-    defines: tuple[tuple[str, str | int], ...] = (("DTYPE", _DTYPES[dtype]), ("SINKS", int(sinks)))
+    defines: tuple[tuple[str, str | int], ...] = (("DTYPE", DTYPES[dtype]), ("SINKS", int(sinks)))
     return CudaKernel("attention_combine", "attention_combine", defines)
 
 

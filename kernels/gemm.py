@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.arguments import ACTIVATIONS, DTYPES
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.gemm_config import (
     FEW,
@@ -41,8 +42,6 @@ __all__ = [
 
 Array = Any  # of the device: numpy.ndarray or cupy.ndarray
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-_ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
 
 # The kernels' last parameter: GemmShape and GemvShape.
 GEMM_SHAPE = np.dtype(
@@ -218,9 +217,9 @@ def _filled(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
 def _tiles_kernel(work: Work, config: Config, out: str) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[work.dtype.name], "OUT": _DTYPES[out],
+        "DTYPE": DTYPES[work.dtype.name], "OUT": DTYPES[out],
         "A_ALONG_K": int(not work.a[0].across), "B_ALONG_K": int(not work.b[0].across),
-        "PAIRS": work.pairs, "EPILOGUE": work.epilogue, "ACTIVATION": _ACTIVATIONS[work.activation],
+        "PAIRS": work.pairs, "EPILOGUE": work.epilogue, "ACTIVATION": ACTIVATIONS[work.activation],
         "ALIGNED": int(work.is_aligned), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_K": config.block_k, "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "STAGES": config.stages,
         "EXACT": int(work.dtype == np.float32 and work.a[0].k <= _FEW_PRODUCTS),
@@ -230,8 +229,8 @@ def _tiles_kernel(work: Work, config: Config, out: str) -> CudaKernel:
 
 def _few_kernel(work: Work, config: FewConfig, out: str) -> CudaKernel:
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[work.dtype.name], "OUT": _DTYPES[out],
-        "GATED": int(work.epilogue == "kGate"), "ACTIVATION": _ACTIVATIONS[work.activation],
+        "DTYPE": DTYPES[work.dtype.name], "OUT": DTYPES[out],
+        "GATED": int(work.epilogue == "kGate"), "ACTIVATION": ACTIVATIONS[work.activation],
         "ROWS": config.rows, "TOKENS": config.tokens,
         "ALIGNED": int(aligned([o.array for o in (*work.a, *work.b)])),
         "WARPS": config.threads // 32, "UNROLL": config.unroll,
@@ -240,7 +239,7 @@ def _few_kernel(work: Work, config: FewConfig, out: str) -> CudaKernel:
 
 
 def _sum_kernel(dtype: str, width: int) -> CudaKernel:
-    return CudaKernel("gemm_sum", "gemm_sum", (("DTYPE", _DTYPES[dtype]), ("WIDTH", width)))
+    return CudaKernel("gemm_sum", "gemm_sum", (("DTYPE", DTYPES[dtype]), ("WIDTH", width)))
 
 
 def _strides(arrays: Iterable[Array]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import alignment, float32, row_stride
+from gpu_ops.kernels.arguments import DTYPES, alignment, float32, row_stride
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 from gpu_ops.kernels.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
@@ -24,7 +24,6 @@ __all__ = ["Norm", "backward", "forward", "variants"]
 Norm = Literal["rmsnorm", "layernorm"]
 
 _SUMS: dict[Norm, int] = {"rmsnorm": 1, "layernorm": 2}  # over columns, and over rows: dweight, dbias
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _TWIN_THREADS = 256
 _DWEIGHT = CudaKernel("norm_dweight", "norm_dweight")
 
@@ -170,7 +169,7 @@ def _backward(norm: Norm, c: BackwardConfig, dtype: str) -> CudaKernel:
 def _kernel(stem: str, step: str, norm: Norm, c: RowConfig | BackwardConfig, dtype: str) -> CudaKernel:
     defines: dict[str, str | int] = {
         "NORM": norm,
-        "DTYPE": _DTYPES[dtype],
+        "DTYPE": DTYPES[dtype],
         "VEC": c.vec,
         "ACCESS": c.access,
         "VECS": c.vecs,

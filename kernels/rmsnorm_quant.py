@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import address, alignment, float32, row_stride
+from gpu_ops.kernels.arguments import DTYPES, address, alignment, float32, row_stride
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 
 __all__ = ["QuantConfig", "forward", "select_config", "variants"]
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _WARP = 32
 _MAX_GRID = 2**31 - 1
 
@@ -122,7 +121,7 @@ _TWIN_THREADS = 256
 
 def _kernel(config: QuantConfig, dtype: str) -> CudaKernel:
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[dtype],
+        "DTYPE": DTYPES[dtype],
         "VEC": config.vec,
         "ACCESS": config.access,
         "VECS": config.vecs,

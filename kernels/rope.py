@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import address
+from gpu_ops.kernels.arguments import DTYPES, address
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["RopeConfig", "rope", "select_config", "variants"]
 
 Array = Any  # of the device: numpy.ndarray or cupy.ndarray
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
 _MAX_GRID, _MAX_GRID_Y = 2**31 - 1, 65535
@@ -159,7 +158,7 @@ def variants(arch: str) -> Iterator[Variant]:
 
 
 def _kernel(config: RopeConfig, dtype: str, interleaved: bool) -> CudaKernel:
-    defines = (("DTYPE", _DTYPES[dtype]), ("VEC", config.vec), ("INTERLEAVED", int(interleaved)))
+    defines = (("DTYPE", DTYPES[dtype]), ("VEC", config.vec), ("INTERLEAVED", int(interleaved)))
     return CudaKernel("rope", "rope", defines)
 
 

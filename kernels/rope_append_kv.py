@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import address, float32
+from gpu_ops.kernels.arguments import DTYPES, address, float32
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["AppendConfig", "append", "raw_cannot", "select_config", "variants"]
 
 Array = Any  # of the device: numpy.ndarray or cupy.ndarray
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _THREADS = 128  # of a block: __launch_bounds__ of rope_append_kv.cu
 _BLOCKS = 9  # that an SM has registers for
 _WARP = 32
@@ -98,7 +97,7 @@ def _units(head_dim: int, rotary_dim: int, itemsize: int, interleaved: bool) -> 
 
 def raw_cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, *, interleaved: bool) -> str | None:
     """Why the CUDA C++ kernel cannot run a problem; None when it can."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return f"{dtype} has Numba kernels only"
     itemsize = 4 if dtype == "float32" else 2
     vec, units, _ = _units(head_dim, rotary_dim, itemsize, interleaved)
@@ -201,7 +200,7 @@ def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``append`` launches; the same on every architecture."""
     seen = set()
     for dtype, (head_dim, rotary_dim), interleaved, aligned in itertools.product(
-        _DTYPES, _HEADS, (False, True), (True, False)
+        DTYPES, _HEADS, (False, True), (True, False)
     ):
         itemsize = 4 if dtype == "float32" else 2
         if raw_cannot(dtype, head_dim, rotary_dim, 1, interleaved=interleaved) is None:
@@ -217,7 +216,7 @@ def variants(arch: str) -> Iterator[Variant]:
 
 def _kernel(config: AppendConfig, dtype: str, interleaved: bool) -> CudaKernel:
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[dtype],
+        "DTYPE": DTYPES[dtype],
         "VEC": config.vec,
         "ACCESS": config.access,
         "INTERLEAVED": int(interleaved),

@@ -13,15 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import alignment, row_stride, side_by_side
+from gpu_ops.kernels.arguments import ACTIVATIONS, DTYPES, alignment, row_stride, side_by_side
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 
 __all__ = ["GatedConfig", "backward", "forward", "select_config", "variants"]
 
 Pass = Literal["forward", "backward"]
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-_ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
 
 _THREADS = 128
 _MAX_GRID_Y = 65535
@@ -73,7 +71,7 @@ def backward(
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``forward`` and ``backward`` launch."""
     for (dtype, itemsize), activation in itertools.product(
-        (("float16", 2), ("bfloat16", 2), ("float32", 4)), _ACTIVATIONS
+        (("float16", 2), ("bfloat16", 2), ("float32", 4)), ACTIVATIONS
     ):
         for aligned_to in (16, itemsize):
             config = select_config(1, 1 << 20, itemsize, alignment=aligned_to)
@@ -104,8 +102,8 @@ _TWIN_THREADS = 256
 
 def _kernel(which: Pass, config: GatedConfig, dtype: str, activation: str) -> CudaKernel:
     defines: dict[str, str | int] = {
-        "DTYPE": _DTYPES[dtype],
-        "ACTIVATION": _ACTIVATIONS[activation],
+        "DTYPE": DTYPES[dtype],
+        "ACTIVATION": ACTIVATIONS[activation],
         "VEC": config.vec,
         "VECS": config.vecs,
     }

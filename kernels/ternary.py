@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import alignment, row_stride
+from gpu_ops.kernels.arguments import DTYPES, alignment, row_stride
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, Variant
 from gpu_ops.kernels.ternary_config import (
@@ -27,9 +27,7 @@ from gpu_ops.kernels.ternary_config import (
     gemv_configs,
 )
 
-__all__ = ["DTYPES", "TOKENS_THREADS", "is_whole", "matmul", "scale_stride", "tokens_kernel", "variants"]
-
-DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+__all__ = ["TOKENS_THREADS", "is_whole", "matmul", "scale_stride", "tokens_kernel", "variants"]
 
 
 def matmul(

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels import gemm
-from gpu_ops.kernels.arguments import row_stride
+from gpu_ops.kernels.arguments import DTYPES, row_stride
 from gpu_ops.kernels.gemm import Operand
 from gpu_ops.kernels.gemm_work import aligned
 from gpu_ops.kernels.jit import CudaKernel, Variant
-from gpu_ops.kernels.ternary import DTYPES, TOKENS_THREADS, is_whole, scale_stride, tokens_kernel
+from gpu_ops.kernels.ternary import TOKENS_THREADS, is_whole, scale_stride, tokens_kernel
 from gpu_ops.kernels.ternary_config import UNIT, BackwardTile, backward_config, backward_tiles
 
 __all__ = ["backward", "variants"]

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import alignment, row_stride
+from gpu_ops.kernels.arguments import DTYPES, alignment, row_stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["UNIT", "block_shape", "quantize", "variants"]
 
 UNIT = 64  # codes in 16 bytes: what rows are padded to, and groups are whole multiples of
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _METHODS = {"absmean": 0, "absmax": 1, "twn": 2, "manual": 3, "meanstd": 4, "percentile": 5}
 
 _THREADS, _COMBINE_THREADS = 128, 1024
@@ -116,16 +115,16 @@ def block_shape(run: int, itemsize: int) -> tuple[int, int]:
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that ``quantize`` launches."""
     for entry in (_RUNS, _SUMS, _SQUARES, _ENCODE, _RANKS, _COUNT):
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             yield Variant(_kernel(entry, dtype), _THREADS)
     for entry in (_LIMIT, _SCALE):
         yield Variant(_kernel(entry), _COMBINE_THREADS)
-    for dtype in _DTYPES:
+    for dtype in DTYPES:
         yield Variant(_kernel(_PICK, dtype), _COMBINE_THREADS)
 
 
 def _kernel(entry: str, dtype: str = "float32") -> CudaKernel:
-    return CudaKernel("ternary_quantize", entry, (("DTYPE", _DTYPES[dtype]),))
+    return CudaKernel("ternary_quantize", entry, (("DTYPE", DTYPES[dtype]),))
 
 
 def _twin(
