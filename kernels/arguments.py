@@ -6,12 +6,23 @@ For NumPy and CuPy arrays alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ACTIVATIONS", "DTYPES", "address", "alignment", "float32", "row_stride", "side_by_side"]
+__all__ = [
+    "ACTIVATIONS",
+    "DTYPES",
+    "address",
+    "alignment",
+    "epsilon",
+    "float32",
+    "heads_alignment",
+    "row_stride",
+    "side_by_side",
+    "strides_of",
+]
 
 # For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -28,6 +39,22 @@ def alignment(arrays: Sequence[Any], rows: int) -> int:
     return math.gcd(16, *map(address, arrays), *strides)
 
 
+def heads_alignment(arrays: Iterable[Any]) -> int:
+    """Bytes, at most 16, that divide the address of every head of (batch, seqlen, heads, head_dim) arrays."""
+    found = 16
+    for x in arrays:
+        if 0 not in x.shape:
+            strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
+            found = math.gcd(found, address(x), *strides)
+    return found
+
+
+def strides_of(array: Any) -> tuple[int, ...]:
+    """In elements; 0 where an axis has one entry."""
+    pairs = zip(array.shape, array.strides, strict=True)
+    return tuple(stride // array.dtype.itemsize if n > 1 else 0 for n, stride in pairs)
+
+
 def row_stride(array: Any) -> np.int64:
     """Elements from one row to the next."""
     return np.int64(array.strides[0] // array.dtype.itemsize)
@@ -42,3 +69,8 @@ def float32(value: float) -> np.float32:
     """Rounded; the largest float32 for what lies beyond."""
     largest = float(np.finfo(np.float32).max)
     return np.float32(min(max(value, -largest), largest))
+
+
+def epsilon(eps: float) -> np.float32:
+    """Rounded, but at least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros."""
+    return float32(max(eps, 2.0**-149))

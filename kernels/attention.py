@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import DTYPES, address, float32
+from gpu_ops.kernels.arguments import DTYPES, address, float32, strides_of
 from gpu_ops.kernels.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -107,16 +107,16 @@ def forward(
 
     shape = np.zeros((), ATTENTION_SHAPE)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        shape[name] = _strides(array)[:3]
+        shape[name] = strides_of(array)[:3]
     _place(shape, target, target_lse, split)
     if bias is not None:
-        shape["bias"] = _strides(bias)
+        shape["bias"] = strides_of(bias)
     if visible is not None:
-        shape["block_mask"] = _strides(visible)
+        shape["block_mask"] = strides_of(visible)
     if alibi_slopes is not None:
-        shape["alibi_batch"] = _strides(alibi_slopes)[0]
+        shape["alibi_batch"] = strides_of(alibi_slopes)[0]
     if block_table is not None:
-        shape["block_table_batch"] = _strides(block_table)[0]
+        shape["block_table_batch"] = strides_of(block_table)[0]
     scale = max(abs(softmax_scale), _SMALLEST)
     numbers = {
         "seqlen_q": max_seqlen_q, "seqlen_k": max_seqlen_k, "nheads": nheads, "group": problem.group,
@@ -204,14 +204,14 @@ _COMBINE_ROWS = 4  # per block, a warp each
 
 def _place(shape: Array, out: Array, lse: Array | None, split: bool) -> None:
     """Where out and lse lie; parts of them as (num_splits, batch, nheads, seqlen_q), otherwise as the caller's."""
-    strides = _strides(out)
+    strides = strides_of(out)
     if split:
         shape["out_split"], batch, head, row = strides[:4]
     else:
         batch, row, head = strides[:3]
     shape["out"] = batch, row, head
     if lse is not None:
-        *of_split, shape["lse_batch"], shape["lse_head"], _ = _strides(lse)
+        *of_split, shape["lse_batch"], shape["lse_head"], _ = strides_of(lse)
         shape["lse_split"] = of_split[0] if split else 0
 
 
@@ -309,11 +309,3 @@ def _pointer(array: Array | None) -> Array:
 
 def _statistics(q: Array) -> type:
     return np.float64 if q.dtype == np.float64 else np.float32
-
-
-def _strides(array: Array) -> tuple[int, ...]:
-    """In elements; 0 where the axis has one entry."""
-    return tuple(
-        stride // array.dtype.itemsize if n > 1 else 0
-        for n, stride in zip(array.shape, array.strides, strict=True)
-    )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import DTYPES, alignment, float32, row_stride
+from gpu_ops.kernels.arguments import DTYPES, alignment, epsilon, float32, row_stride
 from gpu_ops.kernels.cubin import smem_per_block_optin
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 from gpu_ops.kernels.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
@@ -65,13 +65,13 @@ def forward(
     c = select_forward(rows, cols, x.dtype.itemsize, **_limits(device, (weight, bias), (x, residual, y, s)))
     exchange = _exchange(device, c, norm) if c.team else rstd  # else a stand-in
     sizes = (np.int64(rows), *map(np.int32, (cols, c.shared_vecs, c.team, c.block_cols)))
-    # At least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros.
-    numbers = (max(eps, 2.0**-149), 1 / cols, 1 / c.on_chip(cols), weight_offset)
+    numbers = (1 / cols, 1 / c.on_chip(cols), weight_offset)
     args = (
         *arrays,
         exchange,
         *sizes,
         *map(row_stride, (x, residual, y, s)),
+        epsilon(eps),
         *map(float32, numbers),
         *(np.int32(llama), has_bias, has_residual, has_sum),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import DTYPES, address, alignment, float32, row_stride
+from gpu_ops.kernels.arguments import DTYPES, address, alignment, epsilon, float32, row_stride
 from gpu_ops.kernels.jit import CudaKernel, NumbaKernel, Variant
 
 __all__ = ["QuantConfig", "forward", "select_config", "variants"]
@@ -97,8 +97,7 @@ def forward(
     )
     config = select_config(rows, cols, x.dtype.itemsize, aligned=aligned)
     strides = map(row_stride, (x, residual, q, s))
-    # At least the smallest float32: 1 / sqrt(0) would make NaN of a row of zeros.
-    numbers = map(float32, (max(eps, 2.0**-149), 1 / cols, weight_offset))
+    numbers = epsilon(eps), float32(1 / cols), float32(weight_offset)
     args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers, np.int32(llama), has_residual)
     block = (config.threads_per_row, config.rows_per_block, 1)
     device.launch(_kernel(config, x.dtype.name), (*config.grid, 1), block, args)

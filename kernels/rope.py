@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import DTYPES, address
+from gpu_ops.kernels.arguments import DTYPES, address, heads_alignment
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["RopeConfig", "rope", "select_config", "variants"]
@@ -127,7 +127,7 @@ def rope(
     arrays = {"q": q, "k": k, "q_out": q_out, "k_out": k_out}
     config = select_config(
         tokens, nheads, nheads_kv, rotary_dim, tail, q.dtype.itemsize,
-        alignment=_alignment(arrays.values()), tokens_inner=_tokens_inner(q if nheads else k), sms=device.sms,
+        alignment=heads_alignment(arrays.values()), tokens_inner=_tokens_inner(q if nheads else k), sms=device.sms,
     )  # fmt: skip
     fields: dict[str, Any] = {
         name: tuple(stride // x.dtype.itemsize for stride in x.strides[:3]) for name, x in arrays.items()
@@ -160,16 +160,6 @@ def variants(arch: str) -> Iterator[Variant]:
 def _kernel(config: RopeConfig, dtype: str, interleaved: bool) -> CudaKernel:
     defines = (("DTYPE", DTYPES[dtype]), ("VEC", config.vec), ("INTERLEAVED", int(interleaved)))
     return CudaKernel("rope", "rope", defines)
-
-
-def _alignment(arrays: Any) -> int:
-    """Bytes, up to 16, that divide the address of every head."""
-    found = 16
-    for x in arrays:
-        if 0 not in x.shape:
-            strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
-            found = math.gcd(found, address(x), *strides)
-    return found
 
 
 def _tokens_inner(x: Array) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.arguments import DTYPES, address, float32
+from gpu_ops.kernels.arguments import DTYPES, address, epsilon, float32, heads_alignment, strides_of
 from gpu_ops.kernels.jit import CudaKernel, Variant
 
 __all__ = ["AppendConfig", "append", "raw_cannot", "select_config", "variants"]
@@ -161,30 +161,30 @@ def append(
         shared = rotary_dim * max(4, q.dtype.itemsize)
         device.launch(twin, (min(tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
         return
+    weights = [address(w) for w in (q_weight, k_weight) if w is not None]
     config = select_config(
         tokens, nheads, nheads_kv, head_dim, rotary_dim, q.dtype.itemsize, interleaved=interleaved,
-        alignment=_alignment((q, out, k, v, k_cache, v_cache), (q_weight, k_weight)), sms=device.sms,
+        alignment=math.gcd(heads_alignment((q, out, k, v, k_cache, v_cache)), *weights), sms=device.sms,
     )  # fmt: skip
     shape = np.zeros((), _SHAPE)
-    shape["inputs"] = [_strides(x) for x in (q, k, v)]
-    shape["outputs"] = [_strides(x) for x in (out, k_cache, v_cache)]
+    shape["inputs"] = [strides_of(x)[:3] for x in (q, k, v)]
+    shape["outputs"] = [strides_of(x)[:3] for x in (out, k_cache, v_cache)]
     shape["heads"] = nheads, nheads_kv, nheads_kv
     numbers = {
         "tokens": tokens, "seqlen": seqlen, "num_pages": num_pages, "page_size": page_size, "max_pages": 1,
         "head_dim": head_dim, "rotary_dim": rotary_dim, "units": config.units, "rotary_units": config.rotary_units,
         "inverse_head_dim": 1 / head_dim, "attention_factor": attention_factor,
-        # At least the smallest float32: 1 / sqrt(0) would make NaN of a head of zeros.
-        "eps": float32(max(eps, 2.0**-149)), "weight_offset": float32(weight_offset),
+        "eps": epsilon(eps), "weight_offset": float32(weight_offset),
     }  # fmt: skip
     if block_table is not None:
         numbers |= {
             "max_pages": block_table.shape[1] if page_size else 0,
-            "block_table": _strides(block_table)[0],
+            "block_table": strides_of(block_table)[0],
         }
     if slot_mapping is not None:
-        shape["slots"] = _strides(slot_mapping, 2)
+        shape["slots"] = strides_of(slot_mapping)
     if positions is not None:
-        shape["positions"] = _strides(positions, 2)
+        shape["positions"] = strides_of(positions)
         shape["position_bytes"] = positions.dtype.itemsize
     for name, number in numbers.items():
         shape[name] = number
@@ -223,22 +223,6 @@ def _kernel(config: AppendConfig, dtype: str, interleaved: bool) -> CudaKernel:
         "UNITS": config.units_per_thread,
     }
     return CudaKernel("rope_append_kv", "rope_append_kv", tuple(defines.items()))
-
-
-def _alignment(heads: tuple[Array, ...], weights: tuple[Array | None, ...]) -> int:
-    """Bytes, up to 16, that divide the address of every head and weight."""
-    found = math.gcd(16, *(address(w) for w in weights if w is not None))
-    for x in heads:
-        if 0 not in x.shape:
-            strides = (stride for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1)
-            found = math.gcd(found, address(x), *strides)
-    return found
-
-
-def _strides(x: Array, axes: int = 3) -> tuple[int, ...]:
-    """In elements, of the first axes; 0 where an axis has one entry."""
-    pairs = zip(x.shape[:axes], x.strides[:axes], strict=True)
-    return tuple(stride // x.dtype.itemsize if n > 1 else 0 for n, stride in pairs)
 
 
 def _power_of_two(n: int) -> int:
