@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu_ops.kernels.attention_shape import q_in_registers, shared_bytes
+from gpu_ops.kernels.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
 
 __all__ = ["Config", "DeviceLimits", "Problem", "Tile", "configs", "legal_tiles", "select_config"]
 
@@ -34,8 +35,6 @@ _MAX_ACCUMULATORS = {2: 160, 4: 128}
 _MAX_ACCUMULATORS_LEAN, _MAX_BLOCK_N_LEAN = 192, 64
 _MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 registers
 _OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
-_REGISTERS_PER_SM = 65536
-_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
 # Bytes of K and V that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
 _SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
@@ -78,14 +77,6 @@ _TILES = (
     Tile(16, 64, 1, 4),  # decode, head_dim 128: 48 KB of keys and values, two blocks per SM
     Tile(16, 32, 1, 2),  # decode, head_dim 256 on cards with 99 KB
 )
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What of a device decides."""
-
-    sms: int
-    smem_per_block_optin: int
 
 
 @dataclass(frozen=True)
@@ -261,8 +252,8 @@ def _resident(
 ) -> int:
     """Blocks that an SM holds at a time."""
     registers = min(255, _accumulators(tile, itemsize, head_dim, head_dim_v) + _OTHER_REGISTERS)
-    by_registers = _REGISTERS_PER_SM // (32 * tile.warps * _round_up(registers, 8))
-    by_shared = (device.smem_per_block_optin + _RESERVED) // (shared + _RESERVED)
+    by_registers = REGISTERS_PER_SM // (32 * tile.warps * _round_up(registers, 8))
+    by_shared = (device.smem_per_block_optin + RESERVED) // (shared + RESERVED)
     return max(1, min(by_registers, by_shared, 16))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpu_ops.kernels.device_limits import RESERVED
+
 __all__ = [
     "Limits",
     "Occupancy",
@@ -27,7 +29,6 @@ __all__ = [
 _FRAME_SIZE, _REGCOUNT = 0x11, 0x2F  # in .nv.info: (symbol, value) each
 _MAX_THREADS, _KPARAM_INFO, _NUM_BARRIERS = 0x05, 0x17, 0x4C  # in .nv.info.<kernel>
 _SIZED = 4
-_RESERVED = 1024  # bytes of shared memory per block that the driver keeps, from compute capability 8.0 on
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def resources(image: bytes, kernel: str, log: str = "") -> Resources:
                 totals[attribute] = value
     text = _named(sections, f".text.{kernel}")
     shared = _named(sections, f".nv.shared.{kernel}")
-    hidden = _RESERVED if architecture(image) >= 90 else 0  # there the section includes the driver's part
+    hidden = RESERVED if architecture(image) >= 90 else 0  # there the section includes the driver's part
     max_threads = barriers = None
     for attribute, value, payload in info:
         if attribute == _MAX_THREADS:
@@ -207,7 +208,7 @@ def _round_up(value: int, unit: int) -> int:
 def occupancy(needs: Resources, threads: int, dynamic_shared: int, limits: Limits) -> Occupancy:
     """How many blocks of ``threads`` threads fit on one SM; 0 blocks: it cannot launch at all."""
     capability = limits.compute_capability
-    reserved = _RESERVED if capability >= (8, 0) else 0
+    reserved = RESERVED if capability >= (8, 0) else 0
     granule = 128 if capability >= (8, 0) else 256
     warps = -(-threads // 32)
     max_warps = limits.max_threads_per_sm // 32

@@ -20,6 +20,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpu_ops.kernels.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
+
 __all__ = ["FEW", "Config", "DeviceLimits", "FewConfig", "Problem", "Tile", "select_config", "select_few"]
 
 FEW = 16  # rows of x that gemv.cu takes: two tiles of mma's 8 columns
@@ -28,8 +30,6 @@ _ROW_BYTES = 64  # BLOCK_K: two steps of a tensor core; with 128 there would be 
 _MAX_STAGES = 4
 _MAX_ACCUMULATORS = {2: 128, 4: 64}  # per thread, by itemsize: floats are held split in two beside them
 _OTHER_REGISTERS = 80
-_REGISTERS_PER_SM = 65536
-_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
 # Bytes that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
 _SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
@@ -68,14 +68,6 @@ _TILES = (
     Tile(64, 64, 2, 2),  # the same, smaller still
     Tile(32, 128, 1, 2),  # 17 to 32 rows: half as much padding
 )
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What of a device decides."""
-
-    sms: int
-    smem_per_block_optin: int
 
 
 @dataclass(frozen=True)
@@ -141,8 +133,8 @@ def legal_tiles(itemsize: int, gated: bool, smem_per_block_optin: int) -> Iterat
         if gated and tile.warp_n < 64:
             continue  # sums leave in rows of 128 bytes: 32 columns of the result
         stage = (tile.block_m + tile.block_n) * _ROW_BYTES
-        whole = smem_per_block_optin + _RESERVED
-        stages = (whole // min(_by_registers(tile), 3) - _RESERVED) // stage
+        whole = smem_per_block_optin + RESERVED
+        stages = (whole // min(_by_registers(tile), 3) - RESERVED) // stage
         stages = min(max(stages, 3), _MAX_STAGES)
         if stages * stage <= smem_per_block_optin:
             yield tile, stages, stages * stage
@@ -188,12 +180,12 @@ def _accumulators(tile: Tile) -> int:
 
 def _by_registers(tile: Tile) -> int:
     registers = _accumulators(tile) + _OTHER_REGISTERS
-    return max(1, _REGISTERS_PER_SM // (32 * tile.warps * registers))
+    return max(1, REGISTERS_PER_SM // (32 * tile.warps * registers))
 
 
 def _resident(tile: Tile, shared: int, device: DeviceLimits) -> int:
     """Blocks that an SM holds at a time."""
-    by_shared = (device.smem_per_block_optin + _RESERVED) // (shared + _RESERVED)
+    by_shared = (device.smem_per_block_optin + RESERVED) // (shared + RESERVED)
     return max(1, min(_by_registers(tile), by_shared))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpu_ops.kernels.device_limits import RESERVED
+
 __all__ = ["BackwardConfig", "RowConfig", "select_backward", "select_forward"]
 
 _WARP = 32
 _BLOCK = 128  # threads of a block that has several rows
 _SCRATCH = 512  # bytes of static shared memory, at most: reduce.cuh
-_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
 _MAX_GRID = 2**31 - 1
 
 # Vectors of a row up to | threads per row, None: as many warps as it takes | vectors per thread, in registers.
@@ -175,7 +176,7 @@ def _teams(rows: int, n_vecs: int, most: int, sms: int) -> tuple[int, int, int]:
 
 def _team_room(smem_per_block_optin: int) -> int:
     """Bytes of dynamic shared memory for a team's block."""
-    return (smem_per_block_optin + _RESERVED) // _TEAM_BLOCKS // 128 * 128 - _RESERVED - _SCRATCH
+    return (smem_per_block_optin + RESERVED) // _TEAM_BLOCKS // 128 * 128 - RESERVED - _SCRATCH
 
 
 def _parts(tiles: int, at_a_time: int, longest: int) -> int:
@@ -191,7 +192,7 @@ def _vectors(cols: int, itemsize: int, alignment: int) -> tuple[int, int, int]:
 
 def _fit(shared: int, smem_per_block_optin: int) -> int:
     """Blocks that an SM's shared memory has room for: it is given out in units of 128 bytes."""
-    return (smem_per_block_optin + _RESERVED) // _round_up(shared + _SCRATCH + _RESERVED, 128)
+    return (smem_per_block_optin + RESERVED) // _round_up(shared + _SCRATCH + RESERVED, 128)
 
 
 def _sums_bytes(n_vecs: int, vec: int, vecs: int, threads: int, rows_per_block: int) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gpu_ops.kernels.device_limits import RESERVED
+
 __all__ = [
     "GEMV_SHARED",
     "UNIT",
@@ -26,7 +28,7 @@ __all__ = [
     "gemv_configs",
 ]
 
-UNIT = 64  # codes that a row is padded to, in 16 bytes
+UNIT = 64  # codes in 16 bytes: what rows are padded to, and groups are whole multiples of
 _STEP = 2048  # codes that a warp of the GEMV reads of a row at a time
 
 # Tokens up to | rows that a warp of the GEMV may take at a time, best first. More rows share the activations that
@@ -147,7 +149,6 @@ _GEMM = {
         _Row(GemmConfig(64, 64, 1, 2, 2, 1, 4)),
     ),
 }
-_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
 
 
 def gemm_config(
@@ -177,7 +178,7 @@ def _staged(tile: GemmConfig, itemsize: int, smem_per_block_optin: int) -> GemmC
     """With fewer stages, where that lets an SM hold two blocks: its 100 KB on sm_86, sm_89 and sm_120."""
     for stages in range(tile.stages, 1, -1):
         fewer = replace(tile, stages=stages)
-        if 2 * (fewer.shared_bytes(itemsize) + _RESERVED) <= smem_per_block_optin + _RESERVED:
+        if 2 * (fewer.shared_bytes(itemsize) + RESERVED) <= smem_per_block_optin + RESERVED:
             return fewer
     return tile
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from gpu_ops.kernels.arguments import DTYPES, alignment, row_stride
 from gpu_ops.kernels.jit import CudaKernel, Variant
+from gpu_ops.kernels.ternary_config import UNIT
 
-__all__ = ["UNIT", "block_shape", "quantize", "variants"]
-
-UNIT = 64  # codes in 16 bytes: what rows are padded to, and groups are whole multiples of
+__all__ = ["block_shape", "quantize", "variants"]
 
 _METHODS = {"absmean": 0, "absmax": 1, "twn": 2, "manual": 3, "meanstd": 4, "percentile": 5}
 
