@@ -203,9 +203,8 @@ def add_up(device: Any, parts: Array, out: Array) -> None:
 
 _NULL = np.uint64(0)
 _SUM_THREADS = 256
-_FEW_PRODUCTS = (
-    64  # of float32, in a sum: more of them, and the roundings of the sum exceed what 3 x TF32 loses
-)
+# Of float32, in a sum: more of them, and the roundings of the sum exceed what 3 x TF32 loses.
+_FEW_PRODUCTS = 64
 
 
 def _filled(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:

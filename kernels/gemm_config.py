@@ -201,9 +201,8 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     while rows * matrices < 2 * m and rows < 32:
         rows *= 2
     groups = rows // 8 * matrices
-    unroll = (
-        8 if itemsize == 2 else 4
-    ) // groups  # vectors under way per lane; floats are split in two besides
+    # vectors under way per lane; floats are split in two besides
+    unroll = (8 if itemsize == 2 else 4) // groups
     blocks = -(-n // rows)
     turn = _FEW_WARPS * unroll * _ROW_BYTES // itemsize
     splits = 1 if gated else max(1, min(4 * device.sms // blocks, -(-k // turn), _MAX_SPLITS))

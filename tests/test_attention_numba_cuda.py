@@ -134,9 +134,8 @@ def test_keys_behind_a_mask_may_hold_anything(bad):
 def test_keys_behind_bias_and_block_mask_may_hold_anything(bad):
     p = make(seqlens=(16, 150), head_dims=(32, 32), heads=(1, 1), batch=1, dtype="float32")
     visible = np.ones((2, 10), bool)
-    visible[:, 4:9] = visible[0, 1] = (
-        False  # keys 64 to 143: a tile of keys that is skipped, and parts of one
-    )
+    # keys 64 to 143: a tile of keys that is skipped, and parts of one
+    visible[:, 4:9] = visible[0, 1] = False
     bias = np.zeros((16, 150), np.float32)
     bias[:, 3] = bias[:10, 5] = -np.inf
     options = {"bias": bias, "block_mask": BlockMask(visible, 8, 16)}

@@ -16,12 +16,10 @@ from gpu_ops.kernels.numba_cpu.ir.ternary import dot_float32, dot_int8
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import TASKS_PER_THREAD, claim, thread_count
 
-ROWS = (
-    64  # of a task for several tokens: 64 rows of 4096 codes are 64 KB, which stay in L2 while tokens come by
-)
-ROWS_OF_ONE = (
-    256  # for one token: where a task ends, what was fetched ahead is another's (530 us against 505)
-)
+# Of a task for several tokens: 64 rows of 4096 codes are 64 KB, which stay in L2 while tokens come by.
+ROWS = 64
+# For one token: where a task ends, what was fetched ahead is another's (530 us against 505).
+ROWS_OF_ONE = 256
 SPAN = 2**18  # words whose int32 sums cannot overflow: 16 * SPAN codes of 3 times an activation of 128 < 2^31
 SPAN_FLOAT = 256  # words summed in float32 before the lanes are: long sums lose digits
 
