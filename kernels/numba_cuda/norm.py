@@ -20,26 +20,11 @@ from numba import cuda, float64
 
 from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
+from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block, plus
 
 __all__ = ["kernel"]
 
-WARPS = 8  # of the 256 threads of a block
-
-
-@cuda.jit(device=True)
-def block_sum(value, scratch):
-    """The sum over the threads of a block, the same bits for all: within warps, then over them."""
-    lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
-    for shift in (16, 8, 4, 2, 1):
-        value += cuda.shfl_xor_sync(0xFFFFFFFF, value, shift)
-    if lane == 0:
-        scratch[warp] = value
-    cuda.syncthreads()
-    total = 0.0
-    for w in range(WARPS):
-        total += scratch[w]
-    cuda.syncthreads()  # scratch is free for the next sum
-    return total
+block_sum = over_block(plus)
 
 
 @cache

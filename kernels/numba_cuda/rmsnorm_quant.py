@@ -16,10 +16,9 @@ from numba import cuda, float64, int32
 
 from gpu_ops.kernels.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
+from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block, plus
 
 __all__ = ["kernel"]
-
-WARPS = 8  # of the 256 threads of a block
 
 
 @cache
@@ -29,32 +28,6 @@ def kernel(dtype: str) -> NumbaKernel:
     arrays = f"{rows}, {row}, {rows}, int8[:, :], {f.statistics}[::1], int32[::1], {rows}"
     signature = f"void({arrays}, float64, float64, int32, int32)"
     return NumbaKernel(_forward(dtype), signature, f"rmsnorm_quant_int8_{dtype}")
-
-
-@cache
-def over_block(combine):
-    """A device function: what ``combine`` makes of the values of a block's threads, the same bits for all."""
-
-    @cuda.jit(device=True)
-    def reduce(value, scratch):
-        lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
-        for shift in (16, 8, 4, 2, 1):
-            value = combine(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, shift))
-        if lane == 0:
-            scratch[warp] = value
-        cuda.syncthreads()
-        total = scratch[0]
-        for w in range(1, WARPS):
-            total = combine(total, scratch[w])
-        cuda.syncthreads()  # scratch is free for the next one
-        return total
-
-    return reduce
-
-
-@cuda.jit(device=True)
-def plus(a, b):
-    return a + b
 
 
 @cuda.jit(device=True)
