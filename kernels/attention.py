@@ -103,7 +103,7 @@ def forward(
     if split:
         parts = (config.num_splits, q.shape[0], nheads, q.shape[1])  # packed sequences: one of total_q
         target = device.empty((*parts, head_dim_v), np.float32, "parts of out")
-        target_lse = device.empty(parts, np.float32, "parts of lse")
+        target_lse = device.empty((2, *parts), np.float32, "maxima and sums of parts")
 
     shape = np.zeros((), ATTENTION_SHAPE)
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -144,7 +144,7 @@ def forward(
     device.launch(kernel, config.grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
     if target_lse is not None and split:
         _place(shape, out, lse, False)
-        shape["out_split"], shape["lse_split"] = target[0].size, target_lse[0].size
+        shape["out_split"], shape["lse_split"] = target[0].size, target_lse[0, 0].size
         shape["seqlen_q"] = q.shape[1]
         rows = q.shape[0] * nheads * q.shape[1]
         args = (target, target_lse, _pointer(sinks), out, _pointer(lse), np.int64(rows), shape[()])
@@ -203,7 +203,7 @@ _COMBINE_ROWS = 4  # per block, a warp each
 
 
 def _place(shape: Array, out: Array, lse: Array | None, split: bool) -> None:
-    """Where out and lse lie; parts of them as (num_splits, batch, nheads, seqlen_q), otherwise as the caller's."""
+    """Where out and lse lie: parts (num_splits, batch, nheads, seqlen_q), of lse two, or those of the caller."""
     strides = strides_of(out)
     if split:
         shape["out_split"], batch, head, row = strides[:4]
@@ -212,7 +212,7 @@ def _place(shape: Array, out: Array, lse: Array | None, split: bool) -> None:
     shape["out"] = batch, row, head
     if lse is not None:
         *of_split, shape["lse_batch"], shape["lse_head"], _ = strides_of(lse)
-        shape["lse_split"] = of_split[0] if split else 0
+        shape["lse_split"] = of_split[-1] if split else 0
 
 
 def _numba(

@@ -128,7 +128,7 @@ def run_attention(
         out = np.ascontiguousarray(out.swapaxes(1, 2)).swapaxes(1, 2)
     lse = np.full((batch if cu_seqlens is None else 1, nheads, rows), np.nan, np.float32)
     parts = np.full((num_splits, batch, nheads, rows, head_dim_v), np.nan, np.float32)
-    part_lse = np.full((num_splits, *lse.shape), np.nan, np.float32)
+    part_lse = np.full((2, num_splits, *lse.shape), np.nan, np.float32)
 
     shape = np.zeros((), ATTENTION_SHAPE)
     stored = parts[0].swapaxes(1, 2) if split else out
@@ -227,7 +227,7 @@ def combine(
         128,
         [
             bits(parts, "partial"),
-            bits(part_lse, "partial_lse"),
+            bits(part_lse, "row_max"),
             NULL if sinks is None else sinks,
             bits(out, "out", written=False),
             bits(lse, "lse", written=False),

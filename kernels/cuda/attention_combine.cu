@@ -1,14 +1,17 @@
 // Joins attention over parts of the keys (attention_fwd_sm80.cu with SPLIT).
 //
 //   partial      (num_splits, batch, nheads, seqlen_q, head_dim_v) float, contiguous but for shape.out_split
-//   partial_lse  (num_splits, batch, nheads, seqlen_q)             float, natural log, and shape.lse_split
+//   row_max, row_sum  (2, num_splits, batch, nheads, seqlen_q)     float, and shape.lse_split: the largest score in
+//                units of log2, and the sum of powers of 2 relative to it. Their lse would not do: beside a bias of
+//                -1e9, float holds no ln(row_sum), and a part would weigh the same however many keys it has.
 //   out          (batch, seqlen_q, nheads, head_dim_v) DTYPE, by shape.out        lse (batch, nheads, seqlen_q) float
 //
-//   lse = ln(sum_s exp(lse_s) + exp(sink))        out = sum_s exp(lse_s - lse) partial_s
+//   m = max_s row_max_s        l = sum_s 2^(row_max_s - m) row_sum_s + 2^(sink log2 e - m)
+//   lse = m ln 2 + ln l        out = sum_s 2^(row_max_s - m) row_sum_s / l partial_s
 //
 // A warp per row: reads num_splits head_dim_v floats and writes head_dim_v numbers; what is read is in L2.
 //
-//   lanes, first    | lse of splits 0 .. 31 | 32 .. 63 | ...       their maximum, their sum, and each its weight
+//   lanes, first    | splits 0 .. 31 | 32 .. 63 | ...              their maximum, their sum, and each its weight
 //   lanes, then     | columns 4 lane .. 4 lane + 3 | + 128 | ...   of every part in turn, the weight from its lane
 //
 // Macros: DTYPE; SINKS 0 or 1.
@@ -26,8 +29,8 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-attention_combine(const float* partial, const float* partial_lse, const float* sinks, scalar* out, float* lse,
-                  int64 rows, const __grid_constant__ AttentionShape shape) {
+attention_combine(const float* partial, const float* row_max, const float* sinks, scalar* out, float* lse, int64 rows,
+                  const __grid_constant__ AttentionShape shape) {
     const int lane = threadIdx.x % 32;
     const int64 row = blockIdx.x * 4ll + threadIdx.x / 32;
     if (row >= rows) return;
@@ -35,18 +38,25 @@ attention_combine(const float* partial, const float* partial_lse, const float* s
     const int head = row / shape.seqlen_q % shape.nheads;
     const int64 batch = row / shape.seqlen_q / shape.nheads;
 
-    partial_lse += row;
-    const float sink = SINKS ? sinks[head] : -infinity();
+    row_max += row;
+    const float* const row_sum = row_max + shape.num_splits * shape.lse_split;
+    const float sink = SINKS ? sinks[head] * kLog2e : -infinity();
     float highest = sink;
-    for (int s = lane; s < shape.num_splits; s += 32) highest = fmaxf(highest, partial_lse[s * shape.lse_split]);
+    for (int s = lane; s < shape.num_splits; s += 32) {
+        if (row_sum[s * shape.lse_split] != 0.0f) highest = fmaxf(highest, row_max[s * shape.lse_split]);
+    }
     highest = warp_max(highest);
     const float shift = highest == -infinity() ? 0.0f : highest;  // nothing is seen: no -inf - -inf
+    const auto share = [&](int s) {  // a part that sees nothing has any maximum: 0 must not meet 2^inf
+        const float part_sum = row_sum[s * shape.lse_split];
+        return part_sum == 0.0f ? 0.0f : exp2f(row_max[s * shape.lse_split] - shift) * part_sum;
+    };
     float sum = 0.0f;
-    for (int s = lane; s < shape.num_splits; s += 32) sum += expf(partial_lse[s * shape.lse_split] - shift);
-    sum = warp_sum(sum, 32) + (SINKS ? expf(sink - shift) : 0.0f);
+    for (int s = lane; s < shape.num_splits; s += 32) sum += share(s);
+    sum = warp_sum(sum, 32) + (SINKS ? exp2f(sink - shift) : 0.0f);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     if (lse != nullptr && lane == 0) {
-        lse[batch * shape.lse_batch + head * shape.lse_head + query] = sum == 0.0f ? -infinity() : shift + logf(sum);
+        lse[batch * shape.lse_batch + head * shape.lse_head + query] = sum == 0.0f ? -infinity() : fmaf(shift, kLn2, logf(sum));
     }
 
     partial += row * shape.head_dim_v;
@@ -57,8 +67,7 @@ attention_combine(const float* partial, const float* partial_lse, const float* s
         float acc[4] = {};
         for (int first = 0; first < shape.num_splits; first += 32) {
             const int count = min(32, shape.num_splits - first);
-            const float my_lse = lane < count ? partial_lse[(first + lane) * shape.lse_split] : -infinity();
-            const float my_weight = expf(my_lse - shift) * inverse;
+            const float my_weight = lane < count ? share(first + lane) * inverse : 0.0f;
             for (int s = 0; s < count; ++s) {
                 const float weight = __shfl_sync(kFullWarp, my_weight, s);
                 if (weight == 0.0f || !mine) continue;

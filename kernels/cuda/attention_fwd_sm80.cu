@@ -38,8 +38,9 @@
 //   SEQUSED_K   0 or 1: seqused_k (batch) int, instead of shape.seqlen_k
 //   PAGED       0 or 1: key j of a sequence is row j % page_size of page block_table[j / page_size]
 //   PACK_GQA    0 or 1: rows are (query, head of the group), heads side by side: k is read once per group
-//   SPLIT       0 or 1: the tiles of a row are divided among shape.num_splits blocks. out and lse are float,
-//               one per split (out_split, lse_split), and joined by attention_combine.cu
+//   SPLIT       0 or 1: the tiles of a row are divided among shape.num_splits blocks. out is float, one per split
+//               (out_split), and so is lse (2, lse_split), which holds row_max in units of log2, then row_sum;
+//               attention_combine.cu joins them
 //
 //   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, alibi_slopes,
 //                     bias, block_mask, shape); what the variant does not use may be null, lse too. With SPLIT sinks
@@ -64,8 +65,12 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
         row_max = m;
     }
     if (lse != nullptr && row < work.rows && work.column0 == 0) {
-        lse[work.head_of(row) * shape.lse_head + work.query(row)] =
-            row_sum == 0.0f ? minus_infinity() : fmaf(row_max, kLn2, logf(row_sum));
+        lse += work.head_of(row) * shape.lse_head + work.query(row);
+        if constexpr (SPLIT) {
+            lse[0] = row_max, lse[shape.num_splits * shape.lse_split] = row_sum;
+        } else {
+            *lse = row_sum == 0.0f ? minus_infinity() : fmaf(row_max, kLn2, logf(row_sum));
+        }
     }
     return row_sum == 0.0f ? 0.0f : scale / row_sum;
 }

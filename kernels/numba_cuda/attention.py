@@ -29,21 +29,18 @@ half a warp, which finds maxima and sums by shuffles:
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 from numba import cuda, float64, int32, int64, uint32
 from numba.cuda import libdevice
 
 from gpu_ops.kernels.jit import NumbaKernel
-from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREADS, Config
+from gpu_ops.kernels.numba_cuda.attention_config import LN2, LOG2E, ROW_THREADS, ROWS, THREADS, Config
 from gpu_ops.kernels.numba_cuda.attention_tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, store_at
 
-__all__ = ["LOG2E", "forward_kernel"]
-
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
+__all__ = ["forward_kernel"]
 
 
 @cache
@@ -64,7 +61,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
     ==========  ======================================================================  ==================
 
     Sequences may also lie end to end in arrays of one batch entry. With ``config.split``, out and lse are those of
-    the parts: (parts * batch, ...), in the type computed with and in float64.
+    the parts, in the type computed with: (parts * batch, ...), and of lse first the maxima of the scores, in base 2,
+    then as many sums beside them.
     """
     f, number = functions(config.dtype), functions(config.dtype).compute
     bias_load = functions(config.bias or config.dtype).load
@@ -78,8 +76,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
     with_bias, with_blocks, paged, split = bool(config.bias), config.block_mask, config.paged, config.split
     in_powers_of_e = config.in_powers_of_e
     exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
-    statistic = float64 if split else number
-    log2 = libdevice.log2 if statistic is float64 else libdevice.log2f
+    log2 = libdevice.log2 if number is float64 else libdevice.log2f
+    # Of biases: finite times log2(e), since what is not -inf hides nothing.
+    lowest = -1.2e308 if number is float64 else -2.28e38
     store = _same if split else f.store
     infinity, nothing = float("inf"), 0.0
 
@@ -197,8 +196,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
                         score -= number(alibi[b, head]) * number(abs(query + diagonal - key))
                     if with_bias:
                         added = number(bias_load(bias[b, head, query, min(key, end - 1)]))
-                        score += added
                         hide = hide or added == -infinity
+                        score += number(lowest) if added < number(lowest) else added
                     if in_powers_of_e:
                         score *= number(LOG2E)
                     if with_blocks:
@@ -234,8 +233,10 @@ def forward_kernel(config: Config) -> NumbaKernel:
             blind = total == nothing
             row_sum[i] = number(nothing) if blind else factor / total
             if c == 0 and first_column == 0 and first_row + r + i * ROWS < n_rows:
-                log_sum = (statistic(top) + log2(statistic(total))) * statistic(LN2)
-                lse[entry, head, at] = -infinity if blind else log_sum
+                if split:
+                    lse[entry, head, at], lse[n_parts * batch + entry, head, at] = top, total
+                else:
+                    lse[entry, head, at] = -infinity if blind else (top + log2(total)) * number(LN2)
 
         across = ROW_THREADS * out.strides[3]
         # out = O / l, in a loop of its own: a longer one would not be unrolled, and O leave the registers.
@@ -263,7 +264,7 @@ def _tiles(config):
 def _signature(config: Config) -> str:
     f = functions(config.dtype)
     computed = str(f.compute)
-    result, statistics = (computed, "float64") if config.split else (f.element, f.statistics)
+    result, statistics = (computed, computed) if config.split else (f.element, f.statistics)
     rank4 = "[:, :, :, :]"
     optional = {
         "int32[:, :]": config.paged,

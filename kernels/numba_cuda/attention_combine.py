@@ -1,6 +1,9 @@
 """Split-KV for Numba: the results of parts of the keys become one.
 
-    lse = log(exp(sink) + sum over parts of exp(lse_p)),    out = sum over parts of exp(lse_p - lse) out_p
+    l = 2^(sink log2 e - m) + sum over parts of 2^(row_max_p - m) row_sum_p,    m the largest row_max_p, or the sink
+    lse = m ln 2 + ln l,    out = sum over parts of 2^(row_max_p - m) row_sum_p / l out_p
+
+A part's own lse would not do: beside a bias of -1e9 it does not hold ln(row_sum), the number of its keys.
 
 With few queries there are too few blocks for a GPU: then each gets a part of the keys (flash decoding), and this
 kernel follows. A block takes one query of one head, thread t its columns t, t + 128, ...
@@ -12,9 +15,10 @@ import math
 from functools import cache
 
 from numba import cuda, float64, int64
+from numba.cuda import libdevice
 
 from gpu_ops.kernels.jit import NumbaKernel
-from gpu_ops.kernels.numba_cuda.attention_config import THREADS
+from gpu_ops.kernels.numba_cuda.attention_config import LN2, LOG2E, THREADS
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["combine_kernel"]
@@ -22,10 +26,13 @@ __all__ = ["combine_kernel"]
 
 @cache
 def combine_kernel(dtype: str, sinks: bool) -> NumbaKernel:
-    """``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v), ``part_lse`` (parts * batch, nheads, seqlen_q)."""
+    """Takes ``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v), and of each row of it the largest score.
+
+    ``row_max_sum`` (2 * parts * batch, nheads, seqlen_q): those, in base 2, then the sums of powers of 2 beside them.
+    """
     f, number, with_sinks = functions(dtype), functions(dtype).compute, sinks
 
-    def attention_combine(part_out, part_lse, out, lse, sinks):
+    def attention_combine(part_out, row_max_sum, out, lse, sinks):
         weights = cuda.shared.array(THREADS, float64)
         batch, seqlen_q, nheads, head_dim_v = out.shape
         n_parts = part_out.shape[0] // batch
@@ -33,31 +40,34 @@ def combine_kernel(dtype: str, sinks: bool) -> NumbaKernel:
         head, x = x % nheads, x // nheads
         query, b = x % seqlen_q, x // seqlen_q
 
-        top = -math.inf
+        top, sink = -math.inf, -math.inf
         if with_sinks:
-            top = float64(sinks[head])
+            sink = float64(sinks[head]) * LOG2E
+            top = sink
         for part in range(n_parts):
-            top = max(top, part_lse[part * batch + b, head, query])
+            if row_max_sum[(n_parts + part) * batch + b, head, query] != 0:
+                top = max(top, row_max_sum[part * batch + b, head, query])
         if top == -math.inf:  # no part sees a key
             top = 0.0
         if thread < n_parts:
-            weights[thread] = math.exp(part_lse[thread * batch + b, head, query] - top)
+            weight = float64(row_max_sum[(n_parts + thread) * batch + b, head, query])
+            if weight != 0:
+                weight *= libdevice.exp2(row_max_sum[thread * batch + b, head, query] - top)
+            weights[thread] = weight
         cuda.syncthreads()
-        total = 0.0
-        if with_sinks:
-            total = math.exp(float64(sinks[head]) - top)
+        total = libdevice.exp2(sink - top)
         for part in range(n_parts):
             total += weights[part]
 
         if thread == 0:
-            lse[b, head, query] = top + math.log(total) if total != 0 else -math.inf
+            lse[b, head, query] = top * LN2 + math.log(total) if total != 0 else -math.inf
         for column in range(thread, head_dim_v, THREADS):
             value = number(0.0)
             for part in range(n_parts):
                 value += number(weights[part] / total) * part_out[part * batch + b, query, head, column]
             out[b, query, head, column] = f.store(value) if total != 0 else f.store(number(0.0))
 
-    workspace = f"{f.compute}[:, :, :, ::1], float64[:, :, ::1]"
+    workspace = f"{f.compute}[:, :, :, ::1], {f.compute}[:, :, ::1]"
     given = "float32[:]" if sinks else "int32"
     signature = f"void({workspace}, {f.element}[:, :, :, :], {f.statistics}[:, :, :], {given})"
     return NumbaKernel(attention_combine, signature, f"attention_combine[{dtype}{',sinks' if sinks else ''}]")

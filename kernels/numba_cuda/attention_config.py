@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["ROWS", "ROW_THREADS", "THREADS", "Config", "count_splits", "select_config"]
+__all__ = ["LN2", "LOG2E", "ROWS", "ROW_THREADS", "THREADS", "Config", "count_splits", "select_config"]
 
 THREADS = 128
 ROW_THREADS = 16  # threads that share a row: half a warp
 ROWS = THREADS // ROW_THREADS
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
 
-# Rows of the problem up to | block_m. Every key that is staged serves block_m rows, and each thread has
-# block_m / 8 of them in registers.
-_BLOCK_M = (
-    # decoding with few heads per key head: keys are read once, more rows would be multiplied for nothing
-    (8, 8),
-    (16, 16),
-    (32, 32),
-)
+# Rows of the problem up to | block_m. Every key that is staged serves block_m rows, and each thread has block_m / 8
+# of them in registers. Decoding with few heads per key head reads keys once: more rows would multiply for nothing.
+_BLOCK_M = ((8, 8), (16, 16), (32, 32))
 # By bytes per number: 8 rows a thread, 4 in float64, whose numbers take two registers.
 _BLOCK_M_MAX = {4: 64, 8: 32}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cuda.attention import LOG2E, forward_kernel
+from gpu_ops.kernels.numba_cuda.attention import forward_kernel
 from gpu_ops.kernels.numba_cuda.attention_combine import combine_kernel
-from gpu_ops.kernels.numba_cuda.attention_config import THREADS, count_splits, select_config
+from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS, count_splits, select_config
 
 __all__ = ["UNLIMITED", "forward"]
 
@@ -71,7 +71,7 @@ def forward(
     if config.split:
         wide = np.float64 if config.itemsize == 8 else np.float32
         target = device.empty((parts * batch, *out.shape[1:]), wide, "parts of out")
-        target_lse = device.empty((parts * batch, *lse.shape[1:]), np.float64, "parts of lse")
+        target_lse = device.empty((2 * parts * batch, *lse.shape[1:]), wide, "maxima and sums of parts")
     scalars = (
         softmax_scale if config.in_powers_of_e else softmax_scale * LOG2E,
         softcap, left, right, block_q, block_k, parts,

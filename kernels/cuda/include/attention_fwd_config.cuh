@@ -28,7 +28,6 @@ constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kT
 
 // Scores to which nothing is added are scaled by the multiply-add of the exponent.
 constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Rows of one tile may see different keys.
 constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;

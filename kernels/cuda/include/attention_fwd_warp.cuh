@@ -8,6 +8,9 @@ __device__ __forceinline__ float soft_sign(float x) {
     else return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2e * x));
 }
 
+// A bias below it hides nothing and, in units of log2, would be -inf.
+constexpr float kLowestBias = -2.28e38f;
+
 // Where a thread stands; asked for again where it is needed again, as Work is.
 struct Place {
     int lane, warp_m, warp_n;
@@ -135,7 +138,7 @@ struct Forward {
                     // What nobody sees is not read.
                     const bool seen = column < end && row(me, r) < work.rows;
                     const float b = seen ? bias_at(row(me, r), query_of(me, r), first + column) : minus_infinity();
-                    x = b == minus_infinity() ? b : fmaf(b, kLog2e, x);
+                    x = b == minus_infinity() ? b : fmaf(b < kLowestBias ? kLowestBias : b, kLog2e, x);
                 }
             }
         }

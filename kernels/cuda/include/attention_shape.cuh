@@ -6,6 +6,8 @@
 
 typedef long long int64;
 
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;  // scores are in units of log2
+
 struct RowStrides { int64 batch, row, head; };
 
 struct AttentionShape {
