@@ -24,6 +24,7 @@ from gpu_ops.reference.rope import rope_backward as reference_backward
 from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
 
 NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Llama-3-8B
+ODD_HEAD_DIM = 80  # halves of 40: whole vectors of no CPU
 THETA = 500000.0
 SMALL = 45
 
@@ -36,17 +37,18 @@ def cases(config: Config) -> list[Case]:
             found.append(case("half-split", seqlen, dtype))
             if not config.quick:
                 found += [case(name, seqlen, dtype) for name in ("half-split, in place", "interleaved")]
+                found += [
+                    case("heads first", seqlen, dtype, head_dim) for head_dim in (HEAD_DIM, ODD_HEAD_DIM)
+                ]
             found.append(case("backward", seqlen, dtype))
     return found
 
 
-def case(name: str, seqlen: int, dtype: str) -> Case:
-    interleaved, in_place, backward = (
-        name == "interleaved",
-        name == "half-split, in place",
-        name == "backward",
-    )
+def case(name: str, seqlen: int, dtype: str, head_dim: int = HEAD_DIM) -> Case:
+    interleaved, backward = name == "interleaved", name == "backward"
+    in_place, heads_first = name == "half-split, in place", name == "heads first"
     options: dict[str, Any] = {"theta": THETA, "interleaved": interleaved}
+    options["layout"] = "bhsd" if heads_first else "bshd"
     function = gpu_ops.rope_backward if backward else gpu_ops.rope
     sign = -1.0 if backward else 1.0
 
@@ -64,51 +66,54 @@ def case(name: str, seqlen: int, dtype: str) -> Case:
     return Case(
         op="rope",
         name=name,
-        shape=f"B1 S{seqlen} H{NHEADS}/{NHEADS_KV} D{HEAD_DIM}",
+        shape=f"B1 S{seqlen} H{NHEADS}/{NHEADS_KV} D{head_dim}",
         dtype=dtype,
-        flops=3.0 * seqlen * (NHEADS + NHEADS_KV) * HEAD_DIM,
-        bytes=2.0 * seqlen * (NHEADS + NHEADS_KV) * HEAD_DIM * DTYPES[dtype].itemsize,
-        make=maker(data, seqlen, DTYPES[dtype]),
-        make_small=maker(data, min(seqlen, SMALL), DTYPES[dtype]),
+        flops=3.0 * seqlen * (NHEADS + NHEADS_KV) * head_dim,
+        bytes=2.0 * seqlen * (NHEADS + NHEADS_KV) * head_dim * DTYPES[dtype].itemsize,
+        make=maker(data, seqlen, DTYPES[dtype], head_dim, heads_first),
+        make_small=maker(data, min(seqlen, SMALL), DTYPES[dtype], head_dim, heads_first),
         ours=ours,
         numba=functools.partial(ours, backend="numba"),
-        naive=functools.partial(naive, sign, interleaved),
-        torch=torch_in_place if in_place else functools.partial(torch_rope, sign, interleaved),
+        naive=functools.partial(naive, sign, interleaved, heads_first),
+        torch=torch_in_place if in_place else functools.partial(torch_rope, sign, interleaved, heads_first),
         reference=against,
         # a timed buffer is no longer the input: the first rows of one fresh call are
-        sample=sample_last if not in_place else None,
+        sample=None if in_place else functools.partial(sample_last, heads_first),
         backward=backward,
         note="naive and torch get their cos and sin tables for nothing",
     )
 
 
-def data(rng: np.random.Generator, seqlen: int, dtype: np.dtype[Any]) -> Inputs:
-    return {
-        "q": normal(rng, (1, seqlen, NHEADS, HEAD_DIM), dtype),
-        "k": normal(rng, (1, seqlen, NHEADS_KV, HEAD_DIM), dtype),
-    }
+def data(
+    rng: np.random.Generator, seqlen: int, dtype: np.dtype[Any], head_dim: int, heads_first: bool
+) -> Inputs:
+    def array(nheads: int) -> np.ndarray:
+        return normal(rng, (1, *((nheads, seqlen) if heads_first else (seqlen, nheads)), head_dim), dtype)
+
+    return {"q": array(NHEADS), "k": array(NHEADS_KV)}
 
 
-def sample_last(x: Inputs, result: Any) -> tuple[Inputs, Any]:
+def sample_last(heads_first: bool, x: Inputs, result: Any) -> tuple[Inputs, Any]:
     """One head of each, every position (the last positions have the largest angles)."""
-    return {name: x[name][:, :, :1] for name in "qk"}, tuple(r[:, :, :1] for r in result)
+    one = np.s_[:, :1] if heads_first else np.s_[:, :, :1]
+    return {name: x[name][one] for name in "qk"}, tuple(r[one] for r in result)
 
 
-def tables(seqlen: int, sign: float) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (seqlen, 1, head_dim / 2), float32."""
-    frequencies = THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angles = np.arange(seqlen)[:, None, None] * frequencies
+def tables(x: Inputs, sign: float, heads_first: bool) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, float32, as (seqlen, 1, head_dim / 2) or, heads first, (seqlen, head_dim / 2)."""
+    head_dim, seqlen = x["q"].shape[3], x["q"].shape[2 if heads_first else 1]
+    frequencies = THETA ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.arange(seqlen)[:, None] * frequencies
+    angles = angles if heads_first else angles[:, None]
     return np.cos(angles).astype(np.float32), (sign * np.sin(angles)).astype(np.float32)
 
 
-def naive(sign: float, interleaved: bool, x: Inputs) -> Call:
+def naive(sign: float, interleaved: bool, heads_first: bool, x: Inputs) -> Call:
     # `like`: on the device, where the inputs are
-    cos, sin = (np.asarray(t, like=x["q"]) for t in tables(x["q"].shape[1], sign))
-    halves = (
-        (slice(0, None, 2), slice(1, None, 2))
-        if interleaved
-        else (slice(None, HEAD_DIM // 2), slice(HEAD_DIM // 2, None))
-    )
+    cos, sin = (np.asarray(t, like=x["q"]) for t in tables(x, sign, heads_first))
+    half = x["q"].shape[3] // 2
+    pairs, split = (np.s_[0::2], np.s_[1::2]), (np.s_[:half], np.s_[half:])
+    halves = pairs if interleaved else split
 
     def rotate(a: np.ndarray) -> np.ndarray:
         wide = a.astype(np.float32, copy=False)
@@ -121,12 +126,12 @@ def naive(sign: float, interleaved: bool, x: Inputs) -> Call:
     return lambda: (rotate(x["q"]), rotate(x["k"]))
 
 
-def torch_rope(sign: float, interleaved: bool, x: Inputs) -> Call:
+def torch_rope(sign: float, interleaved: bool, heads_first: bool, x: Inputs) -> Call:
     """The formula of transformers (rotate_half) and, interleaved, complex numbers as Llama's own code."""
     import torch
 
     q, k = torch_view(x["q"]), torch_view(x["k"])
-    cos, sin = (torch.from_numpy(t).to(q.device) for t in tables(q.shape[1], sign))
+    cos, sin = (torch.from_numpy(t).to(q.device) for t in tables(x, sign, heads_first))
     if interleaved:
         turn = torch.complex(cos, sin)
 
@@ -148,7 +153,7 @@ def torch_in_place(x: Inputs) -> Call:
     import torch
 
     pairs = [(a, torch.empty_like(a)) for a in (torch_view(x[name].copy()) for name in "qk")]
-    cos, sin = (torch.from_numpy(t).to(pairs[0][0].device) for t in tables(x["q"].shape[1], 1.0))
+    cos, sin = (torch.from_numpy(t).to(pairs[0][0].device) for t in tables(x, 1.0, False))
     cos, sin = (torch.cat((t, t), dim=-1).to(pairs[0][0].dtype) for t in (cos, sin))
     half = HEAD_DIM // 2
 
