@@ -94,11 +94,11 @@ def test_a_large_common_offset_costs_no_digits(backend, cols, rng):
     np.testing.assert_allclose(rstd, 1 / np.sqrt(wide.var(axis=-1) + 1e-12), rtol=2e-5)
 
 
-@pytest.mark.parametrize("first", [0.0, 1e4])
-def test_statistics_keep_their_digits_beside_a_larger_mean(first, rng):
-    """Sums are taken around a mean of some and a rounded one: what these are off by is put right."""
+@pytest.mark.parametrize(("far", "first"), [(0.0, 1), (1e4, 1), (1e4, 64)])
+def test_statistics_keep_their_digits_beside_a_larger_mean(far, first, rng):
+    """Sums are taken around a mean of the first numbers and a rounded one: what these are off by is put right."""
     x = (1e6 + rng.standard_normal((8, 4096))).astype(np.float32)
-    x[:, 0] += first
+    x[:, :first] += far
     _, mean, rstd = gpu_ops.layernorm(
         x, np.ones(4096, np.float32), return_stats=True, eps=1e-12, device="cpu"
     )

@@ -24,6 +24,7 @@ from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import (
+    SHORT_SUM,
     TINY,
     add_residual,
     config,
@@ -111,22 +112,34 @@ def backward(
     dbias[...] = partial[1::2].sum(axis=0)
 
 
-_deviations = short_sums(norm.deviations, norm.exact_deviations)
 _squares = short_sums(norm.squared_deviations, norm.exact_squares, TINY)
 
 
 @uncounted
-def mean_of(x):
-    """float64, from what numbers differ from the mean of some."""
-    some = min(SOME, len(x))
+def moments(x):
+    """The mean, and the sum of the squares of what numbers differ from it, float64.
+
+    One pass around the mean of some of the numbers; where that is so far from the mean that digits of the squares
+    would cancel, another one around the mean.
+    """
+    n, some = len(x), min(SOME, len(x))
     near = like(load(x, 0), norm.exact_deviations((x,), (0.0,), 0, some) / some)
     near = near if abs(near) < np.inf else like(near, 0.0)
-    return near + _deviations((x,), (near,), (np.float64(near),)) / len(x)
+    total = squares = 0.0
+    for start in range(0, n, SHORT_SUM):
+        count = min(SHORT_SUM, n - start)
+        deviations, square = norm.moments((x,), (near,), start, count)
+        if not TINY < square < np.inf:
+            deviations, square = norm.exact_moments((x,), (np.float64(near),), start, count)
+        total, squares = total + deviations, squares + square
+    mean = near + total / n
+    around = squares - total * total / n
+    return mean, sum_of_squares(x, mean) if around < 0.25 * squares else around
 
 
 @uncounted
 def sum_of_squares(x, mean):
-    """Of what numbers differ from the mean: around its rounding, which is put right then."""
+    """Around the mean's rounding, which is put right then."""
     near = like(load(x, 0), mean)
     total = _squares((x,), (near,), (np.float64(near),)) - len(x) * (mean - near) ** 2
     return 0.0 if total < 0.0 else total
@@ -169,8 +182,7 @@ def layernorm_forward(
                 shared = shared_chunks(lines, 1, s, r, first, stop)
                 add_residual(sums, s, row, residual, r, after, out, shared, streaming)
                 row = read_row(sums, (0,))
-            exact, shared = mean_of(row), shared_chunks(lines, 0, y, r, first, stop)
-            squares = sum_of_squares(row, exact)
+            (exact, squares), shared = moments(row), shared_chunks(lines, 0, y, r, first, stop)
             mean[r] = center = like(load(w, 0), exact)
             rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
             if has_bias:

@@ -11,8 +11,10 @@ rms_sums               rows of dy, x; weight                 rstd of each, weigh
                                                              dy n weight for each row, of dy n for each column
 exact_rms_sum          dy, x, weight                         rstd, weight_offset; of the products, in float64
 rms_gradient           dy, x, weight[, dresidual]            rstd, weight_offset, mean of the products
-deviations             x                                     a number near the mean
-exact_deviations       x                                     the same, in float64
+exact_deviations       x                                     a number near the mean, in float64
+moments                x                                     a number near the mean; of the deviations from it, and
+                                                             of their squares
+exact_moments          x                                     the same, in float64
 squared_deviations     x                                     mean
 exact_squares          x                                     mean, in float64
 layer_scale            x, weight[, bias]                     mean, rstd
@@ -70,6 +72,16 @@ def _rms_gradient(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
     return (d + more[0] if more else d,)
 
 
+def _moments(operands: Chunks, scalars: Chunks) -> tuple[Chunk, Chunk]:
+    deviation = operands[0] - scalars[0]
+    return deviation, _squared(deviation)
+
+
+def _exact_moments(operands: Chunks, scalars: Chunks) -> tuple[Chunk, Chunk]:
+    deviation = operands[0].doubles() - scalars[0]
+    return deviation, _squared(deviation)
+
+
 def _layer_scale(operands: Chunks, scalars: Chunks) -> tuple[Chunk]:
     (x, weight, *bias), (mean, rstd) = operands, scalars
     y = (x - mean) * rstd * weight
@@ -103,7 +115,8 @@ rms_gradient = map_rows(_rms_gradient)
 exact_rms_sum = fold_rows(_exact_rms_sum, double=True)
 rms_sums = sum_rows(_rms_sums)
 rms_sums_llama = sum_rows(_rms_sums_llama)
-deviations = fold_rows(lambda operands, scalars: (operands[0] - scalars[0],))
+moments = fold_rows(_moments, sums=2)
+exact_moments = fold_rows(_exact_moments, sums=2, double=True)
 exact_deviations = fold_rows(lambda operands, scalars: (operands[0].doubles() - scalars[0],), double=True)
 squared_deviations = fold_rows(lambda operands, scalars: (_squared(operands[0] - scalars[0]),))
 exact_squares = fold_rows(
