@@ -85,7 +85,12 @@ def read_bitnet(
         weight_scale = one_of(name, "weight_scale", weight_scale, ("multiply", "divide"))
     meaning = _scale_meaning(name, weight_scale, _config(name, where, config))
     opened = [_open(name, safetensors, file) for file in files]
-    holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118  # not a dict
+    holder: dict[str, Any] = {}
+    for file, contents in zip(files, opened, strict=True):
+        for key in contents.keys():  # noqa: SIM118  # not a dict
+            if key in holder:
+                raise FormatError(f"{name}: {key} is in {file.name} and in a file before it; expected it once")
+            holder[key] = contents
     packed = [key.removesuffix(".weight_scale") for key in holder if key.endswith(".weight_scale")]
     matrices = {}
     for module in _chosen(name, names, packed):

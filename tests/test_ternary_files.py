@@ -50,6 +50,14 @@ def config_of(linear_class):
     return {"hidden_size": 5, "quantization_config": {"quant_method": "bitnet", **given}}
 
 
+def test_a_tensor_in_two_files_is_refused(checkpoint):
+    path, _, _ = checkpoint
+    second = path / "model-00002-of-00002.safetensors"
+    second.write_bytes((path / "model-00001-of-00002.safetensors").read_bytes())
+    with pytest.raises(FormatError, match=rf"is in {second.name} and in a file before it"):
+        gpu_ops.read_bitnet(path, weight_scale="multiply")
+
+
 @pytest.mark.parametrize(
     ("linear_class", "divides"), [("autobitlinear", False), ("bitlinear", True), (None, True)]
 )
