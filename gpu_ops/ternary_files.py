@@ -89,7 +89,9 @@ def read_bitnet(
     for file, contents in zip(files, opened, strict=True):
         for key in contents.keys():  # noqa: SIM118  # not a dict
             if key in holder:
-                raise FormatError(f"{name}: {key} is in {file.name} and in a file before it; expected it once")
+                raise FormatError(
+                    f"{name}: {key} is in {file.name} and in a file before it; expected it once"
+                )
             holder[key] = contents
     packed = [key.removesuffix(".weight_scale") for key in holder if key.endswith(".weight_scale")]
     matrices = {}

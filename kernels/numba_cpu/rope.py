@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, read_row, write_row
 from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, place_of, scratch
 from gpu_ops.kernels.numba_cpu.ir.rotate import (
     rotate_halves,
@@ -141,7 +140,7 @@ def rotate_tokens(
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     streaming = streaming and not in_place
     at_once, most = 1, min(BLOCK_TOKENS, max(len(line) // head_dim, 1)) if streaming else BLOCK_TOKENS
-    if takes_vectors(out, rotary_dim) and (y_step == head_dim or not streaming):
+    if y_step == head_dim or not streaming:
         at_once = most if heads_outer else nheads
         if streaming:
             at_once = min(at_once, len(line) // head_dim)
@@ -210,40 +209,16 @@ def following(rows, row, s, most):
 
 
 @njit(inline="always")
-def takes_vectors(y, rotary_dim):
-    """Whether ``rotate`` takes several heads at once: their halves are whole chunks."""
-    return rotary_dim // 2 % chunk_elements(y) == 0
-
-
-@njit(inline="always")
 def rotate(x, x_step, y, y_step, n, cos, sin, turn_step, rotary_dim, interleaved, conjugate):
-    """``n`` heads of a token, or tokens of a head, whose cos and sin are ``turn_step`` > 0 apart; one where they do
-    not take vectors."""
-    half = np.uintp(rotary_dim // 2)  # unsigned: an index that cannot be negative needs no wrap-around test
-    two = np.uintp(2)
-    one = np.uintp(1)
-    sign = cos.dtype.type(-1.0 if conjugate else 1.0)
-    if takes_vectors(y, rotary_dim):
-        half_dim = rotary_dim // 2
-        if turn_step > 0 and interleaved:
-            rotate_pairs_each(x, x_step, y, y_step, n, cos, sin, turn_step, half_dim, sign, ())
-        elif turn_step > 0:
-            rotate_halves_each(x, x_step, y, y_step, n, cos, sin, turn_step, half_dim, sign, ())
-        elif interleaved:
-            rotate_pairs(x, x_step, y, y_step, n, cos, sin, 0, half_dim, sign, ())
-        elif n == 1:  # no loop
-            rotate_halves(x, 0, y, 0, 1, cos, sin, 0, half_dim, sign, ())
-        else:
-            rotate_halves(x, x_step, y, y_step, n, cos, sin, 0, half_dim, sign, ())
+    """``n`` heads of a token, or tokens of a head, whose cos and sin are ``turn_step`` > 0 apart."""
+    half, sign = rotary_dim // 2, cos.dtype.type(-1.0 if conjugate else 1.0)
+    if turn_step > 0 and interleaved:
+        rotate_pairs_each(x, x_step, y, y_step, n, cos, sin, turn_step, half, sign, ())
+    elif turn_step > 0:
+        rotate_halves_each(x, x_step, y, y_step, n, cos, sin, turn_step, half, sign, ())
     elif interleaved:
-        for i in range(half):
-            x1, x2 = load(x, two * i), load(x, two * i + one)
-            c, s = cos[i], sign * sin[i]
-            store(y, two * i, x1 * c - x2 * s)
-            store(y, two * i + one, x2 * c + x1 * s)
+        rotate_pairs(x, x_step, y, y_step, n, cos, sin, 0, half, sign, ())
+    elif n == 1:  # no loop
+        rotate_halves(x, 0, y, 0, 1, cos, sin, 0, half, sign, ())
     else:
-        for i in range(half):
-            x1, x2 = load(x, i), load(x, half + i)
-            c, s = cos[i], sign * sin[i]
-            store(y, i, x1 * c - x2 * s)
-            store(y, half + i, x2 * c + x1 * s)
+        rotate_halves(x, x_step, y, y_step, n, cos, sin, 0, half, sign, ())

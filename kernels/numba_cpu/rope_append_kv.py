@@ -24,7 +24,7 @@ from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cac
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, sum_of_squares
-from gpu_ops.kernels.numba_cpu.rope import rotate, takes_vectors
+from gpu_ops.kernels.numba_cpu.rope import rotate
 
 Array = np.ndarray[Any, Any]
 
@@ -180,8 +180,7 @@ def append_heads(
 def go_together(y, rotary_dim, interleaved):
     """Whether the heads of a token of y can be rotated, and stored, at once."""
     neighbours = y.strides[2] == y.shape[3] * y.itemsize
-    whole = rotary_dim == y.shape[3] and takes_vectors(read_row(y, (0, 0, 0)), rotary_dim)
-    return neighbours and whole and not interleaved
+    return neighbours and rotary_dim == y.shape[3] and not interleaved
 
 
 @kernel(_signature, fastmath=REASSOC)
