@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,13 @@ def causal_bias(q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray | None
     return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
 
-def probabilities(q: np.ndarray, k: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def probabilities(q: np.ndarray, k: np.ndarray, bias: np.ndarray | None, softcap: float = 0.0) -> np.ndarray:
     """softmax(q k^T / sqrt(head_dim)) of one head, float32."""
     scores = (q * np.float32(1 / math.sqrt(q.shape[-1]))) @ k.T
+    if softcap:
+        scores /= np.float32(softcap)
+        np.tanh(scores, out=scores)
+        scores *= np.float32(softcap)
     if bias is not None:
         scores += bias
     scores -= scores.max(axis=-1, keepdims=True)
@@ -34,14 +39,22 @@ def probabilities(q: np.ndarray, k: np.ndarray, bias: np.ndarray | None) -> np.n
     return scores
 
 
-def naive_forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def naive_forward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None, softcap: float = 0.0
+) -> np.ndarray:
+    """``bias``: (seqlen_q, seqlen_k), or that of each head."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     q, k, v = (x.astype(np.float32, copy=False) for x in (q, k, v))
     out = np.empty_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
-            out[b, :, h] = probabilities(q[b, :, h], k[b, :, h // group], bias) @ v[b, :, h // group]
+            p = probabilities(q[b, :, h], k[b, :, h // group], _of_head(bias, h), softcap)
+            out[b, :, h] = p @ v[b, :, h // group]
     return out.astype(dtype, copy=False)
+
+
+def _of_head(bias: np.ndarray | None, h: int) -> np.ndarray | None:
+    return bias if bias is None or bias.ndim == 2 else bias[h]
 
 
 def naive_backward(
@@ -54,7 +67,7 @@ def naive_backward(
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
             q1, k1, v1, dout1 = q[b, :, h], k[b, :, h // group], v[b, :, h // group], dout[b, :, h]
-            p = probabilities(q1, k1, bias)
+            p = probabilities(q1, k1, _of_head(bias, h))
             dv[b, :, h // group] += p.T @ dout1
             ds = dout1 @ v1.T
             ds -= np.einsum("ij,ij->i", p, ds)[:, None]
@@ -144,14 +157,24 @@ def _module(x: Any) -> Any:
 # --- torch ---
 
 
-def torch_forward(causal: bool, x: Inputs) -> Call:
+Attend = Callable[..., Any]
+"""``attend(q, k, v)`` of torch tensors (batch, nheads, seqlen, head_dim)."""
+
+
+def torch_sdpa(causal: bool, x: Inputs) -> Attend:
+    import torch
+
+    grouped = x["q"].shape[2] != x["k"].shape[2]
+    return functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def torch_forward(attention: Callable[[Inputs], Attend], x: Inputs) -> Call:
     import torch
 
     q, k, v = (torch_view(x[name]).transpose(1, 2) for name in "qkv")
-    attend = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    attend = functools.partial(attention(x), q, k, v)
 
     def call() -> Any:
         with torch.no_grad():
@@ -160,14 +183,12 @@ def torch_forward(causal: bool, x: Inputs) -> Call:
     return call
 
 
-def torch_backward(causal: bool, x: Inputs) -> Call:
+def torch_backward(attention: Callable[[Inputs], Attend], x: Inputs) -> Call:
     import torch
 
     q, k, v = (torch_view(x[name]).transpose(1, 2).requires_grad_() for name in "qkv")
     dout = torch_view(x["dout"]).transpose(1, 2)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = attention(x)(q, k, v)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 

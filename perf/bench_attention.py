@@ -1,7 +1,8 @@
 """Attention: forward, backward and decode, against the plain formula and torch's SDPA.
 
 ``python perf/bench_attention.py --device cpu --dtype bfloat16 --seqlen 512 2048 8192``
-``python perf/bench_attention.py --device cuda --grid field`` (or ``gqa``, ``decode``: perf/attention_grids.py)
+``python perf/bench_attention.py --device cuda --grid field`` (or ``gqa``, ``decode``: perf/attention_grids.py;
+``options``: perf/attention_options.py)
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
 from gpu_ops.reference.attention_backward import attention_backward as reference_backward
 from gpu_ops.reference.precision import Precision
-from perf import attention_grids
+from perf import attention_grids, attention_options
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.case import DTYPES, Call, Case, Config, Inputs, maker, nbytes, normal
 
-GRIDS = tuple(attention_grids.GRIDS)
+GRIDS = (*attention_grids.GRIDS, "options")
 SAMPLED = 64
 """Query rows at the end of the sequence whose result is recomputed in float64."""
 WHOLE = 256 << 20
@@ -68,6 +69,8 @@ def cases(config: Config) -> list[Case]:
 
 
 def grid(config: Config) -> list[Case]:
+    if config.grid == "options":
+        return attention_options.cases(config)
     problems = attention_grids.GRIDS[config.grid](config.dtypes or attention_grids.DTYPES, config.seqlens)
     return [
         decode(p.shape, p.dtype, config.device)
@@ -85,7 +88,7 @@ def forward(shape: Shape, dtype: str, causal: bool, device: str) -> Case:
         bias = peers.causal_bias(x["q"], x["k"], causal)
         return functools.partial(peers.naive_forward, x["q"], x["k"], x["v"], bias)
 
-    torch = functools.partial(peers.torch_forward, causal)
+    torch = functools.partial(peers.torch_forward, functools.partial(peers.torch_sdpa, causal))
     return Case(
         op="attention",
         name="forward causal" if causal else "forward",
@@ -137,7 +140,7 @@ def backward(shape: Shape, dtype: str, causal: bool) -> Case:
         make_small=maker(qkv, shape.small, DTYPES[dtype], dout=True),
         ours=ours,
         naive=naive,
-        torch=functools.partial(peers.torch_backward, causal),
+        torch=functools.partial(peers.torch_backward, functools.partial(peers.torch_sdpa, causal)),
         reference=reference,
         backward=True,
         note="naive computes the scores again, as ours does",

@@ -47,7 +47,7 @@ def test_the_grids_of_grouped_heads():
     assert {p.kind for p in problems("decode")} == {"decode"}
 
 
-@pytest.mark.parametrize("name", bench_attention.GRIDS)
+@pytest.mark.parametrize("name", attention_grids.GRIDS)
 def test_a_grid_becomes_cases(name):
     found = grid(name)
     assert len({c.key for c in found}) == len(found) == len(problems(name))
@@ -218,7 +218,7 @@ def test_the_command_line_knows_the_grids(capsys):
     assert len(listed) == 10
     assert listed[-1] == "attention | forward causal | B1 S32768 H64/8 D128 | bfloat16"
     for arguments, message in (
-        (["--grid", "large", "--list"], "attention: field, gqa, decode"),
+        (["--grid", "large", "--list"], "attention: field, gqa, decode, options"),
         (["--grid", "field", "--op", "rope", "--list"], "none for this op"),
     ):
         with pytest.raises(SystemExit) as exit_:
@@ -227,7 +227,7 @@ def test_the_command_line_knows_the_grids(capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", bench_attention.GRIDS)
+@pytest.mark.parametrize("name", attention_grids.GRIDS)
 def test_a_tiny_grid_runs_on_the_cpu(name, monkeypatch):
     monkeypatch.setattr(attention_grids, "TOKENS", 64)
     config = Config(grid=name, seqlens=(32,), dtypes=("float32",), use_torch=False)
