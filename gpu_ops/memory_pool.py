@@ -29,7 +29,9 @@ __all__ = ["POOL", "MemoryPool"]
 
 FROM_BYTES = 1 << 20
 RECENT_BYTES = 64 << 20  # not offered to the system: to offer 2 MiB and use them again takes 15 us
-_HUGE_PAGE = 2 << 20  # the unit of blocks: one fault of the system, in place of 512
+_UNIT = (
+    64 << 10
+)  # of blocks: what a result takes beyond its size is little, and results of nearly one size share
 
 
 class MemoryPool:
@@ -56,7 +58,7 @@ class MemoryPool:
         if size < FROM_BYTES or size > self.limit:
             return np.empty(shape, dtype)
         try:
-            block = self._take(-(-size // _HUGE_PAGE) * _HUGE_PAGE)
+            block = self._take(-(-size // _UNIT) * _UNIT)
         except OSError:  # no more mappings
             return np.empty(shape, dtype)
         return np.asarray(_Loan(self, block))[:size].view(dtype).reshape(shape)
@@ -102,7 +104,9 @@ class _Block(mmap.mmap):
 
     def __new__(cls, size: int) -> _Block:
         block = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a system without huge pages
+        with contextlib.suppress(
+            OSError
+        ):  # huge pages: one fault of the system in place of 512, where it has them
             block.madvise(mmap.MADV_HUGEPAGE)
         block.interface = dict(np.frombuffer(block, np.uint8).__array_interface__)
         return block

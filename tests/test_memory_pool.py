@@ -50,6 +50,16 @@ def test_a_large_result_gets_the_memory_of_the_last(monkeypatch):
     np.testing.assert_array_equal(y, expected)
 
 
+def test_little_more_is_taken_than_asked_for(pool):
+    for size in (MB, MB + 1, 2 * MB + 100, 5 * MB - 1):
+        x = pool.empty((size,), np.uint8)
+        del x
+        assert pool.kept_bytes - size < 64 << 10
+        assert [len(block) for block in pool._kept] == [pool.kept_bytes]
+        pool._kept.clear()
+        pool.kept_bytes = 0
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
 def test_it_is_an_array_like_others(pool, dtype):
     x = pool.empty((2, 617, 999), dtype)
