@@ -40,8 +40,32 @@ class RopeScaling:
     ``theta`` and ``partial_rotary_factor`` are what ``from_hf`` found in a config, else None; ``rope`` uses
     them where its own ``theta`` and ``rotary_dim`` are not given. The object is immutable and hashable.
 
+    Parameters
+    ----------
+    factor : float
+        New context length over the one the model was trained with; at least 1, but for ``linear``.
+    original_max_position : int
+        The length it was trained with.
+    attention_factor, long_attention_factor : float, optional
+        What cos and sin are multiplied by; ``longrope``: the second beyond ``original_max_position``.
+    beta_fast, beta_slow : float
+        ``yarn``: frequencies with more than ``beta_fast`` turns in the original length stay, those with fewer than
+        ``beta_slow`` are divided by ``factor``, between them goes a ramp; ``truncate`` (bool) rounds its ends to
+        whole dimensions.
+    low_freq_factor, high_freq_factor : float
+        ``llama3``: wavelengths beyond ``original_max_position / low_freq_factor`` are divided by ``factor``, those
+        below ``original_max_position / high_freq_factor`` stay, between them goes a ramp.
+    short_factor, long_factor : iterable of float
+        ``longrope``: a divisor for each of the ``rotary_dim / 2`` frequencies.
+
+    Raises
+    ------
+    OptionError
+        A number is out of its range, or one that the kind needs is missing.
+
     Examples
     --------
+    >>> from gpu_ops import RopeScaling
     >>> scaling = RopeScaling.llama3(8.0, 8192)
     >>> scaling.inv_freq(128, theta=500000.0)[[0, -1]]
     array([1.00000000e+00, 3.06892599e-07])
@@ -214,6 +238,7 @@ class RopeScaling:
 
         Examples
         --------
+        >>> from gpu_ops import RopeScaling
         >>> scaling = RopeScaling.from_hf({
         ...     "rope_theta": 500000.0, "max_position_embeddings": 131072,
         ...     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
