@@ -67,6 +67,8 @@ def attention(
         Also return the log of the softmax denominator, natural log.
     out : array like the result, optional
         Receives the result; may not share memory with an input.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -176,11 +178,18 @@ def attention_backward(
         (float32, float64 for float64), those that were given.
     grads : (dq, dk, dv), optional
         Arrays that receive the gradients (``out`` is the forward result here).
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
     dq, dk, dv : arrays like q, k, v
     extra : dict, only with ``return_extra``
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
 
     Notes
     -----

@@ -53,6 +53,8 @@ def attention_decode(
         Parts into which the keys are cut, to give every thread work; 0: chosen.
     causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, return_lse, out
         As in :func:`attention`, with seqlen_k = seqused_k[b].
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

@@ -53,6 +53,8 @@ def attention_varlen(
         without a bound blocks are launched for sequences as long as the total.
     causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, return_lse, out
         As in :func:`attention`; causal is bottom-right aligned within each sequence.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -147,11 +149,18 @@ def attention_varlen_backward(
         As given to :func:`attention_varlen`.
     deterministic, return_extra, grads
         As in :func:`attention_backward`.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
     dq, dk, dv : arrays like q, k, v
     extra : dict with the gradient of ``sinks`` when given, only with ``return_extra``
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
 
     Examples
     --------

@@ -56,6 +56,8 @@ def layernorm(
         Receives y. ``out=x`` works in place.
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -202,6 +204,8 @@ def layernorm_backward(
         Gradient of ``s`` from the residual stream, added to dx. The sum is the gradient of both x and residual.
     out : array like dy, optional
         Receives dx. ``out=dy`` works in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -209,6 +213,11 @@ def layernorm_backward(
     dweight, dbias : array (cols,), float32 (float64 for float64)
         Added up in a fixed order: the same bits every time. dbias comes whether or not the forward call had a bias;
         it costs no memory traffic.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
 
     Examples
     --------

@@ -59,6 +59,8 @@ def rmsnorm(
         Receives y. ``out=x`` works in place.
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -213,12 +215,19 @@ def rmsnorm_backward(
         As in the forward call.
     out : array like dy, optional
         Receives dx. ``out=dy`` works in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
     dx : array like x
     dweight : array (cols,), float32 (float64 for float64)
         Added up in a fixed order: the same bits every time.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
 
     Examples
     --------

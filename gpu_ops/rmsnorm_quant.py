@@ -46,6 +46,8 @@ def rmsnorm_quant_int8(
         quantises y in x's dtype, with the roundings of :func:`rmsnorm`.
     out : (q, scale, rowsum), optional
         Arrays that receive the results.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

@@ -82,6 +82,8 @@ def rope(
         ``"bhsd"``: axes 1 and 2 swapped, (batch, nheads, seqlen, head_dim). No copy is made.
     out
         An array for the result, or a pair with ``k``; may be ``q`` (and ``k``) itself: in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -145,10 +147,17 @@ def rope_backward(
         As in the forward call.
     out
         An array for the result, or a pair with ``dk``; may be ``dq`` (and ``dk``) itself: in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
     Array like ``dq``, or with ``dk`` the pair of arrays like ``dq`` and ``dk``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
 
     Examples
     --------

@@ -98,6 +98,8 @@ def rope_append_kv(
         As in :func:`rope`.
     out : array like q, optional
         Receives the rotated q; may be ``q`` itself: in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

@@ -38,6 +38,8 @@ def swiglu(
         ``gelu_tanh``: ``g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2``.
     out : array (..., d), optional
         Receives y. ``out=gate`` works in place in the split form.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -134,6 +136,8 @@ def swiglu_backward(
         As in the forward call.
     out : pair of arrays like (gate, up), or one array like the packed gate, optional
         Receives the gradients. ``out=(gate, up)``, or packed ``out=gate``, works in place.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

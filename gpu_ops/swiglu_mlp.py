@@ -43,6 +43,8 @@ def swiglu_mlp(
         As in :func:`swiglu`.
     out : array (..., hidden_out), optional
         Receives y; may not share memory with an input.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -146,6 +148,8 @@ def swiglu_mlp_backward(
         As in the forward call.
     out : (dx, dw_gate, dw_up, dw_down), optional
         Arrays that receive the gradients; none may share memory with an input.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

@@ -64,6 +64,8 @@ def ternary_quantize(
         along K, which it must divide.
     threshold : float, optional
         See ``method``; default 0.7 (absmax, twn), 50 (percentile), 0 (meanstd). absmean takes none.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -171,6 +173,8 @@ def ternary_pack(
     scale : float or array, optional
         Only for tq1_0, tq2_0 (blocks of 256 weights) and q2_0 (64), which embed an fp16 scale per block: a number,
         ``(N,)`` or ``(N, K / block)``; 1.0 when absent. Elsewhere scales are kept apart.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------
@@ -251,6 +255,8 @@ def ternary_unpack(
         Refuse every byte that no encoder writes: invalid codes, a wrong length, filled padding, a scale
         that is not finite. With ``strict=False`` longer input is cut and invalid codes become what the format's
         published decoder makes of them (a 2-bit code 3 gives +2).
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

@@ -47,6 +47,8 @@ def ternary_matmul_backward(
         As in the forward call.
     out : (dx, dw), optional
         Arrays that receive the gradients; none may share memory with an input.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

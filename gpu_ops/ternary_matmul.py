@@ -48,6 +48,8 @@ def ternary_matmul(
     activations : {"int8", "native"}
     out : array (..., N), optional
         x's dtype (float32 for a ternary x); may not overlap x.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
     Returns
     -------

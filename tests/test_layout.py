@@ -208,6 +208,14 @@ def test_public_functions_have_a_running_example():
         assert tests[op].examples, f"{op} has no example"
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_docstrings_say_what_a_manual_says(op):
+    text = inspect.getdoc(getattr(gpu_ops, op))
+    for section in ("Parameters", "Returns", "Raises", "Examples"):
+        assert text.count(f"\n{section}\n{'-' * len(section)}\n") == 1, f"{op}: {section}"
+    assert "\ndevice, backend : str, optional\n" in text.partition("\nReturns\n")[0]
+
+
 def test_version_is_the_changelogs():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{gpu_ops.__version__}]" in changelog
