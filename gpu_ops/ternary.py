@@ -293,7 +293,7 @@ strict=False decodes it all the same
 
     def compute(on: Device | None) -> tuple[Array, Array]:
         trits = arrays.new(size, np.int8, "trits")
-        return trits, unpack_there(on, choice.backend, data.reshape(-1)[:need], trits, fmt)
+        return trits, unpack_there(on, choice.backend, data.ravel()[:need], trits, fmt)
 
     def by_numpy() -> Array:
         return unpack(name, on_host(data), size, fmt, strict=strict)

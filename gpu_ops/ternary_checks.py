@@ -130,4 +130,4 @@ def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
         )
     if not np.isfinite(array).all():
         raise OptionError("TernaryMatrix: scale holds NaN or infinity")
-    return array
+    return np.ascontiguousarray(array) if array.ndim else array  # GPU kernels take it as it lies

@@ -117,7 +117,7 @@ _LINES_SHAPE = np.dtype(
 
 def _lines(device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, most: int) -> Any:
     if format == "i2_s" and (side_by_side((trits,)) or trits.shape[1] % 128):
-        trits = trits.reshape(1, -1)  # blocks may lie across rows
+        trits = trits.ravel()[None]  # contiguous: blocks may lie across rows
     n, k = trits.shape
     layout = LINES[format]
     lines = -(-n // layout.rows)

@@ -200,6 +200,5 @@ def _used(cache: Array, b: int, seqlen: int, block_table: Array | None) -> Array
     """The used keys (or values) of sequence ``b``: (seqlen, nheads_kv, head_dim)."""
     if block_table is None:
         return cache[b, :seqlen]
-    page_size = cache.shape[1]
-    pages = block_table[b, : -(-seqlen // page_size)]
+    pages = block_table[b, : -(-seqlen // max(cache.shape[1], 1))]
     return cache[pages].reshape(-1, *cache.shape[2:])[:seqlen]

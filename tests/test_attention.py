@@ -53,6 +53,7 @@ def quick_on_emulator(raw):
         "test_keys_behind_a_bias_may_hold_anything": {"bad": [np.inf] * raw},
         "test_bias_broadcasts": {"shape": [(), (113, 1), (4, 1, 203)] * raw},
         "test_a_visible_nan_is_not_lost": {"dtype": ["bfloat16"] * raw, "softcap": [0.0]},
+        "test_a_cap_far_above_the_scores_costs_no_digits": {"dtype": ["bfloat16", "float32"] * raw},
         **dict.fromkeys(("test_options", "test_against_torch", "test_large_scores_do_not_overflow"), None),
         **({} if raw else dict.fromkeys(SHARED, None)),
     }
@@ -279,6 +280,13 @@ def _visible(p):
 
     options = {"causal": False, "window_size": (-1, -1), "bias": None, "block_mask": None} | p.options
     return visible_keys((1, 1, p.q.shape[1], p.k.shape[1]), **options)[0, 0]
+
+
+@pytest.mark.parametrize("softcap", [50.0, 1e6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cap_far_above_the_scores_costs_no_digits(dtype, softcap, backend):
+    e = expected(seqlens=(20, 20), head_dims=(64, 64), dtype=dtype, softcap=softcap)
+    e.check("out", gpu_ops.attention(*e.problem.arrays, **e.problem.options, **backend))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 4.0])

@@ -183,6 +183,13 @@ def test_empty_inputs(used, seqlen_q, page_size, backend):
     assert (lse == -np.inf).all()
 
 
+def test_pages_without_rows(backend):
+    q, pages = np.ones((1, 1, 2, 8), np.float32), np.ones((1, 0, 1, 8), np.float32)
+    lengths, table = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
+    out = gpu_ops.attention_decode(q, pages, pages, seqused_k=lengths, block_table=table, **backend)
+    np.testing.assert_array_equal(out, np.zeros_like(q))
+
+
 def test_a_used_nan_is_not_lost(backend):
     (q, k, v), options = make()
     v[0, 350, 0, 7] = np.nan

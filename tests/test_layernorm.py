@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
@@ -105,6 +106,15 @@ def test_statistics_keep_their_digits_beside_a_larger_mean(far, first, rng):
     wide = x.astype(np.float64)
     np.testing.assert_allclose(mean, wide.mean(axis=-1), rtol=6e-8)
     np.testing.assert_allclose(rstd, 1 / np.sqrt(wide.var(axis=-1) + 1e-12), rtol=2e-7)
+
+
+@pytest.mark.parametrize("cols", [7, 1000, 9000])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])  # float64 has no wider sums
+def test_a_constant_row_is_the_bias(cols, dtype, backend):
+    x, bias = np.full((2, cols), 3.3, dtype), np.full(cols, 0.25, dtype)
+    y, mean, _ = gpu_ops.layernorm(x, np.ones_like(bias), bias, return_stats=True, **backend)
+    np.testing.assert_array_equal(mean, x[:, 0].astype(mean.dtype))
+    np.testing.assert_array_equal(y, np.broadcast_to(bias, y.shape))
 
 
 def test_constant_rows(backend, dtype):

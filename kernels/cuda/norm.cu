@@ -68,9 +68,9 @@ __device__ __forceinline__ void add(Chains& sum, const vec& v, float scale) {
     for (int e = 0; e < VEC; ++e) sum.sum[e % Chains::kMany] = fmaf(element(v, e), scale, sum.sum[e % Chains::kMany]);
 }
 
-// Sums of d = (v - shift) * scale and of d^2; shift is 0 in RMSNorm. The sum of d is needed where the shift is not the
-// mean of all.
-constexpr bool kShifted = kLayer && kTeam;
+// Sums of d = (v - shift) * scale and of d^2; shift is 0 in RMSNorm. In LayerNorm it is a rounded mean, of what a team
+// has on the chip: the sum of d says how far that is from the mean of all, so that a constant row becomes 0.
+constexpr bool kShifted = kLayer;
 
 struct Moments {
     Chains first, second;

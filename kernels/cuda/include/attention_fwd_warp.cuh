@@ -2,10 +2,11 @@
 #pragma once
 #include "attention_fwd_config.cuh"
 
-// softcap's tanh. The approximation is off by half a unit of float16, which is too much for float.
+// softcap's tanh. The approximation is off by half a unit of float16, which is too much for float: a cap that is large
+// beside the scores multiplies what is lost of small ones.
 __device__ __forceinline__ float soft_sign(float x) {
     if constexpr (sizeof(scalar) == 2) return ptx::tanh(x);
-    else return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2e * x));
+    else return tanhf(x);
 }
 
 // A bias below it hides nothing and, in units of log2, would be -inf.
