@@ -108,6 +108,12 @@ def _eight(rng: np.random.Generator) -> Arguments:
     return [x, np.zeros(64, np.float32), 64], {1: np.tile(x, 8)}
 
 
+def _read_only(rng: np.random.Generator) -> Arguments:
+    x = rng.standard_normal(64).astype(np.float32)
+    x.flags.writeable = False
+    return [x, np.zeros(64, np.float32)], {1: 2 * x}
+
+
 def _in_place(rng: np.random.Generator) -> Arguments:
     x = rng.standard_normal(64).astype(np.float32)
     return [x, x], {1: (doubled := 2 * x) + doubled[::-1]}
@@ -155,6 +161,10 @@ BUGS = [
   y[t] = v.x + v.w;
 """, says=("16-byte read", "byte 8 of argument 0"),
         args=row(lambda x: x[::8] + x[3::8], outputs=8)),
+    Bug("input written", "write to a read-only argument", """
+  y[t] = 2 * x[t];         // good
+  ((float*)x)[t] = y[t];   // bad BUG
+""", says=("4-byte write", "byte 0 of argument 0 (256 bytes)"), args=_read_only),
     Bug("tail of a tile never filled", "uninitialised read", """
   __shared__ float s[64];
   if (t < n) s[t] = x[t];

@@ -18,7 +18,7 @@ LINE = re.compile(r"kernel\.cu:(\d+)\)")  # of a chain of inlined calls the oute
 
 
 # What the machine finds by itself; a gap in a strided array takes the sanitizer.
-ALWAYS = {"out of bounds", "misaligned", "deadlock", "livelock", "trap"}
+ALWAYS = {"out of bounds", "misaligned", "write to a read-only argument", "deadlock", "livelock", "trap"}
 ALSO_ALWAYS, NOT_ALWAYS = {"barriers of one warp in both branches"}, {"gap between rows read"}
 
 
@@ -67,6 +67,41 @@ def test_without_the_sanitizer_only_the_machine_finds_faults(bug, rng):
         found = error.kind
     always = (bug.kind in ALWAYS or bug.name in ALSO_ALWAYS) and bug.name not in NOT_ALWAYS
     assert found == (bug.kind if always else None)
+
+
+STORE = 'extern "C" __global__ void k(float* y) { y[threadIdx.x + 2] = 7; }'
+ADD = 'extern "C" __global__ void k(float* y) { atomicAdd(y, 1.f); }'
+
+
+@pytest.mark.parametrize("sanitize", [True, False])
+@pytest.mark.parametrize(
+    ("source", "verb"),
+    [(STORE, "write at .* byte 8"), (ADD, "atomic at .* byte 0")],
+    ids=["store", "atomic"],
+)
+@pytest.mark.parametrize("memory", ["bytes", "file"])
+def test_what_is_read_only_stays_as_it_is(source, verb, memory, sanitize, tmp_path):
+    """An immutable object would change, a mapped file end the process."""
+    given = bytes(256)
+    y = np.frombuffer(given, np.float32)
+    if memory == "file":
+        path = tmp_path / "y"
+        path.write_bytes(given)
+        y = np.memmap(path, np.float32, "r")
+    with pytest.raises(SanitizerError, match=f"{verb} of argument 0") as caught:
+        launch(source, "k", 1, 32, (y,), sanitize=sanitize)
+    assert caught.value.kind == "write to a read-only argument"
+    assert not y.any()
+
+
+def test_a_read_only_view_of_what_may_be_written():
+    """`out=x` where one of the two is a read-only view: the memory is not."""
+    y = np.zeros(64, np.float32)
+    x = y[:]
+    x.flags.writeable = False
+    source = 'extern "C" __global__ void k(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x] + 1; }'
+    launch(source, "k", 1, 64, (x, y))
+    assert (y == 1).all()
 
 
 def test_polling_that_counts_is_a_livelock_in_the_end(monkeypatch):

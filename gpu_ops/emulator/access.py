@@ -72,10 +72,14 @@ def locate(m: Machine, access: Access, mask: Mask, where: Array) -> Place:
     lanes = m.active_lanes(mask)
     if len(where) > 1 and len(lanes) < len(where):
         where = where[lanes]
-    host, owner, kind, position = m.memory.resolve(access.space, lanes, where, access.size)
+    host, owner, kind, position = m.memory.resolve(
+        access.space, lanes, where, access.size, write=access.write
+    )
     if kind:
         at = int(where[0 if len(where) == 1 else position])
         what = "misaligned" if kind == compiled.MISALIGNED else "out of bounds"
+        if what == "out of bounds" and access.write and m.memory.read_only(access.space, at, access.size):
+            what = "write to a read-only argument"
         verb = "atomic" if access.atomic else "write" if access.write else "read"
         extent = f"{access.size}-byte {verb} at {at:#x}, {m.memory.describe(access.space, at)}"
         raise m.fault(what, access.pc, int(lanes[position]), extent)

@@ -65,6 +65,7 @@ class Allocation:
     bytes: int
     host: int
     keep: Any  # what owns the host memory
+    writable: bool = True
     shadow: Array | None = None
 
     @property
@@ -97,15 +98,21 @@ class Memory:
                 variable.name, data.ctypes.data, data.size, data
             ).start
             self._variable_bytes(variable, data)
-        self.table = np.array(
-            [
-                [a.start, a.end, a.host, 0 if a.shadow is None else a.shadow.ctypes.data]
-                for a in self.allocations
-            ],
-            np.int64,
-        ).reshape(-1, 4)
+        self._tabulate()
         self.windows = np.zeros(7, np.int64)
         self.shared = self.local = np.zeros((0, 0), np.uint8)
+
+    def _tabulate(self) -> None:
+        """What addresses are looked up in. For stores, a read-only allocation has no bytes: no access pays for it."""
+        rows = [
+            [a.start, a.end, a.host, 0 if a.shadow is None else a.shadow.ctypes.data]
+            for a in self.allocations
+        ]
+        self.table = np.array(rows, np.int64).reshape(-1, 4)
+        self._store_table = self.table.copy()
+        for row, allocation in zip(self._store_table, self.allocations, strict=True):
+            if not allocation.writable:
+                row[1] = allocation.start
 
     def _variable_bytes(self, variable: Any, data: Array) -> None:
         initial = bytes(initial_bytes(variable, self.symbols))
@@ -125,6 +132,7 @@ class Memory:
         name = " / ".join(dict.fromkeys(b.name for b in span.buffers if b.name))
         keep = [b.array for b in span.buffers]
         allocation = self._allocate(name, span.low, span.high - span.low, keep, skew)
+        allocation.writable = any(array.flags.writeable for array in keep)
         if self.shadowed:
             allocation.shadow = _shadow(span)
 
@@ -141,8 +149,7 @@ class Memory:
     def constant(self, name: str, data: Array) -> int:
         """Place bytes the host made (the kernel's parameters); must precede the first access."""
         allocation = self._allocate(name, data.ctypes.data, data.size, data)
-        row = np.array([[allocation.start, allocation.end, allocation.host, 0]], np.int64)
-        self.table = np.concatenate([self.table, row])
+        self._tabulate()
         return allocation.start
 
     def begin(self, blocks: int, threads: int, dynamic_shared: int) -> None:
@@ -157,11 +164,19 @@ class Memory:
             self.local.ctypes.data, LOCAL_BASE + local, self.local.shape[1],
         )  # fmt: skip
 
-    def resolve(self, space: int, lanes: Array, address: Array, size: int) -> tuple[Array, Array, int, int]:
+    def resolve(
+        self, space: int, lanes: Array, address: Array, size: int, *, write: bool
+    ) -> tuple[Array, Array, int, int]:
         """(host pointers, owners, fault kind or 0, position of the first fault) for each lane."""
         host, owner = np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32)
-        kind, position = compiled.resolve(space, lanes, address, size, self.table, self.windows, host, owner)
+        table = self._store_table if write else self.table
+        kind, position = compiled.resolve(space, lanes, address, size, table, self.windows, host, owner)
         return host, owner, kind, position
+
+    def read_only(self, space: int, address: int, size: int) -> bool:
+        """Whether bytes that no store reaches could be loaded."""
+        lane, at = np.zeros(1, np.int32), np.array([address], np.uint64)
+        return not self.resolve(space, lane, at, size, write=False)[2]
 
     def describe(self, space: int, address: int) -> str:
         """Where an address lies, for messages: in or beside which allocation."""

@@ -1,6 +1,7 @@
 """Watches a run for faults that lock-step execution would hide: races, reads of what nobody wrote, wrong masks.
 
-Out-of-bounds and misaligned accesses, barrier divergence and deadlock are found by the machine itself, always.
+Accesses out of bounds or misaligned, writes to read-only arguments, barrier divergence and deadlock are found by the
+machine itself, always.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["KINDS", "Sanitizer"]
 KINDS = (
     "out of bounds",
     "misaligned",
+    "write to a read-only argument",
     "uninitialised read",
     "poisoned read",
     "read-only load of written data",
