@@ -40,7 +40,6 @@ __all__ = [
 Array = np.ndarray[Any, Any]  # or a cupy.ndarray, which has the same shape, dtype and strides
 
 _DEFAULT_ARCH = "sm_80"  # the oldest with bfloat16, cp.async and tensor cores for it
-_MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Device(Protocol):
@@ -135,7 +134,6 @@ class EmulatorDevice:
         from gpu_ops import emulator
         from gpu_ops.kernels.jit import CudaKernel, compile_kernel
 
-        self._check_limits(kernel, grid, shared)
         if 0 in grid:
             return
         compiled = compile_kernel(kernel, self.arch)
@@ -163,18 +161,6 @@ class EmulatorDevice:
         at = _address(array)
         bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
         return Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
-
-    def _check_limits(self, kernel: CudaKernel | NumbaKernel, grid: tuple[int, ...], shared: int) -> None:
-        """What a driver refuses to launch."""
-        from gpu_ops.emulator import EmulatorError
-
-        if any(n > most for n, most in zip(grid, _MAX_GRID, strict=False)):
-            raise EmulatorError(f"{kernel.label}: a grid of {grid} blocks; at most {_MAX_GRID}")
-        if shared > self.smem_per_block_optin:
-            raise EmulatorError(
-                f"{kernel.label}: {shared} bytes of shared memory; a block of {self.arch} may have "
-                f"{self.smem_per_block_optin}"
-            )
 
     def _check_resident(self, compiled: Compiled, blocks: int, threads: int, shared: int) -> None:
         """A driver refuses a cooperative launch of more blocks than run at the same time."""

@@ -67,12 +67,6 @@ def test_sample_runs_chosen_blocks_only():
         launch(SOURCE, case.name, case.grid, case.block, case.args, sample=[20])
 
 
-def test_an_empty_grid_does_nothing():
-    case = where_am_i((1,), (32,))
-    launch(SOURCE, case.name, 0, 32, case.args)
-    assert not case.args[0].any()
-
-
 def test_launches_leave_nothing_behind():
     """Module variables and shared memory are fresh for each launch."""
     for _ in range(2):
@@ -99,9 +93,77 @@ def test_ptx_text_runs_as_its_source_does():
         ("by_value", 1, (b"12", b"34", 1, np.zeros(1), 1), "argument 0 has 2 bytes .* parameter 32"),
         ("clocks", 1025, (np.zeros(4, np.int64),), "1025.* a block has 1 to 1024"),
         ("clocks", (32, 32, 2), (np.zeros(4, np.int64),), "a block has 1 to 1024"),
-        ("clocks", 0, (np.zeros(4, np.int64),), "a block has 1 to 1024"),
     ],
 )
 def test_a_launch_that_cannot_be(name, block, args, message):
     with pytest.raises(EmulatorError, match=message):
         launch(SOURCE, name, 1, block, args)
+
+
+SHARED = r"""
+extern "C" __global__ void dynamic(float* y) { extern __shared__ float d[]; d[0] = 7; y[0] = d[0]; }
+extern "C" __global__ void both(float* y) {
+  extern __shared__ float d[];
+  __shared__ volatile float s[256];
+  s[0] = d[0] = 7;
+  y[0] = s[0] + d[0];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arch", "kib"), [("sm_75", 64), ("sm_80", 163), ("sm_86", 99), ("sm_90a", 227), ("sm_120", 99)]
+)
+def test_a_block_has_the_shared_memory_of_its_architecture(arch, kib):
+    y, most = np.zeros(1, np.float32), kib * 1024
+    launch(SHARED, "dynamic", 1, 1, (y,), shared=most, arch=arch)
+    launch(SHARED, "both", 1, 1, (y,), shared=most - 1024, arch=arch)
+    assert y[0] == 14
+    message = f"bytes of dynamic and {{}} of static .* of {arch} may have {most}"
+    with pytest.raises(EmulatorError, match=message.format(0)):
+        launch(SHARED, "dynamic", 1, 1, (y,), shared=most + 1, arch=arch)
+    with pytest.raises(EmulatorError, match=message.format(1024)):
+        launch(SHARED, "both", 1, 1, (y,), shared=most - 1023, arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared", "message"),
+    [
+        (
+            (1, 65536),
+            1,
+            0,
+            r"dynamic: a grid of \(1, 65536, 1\) blocks; at most \(2147483647, 65535, 65535\)",
+        ),
+        ((1, 1, 65536), 1, 0, "a grid of"),
+        (1 << 31, 1, 0, "a grid of"),
+        (1, (1, 1, 65), 0, r"a block of \(1, 1, 65\) threads; at most \(1024, 1024, 64\)"),
+        (0, 1, 0, "grid is 0; pass 1 to 3 ints, each at least 1"),
+        ((4, 0), 1, 0, r"grid is \(4, 0\)"),
+        (-1, 1, 0, "grid is -1"),
+        ("4", 1, 0, "grid is '4'"),
+        (1.5, 1, 0, "grid is 1.5"),
+        (None, 1, 0, "grid is None"),
+        ((1, 1, 1, 2), 1, 0, r"grid is \(1, 1, 1, 2\)"),
+        ((), 1, 0, r"grid is \(\)"),
+        (1, 0, 0, "block is 0"),
+        (1, (32, -1), 0, r"block is \(32, -1\)"),
+        (1, 32.0, 0, "block is 32.0"),
+        (1, 1, -4, "shared is -4; pass a number of bytes"),
+        (1, 1, 4.0, "shared is 4.0"),
+    ],
+)
+def test_what_no_driver_launches(grid, block, shared, message):
+    y = np.zeros(1, np.float32)
+    with pytest.raises(EmulatorError, match=message):
+        launch(SHARED, "dynamic", grid, block, (y,), shared=shared, sample=[0])
+    assert y[0] == 0
+
+
+def test_the_largest_grid_and_block_of_a_driver():
+    y = np.zeros(1, np.float32)
+    launch(
+        SHARED, "dynamic", (2**31 - 1, 65535, 65535), (1, 1, 64), (y,), shared=4, sample=[0], sanitize=False
+    )
+    assert y[0] == 7
+    launch(SHARED, "dynamic", np.array([1, 2]), np.int64(1), (y,), shared=4)

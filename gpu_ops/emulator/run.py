@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator import arguments
+from gpu_ops.emulator import arguments, limits
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.machine import WARP, Machine
 from gpu_ops.emulator.memory import Memory
@@ -53,12 +53,12 @@ def launch(
     name : str
         The entry; in CUDA C++ an ``extern "C" __global__`` function.
     grid, block : int or tuple of up to 3 ints
-        Blocks, and threads of a block (1 to 1024), as ``x``, ``(x, y)`` or ``(x, y, z)``.
+        Blocks, and threads of a block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
         NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. A CUDA C++
         kernel takes an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
     shared : int
-        Dynamic shared memory of a block, in bytes.
+        Dynamic shared memory of a block, in bytes: with the static one, as much as the architecture allows.
     arch : str
         What CUDA C++ is compiled for.
     sanitize : bool
@@ -77,7 +77,7 @@ def launch(
     PtxError, UnknownInstruction
         The text is not understood, or has an instruction that the emulator does not have.
     EmulatorError
-        No such kernel, or arguments that do not fit its parameters.
+        No such kernel, arguments that do not fit its parameters, or more than a driver launches.
     KernelCompileError
         The CUDA C++ does not compile, or there is no compiler.
 
@@ -179,12 +179,6 @@ def _module(source: str, arch: str) -> Module:
     return module
 
 
-def _triple(size: int | tuple[int, ...]) -> tuple[int, int, int]:
-    given = (size,) if isinstance(size, int) else tuple(size)
-    x, y, z = (*given, 1, 1, 1)[:3]
-    return int(x), int(y), int(z)
-
-
 def _launch(
     program: Program,
     grid: int | tuple[int, ...],
@@ -196,10 +190,9 @@ def _launch(
     sample: Iterable[int] | None = None,
     together: bool = False,
 ) -> None:
-    grid, block = _triple(grid), _triple(block)
+    grid, block = limits.triple("grid", grid), limits.triple("block", block)
+    limits.check(program, grid, block, shared)
     threads = math.prod(block)
-    if not 0 < threads <= 1024:
-        raise EmulatorError(f"{program.title}: a block of {block} threads; a block has 1 to 1024")
     count = math.prod(grid)
     blocks = np.arange(count) if sample is None else np.unique(np.fromiter(sample, np.int64))
     if len(blocks) and not 0 <= blocks[0] <= blocks[-1] < count:
