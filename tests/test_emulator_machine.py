@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import EmulatorError, launch
+from gpu_ops.emulator import Buffer, EmulatorError, launch
 from gpu_ops.emulator import run as runner
 from gpu_ops.kernels.jit import compile_text
 from tests.emulator_kernel_cases import CASES, SHAPES, where_am_i
@@ -158,6 +158,74 @@ def test_what_no_driver_launches(grid, block, shared, message):
     with pytest.raises(EmulatorError, match=message):
         launch(SHARED, "dynamic", grid, block, (y,), shared=shared, sample=[0])
     assert y[0] == 0
+
+
+NUMBERS = r"""
+extern "C" __global__ void numbers(double* y, char c, int i, unsigned long long u, float f, double d) {
+  y[0] = c; y[1] = i; y[2] = u; y[3] = f; y[4] = d;
+}
+"""
+
+
+def test_a_python_number_becomes_what_the_parameter_is():
+    y = np.zeros(5)
+    launch(NUMBERS, "numbers", 1, 1, (y, -3, True, 1 << 40, 2, 0.1))
+    assert y.tolist() == [-3, 1, 1 << 40, 2, 0.1]
+    launch(NUMBERS, "numbers", 1, 1, [y, np.int8(4), np.array(5, np.int32), np.uint64(6), np.float32(7), 8])
+    assert y.tolist() == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "message"),
+    [
+        (0, [1.0, 2.0], "argument 0 is list; a kernel takes NumPy arrays and Buffers"),
+        (0, None, "argument 0 is None; .* 0 is a null pointer"),
+        (0, "y", "argument 0 is str"),
+        (0, np.str_("y"), "argument 0 is str_"),
+        (0, (1, 2), "argument 0 is tuple"),
+        (0, 1.5, "argument 0 is 1.5, the kernel's parameter an integer"),
+        (0, np.array([None]), "argument 0 is an array of Python objects"),
+        (0, Buffer([1.0]), "argument 0 is a Buffer of list"),
+        (1, 1.5, "argument 1 is 1.5, the kernel's parameter an integer"),
+        (2, np.zeros(4), "argument 2 is an array, the kernel's parameter of type u32 no pointer"),
+        (2, np.zeros(0), "argument 2 is an array"),
+        (2, 1j, "argument 2 is complex"),
+        (2, np.float32(1), r"argument 2 is np.float32\(1.0\), the kernel's parameter of type u32"),
+        (4, np.int32(1), r"argument 4 is np.int32\(1\), the kernel's parameter of type f32"),
+        (5, np.zeros(4), "argument 5 is an array, the kernel's parameter of type f64 no pointer"),
+    ],
+)
+def test_what_is_no_argument(at, wrong, message):
+    args = [np.zeros(5), 1, 2, 3, 4, 5]
+    args[at] = wrong
+    with pytest.raises(EmulatorError, match=message):
+        launch(NUMBERS, "numbers", 1, 1, args)
+
+
+@pytest.mark.parametrize("args", [np.zeros(32), "y", None, 7, Buffer(np.zeros(4))])
+def test_arguments_come_as_a_sequence(args):
+    with pytest.raises(EmulatorError, match=r"args is \w+; pass a sequence .* such as \(x, y, n\)"):
+        launch(NUMBERS, "numbers", 1, 1, args)
+
+
+@pytest.mark.parametrize("sample", [0, [0.5], ["0"], "0"])
+def test_a_sample_is_of_ids(sample):
+    with pytest.raises(EmulatorError, match=r"sample is .* pass linear ids of blocks"):
+        launch(NUMBERS, "numbers", 1, 1, (np.zeros(5), 1, 2, 3, 4, 5), sample=sample)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (None, "numbers", "source is NoneType; pass CUDA C\\+\\+ or PTX as a str"),
+        (b".entry", "numbers", "source is bytes"),
+        (["text"], "numbers", "source is list"),
+        (NUMBERS, None, "name is NoneType; pass the name of an entry"),
+    ],
+)
+def test_source_and_name_are_text(source, name, message):
+    with pytest.raises(EmulatorError, match=message):
+        launch(source, name, 1, 1, ())
 
 
 def test_the_largest_grid_and_block_of_a_driver():

@@ -1,18 +1,20 @@
-"""What a launch may ask for: a driver refuses more, whatever the kernel is."""
+"""What a launch may ask for, whatever the kernel is: a driver refuses more."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.program import Program
 from gpu_ops.kernels.cubin import smem_per_block_optin
 
-__all__ = ["check", "triple"]
+__all__ = ["check", "chosen", "text", "triple"]
 
 _GRID = (2**31 - 1, 65535, 65535)
 _BLOCK = (1024, 1024, 64)
@@ -29,6 +31,24 @@ def triple(what: str, size: int | Iterable[int]) -> tuple[int, int, int]:
         raise EmulatorError(f"{what} is {size!r}; pass 1 to 3 ints, each at least 1, such as 4 or (4, 2)")
     x, y, z = (*given, 1, 1)[:3]
     return x, y, z
+
+
+def text(what: str, given: Any, wanted: str) -> None:
+    if not isinstance(given, str):
+        raise EmulatorError(f"{what} is {type(given).__name__}; pass {wanted}")
+
+
+def chosen(sample: Iterable[int] | None, count: int) -> npt.NDArray[np.int64]:
+    """The linear ids of the blocks that run."""
+    if sample is None:
+        return np.arange(count)
+    try:
+        ids = sorted({operator.index(i) for i in sample})
+    except TypeError as error:
+        raise EmulatorError(f"sample is {sample!r}; pass linear ids of blocks, such as [0, 17]") from error
+    if ids and not 0 <= ids[0] <= ids[-1] < count:
+        raise EmulatorError(f"sample names blocks outside the grid of {count}")
+    return np.array(ids, np.int64)
 
 
 def check(program: Program, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> None:

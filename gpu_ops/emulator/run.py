@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator import arguments, limits
-from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.machine import WARP, Machine
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
@@ -116,6 +115,8 @@ def launch(
       kernel twice, block (0,0,0) thread (4,0,0)
       at PTX line 14: ld.global.f32 %f0, [%rd0];
     """
+    limits.text("source", source, "CUDA C++ or PTX as a str")
+    limits.text("name", name, "the name of an entry")
     _launch(
         link_source(source, name, arch),
         grid,
@@ -193,10 +194,8 @@ def _launch(
     grid, block = limits.triple("grid", grid), limits.triple("block", block)
     limits.check(program, grid, block, shared)
     threads = math.prod(block)
-    count = math.prod(grid)
-    blocks = np.arange(count) if sample is None else np.unique(np.fromiter(sample, np.int64))
-    if len(blocks) and not 0 <= blocks[0] <= blocks[-1] < count:
-        raise EmulatorError(f"{program.title}: sample names blocks outside the grid of {count}")
+    blocks = limits.chosen(sample, math.prod(grid))
+    args = arguments.checked(args)
     memory = Memory(program, arguments.buffers(args), shadowed=sanitize)
     data, offsets = arguments.pack(program.parameters, args, memory)
     start = memory.constant("kernel parameters", data)
