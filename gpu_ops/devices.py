@@ -88,7 +88,8 @@ class EmulatorDevice:
 
     def __init__(self) -> None:
         wanted = os.environ.get("GPU_OPS_ARCH")
-        preset = select_preset(wanted or _DEFAULT_ARCH)
+        preset = select_preset(None if wanted else _DEFAULT_ARCH)
+        self._preset = preset.name
         self.arch = preset.arch.name
         self.card = ""
         self.sms = preset.sms
@@ -148,7 +149,7 @@ class EmulatorDevice:
             block,
             buffers,
             shared=shared,
-            arch=self.arch,
+            arch=self._preset,
             sanitize=self.sanitize,
             together=together,
         )

@@ -159,7 +159,7 @@ def _preset_of(name: str, capability: tuple[int, int]) -> DevicePreset | None:
 def _preset(devices: tuple[CudaDevice, ...]) -> tuple[DevicePreset | None, str]:
     if wanted := os.environ.get("GPU_OPS_ARCH"):
         try:
-            return select_preset(wanted), f"GPU_OPS_ARCH={wanted}"
+            return select_preset(), f"GPU_OPS_ARCH={wanted}"
         except OptionError as error:
             return None, str(error)
     if not devices:

@@ -97,6 +97,7 @@ class DevicePreset:
     peaks: Peaks
     source: str
     generic: bool = False
+    like: str = ""  # the card whose speeds and cache a generic row has
 
     def __post_init__(self) -> None:
         def demand(holds: bool, what: str) -> None:
@@ -194,7 +195,7 @@ _GENERIC = {
 def _generic(arch: str) -> DevicePreset:
     like, sms, boost, l2_mib, gbps, gb, peaks, source = _GENERIC[arch]
     source = f"limits: CUDA Programming Guide; speeds: {like} ({source})"
-    return DevicePreset(arch, ARCHES[arch], sms, boost, l2_mib * MIB, gbps, gb, peaks, source, generic=True)
+    return DevicePreset(arch, ARCHES[arch], sms, boost, l2_mib * MIB, gbps, gb, peaks, source, True, like)
 
 
 #: Every preset by name: cards first, then the generic rows (``sm_75`` ... ``sm_120``).
@@ -242,15 +243,16 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
     >>> select_preset("NVIDIA A100-SXM4-80GB").memory_gbps
     2039
     """
+    what = "select_preset"
     if device is None:
-        device = os.environ.get("GPU_OPS_ARCH")
+        what, device = "GPU_OPS_ARCH", os.environ.get("GPU_OPS_ARCH")
         if not device:
             raise OptionError(
                 "select_preset: no device given and GPU_OPS_ARCH is not set; "
                 "pass a name, or set GPU_OPS_ARCH=sm_86"
             )
     if isinstance(device, tuple):
-        return _by_arch(device)
+        return _by_arch(device, what)
     wanted = device.strip()
     for name, preset in PRESETS.items():
         if name.casefold() == wanted.casefold():
@@ -258,18 +260,18 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
     version = wanted.casefold().removeprefix("sm_").rstrip("af")
     major, dot, minor = version.partition(".")
     if dot and major.isdigit() and minor.isdigit():
-        return _by_arch((int(major), int(minor)))
+        return _by_arch((int(major), int(minor)), what)
     if version.isdigit() and len(version) >= 2:
-        return _by_arch((int(version[:-1]), int(version[-1])))
+        return _by_arch((int(version[:-1]), int(version[-1])), what)
     upper = wanted.upper()
     if not any(word in upper for word in _NOT_THE_CARD):
         for name, words in _DRIVER_NAMES:
             if all(word in upper for word in words):
                 return PRESETS[name]
-    raise OptionError(f"select_preset: no preset for {device!r}; presets: {', '.join(PRESETS)}")
+    raise OptionError(f"{what}: no preset for {device!r}; presets: {', '.join(PRESETS)}")
 
 
-def _by_arch(capability: tuple[int, int]) -> DevicePreset:
+def _by_arch(capability: tuple[int, int], what: str) -> DevicePreset:
     """The generic row of a compute capability, or of the nearest older minor one: its binaries run too."""
     older = [
         p
@@ -280,6 +282,6 @@ def _by_arch(capability: tuple[int, int]) -> DevicePreset:
     ]
     if not older:
         raise OptionError(
-            f"select_preset: no preset for compute capability {capability}; there are: {', '.join(ARCHES)}"
+            f"{what}: no preset for compute capability {capability}; there are: {', '.join(ARCHES)}"
         )
     return max(older, key=lambda p: p.arch.compute_capability)

@@ -56,7 +56,7 @@ def test_the_emulator_stands_for_the_card_that_the_environment_names(monkeypatch
     assert (device.arch, device.sms, device.smem_per_block_optin) == ("sm_89", 128, 99 * 1024)
     assert "from GPU_OPS_ARCH" in str(device)
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_20")
-    with pytest.raises(OptionError, match="no preset"):
+    with pytest.raises(OptionError, match="GPU_OPS_ARCH: no preset"):
         EmulatorDevice()
 
 

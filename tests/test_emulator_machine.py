@@ -119,7 +119,7 @@ def test_a_block_has_the_shared_memory_of_its_architecture(arch, kib):
     launch(SHARED, "dynamic", 1, 1, (y,), shared=most, arch=arch)
     launch(SHARED, "both", 1, 1, (y,), shared=most - 1024, arch=arch)
     assert y[0] == 14
-    message = f"bytes of dynamic and {{}} of static .* of {arch} may have {most}"
+    message = f"bytes of dynamic and {{}} of static .* of {arch.rstrip('a')} may have {most}"
     with pytest.raises(EmulatorError, match=message.format(0)):
         launch(SHARED, "dynamic", 1, 1, (y,), shared=most + 1, arch=arch)
     with pytest.raises(EmulatorError, match=message.format(1024)):

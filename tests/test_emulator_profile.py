@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from profiled import SOURCE, buffer, line_of, only, profiled
 
+import gpu_ops
 from gpu_ops import emulator
 from gpu_ops.emulator import run as emulator_run
-from gpu_ops.emulator.counts import Counts
+from gpu_ops.emulator.counts import Counts, several
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-ops[emulator]'")
 
@@ -216,6 +218,49 @@ def test_recording():
     assert [(p.kernel, p.blocks) for p in outer] == [("in_place", 1), ("in_place", 2)]
 
 
+def test_the_card_whose_cache_it_reckons_with(monkeypatch):
+    x = np.ones(64, np.float32)
+    p = profiled("in_place", 1, 64, (x,))
+    assert (p.card, p.l2_bytes) == ("A30", 24 * 2**20)  # the generic sm_80
+    assert "with 24.0 MiB of L2 (A30)" in str(p)
+    p = profiled("in_place", 1, 64, (x,), arch="RTX 4090")
+    assert (p.arch, p.card, p.l2_bytes) == ("sm_89", "RTX 4090", 72 * 2**20)
+    assert p.to_dict()["card"] == "RTX 4090"
+    assert profiled("in_place", 1, 64, (x,), arch="sm_90a").arch == "sm_90a"
+    old = emulator.profile(PTX.replace("sm_80", "sm_52"), "late", 1, 32, ())
+    assert (old.arch, old.card) == ("sm_52", "A30")
+    hopper = PTX.replace("sm_80", "sm_90")
+    assert emulator.profile(hopper, "late", 1, 32, ()).card == "H100 PCIe"
+    assert emulator.profile(hopper, "late", 1, 32, (), arch="H200").card == "H200"
+    monkeypatch.setenv("GPU_OPS_ARCH", "H200")
+    with emulator.record() as profiles:
+        gpu_ops.rmsnorm(x[None], x, device="emulator", backend="raw")
+    assert profiles[0].card == "H200"
+
+
+def test_an_unknown_card_is_refused_with_a_list():
+    for wrong in ("junk", "", "sm_8x"):
+        with pytest.raises(
+            emulator.EmulatorError, match=f"arch is '{wrong}'; pass .* 'sm_90', or one of: .*H200"
+        ):
+            profiled("in_place", 1, 64, (np.ones(64, np.float32),), arch=wrong)
+    with pytest.raises(emulator.EmulatorError, match="arch is int"):
+        profiled("in_place", 1, 64, (np.ones(64, np.float32),), arch=90)
+
+
+def test_a_line_that_splits_warps_in_several_places_is_shown_once():
+    p = profiled("branches", 2, 128, (np.zeros(256, np.float32), 2))
+    p = replace(p, instructions=p.instructions * 5)
+    place = f"kernel.cu:{line_of('// the branch')}"
+    assert f"divergence: 40 times a warp split: 40 at {place}\n" in str(p)
+
+
+def test_one_of_a_thing_is_singular():
+    p = profiled("in_place", 1, 32, (np.ones(32, np.float32),))
+    assert repr(p).endswith("of 1 block>")
+    assert [several(n, "warp") for n in (0, 1, 1000)] == ["0 warps", "1 warp", "1,000 warps"]
+
+
 def test_output():
     x = np.ones(64, ml_dtypes.bfloat16)
     p = profiled("strided", 1, 32, (x.view(np.float32), emulator.Buffer(np.zeros(32, np.float32), "[y]"), 1))
@@ -227,4 +272,3 @@ def test_output():
     data = json.loads(json.dumps(p.to_dict()))
     assert data["sectors"] == 8
     assert data["opcodes"]["ld"]["global_requests"] == 1
-    assert p.l2_bytes == 24 * 2**20  # the generic sm_80

@@ -111,7 +111,7 @@ def test_the_variable_selects_a_preset_and_tells_when_it_is_wrong(nvml, monkeypa
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_1")
     found = env.environment()
     assert found.preset is None
-    assert "no preset for" in found.preset_reason
+    assert "GPU_OPS_ARCH: no preset for" in found.preset_reason
     assert found.variables["GPU_OPS_ARCH"] == "sm_1"
 
 

@@ -137,6 +137,12 @@ def test_environment_selects_without_the_card(monkeypatch):
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_86")
     assert select_preset().arch.smem_per_block_optin == 99 * 1024
     assert select_preset("H200").name == "H200"  # an argument goes before the environment
+    for wrong in ("junk", "sm_20"):
+        monkeypatch.setenv("GPU_OPS_ARCH", wrong)
+        with pytest.raises(OptionError, match="GPU_OPS_ARCH: no preset for"):
+            select_preset()
+        with pytest.raises(OptionError, match="select_preset: no preset for"):
+            select_preset(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["", "sm_", "sm_20", "6.1", (7, 0), "RTX", "sm_8x"])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from gpu_ops.emulator.traffic import SECTOR
 
-__all__ = ["BufferProfile", "Counts", "InstructionProfile", "LineProfile", "total", "where"]
+__all__ = ["BufferProfile", "Counts", "InstructionProfile", "LineProfile", "several", "total", "where"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Counts:
 def where(file: str, line: int) -> str:
     """``rmsnorm.cu:35``, ``PTX line 120``"""
     return f"{PurePath(file).name}:{line}" if file else f"PTX line {line}"
+
+
+def several(count: int, what: str) -> str:
+    """``1 block``, ``1,024 blocks``"""
+    return f"{count:,} {what}" + "s" * (count != 1)
 
 
 _NAMES = tuple(field.name for field in fields(Counts))

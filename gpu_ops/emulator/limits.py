@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy.typing as npt
 
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.program import Program
-from gpu_ops.kernels.cubin import smem_per_block_optin
+from gpu_ops.errors import OptionError
+from gpu_ops.presets import PRESETS, Arch, DevicePreset, select_preset
 
-__all__ = ["check", "chosen", "text", "triple"]
+__all__ = ["card", "check", "chosen", "text", "triple"]
 
 _GRID = (2**31 - 1, 65535, 65535)
 _BLOCK = (1024, 1024, 64)
@@ -51,9 +53,27 @@ def chosen(sample: Iterable[int] | None, count: int) -> npt.NDArray[np.int64]:
     return np.array(ids, np.int64)
 
 
-def check(program: Program, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> None:
-    """Refuse what no card of the program's architecture takes."""
-    title, arch, static = program.title, program.module.target or "sm_80", program.shared_bytes
+def card(arch: str) -> tuple[str, DevicePreset]:
+    """(what to compile for, the card to stand for) of an architecture or a card's name."""
+    text("arch", arch, "an architecture such as 'sm_90', or a card's name")
+    real = re.fullmatch(r"sm_\d{2,3}[af]?", arch)
+    try:
+        preset = select_preset(arch)
+    except OptionError as error:
+        if not real:
+            cards = ", ".join(name for name, preset in PRESETS.items() if not preset.generic)
+            raise EmulatorError(
+                f"arch is {arch!r}; pass an architecture such as 'sm_90', or one of: {cards}"
+            ) from error
+        preset = PRESETS["sm_80"]  # of no preset, such as sm_52 of hand-written PTX
+    return arch if real else preset.arch.name, preset
+
+
+def check(
+    program: Program, arch: Arch, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
+) -> None:
+    """Refuse what no card of the architecture takes."""
+    title, static = program.title, program.shared_bytes
     if _beyond(grid, _GRID):
         raise EmulatorError(f"{title}: a grid of {grid} blocks; at most {_GRID}")
     if math.prod(block) > _THREADS:
@@ -62,11 +82,10 @@ def check(program: Program, grid: tuple[int, int, int], block: tuple[int, int, i
         raise EmulatorError(f"{title}: a block of {block} threads; at most {_BLOCK}")
     if not isinstance(shared, int | np.integer) or shared < 0:
         raise EmulatorError(f"{title}: shared is {shared!r}; pass a number of bytes, 0 or more")
-    most = smem_per_block_optin(arch)
-    if static + shared > most:
+    if static + shared > arch.smem_per_block_optin:
         raise EmulatorError(
             f"{title}: {shared} bytes of dynamic and {static} of static shared memory; "
-            f"a block of {arch} may have {most}"
+            f"a block of {arch.name} may have {arch.smem_per_block_optin}"
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from gpu_ops.emulator.counts import BufferProfile, Counts, InstructionProfile, LineProfile, total
+from gpu_ops.emulator.counts import BufferProfile, Counts, InstructionProfile, LineProfile, several, total
 from gpu_ops.emulator.opclass import CLASSES
 from gpu_ops.emulator.program import plain_name
 from gpu_ops.emulator.traffic import SECTOR
@@ -32,8 +32,10 @@ class Profile:
     blocks : int
         How many ran: fewer than the grid has when the launch was sampled. All counts are of these.
     dynamic_shared_bytes : int
+    card : str
     l2_bytes : int
-        The L2 cache that :attr:`dram_bytes` reckons with: of the preset of ``arch``.
+        The card whose L2 cache :attr:`dram_bytes` reckons with: the one that ``arch`` of the launch names, or the one
+        that stands for an architecture.
     instructions : tuple of InstructionProfile
         In program order; functions that were called are inlined.
     buffers : tuple of BufferProfile
@@ -49,6 +51,7 @@ class Profile:
     block: tuple[int, int, int]
     blocks: int
     dynamic_shared_bytes: int
+    card: str
     l2_bytes: int
     instructions: tuple[InstructionProfile, ...]
     buffers: tuple[BufferProfile, ...]
@@ -192,6 +195,7 @@ class Profile:
             "grid": list(self.grid),
             "block": list(self.block),
             "blocks": self.blocks,
+            "card": self.card,
             "l2_bytes": self.l2_bytes,
             **counts(self.counts),
             "bytes_read": self.bytes_read,
@@ -212,7 +216,8 @@ class Profile:
         }
 
     def __repr__(self) -> str:
-        return f"<Profile of {self.name}: {self.counts.warps} warp instructions of {self.blocks} blocks>"
+        ran = several(self.counts.warps, "warp instruction")
+        return f"<Profile of {self.name}: {ran} of {several(self.blocks, 'block')}>"
 
     def __rich__(self) -> Any:
         from gpu_ops.emulator.profile_tables import render

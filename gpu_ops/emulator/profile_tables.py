@@ -5,13 +5,14 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
-from gpu_ops.emulator.counts import LineProfile, where
+from gpu_ops.emulator.counts import LineProfile, several
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.traffic import SECTOR
 
 __all__ = ["plain", "render"]
 
 _LINES = 12  # hot lines that are shown
+_SPLITS = 4  # lines that split warps, likewise
 _WIDTH = 150
 _TEXT = 64  # characters of a column of text
 
@@ -56,13 +57,13 @@ def _summary(profile: Profile) -> list[str]:
     lines = [
         f"global memory: {size(profile.bytes_read)} read, {size(profile.bytes_written)} written by lanes; "
         f"{size(SECTOR * c.sectors)} in sectors, {c.sectors_per_128_bytes:.2f} per 128 B (4 is perfect)",
-        f"DRAM: {size(profile.dram_bytes)} with {size(profile.l2_bytes)} of L2; "
+        f"DRAM: {size(profile.dram_bytes)} with {size(profile.l2_bytes)} of L2 ({profile.card}); "
         f"{size(profile.least_bytes)} if every sector moved once",
     ]
     if c.shared_requests:
         lines.append(
-            f"shared memory: {c.shared_requests:,} requests, {size(c.shared_bytes)}; {c.waves:,} waves, "
-            f"{c.ideal_waves:,} ideal, {c.replays:,} bank-conflict replays"
+            f"shared memory: {several(c.shared_requests, 'request')}, {size(c.shared_bytes)}; "
+            f"{several(c.waves, 'wave')}, {c.ideal_waves:,} ideal, {several(c.replays, 'bank-conflict replay')}"
         )
     work = [f"{count:,} {name}" for name, count in sorted(profile.operations.items())]
     work += [f"{2 * macs:,} {kind} in tensor cores" for kind, macs in sorted(profile.multiply_adds.items())]
@@ -71,15 +72,16 @@ def _summary(profile: Profile) -> list[str]:
     counted = (
         (profile.cp_async_bytes, f"cp.async: {size(profile.cp_async_bytes)}"),
         (c.local_bytes, f"local memory: {size(c.local_bytes)}"),
-        (c.atomics, f"atomics: {c.atomics:,} lanes"),
-        (profile.barriers, f"barriers: {profile.barriers:,} warps"),
+        (c.atomics, f"atomics: {several(c.atomics, 'lane')}"),
+        (profile.barriers, f"barriers: {several(profile.barriers, 'warp')}"),
     )
     other = [text for count, text in counted if count]
     if other:
         lines.append("; ".join(other))
-    split = [f"{i.divergent:,} at {where(*i.place)}" for i in profile.divergent_branches[:4]]
+    split = sorted((line for line in profile.lines() if line.divergent), key=lambda line: -line.divergent)
     if split:
-        lines.append(f"divergence: {c.divergent:,} times a warp split: " + ", ".join(split))
+        places = ", ".join(f"{line.divergent:,} at {line.where}" for line in split[:_SPLITS])
+        lines.append(f"divergence: {several(c.divergent, 'time')} a warp split: {places}")
     return lines
 
 

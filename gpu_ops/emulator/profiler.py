@@ -13,8 +13,7 @@ from gpu_ops.emulator.opclass import classify, operations
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.types import Array
-from gpu_ops.errors import OptionError
-from gpu_ops.presets import PRESETS, select_preset
+from gpu_ops.presets import DevicePreset
 
 if TYPE_CHECKING:
     from gpu_ops.emulator.access import Access, Place
@@ -112,7 +111,12 @@ class Profiler:
     # -- the result -----------------------------------------------------------------------------
 
     def profile(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], blocks: int, dynamic_shared: int
+        self,
+        card: DevicePreset,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        blocks: int,
+        dynamic_shared: int,
     ) -> Profile:
         program = self._program
         buffers = [(row, self._buffer(row)) for row in self._touched]
@@ -124,7 +128,8 @@ class Profiler:
             block=block,
             blocks=blocks,
             dynamic_shared_bytes=dynamic_shared,
-            l2_bytes=_l2_bytes(program.module.target),
+            card=card.like or card.name,
+            l2_bytes=card.l2_bytes,
             instructions=self._instructions(),
             buffers=tuple(sorted(used, key=lambda b: (-b.most_bytes, b.name))),
             multiply_adds=self._macs,
@@ -193,10 +198,3 @@ class Profiler:
 
 def _warps(mask: Array) -> int:
     return int(np.count_nonzero(mask.reshape(-1, _WARP).any(axis=1)))
-
-
-def _l2_bytes(target: str) -> int:
-    try:
-        return select_preset(target).l2_bytes
-    except OptionError:  # an architecture without a preset, such as sm_52 of hand-written PTX
-        return PRESETS["sm_80"].l2_bytes

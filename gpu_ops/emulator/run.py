@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator import arguments, limits
+from gpu_ops.emulator.counts import several
 from gpu_ops.emulator.machine import WARP, Machine
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
@@ -21,6 +22,7 @@ from gpu_ops.emulator.program import Program, link
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.syntax import Module
 from gpu_ops.kernels.progress import visible
+from gpu_ops.presets import DevicePreset
 
 __all__ = ["launch", "profile", "record"]
 
@@ -38,7 +40,7 @@ def launch(
     args: Sequence[Any],
     *,
     shared: int = 0,
-    arch: str = "sm_80",
+    arch: str | None = None,
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
     together: bool = False,
@@ -58,8 +60,9 @@ def launch(
         kernel takes an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
     shared : int
         Dynamic shared memory of a block, in bytes: with the static one, as much as the architecture allows.
-    arch : str
-        What CUDA C++ is compiled for.
+    arch : str, optional
+        The card it stands for, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it,
+        its limits hold, a profile reckons with its L2 cache. Default: sm_80, and of PTX what its ``.target`` says.
     sanitize : bool
         False: do not look for races, reads of what nobody wrote, or wrong masks. Faster.
     sample : iterable of int, optional
@@ -76,7 +79,7 @@ def launch(
     PtxError, UnknownInstruction
         The text is not understood, or has an instruction that the emulator does not have.
     EmulatorError
-        No such kernel, arguments that do not fit its parameters, or more than a driver launches.
+        No such kernel or card, arguments that do not fit the parameters, or more than a driver launches.
     KernelCompileError
         The CUDA C++ does not compile, or there is no compiler.
 
@@ -117,8 +120,13 @@ def launch(
     """
     limits.text("source", source, "CUDA C++ or PTX as a str")
     limits.text("name", name, "the name of an entry")
+    compiled_for, card = limits.card("sm_80" if arch is None else arch)
+    program = link_source(source, name, compiled_for)
+    if arch is None:
+        _, card = limits.card(program.module.target or "sm_80")
     _launch(
-        link_source(source, name, arch),
+        program,
+        card,
         grid,
         block,
         args,
@@ -137,7 +145,7 @@ def profile(
     args: Sequence[Any],
     *,
     shared: int = 0,
-    arch: str = "sm_80",
+    arch: str | None = None,
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
 ) -> Profile:
@@ -182,6 +190,7 @@ def _module(source: str, arch: str) -> Module:
 
 def _launch(
     program: Program,
+    card: DevicePreset,
     grid: int | tuple[int, ...],
     block: int | tuple[int, ...],
     args: Sequence[Any],
@@ -192,7 +201,7 @@ def _launch(
     together: bool = False,
 ) -> None:
     grid, block = limits.triple("grid", grid), limits.triple("block", block)
-    limits.check(program, grid, block, shared)
+    limits.check(program, card.arch, grid, block, shared)
     threads = math.prod(block)
     blocks = limits.chosen(sample, math.prod(grid))
     args = arguments.checked(args)
@@ -211,7 +220,9 @@ def _launch(
     if together:
         batch = max(1, len(blocks))
     with (
-        visible(f"gpu_ops: emulating {program.title}, {len(blocks)} blocks of {threads} threads"),
+        visible(
+            f"gpu_ops: emulating {program.title}, {several(len(blocks), 'block')} of {several(threads, 'thread')}"
+        ),
         np.errstate(all="ignore"),
     ):
         for first in range(0, len(blocks), batch):
@@ -220,4 +231,4 @@ def _launch(
         machine.release()
     program.idle.append(machine)
     if recording is not None and profiler is not None:
-        recording.append(profiler.profile(grid, block, len(blocks), shared))
+        recording.append(profiler.profile(card, grid, block, len(blocks), shared))
