@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import Buffer, EmulatorError, launch
+from gpu_ops.emulator import Buffer, EmulatorError, launch, profile
 from gpu_ops.emulator import run as runner
+from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.jit import compile_text
 from tests.emulator_kernel_cases import CASES, SHAPES, where_am_i
 
@@ -226,6 +227,18 @@ def test_a_sample_is_of_ids(sample):
 def test_source_and_name_are_text(source, name, message):
     with pytest.raises(EmulatorError, match=message):
         launch(source, name, 1, 1, ())
+
+
+def test_headers_of_other_folders(tmp_path):
+    (tmp_path / "seven.h").write_text("#define SEVEN 7\n")
+    source = '#include <seven.h>\nextern "C" __global__ void k(int* y) { y[0] = SEVEN; }'
+    with pytest.raises(KernelCompileError, match=r"seven\.h"):
+        launch(source, "k", 1, 1, (np.zeros(1, np.int32),))
+    for include in ([tmp_path], str(tmp_path), (tmp_path / "other", str(tmp_path))):
+        y = np.zeros(1, np.int32)
+        launch(source, "k", 1, 1, (y,), include=include)
+        assert y[0] == 7
+    assert profile(source, "k", 1, 1, (y,), include=[tmp_path]).blocks == 1
 
 
 def test_the_largest_grid_and_block_of_a_driver():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ def launch(
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
     together: bool = False,
+    include: Sequence[str | PathLike[str]] = (),
 ) -> None:
     """Run a kernel on the CPU, under the sanitizer.
 
@@ -70,6 +72,8 @@ def launch(
     together : bool
         Run all blocks at the same time, as a cooperative launch does: they may wait for each other. Otherwise as many
         as the emulator finds handy, one after the other, in which a block must not count on another.
+    include : sequence of folders
+        Where CUDA C++ finds headers beside the toolkit's. A header is read once per process.
 
     Raises
     ------
@@ -121,7 +125,8 @@ def launch(
     limits.text("source", source, "CUDA C++ or PTX as a str")
     limits.text("name", name, "the name of an entry")
     compiled_for, card = limits.card("sm_80" if arch is None else arch)
-    program = link_source(source, name, compiled_for)
+    folders = (include,) if isinstance(include, str) else tuple(fspath(folder) for folder in include)
+    program = link_source(source, name, compiled_for, folders)
     if arch is None:
         _, card = limits.card(program.module.target or "sm_80")
     _launch(
@@ -148,10 +153,14 @@ def profile(
     arch: str | None = None,
     sanitize: bool = True,
     sample: Iterable[int] | None = None,
+    include: Sequence[str | PathLike[str]] = (),
 ) -> Profile:
     """:func:`launch`, and what it did; ``print`` shows it."""
     with record() as profiles:
-        launch(source, name, grid, block, args, shared=shared, arch=arch, sanitize=sanitize, sample=sample)
+        launch(
+            source, name, grid, block, args,
+            shared=shared, arch=arch, sanitize=sanitize, sample=sample, include=include,
+        )  # fmt: skip
     return profiles[0]
 
 
@@ -171,18 +180,18 @@ def record() -> Iterator[list[Profile]]:
 
 
 @lru_cache(maxsize=256)
-def link_source(source: str, name: str, arch: str) -> Program:
+def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
     """The program of an entry of PTX or CUDA C++ text."""
-    return link(_module(source, arch), name)
+    return link(_module(source, arch, include), name)
 
 
 @lru_cache(maxsize=64)
-def _module(source: str, arch: str) -> Module:
+def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
     if ".address_size" in source or ".entry" in source:
         return parse(source)
     from gpu_ops.kernels.jit import compile_text
 
-    compiled = compile_text(source, arch)
+    compiled = compile_text(source, arch, options=tuple(f"-I{folder}" for folder in include))
     module = parse(compiled.ptx)
     module.sources = dict(compiled.sources)
     return module
