@@ -3,6 +3,8 @@
 Importing this package loads NumPy and no compiler: each op loads its kernels on first use.
 """
 
+from typing import TYPE_CHECKING
+
 from gpu_ops import errors
 from gpu_ops.attention import attention, attention_backward
 from gpu_ops.attention_decode import attention_decode
@@ -23,6 +25,23 @@ from gpu_ops.ternary_files import read_bitnet, read_gguf
 from gpu_ops.ternary_linear import TernaryLinear, ternary_matmul_backward
 from gpu_ops.ternary_matrix import TernaryMatrix
 from gpu_ops.ternary_model import quantize_model
+
+if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
+    from gpu_ops import emulator as emulator
+else:
+
+    def __getattr__(name: str) -> object:
+        """``gpu_ops.emulator`` without an import of its own: it loads a compiler, so not before it is asked for."""
+        if name == "emulator":
+            import gpu_ops.emulator
+
+            return gpu_ops.emulator
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "emulator"])
+
 
 __version__ = "0.1.0"
 

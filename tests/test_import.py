@@ -63,6 +63,18 @@ def test_every_public_name_resolves_and_is_listed():
     assert gpu_ops.__all__ == sorted(gpu_ops.__all__)
 
 
+def test_the_emulator_loads_when_it_is_asked_for():
+    code = (
+        "import sys, gpu_ops; 'emulator' in dir(gpu_ops) or sys.exit(1); dir(gpu_ops); "
+        "print('gpu_ops.emulator' in sys.modules, gpu_ops.emulator.record.__name__, 'emulator' in gpu_ops.__all__)"
+    )
+    assert python(code) == "False record False"
+
+
+def test_looking_around_shows_what_is_public():
+    assert dir(gpu_ops) == sorted([*gpu_ops.__all__, "emulator"])
+
+
 def test_star_import_gives_exactly_the_public_names():
     code = (
         "import json; before = set(dir()); from gpu_ops import *; print(json.dumps([*(set(dir()) - before)]))"
