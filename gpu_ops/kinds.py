@@ -7,14 +7,17 @@ options decide; whatever the kind does not say they look at again.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["PLAIN", "are_apart", "as_it_lies", "kind_of"]
+__all__ = ["INTEGERS", "PLAIN", "are_apart", "as_it_lies", "kind_of", "on_plain_arrays"]
 
 _RESULTS = ("out", "residual_out", "grads")  # arguments that receive results: an array, or a tuple of them
-PLAIN: set[type] = {bool, int, float, str, type(None)}
+INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
+_FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
+PLAIN: set[type] = {bool, np.bool_, *INTEGERS, *_FLOATS, str, np.str_, type(None)}
 """Types of options that say all by their value; hashable."""
 _VARIABLES = tuple(
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
@@ -32,10 +35,12 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind += (x.dtype, x.shape, x.strides)
         elif of in PLAIN:
             kind += (of, x)  # the type too: 1 == 1.0 == True
-        elif of is tuple and all([type(i) is int for i in x]):
-            kind.append(x)
+        elif (of is tuple or of is list) and all([type(i) in INTEGERS for i in x]):
+            kind += (of, tuple(x))
         elif of is tuple and all([type(i) is np.ndarray for i in x]):
             kind += [(i.dtype, i.shape, i.strides) for i in x]
+        elif of is np.memmap:
+            kind += (of, x.dtype, x.shape, x.strides)  # the type too: on_plain_arrays()
         elif (says := getattr(x, "kind_of_call", None)) is not None:
             kind.append(says)
         else:
@@ -47,6 +52,20 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return None
             kind += places
     return tuple(kind)
+
+
+def on_plain_arrays(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """``call``, which later calls of the kind of these arguments go to, with plain arrays where these are memory
+    maps, as planners have them. NumPy makes every view of a map with code in Python."""
+    if not any([type(x) is np.memmap for x in (*args, *kwargs.values())]):
+        return call
+    return lambda *args, **kwargs: call(*map(_plain, args), **{name: _plain(x) for name, x in kwargs.items()})
+
+
+def _plain(x: Any) -> Any:
+    return x.view(np.ndarray) if type(x) is np.memmap else x
 
 
 def _environment() -> tuple[Any, ...]:

@@ -308,7 +308,8 @@ def test_the_backend_asked_for_by_the_environment_counts(rng, monkeypatch):
 def test_options_that_compare_equal_are_told_apart():
     assert kinds.kind_of((), {"a": 1}) != kinds.kind_of((), {"a": True}) != kinds.kind_of((), {"a": 1.0})
     assert kinds.kind_of((1,), {}) != dispatch.kind_of((), {"a": 1})
-    assert kinds.kind_of(([1],), {}) is None
+    assert kinds.kind_of(([1],), {}) != kinds.kind_of(((1,),), {}) != kinds.kind_of(((2,),), {})
+    assert kinds.kind_of(([1.0],), {}) is None
     assert kinds.kind_of(((1, "a"),), {}) is None
 
 
