@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from gpu_ops.checks import one_of
 from gpu_ops.errors import DeviceError
-from gpu_ops.kinds import as_it_lies, kind_of, on_plain_arrays
+from gpu_ops.kinds import ANY_INTEGER, INTEGERS, as_it_lies, kind_of, on_plain_arrays
 
 if TYPE_CHECKING:
     from gpu_ops.arrays import Arrays
@@ -208,14 +208,15 @@ def _setting(name: str, argument: str | None) -> tuple[str, str | None]:
 @overload
 def op(planner: Callable[P, Plan]) -> Callable[P, Any]: ...
 @overload
-def op(*, cuda: bool) -> Callable[[Callable[P, Plan]], Callable[P, Any]]: ...
-def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
+def op(*, cuda: bool, late: str | None = None) -> Callable[[Callable[P, Plan]], Callable[P, Any]]: ...
+def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False, late: str | None = None) -> Any:
     """Make a public function of a planner: it validates and returns a :class:`Plan`; the function runs it.
 
-    ``cuda``: the op has kernels for the devices ``cuda`` and ``emulator``.
+    ``cuda``: the op has kernels for the devices ``cuda`` and ``emulator``. ``late``: a keyword argument of which
+    later calls look at the value, where it is an integer.
     """
     if planner is None:
-        return functools.partial(op, cuda=cuda)
+        return functools.partial(op, cuda=cuda, late=late)
     name = planner.__name__
     if cuda:
         _with_cuda_kernels.append(name)
@@ -233,7 +234,10 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False) -> Any:
 
     @functools.wraps(planner)
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
-        kind = kind_of(args, kwargs)
+        if late is not None and type(kwargs.get(late)) in INTEGERS:
+            kind = kind_of(args, {**kwargs, late: ANY_INTEGER})
+        else:
+            kind = kind_of(args, kwargs)
         again = known.get(kind)
         if again is not None:
             return again(*args, **kwargs)

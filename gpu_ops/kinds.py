@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-__all__ = ["INTEGERS", "PLAIN", "are_apart", "as_it_lies", "kind_of", "on_plain_arrays"]
+__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "are_apart", "as_it_lies", "kind_of", "on_plain_arrays"]
 
 _RESULTS = ("out", "residual_out", "grads")  # arguments that receive results: an array, or a tuple of them
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
 PLAIN: set[type] = {bool, np.bool_, *INTEGERS, *_FLOATS, str, np.str_, type(None)}
 """Types of options that say all by their value; hashable."""
+ANY_INTEGER = SimpleNamespace(kind_of_call="an integer")
+"""Stands for an integer whose value does not decide how a call is checked and run."""
 _VARIABLES = tuple(
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND")

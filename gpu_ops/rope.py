@@ -17,7 +17,7 @@ from gpu_ops.rope_options import (
     inv_freq_of,
     positions_of,
     rotary_dim_of,
-    rows_and_bounds,
+    rows_of,
     scaling_of,
     theta_of,
 )
@@ -29,7 +29,7 @@ PLAIN.add(RopeScaling)
 __all__ = ["rope", "rope_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, late="positions")
 def rope(
     q: Any,
     k: Any = None,
@@ -117,7 +117,7 @@ def rope(
     )  # fmt: skip
 
 
-@op(cuda=True)
+@op(cuda=True, late="positions")
 def rope_backward(
     dq: Any,
     dk: Any = None,
@@ -256,12 +256,18 @@ def _plan(
 
         names, lone, new = tuple(named), len(inputs) == 1, Arrays(who)
         how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
-        fixed = (where.on_host(), *where.bounds) if where.array is None else None
-        tables = tables_of(inv_freq, attention_factor, computed)
+        rows = rows_of(who, where, positions)
+        by_length = seqlen is None and scaling.kind in BY_LENGTH
+
+        @functools.lru_cache(maxsize=1)  # the layers of a model have the length in common
+        def tables_at(longest: int) -> Callable[..., tuple[Array, ...]]:
+            inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
+            return tables_of(inv_freq, scaling.attention_factor_at(longest), computed)
 
         def rotate(*given: Any, positions: Any = None, out: Any = None, **options: Any) -> Any:
             xs = [x for x in (*given, *map(options.get, names)) if x is not None]
-            at = rows_and_bounds(who, positions) if fixed is None else fixed
+            at = rows(positions)
+            tables = tables_at(max(at[2] + 1, 0) if by_length else longest)
             if out is None:
                 results = tuple([_like(new, x, "the result") for x in xs])
             else:
@@ -272,10 +278,8 @@ def _plan(
 
         return rotate
 
-    # The frequencies of some scalings go by the positions, which other arrays of the same shape need not share.
-    alike = where.array is None or seqlen is not None or scaling.kind not in BY_LENGTH
     config = functools.partial(_config, choice, views, arrays, compute)
-    return Plan(who, choice, problem, config, run, again=again if alike and choice.compiled else None)
+    return Plan(who, choice, problem, config, run, again=again if choice.compiled else None)
 
 
 def _cannot(dtype: str, tokens: int) -> dict[str, str]:

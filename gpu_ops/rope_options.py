@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,12 @@ __all__ = [
     "positions_of",
     "rotary_dim_of",
     "rows_and_bounds",
+    "rows_of",
     "scaling_of",
     "theta_of",
 ]
+
+Rows: TypeAlias = tuple[npt.NDArray[np.int64], int, int]  # all positions, the smallest and the largest
 
 BY_LENGTH = ("dynamic", "longrope")  # scalings whose frequencies depend on the longest position
 _EXACT = 2**53  # integers up to here are exact in float64
@@ -139,11 +143,29 @@ class Positions:
         return self.array.astype(np.int64)
 
 
-def rows_and_bounds(who: str, array: Array) -> tuple[npt.NDArray[np.int64], int, int]:
+def rows_and_bounds(who: str, array: Array) -> Rows:
     """``on_host`` and ``bounds`` of positions whose shape has been checked, for the CPU, after a look at all."""
     first, last = bounds_of(array) if array.size else (0, -1)
     _check_bounds(who, first, last)
     return (array if array.ndim == 2 else array[None]).astype(np.int64, copy=False), first, last
+
+
+def rows_of(who: str, where: Positions, given: Any) -> Callable[[Any], Rows]:
+    """:func:`rows_and_bounds` of the positions of later calls, which are given as these were: as an array, a number
+    or not at all."""
+    if where.array is not None:
+        return functools.partial(rows_and_bounds, who)
+    if given is None:
+        fixed = (where.on_host(), *where.bounds)
+        return lambda _: fixed
+    steps, more = np.arange(where.seqlen)[None], where.seqlen - 1
+
+    def count_up(first: Any) -> Rows:
+        first = int(first)
+        _check_bounds(who, first, first + more)
+        return first + steps, first, first + more
+
+    return count_up
 
 
 def _check_bounds(who: str, first: int, last: int) -> None:

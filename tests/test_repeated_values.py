@@ -113,3 +113,30 @@ def test_positions_are_read_every_time(rng):
             np.testing.assert_allclose(found, want, atol=1e-5)
     with pytest.raises(errors.OptionError, match=r"2\*\*53"):
         gpu_ops.rope(q, positions=np.array([0, 0, 0, 0, 2**60]))
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic", "longrope"])
+def test_a_number_of_the_first_position_is_read_every_time(rng, kind, monkeypatch):
+    """And a step of a decoding is no other kind of call."""
+    scaling = {
+        "default": None,
+        "dynamic": gpu_ops.RopeScaling.dynamic(2.0, 4),
+        "longrope": gpu_ops.RopeScaling.longrope([1.0] * 4, [2.0] * 4, original_max_position=6),
+    }[kind]
+    q = f(rng, 2, 3, 2, 8)
+    values = (-3, 0, 2, np.int32(5), np.uint8(7), 99)
+    want = [gpu_ops.rope.plan(q, positions=at, scaling=scaling).run() for at in values]
+    gpu_ops.rope(q, positions=1, scaling=scaling)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu_ops.dispatch._setting", lambda *_: pytest.fail("planned again"))
+        for at, y in zip(values, want, strict=True):
+            np.testing.assert_array_equal(gpu_ops.rope(q, positions=at, scaling=scaling), y)
+    for wrong, error in (
+        (2**60, errors.OptionError),
+        (2**80, errors.OptionError),
+        (True, errors.OptionError),
+        (np.timedelta64(1), errors.OptionError),
+        (int, errors.DTypeError),
+    ):
+        with pytest.raises(error, match="positions"):
+            gpu_ops.rope(q, positions=wrong, scaling=scaling)
