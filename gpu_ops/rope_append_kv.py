@@ -85,7 +85,7 @@ def rope_append_kv(
         Keys of each sequence that are in its cache already: token i becomes key ``seqused_k[b] + i``.
     block_table : int32 array (batch, max_pages), optional
         Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries that no new token needs are
-        ignored and may be -1.
+        ignored and may be -1. No two new tokens may share a row of a page.
     slot_mapping : int64 array (total,), instead of seqused_k
         Where each token goes: page * page_size + row. Negative: nowhere, for padding. No two tokens may share one.
     q_weight, k_weight : arrays (head_dim,), optional
@@ -109,7 +109,8 @@ def rope_append_kv(
     ------
     ShapeError, DTypeError, OptionError, DeviceError
         Before anything is written. What ``seqused_k``, ``block_table`` and ``slot_mapping`` say is checked for arrays
-        in host memory. On a GPU that would wait for it: there a token whose place is outside the cache is not stored.
+        in host memory. On a GPU that would wait for it: there a token whose place is outside the cache is not stored,
+        and of two with one place, either is.
 
     Notes
     -----
@@ -215,6 +216,7 @@ def rope_append_kv(
 
     def again() -> Callable[..., Any]:
         from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
+        from gpu_ops.kernels.numba_cpu.lengths import mapped
 
         new, slots = Arrays(name).new, caches[0].shape[:2]
         computed = checks.computing_dtype(dtype)
@@ -239,7 +241,8 @@ def rope_append_kv(
                 call = rope_append_kv.plan  # type: ignore[attr-defined]
                 return call(q, k, v, k_cache, v_cache, positions=positions, out=out, **given, **options).run()
             if slot_mapping is not None:
-                check_slots(name, slot_mapping, *slots)
+                if not mapped(slot_mapping, slots[0] * slots[1]):  # it has to say where
+                    check_slots(name, slot_mapping, *slots)
                 given["slot_mapping"] = slot_mapping[None]
             if rows_of is not None:
                 at = rows_of(seqused_k, block_table)

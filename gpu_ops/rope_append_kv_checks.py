@@ -88,10 +88,23 @@ def check_slots(op: str, slots: Array, num_pages: int, page_size: int) -> None:
             f"{op}: slot_mapping[{beyond[0]}] is {slots[beyond[0]]}; {num_pages} pages of {page_size} have "
             f"slots in [0, {num_pages * page_size}), negative ones store nothing"
         )
+    if (same := _two_of_one(slots)) is not None:
+        raise OptionError(
+            f"{op}: slot_mapping[{same[0]}] and slot_mapping[{same[1]}] are both {slots[same[0]]}; no two tokens may "
+            "share a slot, give one of them its own, or a negative one to store it nowhere"
+        )
+
+
+def _two_of_one(slots: Array) -> tuple[int, int] | None:
+    """Indices of two tokens with one slot that is not negative."""
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    same = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    return (int(order[same[0]]), int(order[same[0] + 1])) if len(same) else None
 
 
 def check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
-    """Every new token has a row in its sequence's cache, and with pages the row has a page."""
+    """Every new token has a row in its sequence's cache, and with pages the row has a page, and the token alone."""
     seqlen = axes["seqlen"]
     page_size = axes["max_seqlen" if table is None else "page_size"]
     capacity = page_size if table is None else page_size * table.shape[1]
@@ -101,8 +114,26 @@ def check_used(op: str, axes: Axes, used: Array, table: Array | None) -> None:
             f"{op}: seqused_k must lie in [0, {capacity - seqlen}] for {seqlen} new tokens in a cache of {capacity}; "
             f"got {np.array2string(used, threshold=8)}"
         )
-    if table is None or not (table.view(np.uint32) >= axes["num_pages"]).any():  # -1 is large too
+    if table is None:
         return
+    _pages_exist(op, axes, used, table)
+    rows = used[:, None] + np.arange(seqlen)
+    at = rows // page_size
+    slots = np.take_along_axis(table, at, axis=1) * np.int64(page_size) + rows % page_size
+    if (same := _two_of_one(slots.ravel())) is not None:
+        (b, i), (c, j) = (divmod(token, seqlen) for token in same)
+        page, row = divmod(int(slots[b, i]), page_size)
+        raise OptionError(
+            f"{op}: token {i} of sequence {b} and token {j} of sequence {c} both go to row {row} of page {page}, "
+            f"which is block_table[{b}, {at[b, i]}] and block_table[{c}, {at[c, j]}]; no two new tokens may share a "
+            "row, give the sequences pages of their own"
+        )
+
+
+def _pages_exist(op: str, axes: Axes, used: Array, table: Array) -> None:
+    if not (table.view(np.uint32) >= axes["num_pages"]).any():  # -1 is large too
+        return
+    seqlen, page_size = axes["seqlen"], axes["page_size"]
     page = np.arange(table.shape[1])
     needed = (page >= used[:, None] // page_size) & (page <= (used[:, None] + (seqlen - 1)) // page_size)
     bad = np.argwhere(needed & ((table < 0) | (table >= axes["num_pages"])))

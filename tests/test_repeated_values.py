@@ -104,6 +104,37 @@ def test_caches_are_written_and_checked_every_time(rng):
             gpu_ops.rope_append_kv(*args[:4], v_cache, **kwargs)
 
 
+def test_two_tokens_of_one_slot_are_found_every_time(rng):
+    args, kwargs = append_slots(rng)
+    gpu_ops.rope_append_kv(*args, **kwargs)
+    padding = np.array([-1, -7, -1, 4, 20, -1])  # may share what is nowhere
+    gpu_ops.rope_append_kv(*args, **kwargs | {"slot_mapping": padding})
+    for slots in ([3, 3, 0, 1, 2, 4], [31, -1, 5, -1, 4, 31], [16, 0, 1, 17, 18, 0]):
+        twice = next(s for s in slots if s >= 0 and slots.count(s) == 2)
+        i, j = (n for n, s in enumerate(slots) if s == twice)
+        before = [x.copy() for x in args]
+        with pytest.raises(errors.OptionError, match=rf"\[{i}\] and slot_mapping\[{j}\] are both {twice};"):
+            gpu_ops.rope_append_kv(*args, **kwargs | {"slot_mapping": np.array(slots)})
+        assert [x.tobytes() for x in args] == [x.tobytes() for x in before]
+    args, kwargs = append(rng, block_table=np.array([[0, -1], [1, -1]], np.int32))
+    args = (*args[:3], *(x.reshape(8, 4, 2, 8) for x in args[3:]))
+    for table, used, sequences in (
+        ([[0, 5], [1, 5]], (2, 2), (0, 1)),  # rows 2, 3 of their own, then row 0 of page 5
+        ([[2, 2], [1, 1]], (3, 5), None),  # one page twice, and other rows of it
+        ([[3, 0], [1, 3]], (1, 4), (0, 1)),
+        ([[0, 3], [3, 4]], (5, 0), (0, 1)),
+        ([[6, 5], [5, 7]], (4, 3), None),
+    ):
+        given = {"block_table": np.array(table, np.int32), "seqused_k": np.array(used, np.int32)}
+        if sequences is None:
+            gpu_ops.rope_append_kv(*args, **kwargs | given)
+        else:
+            with pytest.raises(
+                errors.OptionError, match=r"of sequence 0 and token \d of sequence 1 both go to row"
+            ):
+                gpu_ops.rope_append_kv(*args, **kwargs | given)
+
+
 def test_positions_are_read_every_time(rng):
     q = f(rng, 1, 5, 2, 8)
     for scaling in (None, gpu_ops.RopeScaling.dynamic(2.0, 4)):

@@ -282,6 +282,16 @@ MISTAKES = {
     "too few pages": ({"place": 4}, OptionError, "cache of 4", {"block_table": np.array([[0], [1]], np.int32)}),
     "two ways to say where": (PACKED, OptionError, "without seqused_k", {"seqused_k": np.array([1], np.int32)}),
     "a slot beyond": (PACKED, OptionError, "slot_mapping[1] is 99", {"slot_mapping": np.array([-1, 99, 0])}),
+    "a slot for two": (
+        PACKED, OptionError, "slot_mapping[0] and slot_mapping[2] are both 3; no two",
+        {"slot_mapping": np.array([3, 1, 3])},
+    ),
+    "a row for two": (
+        {"place": 4}, OptionError,
+        "token 0 of sequence 0 and token 1 of sequence 1 both go to row 1 of page 1, which is block_table[0, 1] and "
+        "block_table[1, 0]; no two new",
+        {"block_table": np.array([[0, 1], [1, -1]], np.int32)},
+    ),
     "slots of int32": (PACKED, DTypeError, "slot_mapping is int32", {"slot_mapping": np.arange(3, dtype=np.int32)}),
     "packed without positions": (PACKED, OptionError, "pass positions=", {"positions": None}),
     "packed without slots": (PACKED, ShapeError, "q has 3 axes", {"slot_mapping": None}),
