@@ -63,6 +63,8 @@ def read_bitnet(
         that are not there.
     FormatError
         Bytes that are no trits, a scale that is none or that float32 cannot hold, a config that is no object.
+    FileNotFoundError
+        There is nothing at ``path``.
     MissingPackageError
 
     Notes
@@ -76,8 +78,9 @@ def read_bitnet(
     >>> y = gpu_ops.ternary_matmul(x, weights["model.layers.0.mlp.up_proj"])  # doctest: +SKIP
     """
     name = "read_bitnet"
-    safetensors = _package(name, "safetensors")
     where = Path(path)
+    where.stat()  # what is not there needs no package, and nobody has to say what its scales are
+    safetensors = _package(name, "safetensors")
     files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     if not files:
         raise OptionError(f"{name}: no .safetensors file in {where}")

@@ -101,6 +101,13 @@ def test_a_scale_of_unknown_meaning_is_refused(checkpoint):
         gpu_ops.read_bitnet(path, weight_scale="divided")
 
 
+def test_a_path_to_nothing_is_what_both_readers_say(tmp_path):
+    nothing = tmp_path / "nothing"
+    for read in (gpu_ops.read_bitnet, gpu_ops.read_gguf):
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*nothing'"):
+            read(nothing)
+
+
 def test_bad_checkpoints_are_refused(checkpoint, tmp_path_factory):
     import safetensors.numpy
 
