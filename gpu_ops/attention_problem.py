@@ -229,7 +229,11 @@ def longest_of(op: str, name: str, offsets: Array, total: int) -> int:
 
 def _bias(op: str, bias: Array, q: Array, axes: checks.Axes) -> Array:
     if bias.dtype not in (q.dtype, np.float32):
-        raise DTypeError(f"{op}: bias is {bias.dtype}, expected q's {q.dtype} or float32")
+        allowed = "float32, as q is" if q.dtype == np.float32 else f"q's {q.dtype} or float32"
+        cast = "cast it: bias.astype('float32')"
+        if bias.dtype == np.bool_:
+            cast = "make one of a mask (True: visible) by np.where(mask, 0, -np.inf).astype('float32')"
+        raise DTypeError(f"{op}: bias is {bias.dtype}, expected {allowed}; {cast}")
     full = (axes["batch"], axes["nheads"], axes["seqlen_q"], axes["seqlen_k"])
     if not _broadcasts(bias.shape, full):
         raise ShapeError(
