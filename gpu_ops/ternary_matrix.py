@@ -16,6 +16,7 @@ import numpy as np
 from gpu_ops.arrays import Array, Arrays
 from gpu_ops.checks import one_of
 from gpu_ops.devices import CudaDevice, Device, EmulatorDevice, cuda_device
+from gpu_ops.errors import DTypeError
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.reference.ternary_layouts import block_scales, chunk_bitmap, decode
 from gpu_ops.ternary_checks import check_scale, check_trits, fits, matrix_shape, on_host, pack, unpack
@@ -90,6 +91,15 @@ class TernaryMatrix:
         object.__setattr__(self, "scale", _frozen(scale))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "format", format)
+
+    __array_ufunc__ = None  # so that NumPy's arrays leave x @ w to this class, which has none: a TypeError
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        """NumPy would make an array of one object."""
+        raise DTypeError(
+            "TernaryMatrix: it is packed, and no array; multiply with gpu_ops.ternary_matmul(x, w), or unpack it: "
+            "w.dequantize(), w.trits()"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle, whose arrays NumPy has made writable."""

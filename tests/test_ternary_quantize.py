@@ -297,5 +297,16 @@ def test_copies_are_immutable_too(copied, rng):
                 array[0] = 0
 
 
+def test_it_is_no_array_to_numpy():
+    """Which made an array of one object of it, and multiplied that where it could."""
+    for product in (lambda: DENSE @ W, lambda: W @ DENSE, lambda: DENSE * W, lambda: np.matmul(DENSE, W)):
+        with pytest.raises(TypeError, match="TernaryMatrix"):
+            product()
+    for array in (np.asarray, np.array, lambda w: np.dot(DENSE, w)):
+        with pytest.raises(DTypeError, match=r"ternary_matmul\(x, w\).* w.dequantize\(\), w.trits\(\)"):
+            array(W)
+    assert (W == W, DENSE == W, copy.copy(W) == W) == (True, False, False)
+
+
 def test_explain_says_what_runs():
     assert "absmean per row" in str(gpu_ops.explain("ternary_quantize", DENSE, group_size=-1))
