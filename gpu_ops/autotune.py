@@ -55,7 +55,7 @@ class Tuning:
     __repr__ = __str__
 
 
-def autotune(op: str, *arrays: Any, **options: Any) -> Tuning:
+def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuning:
     """Measure every sensible way to run this call on the GPU that holds its arrays; later calls take the fastest.
 
     Attention has something to choose: the tile, whether the heads of a group are packed into rows, and in how many
@@ -66,8 +66,8 @@ def autotune(op: str, *arrays: Any, **options: Any) -> Tuning:
 
     Parameters
     ----------
-    op : str
-        Name of a public op.
+    op : str or function
+        A public op, or its name.
     arrays, options
         As given to that op; the arrays lie on a CUDA device.
 
@@ -94,7 +94,8 @@ def autotune(op: str, *arrays: Any, **options: Any) -> Tuning:
     >>> print(gpu_ops.autotune("attention", q, k, v, causal=True))  # doctest: +SKIP
     """
     planner = planner_of("autotune", op)
-    choice = planner(*arrays, **options).choice
+    made = planner(*arrays, **options)
+    op, choice = made.op, made.choice
     if choice.device == "emulator":
         raise DeviceError(
             f"autotune: {op} would run on the emulator, which counts what kernels do and has no times"

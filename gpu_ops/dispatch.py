@@ -254,8 +254,9 @@ def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False, late: st
     return public
 
 
-def explain(op: str, *arrays: Any, **options: Any) -> Plan:
-    """What ``op`` would do with these arguments: device, backend, tiles, and why. Runs nothing.
+def explain(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Plan:
+    """What ``op``, a public function or its name, would do with these arguments: device, backend, tiles, and why.
+    Runs nothing.
 
     Examples
     --------
@@ -270,10 +271,11 @@ def explain(op: str, *arrays: Any, **options: Any) -> Plan:
     return planner_of("explain", op)(*arrays, **options)
 
 
-def planner_of(asked_by: str, op: str) -> Callable[..., Plan]:
-    """The planner of a public op by its name."""
+def planner_of(asked_by: str, op: str | Callable[..., Any]) -> Callable[..., Plan]:
+    """The planner of a public op, or of its name."""
     import gpu_ops
 
-    planners = {n: f.plan for n in gpu_ops.__all__ if hasattr(f := getattr(gpu_ops, n), "plan")}
-    found: Callable[..., Plan] = planners[one_of(asked_by, "op", op, planners)]
+    ops = {n: f for n in gpu_ops.__all__ if hasattr(f := getattr(gpu_ops, n), "plan")}
+    name = next((n for n, f in ops.items() if f is op), op)
+    found: Callable[..., Plan] = ops[one_of(asked_by, "op", name, ops)].plan
     return found

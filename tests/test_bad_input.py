@@ -180,6 +180,8 @@ def test_explain_refuses_what_the_op_refuses():
         gpu_ops.explain("rmsnorm", ones(3, 16), ones(15))
     with pytest.raises(OptionError, match=r"op='rmsnrom' is unknown.*mean 'rmsnorm'"):
         gpu_ops.explain("rmsnrom", ones(3, 16), ones(16))
+    with pytest.raises(OptionError, match="op=<function dot"):
+        gpu_ops.explain(np.dot, ones(3, 16), ones(16))
 
 
 def test_environment_defaults_are_checked_too(monkeypatch):

@@ -153,6 +153,16 @@ def test_explain_tells_what_would_run_and_runs_nothing(op):
     assert plan.config
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_explain_takes_the_function_too(op):
+    example = call(op)
+    given = [
+        str(gpu_ops.explain(f, *example.arrays.values(), **example.options))
+        for f in (getattr(gpu_ops, op), op)
+    ]
+    assert given[0] == given[1]
+
+
 def test_explain_does_not_write_out():
     out = np.full_like(X, 7.0)
     plan = gpu_ops.explain("rmsnorm", X, X[0], out=out)
