@@ -248,8 +248,9 @@ class Arrays:
                 raise DTypeError(f"{self.op}: {name} is a masked array; fill it first: {name}.filled(value)")
             return np.asarray(x)
         if not hasattr(x, "__dlpack__"):
+            kind = f"a number of type {type(x).__name__}" if isinstance(x, np.number) else type(x).__name__
             raise DTypeError(
-                f"{self.op}: {name} is {type(x).__name__}, not an array; pass a NumPy array or an object with "
+                f"{self.op}: {name} is {kind}, not an array; pass a NumPy array or an object with "
                 f"__dlpack__ (for a list: numpy.asarray({name}))"
             )
         try:

@@ -16,6 +16,7 @@ from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
 
 __all__ = ["Tuning", "autotune"]
 
+_CHOOSING = ("attention", "attention_varlen", "attention_decode")  # ops whose launches ask kernels/tuning.py
 _TIE = 1.01  # times the least time: what the measurement cannot tell apart, the model decides
 _NEAR = 1.5  # times the least of the first look: slower ones are not measured again
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 7, 30, 0.5  # of the fastest candidate
@@ -96,6 +97,10 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
     planner = planner_of("autotune", op)
     made = planner(*arrays, **options)
     op, choice = made.op, made.choice
+    if op not in _CHOOSING:
+        raise OptionError(
+            f"autotune: {op} has nothing to choose: shapes decide its launch; {', '.join(_CHOOSING)} have"
+        )
     if choice.device == "emulator":
         raise DeviceError(
             f"autotune: {op} would run on the emulator, which counts what kernels do and has no times"

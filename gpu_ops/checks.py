@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -114,12 +114,15 @@ def computing_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
-def one_of(op: str, name: str, value: Any, allowed: Iterable[str]) -> str:
-    """``value`` if it is one of ``allowed``, else an error with the nearest spelling."""
+def one_of(
+    op: str, name: str, value: Any, allowed: Iterable[str], *, meant: Mapping[str, str] | None = None
+) -> str:
+    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``."""
     allowed = tuple(allowed)
     if isinstance(value, str) and value in allowed:
         return value
-    near = difflib.get_close_matches(str(value), allowed, n=1)
+    word = str(value)
+    near = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise OptionError(f"{op}: {name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}{hint}")
 
@@ -153,7 +156,10 @@ def window(op: str, value: Any) -> tuple[int, int]:
     """``window_size``: how far a query sees to either side, -1 for no limit."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise OptionError(f"{op}: window_size must be (left, right), -1 for no limit; got {value!r}")
-    left, right = (integer(op, f"window_size[{i}]", side, low=-1) for i, side in enumerate(value))
+    left, right = (integer(op, f"window_size[{i}]", side) for i, side in enumerate(value))
+    for i, side in enumerate((left, right)):
+        if side < -1:
+            raise OptionError(f"{op}: window_size[{i}] must be -1, for no limit, or at least 0; got {side}")
     return left, right
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from gpu_ops.checks import one_of
-from gpu_ops.errors import DeviceError
+from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kinds import ANY_INTEGER, INTEGERS, as_it_lies, kind_of, on_plain_arrays
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def choose(
     cannot = cannot or {}
     if device is None:
         device = "cuda" if on_cuda else "cpu"
-    device = one_of(op, device_source, device, BACKENDS)
+    device = one_of(op, device_source, device, BACKENDS, meant={"gpu": "cuda", "GPU": "cuda"})
     if device != "cpu":
         require_cuda_kernels(op, f"{device_source}={device!r}")
     if on_cuda and device != "cuda":
@@ -184,6 +184,12 @@ def choose(
             reason = "asked for" if wanted else "first choice" if not refused else "next choice"
             return Choice(device, name, reason, refused, copies=device == "cuda" and not on_cuda)
         refused[name] = why or "not asked for"
+    others = [repr(other) for other, names in BACKENDS.items() if isinstance(wanted, str) and wanted in names]
+    if others and repr(device) not in others:
+        raise OptionError(
+            f"{op}: {backend_source}={wanted!r} is a backend of {' and '.join(others)}, but this call runs on "
+            f"{device!r}, whose are {', '.join(map(repr, BACKENDS[device]))}; pass one of them, or device= as well"
+        )
     wanted = one_of(op, backend_source, wanted, BACKENDS[device]) if wanted else None
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items() if wanted in (None, name))
     raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")

@@ -177,9 +177,9 @@ def token_positions(arrays: Arrays, axes: Axes, positions: Any, place: dict[str,
             return None
         turns = used[:, None] + np.arange(axes["seqlen"])
         return Positions(turns, 0, axes["seqlen"], turns.size)
-    where = positions_of(op, arrays, positions, axes, "bshd" if used is not None else "packed")
-    if where.array is None:
+    if isinstance(positions, (int, float, np.number)):
         raise ShapeError(f"{op}: positions is the number {positions}; pass an array, or seqused_k alone")
+    where = positions_of(op, arrays, positions, axes, "bshd" if used is not None else "packed")
     if not arrays.on_cuda:
         where.check_bounds(op)
     return where

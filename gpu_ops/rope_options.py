@@ -180,6 +180,11 @@ def positions_of(who: str, arrays: Arrays, positions: Any, axes: Axes, layout: s
         return Positions(None, 0, seqlen, tokens)
     if isinstance(positions, (int, np.integer)):
         return Positions(None, checks.integer(who, "positions", positions), seqlen, tokens)
+    if isinstance(positions, (float, np.floating)):
+        raise DTypeError(
+            f"{who}: positions is the number {positions}; pass an integer, the position of the first token, or an "
+            "array of integers"
+        )
     given = arrays.read("positions", positions)
     if given.dtype.kind not in "iu":
         raise DTypeError(f"{who}: positions is {given.dtype}; allowed: integers, for example np.int64")

@@ -165,7 +165,7 @@ NOT_ARRAYS = [
     pytest.param(None, "not an array", id="none"),
     pytest.param("x", "is str, not an array", id="string"),
     pytest.param(memoryview(b"abcd"), "is memoryview, not an array", id="buffer"),
-    pytest.param(np.float32(1), "not an array", id="numpy-scalar"),
+    pytest.param(np.float32(1), "is a number of type float32, not an array", id="numpy-scalar"),
     pytest.param(np.ma.masked_array([1.0], [True]), "masked array", id="masked"),
 ]
 

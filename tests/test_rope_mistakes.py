@@ -46,7 +46,7 @@ K = np.ones((2, 5, 2, 8), np.float32)
         ({"scaling": 4.0}, OptionError, r"got float; use for example RopeScaling\.linear"),
         ({"scaling": RopeScaling.longrope([1.0], [1.0], 8)}, OptionError, r"rotary_dim=8 needs 4"),
         ({"seqlen": -1}, OptionError, r"seqlen must lie in \[0, inf\]"),
-        ({"positions": 7.0}, DTypeError, r"positions is float, not an array"),
+        ({"positions": 7.0}, DTypeError, r"positions is the number 7.0; pass an integer, "),
         ({"positions": True}, OptionError, r"positions must be an integer, got bool"),
         ({"positions": -(2**53) - 1}, OptionError, r"positions reach beyond 2\*\*53"),
         (
