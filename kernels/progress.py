@@ -1,4 +1,4 @@
-"""What is seen of work that takes longer than a second: one line, or a bar."""
+"""What is seen of work that takes longer than a second: a line when it does and one when it ends, or a bar."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
 
 @contextmanager
 def visible(message: str) -> Iterator[None]:
-    """Show ``message`` on stderr if the block runs longer than :data:`PATIENCE`, and how long it took.
+    """Show ``message`` on stderr as soon as the block has run for :data:`PATIENCE`, and how long it took.
 
-    On a terminal it is a spinner that disappears; in a log it is one line.
+    On a terminal it is a spinner that disappears. In a log or a notebook it is a line, and at the end another one:
+    others may have written in between, and another thread be at work too.
     """
     if _in_steps.get():
         yield
@@ -36,6 +37,8 @@ def visible(message: str) -> Iterator[None]:
 
             with Console(stderr=True).status(message):
                 done.wait()
+        else:
+            _say(f"{message} ...")
 
     start = time.perf_counter()
     watcher = threading.Thread(target=wait, daemon=True)
@@ -48,13 +51,19 @@ def visible(message: str) -> Iterator[None]:
         done.set()
         if watcher.ident is not None:
             watcher.join()
-        if shown.is_set() and not terminal and sys.stderr is not None:
-            print(f"{message}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        if shown.is_set() and not terminal:
+            _say(f"{message}: {time.perf_counter() - start:.1f} s")
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"{line}\n")  # in one piece, which print() is not
+        sys.stderr.flush()
 
 
 @contextmanager
 def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, which the function that it gives advances; in a log one line, when it is over.
+    """A bar on stderr, which the function that it gives advances; in a log the lines of :func:`visible`.
 
     It stands for the lines of what is done meanwhile in this thread.
     """

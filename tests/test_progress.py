@@ -1,4 +1,4 @@
-"""What is seen of work that takes long: a line in a log, a bar on a terminal, and nothing twice."""
+"""What is seen of work that takes long: two lines in a log, a bar on a terminal, and nothing of what is in it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,30 @@ def work(advance):
         advance()
 
 
-def test_a_log_has_one_line_for_all_steps(capsys):
+def test_a_log_has_a_line_when_patience_ends_and_one_at_the_end(capsys):
     with progress.steps("measuring", 2) as advance:
         work(advance)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("measuring: 0.")
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "measuring ..."
+    assert last.startswith("measuring: 0.")
+
+
+def test_a_log_says_what_is_waited_for(capsys):
+    """Not after the wait."""
+    waited, seen = time.monotonic() + 10, ""
     with progress.visible("compiling"):
-        time.sleep(0.05)
-    assert capsys.readouterr().err.startswith("compiling: 0.")
+        while not seen and time.monotonic() < waited:
+            time.sleep(0.01)
+            seen = capsys.readouterr().err
+    assert seen == "compiling ...\n"
+    assert capsys.readouterr().err.startswith("compiling: ")
+
+
+def test_what_is_fast_is_silent(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 60.0)
+    with progress.visible("compiling"):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_has_a_bar(monkeypatch):
