@@ -15,6 +15,7 @@ from gpu_ops.rope_options import (
     BY_LENGTH,
     axes_of,
     inv_freq_of,
+    later_tables,
     positions_of,
     rotary_dim_of,
     rows_of,
@@ -22,7 +23,7 @@ from gpu_ops.rope_options import (
     theta_of,
 )
 from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.rope_tables import frequencies, rope_tables, tables_of
+from gpu_ops.rope_tables import frequencies, rope_tables
 
 PLAIN.add(RopeScaling)
 
@@ -258,22 +259,16 @@ def _plan(
         how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
         rows = rows_of(who, where, positions)
         by_length = seqlen is None and scaling.kind in BY_LENGTH
-
-        @functools.lru_cache(maxsize=1)  # the layers of a model have the length in common
-        def tables_at(longest: int) -> Callable[..., tuple[Array, ...]]:
-            inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
-            return tables_of(inv_freq, scaling.attention_factor_at(longest), computed)
+        tables = later_tables(who, scaling, rotary_dim, theta, None if by_length else longest, computed)
 
         def rotate(*given: Any, positions: Any = None, out: Any = None, **options: Any) -> Any:
             xs = [x for x in (*given, *map(options.get, names)) if x is not None]
-            at = rows(positions)
-            tables = tables_at(max(at[2] + 1, 0) if by_length else longest)
             if out is None:
                 results = tuple([_like(new, x, "the result") for x in xs])
             else:
                 results = (out,) if lone else out
             views = [_bshd(x, layout) for x in xs], [_bshd(y, layout) for y in results]
-            cpu.rope(*views, *tables(*at), **how)
+            cpu.rope(*views, *tables(*rows(positions)), **how)
             return results[0] if lone else results
 
         return rotate

@@ -24,13 +24,14 @@ from gpu_ops.rope_append_kv_checks import (
 from gpu_ops.rope_options import (
     BY_LENGTH,
     inv_freq_of,
+    later_tables,
     rotary_dim_of,
     rows_and_bounds,
     scaling_of,
     theta_of,
 )
 from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.rope_tables import frequencies, rope_tables, tables_of
+from gpu_ops.rope_tables import frequencies, rope_tables
 
 __all__ = ["rope_append_kv"]
 
@@ -223,7 +224,8 @@ def rope_append_kv(
         how: dict[str, Any] = {
             "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
         }  # fmt: skip
-        tables = tables_of(inv_freq, attention_factor, computed)
+        by_length = seqlen is None and scaling.kind in BY_LENGTH
+        tables = later_tables(name, scaling, rotary_dim, theta, None if by_length else longest, computed)
         rows_of = None if packed else used_rows(name, axes, paged=paged)
 
         def append(
@@ -256,10 +258,15 @@ def rope_append_kv(
 
         return append
 
-    # The frequencies of some scalings go by how long the sequences are.
-    alike = seqlen is not None or scaling.kind not in BY_LENGTH
-    remembered = again if alike and choice.compiled and q_.size else None
-    return Plan(name, choice, problem, config, run, writes=caches, again=remembered)
+    return Plan(
+        name,
+        choice,
+        problem,
+        config,
+        run,
+        writes=caches,
+        again=again if choice.compiled and q_.size else None,
+    )
 
 
 def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved: bool) -> dict[str, str]:

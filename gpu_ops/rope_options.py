@@ -15,12 +15,14 @@ from gpu_ops.arrays import Array, Arrays, bounds_of
 from gpu_ops.checks import Axes
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.rope_scaling import RopeScaling
+from gpu_ops.rope_tables import tables_of
 
 __all__ = [
     "BY_LENGTH",
     "Positions",
     "axes_of",
     "inv_freq_of",
+    "later_tables",
     "positions_of",
     "rotary_dim_of",
     "rows_and_bounds",
@@ -166,6 +168,26 @@ def rows_of(who: str, where: Positions, given: Any) -> Callable[[Any], Rows]:
         return first + steps, first, first + more
 
     return count_up
+
+
+def later_tables(
+    who: str,
+    scaling: RopeScaling,
+    rotary_dim: int,
+    theta: float,
+    longest: int | None,
+    dtype: npt.DTypeLike,
+) -> Callable[[Any, int, int], tuple[Array, Array, Any]]:
+    """:func:`tables_of` the frequencies for a length; ``longest`` None: for that which a call's positions reach."""
+
+    @functools.lru_cache(maxsize=1)  # the layers of a model have the length in common
+    def tables_at(longest: int) -> Callable[[Any, int, int], tuple[Array, Array, Any]]:
+        inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
+        return tables_of(inv_freq, scaling.attention_factor_at(longest), dtype)
+
+    if longest is not None:
+        return tables_at(longest)
+    return lambda positions, first, last: tables_at(max(last + 1, 0))(positions, first, last)
 
 
 def _check_bounds(who: str, first: int, last: int) -> None:

@@ -171,3 +171,31 @@ def test_a_number_of_the_first_position_is_read_every_time(rng, kind, monkeypatc
     ):
         with pytest.raises(error, match="positions"):
             gpu_ops.rope(q, positions=wrong, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        gpu_ops.RopeScaling.dynamic(2.0, 4),
+        gpu_ops.RopeScaling.longrope([1.0] * 4, [2.0] * 4, original_max_position=6),
+    ],
+    ids=lambda scaling: scaling.kind,
+)
+def test_the_length_of_a_decoding_is_looked_at_every_time(rng, scaling, monkeypatch):
+    """The frequencies of these scalings go by it, and a step is no other kind of call."""
+    (q, k, v, *caches), _ = append(rng)
+    lengths = [np.array(used, np.int32) for used in ([0, 0], [3, 1], [2, 9], [0, 2])]
+    want = []
+    for used in lengths:
+        filled = [cache.copy() for cache in caches]
+        rotated = gpu_ops.rope_append_kv.plan(q, k, v, *filled, seqused_k=used, scaling=scaling).run()
+        want.append([rotated, *filled])
+    gpu_ops.rope_append_kv(q, k, v, *(c.copy() for c in caches), seqused_k=lengths[1], scaling=scaling)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu_ops.dispatch._setting", lambda *_: pytest.fail("planned again"))
+        for used, expected in zip(lengths, want, strict=True):
+            filled = [cache.copy() for cache in caches]
+            rotated = gpu_ops.rope_append_kv(q, k, v, *filled, seqused_k=used, scaling=scaling)
+            for found, exact in zip((rotated, *filled), expected, strict=True):
+                np.testing.assert_array_equal(found, exact)
+    assert not np.array_equal(want[1][0], want[2][0])
