@@ -112,13 +112,7 @@ def _again(call: Callable[..., Any], like: Problem) -> Callable[..., Any]:
     name, seqlen_q = "attention_decode", like.seqlen_q
     num_pages, page_size = like.k.shape[:2]
     capacity = page_size * (1 if like.block_table is None else like.block_table.shape[1])
-    sizes = {
-        "seqlen_q": seqlen_q,
-        "new": 0,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "capacity": capacity,
-    }
+    found_of = cached(seqlen_q=seqlen_q, new=0, page_size=page_size, num_pages=num_pages)
 
     def again(
         q: Array,
@@ -130,7 +124,7 @@ def _again(call: Callable[..., Any], like: Problem) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         table = options.get("block_table")
-        found = cached(seqused_k, table, **sizes)
+        found = found_of(seqused_k, table)
         _, longest, sound, _ = found[-1].tolist()
         if not sound:  # it has to say where
             _longest(name, seqused_k, capacity)

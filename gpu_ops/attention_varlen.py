@@ -242,12 +242,13 @@ def _lengths(op: str, problem: Problem) -> Callable[..., tuple[tuple[int, int], 
     from gpu_ops.kernels.numba_cpu.lengths import packed
 
     totals = problem.q.shape[1], problem.k.shape[1]
+    found_of = packed(*totals)
 
     def lengths(
         starts_q: Array, starts_k: Array, *,
         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **_: Any,
     ) -> tuple[tuple[int, int], Array]:  # fmt: skip
-        found = packed(starts_q, starts_k, *totals)
+        found = found_of(starts_q, starts_k)
         longest_q, longest_k, sound, _ = found[-1].tolist()
         if not sound:  # it has to say where
             longest_of(op, "cu_seqlens_q", starts_q, totals[0])

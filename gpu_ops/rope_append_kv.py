@@ -220,6 +220,7 @@ def rope_append_kv(
         from gpu_ops.kernels.numba_cpu.lengths import mapped
 
         new, slots = Arrays(name).new, caches[0].shape[:2]
+        differ = mapped(slots[0] * slots[1]) if packed else None
         computed = checks.computing_dtype(dtype)
         how: dict[str, Any] = {
             "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
@@ -243,7 +244,7 @@ def rope_append_kv(
                 call = rope_append_kv.plan  # type: ignore[attr-defined]
                 return call(q, k, v, k_cache, v_cache, positions=positions, out=out, **given, **options).run()
             if slot_mapping is not None:
-                if not mapped(slot_mapping, slots[0] * slots[1]):  # it has to say where
+                if differ is not None and not differ(slot_mapping):  # it has to say where
                     check_slots(name, slot_mapping, *slots)
                 given["slot_mapping"] = slot_mapping[None]
             if rows_of is not None:

@@ -148,18 +148,17 @@ def _pages_exist(op: str, axes: Axes, used: Array, table: Array) -> None:
 def used_rows(op: str, axes: Axes, *, paged: bool) -> Callable[..., tuple[Array, int, int]]:
     """``f(seqused_k, block_table)`` on the CPU, for arrays whose shapes are checked: the rows of the new tokens in
     their sequences, the first and the last of them, after a look at all that :func:`check_used` looks at."""
-    from gpu_ops.kernels.numba_cpu.lengths import cached
+    from gpu_ops.kernels.numba_cpu.lengths import apart, cached
 
     page_size, new = axes["page_size" if paged else "max_seqlen"], axes["seqlen"]
     num_pages, steps = axes["num_pages"] if paged else 0, np.arange(new)
+    found_of = cached(seqlen_q=0, new=new, page_size=page_size, num_pages=num_pages)
+    differ = apart(new, page_size) if paged else None
 
     def rows_of(used: Array, table: Array | None) -> tuple[Array, int, int]:
-        capacity = page_size if table is None else page_size * table.shape[1]
-        found = cached(
-            used, table, seqlen_q=0, new=new, page_size=page_size, num_pages=num_pages, capacity=capacity
-        )
+        found = found_of(used, table)
         shortest, longest, sound, _ = found[-1].tolist()
-        if not sound:  # it has to say where
+        if not sound or (differ and table is not None and not differ(used, table)):  # it has to say where
             check_used(op, axes, used, table)
         starts = found[:-1, 3:]
         return starts if new == 1 else starts + steps, shortest, longest + new - 1

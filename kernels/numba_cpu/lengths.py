@@ -7,10 +7,14 @@ time, here: 2 us, where NumPy's calls add up to 10 and 30.
              | shortest, longest, ...                  |    the last row, with whether all of it is sound
 
 New tokens go to slots of a cache that differ: a table of hashes finds two that do not, in 2 ns per token.
+
+The functions that look are made with the first call of a kind, so that their kernels are compiled with it, not with
+the second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,39 +28,60 @@ _NO_TABLE = np.empty((0, 0), np.int32)
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # over the golden ratio: slots at any distance from each other spread
 
 
-def packed(starts_q: Array, starts_k: Array, total_q: int, total_k: int) -> Array:
-    """``found`` for sequences laid end to end; the last row: the longest of q, the longest of k, and 1 if both
-    start at 0, never fall and end at their totals."""
-    found = np.empty((len(starts_q), 4), np.int64)
-    launch_here(packed_lengths[None], 1, starts_q, starts_k, total_q, total_k, found)
-    return found
+def packed(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
+    """A function of the starts of sequences laid end to end: ``found``. The last row: the longest of q, the longest
+    of k, and 1 if both start at 0, never fall and end at their totals."""
+    look = packed_lengths[None]
+
+    def found_of(starts_q: Array, starts_k: Array) -> Array:
+        found = np.empty((len(starts_q), 4), np.int64)
+        launch_here(look, 1, starts_q, starts_k, total_q, total_k, found)
+        return found
+
+    return found_of
 
 
 def cached(
-    used: Array,
-    table: Array | None,
-    *,
-    seqlen_q: int,
-    new: int,
-    page_size: int,
-    num_pages: int,
-    capacity: int,
-) -> Array:
-    """``found`` for ``used`` keys of each sequence in a cache that ``new`` ones will join; the last row: the
-    shortest, the longest, and 1 if no sequence outgrows ``capacity`` or lacks a page in ``table``: of those that hold
-    its keys, with new keys of those that hold these, of which no two then share a row of a page.
+    *, seqlen_q: int, new: int, page_size: int, num_pages: int
+) -> Callable[[Array, Array | None], Array]:
+    """A function of ``used`` keys of each sequence, in a cache that ``new`` ones will join, and perhaps a table of
+    its pages: ``found``. The last row: the shortest, the longest, and 1 if no sequence outgrows the cache or lacks a
+    page: of those that hold its keys, with new keys of those that hold these.
     """
-    found = np.empty((len(used) + 1, 4), np.int64)
-    pages = _NO_TABLE if table is None else table
-    launch_here(cached_lengths[None], 1, used, pages, seqlen_q, new, page_size, num_pages, capacity, found)
-    return found
+    look = cached_lengths[None]
+
+    def found_of(used: Array, table: Array | None) -> Array:
+        found = np.empty((len(used) + 1, 4), np.int64)
+        pages, capacity = (_NO_TABLE, page_size) if table is None else (table, page_size * table.shape[1])
+        launch_here(look, 1, used, pages, seqlen_q, new, page_size, num_pages, capacity, found)
+        return found
+
+    return found_of
 
 
-def mapped(slots: Array, num_slots: int) -> bool:
-    """Whether all slots are below ``num_slots``, and those that are not negative differ."""
-    found = np.empty(1, np.int64)
-    launch_here(mapped_slots[None], 1, slots, num_slots, found)
-    return bool(found[0])
+def apart(new: int, page_size: int) -> Callable[[Array, Array], bool]:
+    """A function of keys and pages as those of :func:`cached`, where these are sound: whether no two of the new
+    tokens share a row of a page."""
+    look = paged_slots[None]
+
+    def differ(used: Array, table: Array) -> bool:
+        found = np.empty(1, np.int64)
+        launch_here(look, 1, used, table, new, page_size, found)
+        return bool(found[0])
+
+    return differ
+
+
+def mapped(num_slots: int) -> Callable[[Array], bool]:
+    """A function of slots: whether all are below ``num_slots``, and those that are not negative differ."""
+    look = mapped_slots[None]
+
+    def differ(slots: Array) -> bool:
+        found = np.empty(1, np.int64)
+        launch_here(look, 1, slots, num_slots, found)
+        return bool(found[0])
+
+    return differ
 
 
 @inner
@@ -124,19 +149,27 @@ def cached_lengths(state, n_tasks, used, table, seqlen_q, new, page_size, num_pa
         sound = sound and fits
         shortest, longest = min(shortest, n), max(longest, n)
         found[b, 0], found[b, 1], found[b, 2], found[b, 3] = 0, seqlen_q, 0, n
-    if sound and new > 0 and len(table) > 0:
-        taken = none_taken(batch * new)
-        for b in range(batch):
-            n, end = np.int64(used[b]), np.int64(used[b]) + new
-            while n < end:
-                page, row = n // page_size, n % page_size
-                slot = np.int64(table[b, page]) * page_size + row
-                last = slot + min(end - n, page_size - row)
-                n += last - slot
-                while slot < last:
-                    sound = take(taken, slot) and sound
-                    slot += 1
     found[batch, 0], found[batch, 1], found[batch, 2], found[batch, 3] = shortest, longest, sound, 0
+
+
+@kernel(
+    lambda _: (read("int32", 1), read("int32", 2), *(types.int64,) * 2, types.Array(types.int64, 1, "C")),
+    variants=(None,),
+)
+def paged_slots(state, n_tasks, used, table, new, page_size, found):
+    taken = none_taken(len(used) * new)
+    sound = True
+    for b in range(len(used)):
+        n, end = np.int64(used[b]), np.int64(used[b]) + new
+        while n < end:
+            page, row = n // page_size, n % page_size
+            slot = np.int64(table[b, page]) * page_size + row
+            last = slot + min(end - n, page_size - row)
+            n += last - slot
+            while slot < last:
+                sound = take(taken, slot) and sound
+                slot += 1
+    found[0] = sound
 
 
 @kernel(
