@@ -21,7 +21,7 @@ from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
 from gpu_ops.kernels.numba_cpu.ir.memory import scratch
 from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import (
     SHORT_SUM,
@@ -30,7 +30,6 @@ from gpu_ops.kernels.numba_cpu.rmsnorm import (
     config,
     shared_chunks,
     short_sums,
-    statistics,
     together,
 )
 
@@ -154,8 +153,8 @@ def sum_of_squares(x, mean):
         read(t, 2),
         write(t, 2),
         write(t, 2),
-        write(statistics(t), 1),
-        write(statistics(t), 1),
+        write(compute(t).name, 1),
+        write(compute(t).name, 1),
         types.float64,
         types.boolean,
         types.boolean,
@@ -200,8 +199,8 @@ def layernorm_forward(
         read(t, 2),
         read(t, 2),
         read(t, 1),
-        read(statistics(t), 1),
-        read(statistics(t), 1),
+        read(compute(t).name, 1),
+        read(compute(t).name, 1),
         read(t, 2),
         write(t, 2),
         write("float64", 2),

@@ -112,10 +112,6 @@ def backward(
     dweight[...] = partial.sum(axis=0)
 
 
-def statistics(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"
-
-
 def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
     """A function (operands, scalars, wide): the float64 sum over rows, of short sums in the computing type.
 
@@ -178,7 +174,7 @@ def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
         read(t, 2),
         write(t, 2),
         write(t, 2),
-        write(statistics(t), 1),
+        write(compute(t).name, 1),
         types.float64,
         compute(t),
         types.boolean,
@@ -224,7 +220,7 @@ def rmsnorm_forward(
         read(t, 2),
         read(t, 2),
         read(t, 1),
-        read(statistics(t), 1),
+        read(compute(t).name, 1),
         read(t, 2),
         write(t, 2),
         write("float64", 2),
