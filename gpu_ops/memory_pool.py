@@ -29,9 +29,7 @@ __all__ = ["POOL", "MemoryPool"]
 
 FROM_BYTES = 1 << 20
 RECENT_BYTES = 64 << 20  # not offered to the system: to offer 2 MiB and use them again takes 15 us
-_UNIT = (
-    64 << 10
-)  # of blocks: what a result takes beyond its size is little, and results of nearly one size share
+_UNIT = 64 << 10  # of blocks: a result takes little beyond its size, and those of nearly one size share
 
 
 class MemoryPool:
@@ -104,9 +102,8 @@ class _Block(mmap.mmap):
 
     def __new__(cls, size: int) -> _Block:
         block = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(
-            OSError
-        ):  # huge pages: one fault of the system in place of 512, where it has them
+        # huge pages: one fault of the system in place of 512, where it has them
+        with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
         block.interface = dict(np.frombuffer(block, np.uint8).__array_interface__)
         return block

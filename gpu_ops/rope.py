@@ -258,8 +258,7 @@ def _plan(
         names, lone, new = tuple(named), len(inputs) == 1, Arrays(who)
         how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
         rows = rows_of(who, where, positions)
-        by_length = seqlen is None and scaling.kind in BY_LENGTH
-        tables = later_tables(who, scaling, rotary_dim, theta, None if by_length else longest, computed)
+        tables = later_tables(who, scaling, rotary_dim, theta, longest, computed, lasting=seqlen is not None)
 
         def rotate(*given: Any, positions: Any = None, out: Any = None, **options: Any) -> Any:
             xs = [x for x in (*given, *map(options.get, names)) if x is not None]

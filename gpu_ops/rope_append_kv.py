@@ -22,7 +22,6 @@ from gpu_ops.rope_append_kv_checks import (
     weights_of,
 )
 from gpu_ops.rope_options import (
-    BY_LENGTH,
     inv_freq_of,
     later_tables,
     rotary_dim_of,
@@ -225,8 +224,7 @@ def rope_append_kv(
         how: dict[str, Any] = {
             "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
         }  # fmt: skip
-        by_length = seqlen is None and scaling.kind in BY_LENGTH
-        tables = later_tables(name, scaling, rotary_dim, theta, None if by_length else longest, computed)
+        tables = later_tables(name, scaling, rotary_dim, theta, longest, computed, lasting=seqlen is not None)
         rows_of = None if packed else used_rows(name, axes, paged=paged)
 
         def append(
@@ -259,15 +257,8 @@ def rope_append_kv(
 
         return append
 
-    return Plan(
-        name,
-        choice,
-        problem,
-        config,
-        run,
-        writes=caches,
-        again=again if choice.compiled and q_.size else None,
-    )
+    remembered = again if choice.compiled and q_.size else None
+    return Plan(name, choice, problem, config, run, writes=caches, again=remembered)
 
 
 def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved: bool) -> dict[str, str]:

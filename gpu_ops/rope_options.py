@@ -175,17 +175,20 @@ def later_tables(
     scaling: RopeScaling,
     rotary_dim: int,
     theta: float,
-    longest: int | None,
+    longest: int,
     dtype: npt.DTypeLike,
+    *,
+    lasting: bool,
 ) -> Callable[[Any, int, int], tuple[Array, Array, Any]]:
-    """:func:`tables_of` the frequencies for a length; ``longest`` None: for that which a call's positions reach."""
+    """:func:`tables_of` the frequencies for sequences of length ``longest``; where they go by the length, and it is
+    not ``lasting``, for that which the positions of each call reach."""
 
     @functools.lru_cache(maxsize=1)  # the layers of a model have the length in common
     def tables_at(longest: int) -> Callable[[Any, int, int], tuple[Array, Array, Any]]:
         inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
         return tables_of(inv_freq, scaling.attention_factor_at(longest), dtype)
 
-    if longest is not None:
+    if lasting or scaling.kind not in BY_LENGTH:
         return tables_at(longest)
     return lambda positions, first, last: tables_at(max(last + 1, 0))(positions, first, last)
 
