@@ -24,6 +24,7 @@ from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_v
 
 NHEADS, HEAD_DIM = 8, 64
 SOFTCAP = 30.0
+_SLOPES = (2.0 ** (-8.0 / NHEADS * np.arange(1, NHEADS + 1))).astype(np.float32)
 WINDOWS, DOCUMENTS = 8, 16  # per sequence, which is a multiple of them
 
 Scores = Callable[[Inputs], np.ndarray]
@@ -79,17 +80,13 @@ def _window_mask(x: Inputs) -> np.ndarray:
     return _hide((distances < 0) | (distances >= _window(x)))
 
 
-def _slopes() -> np.ndarray:
-    return (2.0 ** (-8.0 / NHEADS * np.arange(1, NHEADS + 1))).astype(np.float32)
-
-
 def _alibi(x: Inputs) -> np.ndarray:
-    return -_slopes()[: x["q"].shape[2], None, None] * np.abs(_distances(x)).astype(np.float32)
+    return -_SLOPES[:, None, None] * np.abs(_distances(x)).astype(np.float32)
 
 
 OPTIONS = (
     Option("bias", lambda x: {"bias": x["bias"]}, lambda x: x["bias"].astype(np.float32)),
-    Option("alibi", lambda x: {"alibi_slopes": _slopes()[: x["q"].shape[2]]}, _alibi),
+    Option("alibi", lambda x: {"alibi_slopes": _SLOPES}, _alibi),
     Option("softcap", lambda x: {"softcap": SOFTCAP}, None, SOFTCAP),
     Option("window", lambda x: {"window_size": (_window(x) - 1, 0)}, _window_mask),
     Option("documents", _document_blocks, _document_mask),
@@ -109,11 +106,8 @@ def cases(config: Config) -> list[Case]:
 
 
 def case(option: Option, shape: Shape, dtype: str, device: str, *, backward: bool) -> Case:
-    def forward_of(x: Inputs) -> Callable[..., Any]:
-        return functools.partial(gpu_ops.attention, x["q"], x["k"], x["v"], **option.arguments(x))
-
     def ours(x: Inputs, **how: str) -> Call:
-        attend = forward_of(x)
+        attend = functools.partial(gpu_ops.attention, x["q"], x["k"], x["v"], **option.arguments(x))
         if not backward:
             return functools.partial(attend, **how)
         out, lse = attend(return_lse=True)

@@ -14,6 +14,12 @@ inputs its error may be at most twice that of textbook NumPy code in the same dt
 
 from __future__ import annotations
 
+if __package__ in (None, ""):  # run as a file: perf/ is beside gpu_ops/ in the repository
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import argparse
 import contextlib
 import ctypes
@@ -22,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -35,6 +40,7 @@ from gpu_ops.reference import rmsnorm as reference_rmsnorm
 from gpu_ops.reference import rope as reference_rope
 from gpu_ops.reference import swiglu as reference_swiglu
 from gpu_ops.reference.tolerance import tolerance
+from perf.memory import peak_growth
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -148,24 +154,14 @@ def keep_nothing() -> None:
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 128 << 10)
 
 
+def listed(result: Any) -> list[Array]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
 def peak_bytes(run: Callable[[], Any]) -> tuple[list[Array], int]:
-    """The results, and by how much the process grew beyond them at most; 0 where the system cannot tell."""
-    mark, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-
-    def resident(field: str) -> int:
-        return int(status.read_text().split(f"{field}:")[1].split()[0]) * 1024
-
-    peak = 0
-    try:
-        mark.write_text("5")  # the peak is from now on
-        before = resident("VmRSS")
-    except OSError:
-        result = run()
-    else:
-        result = run()
-        peak = resident("VmHWM") - before
-    arrays = list(result) if isinstance(result, tuple) else [result]
-    return arrays, max(0, peak - sum(a.nbytes for a in arrays))
+    """The results, and by how much the process grew beyond them at most."""
+    growth, result = peak_growth(run)
+    return listed(result), max(0, growth - sum(a.nbytes for a in listed(result)))
 
 
 def measured(rows: list[Row], repeats: int, dtype: Any) -> Callable[..., Any]:
@@ -181,8 +177,7 @@ def measured(rows: list[Row], repeats: int, dtype: Any) -> Callable[..., Any]:
             times.append(time.perf_counter() - start)
         found, peak = peak_bytes(lambda: ours(*arrays, **options))
         naive, naive_peak = peak_bytes(lambda: definition(*arrays, precision="naive", **options))
-        exact = definition(*arrays, precision="float64", **options)
-        exact = list(exact) if isinstance(exact, tuple) else [exact]
+        exact = listed(definition(*arrays, precision="float64", **options))
         error, allowed = compare(found, exact, naive, dtype)
         rows.append(Row(label, 1e3 * float(np.median(times)), peak, naive_peak, error, allowed))
         return result
