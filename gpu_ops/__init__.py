@@ -6,25 +6,25 @@ Importing this package loads NumPy and no compiler: each op loads its kernels on
 from typing import TYPE_CHECKING
 
 from gpu_ops import errors
-from gpu_ops.attention import attention, attention_backward
-from gpu_ops.attention_decode import attention_decode
-from gpu_ops.attention_varlen import attention_varlen, attention_varlen_backward
-from gpu_ops.autotune import autotune
-from gpu_ops.block_mask import BlockMask
-from gpu_ops.dispatch import explain
-from gpu_ops.layernorm import layernorm, layernorm_backward
-from gpu_ops.rmsnorm import rmsnorm, rmsnorm_backward
-from gpu_ops.rmsnorm_quant import rmsnorm_quant_int8
-from gpu_ops.rope import rope, rope_backward
-from gpu_ops.rope_append_kv import rope_append_kv
-from gpu_ops.rope_scaling import RopeScaling
-from gpu_ops.swiglu import swiglu, swiglu_backward
-from gpu_ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
-from gpu_ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
-from gpu_ops.ternary_files import read_bitnet, read_gguf
-from gpu_ops.ternary_linear import TernaryLinear, ternary_matmul_backward
-from gpu_ops.ternary_matrix import TernaryMatrix
-from gpu_ops.ternary_model import quantize_model
+from gpu_ops.core.autotune import autotune
+from gpu_ops.core.dispatch import explain
+from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.ops.attention import attention, attention_backward
+from gpu_ops.ops.attention_decode import attention_decode
+from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.layernorm import layernorm, layernorm_backward
+from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
+from gpu_ops.ops.rope import rope, rope_backward
+from gpu_ops.ops.rope_append_kv import rope_append_kv
+from gpu_ops.ops.swiglu import swiglu, swiglu_backward
+from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
+from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
+from gpu_ops.ops.ternary_linear import TernaryLinear, ternary_matmul_backward
+from gpu_ops.ops.ternary_model import quantize_model
 
 if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
     from gpu_ops import emulator as emulator

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_ops.dispatch import BACKENDS, unavailable
+from gpu_ops.core.dispatch import BACKENDS, unavailable
 from gpu_ops.errors import OptionError
-from gpu_ops.kernels import cache
+from gpu_ops.kernels.compiler import cache
 from gpu_ops.presets import DevicePreset, select_preset
 
 __all__ = ["Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]

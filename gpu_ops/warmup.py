@@ -19,7 +19,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 def compile_variant(label: str) -> None:
     """Compile one variant into the cache folder, or load it from there."""
-    from gpu_ops.kernels import progress
+    from gpu_ops.kernels.compiler import progress
 
     progress.PATIENCE = 1e6  # no lines of their own: the warm-up shows a bar
     for kernel, variant in _all_variants():

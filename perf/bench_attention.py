@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.dispatch import has_cuda_kernels
+from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
 from gpu_ops.reference.attention_backward import attention_backward as reference_backward

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import gpu_ops
-from gpu_ops.dispatch import has_cuda_kernels
+from gpu_ops.core.dispatch import has_cuda_kernels
 from perf import compare, emulate, limits, machine, report, roofline
 from perf.case import DTYPES, Case, Config
 from perf.harness import HURRIED, Effort, Result, run_case

@@ -18,7 +18,7 @@ from gpu_ops import emulator
 from gpu_ops.emulator import Profile
 from gpu_ops.emulator.traffic import SECTOR
 from gpu_ops.errors import GpuOpsError, KernelCompileError
-from gpu_ops.kernels import cubin, toolkit
+from gpu_ops.kernels.compiler import cubin, toolkit
 from gpu_ops.presets import select_preset
 from perf.case import Case
 from perf.report import short_dtype

@@ -67,7 +67,7 @@ machine() {
 device() {
     "$python" - <<'PY'
 import sys
-from gpu_ops import devices
+from gpu_ops.core import device as devices
 missing = devices.cuda_missing() or devices.compiler_missing("raw") or devices.compiler_missing("numba")
 print(missing or devices.current_device("cuda"))
 sys.exit(missing is not None)

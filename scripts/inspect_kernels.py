@@ -31,7 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import cubin, jit, progress, toolkit
+from gpu_ops.kernels.compiler import cubin, jit, progress, toolkit
 from gpu_ops.presets import ARCHES
 
 PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")

@@ -16,7 +16,7 @@ import collections
 import re
 from collections.abc import Iterator, Sequence
 
-from gpu_ops.kernels import jit
+from gpu_ops.kernels.compiler import jit
 from scripts.inspect_kernels import PRESET_ARCHES, sass
 
 CLASSES = {

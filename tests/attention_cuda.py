@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops import emulator
-from gpu_ops.kernels.attention_shape import ATTENTION_SHAPE, UNLIMITED, shared_bytes
-from gpu_ops.kernels.jit import CudaKernel, compile_kernel
+from gpu_ops.kernels.compiler.jit import CudaKernel, compile_kernel
+from gpu_ops.kernels.lower.attention_shape import ATTENTION_SHAPE, UNLIMITED, shared_bytes
 
 NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 NULL = 0

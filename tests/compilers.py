@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import jit, nvrtc, toolkit
+from gpu_ops.kernels.compiler import jit, nvrtc, toolkit
 
 ARCH_LIST = ("sm_80", "sm_90a", "sm_120")  # one of each PTX dialect and cubin format
 

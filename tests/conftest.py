@@ -16,9 +16,10 @@ import pytest
 from fake_cupy import FakeCupy
 from hypothesis import settings
 
-from gpu_ops import devices, dispatch
-from gpu_ops.devices import compiler_missing, cuda_missing
-from gpu_ops.dispatch import BACKENDS
+from gpu_ops.core import device as devices
+from gpu_ops.core import dispatch
+from gpu_ops.core.device import compiler_missing, cuda_missing
+from gpu_ops.core.dispatch import BACKENDS
 
 # A CI run repeats the same examples, so that a failure is the change's; runs by hand explore new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -95,7 +96,7 @@ def cupy(monkeypatch):
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
     yield fake
     for cached in caches:
         cached.cache_clear()

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.devices import EmulatorDevice
+from gpu_ops.core.device import EmulatorDevice
 
 
 class FakeArray:
@@ -164,7 +164,7 @@ class FakeCupy(ModuleType):
         return FakeArray(np.ascontiguousarray(x.host), x.device.id)
 
     def launch(self, kernel, grid, block, args, *, shared=0):
-        """In place of gpu_ops.kernels.jit.launch."""
+        """In place of gpu_ops.kernels.compiler.jit.launch."""
         assert not any(isinstance(a, np.ndarray) for a in args), "host memory does not reach a GPU"
         assert all(a.device.id == self.current_device() for a in args if isinstance(a, FakeArray))
         self.launched.append(

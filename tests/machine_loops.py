@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gpu_ops.kernels import jit, toolkit
+from gpu_ops.kernels.compiler import jit, toolkit
 from scripts.inspect_kernels import sass
 
 # Machine instructions that the integer units issue, at 64 lanes per clock of an SM; IMAD has units of its own.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_ops.kernels import jit
+from gpu_ops.kernels.compiler import jit
 
 OFFSET = 0.5
 

@@ -6,17 +6,17 @@ import itertools
 
 import pytest
 
-from gpu_ops.kernels import cubin
-from gpu_ops.kernels.attention import variants
-from gpu_ops.kernels.attention_config import (
+from gpu_ops.kernels.compiler import cubin
+from gpu_ops.kernels.compiler.jit import assemble, compile_kernel
+from gpu_ops.kernels.lower.attention import variants
+from gpu_ops.kernels.lower.attention_config import (
     MAX_HEAD_DIM,
     DeviceLimits,
     Problem,
     Tile,
     select_config,
 )
-from gpu_ops.kernels.attention_shape import shared_bytes
-from gpu_ops.kernels.jit import assemble, compile_kernel
+from gpu_ops.kernels.lower.attention_shape import shared_bytes
 from gpu_ops.presets import PRESETS
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]

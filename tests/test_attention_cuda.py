@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import BlockMask, emulator
-from gpu_ops.kernels.attention_shape import ATTENTION_SHAPE
+from gpu_ops.kernels.lower.attention_shape import ATTENTION_SHAPE
 from gpu_ops.reference import attention as reference
 from tests.attention_cases import DTYPES, KERNEL_FACTORS, assert_lse, expected, make, pairwise, row_id
 from tests.attention_cuda import Tiles, run_attention

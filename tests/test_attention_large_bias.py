@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.dispatch import BACKENDS
+from gpu_ops.core.dispatch import BACKENDS
 from gpu_ops.reference import attention as reference
 from gpu_ops.reference import attention_backward as reference_backward
 from tests.attention_cases import DTYPES, make

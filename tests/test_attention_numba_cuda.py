@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gpu_ops import BlockMask, emulator
-from gpu_ops.devices import EmulatorDevice, compiler_missing
-from gpu_ops.kernels import cubin, jit, toolkit
+from gpu_ops.core.device import EmulatorDevice, compiler_missing
+from gpu_ops.kernels.compiler import cubin, jit, toolkit
 from gpu_ops.reference import attention as reference
 from tests.attention_cases import DTYPES, assert_lse, expected, make, pairwise, row_id
 from tests.compare import assert_close

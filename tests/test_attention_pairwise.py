@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.devices import compiler_missing
+from gpu_ops.core.device import compiler_missing
 from gpu_ops.reference import attention as reference
 from tests import test_attention_decode as decode
 from tests import test_attention_varlen as varlen

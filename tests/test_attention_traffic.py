@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gpu_ops import emulator
-from gpu_ops.devices import EmulatorDevice, compiler_missing
-from gpu_ops.kernels import attention as kernels
-from gpu_ops.kernels import toolkit
-from gpu_ops.kernels.jit import compile_kernel
+from gpu_ops.core.device import EmulatorDevice, compiler_missing
+from gpu_ops.kernels.compiler import toolkit
+from gpu_ops.kernels.compiler.jit import compile_kernel
+from gpu_ops.kernels.lower import attention as kernels
 from scripts.inspect_kernels import sass
 from scripts.inspect_loops import iterations
 

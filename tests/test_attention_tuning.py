@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_ops.kernels import attention_tuning
-from gpu_ops.kernels.attention_config import Config, DeviceLimits, Problem, select_config
+from gpu_ops.kernels.lower import attention_tuning
+from gpu_ops.kernels.lower.attention_config import Config, DeviceLimits, Problem, select_config
 
 A30 = DeviceLimits(56, 163 * 1024)
 PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)

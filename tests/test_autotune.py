@@ -17,14 +17,15 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray, FakeCupy
 
 import gpu_ops
-from gpu_ops import devices, dispatch
+from gpu_ops.core import device as devices
+from gpu_ops.core import dispatch
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
-from gpu_ops.kernels import attention_tuning, tuning
-from gpu_ops.kernels.attention_config import DeviceLimits, Problem, select_config
+from gpu_ops.kernels.lower import attention_tuning, tuning
+from gpu_ops.kernels.lower.attention_config import DeviceLimits, Problem, select_config
 
 pytestmark = needs_nvrtc
 
-MODULE = sys.modules["gpu_ops.autotune"]
+MODULE = sys.modules["gpu_ops.core.autotune"]
 A30 = DeviceLimits(56, 163 * 1024)  # what FakeCupy stands for
 SHAPE = (1, 256, 8, 64)
 PROBLEM = Problem(2, 1, 8, 8, 256, 256, 64, 64)
@@ -56,7 +57,7 @@ def gpu(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(state.folder))
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", launch)
     monkeypatch.setattr(MODULE, "Stopwatch", lambda: stopwatch)
     tuning.forget()
     yield state
@@ -256,8 +257,8 @@ def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
 def test_two_processes_at_once(tmp_path):
     """Each writes the same file 300 times; readers meanwhile see a whole one of either."""
     code = (
-        "import sys; from gpu_ops.kernels import tuning; from gpu_ops.kernels.attention_tuning import SPACE\n"
-        "from gpu_ops.kernels.attention_config import DeviceLimits, Problem\n"
+        "import sys; from gpu_ops.kernels.lower import tuning; from gpu_ops.kernels.lower.attention_tuning import SPACE\n"
+        "from gpu_ops.kernels.lower.attention_config import DeviceLimits, Problem\n"
         "asked = tuning.Asked(SPACE, Problem(2, 1, 8, 8, 256, 256, 64, 64), DeviceLimits(56, 2**17), 'card', None)\n"
         "tuning.source_key = lambda *stems: 'sources'\n"
         "for i in range(300):\n"

@@ -161,7 +161,7 @@ def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
 
 
 READ_ONLY = """
-from gpu_ops.kernels import cache
+from gpu_ops.kernels.compiler import cache
 def refuse(folder):
     refuse.count = getattr(refuse, "count", 0) + 1
     raise PermissionError(13, "Permission denied", str(folder / f"tmp{refuse.count}"))

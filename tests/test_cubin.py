@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from gpu_ops.kernels import cubin, jit, nvrtc, toolkit
+from gpu_ops.kernels.compiler import cubin, jit, nvrtc, toolkit
 from gpu_ops.presets import ARCHES
 from tests.compilers import ARCH_LIST, needs_nvrtc
 

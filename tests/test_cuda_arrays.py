@@ -12,7 +12,7 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray, ForeignArray, ForeignDLPack
 
 import gpu_ops
-from gpu_ops import dispatch
+from gpu_ops.core import dispatch
 from gpu_ops.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 from tests.calls import OPS, call
 
@@ -218,6 +218,8 @@ def test_no_device_memory_for_a_result_is_a_typed_error(cupy, x, weight):
 
 
 def test_without_cupy_a_cuda_array_says_what_to_install(monkeypatch, x, weight):
-    monkeypatch.setattr("gpu_ops.cuda_arrays.cuda_missing", lambda: "CuPy is not installed (pip install ...)")
+    monkeypatch.setattr(
+        "gpu_ops.core.cuda_arrays.cuda_missing", lambda: "CuPy is not installed (pip install ...)"
+    )
     with pytest.raises(DeviceError, match="x is on a CUDA device, and there is no usable one: CuPy is not"):
         gpu_ops.rmsnorm(ForeignArray(x), ForeignArray(weight))

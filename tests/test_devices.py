@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from compilers import needs_numba_cuda, needs_nvrtc
 
-from gpu_ops.devices import EmulatorDevice, Recorder, compiler_missing
+from gpu_ops.core.device import EmulatorDevice, Recorder, compiler_missing
 from gpu_ops.emulator import EmulatorError, SanitizerError
 from gpu_ops.errors import OptionError
-from gpu_ops.kernels.jit import CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel
 
 SOURCE = """
 extern "C" __global__ void copy(const unsigned short* from, unsigned short* to, int n) {
@@ -175,7 +175,7 @@ def test_a_recorder_tells_and_runs_nothing(tmp_path):
 
 def test_a_missing_compiler_is_told_with_the_remedy(monkeypatch):
     from gpu_ops.errors import KernelCompileError
-    from gpu_ops.kernels import nvrtc
+    from gpu_ops.kernels.compiler import nvrtc
 
     def absent():
         raise KernelCompileError("NVRTC is not available; pip install 'gpu-ops[emulator]'", "long log")
@@ -183,7 +183,7 @@ def test_a_missing_compiler_is_told_with_the_remedy(monkeypatch):
     compiler_missing.cache_clear()
     try:
         monkeypatch.setattr(nvrtc, "version", absent)
-        monkeypatch.setattr("gpu_ops.devices.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("gpu_ops.core.device.importlib.util.find_spec", lambda name: None)
         assert compiler_missing("raw") == "NVRTC is not available; pip install 'gpu-ops[emulator]'"
         assert "pip install 'gpu-ops[emulator]'" in compiler_missing("numba")
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.dispatch import Choice, Plan, choose, has_cuda_kernels
+from gpu_ops.core.dispatch import Choice, Plan, choose, has_cuda_kernels
 from gpu_ops.errors import DeviceError, OptionError
 from tests.calls import OPS, call
 from tests.compilers import needs_numba_cuda, needs_nvrtc
@@ -69,14 +69,14 @@ def test_an_op_without_cuda_kernels_refuses_by_name(op, device, monkeypatch):
 
 @pytest.mark.parametrize("op", [name for name in OPS if has_cuda_kernels(name)])
 def test_an_op_with_cuda_kernels_is_tested_on_them(op):
-    stem = getattr(gpu_ops, op).__module__.removeprefix("gpu_ops.")
+    stem = getattr(gpu_ops, op).__module__.removeprefix("gpu_ops.ops.")
     tests = [file.read_text() for file in Path(__file__).parent.glob(f"test_{stem}*.py")]
     devices = re.compile(r"""^DEVICES = \("cpu", "emulator", "cuda"\)$""", re.MULTILINE)
     assert any(f"{op}(" in text and devices.search(text) for text in tests)
 
 
 def test_without_a_gpu_cuda_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr("gpu_ops.devices.cuda_missing", lambda: "no driver answers")
+    monkeypatch.setattr("gpu_ops.core.device.cuda_missing", lambda: "no driver answers")
     with pytest.raises(
         DeviceError, match="rmsnorm: device='cuda', but there is no usable CUDA device: no driver"
     ):
@@ -88,7 +88,7 @@ def test_without_a_gpu_cuda_is_refused_with_the_reason(monkeypatch):
 
 def test_without_its_compilers_the_emulator_is_refused_with_the_remedy(monkeypatch):
     absent = "not installed; pip install 'gpu-ops[emulator]'"
-    monkeypatch.setattr("gpu_ops.dispatch.unavailable", lambda device, backend: absent)
+    monkeypatch.setattr("gpu_ops.core.dispatch.unavailable", lambda device, backend: absent)
     with pytest.raises(
         DeviceError, match=r"on emulator can run this: raw: not installed; pip install 'gpu-ops\["
     ):
@@ -133,7 +133,7 @@ def test_an_unknown_device_is_an_error(device):
 
 def test_without_numba_the_reference_serves(monkeypatch):
     monkeypatch.setattr(
-        "gpu_ops.dispatch.unavailable", lambda device, backend: "absent" if backend == "numba" else None
+        "gpu_ops.core.dispatch.unavailable", lambda device, backend: "absent" if backend == "numba" else None
     )
     plan = gpu_ops.explain("rmsnorm", X, X[0])
     assert plan.choice.backend == "reference"

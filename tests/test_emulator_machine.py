@@ -10,7 +10,7 @@ import pytest
 from gpu_ops.emulator import Buffer, EmulatorError, launch, profile
 from gpu_ops.emulator import run as runner
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.jit import compile_text
+from gpu_ops.kernels.compiler.jit import compile_text
 from tests.emulator_kernel_cases import CASES, SHAPES, where_am_i
 
 pytest.importorskip("cuda.bindings.nvrtc")

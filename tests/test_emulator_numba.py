@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.emulator import EmulatorError, SanitizerError, launch
-from gpu_ops.kernels.jit import NumbaKernel, compile_kernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel, compile_kernel
 
 pytest.importorskip("numba_cuda")
 

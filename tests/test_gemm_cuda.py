@@ -10,11 +10,19 @@ import pytest
 from compare import random
 
 from gpu_ops import emulator
-from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import cubin, gemm, gemm_config
-from gpu_ops.kernels.gemm import Operand
-from gpu_ops.kernels.gemm_config import DeviceLimits, FewConfig, Problem, Tile, select_config, select_few
-from gpu_ops.kernels.jit import compile_kernel
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.compiler import cubin
+from gpu_ops.kernels.compiler.jit import compile_kernel
+from gpu_ops.kernels.lower import gemm, gemm_config
+from gpu_ops.kernels.lower.gemm import Operand
+from gpu_ops.kernels.lower.gemm_config import (
+    DeviceLimits,
+    FewConfig,
+    Problem,
+    Tile,
+    select_config,
+    select_few,
+)
 from gpu_ops.presets import ARCHES
 from gpu_ops.reference.swiglu import swiglu, swiglu_backward
 

@@ -18,10 +18,11 @@ from fake_cupy import FakeArray, FakeCupy
 from row_cases import close
 
 import gpu_ops
-from gpu_ops import devices, dispatch
-from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import gemm_library
-from gpu_ops.kernels.gemm_work import Operand, Work
+from gpu_ops.core import device as devices
+from gpu_ops.core import dispatch
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.lower import cublas as gemm_library
+from gpu_ops.kernels.lower.gemm_args import Operand, Work
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -71,7 +72,7 @@ def cublas(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, library.__name__, library)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
     devices.cuda_device(0).arch = "sm_90"
     yield library
     for cached in caches:
@@ -101,10 +102,10 @@ def test_forward(cublas, rng):
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_backward(cublas, blocks, monkeypatch, rng):
     if blocks > 1:
-        monkeypatch.setattr("gpu_ops.kernels.swiglu_mlp.SCRATCH", 1)
-        monkeypatch.setattr("gpu_ops.kernels.swiglu_mlp.FFN", 128)
-        monkeypatch.setattr("gpu_ops.kernels.swiglu_mlp._MULTIPLE", 8)
-        monkeypatch.setattr("gpu_ops.kernels.gemm_library._MIN_ROWS", 64)
+        monkeypatch.setattr("gpu_ops.kernels.lower.swiglu_mlp.SCRATCH", 1)
+        monkeypatch.setattr("gpu_ops.kernels.lower.swiglu_mlp.FFN", 128)
+        monkeypatch.setattr("gpu_ops.kernels.lower.swiglu_mlp._MULTIPLE", 8)
+        monkeypatch.setattr("gpu_ops.kernels.lower.cublas._MIN_ROWS", 64)
     inputs = make(rng)
     got = gpu_ops.swiglu_mlp_backward(*map(FakeArray, inputs))
     assert len(cublas.calls) == 8 * blocks

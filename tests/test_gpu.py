@@ -11,8 +11,8 @@ import pytest
 from compare import random
 
 import gpu_ops
-from gpu_ops import devices
-from gpu_ops.devices import cuda_missing, current_device
+from gpu_ops.core import device as devices
+from gpu_ops.core.device import cuda_missing, current_device
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
 
 pytestmark = pytest.mark.gpu

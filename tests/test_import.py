@@ -46,9 +46,9 @@ def test_looking_around_loads_nothing_heavy():
     assert not HEAVY & {name.partition(".")[0] for name in python(code).split()}
 
 
-@pytest.mark.parametrize("module", sorted(op for op in OPS if (ROOT / "gpu_ops" / f"{op}.py").is_file()))
+@pytest.mark.parametrize("module", sorted(op for op in OPS if (ROOT / "gpu_ops" / "ops" / f"{op}.py").is_file()))
 @pytest.mark.parametrize(
-    "how", ["import gpu_ops.{0}", "from gpu_ops.{0} import *", "from gpu_ops import {0}"]
+    "how", ["import gpu_ops.ops.{0}", "from gpu_ops.ops.{0} import *", "from gpu_ops import {0}"]
 )
 def test_a_function_is_never_shadowed_by_its_module(module, how):
     """``import gpu_ops.rope`` binds a module to ``gpu_ops.rope``, unless the package sees to it."""

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gpu_ops.kernels import jit
+from gpu_ops.kernels.compiler import jit
 from scripts import inspect_kernels
 from tests import numba_kernels
 from tests.compilers import ARCH_LIST, needs_numba_cuda, needs_nvrtc, needs_ptxas, scale, scale_tree, write

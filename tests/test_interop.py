@@ -315,7 +315,7 @@ def test_no_memory_for_a_result_is_a_typed_error(op, monkeypatch):
     one = call(op)
     one()  # compiled and cached before memory runs out
     with monkeypatch.context() as patch:
-        patch.setattr("gpu_ops.arrays.np.empty", refuse)
+        patch.setattr("gpu_ops.core.arrays.np.empty", refuse)
         with pytest.raises(errors.OutOfMemoryError, match=f"{op}: no memory for a result of shape") as caught:
             one()
     assert caught.value.required > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import cubin, jit, numba_ptx, nvrtc, toolkit
+from gpu_ops.kernels.compiler import cubin, jit, numba_ptx, nvrtc, toolkit
 from gpu_ops.presets import ARCHES
 from tests import numba_kernels
 from tests.compilers import (
@@ -228,6 +228,6 @@ def test_device_functions_see_the_target_in_the_compiling_thread_only(monkeypatc
 
 
 def test_importing_loads_no_compiler():
-    code = "import gpu_ops.kernels.jit, sys; print({'numba', 'cuda.bindings', 'cupy'} & set(sys.modules))"
+    code = "import gpu_ops.kernels.compiler.jit, sys; print({'numba', 'cuda.bindings', 'cupy'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_ops.kernels import cache, jit, numba_ptx, nvrtc
+from gpu_ops.kernels.compiler import cache, jit, numba_ptx, nvrtc
 from tests import numba_kernels
 from tests.compilers import SCALE, SCALE_HEADER, needs_numba_cuda, needs_nvrtc, scale, scale_tree, write
 
@@ -217,7 +217,7 @@ def test_processes_race(folder, tree):
     code = f"""
 from pathlib import Path
 from tests.compilers import scale
-from gpu_ops.kernels import jit
+from gpu_ops.kernels.compiler import jit
 for factor in range(3):
     for arch in ("sm_80", "sm_90a"):
         print(jit.compile_kernel(scale(Path({str(tree)!r}), factor=factor), arch).ptx)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import jit, toolkit
+from gpu_ops.kernels.compiler import jit, toolkit
 from tests import numba_kernels
 from tests.compilers import SCALE, SCALE_HEADER, needs_numba_cuda, needs_nvrtc, scale, scale_tree, write
 
@@ -116,7 +116,7 @@ def test_missing_compilers_name_the_extra(missing, tmp_path):
     code = f"""
 import sys, importlib.util
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels import jit
+from gpu_ops.kernels.compiler import jit
 missing = {missing!r}
 if missing == "libnvrtc":
     from cuda.bindings import nvrtc

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpu_ops.kernels import jit, launch, nvrtc
+from gpu_ops.kernels.compiler import jit, launch, nvrtc
 from tests.compilers import needs_nvrtc, scale, scale_tree
 
 

@@ -59,14 +59,14 @@ def reference_of(op):
 def test_an_op_is_found_by_its_stem(op):
     stem = op.partition("_")[0]
     assert stem in STEMS
-    assert getattr(gpu_ops, op).__module__.startswith(f"gpu_ops.{stem}")
+    assert getattr(gpu_ops, op).__module__.startswith(f"gpu_ops.ops.{stem}")
     assert reference_of(op) is not None, f"no reference function named {op} in reference/{stem}*.py"
     assert re.search(rf"`{op}`", README), f"README's table has no row for {op}"
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_stem_has_its_files(stem):
-    assert (ROOT / "gpu_ops" / f"{stem}.py").is_file()
+    assert (ROOT / "gpu_ops" / "ops" / f"{stem}.py").is_file()
     assert (ROOT / "reference" / f"{stem}.py").is_file()
     assert (ROOT / "perf" / f"bench_{stem}.py").is_file()
     assert list((ROOT / "kernels" / "numba_cpu").glob(f"{stem}*.py"))
@@ -136,7 +136,7 @@ def imports(path):
             yield node.lineno, ".".join(parts[:2]) if parts[0] == "gpu_ops" else parts[0]
 
 
-# kernels/jit.py and its parts: CuPy and cuda.bindings inside functions.
+# kernels/compiler/jit.py and its parts: CuPy and cuda.bindings inside functions.
 GPU_COMPILER = {"cupy", "cuda"}
 # The errors import nothing, the pool of memory only them.
 SHARED = {"gpu_ops.errors", "gpu_ops.memory_pool"}

@@ -7,9 +7,9 @@ import functools
 import pytest
 from compilers import needs_nvrtc
 
-from gpu_ops.kernels import cubin, jit
-from gpu_ops.kernels.norm import _backward, _forward, variants
-from gpu_ops.kernels.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
+from gpu_ops.kernels.compiler import cubin, jit
+from gpu_ops.kernels.lower.norm import _backward, _forward, variants
+from gpu_ops.kernels.lower.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
 from gpu_ops.presets import ARCHES, PRESETS
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]

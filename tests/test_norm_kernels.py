@@ -9,8 +9,8 @@ from compare import random
 from row_cases import close
 
 from gpu_ops import emulator
-from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import norm as kernels
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.lower import norm as kernels
 from gpu_ops.reference import layernorm as layernorm_reference
 from gpu_ops.reference import rmsnorm as rmsnorm_reference
 from gpu_ops.reference.tolerance import GRADIENT

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gpu_ops import emulator
 from gpu_ops.errors import DeviceError
-from gpu_ops.kernels import toolkit
+from gpu_ops.kernels.compiler import toolkit
 from perf import cli, emulate
 from perf.case import Case
 from perf.emulate import CAPTION

@@ -6,7 +6,7 @@ import ml_dtypes
 import pytest
 from compilers import needs_nvrtc
 
-from gpu_ops.kernels.attention_config import Config, DeviceLimits, Problem, Tile, configs, select_config
+from gpu_ops.kernels.lower.attention_config import Config, DeviceLimits, Problem, Tile, configs, select_config
 from gpu_ops.presets import PRESETS
 from perf import cli, roofline
 from perf.attention_grids import Shape

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gpu_ops.kernels import progress
+from gpu_ops.kernels.compiler import progress
 
 
 @pytest.fixture(autouse=True)

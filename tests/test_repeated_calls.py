@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import dispatch, errors, kinds
+from gpu_ops import errors
+from gpu_ops.core import dispatch, kinds
 
 
 def f(rng, *shape):
@@ -195,7 +196,7 @@ def test_are_not_planned(name, rng, monkeypatch):
         raise AssertionError("planned again")
 
     args, kwargs = CALLS[name](rng)
-    monkeypatch.setattr("gpu_ops.dispatch._setting", refuse)
+    monkeypatch.setattr("gpu_ops.core.dispatch._setting", refuse)
     op(*args, **kwargs)
     with pytest.raises(AssertionError, match="planned again"):
         op(*args, **kwargs, device=None)

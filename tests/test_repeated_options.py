@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops import errors, kinds
+from gpu_ops import errors
+from gpu_ops.core import kinds
 from tests.test_repeated_calls import CALLS, f
 
 OPTIONS = [
@@ -33,7 +34,7 @@ def no_planning(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("planned again")
 
-    return lambda: monkeypatch.setattr("gpu_ops.dispatch._setting", refuse)
+    return lambda: monkeypatch.setattr("gpu_ops.core.dispatch._setting", refuse)
 
 
 def flat(results):

@@ -159,7 +159,7 @@ def test_a_number_of_the_first_position_is_read_every_time(rng, kind, monkeypatc
     want = [gpu_ops.rope.plan(q, positions=at, scaling=scaling).run() for at in values]
     gpu_ops.rope(q, positions=1, scaling=scaling)
     with monkeypatch.context() as patch:
-        patch.setattr("gpu_ops.dispatch._setting", lambda *_: pytest.fail("planned again"))
+        patch.setattr("gpu_ops.core.dispatch._setting", lambda *_: pytest.fail("planned again"))
         for at, y in zip(values, want, strict=True):
             np.testing.assert_array_equal(gpu_ops.rope(q, positions=at, scaling=scaling), y)
     for wrong, error in (
@@ -192,7 +192,7 @@ def test_the_length_of_a_decoding_is_looked_at_every_time(rng, scaling, monkeypa
         want.append([rotated, *filled])
     gpu_ops.rope_append_kv(q, k, v, *(c.copy() for c in caches), seqused_k=lengths[1], scaling=scaling)
     with monkeypatch.context() as patch:
-        patch.setattr("gpu_ops.dispatch._setting", lambda *_: pytest.fail("planned again"))
+        patch.setattr("gpu_ops.core.dispatch._setting", lambda *_: pytest.fail("planned again"))
         for used, expected in zip(lengths, want, strict=True):
             filled = [cache.copy() for cache in caches]
             rotated = gpu_ops.rope_append_kv(q, k, v, *filled, seqused_k=used, scaling=scaling)

@@ -13,8 +13,8 @@ from test_rmsnorm_quant import check
 
 import gpu_ops
 from gpu_ops import emulator
-from gpu_ops.kernels import cubin, jit
-from gpu_ops.kernels.rmsnorm_quant import _kernel, select_config, variants
+from gpu_ops.kernels.compiler import cubin, jit
+from gpu_ops.kernels.lower.rmsnorm_quant import _kernel, select_config, variants
 from gpu_ops.presets import ARCHES
 
 pytestmark = needs_nvrtc

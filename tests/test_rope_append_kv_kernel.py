@@ -13,12 +13,14 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray, FakeCupy
 
 import gpu_ops
-from gpu_ops import RopeScaling, devices, dispatch, emulator, rope_append_kv
-from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import cubin, jit
-from gpu_ops.kernels import rope_append_kv as kernels
+from gpu_ops import RopeScaling, emulator, rope_append_kv
+from gpu_ops.core import device as devices
+from gpu_ops.core import dispatch
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.compiler import cubin, jit
+from gpu_ops.kernels.lower import rope_append_kv as kernels
+from gpu_ops.ops.rope_tables import clear_rope_tables, frequencies
 from gpu_ops.presets import ARCHES
-from gpu_ops.rope_tables import clear_rope_tables, frequencies
 from tests.test_rope_append_kv import make
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -257,7 +259,7 @@ def cupy(monkeypatch):
     for cached in forget:
         cached()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
     yield fake
     for cached in forget:
         cached()

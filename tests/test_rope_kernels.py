@@ -14,13 +14,15 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray, FakeCupy
 
 import gpu_ops
-from gpu_ops import RopeScaling, devices, dispatch, emulator, rope
-from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import cubin, jit
-from gpu_ops.kernels import rope as kernels
+from gpu_ops import RopeScaling, emulator, rope
+from gpu_ops.core import device as devices
+from gpu_ops.core import dispatch
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.compiler import cubin, jit
+from gpu_ops.kernels.lower import rope as kernels
+from gpu_ops.ops.rope_tables import clear_rope_tables, turns
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference import rope as reference
-from gpu_ops.rope_tables import clear_rope_tables, turns
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
@@ -273,7 +275,7 @@ def cupy(monkeypatch):
         cached.cache_clear()
     clear_rope_tables()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", fake.launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
     yield fake
     clear_rope_tables()
     for cached in caches:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import rope
-from gpu_ops.rope_tables import clear_rope_tables, rope_tables
+from gpu_ops.ops.rope_tables import clear_rope_tables, rope_tables
 
 
 @pytest.mark.parametrize("computed", [np.float32, np.float64])
@@ -44,7 +44,7 @@ def test_tables_are_kept_shared_and_bounded():
     assert rope_tables(np.arange(100)[None], 0, 99, inv_freq, 2.0, np.float32)[0] is not first[0]
     for theta in range(2, 40):  # far more than the budget
         rope_tables(np.arange(20000)[None], 0, 19999, float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
-    from gpu_ops import rope_tables as module
+    from gpu_ops.ops import rope_tables as module
 
     assert sum(c.nbytes + s.nbytes for c, s in module._kept.values()) <= module._BUDGET
     clear_rope_tables()

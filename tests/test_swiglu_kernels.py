@@ -14,8 +14,8 @@ from compilers import needs_nvrtc, needs_ptxas
 
 import gpu_ops
 from gpu_ops import emulator
-from gpu_ops.kernels import cubin, jit, toolkit
-from gpu_ops.kernels.swiglu import _kernel, select_config, variants
+from gpu_ops.kernels.compiler import cubin, jit, toolkit
+from gpu_ops.kernels.lower.swiglu import _kernel, select_config, variants
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference import swiglu as reference
 

@@ -13,7 +13,7 @@ from row_cases import close, views
 
 import gpu_ops
 from gpu_ops import memory_pool
-from gpu_ops.devices import EmulatorDevice, Recorder
+from gpu_ops.core.device import EmulatorDevice, Recorder
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
@@ -131,7 +131,7 @@ def test_many_blocks(dtype, monkeypatch, rng):
 )
 def test_many_blocks_on_a_gpu(which, dtype, monkeypatch, rng):
     """Chunks of tokens, and blocks of ffn over which dx adds up; the last ones are shorter."""
-    from gpu_ops.kernels import swiglu_mlp as kernels
+    from gpu_ops.kernels.lower import swiglu_mlp as kernels
 
     for name, value in {"TOKENS": 32, "SCRATCH": 1, "FFN": 32, "_MULTIPLE": 16}.items():
         monkeypatch.setattr(kernels, name, value)
@@ -179,7 +179,7 @@ class Allocations(Recorder):
 @pytest.mark.parametrize("which", ["raw", "numba"])
 def test_memory_of_a_gpu(which):
     """Llama-3-8B, 8192 tokens in bfloat16: results and workspace against the same in separate steps."""
-    from gpu_ops.kernels import swiglu_mlp as kernels
+    from gpu_ops.kernels.lower import swiglu_mlp as kernels
 
     tokens, hidden, ffn, dtype = 8192, 4096, 14336, np.dtype(ml_dtypes.bfloat16)
     imagined = Allocations()

@@ -10,9 +10,9 @@ from compilers import needs_nvrtc, needs_ptxas
 from machine_loops import INTEGER, loop
 
 from gpu_ops import TernaryMatrix, emulator, explain, ternary_matmul_backward
-from gpu_ops.devices import EmulatorDevice
-from gpu_ops.kernels import ternary_backward as kernels
-from gpu_ops.kernels.ternary_config import backward_config, backward_tiles
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.lower import ternary_backward as kernels
+from gpu_ops.kernels.lower.ternary_config import backward_config, backward_tiles
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.tolerance import GRADIENT
 

@@ -1,4 +1,4 @@
-"""What kernels/ternary_config.py chooses: everything fits and is listed, models fill the card, sums are divided."""
+"""What ternary_config.py chooses: everything fits and is listed, models fill the card, sums are divided."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gpu_ops import TernaryMatrix, emulator, ternary_matmul
-from gpu_ops.kernels import ternary as kernels
-from gpu_ops.kernels import ternary_backward
-from gpu_ops.kernels.ternary_config import (
+from gpu_ops.kernels.lower import ternary as kernels
+from gpu_ops.kernels.lower import ternary_backward
+from gpu_ops.kernels.lower.ternary_config import (
     backward_config,
     backward_tiles,
     gemm_config,

@@ -12,10 +12,10 @@ from machine_loops import INTEGER, loop
 
 import gpu_ops
 from gpu_ops import TernaryMatrix, emulator, ternary_matmul
-from gpu_ops.devices import EmulatorDevice
+from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.errors import DeviceError
-from gpu_ops.kernels import ternary as kernels
-from gpu_ops.kernels.ternary_config import gemv_config
+from gpu_ops.kernels.lower import ternary as kernels
+from gpu_ops.kernels.lower.ternary_config import gemv_config
 from gpu_ops.reference import ternary as reference
 
 DEVICES = ("cpu", "emulator", "cuda")

@@ -12,7 +12,8 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray, FakeCupy
 
 import gpu_ops
-from gpu_ops import TernaryLinear, TernaryMatrix, devices, ternary_matmul_backward
+from gpu_ops import TernaryLinear, TernaryMatrix, ternary_matmul_backward
+from gpu_ops.core import device as devices
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.numba_cpu import ternary_backward as kernels
 from gpu_ops.reference import ternary as reference
@@ -216,11 +217,11 @@ def test_a_bias_is_added_on_the_arrays_device(rng, monkeypatch, request):
 
     monkeypatch.setattr(FakeArray, "__iadd__", add, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr("gpu_ops.kernels.jit.launch", cupy.launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", cupy.launch)
     # imported first, it has its own name
-    monkeypatch.setattr("gpu_ops.cuda_arrays.cuda_missing", lambda: None)
-    monkeypatch.setattr("gpu_ops.devices.cuda_missing", lambda: None)
-    monkeypatch.setattr("gpu_ops.dispatch.unavailable", lambda device, backend: None)
+    monkeypatch.setattr("gpu_ops.core.cuda_arrays.cuda_missing", lambda: None)
+    monkeypatch.setattr("gpu_ops.core.device.cuda_missing", lambda: None)
+    monkeypatch.setattr("gpu_ops.core.dispatch.unavailable", lambda device, backend: None)
     devices.cuda_device.cache_clear()
     request.addfinalizer(devices.cuda_device.cache_clear)
     layer = TernaryLinear(matrix(rng, 5, 64), random(rng, (5,), np.float32))

@@ -10,10 +10,10 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import devices, emulator, ternary_pack, ternary_unpack
-from gpu_ops.devices import EmulatorDevice
+from gpu_ops import emulator, ternary_pack, ternary_unpack
+from gpu_ops.core import device as devices
 from gpu_ops.errors import DTypeError, FormatError, ShapeError
-from gpu_ops.kernels import ternary_pack as kernels
+from gpu_ops.kernels.lower import ternary_pack as kernels
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.reference.ternary_layouts import LayoutError, decode
@@ -190,7 +190,7 @@ def test_empty_and_wide_integers(backend, rng):
 @pytest.mark.parametrize("name", ["tl1", "tl2"])
 def test_tiles_of_every_size(name, backend_name, rng):
     encode = {"tl1": tl1_encode, "tl2": tl2_encode}[name]
-    device = EmulatorDevice()
+    device = devices.EmulatorDevice()
     for tile in sorted(set(FORMATS[name].tiles.values())):
         rows, columns, _ = tile
         t = trits(rng, (2 * rows, columns + (columns if name == "tl1" else 64)))
@@ -215,7 +215,7 @@ def test_flags_of_every_trit(name, backend_name):
     t = np.zeros((1024 if name == "hf_bitnet" else 256, 35), np.int8)
     values = np.arange(-128, 128)
     t[:256, 34] = values
-    device = EmulatorDevice()
+    device = devices.EmulatorDevice()
     packed = device.empty(FORMATS[name].packed_shape(t.shape), np.uint8)
     flags = kernels.pack(device, backend_name, t, packed, name)
     np.testing.assert_array_equal(flags != 0, np.abs(values) > 1)
@@ -231,7 +231,7 @@ def test_flags_of_every_packed_byte(name, column, backend_name):
     packed[:, column] = np.arange(256)
     if name == "planes":
         packed[:, packed.shape[1] // 2] = 0b101
-    device = EmulatorDevice()
+    device = devices.EmulatorDevice()
     out = device.empty((256 * rows, k), np.int8)
     flags = kernels.unpack(device, backend_name, packed, out, name)
     np.testing.assert_array_equal(flags != 0, [not _sound(line, (rows, k), name) for line in packed])
@@ -242,7 +242,7 @@ def test_flags_of_every_packed_byte(name, column, backend_name):
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(LINE_PER_BLOCK)))
 def test_every_packed_byte(name, backend_name, rng):
     """All values of one byte, each in a matrix of its own place: those that are sound together, others alone."""
-    device, fmt = EmulatorDevice(), FORMATS[name]
+    device, fmt = devices.EmulatorDevice(), FORMATS[name]
     unit = {"bitnet_gpu": (16, 32), "i2_s": (1, 128), "tl1": (256, 128), "tl2": (256, 128)}.get(
         name, (1, fmt.unit_cols)
     )

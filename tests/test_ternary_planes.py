@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpu_ops
-from gpu_ops import TernaryMatrix, emulator, ternary_matmul, ternary_planes
-from gpu_ops.devices import EmulatorDevice
+from gpu_ops import TernaryMatrix, emulator, ternary_matmul
+from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
-from gpu_ops.kernels import cubin, jit
-from gpu_ops.kernels import ternary_planes as kernels
+from gpu_ops.kernels.compiler import cubin, jit
+from gpu_ops.kernels.lower import ternary_planes as kernels
+from gpu_ops.ops import ternary_planes
 from gpu_ops.reference import ternary as reference
 
 DEVICES = ("cpu", "emulator", "cuda")

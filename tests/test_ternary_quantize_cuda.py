@@ -12,9 +12,10 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import devices, emulator, ternary_matmul, ternary_pack, ternary_quantize
+from gpu_ops import emulator, ternary_matmul, ternary_pack, ternary_quantize
+from gpu_ops.core import device as devices
 from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.kernels import ternary_quantize as kernels
+from gpu_ops.kernels.lower import ternary_quantize as kernels
 from gpu_ops.presets import ARCHES
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.ternary_formats import FORMATS

@@ -11,9 +11,9 @@ from typing import Any
 import numba
 from numba.core.registry import cpu_target
 
+from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.numba_cpu.jit import DiskCache
 from gpu_ops.kernels.numba_cpu.part import KernelCompiler
-from gpu_ops.kernels.progress import visible
 
 __all__ = ["loop", "ufunc"]
 

@@ -1,7 +1,7 @@
 """What a launch did, counted exactly: instructions, memory traffic, bank conflicts, tensor-core work, divergence.
 
 Counts are of the PTX and of the launch's own addresses; nothing is timed. What they do not say: registers and spills
-(ptxas decides those: :mod:`gpu_ops.kernels.cubin`), cache hits in L1, and the order in which blocks run.
+(ptxas decides those: :mod:`gpu_ops.kernels.compiler.cubin`), cache hits in L1, and the order in which blocks run.
 """
 
 from __future__ import annotations

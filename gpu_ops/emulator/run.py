@@ -22,7 +22,7 @@ from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import Program, link
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.syntax import Module
-from gpu_ops.kernels.progress import visible
+from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.presets import DevicePreset
 
 __all__ = ["launch", "profile", "record"]
@@ -189,7 +189,7 @@ def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()
 def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
     if ".address_size" in source or ".entry" in source:
         return parse(source)
-    from gpu_ops.kernels.jit import compile_text
+    from gpu_ops.kernels.compiler.jit import compile_text
 
     compiled = compile_text(source, arch, options=tuple(f"-I{folder}" for folder in include))
     module = parse(compiled.ptx)

@@ -49,7 +49,7 @@
 //          rows: seqlen_q, with PACK_GQA seqlen_q * group; heads: nheads, with PACK_GQA nheads_kv. No seqlen_q of
 //          VARLEN is longer than shape.seqlen_q; blocks past the end of theirs return.
 //   block  32 WARPS_M WARPS_N
-//   shared kernels/attention_shape.py: shared_bytes()
+//   shared kernels/lower/attention_shape.py: shared_bytes()
 //   q, k, v, out and all strides: multiples of 16 bytes
 #include "attention_fwd_warp.cuh"
 

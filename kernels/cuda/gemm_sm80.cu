@@ -22,7 +22,7 @@
 //   ACTIVATION  kSilu, kGelu, kGeluTanh
 //   ALIGNED     1: addresses, strides and lengths of rows in memory are multiples of 16 bytes (total: as c)
 //   EXACT       1: f32 by multiply-adds, for small k
-//   BLOCK_M  BLOCK_N  BLOCK_K  WARPS_M  WARPS_N  STAGES     kernels/gemm_config.py. kGate: BLOCK_N / 2 columns of c
+//   BLOCK_M  BLOCK_N  BLOCK_K  WARPS_M  WARPS_N  STAGES     kernels/lower/gemm_config.py. kGate: BLOCK_N / 2 columns of c
 //
 //   gemm(a0, a1, b0, b1, c, c1, h, total, shape); what the variant does not use may be null
 //   grid   (tiles of C, splits, 2 with kTwo, else 1). Each split adds up a part of K: c is then (splits, m, n) float

@@ -38,7 +38,7 @@ typedef Rotation<VEC / kRotations> Angles[kRotations];  // of a unit
 
 struct HeadStrides { int64 batch, seqlen, head; };
 
-// kernels/rope.py mirrors it.
+// kernels/lower/rope.py mirrors it.
 struct RopeShape {
     HeadStrides q, k, q_out, k_out;
     int64 positions_batch, positions_seqlen;  // strides; 0 where shared

@@ -48,7 +48,7 @@ constexpr int kThreads = 128;
 // Registers for more than half of an SM's warps: 72 where it has 48 of them, 56 where it has 64.
 constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 ? 9 : 7;
 
-// kernels/rope_append_kv.py mirrors it.
+// kernels/lower/rope_append_kv.py mirrors it.
 struct AppendShape {
     int64 inputs[3][3];                  // of q, k, v; strides: batch, token, head
     int64 outputs[3][3];                 // of out: the same; of k_cache, v_cache: page, row, head

@@ -30,7 +30,7 @@
 //     gains     [unit][row] float + a gap: scale, if SCALED
 //
 // Macros: DTYPE f16, bf16 or f32; OUT the same, or f32; SCALED; ALIGNED: dy's rows begin at, and are, whole vectors of
-// 16 bytes; BLOCK_M, BLOCK_N, WARPS_M, WARPS_K, STAGES: kernels/ternary_config.py
+// 16 bytes; BLOCK_M, BLOCK_N, WARPS_M, WARPS_K, STAGES: kernels/lower/ternary_config.py
 //   grid (tiles of dx, splits): each split adds up a part of n; dx is then (splits, tokens, k) float
 #include "gemm_operand.cuh"
 #include "scalar.cuh"

@@ -25,7 +25,7 @@
 // and makes y.
 //
 // Macros: ACT q8, f16, bf16 or f32; OUT; GROUPED: groups > 1, flushed to float at the end of each; DIVIDED; BLOCK_N,
-// BLOCK_M, UNITS, WARPS_N, WARPS_M, WARPS_K, STAGES: kernels/ternary_config.py
+// BLOCK_M, UNITS, WARPS_N, WARPS_M, WARPS_K, STAGES: kernels/lower/ternary_config.py
 #include "scalar.cuh"
 #include "ternary_mma.cuh"
 #include "vec.cuh"

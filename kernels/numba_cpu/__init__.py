@@ -8,6 +8,6 @@
 =============  ======================================================================================
 """
 
-from gpu_ops.kernels.numba_import import import_numba
+from gpu_ops.kernels.compiler.numba_import import import_numba
 
 import_numba()  # before any module here does

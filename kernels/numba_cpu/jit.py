@@ -6,7 +6,7 @@ compiles on first use: ``rmsnorm_forward["float32"]`` is a callable that release
 The disk cache is our own because Numba's key is the kernel's own file alone (an edited helper would
 keep serving stale machine code) and its index file lets two racing processes name the same data
 file. Here one file holds one compiled variant, in a folder named by a hash of every source file of
-this package, the compiler versions and the CPU (see :mod:`gpu_ops.kernels.cache` for the files).
+this package, the compiler versions and the CPU (see :mod:`gpu_ops.kernels.compiler.cache` for the files).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from gpu_ops.kernels.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.numba_import import uninterrupted
+from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
 from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
-from gpu_ops.kernels.numba_import import uninterrupted
-from gpu_ops.kernels.progress import visible
 
 __all__ = [
     "CONTRACT",

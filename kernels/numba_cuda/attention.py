@@ -34,7 +34,7 @@ from functools import cache
 from numba import cuda, float64, int32, int64, uint32
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import LN2, LOG2E, ROW_THREADS, ROWS, THREADS, Config
 from gpu_ops.kernels.numba_cuda.attention_tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.numba_cuda.dtype import functions

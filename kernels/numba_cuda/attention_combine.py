@@ -17,7 +17,7 @@ from functools import cache
 from numba import cuda, float64, int64
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import LN2, LOG2E, THREADS
 from gpu_ops.kernels.numba_cuda.dtype import functions
 

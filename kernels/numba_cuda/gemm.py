@@ -16,7 +16,7 @@ from functools import cache
 
 from numba import cuda
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.swiglu import activated
 

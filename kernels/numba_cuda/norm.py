@@ -18,7 +18,7 @@ from functools import cache
 
 from numba import cuda, float64
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block, plus
 

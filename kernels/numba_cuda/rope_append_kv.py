@@ -15,7 +15,7 @@ from functools import cache
 
 from numba import cuda, float64, int64, uint32
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["THREADS", "kernel"]

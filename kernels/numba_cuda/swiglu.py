@@ -14,7 +14,7 @@ from functools import cache
 
 from numba import cuda
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["kernel"]

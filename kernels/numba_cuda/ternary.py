@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float64, int8, int32, int64, uint32
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["QUANTIZE_THREADS", "TILE", "matmul_kernel", "quantize_kernel"]

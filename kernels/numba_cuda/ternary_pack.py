@@ -18,7 +18,7 @@ from functools import cache
 
 from numba import cuda, int8, int64, uint8
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 
 __all__ = ["THREADS", "pack_kernel", "report", "unpack_kernel"]
 

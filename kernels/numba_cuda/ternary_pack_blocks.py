@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int8, int64, uint8
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.ternary_pack import report
 
 __all__ = ["THREADS", "pack_kernel", "unpack_kernel"]

@@ -11,7 +11,7 @@ from functools import cache
 
 from numba import cuda, int8, int64, uint8
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.ternary_pack import report
 
 __all__ = ["THREADS", "pack_kernel", "unpack_kernel"]

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, float64, int64
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 
 __all__ = ["TILE", "matmul_kernel"]
 

@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda, float32, float64, int64, uint32
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.jit import NumbaKernel
+from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["THREADS", "WITH_STD", "encode", "limits", "ranks", "scales", "statistics"]

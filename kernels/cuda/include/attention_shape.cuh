@@ -1,4 +1,4 @@
-// Sizes, strides and scalars of an attention problem, passed by value; kernels/attention_shape.py mirrors it.
+// Sizes, strides and scalars of an attention problem, passed by value; kernels/lower/attention_shape.py mirrors it.
 //
 // Strides count elements; that of head_dim is 1. seqlen_q and seqlen_k are those of every sequence, or with
 // VARLEN and SEQUSED_K the longest.

@@ -1,7 +1,7 @@
 // Rotary position embedding of vectors in registers: the angles of a position, and the turn of pairs by them.
 //
 // An angle p * inv_freq matters only up to whole turns, and positions are integers. So a frequency comes as a fraction
-// of a turn per position in 64 bits of fixed point, inv_freq / 2 pi * 2^64 (gpu_ops/rope_tables.py), and a product with
+// of a turn per position in 64 bits of fixed point, inv_freq / 2 pi * 2^64 (gpu_ops/ops/rope_tables.py), and a product with
 // wrap-around drops the whole turns without error: what is left of the angle is off by p * 2^-65 turns. No table of
 // cos and sin is read, positions need no bound, and the result does not depend on which thread computes it.
 //

@@ -1,0 +1,203 @@
+"""``autotune``: measure the ways to run a problem on this GPU, and keep the fastest for later."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.core.arrays import on_cuda
+from gpu_ops.core.dispatch import Plan, planner_of
+from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
+
+__all__ = ["Tuning", "autotune"]
+
+_CHOOSING = ("attention", "attention_varlen", "attention_decode")  # ops that can be tuned
+_TIE = 1.01  # times the least time: what the measurement cannot tell apart, the model decides
+_NEAR = 1.5  # times the least of the first look: slower ones are not measured again
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 7, 30, 0.5  # of the fastest candidate
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What :func:`autotune` measured; printable."""
+
+    op: str
+    problem: str
+    device: str
+    bucket: str
+    """The problems that the winner is used for."""
+    seconds: Mapping[str, float]
+    """Median of one call by candidate, the model's favourites first."""
+    failed: Mapping[str, str]
+    """Candidates that could not run, and why."""
+    winner: str
+    model: str
+    """The candidate that runs where nothing was measured."""
+    path: Path | None
+    """Where the winner is stored; None: nowhere, it holds for this process."""
+
+    def __str__(self) -> str:
+        width = max(map(len, (*self.seconds, *self.failed)))
+        lines = [f"{self.op}: {self.problem}", f"  {self.device}"]
+        for label, seconds in sorted(self.seconds.items(), key=lambda pair: pair[1]):
+            notes = [
+                name for name, which in (("winner", self.winner), ("model", self.model)) if which == label
+            ]
+            lines.append(f"  {label:{width}}  {1e6 * seconds:10.1f} us  {', '.join(notes)}".rstrip())
+        lines += [f"  {label:{width}}  failed: {why}" for label, why in self.failed.items()]
+        stored = self.path or "nowhere: no cache folder is writable, so it holds for this process"
+        return "\n".join([*lines, f"  used for  {self.bucket}", f"  stored    {stored}"])
+
+    __repr__ = __str__
+
+
+def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuning:
+    """Measure every sensible way to run this call on the GPU that holds its arrays; later calls take the fastest.
+
+    Attention has something to choose: the tile, whether the heads of a group are packed into rows, and in how many
+    parts the keys are divided. Without this a model of the card chooses. The result is stored in the cache folder
+    and used by this and later processes for like problems (see the report) on this card with these kernels.
+
+    Takes seconds, of which the compiler takes most. The call is run many times: ``out=``, if given, is written.
+
+    Parameters
+    ----------
+    op : str or function
+        A public op, or its name.
+    arrays, options
+        As given to that op; the arrays lie on a CUDA device.
+
+    Returns
+    -------
+    Tuning
+        Times of all candidates, the winner, where it is stored; ``print`` it.
+
+    Raises
+    ------
+    DeviceError
+        The call would not run on arrays of a CUDA device: there is nothing to measure.
+    OptionError
+        There is no such op, or nothing to choose in it.
+
+    Notes
+    -----
+    Times are those of device events around a call, behind a fill that empties the L2 cache and lasts until the call
+    is enqueued; candidates take turns; medians. One within 1 % of the fastest wins if the model prefers it.
+
+    Examples
+    --------
+    >>> import gpu_ops
+    >>> print(gpu_ops.autotune("attention", q, k, v, causal=True))  # doctest: +SKIP
+    """
+    planner = planner_of("autotune", op)
+    made = planner(*arrays, **options)
+    op, choice = made.op, made.choice
+    if op not in _CHOOSING:
+        raise OptionError(
+            f"autotune: {op} has nothing to choose: shapes decide its launch; {', '.join(_CHOOSING)} have"
+        )
+    if choice.device == "emulator":
+        raise DeviceError(
+            f"autotune: {op} would run on the emulator, which counts what kernels do and has no times"
+        )
+    if choice.device != "cuda" or choice.copies:
+        raise DeviceError(
+            f"autotune: the arrays of {op} are in host memory; it measures on a GPU: copy them there first "
+            "(cupy.asarray(q), q.cuda())"
+        )
+    from gpu_ops.core.cuda_arrays import CudaArrays
+    from gpu_ops.kernels.lower import tuning
+
+    first = next(x for x in (*arrays, *options.values()) if on_cuda(x))
+    call = CudaArrays("autotune", "the first array", first)
+    with call.active():  # the stream that the op takes: events are recorded there
+        with tuning.watched() as watch:
+            plan = planner(*arrays, **options)
+            plan.run()
+        if not watch.asked:
+            raise OptionError(
+                f"autotune: {op} with backend {choice.backend!r} has nothing to choose: shapes decide its launch"
+            )
+        asked = watch.asked[-1]
+        ways = asked.candidates()
+        seconds, failed = _measure(op, planner, arrays, options, list(ways))
+    fastest = min(seconds.values())
+    winner = next(label for label in ways if seconds.get(label, math.inf) <= _TIE * fastest)
+    path = tuning.keep(asked, winner, {label: round(1e6 * s, 2) for label, s in seconds.items()})
+    model = next(label for label, config in ways.items() if config == asked.model())
+    problem = plan.problem if isinstance(plan.problem, str) else plan.problem()
+    return Tuning(op, problem, str(call.device), asked.bucket, seconds, failed, winner, model, path)
+
+
+def _measure(
+    op: str, planner: Callable[..., Plan], arrays: tuple[Any, ...], options: dict[str, Any], labels: list[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """(seconds by candidate, why by candidate that cannot run)."""
+    from gpu_ops.kernels.compiler.progress import steps
+    from gpu_ops.kernels.lower.tuning import watched
+
+    def timed(label: str) -> float:
+        run = planner(*arrays, **options).run  # a plan runs once
+        with watched(label):
+            return stopwatch(run)
+
+    stopwatch = Stopwatch()
+    first: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    with steps(f"gpu_ops: measuring {len(labels)} ways to run {op}", len(labels)) as advance:
+        for label in labels:
+            try:
+                timed(label)  # compiles it
+                first[label] = min(timed(label) for _ in range(3))
+            except (KernelCompileError, MemoryError) as error:
+                failed[label] = str(error).partition("\n")[0]
+            advance()
+        fastest = min(first.values())
+        samples: dict[str, list[float]] = {
+            n: [] for n, seconds in first.items() if seconds <= _NEAR * fastest
+        }
+        for _ in range(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(_SECONDS / fastest)))):
+            for label, some in samples.items():
+                some.append(timed(label))
+    return first | {label: statistics.median(some) for label, some in samples.items()}, failed
+
+
+class Stopwatch:
+    """Seconds that the current device spends on a call, on CuPy's current stream.
+
+    The device is kept busy by filling memory, more than the L2 cache holds, for twice as long as it took to enqueue
+    the call before: so the call begins with a cold cache, and does not wait for the host.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._event, self._elapsed = cupy.cuda.Event, cupy.cuda.get_elapsed_time
+        self._scratch = cupy.empty(
+            max(2 * int(cupy.cuda.Device().attributes["L2CacheSize"]), 128 << 20), cupy.uint8
+        )
+        self._fills = 0
+        self._fill_seconds = math.inf
+        self(self._fill)  # loads CuPy's kernel
+        self._fill_seconds = self(self._fill)
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        start, end = self._event(), self._event()
+        for _ in range(self._fills):
+            self._fill()
+        start.record()
+        began = time.perf_counter()
+        run()
+        enqueued = time.perf_counter() - began
+        end.record()
+        end.synchronize()
+        self._fills = max(1, min(100, math.ceil(2 * enqueued / self._fill_seconds)))
+        return float(self._elapsed(start, end)) / 1e3
+
+    def _fill(self) -> None:
+        self._scratch.fill(0)

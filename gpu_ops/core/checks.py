@@ -1,0 +1,175 @@
+"""Validation helpers that every op shares: named axes, dtypes, options.
+
+Each raises a typed error that says what was given, what is allowed and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "Axes",
+    "cannot",
+    "exactly",
+    "flag",
+    "float_dtype",
+    "integer",
+    "number",
+    "one_of",
+    "window",
+]
+
+FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+_NO_NUMBERS = (bool, np.timedelta64)  # though bool is an int to Python, and a time an integer to NumPy
+
+
+class Axes:
+    """Named axis lengths of one call: the first array that names an axis fixes its length.
+
+    >>> axes = Axes("attention")
+    >>> axes.bind("q", np.zeros((2, 5, 8, 64)), "batch seqlen_q nheads head_dim")
+    >>> axes["nheads"]
+    8
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self._sizes: dict[str, int] = {}
+        self._origin: dict[str, str] = {}
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    def set(self, axis: str, size: int, origin: str) -> None:
+        """Name a length that no array's shape holds."""
+        self._sizes[axis], self._origin[axis] = size, origin
+
+    def bind(self, name: str, x: Array, axes: str) -> None:
+        """Name the axes of ``x``; a name used before must have the same length here."""
+        names = axes.split()
+        if x.ndim != len(names):
+            raise ShapeError(
+                f"{self.op}: {name} has {x.ndim} axes, shape {x.shape}; "
+                f"expected {len(names)}: {self._expected(names)}"
+            )
+        for axis, size in zip(names, x.shape, strict=True):
+            known = self._sizes.get(axis)
+            if known is None:
+                self._sizes[axis] = size
+                self._origin[axis] = name
+            elif known != size:
+                raise ShapeError(
+                    f"{self.op}: {name} has shape {x.shape}, expected {self._expected(names)}: "
+                    f"{axis} is {size} here but {known} in {self._origin[axis]}"
+                )
+
+    def _expected(self, names: Iterable[str]) -> str:
+        parts = [f"{n}={self._sizes[n]}" if n in self._sizes else n for n in names]
+        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+def exactly(op: str, name: str, x: Array, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> None:
+    """``x`` has this shape and, when given, this dtype."""
+    if x.shape != shape:
+        raise ShapeError(f"{op}: {name} has shape {x.shape}, expected exactly {shape}")
+    if dtype is not None and x.dtype != dtype:
+        raise DTypeError(f"{op}: {name} is {x.dtype}, expected {dtype}; cast it: {name}.astype('{dtype}')")
+
+
+def float_dtype(op: str, **arrays: Array | None) -> str:
+    """The one float dtype that all arrays share, by name; ``None`` entries are skipped."""
+    given = {name: x.dtype for name, x in arrays.items() if x is not None}
+    (first, dtype), *rest = given.items()
+    name = next((n for n, d in FLOAT_DTYPES.items() if d == dtype), None)
+    if name is None:
+        hint = f"cast it first, for example {first}.astype(np.float32)"
+        raise DTypeError(f"{op}: {first} is {dtype}; allowed: {', '.join(FLOAT_DTYPES)}. {hint}")
+    for other, d in rest:
+        if d != dtype:
+            raise DTypeError(
+                f"{op}: {other} is {d} but {first} is {dtype}; mixed dtypes are not promoted: "
+                f"cast one of them, for example {other}.astype({first}.dtype)"
+            )
+    return name
+
+
+def computing_dtype(dtype: str) -> np.dtype[Any]:
+    """What ``dtype`` is computed in, and the dtype of lse, rstd and the like: float64 for float64, else float32."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def one_of(
+    op: str, name: str, value: Any, allowed: Iterable[str], *, meant: Mapping[str, str] | None = None
+) -> str:
+    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``."""
+    allowed = tuple(allowed)
+    if isinstance(value, str) and value in allowed:
+        return value
+    word = str(value)
+    near = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise OptionError(f"{op}: {name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}{hint}")
+
+
+def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: float = -math.inf) -> float:
+    """A finite real number, ``>= low`` and ``> above``."""
+    if isinstance(value, _NO_NUMBERS) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise OptionError(f"{op}: {name} must be a number, got {type(value).__name__} {value!r}")
+    try:
+        result = float(value)
+    except OverflowError as error:
+        raise OptionError(f"{op}: {name} must be finite, and float64 cannot hold the one given") from error
+    if not math.isfinite(result) or result < low or result <= above:
+        bound = f" and > {above:g}" if above > -math.inf else f" and >= {low:g}" if low > -math.inf else ""
+        raise OptionError(f"{op}: {name} must be finite{bound}, got {value!r}")
+    return result
+
+
+def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:
+    """An integer within ``[low, high]``."""
+    if isinstance(value, _NO_NUMBERS) or not isinstance(value, (int, np.integer)):
+        raise OptionError(f"{op}: {name} must be an integer, got {type(value).__name__} {value!r}")
+    result = int(value)
+    if (low is not None and result < low) or (high is not None and result > high):
+        bounds = f"[{'-inf' if low is None else low}, {'inf' if high is None else high}]"
+        raise OptionError(f"{op}: {name} must lie in {bounds}, got {result}")
+    return result
+
+
+def window(op: str, value: Any) -> tuple[int, int]:
+    """``window_size``: how far a query sees to either side, -1 for no limit."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise OptionError(f"{op}: window_size must be (left, right), -1 for no limit; got {value!r}")
+    left, right = (integer(op, f"window_size[{i}]", side) for i, side in enumerate(value))
+    for i, side in enumerate((left, right)):
+        if side < -1:
+            raise OptionError(f"{op}: window_size[{i}] must be -1, for no limit, or at least 0; got {side}")
+    return left, right
+
+
+def flag(op: str, name: str, value: Any) -> bool:
+    """A real bool: a string or an array here is a mistake that truthiness would hide."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise OptionError(f"{op}: {name} must be True or False, got {type(value).__name__} {value!r}")
+
+
+def cannot(dtype: str) -> dict[str, str]:
+    """Backends that do not take this dtype, where float64 has no CUDA C++: for ``dispatch.choose``."""
+    return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}

@@ -1,0 +1,1 @@
+"""Types that calls take beside arrays, and file formats."""

@@ -1,0 +1,181 @@
+"""Reading the rope entries of Hugging Face configs, old and new spelling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_ops.core.checks import flag, integer, number
+from gpu_ops.errors import OptionError
+from gpu_ops.formats.rope_scaling import KINDS, RopeScaling
+
+__all__ = ["scaling_from_hf"]
+
+_WHO = "RopeScaling.from_hf"
+_ALIASES = {"su": "longrope"}  # the name of longrope in early Phi-3 configs
+_PARTS = ("rope_parameters", "rope_scaling")
+_PART_KEYS = {"rope_type", "type", "factor", "short_factor", "long_factor", "mscale", "attention_factor"}
+_WHOLE_KEYS = {*_PARTS, "rope_theta", "rotary_emb_base", "max_position_embeddings"}
+
+
+def scaling_from_hf(config: Any, layer_type: str | None = None) -> RopeScaling:
+    """See :meth:`gpu_ops.RopeScaling.from_hf`."""
+    if not isinstance(config, Mapping):
+        raise OptionError(
+            f"{_WHO}: expected a dict, got {type(config).__name__}; pass config.to_dict(), or config.json "
+            "through json.load"
+        )
+    part, whole = _find(config)
+    part = _layer(part, layer_type)
+    if "mrope_section" in part:
+        raise OptionError(
+            f"{_WHO}: mrope_section (positions with several axes, Qwen2-VL) is not supported; for text-only "
+            "input all its axes are equal: remove the entry"
+        )
+    read = _Reader(part, whole)
+    scaling = _build(_kind(part), read)
+    theta = read.first("rope_theta", "rotary_emb_base")
+    partial = read.first("partial_rotary_factor", "rotary_pct")
+    return dataclasses.replace(scaling, theta=theta, partial_rotary_factor=partial)
+
+
+class _Reader:
+    """Entries of the rope part, and of the whole config where transformers looks there too."""
+
+    def __init__(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+        self.part = part
+        self.whole = whole
+
+    def number(self, name: str) -> float | None:
+        value = self.part.get(name)
+        return None if value is None else number(_WHO, name, value)
+
+    def need(self, name: str) -> Any:
+        value = self.part.get(name)
+        if value is None:
+            kind = _kind(self.part)
+            raise OptionError(f"{_WHO}: rope type {kind!r} needs {name!r}; got {sorted(self.part)}")
+        return value
+
+    def first(self, *names: str) -> float | None:
+        for name in names:
+            for where in (self.part, self.whole):
+                if where.get(name) is not None:
+                    return number(_WHO, name, where[name])
+        return None
+
+    def length(self, *names: str) -> int:
+        """The first of these lengths that is given; beside the rope part (Phi-3) counts before in it."""
+        for name in names:
+            for where in (self.whole, self.part):
+                value = where.get(name)
+                if value is not None:
+                    integral = isinstance(value, float) and value.is_integer()  # JSON written as 8192.0
+                    return integer(_WHO, name, int(value) if integral else value, low=1)
+        raise OptionError(
+            f"{_WHO}: rope type {_kind(self.part)!r} needs {' or '.join(names)}; pass the whole config, not "
+            "only its rope part"
+        )
+
+    def original(self) -> int:
+        return self.length("original_max_position_embeddings", "max_position_embeddings")
+
+    def stretch(self) -> float:
+        """``factor``, or the ratio of the two lengths where a config gives no factor."""
+        given = self.number("factor")
+        return given if given is not None else self.length("max_position_embeddings") / self.original()
+
+
+def _find(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The rope part, and the config around it."""
+    present = [name for name in _PARTS if config.get(name)]
+    if present:
+        # transformers 5 writes rope_parameters; a rope_scaling beside it is the same thing, older
+        part = config[present[0]]
+        if not isinstance(part, Mapping):
+            raise OptionError(f"{_WHO}: {present[0]} must be a dict, got {type(part).__name__}")
+        return part, config
+    if _PART_KEYS & config.keys() or any(_PART_KEYS & p.keys() for p in _layers(config).values()):
+        return config, {}
+    text = config.get("text_config")  # models with several parts keep the language model's config here
+    if isinstance(text, Mapping):
+        return _find(text)
+    if not _WHOLE_KEYS & config.keys():
+        raise OptionError(
+            f"{_WHO}: found no rope entry; expected a config with {', '.join(sorted(_WHOLE_KEYS))} among its "
+            f"keys, or its rope part with 'rope_type'; got the keys {sorted(map(str, config))[:12]}"
+        )
+    return {}, config
+
+
+def _layers(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {name: p for name, p in part.items() if isinstance(p, Mapping)}
+
+
+def _layer(part: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
+    layers = _layers(part)
+    if not layers or _PART_KEYS & part.keys():
+        if layer_type is not None:
+            raise OptionError(f"{_WHO}: layer_type={layer_type!r}, but this config has one set for all")
+        return part
+    if layer_type not in layers:
+        raise OptionError(
+            f"{_WHO}: this config has rope parameters per layer type; pass layer_type=, one of "
+            f"{', '.join(map(repr, layers))}; got {layer_type!r}"
+        )
+    return layers[layer_type]
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    kind = part.get("rope_type", part.get("type", "default"))
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in KINDS:
+        raise OptionError(f"{_WHO}: rope type {kind!r} is unknown; there are {', '.join(map(repr, KINDS))}")
+    return str(kind)
+
+
+def _build(kind: str, read: _Reader) -> RopeScaling:
+    if kind == "linear":
+        return RopeScaling.linear(read.need("factor"))
+    if kind == "ntk":
+        return RopeScaling.ntk(read.need("factor"))
+    if kind == "dynamic":
+        # transformers stretches from max_position_embeddings here, also where a config has an original length
+        return RopeScaling.dynamic(
+            read.need("factor"), read.length("max_position_embeddings", "original_max_position_embeddings")
+        )
+    if kind == "yarn":
+        return RopeScaling.yarn(
+            read.stretch(),
+            read.original(),
+            attention_factor=read.number("attention_factor"),
+            mscale=read.number("mscale"),
+            mscale_all_dim=read.number("mscale_all_dim"),
+            beta_fast=read.number("beta_fast") or 32.0,
+            beta_slow=read.number("beta_slow") or 1.0,
+            truncate=flag(_WHO, "truncate", read.part.get("truncate", True)),
+        )
+    if kind == "longrope":
+        return _longrope(read)
+    if kind == "llama3":
+        return RopeScaling.llama3(
+            read.need("factor"),
+            read.original(),
+            low_freq_factor=read.need("low_freq_factor"),
+            high_freq_factor=read.need("high_freq_factor"),
+        )
+    return RopeScaling("default")
+
+
+def _longrope(read: _Reader) -> RopeScaling:
+    short, long = read.number("short_mscale"), read.number("long_mscale")  # Phi-3.5-MoE gives them outright
+    attention_factor = read.number("attention_factor") if short is None else short
+    return RopeScaling.longrope(
+        read.need("short_factor"),
+        read.need("long_factor"),
+        read.original(),
+        factor=1.0 if attention_factor is not None else read.stretch(),
+        attention_factor=attention_factor,
+        long_attention_factor=long,
+    )

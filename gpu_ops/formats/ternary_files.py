@@ -1,0 +1,334 @@
+"""Ternary matrices from model files: BitNet checkpoints in safetensors, and GGUF.
+
+Checkpoints need the package ``safetensors``: ``pip install "gpu-ops[files]"``. Every byte is checked by the strict
+decoder of its format, and whatever a file leaves open must be said by the caller: a wrong guess would decode
+to plausible nonsense.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.checks import integer, one_of
+from gpu_ops.errors import FormatError, MissingPackageError, OptionError, ShapeError
+from gpu_ops.formats.gguf_header import GGUFTensor, read_header
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
+
+__all__ = ["read_bitnet", "read_gguf"]
+
+
+def read_bitnet(
+    path: Any,
+    *,
+    weight_scale: str | None = None,
+    config: Any = None,
+    names: Iterable[str] | None = None,
+) -> dict[str, TernaryMatrix]:
+    """The packed BitLinear weights of a Hugging Face checkpoint.
+
+    Parameters
+    ----------
+    path : path
+        A ``.safetensors`` file, or the folder of a checkpoint with one or more of them.
+    weight_scale : {"multiply", "divide"}, optional
+        What the stored ``weight_scale`` is: the mean of the weights' magnitudes, which multiplies (AutoBitLinear,
+        BitNet b1.58 2B4T), or its reciprocal, which divides (BitLinear). Needed when no config says it.
+    config : path or dict, optional
+        The model's config, by default ``config.json`` beside the weights. A ``quantization_config`` with the
+        ``linear_class`` "autobitlinear" means multiply; "bitlinear", and none, which is the default, mean divide.
+    names : iterable of str, optional
+        Modules to read, such as ``"model.layers.0.mlp.up_proj"``; all packed ones by default.
+
+    Returns
+    -------
+    dict of str to TernaryMatrix
+        By module name, in the format hf_bitnet, ``W = scale * t`` whatever the file's convention was. Modules without
+        packed weights (embeddings, norms) are left out.
+
+    Raises
+    ------
+    OptionError
+        Nothing says whether the scale multiplies, or config and ``weight_scale`` contradict each other; ``names``
+        that are not there.
+    FormatError
+        Bytes that are no trits, a scale that is none or that float32 cannot hold, a config that is no object.
+    FileNotFoundError
+        There is nothing at ``path``.
+    MissingPackageError
+
+    Notes
+    -----
+    A module of N outputs has 4 * rows of them, or as many as its bias has.
+
+    Examples
+    --------
+    >>> import gpu_ops
+    >>> weights = gpu_ops.read_bitnet("BitNet-b1.58-2B-4T")  # doctest: +SKIP
+    >>> y = gpu_ops.ternary_matmul(x, weights["model.layers.0.mlp.up_proj"])  # doctest: +SKIP
+    """
+    name = "read_bitnet"
+    where = Path(path)
+    where.stat()  # what is not there needs no package, and nobody has to say what its scales are
+    safetensors = _package(name, "safetensors")
+    files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
+    if not files:
+        raise OptionError(f"{name}: no .safetensors file in {where}")
+    if weight_scale is not None:
+        weight_scale = one_of(name, "weight_scale", weight_scale, ("multiply", "divide"))
+    meaning = _scale_meaning(name, weight_scale, _config(name, where, config))
+    opened = [_open(name, safetensors, file) for file in files]
+    holder: dict[str, Any] = {}
+    for file, contents in zip(files, opened, strict=True):
+        for key in contents.keys():  # noqa: SIM118  # not a dict
+            if key in holder:
+                raise FormatError(
+                    f"{name}: {key} is in {file.name} and in a file before it; expected it once"
+                )
+            holder[key] = contents
+    packed = [key.removesuffix(".weight_scale") for key in holder if key.endswith(".weight_scale")]
+    matrices = {}
+    for module in _chosen(name, names, packed):
+        weight, bias, scale = (f"{module}.{part}" for part in ("weight", "bias", "weight_scale"))
+        stored = holder[weight].get_slice(weight) if weight in holder else None
+        shape = () if stored is None else tuple(stored.get_shape())
+        if stored is None or stored.get_dtype() != "U8" or len(shape) != 2:
+            raise FormatError(
+                f"{name}: {module} has a weight_scale and {_described(stored, 'weight')}; "
+                "expected the packed U8 (N / 4, K)"
+            )
+        codes: Array = holder[weight].get_tensor(weight)
+        outputs = 4 * len(codes)
+        if bias in holder:
+            added = holder[bias].get_slice(bias)
+            if len(added.get_shape()) != 1:
+                raise FormatError(f"{name}: {module} has {_described(added, 'bias')}; expected one axis")
+            outputs = int(added.get_shape()[0])
+        factor = _factor(f"{name}: {scale}", _one_number(f"{name}: {scale}", holder[scale], scale), meaning)
+        matrices[module] = _named(f"{name}: {module}", codes, factor, (outputs, codes.shape[1]), "hf_bitnet")
+    return matrices
+
+
+# What else the number of a tensor type means, for those that two projects gave out.
+_CLASHES = {
+    36: "i2_s of bitnet.cpp (whose ARM builds order it otherwise), once iq4_nl_4_4 of llama.cpp",
+    38: "tl1 of bitnet.cpp, once iq4_nl_8_8 of llama.cpp",
+    42: "q2_0 of llama.cpp (blocks of 64), another q2_0 of its forks (blocks of 128), tl2 of bitnet.cpp",
+}
+_CERTAIN = {34: "tq1_0", 35: "tq2_0"}
+_READABLE = ("i2_s", "tl1", "tl2", "tq1_0", "tq2_0", "q2_0")
+
+
+def read_gguf(
+    path: Any,
+    *,
+    formats: Mapping[int, str] | None = None,
+    names: Iterable[str] | None = None,
+) -> dict[str, TernaryMatrix]:
+    """The ternary tensors of a GGUF file.
+
+    Parameters
+    ----------
+    path : path
+    formats : dict of int to str, optional
+        What a number of a tensor type means in this file: i2_s, tl1, tl2, tq1_0, tq2_0 or q2_0. 34 (tq1_0) and 35
+        (tq2_0) are known; 36, 38 and 42 have been given out more than once, so that a file with them needs, say,
+        ``{36: "i2_s"}``. (39 is taken for llama.cpp's mxfp4; some versions of bitnet.cpp mean tl2: ``{39: "tl2"}``.)
+    names : iterable of str, optional
+        Tensors to read, such as ``"blk.0.ffn_up.weight"``; all ternary ones by default.
+
+    Returns
+    -------
+    dict of str to TernaryMatrix
+        By tensor name. i2_s, tl1 and tl2 come with the float32 scale behind their codes. Other tensors are left out.
+
+    Raises
+    ------
+    OptionError
+        A tensor's type has two meanings and ``formats`` names none.
+    FormatError, ShapeError
+        The file is damaged, cut short or big-endian, its bytes are no trits, or the shape does not fit the format.
+
+    Examples
+    --------
+    >>> import gpu_ops
+    >>> weights = gpu_ops.read_gguf("ggml-model-i2_s.gguf", formats={36: "i2_s"})  # doctest: +SKIP
+    """
+    name = "read_gguf"
+    meanings = dict(_CERTAIN)
+    if not isinstance(formats, (Mapping, type(None))):
+        raise OptionError(f"{name}: formats must be a dict such as {{36: 'i2_s'}}, got {formats!r}")
+    for number, format in (formats or {}).items():
+        meanings[integer(name, "formats", number, low=0)] = one_of(name, "formats", format, _READABLE)
+    data, tensors = read_header(name, Path(path))
+    ternary = [tensor.name for tensor in tensors if tensor.type in meanings or tensor.type in _CLASHES]
+    chosen = set(_chosen(name, names, ternary))
+    matrices = {}
+    for tensor in tensors:
+        if tensor.name not in chosen:
+            continue
+        if tensor.type not in meanings:
+            raise OptionError(
+                f"{name}: {tensor.name} has type {tensor.type}, which is {_CLASHES[tensor.type]}; say which: "
+                f"formats={{{tensor.type}: ...}}"
+            )
+        matrices[tensor.name] = _from_gguf(
+            f"{name}: {tensor.name}", data, tensor, FORMATS[meanings[tensor.type]]
+        )
+    return matrices
+
+
+# --- safetensors -----------------------------------------------------------------------------------
+
+
+def _open(name: str, safetensors: Any, file: Path) -> Any:
+    try:
+        return safetensors.safe_open(file, framework="np")
+    except safetensors.SafetensorError as error:
+        raise FormatError(f"{name}: {file}: {error}") from error
+
+
+def _config(name: str, where: Path, config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, (str, os.PathLike, type(None))):
+        raise OptionError(f"{name}: config must be a path or a dict, got {type(config).__name__}")
+    file = (where if where.is_dir() else where.parent) / "config.json" if config is None else Path(config)
+    if config is None and not file.is_file():
+        return {}
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{name}: {file} is not JSON: {error}") from error
+    if not isinstance(read, Mapping):
+        raise FormatError(f"{name}: {file} holds no JSON object, as a model's config is one")
+    return read
+
+
+def _scale_meaning(name: str, given: str | None, config: Mapping[str, Any]) -> str:
+    quantization = config.get("quantization_config")
+    if quantization is None:  # a null says as much as nothing
+        quantization = {}
+    if not isinstance(quantization, Mapping):
+        raise FormatError(f"{name}: quantization_config of the model's config is no JSON object")
+    said = None
+    if quantization.get("quant_method") == "bitnet":
+        layer = one_of(name, "linear_class", quantization.get("linear_class", "bitlinear"), _LINEAR_CLASSES)
+        said = _LINEAR_CLASSES[layer]
+    if given is None and said is None:
+        raise OptionError(
+            f"{name}: whether weight_scale multiplies or divides is written nowhere: pass weight_scale='multiply' "
+            "(mean |w|, AutoBitLinear), weight_scale='divide' (its reciprocal, BitLinear), or the model's config"
+        )
+    if given is not None and said is not None and given != said:
+        raise OptionError(f"{name}: weight_scale={given!r}, but the config's linear_class says {said!r}")
+    return given or said or ""
+
+
+_LINEAR_CLASSES = {"bitlinear": "divide", "autobitlinear": "multiply"}
+
+
+def _described(stored: Any, part: str) -> str:
+    return f"no {part}" if stored is None else f"a {part} of {stored.get_dtype()} {tuple(stored.get_shape())}"
+
+
+def _one_number(what: str, opened: Any, key: str) -> float:
+    stored = opened.get_slice(key)
+    if stored.get_dtype() not in _SCALES or math.prod(stored.get_shape()) != 1:
+        raise FormatError(
+            f"{what} has {stored.get_dtype()} and shape {tuple(stored.get_shape())}; "
+            f"expected one number of {', '.join(_SCALES)}"
+        )
+    return float(opened.get_tensor(key).reshape(-1)[0])
+
+
+_SCALES = ("BF16", "F16", "F32", "F64")
+
+
+def _factor(what: str, value: float, meaning: str) -> np.float32:
+    """The stored scale as the factor of the trits."""
+    if not math.isfinite(value) or value <= 0:
+        raise FormatError(f"{what} is {value}; a scale is finite and positive")
+    with np.errstate(all="ignore"):
+        factor = np.float32(value if meaning == "multiply" else 1 / value)
+    if not np.isfinite(factor) or factor == 0:
+        which = "it" if meaning == "multiply" else "its reciprocal"
+        raise FormatError(f"{what} is {value}, and float32, which scales are kept in, cannot hold {which}")
+    return factor
+
+
+# --- GGUF ------------------------------------------------------------------------------------------
+
+
+def _from_gguf(what: str, data: Array, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
+    if len(tensor.shape) != 2:
+        raise ShapeError(f"{what} has shape {tensor.shape}; ternary matrices have two axes")
+    shape = (tensor.shape[0], tensor.shape[1])
+    try:
+        size = math.prod(fmt.packed_shape(shape))
+    except ValueError as error:
+        raise ShapeError(f"{what}: {error}") from error
+    codes = _cut(what, data, tensor.start, size)
+    if fmt.block_scale:
+        return _named(what, codes, np.float32(1), shape, fmt.name)
+    behind = _tl2_scale(shape, size) if fmt.name == "tl2" else size
+    scale = _cut(what, data, tensor.start + behind, 4).view("<f4")
+    factor = _factor(f"{what}: the scale behind the codes", float(scale[0]), "multiply")
+    return _named(what, codes, factor, shape, fmt.name)
+
+
+def _tl2_scale(shape: tuple[int, int], size: int) -> int:
+    """bitnet.cpp reckons with 256 columns in pairs and the rest in triples, whatever the tiles; 32-byte steps."""
+    n, k = shape
+    reckoned = (k - 256) * n // 3 * 5 // 8 + 256 * n // 2 * 4 // 8
+    return max(size, -(-reckoned // 32) * 32)
+
+
+def _cut(what: str, data: Array, start: int, size: int) -> Array:
+    """A copy, so that the file may change or go."""
+    part = np.array(data[start : start + size])
+    if part.size != size:
+        raise FormatError(f"{what}: the file ends {size - part.size} bytes before the tensor does")
+    return part
+
+
+# --- both ------------------------------------------------------------------------------------------
+
+
+def _package(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingPackageError(
+            f'{name}: the package {package} is not installed: pip install "gpu-ops[files]"'
+        ) from error
+
+
+def _chosen(name: str, names: Iterable[str] | None, found: list[str]) -> list[str]:
+    if names is None:
+        return found
+    wanted = list(names) if isinstance(names, Iterable) else [names]
+    if isinstance(names, str) or not all(isinstance(one, str) for one in wanted):
+        raise OptionError(f"{name}: names must be a list of strings, got {names!r}")
+    for missing in sorted(set(wanted) - set(found)):
+        near = difflib.get_close_matches(missing, found, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"{name}: the file has no ternary {missing!r}, but {len(found)} others{hint}")
+    return wanted
+
+
+def _named(what: str, codes: Array, scale: Any, shape: tuple[int, int], format: str) -> TernaryMatrix:
+    try:
+        return TernaryMatrix(codes, scale, shape, format)
+    except (FormatError, ShapeError) as error:
+        raise type(error)(f"{what}: {error}") from error

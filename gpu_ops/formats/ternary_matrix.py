@@ -1,0 +1,305 @@
+"""A packed ternary weight matrix: codes, scale, shape and the name of the layout, kept together.
+
+Two layouts of the same size decode each other's bytes into plausible nonsense, so that packed bytes
+never travel without their format here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array, Arrays
+from gpu_ops.core.checks import one_of
+from gpu_ops.core.device import CudaDevice, Device, EmulatorDevice, cuda_device
+from gpu_ops.errors import DTypeError
+from gpu_ops.formats.ternary_checks import check_scale, check_trits, fits, matrix_shape, on_host, pack, unpack
+from gpu_ops.formats.ternary_packing import repacked
+from gpu_ops.ops.ternary_scales import not_finite
+from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.ternary_layouts import block_scales, chunk_bitmap, decode
+
+__all__ = ["TernaryMatrix"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TernaryMatrix:
+    """Weights ``W = scale * t`` with trits ``t`` in {-1, 0, +1}, packed.
+
+    Immutable; the arrays are not copied. ``TernaryMatrix.describe_formats()`` lists the formats.
+
+    Parameters
+    ----------
+    codes : array, uint8
+        The packed trits, laid out as ``format`` says. Checked strictly: every invalid code, length or
+        padding is refused.
+    scale : float or array, float32
+        Always multiplies. One number, one per row ``(N,)``, or one per group along K ``(N, K / g)``.
+        The block formats tq1_0, tq2_0 and q2_0 embed one more scale per block; ``W`` is then
+        ``scale * embedded * t``.
+    shape : (int, int)
+        ``(N, K)``: output and input features.
+    format : str
+        planes, base3, hf_bitnet, bitnet_gpu, i2_s, tl1, tl2, tq1_0, tq2_0, q2_0 or w2.
+
+    Raises
+    ------
+    FormatError
+        The codes do not follow the format, or a scale is not finite.
+    ShapeError, DTypeError, OptionError
+        A wrong shape, dtype or format name.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.ternary_quantize(np.array([[0.9, -1.1, 0.1, 0.0]], np.float32))
+    >>> w
+    TernaryMatrix((1, 4), format='w2', scale per tensor, 20 bytes)
+    >>> w.trits()
+    array([[ 1, -1,  0,  0]], dtype=int8)
+    >>> w.to("base3").codes
+    array([[119]], dtype=uint8)
+    """
+
+    codes: Array
+    scale: Array
+    shape: tuple[int, int]
+    format: str
+    _converted: dict[str, TernaryMatrix] = field(default_factory=dict, init=False)
+    _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
+    _lies: tuple[int, str] | None = field(default=None, init=False)  # made on this device by this backend
+
+    def __post_init__(self) -> None:
+        fmt = FORMATS[one_of("TernaryMatrix", "format", self.format, FORMATS)]
+        shape = matrix_shape("TernaryMatrix", self.shape)
+        codes = Arrays("TernaryMatrix").read("codes", self.codes)
+        unpack("TernaryMatrix", codes, shape, fmt, strict=True)
+        self._set(
+            np.ascontiguousarray(codes).reshape(fmt.packed_shape(shape)),
+            check_scale(self.scale, shape),
+            shape,
+            self.format,
+        )
+
+    def _set(self, codes: Array | None, scale: Array, shape: tuple[int, int], format: str) -> None:
+        if codes is not None:  # else they are on a GPU
+            object.__setattr__(self, "codes", _frozen(codes))
+        object.__setattr__(self, "scale", _frozen(scale))
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "format", format)
+
+    __array_ufunc__ = None  # so that NumPy's arrays leave x @ w to this class, which has none: a TypeError
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        """NumPy would make an array of one object."""
+        raise DTypeError(
+            "TernaryMatrix: it is packed, and no array; multiply with gpu_ops.ternary_matmul(x, w), or unpack it: "
+            "w.dequantize(), w.trits()"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle, whose arrays NumPy has made writable."""
+        self.__dict__.update(state)
+        for name in ("codes", "scale"):
+            if name in state:  # else on a GPU
+                self.__dict__[name] = _frozen(state[name])
+
+    @classmethod
+    def _trusted(
+        cls, codes: Array | None, scale: Array, shape: tuple[int, int], format: str
+    ) -> TernaryMatrix:
+        """A matrix of codes that were just encoded here, and a checked scale: to look again would only cost time."""
+        matrix = object.__new__(cls)
+        matrix._set(codes, scale, shape, format)
+        object.__setattr__(matrix, "_converted", {})
+        object.__setattr__(matrix, "_on_cuda", {})
+        object.__setattr__(matrix, "_lies", None)
+        return matrix
+
+    @classmethod
+    def _on_gpu(
+        cls,
+        lies: tuple[int, str],
+        held: tuple[Array, Array],
+        scale: Array,
+        shape: tuple[int, int],
+        format: str,
+    ) -> TernaryMatrix:
+        """A matrix whose codes, sound and finished, are on the device of number ``lies[0]`` alone."""
+        matrix = cls._trusted(None, scale, shape, format)
+        object.__setattr__(matrix, "_lies", lies)
+        matrix._on_cuda[lies[0]] = held
+        return matrix
+
+    @classmethod
+    def _made_on(
+        cls, device: Device, backend: str, codes: Array, scale: Array, group_size: int | None, k: int
+    ) -> TernaryMatrix:
+        """w2 codes and scale (1 or N, groups) as kernels of ``device`` wrote them; on a GPU, codes stay there."""
+        n = codes.shape[0]
+        values = on_host(scale)  # waits for the kernels: later calls may come on other streams
+        if not np.isfinite(values).all():
+            raise not_finite("ternary_quantize")
+        shape: tuple[int, ...] = () if group_size is None else (n,) if group_size == -1 else scale.shape
+        values = values.reshape(shape)
+        if not isinstance(device, CudaDevice):
+            return cls._trusted(codes, values, (n, k), "w2")
+        return cls._on_gpu((device.ordinal, backend), (codes, scale), values, (n, k), "w2")
+
+    @property
+    def kind_of_call(self) -> tuple[Any, ...]:
+        """What decides how a call with this matrix is checked and run."""
+        return TernaryMatrix, self.shape, self.format, self.scale.shape
+
+    def __getattr__(self, name: str) -> Any:
+        """Codes that were made on a GPU are copied to the host when they are first asked for there."""
+        if name != "codes" or not self.__dict__.get("_on_cuda"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        codes, _ = next(iter(self._on_cuda.values()))
+        object.__setattr__(self, "codes", _frozen(on_host(codes)))
+        return self.codes
+
+    @classmethod
+    def from_trits(cls, trits: Any, scale: Any = 1.0, *, format: str = "w2") -> TernaryMatrix:
+        """Pack an integer array (N, K) of -1, 0, +1."""
+        fmt = FORMATS[one_of("TernaryMatrix", "format", format, FORMATS)]
+        t = check_trits("TernaryMatrix", Arrays("TernaryMatrix").read("trits", trits))
+        return cls._trusted(pack("TernaryMatrix", t, fmt), check_scale(scale, t.shape), t.shape, format)
+
+    @staticmethod
+    def describe_formats() -> str:
+        """The table of formats, as Markdown."""
+        from gpu_ops.reference.ternary_formats import describe_formats
+
+        return describe_formats()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: packed codes and scales."""
+        return math.prod(FORMATS[self.format].packed_shape(self.shape)) + int(self.scale.nbytes)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """``8 * nbytes / (N * K)``: padding and scales included."""
+        return 8 * self.nbytes / max(math.prod(self.shape), 1)
+
+    @property
+    def group_size(self) -> int | None:
+        """None: one scale for the tensor. -1: one per row. g: one per g weights along K."""
+        if self.scale.ndim == 0:
+            return None
+        return -1 if self.scale.ndim == 1 else self.shape[1] // self.scale.shape[1]
+
+    @cached_property
+    def density(self) -> float:
+        """Share of nonzero trits; 0.0 for an empty matrix."""
+        return float(np.count_nonzero(self.trits()) / max(math.prod(self.shape), 1))
+
+    def chunk_bitmap(self) -> Array:
+        """Which runs of 128 weights of a row hold any nonzero, one bit each: what a sparse kernel need not read.
+
+        Bit ``c % 8`` of byte ``[n, c // 8]`` is chunk ``c`` of row ``n``; uint8 (N, ceil(K / 1024)), spare bits 0.
+        """
+        return chunk_bitmap(self.trits())
+
+    def trits(self) -> Array:
+        """The trits, (N, K) int8, as a NumPy array; of codes on a GPU, unpacked there."""
+        if self._lies is not None:
+            return on_host(self._repacked(self.format))
+        return decode(self.codes, self.shape, self.format, strict=False)
+
+    def _repacked(self, format: str) -> Array:
+        """Codes in another format, or the trits where it is the same, on the GPU on which these were made."""
+        assert self._lies is not None
+        ordinal, backend = self._lies
+        device, (codes, _) = cuda_device(ordinal), self._on_cuda[ordinal]
+        return repacked(device, backend, codes, self.shape, FORMATS[self.format], FORMATS[format])
+
+    def dequantize(self, dtype: Any = np.float32) -> Array:
+        """``scale * t`` as a dense (N, K) array of ``dtype``, computed in float64 and rounded once."""
+        scale = self._whole_scale().astype(np.float64)
+        scale = scale[:, None] if scale.ndim == 1 else scale
+        if scale.ndim == 2:
+            scale = np.repeat(scale, self.shape[1] // max(scale.shape[1], 1), axis=1)
+        return np.asarray(self.trits() * scale).astype(dtype)
+
+    def to(self, format: str) -> TernaryMatrix:
+        """The same weights in another format, exactly; ``self`` when it is that format already.
+
+        The scale stays apart: blocks of tq1_0, tq2_0 and q2_0 hold 1.0. To write a block file, embed it:
+        ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``. Codes that were made on a GPU are converted there,
+        and stay there.
+        """
+        if format == self.format:
+            return self
+        fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
+        done = self._converted.get(format)
+        if done is None:
+            if self._lies is not None:
+                fits("TernaryMatrix.to", self.shape, fmt)
+                held = self._repacked(format), self._on_cuda[self._lies[0]][1]
+                done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
+            else:
+                codes = pack("TernaryMatrix.to", self.trits(), fmt)
+                scale = check_scale(self._whole_scale(), self.shape)  # a product may be too large
+                done = TernaryMatrix._trusted(codes, scale, self.shape, format)
+            if format == "w2":  # what the kernels read: every matmul asks for it
+                self._converted[format] = done
+        return done
+
+    def on(self, device: Device | None) -> tuple[Array, Array]:
+        """Codes, and scale as (1 or N, groups), where the kernels of ``device`` read them; None: on the CPU.
+
+        A CUDA device gets a copy at the first call, of the codes as they lie. It is kept here, freed with the
+        matrix, and shared by all calls: nobody writes it.
+        """
+        rows = 1 if self.scale.ndim == 0 else self.shape[0]
+        scale = self.scale.reshape(rows, self.scale.shape[1] if self.scale.ndim == 2 else 1)
+        if isinstance(device, CudaDevice):
+            held = self._on_cuda.get(device.ordinal)
+            if held is None:
+                import cupy
+
+                # blocking: later calls may come on other streams
+                copies = (cupy.asarray(self.codes, blocking=True), cupy.asarray(scale, blocking=True))
+                held = self._on_cuda.setdefault(device.ordinal, copies)
+            return held
+        codes = self.codes
+        if isinstance(device, EmulatorDevice):
+            if codes.ctypes.data % 16:  # a part of a file; a GPU's copy is always aligned
+                codes = codes.copy()
+            device.name("w.codes", codes)
+            device.name("w.scale", scale)
+        return codes, scale
+
+    def _whole_scale(self) -> Array:
+        """``scale`` times the scales that the format embeds, if it does."""
+        block = FORMATS[self.format].block_scale
+        if not block or self._lies is not None:  # of codes made on a GPU, blocks hold 1.0
+            return self.scale
+        embedded = block_scales(self.codes, self.shape, self.format)
+        if (embedded == 1).all():
+            return self.scale
+        scale = self.scale
+        if scale.ndim == 2:  # groups on both sides: cut K at every boundary of either
+            k = self.shape[1]
+            common = math.gcd(k // scale.shape[1], block)
+            scale = np.repeat(scale, k // scale.shape[1] // common, axis=1)
+            embedded = np.repeat(embedded, block // common, axis=1)
+        elif scale.ndim == 1:
+            scale = scale[:, None]
+        return np.asarray(scale * embedded, np.float32)
+
+    def __repr__(self) -> str:
+        per = {0: "per tensor", 1: "per row"}.get(self.scale.ndim, f"per group of {self.group_size}")
+        return f"TernaryMatrix({self.shape}, format={self.format!r}, scale {per}, {self.nbytes:,} bytes)"
+
+
+def _frozen(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view

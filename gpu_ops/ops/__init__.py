@@ -1,0 +1,1 @@
+"""The public functions, one module per op."""

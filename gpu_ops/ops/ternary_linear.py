@@ -1,0 +1,313 @@
+"""A linear layer with packed ternary weights, and the gradients that train the weights behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.aliasing import overlap
+from gpu_ops.core.arrays import Array, Arrays, as_rows
+from gpu_ops.core.device import Device, host_function
+from gpu_ops.core.dispatch import Plan, choose, op, planner_of
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.ops.ternary import ternary_quantize
+from gpu_ops.ops.ternary_matmul import Activations, ternary_matmul
+
+__all__ = ["TernaryLinear", "ternary_matmul_backward"]
+
+
+@op(cuda=True)
+def ternary_matmul_backward(
+    dy: Any,
+    x: Any,
+    w: TernaryMatrix,
+    *,
+    activations: str = "int8",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Straight-through gradients of :func:`ternary_matmul`: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
+
+    Rounding counts as the identity, as BitNet is trained: ``dw`` is for the latent weights that ``w`` was quantised
+    from, and passes unmasked where quantisation clipped them. ``xq`` is what the forward multiplied: x quantised
+    to int8 and scaled back, or x itself with ``activations="native"``.
+
+    Parameters
+    ----------
+    dy : array (..., N)
+        Gradient of y, in x's dtype.
+    x, w, activations
+        As in the forward call.
+    out : (dx, dw), optional
+        Arrays that receive the gradients; none may share memory with an input.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+
+    Returns
+    -------
+    dx : array (..., K)
+        x's dtype.
+    dw : array (N, K)
+        float32, float64 for float64: what an optimiser keeps.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    4 * tokens * N * K flops, sums in float32 (float64 for float64). On the CPU W exists dense in tiles only; on a GPU
+    it stays packed until it is in registers. There, and where a CPU multiplies bfloat16, W times its scales (on the
+    CPU: if there is one per row or group) and xq are rounded to x's dtype.
+    Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013; Ma et al., 2024.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
+    >>> dx, dw = gpu_ops.ternary_matmul_backward(np.ones((1, 2)), np.array([[127.0, 27.0, 1.0]]), w)
+    >>> dx
+    array([[0.5, 0. , 0.5]])
+    >>> dw
+    array([[127.,  27.,   1.],
+           [127.,  27.,   1.]])
+    """
+    name = "ternary_matmul_backward"
+    arrays = Arrays(name)
+    if not isinstance(w, TernaryMatrix):
+        raise DTypeError(f"{name}: w is {type(w).__name__}, not the TernaryMatrix of the forward call")
+    dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
+    n, k = w.shape
+    if x_.ndim == 0 or x_.shape[-1] != k:
+        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    dtype = checks.float_dtype(name, x=x_, dy=dy_)
+    checks.exactly(name, "dy", dy_, (*x_.shape[:-1], n))
+    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
+    wide = checks.computing_dtype(dtype)
+    like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), wide)}
+    outs = arrays.write_each("out", out, like, rows=True)
+    groups = w.scale.shape[1] if w.scale.ndim == 2 else 1
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, k, groups))
+    tokens = math.prod(x_.shape[:-1])
+
+    def differentiate(
+        on: Device | None, dy: Array, x: Array, w: TernaryMatrix, results: Sequence[Array]
+    ) -> None:
+        w2 = w.to("w2")
+        how: dict[str, Any] = {"activations": mode}
+        if on is not None:
+            how["unit"] = _power_of_two(w2.scale) if dtype == "float16" else 1.0
+        backward = host_function("ternary_backward.backward", on, choice.backend)
+        backward(as_rows(dy), as_rows(x), *w2.on(on), as_rows(results[0]), results[1], **how)
+
+    def compute(on: Device | None) -> list[Array]:
+        if choice.backend == "reference":
+            from gpu_ops.reference import ternary as reference
+
+            w2 = w.to("w2")
+            computed = reference.ternary_matmul_backward(dy_, x_, w2.trits(), w2.scale, activations=mode)
+            for target, gradient in zip(outs, computed, strict=bool(outs)):
+                target[...] = gradient
+            return list(computed)
+        results = outs or [arrays.new(*of, label) for label, of in like.items()]
+        if not tokens * n * k:
+            return results
+        differentiate(on, dy_, x_, w, results)
+        return results
+
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            results = compute(on)
+            if not tokens * n * k:  # nothing to sum over, or nothing to write
+                for gradient in results:
+                    gradient.fill(0)
+            return out if out is not None else tuple(arrays.give(r) for r in results)
+
+    def config() -> str:
+        if choice.device != "cpu":
+            return arrays.launches(choice, compute)
+        if choice.backend == "reference":
+            return "NumPy, float64"
+        from gpu_ops.kernels.numba_cpu import ternary_backward as kernels
+
+        return kernels.config(tokens, n, k, dtype)
+
+    def again() -> Callable[..., Any]:
+        new = Arrays(name).new
+
+        def ternary_matmul_backward(
+            dy: Array, x: Array, w: TernaryMatrix, *, out: tuple[Array, Array] | None = None, **_: Any
+        ) -> tuple[Array, ...]:
+            results = tuple([new(*of, label) for label, of in like.items()]) if out is None else out
+            differentiate(None, dy, x, w, results)
+            return results
+
+        return ternary_matmul_backward
+
+    problem = f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}"
+    remembered = again if choice.compiled and tokens * n * k else None
+    return Plan(name, choice, problem, config, run, again=remembered)
+
+
+def _cannot(dtype: str, k: int, groups: int) -> dict[str, str]:
+    if dtype == "float64":
+        return {"raw": "float64 has Numba kernels only"}
+    if groups > 1 and (k // groups) % 64:
+        return {"raw": f"group_size {k // groups} is not a multiple of 64"}
+    return {}
+
+
+def _power_of_two(scale: Array) -> float:
+    """About the largest scale: float16 weights are rounded in its units."""
+    largest = float(np.abs(scale).max())
+    return 2.0 ** math.frexp(largest)[1] if largest else 1.0
+
+
+class TernaryLinear:
+    """``y = x @ W.T + bias`` with packed ternary ``W = scale * t``: a layer to be called.
+
+    Parameters
+    ----------
+    weight : TernaryMatrix (N, K), or array (N, K)
+        Packed weights, or dense ones to be quantised.
+    bias : array (N,), optional
+        float16, bfloat16, float32 or float64; rounded to x's dtype and added to y.
+    activations : {"int8", "native"}
+        As in :func:`ternary_matmul`.
+    **quantize
+        Options of :func:`ternary_quantize` (method, group_size, threshold) for dense weights.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError
+
+    Notes
+    -----
+    Works wherever :func:`ternary_matmul` does. A training step quantises the latent weights, calls the layer and
+    :meth:`backward`, and updates the latent weights with dw::
+
+        layer = TernaryLinear(latent)
+        y = layer(x)
+        dx, dw = layer.backward(dy, x)
+        latent -= rate * dw
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> layer = gpu_ops.TernaryLinear(np.array([[0.5, -0.5, 0.1]], np.float32), np.array([10.0], np.float32))
+    >>> layer
+    TernaryLinear(3 -> 1, bias, activations='int8', 24 bytes)
+    >>> layer(np.array([[127.0, 27.0, 1.0]], np.float32)).round(2)
+    array([[46.67]], dtype=float32)
+    """
+
+    def __init__(self, weight: Any, bias: Any = None, *, activations: str = "int8", **quantize: Any) -> None:
+        name = "TernaryLinear"
+        if isinstance(weight, TernaryMatrix):
+            if quantize:
+                raise OptionError(
+                    f"{name}: weight is packed already; {', '.join(quantize)} would change nothing"
+                )
+            self.weight = weight
+        else:
+            self.weight = cast(TernaryMatrix, ternary_quantize(weight, **quantize))
+        self.activations = checks.one_of(name, "activations", activations, get_args(Activations))
+        self.bias: Array | None = None
+        if bias is not None:
+            self.bias = Arrays(name).read("bias", bias)
+            checks.float_dtype(name, bias=self.bias)
+            checks.exactly(name, "bias", self.bias, (self.out_features,))
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(
+        self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
+    ) -> Any:
+        """y of x, as :func:`ternary_matmul` takes and gives them."""
+        if type(x) is np.ndarray and type(out) in (np.ndarray, type(None)):
+            self._check_apart(out)
+            where = {"device": device, "backend": backend}
+            y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
+            if self.bias is not None:
+                y += self.bias.astype(y.dtype)
+            return y
+        planner = planner_of("TernaryLinear", "ternary_matmul")
+        arrays = Arrays("ternary_matmul")
+        x_ = arrays.read("x", x)
+        out_ = arrays.write("out", out, (*x_.shape[:-1], self.out_features), x_.dtype, rows=True)
+        self._check_apart(out_)
+        plan = planner(
+            x_, self.weight, activations=self.activations, out=out_, device=device, backend=backend
+        )
+        # a bias is added where the product was computed, and after it: on the caller's stream
+        with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
+            y = plan.run()
+            if self.bias is not None:
+                y += self._bias_like(y, arrays.on_cuda)
+            return arrays.give(y) if out is None else out
+
+    forward = __call__
+
+    def backward(
+        self, dy: Any, x: Any, *, device: str | None = None, backend: str | None = None
+    ) -> tuple[Any, ...]:
+        """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
+        planner = planner_of("TernaryLinear", "ternary_matmul_backward")
+        where = {"device": device, "backend": backend}
+        if self.bias is None or type(x) is type(dy) is np.ndarray:
+            both = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where)
+            return both if self.bias is None else (*both, _sum_of_tokens(dy, both[1].dtype))
+        arrays = Arrays("ternary_matmul_backward")
+        dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
+        plan = planner(dy_, x_, self.weight, activations=self.activations, **where)
+        with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
+            dx, dw = plan.run()
+            dbias = _sum_of_tokens(dy_, dw.dtype)
+            return arrays.give(dx), arrays.give(dw), arrays.give(dbias)
+
+    def _check_apart(self, out: Array | None) -> None:
+        """The bias is read after ``out`` has been written."""
+        if out is not None and self.bias is not None and overlap(out, self.bias):
+            raise ShapeError(
+                "TernaryLinear: out shares memory with bias, which would be overwritten before it is read; "
+                "pass a separate array or omit it"
+            )
+
+    def _bias_like(self, y: Array, on_cuda: bool) -> Array:
+        assert self.bias is not None
+        bias = self.bias.astype(y.dtype)
+        if on_cuda:
+            import cupy
+
+            bits = bias.view(f"u{bias.itemsize}")  # NumPy and CuPy cannot exchange bfloat16
+            bias = cupy.asarray(bits).view(bias.dtype)
+        return bias
+
+    def __repr__(self) -> str:
+        bias = "" if self.bias is None else ", bias"
+        sizes = f"{self.in_features} -> {self.out_features}"
+        return f"TernaryLinear({sizes}{bias}, activations={self.activations!r}, {self.nbytes:,} bytes)"
+
+
+def _sum_of_tokens(dy: Array, dtype: np.dtype[Any]) -> Array:
+    total: Array = as_rows(dy).sum(axis=0, dtype=np.float64)
+    return total.astype(dtype)

@@ -1,0 +1,178 @@
+"""Multiply by packed ternary weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, Arrays, as_rows
+from gpu_ops.core.device import Device, host_function
+from gpu_ops.core.dispatch import Choice, Plan, choose, op
+from gpu_ops.errors import DTypeError, ShapeError
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.ops.ternary_planes import plan_product
+
+__all__ = ["ternary_matmul"]
+
+Activations = Literal["int8", "native"]
+
+
+@op(cuda=True)
+def ternary_matmul(
+    x: Any,
+    w: TernaryMatrix,
+    *,
+    activations: str = "int8",
+    out: Any = None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """``y = x @ W.T`` with packed ternary weights ``W = scale * t``.
+
+    ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
+    ``q = round_half_even(x * s)``; then ``y[n] = scale[n] / s * sum_k t[n, k] * q[k]`` with an exact
+    integer sum (W1.58A8, as BitNet b1.58 is trained). ``"native"``: x as it is, sums in float32 or wider.
+
+    Parameters
+    ----------
+    x : array (..., K), or TernaryMatrix (M, K)
+        float16, bfloat16, float32 or float64. A ternary x needs no ``activations``: the sums are of trits, by
+        popcount on bit planes. Scales of both are then per tensor or row; no argument lies on a device, so that
+        ``device`` or ``out`` says where to run.
+    w : TernaryMatrix (N, K)
+        Any format; others than w2 are converted at the first call and the result is kept on ``w``. The
+        first call on a CUDA device copies the codes there, and ``w`` keeps the copy as long as it lives:
+        make that call before capturing a graph.
+    activations : {"int8", "native"}
+    out : array (..., N), optional
+        x's dtype (float32 for a ternary x); may not overlap x.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+
+    Returns
+    -------
+    y : array (..., N)
+        x's dtype (float32 for a ternary x). A token with a NaN or an infinity gives NaN in int8 mode.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written.
+
+    Notes
+    -----
+    Reads N * K / 4 bytes of weights, an eighth of float16's. The packed layout makes the unsigned
+    codes ``t + 1`` operands of 4 x int8 dot products; the offset is taken out once per token.
+    With a ternary x, chunks of 128 weights of w without a nonzero are skipped where at most a quarter hold any;
+    ``explain`` tells. With float activations a GPU skips nothing: a warp reads 2048 neighbours of a row at a time,
+    all of which are zero only where whole rows are. A GPU has fewer popcounts than int8 products on its tensor cores
+    (an H200 a sixteenth, by its data sheet): for many rows and a w that is not sparse, ``x.dequantize()`` is the
+    faster argument there.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> w = gpu_ops.TernaryMatrix.from_trits(np.array([[1, -1, 0], [0, 1, 1]]), 0.5)
+    >>> gpu_ops.ternary_matmul(np.array([[127.0, 27.0, 1.0]], np.float32), w)
+    array([[50., 14.]], dtype=float32)
+    >>> gpu_ops.ternary_matmul(w, w)
+    array([[ 0.5 , -0.25],
+           [-0.25,  0.5 ]], dtype=float32)
+    """
+    name = "ternary_matmul"
+    arrays = Arrays(name)
+    if not isinstance(w, TernaryMatrix):
+        raise DTypeError(
+            f"{name}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
+            "TernaryMatrix(codes, scale, shape, format)"
+        )
+    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
+    if isinstance(x, TernaryMatrix):
+        return plan_product(name, x, w, out, device, backend)
+    x_ = arrays.read("x", x)
+    n, k = w.shape
+    if x_.ndim == 0 or x_.shape[-1] != k:
+        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    dtype = checks.float_dtype(name, x=x_)
+    out_ = arrays.write("out", out, (*x_.shape[:-1], n), x_.dtype, rows=True)
+    tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
+    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, mode, k, groups))
+
+    def compute(on: Device | None) -> Array:
+        w2 = w.to("w2")
+        if choice.backend == "reference":
+            from gpu_ops.reference import ternary as reference
+
+            y: Array = reference.ternary_matmul(x_, w2.trits(), w2.scale, activations=mode)
+            if out_ is not None:
+                out_[...] = y
+            return y
+        y = arrays.new((*x_.shape[:-1], n), x_.dtype, "y") if out_ is None else out_
+        codes, scale = w2.on(on)
+        matmul = host_function("ternary.matmul", on, choice.backend)
+        matmul(as_rows(x_), codes, k, scale, as_rows(y), activations=mode)
+        return y
+
+    def run() -> Any:
+        with arrays.on(choice) as on:
+            y = compute(on)
+            if on is not None and k == 0:  # no kernel has run
+                y.fill(0)
+            return arrays.give(y) if out is None else out
+
+    def again() -> Callable[..., Any]:
+        from gpu_ops.kernels.numba_cpu import ternary as kernels
+
+        new = Arrays(name).new
+
+        def multiply(x: Array, w: TernaryMatrix, *, out: Array | None = None, **_: Any) -> Array:
+            y = new((*x.shape[:-1], n), x.dtype, "y") if out is None else out
+            codes, scale = w.to("w2").on(None)
+            kernels.matmul(as_rows(x), codes, k, scale, as_rows(y), activations=mode)
+            return y
+
+        return multiply
+
+    return Plan(
+        name,
+        choice,
+        f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}",
+        lambda: _config(choice, tokens, n, groups, dtype, mode, arrays, compute),
+        run,
+        again=again if choice.compiled else None,
+    )
+
+
+def _cannot(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
+    """Known without importing the kernels, so that validation stays cheap."""
+    found = {}
+    if dtype == "float64":
+        found["raw"] = "float64 has Numba kernels only"
+    elif mode == "int8" and k > 1 << 23:
+        found["raw"] = f"K={k}: int32 sums hold 2^23 products of a code and an int8"
+    elif groups > 1 and (k // groups) % 64:
+        found["raw"] = f"group_size {k // groups} is not a multiple of 64"
+    if groups > 1 and (k // groups) % 4:
+        found["numba"] = f"group_size {k // groups} is not a multiple of 4"
+    return found
+
+
+def _config(
+    choice: Choice,
+    tokens: int,
+    n: int,
+    groups: int,
+    dtype: str,
+    mode: str,
+    arrays: Arrays,
+    compute: Callable[[Device | None], Any],
+) -> str:
+    if choice.device != "cpu":
+        return arrays.launches(choice, compute)
+    if choice.backend == "reference":
+        return "NumPy, exact integers" if mode == "int8" else "NumPy, float64"
+    from gpu_ops.kernels.numba_cpu import ternary as kernels
+
+    return kernels.config(tokens, n, groups, dtype, mode)

@@ -1,0 +1,1 @@
+"""Compilers of GPU kernels, the cache of what they made, and launches."""

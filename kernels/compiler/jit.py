@@ -1,0 +1,315 @@
+"""Compile GPU kernels, on any machine, and launch them: the only module that calls a GPU compiler.
+
+A kernel is named by what it is: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/cuda/<stem>.cu``
+specialised by ``-D`` macros, a :class:`NumbaKernel` a Python function with a signature.
+:func:`compile_kernel` turns either into PTX (and machine code) once, and keeps it in memory and on disk. The
+key on disk covers the source, every file of ``include/``, the flags and the versions of the compilers, so that
+an edited header never serves an old binary. :func:`launch` runs a kernel on a GPU.
+
+Environment: ``GPU_OPS_CACHE_DIR`` moves the cache, ``GPU_OPS_DUMP=folder`` writes what was compiled into a folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import pkgutil
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.compiler import nvrtc, toolkit
+from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
+from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
+from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
+from gpu_ops.kernels.compiler.progress import visible
+
+__all__ = [
+    "Compiled",
+    "CudaKernel",
+    "NumbaKernel",
+    "Variant",
+    "all_variants",
+    "assemble",
+    "compile_kernel",
+    "compile_text",
+    "forget",
+    "launch",
+    "source_key",
+]
+
+CUDA_FOLDER = Path(__file__).resolve().parents[1] / "cuda"
+_FORMAT = 2  # of the entries on disk
+
+Define = tuple[str, str | int]
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers lie in ``<folder>/include``.
+
+    Macros reach NVRTC's own headers too: a name such as ``T``, which is a template parameter there, breaks them.
+    """
+
+    stem: str
+    entry: str
+    defines: tuple[Define, ...] = ()
+    folder: Path = field(default=CUDA_FOLDER, repr=False)
+    cooperative: bool = False  # blocks wait for each other, so that all of them must run at the same time
+
+    @property
+    def label(self) -> str:
+        """Such as ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
+        return self.entry + _spelled(self.defines)
+
+
+@dataclass(frozen=True)
+class NumbaKernel:
+    """A plain Python function written for ``numba.cuda``. What it captures in its closure is constant."""
+
+    function: Callable[..., None]
+    signature: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as an op launches it: what to compile and measure on every architecture."""
+
+    kernel: CudaKernel | NumbaKernel
+    threads_per_block: int
+    dynamic_shared_bytes: int = 0
+
+
+_memory: dict[tuple[object, ...], Compiled] = {}
+_locks: defaultdict[tuple[object, ...], threading.Lock] = defaultdict(threading.Lock)
+_locks_lock = threading.Lock()
+_launchers: dict[tuple[CudaKernel | NumbaKernel, int], CudaLauncher | NumbaLauncher] = {}
+_launchers_lock = threading.Lock()
+
+
+def compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
+    """Compile a kernel for an architecture such as ``"sm_80"`` or ``"sm_90a"``, or take it from the cache.
+
+    Raises
+    ------
+    KernelCompileError
+        It does not compile (the error carries the compiler's log), has no entry of this name, or a compiler
+        is not installed.
+    """
+    return _once((kernel, arch), lambda: _compile_kernel(kernel, arch))
+
+
+def compile_text(
+    source: str, arch: str, *, name: str = "kernel.cu", options: tuple[str, ...] = ()
+) -> Compiled:
+    """Compile any CUDA C++ text. Kept in memory only: no key on disk could cover what it includes."""
+    _check_arch(arch)
+
+    def build() -> Compiled:
+        flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
+        with visible(f"gpu_ops: compiling {name} for {arch}"):
+            unit = _run_nvrtc(source, name, arch, flags, {})
+        # NVRTC completes a relative name with the current folder.
+        ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
+        unit = replace(unit, ptx=ptx, sources={name: source})
+        dump(unit, name, arch)
+        return unit
+
+    return _once((source, arch, name, options), build)
+
+
+def launch(
+    kernel: CudaKernel | NumbaKernel,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Any],
+    *,
+    shared: int = 0,
+) -> None:
+    """Run a kernel on CuPy's current device and stream.
+
+    ``args`` are CuPy arrays (whole memory: strides do not reach a CUDA C++ kernel) and numbers; ``shared`` is
+    the dynamic shared memory of a block in bytes.
+    """
+    if 0 in grid:
+        return  # CuPy would round it up to one block
+    key = (kernel, current_device())
+    launcher = _launchers.get(key)
+    if launcher is None:
+        with _launchers_lock:
+            launcher = _launchers.get(key)
+            if launcher is None:
+                launcher = _launchers[key] = _load_on_device(kernel)
+    launcher(grid, block, args, shared)
+
+
+def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
+    if isinstance(kernel, NumbaKernel):
+        with visible(f"gpu_ops: compiling {kernel.label} for this GPU (once per process)"):
+            return NumbaLauncher(kernel.function, kernel.signature)
+    compiled = compile_kernel(kernel, device_arch())
+    assert compiled.cubin is not None  # as of every CUDA C++ kernel
+    return CudaLauncher(compiled.cubin, compiled.entry, cooperative=kernel.cooperative)
+
+
+def forget() -> None:
+    """Drop what this process has compiled, so that edited sources are read again."""
+    _memory.clear()
+    _launchers.clear()
+    source_key.cache_clear()
+
+
+@functools.cache
+def source_key(*stems: str) -> str:
+    """Stands for the sources of CUDA C++ kernels, their headers and the compiler: other ones, another key."""
+    trees = [_read_tree(CUDA_FOLDER / f"{stem}.cu") for stem in stems]
+    files = sorted({Path(path).name: text for tree in trees for path, text in tree.items()}.items())
+    return hashlib.sha256(repr((nvrtc.build_key(), files)).encode()).hexdigest()[:16]
+
+
+def assemble(compiled: Compiled, arch: str) -> Compiled:
+    """The same with machine code, which a Numba kernel has not got: ptxas makes it from the PTX."""
+    if compiled.cubin is not None:
+        return compiled
+    cubin, log = toolkit.assemble(compiled.ptx, arch)
+    return replace(compiled, cubin=cubin, log=log)
+
+
+def all_variants(arch: str) -> Iterator[Variant]:
+    """Every kernel of every op, as the op launches it on this architecture.
+
+    An op lists its kernels in ``variants(arch)`` of its module ``kernels/lower/<op>.py``.
+    """
+    package = importlib.import_module("gpu_ops.kernels.lower")
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg):
+        variants = getattr(importlib.import_module(f"gpu_ops.kernels.lower.{module}"), "variants", None)
+        if variants is not None:
+            yield from variants(arch)
+
+
+def _once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
+    """``build()`` for the first caller of a key; other threads wait for it. A failure is not kept."""
+    found = _memory.get(key)
+    if found is None:
+        with _locks_lock:
+            lock = _locks[key]
+        with lock:
+            found = _memory.get(key)
+            if found is None:
+                found = _memory[key] = build()
+    return found
+
+
+def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
+    _check_arch(arch)
+    if isinstance(kernel, NumbaKernel):
+        key = numba_key(kernel.function, kernel.signature)
+        unit = _cached(kernel.label, arch, key, lambda: _run_numba(kernel, arch))
+        return replace(unit, entry=unit.entries[0])
+    path = kernel.folder / f"{kernel.stem}.cu"
+    files = _read_tree(path)
+    flags = (f"-I{kernel.folder / 'include'}", *(f"-D{name}={value}" for name, value in kernel.defines))
+    # Entries of one file with the same macros share one compilation.
+    unit = _cached(
+        kernel.stem + _spelled(kernel.defines),
+        arch,
+        repr((nvrtc.build_key(), flags, sorted(files.items()))),
+        lambda: _run_nvrtc(files[str(path)], str(path), arch, flags, files),
+    )
+    if kernel.entry not in unit.entries:
+        raise KernelCompileError(
+            f'{path} has no extern "C" __global__ function {kernel.entry!r}; it has: '
+            f"{', '.join(unit.entries) or 'none'}"
+        )
+    return replace(unit, entry=kernel.entry)
+
+
+def _cached(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
+    """From memory, from the disk, or built and written there."""
+    key = hashlib.sha256(f"{_FORMAT} {arch} {key}".encode()).hexdigest()[:24]
+    return _once((key,), lambda: _from_disk(name, arch, key, build))
+
+
+def _from_disk(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
+    entry = f"{file_name(name)}.{arch}.{key}.jit"
+    path = cache_path("cuda", entry)
+    unit = _load(path) if path else None
+    if unit is None:
+        folder = cache_folder("cuda")
+        where = f" (once; then from {folder})" if folder else ""
+        with visible(f"gpu_ops: compiling {name} for {arch}{where}"):
+            unit = build()
+        if folder:
+            publish(folder / entry, pack(unit))
+    dump(unit, name, arch)
+    return unit
+
+
+def _load(path: Path) -> Compiled | None:
+    payload = read_entry(path)
+    try:
+        return None if payload is None else unpack(payload)
+    except ValueError as error:  # whole, but not ours
+        ignore_entry(path, error)
+        return None
+
+
+def _run_nvrtc(
+    source: str, name: str, arch: str, flags: tuple[str, ...], files: Mapping[str, str]
+) -> Compiled:
+    start = time.perf_counter()
+    output = nvrtc.compile_cuda(source, name, arch, flags)
+    seconds = time.perf_counter() - start
+    named = source_files(output.ptx)
+    sources = {file: text for file, text in files.items() if file in named}
+    return Compiled("", output.ptx, output.cubin, output.log, seconds, sources)
+
+
+def _run_numba(kernel: NumbaKernel, arch: str) -> Compiled:
+    start = time.perf_counter()
+    ptx = compile_numba(kernel.function, kernel.signature, kernel.label, arch)
+    seconds = time.perf_counter() - start
+    named = map(Path, source_files(ptx))
+    ours = {NUMBA_FOLDER, Path(kernel.function.__code__.co_filename).parent}
+    sources = {str(file): file.read_text() for file in named if file.parent in ours and file.is_file()}
+    return Compiled("", ptx, None, "", seconds, sources)
+
+
+def _read_tree(path: Path) -> dict[str, str]:
+    """The text of a .cu file and of every file of the include folder beside it, by path."""
+    include = path.parent / "include"
+    headers = sorted(p for p in include.rglob("[!.]*") if p.is_file())  # not an editor's hidden files
+    try:
+        files = {str(file): file.read_text(encoding="utf-8") for file in (path, *headers)}
+    except (OSError, UnicodeDecodeError) as error:
+        raise KernelCompileError(f"cannot read the kernel source {path} and its headers: {error}") from error
+    for line, name in enumerate(files[str(path)].splitlines(), 1):
+        found = re.match(r'\s*#\s*include\s*"([^"]+)"', name)
+        if found and str(include / found.group(1)) not in files:
+            raise KernelCompileError(
+                f"{path}:{line}: {found.group(1)!r} is no file of {include}: kernels include from there only, "
+                "since the cache's key covers nothing else"
+            )
+    return files
+
+
+def _spelled(defines: tuple[Define, ...]) -> str:
+    return f"[{','.join(f'{name}={value}' for name, value in defines)}]" if defines else ""
+
+
+def _check_arch(arch: str) -> None:
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+        raise KernelCompileError(f"architecture {arch!r}: want a real one, such as sm_80 or sm_90a")

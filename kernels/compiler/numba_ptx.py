@@ -1,0 +1,128 @@
+"""Numba ``@cuda`` kernels to PTX with numba-cuda and libNVVM: no driver, no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.errors import KernelCompileError
+from gpu_ops.kernels.compiler.toolkit import INSTALL
+
+__all__ = ["NUMBA_FOLDER", "compile_numba", "numba_cuda", "numba_key"]
+
+NUMBA_FOLDER = Path(__file__).resolve().parents[1] / "numba_cuda"
+
+
+@cache
+def numba_cuda() -> Any:
+    """``numba.cuda`` as numba-cuda provides it, or the typed error; Numba's own old one is not used."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        raise KernelCompileError(
+            f"numba-cuda, the compiler of the Numba CUDA kernels, is not installed; {INSTALL}"
+        )
+    from numba import cuda
+    from numba.cuda import dispatcher
+
+    # A kernel takes its target as an argument, but the device functions it calls ask the GPU for theirs, also when
+    # the kernel is compiled for another one or there is none. While this thread compiles, they get the target.
+    ask_driver = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: _target.device or ask_driver()
+    return cuda
+
+
+class _Target(threading.local):
+    """The device that this thread compiles for, as far as numba-cuda asks."""
+
+    device: SimpleNamespace | None = None
+
+
+_target = _Target()
+
+
+def compile_numba(function: Callable[..., None], signature: str, name: str, arch: str) -> str:
+    """PTX of one kernel; its entry's mangled name is in the text."""
+    cuda = numba_cuda()
+    digits, feature = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()  # type: ignore[union-attr]  # jit.py checked
+    capability = (int(digits[:-1]), int(digits[-1]), *feature)
+    _target.device = SimpleNamespace(compute_capability=capability)
+    try:
+        ptx, _ = cuda.compile(
+            function, signature, cc=capability, device=False, abi="numba", output="ptx", lineinfo=True
+        )
+    except Exception as error:  # Numba's typing and lowering errors, NVVM's, or a library that is missing
+        missing = "libnvvm" in str(error).lower()
+        hint = f"; {INSTALL}" if missing else ""
+        raise KernelCompileError(f"cannot compile {name} for {arch}{hint}", str(error)) from error
+    finally:
+        _target.device = None
+    return str(ptx)
+
+
+def numba_key(function: Callable[..., None], signature: str) -> str:
+    """Hash of all that shapes the PTX: every module of kernels/numba_cuda, what the function names, versions."""
+    digest = hashlib.sha256()
+    own = Path(function.__code__.co_filename)
+    files = [*sorted(NUMBA_FOLDER.rglob("*.py")), *([own] if own.is_file() else [])]
+    for path in files:
+        digest.update(f"{path}\0".encode() + path.read_bytes())
+    for part in _parts(function, set()):
+        digest.update(part.encode() + b"\0")
+    packages = [
+        p for p in map(_version, ("numba", "numba-cuda", "nvidia-cuda-nvcc-cu12", "nvidia-nvvm")) if p
+    ]
+    digest.update(repr((signature, packages)).encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
+    """What a kernel is made of, the same text in every process: its code, and all that the code names."""
+    # a device function is a dispatcher around its Python function
+    function = getattr(thing, "py_func", thing)
+    if inspect.isfunction(function):
+        if id(function) in seen:
+            return
+        seen.add(id(function))
+        code = function.__code__
+        yield f"{function.__module__}.{function.__qualname__}"
+        yield from _parts(code, seen)
+        held = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        named = {name: cell.cell_contents for name, cell in held}
+        named |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        for name, value in named.items():
+            yield name
+            yield from _parts(value, seen)
+    elif inspect.iscode(function):
+        yield function.co_code.hex()
+        yield from _parts(function.co_consts, seen)
+    elif isinstance(function, tuple):
+        for item in function:
+            yield from _parts(item, seen)
+    elif isinstance(function, frozenset):
+        yield from sorted(map(repr, function))
+    elif isinstance(function, np.ndarray):
+        yield f"{function.dtype.str} {function.shape} {function.tobytes().hex()}"
+    elif inspect.ismodule(function) or inspect.isclass(function):
+        yield function.__name__
+    else:
+        text = repr(function)
+        if re.search(r" at 0x[0-9a-f]+", text):
+            raise KernelCompileError(f"a Numba kernel names {text}, which no key of the cache can stand for")
+        yield text

@@ -1,0 +1,237 @@
+"""Packing and unpacking trits on the GPU: the launches.
+
+trits (N, K) int8 have unit stride on the last axis; packed is contiguous. What is wrong with the input is told by
+flags, one per block. Formats come in three families, each with its CUDA C++ kernels and their readable twins:
+
+    lines     cuda/ternary_pack.cu          numba_cuda/ternary_pack.py           a line of units per row or a few rows
+    blocks    cuda/ternary_pack_blocks.cu   numba_cuda/ternary_pack_blocks.py    of GGUF files, each with its scale
+    tiles     cuda/ternary_pack_tiles.cu    numba_cuda/ternary_pack_tiles.py     of bitnet.cpp's table lookups
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
+from gpu_ops.kernels.lower.arguments import alignment, row_stride, side_by_side
+
+__all__ = ["BLOCKS", "LINES", "pack", "unpack", "variants"]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How rows are lines of units, as ``cuda/ternary_pack.cu`` draws it."""
+
+    macro: str
+    columns: int  # of a unit
+    packed_bytes: int  # of an access to packed
+    rows: int = 1  # of a line
+    pad_units: int = 1  # lines are whole multiples of so many units
+
+
+LINES = {
+    "w2": Lines("kW2", 16, 4, pad_units=4),
+    "hf_bitnet": Lines("kHfBitnet", 16, 16, rows=4),
+    "planes": Lines("kPlanes", 16, 2, pad_units=2),
+    "base3": Lines("kBase3", 20, 4),
+    "i2_s": Lines("kI2S", 64, 16),
+    "bitnet_gpu": Lines("kBitnetGpu", 1, 4, rows=16),
+}
+BLOCKS = {"tq1_0": ("kTq1", 256, 16), "tq2_0": ("kTq2", 256, 16), "q2_0": ("kQ2", 64, 32)}
+"""Macro, weights of a block, blocks that a warp takes at a time."""
+_TILES = {"tl1": "kTl1", "tl2": "kTl2", "pairs": "kTl2Pairs"}
+
+_THREADS, _TILE_THREADS = 256, 128
+_PIECE = 4 * _THREADS  # units of a line that a block takes at a time
+_BLOCKS_PER_SM = 16
+_TRIPLES = 96  # columns of tl2 that a warp takes, of 32 rows
+
+
+def pack(
+    device: Any,
+    backend: str,
+    trits: Any,
+    packed: Any,
+    format: str,
+    *,
+    scale: Any = None,
+    tile: tuple[int, int, int] | None = None,
+) -> Any:
+    """Fill ``packed``; flags that are not 0 where a trit is none, or a scale does not fit.
+
+    ``scale``: of blocks, float32 (1 or N, 1 or blocks of a row). ``tile``: of tiles, BM, BK and bm.
+    """
+    return _launch(device, backend, "pack", trits, packed, format, scale, tile)
+
+
+def unpack(
+    device: Any,
+    backend: str,
+    packed: Any,
+    trits: Any,
+    format: str,
+    *,
+    tile: tuple[int, int, int] | None = None,
+) -> Any:
+    """Fill ``trits``; flags that are not 0 where ``packed`` is what no encoder writes."""
+    return _launch(device, backend, "unpack", trits, packed, format, None, tile)
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every CUDA C++ kernel that ``pack`` and ``unpack`` launch."""
+    for which in ("pack", "unpack"):
+        for lines in LINES.values():
+            yield Variant(_kernel(which, "", lines.macro), _THREADS)
+        for macro, _, _ in BLOCKS.values():
+            yield Variant(_kernel(which, "_blocks", macro), _THREADS)
+        for macro in _TILES.values():
+            yield Variant(_kernel(which, "_tiles", macro), _TILE_THREADS)
+
+
+def _launch(
+    device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, scale: Any, tile: Any
+) -> Any:
+    packed = packed.reshape(-1)
+    most = _BLOCKS_PER_SM * device.sms
+    if format in LINES:
+        return _lines(device, backend, which, trits, packed, format, most)
+    if format in BLOCKS:
+        return _blocks(device, backend, which, trits, packed, format, scale, most)
+    return _tiles(device, backend, which, trits, packed, format, tile, most)
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+# Shape of ternary_pack.cu
+_LINES_SHAPE = np.dtype(
+    [(name, np.int64) for name in ("stride", "pitch", "k")]
+    + [(name, np.int32) for name in ("lines", "n", "units", "whole", "packed_whole")],
+    align=True,
+)
+
+
+def _lines(device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, most: int) -> Any:
+    if format == "i2_s" and (side_by_side((trits,)) or trits.shape[1] % 128):
+        trits = trits.ravel()[None]  # contiguous: blocks may lie across rows
+    n, k = trits.shape
+    layout = LINES[format]
+    lines = -(-n // layout.rows)
+    pitch = packed.size // lines
+    unit_columns = layout.columns * layout.pad_units
+    units = -(-k // unit_columns) * layout.pad_units
+    across = min(lines, most)
+    grid = (across, max(1, min(-(-units // _PIECE), most // across)), 1)
+    flags = device.empty((grid[0] * grid[1],), np.int32, "flags")
+    arrays = (trits, packed) if which == "pack" else (packed, trits)
+    if backend == "numba":
+        args = (*arrays, flags, np.int64(lines), np.int64(pitch))
+        _twin(device, "ternary_pack", which, format, grid, args)
+        return flags
+    shape = np.zeros((), _LINES_SHAPE)
+    shape["stride"], shape["pitch"], shape["lines"] = row_stride(trits), pitch, lines
+    shape["n"], shape["k"], shape["units"] = n, k, units
+    shape["whole"] = alignment((trits,), n) == 16
+    whole_lines = pitch % layout.packed_bytes == 0 or lines == 1
+    shape["packed_whole"] = whole_lines and alignment((packed,), 1) % layout.packed_bytes == 0
+    device.launch(_kernel(which, "", layout.macro), grid, (_THREADS, 1, 1), (*arrays, flags, shape[()]))
+    return flags
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+# Shape of ternary_pack_blocks.cu
+_BLOCKS_SHAPE = np.dtype(
+    [(name, np.int64) for name in ("stride", "blocks", "scale_stride")]
+    + [(name, np.int32) for name in ("per_row", "scale_step", "whole", "packed_whole")]
+)
+
+
+def _blocks(
+    device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, scale: Any, most: int
+) -> Any:
+    n, k = trits.shape
+    macro, weights, of_a_warp = BLOCKS[format]
+    blocks = n * k // weights
+    grid = (min(-(-blocks // (of_a_warp * _THREADS // 32)), most), 1, 1)
+    flags = device.empty(grid[:1], np.int32, "flags")
+    arrays: tuple[Any, ...] = (packed, trits, flags)
+    if which == "pack":
+        halves = (packed.view(np.float16),) if backend == "numba" else ()
+        arrays = (trits, packed, *halves, flags, scale)
+    if backend == "numba":
+        _twin(device, "ternary_pack_blocks", which, format, grid, arrays)
+        return flags
+    shape = np.zeros((), _BLOCKS_SHAPE)
+    shape["stride"], shape["blocks"], shape["per_row"] = row_stride(trits), blocks, k // weights
+    shape["whole"] = alignment((trits,), n) == 16
+    shape["packed_whole"] = alignment((packed,), 1) % 4 == 0
+    if which == "pack":
+        rows, columns = scale.shape
+        shape["scale_stride"] = row_stride(scale) if rows > 1 else 0
+        shape["scale_step"] = scale.strides[1] // scale.itemsize if columns > 1 else 0
+    device.launch(_kernel(which, "_blocks", macro), grid, (_THREADS, 1, 1), (*arrays, shape[()]))
+    return flags
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+# Shape of ternary_pack_tiles.cu
+_TILES_SHAPE = np.dtype(
+    [("stride", np.int64), ("chunks", np.uint32)]
+    + [(name, np.int32) for name in ("first", "rows", "columns", "step", "across", "whole", "packed_whole")],
+    align=True,
+)
+
+
+def _tiles(
+    device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, tile: Any, most: int
+) -> Any:
+    n, k = trits.shape
+    rows, columns, step = tile
+    # (what, of packed, first column, columns, of a tile, of a chunk, chunks of a warp)
+    if format == "tl1":
+        parts = [("tl1", packed, 0, k, columns, 2048 // step, 1)]
+    else:
+        rest = k % columns
+        triples, pairs = n * (k - rest) * 5 // 24, n * rest // 4
+        parts = [
+            ("tl2", packed[:triples], 0, k - rest, columns, _TRIPLES, 1),
+            ("pairs", packed[triples : triples + pairs], k - rest, rest, 32, 32, 2),
+        ]
+    parts = [part for part in parts if part[3]]
+    warps = _TILE_THREADS // 32
+    chunks = [n // step * (wide // across) for _, _, _, wide, _, across, _ in parts]
+    grids = [min(-(-count // (warps * part[-1])), most) for count, part in zip(chunks, parts, strict=True)]
+    flags = device.empty((sum(grids),), np.int32, "flags")
+    for i, (what, of, first, wide, tile_columns, _, _) in enumerate(parts):
+        mine = flags[sum(grids[:i]) : sum(grids[: i + 1])]
+        arrays = (trits, of, mine) if which == "pack" else (of, trits, mine)
+        grid, across = (grids[i], 1, 1), wide // tile_columns
+        if backend == "numba":
+            sizes = (first, rows, tile_columns, step, across)
+            _twin(device, "ternary_pack_tiles", which, what, grid, (*arrays, *map(np.int64, sizes)))
+            continue
+        shape = np.zeros((), _TILES_SHAPE)
+        shape["stride"], shape["chunks"], shape["first"] = row_stride(trits), chunks[i], first
+        shape["rows"], shape["columns"], shape["step"], shape["across"] = rows, tile_columns, step, across
+        shape["whole"] = alignment((trits,), n) == 16
+        shape["packed_whole"] = alignment((of,), 1) == 16
+        device.launch(
+            _kernel(which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()])
+        )
+    return flags
+
+
+def _twin(device: Any, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
+    twins = importlib.import_module(f"gpu_ops.kernels.numba_cuda.{module}")
+    kernel = (twins.pack_kernel if which == "pack" else twins.unpack_kernel)(format)
+    device.launch(kernel, grid, (twins.THREADS, 1, 1), args)
+
+
+def _kernel(which: str, family: str, macro: str) -> CudaKernel:
+    return CudaKernel(f"ternary_pack{family}", f"ternary_{which}{family}", (("FORMAT", macro),))
