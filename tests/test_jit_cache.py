@@ -117,7 +117,7 @@ def test_numba_entries(folder, compiled, monkeypatch, tmp_path):
 def test_numba_key_is_the_same_in_every_process(folder):
     code = """
 from tests import numba_kernels
-from gpu_ops.kernels.numba_ptx import numba_key
+from gpu_ops.kernels.compiler.numba_ptx import numba_key
 kernel = numba_kernels.scale_kernel(2.0)
 print(numba_key(kernel.function, kernel.signature))
 """
