@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpu_ops.errors import OptionError
 
-__all__ = ["ARCHES", "PRESETS", "Arch", "DevicePreset", "Peaks", "select_preset"]
+__all__ = ["ARCHES", "PRESETS", "Arch", "DevicePreset", "Peaks", "find_preset", "select_preset"]
 
 KIB, MIB = 1024, 1024**2
 
@@ -269,6 +269,16 @@ def select_preset(device: str | tuple[int, int] | None = None) -> DevicePreset:
             if all(word in upper for word in words):
                 return PRESETS[name]
     raise OptionError(f"{what}: no preset for {device!r}; presets: {', '.join(PRESETS)}")
+
+
+def find_preset(card: str, capability: str) -> DevicePreset | None:
+    """The row of a real card: by the name its driver reports, else the generic row of its compute capability."""
+    for device in (card, (int(capability[:-1]), int(capability[-1]))):
+        try:
+            return select_preset(device)
+        except OptionError:
+            continue
+    return None
 
 
 def _by_arch(capability: tuple[int, int], what: str) -> DevicePreset:

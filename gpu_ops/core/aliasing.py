@@ -1,36 +1,42 @@
-"""How arrays lie in memory: asked of shapes, strides and addresses, alike on either device."""
+"""Overlap and layout of arrays, from shapes, strides and addresses alone: alike on every device."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["merges", "overlap", "overlaps_itself", "same"]
+__all__ = ["is_row_major", "overlap", "overlaps_itself", "same_memory"]
 
 Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which answers the same questions
 
 
-def merges(x: Array) -> bool:
-    """Whether the axes before the last are one axis, as they lie in memory."""
+def is_row_major(x: Array) -> bool:
+    """Whether the leading axes merge into one without a copy."""
     axes = [(n, stride) for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n != 1]
     return not x.size or all(outer == n * stride for (_, outer), (n, stride) in itertools.pairwise(axes))
 
 
-def _addresses(x: Any) -> Array:
-    """A NumPy array at the addresses of ``x``: to ask which bytes two share, never to read."""
+def _address_view(x: Any) -> Array:
+    """A NumPy array at the addresses of ``x``, to compare bytes with; its memory is never touched."""
     if isinstance(x, np.ndarray):
         return x
-    from gpu_ops.core.cuda_arrays import footprint
+    interface = {
+        "shape": x.shape,
+        "strides": x.strides,
+        "typestr": f"|V{x.itemsize}",
+        "data": (x.data.ptr, True),
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
-    return footprint(x)
 
-
-def same(a: Array, b: Array) -> bool:
+def same_memory(a: Array, b: Array) -> bool:
     """Whether two arrays of one shape are the same elements in memory."""
-    a, b = _addresses(a), _addresses(b)
+    a, b = _address_view(a), _address_view(b)
     return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
 
 
@@ -38,7 +44,7 @@ def overlap(a: Array, b: Array) -> bool:
     """Whether two arrays may have a byte in common."""
     if not a.size or not b.size:
         return False
-    a, b = _addresses(a), _addresses(b)
+    a, b = _address_view(a), _address_view(b)
     if not np.may_share_memory(a, b):  # disjoint address ranges: the common case, cheap
         return False
     try:

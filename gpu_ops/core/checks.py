@@ -19,13 +19,13 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 __all__ = [
     "FLOAT_DTYPES",
     "Axes",
-    "cannot",
     "exactly",
     "flag",
     "float_dtype",
     "integer",
     "number",
     "one_of",
+    "unsupported",
     "window",
 ]
 
@@ -170,6 +170,6 @@ def flag(op: str, name: str, value: Any) -> bool:
     raise OptionError(f"{op}: {name} must be True or False, got {type(value).__name__} {value!r}")
 
 
-def cannot(dtype: str) -> dict[str, str]:
-    """Backends that do not take this dtype, where float64 has no CUDA C++: for ``dispatch.choose``."""
+def unsupported(dtype: str) -> dict[str, str]:
+    """Backends without this dtype, for ops whose CUDA C++ kernels take all but float64."""
     return {"raw": "float64 has Numba kernels only"} if dtype == "float64" else {}

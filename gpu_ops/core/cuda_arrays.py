@@ -17,22 +17,21 @@ sees the results.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.core.arrays import check_shareable, library_of
+from gpu_ops.core.arrays import check_shareable, library_of, remember_torch
+from gpu_ops.core.call_key import describes
 from gpu_ops.core.device import CudaDevice, cuda_device, cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError
-from gpu_ops.formats.block_mask import BlockMask
-from gpu_ops.formats.ternary_matrix import TernaryMatrix
 
-__all__ = ["CudaArrays", "footprint", "through_the_device"]
+__all__ = ["CudaArrays", "give_cuda"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "numba": "numba", "numba_cuda": "numba"}
@@ -49,8 +48,9 @@ class CudaArrays:
 
         self.op = op
         self._cupy = cupy
+        _remember(cupy)
         self._first = name
-        self._library = library_of(x, _LIBRARIES)
+        self.library = library_of(x, _LIBRARIES)
         with self._import_errors(name, x):
             self._stream = self._stream_of(x)
             self.ordinal = int(self._import(x, self._stream).device.id)
@@ -80,25 +80,12 @@ class CudaArrays:
         with self.active():
             return self._cupy.ascontiguousarray(x)
 
-    def give(self, x: Any) -> Any:
-        """A CuPy array in the library of the first array, sharing memory."""
-        if self._library == "torch":
-            torch = sys.modules["torch"]
-            if x.dtype == _BFLOAT16:
-                return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
-            return torch.from_dlpack(x)
-        if self._library == "jax":
-            return sys.modules["jax"].numpy.from_dlpack(x)
-        if self._library == "numba":
-            from numba import cuda
-
-            return cuda.as_cuda_array(x.view(np.uint16) if x.dtype == _BFLOAT16 else x)
-        return x
-
     def _import(self, x: Any, stream: Any) -> Any:
         if isinstance(x, self._cupy.ndarray):
             return x
         if hasattr(type(x), "__dlpack_device__"):
+            if library_of(x, _LIBRARIES) == "torch":
+                remember_torch()
             bits = library_of(x, _LIBRARIES) == "torch" and x.dtype == sys.modules["torch"].bfloat16
             source = x.view(sys.modules["torch"].int16) if bits else x
             with self._cupy.cuda.Device(x.__dlpack_device__()[1]), stream or contextlib.nullcontext():
@@ -137,59 +124,24 @@ class CudaArrays:
             raise DTypeError(f"{self.op}: {name} cannot be shared with CuPy: {error}") from error
 
 
-def footprint(x: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array at the addresses of a CuPy array: to ask which bytes two of them share, never to read."""
+@functools.cache
+def _remember(cupy: Any) -> None:
+    """Calls with CuPy arrays have a key of their own from the first array on."""
 
-    interface = {
-        "shape": x.shape,
-        "strides": x.strides,
-        "typestr": f"|V{x.itemsize}",
-        "data": (x.data.ptr, True),
-        "version": 3,
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+    @describes(cupy.ndarray)
+    def describe(x: Any) -> tuple[Any, ...]:
+        return x.dtype, x.shape, x.strides, x.device.id, x.data.ptr % 16
 
 
-def through_the_device(op: str, planner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a call with NumPy arrays on the current CUDA device: copies there, and the results back."""
-    import cupy
+def give_cuda(x: Any, library: str) -> Any:
+    """A CuPy array in another library, sharing memory."""
+    if library == "torch":
+        torch = sys.modules["torch"]
+        if x.dtype == _BFLOAT16:
+            return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(x)
+    if library == "jax":
+        return sys.modules["jax"].numpy.from_dlpack(x)
+    from numba import cuda
 
-    moved: dict[int, Any] = {}
-    origin: dict[int, Any] = {}
-
-    def there(x: Any) -> Any:
-        if isinstance(x, BlockMask):
-            return replace(x, visible=there(x.visible))
-        if isinstance(x, (tuple, list)):  # `out` of several
-            return tuple(map(there, x))
-        if not isinstance(x, np.ndarray):
-            return x
-        if id(x) not in moved:  # `out=x` stays one array
-            copy = cupy.asarray(_bits(x)).view(x.dtype)
-            moved[id(x)], origin[id(copy)] = copy, x
-        return moved[id(x)]
-
-    def back(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(back, x))
-        if isinstance(x, TernaryMatrix):  # its codes stay; who asks for them on the host gets a copy
-            return x
-        host = cupy.asnumpy(_bits(x)).view(x.dtype)
-        if id(x) not in origin:
-            return host
-        origin[id(x)][...] = host
-        return origin[id(x)]
-
-    plan = planner(*map(there, args), **{name: there(x) for name, x in kwargs.items()})
-    if plan.choice.copies:  # still: what is left on the host is no NumPy array
-        raise DeviceError(
-            f"{op}: device='cuda' takes NumPy arrays, which it copies, or arrays on a CUDA device; "
-            "copy those of other libraries there first (x.cuda())"
-        )
-    results = back(plan.run())
-    back(plan.writes)
-    return results
-
-
-def _bits(x: Any) -> Any:
-    return x.view(np.uint16) if x.dtype == _BFLOAT16 else x
+    return cuda.as_cuda_array(x.view(np.uint16) if x.dtype == _BFLOAT16 else x)

@@ -1,82 +1,96 @@
-"""What runs GPU kernels: a CUDA device, the emulator, and a recorder that runs none and tells.
+"""Devices that run programs: the CPU, a CUDA device through CuPy, and the emulator.
 
-Host functions in ``kernels/<op>.py`` take one of them first and ask nothing else of where they run:
-``device.arch``, ``device.card``, ``device.sms``, ``device.smem_per_block_optin``, ``device.empty(shape, dtype)``,
-``device.zeros``, and ``device.launch(kernel, grid, block, args, shared=...)``.
+A :class:`Device` knows its limits, allocates, and turns each step of a program into a function of the call's arrays
+by name. Nothing else of the library asks where it runs.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler.numba_import import import_numba
-from gpu_ops.presets import ARCHES, select_preset
-
-if TYPE_CHECKING:
-    from gpu_ops.kernels.compiler.jit import Compiled, CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.jit import CudaKernel
+from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, Limits, Memset, Tensor
+from gpu_ops.memory_pool import POOL
+from gpu_ops.presets import ARCHES, DevicePreset, find_preset, select_preset
 
 __all__ = [
+    "HOST",
     "CudaDevice",
     "Device",
     "EmulatorDevice",
-    "Recorder",
+    "HostDevice",
     "compiler_missing",
     "cuda_device",
     "cuda_missing",
     "current_device",
-    "host_function",
+    "too_old",
 ]
 
 Array = np.ndarray[Any, Any]  # or a cupy.ndarray, which has the same shape, dtype and strides
+Views: TypeAlias = "dict[str, Any]"
+Step: TypeAlias = "Callable[[Views], None]"
 
 _DEFAULT_ARCH = "sm_80"  # the oldest with bfloat16, cp.async and tensor cores for it
 
 
 class Device(Protocol):
-    """What a host function of a kernel may know and ask."""
+    """What runs a program."""
 
-    @property
-    def arch(self) -> str:
-        """The compute capability, such as ``"sm_90"``."""
+    limits: Limits
+    is_capturing: bool
 
-    @property
-    def card(self) -> str:
-        """The name that its driver reports; empty for the emulator, of which nothing can be measured."""
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Any:
+        """A result or a workspace, uninitialised. ``name`` is for the emulator's messages."""
 
-    @property
-    def sms(self) -> int:
-        """Streaming multiprocessors."""
+    def carve(self, workspace: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """An array at a place within the caller's workspace."""
 
-    @property
-    def smem_per_block_optin(self) -> int:
-        """Bytes of shared memory that a block may have."""
+    def zero(self, name: str, views: Views) -> None:
+        """Fill an array with zeros."""
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
-        """Workspace or a result: uninitialised. ``name`` is for the emulator's messages."""
+    def constant(self, constant: Constant) -> Any:
+        """A constant of a program, where kernels read it."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
-        """Workspace in which kernels look for what has not been written yet."""
+    def link(self, step: Any) -> Step:
+        """A function that runs a step."""
 
-    def launch(
-        self,
-        kernel: CudaKernel | NumbaKernel,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        *,
-        shared: int = 0,
-    ) -> None:
-        """Run a kernel: ``args`` are arrays of this device and numbers; ``shared`` is dynamic, in bytes."""
+
+class HostDevice:
+    """The CPU: steps are functions."""
+
+    limits = Limits()
+    is_capturing = False
+
+    def carve(self, workspace: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        raise AssertionError("programs of the CPU take no workspace of the caller's")
+
+    def zero(self, name: str, views: Views) -> None:
+        views[name].fill(0)
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Array:
+        return POOL.empty(shape, dtype)
+
+    def constant(self, constant: Constant) -> Array:
+        return constant.values
+
+    def link(self, step: Any) -> Step:
+        if isinstance(step, Memset):
+            return functools.partial(self.zero, step.name)
+        assert isinstance(step, HostCall)
+        return step.function
+
+
+HOST = HostDevice()
 
 
 class EmulatorDevice:
@@ -86,14 +100,13 @@ class EmulatorDevice:
     sanitizer off, which is several times as fast.
     """
 
+    is_capturing = False
+
     def __init__(self) -> None:
         wanted = os.environ.get("GPU_OPS_ARCH")
         preset = select_preset(None if wanted else _DEFAULT_ARCH)
         self._preset = preset.name
-        self.arch = preset.arch.name
-        self.card = ""
-        self.sms = preset.sms
-        self.smem_per_block_optin = preset.arch.smem_per_block_optin
+        self.limits = Limits(preset.arch.name, preset.sms, preset.arch.smem_per_block_optin, "", preset.name)
         self.sanitize = os.environ.get("GPU_OPS_SANITIZE") != "0"
         self._why_arch = "from GPU_OPS_ARCH" if wanted else "the default; GPU_OPS_ARCH selects another"
         self._names: dict[int, str] = {}
@@ -102,7 +115,7 @@ class EmulatorDevice:
 
     def __str__(self) -> str:
         sanitizer = "on" if self.sanitize else "off (GPU_OPS_SANITIZE=0)"
-        return f"as {self.arch} with {self.sms} SMs ({self._why_arch}), sanitizer {sanitizer}"
+        return f"as {self.limits.arch} with {self.limits.sms} SMs ({self._why_arch}), sanitizer {sanitizer}"
 
     def name(self, name: str, array: Array, *, written: bool = True) -> None:
         """What messages call an array; not ``written``: reading it before a kernel wrote it is a fault.
@@ -116,42 +129,50 @@ class EmulatorDevice:
         self._keep.append(array)
         (self._unwritten.discard if written else self._unwritten.add)(at)
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Array:
         array = np.empty(shape, dtype)
         if array.size:
             array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: what no thread writes does not look right
             self.name(name, array, written=False)
         return array
 
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
-        array = np.zeros(shape, dtype)
-        self.name(name, array)
-        return array
+    def constant(self, constant: Constant) -> Array:
+        self.name(constant.name, constant.values)
+        return constant.values
 
-    def launch(
-        self, kernel: CudaKernel | NumbaKernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any],
-        *, shared: int = 0,
-    ) -> None:  # fmt: skip
+    def link(self, step: Any) -> Step:
+        if isinstance(step, Memset):
+            return functools.partial(self.zero, step.name)
+        assert isinstance(step, Launch)
+        return functools.partial(self._launch, step)
+
+    def carve(self, workspace: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return workspace[offset : offset + nbytes].view(dtype).reshape(shape)
+
+    def zero(self, name: str, views: Views) -> None:
+        views[name].fill(0)
+        self._unwritten.discard(_address(views[name]))
+
+    def _launch(self, launch: Launch, views: Views) -> None:
         from gpu_ops import emulator
-        from gpu_ops.kernels.compiler.jit import CudaKernel, compile_kernel
+        from gpu_ops.kernels.compiler.jit import compile_kernel
 
-        if 0 in grid:
-            return
-        compiled = compile_kernel(kernel, self.arch)
-        together = isinstance(kernel, CudaKernel) and kernel.cooperative
-        if together:
-            self._check_resident(compiled, math.prod(grid), math.prod(block), shared)
+        compiled = compile_kernel(launch.kernel, self.limits.arch)
+        if launch.cooperative:
+            self._check_resident(launch, compiled)
+        args = [_numpy_argument(a, views) for a in launch.arguments]
         buffers = [self._buffer(a) if isinstance(a, np.ndarray) else a for a in args]
         emulator.launch(
             compiled.ptx,
             compiled.entry,
-            grid,
-            block,
+            launch.grid,
+            launch.block,
             buffers,
-            shared=shared,
+            shared=launch.shared,
             arch=self._preset,
             sanitize=self.sanitize,
-            together=together,
+            together=launch.cooperative,
         )
         # What one launch has been given the next may read: which bytes it wrote is not carried over.
         self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
@@ -163,17 +184,57 @@ class EmulatorDevice:
         bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
         return Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
 
-    def _check_resident(self, compiled: Compiled, blocks: int, threads: int, shared: int) -> None:
+    def _check_resident(self, launch: Launch, compiled: Any) -> None:
         """A driver refuses a cooperative launch of more blocks than run at the same time."""
         from gpu_ops.emulator import EmulatorError
         from gpu_ops.kernels.compiler import cubin
 
-        assert compiled.cubin is not None  # as of every CUDA C++ kernel
+        blocks, threads = math.prod(launch.grid), math.prod(launch.block)
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
-        fit = cubin.occupancy(needs, threads, shared, ARCHES[self.arch]).blocks
-        if blocks > fit * self.sms:
-            most = f"{fit} run at the same time on each of {self.sms} SMs"
+        fit = cubin.occupancy(needs, threads, launch.shared, ARCHES[self.limits.arch]).blocks
+        if blocks > fit * self.limits.sms:
+            most = f"{fit} run at the same time on each of {self.limits.sms} SMs"
             raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {most}")
+
+
+def _numpy_argument(a: Any, views: Views) -> Any:
+    if isinstance(a, Dynamic):
+        return dynamic_value(a, views)
+    if not isinstance(a, Tensor):
+        return a
+    base = views[a.name]
+    if a.is_whole:
+        return base
+    interface = {
+        "shape": a.shape,
+        "strides": a.strides,
+        "typestr": f"|V{a.itemsize}" if a.dtype.name == "bfloat16" else a.dtype.str,
+        "data": (_address(base) + a.offset, not base.flags.writeable),
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface, base=base)).view(a.dtype)
+
+
+def dynamic_value(a: Dynamic, views: Views) -> Any:
+    """The kernel argument of a value that changes from call to call."""
+    if a.struct is None:
+        return a.dtype.type(views[a.name])
+    struct = a.struct.copy()
+    struct[a.name] = views[a.name]
+    return struct
+
+
+def _placeholder(a: Any) -> Any:
+    """What stands in a launch's arguments until the arrays are known."""
+    if isinstance(a, Dynamic):
+        return a.dtype.type(0) if a.struct is None else a.struct
+    return 0 if isinstance(a, Tensor) else a
+
+
+def _by_value(a: Dynamic, views: Views) -> Any:
+    """CuPy passes a structure as an array of one element."""
+    value = dynamic_value(a, views)
+    return value if a.struct is None else np.asarray(value)
 
 
 class CudaDevice:
@@ -182,97 +243,101 @@ class CudaDevice:
     def __init__(self, ordinal: int) -> None:
         import cupy
 
+        self._cupy = cupy
         self.ordinal = ordinal
         self._device = cupy.cuda.Device(ordinal)
         attributes = self._device.attributes
-        self.arch = f"sm_{self._device.compute_capability}"
-        self.sms = int(attributes["MultiProcessorCount"])
-        self.smem_per_block_optin = int(attributes["MaxSharedMemoryPerBlockOptin"])
-        self.card = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
+        arch = f"sm_{self._device.compute_capability}"
+        card = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
+        preset = find_preset(card, self._device.compute_capability)
+        sms, smem = int(attributes["MultiProcessorCount"]), int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self.preset: DevicePreset | None = preset
+        self.limits = Limits(arch, sms, smem, card, preset.name if preset else "")
+        self._constants: dict[bytes, Any] = {}
 
     def __str__(self) -> str:
-        return f"device {self.ordinal}: {self.card}, {self.arch} with {self.sms} SMs"
+        return f"device {self.ordinal}: {self.limits.card}, {self.limits.arch} with {self.limits.sms} SMs"
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
-        import cupy
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._device.__exit__(*error)
+
+    @property
+    def is_current(self) -> bool:
+        return bool(self._cupy.cuda.runtime.getDevice() == self.ordinal)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        return bool(self._cupy.cuda.get_current_stream().is_capturing())
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Any:
+        return self._cupy.empty(shape, dtype)
+
+    def constant(self, constant: Constant) -> Any:
+        """Copied and waited for once. Other streams will read it, so a captured call must not be the first."""
+        key = constant.values.tobytes() + constant.values.dtype.str.encode()
+        found = self._constants.get(key)
+        if found is None:
+            found = self._cupy.asarray(constant.values, blocking=True)
+            if len(self._constants) >= _MOST_CONSTANTS:
+                self._constants.pop(next(iter(self._constants)))
+            self._constants[key] = found
+        return found
+
+    def carve(self, workspace: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """An array at a place within another."""
+        return self._cupy.ndarray(shape, dtype, workspace.data + offset)
+
+    def zero(self, name: str, views: Views) -> None:
+        """On the current stream: a captured graph repeats it."""
+        view = views[name]
+        self._cupy.cuda.runtime.memsetAsync(
+            view.data.ptr, 0, view.nbytes, self._cupy.cuda.get_current_stream().ptr
+        )
+
+    def link(self, step: Any) -> Step:
+        if isinstance(step, Memset):
+            return functools.partial(self.zero, step.name)
+        assert isinstance(step, Launch)
+        return self._link_launch(step)
+
+    def _link_launch(self, launch: Launch) -> Step:
+        from gpu_ops.kernels.compiler import jit
 
         with self._device:
-            return cupy.empty(shape, dtype)
+            launcher = jit.load(launch.kernel)
+        template = launcher.arguments([_placeholder(a) for a in launch.arguments])
+        by_pointer = isinstance(launch.kernel, CudaKernel)
+        whole: list[tuple[int, str]] = []
+        made: list[tuple[int, Callable[[Views], Any]]] = []
+        for i, a in enumerate(launch.arguments):
+            if isinstance(a, Dynamic):
+                made.append((i, functools.partial(_by_value, a)))
+            elif isinstance(a, Tensor):
+                if a.is_whole or (by_pointer and not a.offset):
+                    whole.append((i, a.name))
+                else:
+                    made.append((i, functools.partial(self._view_of, a, a.offset)))
+        grid, block, shared = launch.grid, launch.block, launch.shared
 
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Any:
-        import cupy
+        def run(views: Views) -> None:
+            args = template.copy()
+            for i, name in whole:
+                args[i] = views[name]
+            for i, make in made:
+                args[i] = make(views)
+            launcher(grid, block, args, shared)
 
-        with self._device:
-            return cupy.zeros(shape, dtype)
+        return run
 
-    def launch(
-        self,
-        kernel: CudaKernel | NumbaKernel,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        *,
-        shared: int = 0,
-    ) -> None:
-        from gpu_ops.kernels.compiler.jit import launch
-
-        with self._device:
-            launch(kernel, grid, block, args, shared=shared)
-
-
-class Recorder:
-    """Stands for a device, notes what is launched and launches nothing: how ``explain()`` knows."""
-
-    def __init__(self, device: Device) -> None:
-        self.arch = device.arch
-        self.card = device.card
-        self.sms = device.sms
-        self.smem_per_block_optin = device.smem_per_block_optin
-        self.launches: list[str] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Array:
-        """An address and strides, as of memory that a host function may ask about and only a kernel would touch."""
-        itemsize = np.dtype(dtype).itemsize
-        strides = tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
-
-    zeros = empty
-
-    def launch(
-        self,
-        kernel: CudaKernel | NumbaKernel,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        *,
-        shared: int = 0,
-    ) -> None:
-        grid_text, block_text = (" x ".join(map(str, _without_ones(size))) for size in (grid, block))
-        shared_text = f", {shared} bytes of dynamic shared memory" if shared else ""
-        self.launches.append(f"{kernel.label}: grid {grid_text}, block {block_text}{shared_text}")
+    def _view_of(self, a: Tensor, offset: int, views: Views) -> Any:
+        return self._cupy.ndarray(a.shape, a.dtype, views[a.name].data + offset, a.strides)
 
 
-def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
-    """A grid or block without the axes at its end that have length one."""
-    return _without_ones(size[:-1]) if len(size) > 1 and size[-1] == 1 else size
-
-
-def host_function(name: str, on: Device | None, backend: str) -> Callable[..., None]:
-    """A host function such as ``"rmsnorm.forward"`` of the kernels that were chosen.
-
-    ``on`` None: the one of ``kernels/numba_cpu``. Otherwise that of ``kernels``, which takes the device and the
-    backend first; given here, so that the arguments are the same everywhere.
-    """
-    return (
-        functools.partial(_function(f"lower.{name}"), on, backend) if on else _function(f"numba_cpu.{name}")
-    )
-
-
-@functools.cache
-def _function(path: str) -> Callable[..., None]:
-    import_numba()
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"gpu_ops.kernels.{module}"), name)  # type: ignore[no-any-return]
+_MOST_CONSTANTS = 64  # kept on a device: as many models' RoPE frequencies
 
 
 @functools.cache
@@ -281,8 +346,10 @@ def cuda_device(ordinal: int) -> CudaDevice:
     return CudaDevice(ordinal)
 
 
-def current_device(device: str) -> Device:
+def current_device(device: str) -> Any:
     """What runs a call whose arrays lie on no device of their own."""
+    if device == "cpu":
+        return HOST
     if device == "emulator":
         return EmulatorDevice()
     import cupy
@@ -311,7 +378,7 @@ def too_old(device: str, backend: str) -> str | None:
     """Why the card that a call would run on cannot run a backend's kernels; None when it can."""
     if backend != "raw":
         return None
-    arch = current_device(device).arch
+    arch = current_device(device).limits.arch
     if int(arch[3:].rstrip("af")) >= _RAW_SINCE:
         return None
     return f"the CUDA C++ kernels need sm_{_RAW_SINCE} or later, this is {arch}"

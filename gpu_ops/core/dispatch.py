@@ -8,40 +8,34 @@ device        backends, best first       what it is
 ``emulator``  ``raw``, ``numba``         the same kernels, run on the CPU and checked; slow
 ============  =========================  ==============================================================
 
-CUDA arrays run on ``cuda``. NumPy arrays run on ``cpu`` unless told otherwise; with ``device="cuda"`` they are
-copied to the current device and the results back. The emulator runs only when asked for.
+CUDA arrays run on ``cuda``. NumPy arrays run on ``cpu``, or on a usable GPU where the estimate, copies included, is
+below half of the CPU's. They are copied to the current device and the results back. The emulator runs only when
+asked for.
 
-``device=`` and ``backend=`` decide; else the environment variables ``GPU_OPS_DEVICE`` and
-``GPU_OPS_BACKEND``; else the first backend that can run the problem. An explicit choice that cannot
-run raises; an automatic one moves on, and :func:`explain` tells.
+``device=`` and ``backend=`` decide; else the environment variables ``GPU_OPS_DEVICE`` and ``GPU_OPS_BACKEND``; else
+the estimate and the first backend that can run the problem. An explicit choice that cannot run raises; an automatic
+one moves on, and ``explain`` tells.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, overload
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from gpu_ops.core import device as devices
 from gpu_ops.core.checks import one_of
-from gpu_ops.core.kinds import ANY_INTEGER, INTEGERS, as_it_lies, kind_of, on_plain_arrays
 from gpu_ops.errors import DeviceError, OptionError
-
-if TYPE_CHECKING:
-    from gpu_ops.core.arrays import Arrays
 
 __all__ = [
     "BACKENDS",
+    "WITH_CUDA_KERNELS",
     "Choice",
-    "Plan",
     "choose",
-    "explain",
     "has_cuda_kernels",
-    "op",
-    "planner_of",
+    "lowering",
     "require_cuda_kernels",
     "unavailable",
 ]
@@ -51,12 +45,18 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cuda": ("raw", "numba"),
     "emulator": ("raw", "numba"),
 }
+_LOWERING = {("cpu", "numba"): "cpu", ("cpu", "reference"): "reference"}
 
-_with_cuda_kernels: list[str] = []  # filled by the ops themselves: @op(cuda=True)
+WITH_CUDA_KERNELS: list[str] = []  # filled by the ops themselves: @op(cuda=True)
 
-MAX_KINDS = 1024  # of each op, remembered: some KB each
-
-P = ParamSpec("P")
+# A core of a server CPU and its share of the memory, for the estimate only: multiply-adds of 8 to 16 float32 lanes.
+_CORE_FLOPS, _HOST_BYTES, _HOST_SECONDS = 100e9, 40e9, 10e-6
+_TRANSFER_BYTES, _LAUNCH_SECONDS = (
+    10e9,
+    50e-6,
+)  # copies of pageable memory; launches, and the wait for the results
+_EFFICIENCY = 0.5  # of a card's peaks
+_WORTH_COPYING = 0.5  # of the CPU's time
 
 
 @dataclass(frozen=True)
@@ -72,46 +72,10 @@ class Choice:
     passed_over: dict[str, str] = field(default_factory=dict)
     copies: bool = False
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the CPU's kernels run."""
-        return (self.device, self.backend) == ("cpu", "numba")
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What a call would do: printable, and runnable once. Made by validation, before anything is touched.
-
-    ``problem`` and ``config`` may be functions that give the text: a call that nobody asks to explain
-    itself then spends no time on it. ``writes``: arguments that it changes in place and does not return.
-
-    ``again`` makes a function that takes the op's place in later calls of the same kind, whose shapes and options
-    have been checked, and ``out`` too. It holds on to none of this call's arrays, and checks what depends on values.
-    """
-
-    op: str
-    choice: Choice
-    problem: str | Callable[[], str]
-    config: str | Callable[[], str]
-    run: Callable[[], Any]
-    writes: tuple[Any, ...] = ()
-    again: Callable[[], Callable[..., Any]] | None = None
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.op}: {_text(self.problem)}",
-            f"  runs on   {self.choice.device}, backend {self.choice.backend} ({self.choice.reason})"
-            + ("; arrays are copied there and back" if self.choice.copies else ""),
-            f"  config    {_text(self.config)}",
-        ]
-        lines += [f"  not       {name}: {why}" for name, why in self.choice.passed_over.items()]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def _text(x: str | Callable[[], str]) -> str:
-    return x if isinstance(x, str) else x()
+def lowering(choice: Choice) -> str:
+    """The name under which kernels register how they lower an op: a GPU's backend, ``cpu`` or ``reference``."""
+    return _LOWERING.get((choice.device, choice.backend), choice.backend)
 
 
 @functools.cache
@@ -121,20 +85,18 @@ def unavailable(device: str, backend: str) -> str | None:
         if backend == "numba" and importlib.util.find_spec("numba") is None:
             return "the package numba is not installed (pip install numba)"
         return None
-    from gpu_ops.core import device as devices
-
     return (devices.cuda_missing() if device == "cuda" else None) or devices.compiler_missing(backend)
 
 
 def has_cuda_kernels(op: str) -> bool:
     """Whether an op runs on the devices ``cuda`` and ``emulator``."""
-    return op in _with_cuda_kernels
+    return op in WITH_CUDA_KERNELS
 
 
 def require_cuda_kernels(op: str, because: str) -> None:
     if not has_cuda_kernels(op):
         raise DeviceError(
-            f"{op}: {because}, but this op has no CUDA kernels yet; {', '.join(_with_cuda_kernels)} have. "
+            f"{op}: {because}, but this op has no CUDA kernels yet; {', '.join(WITH_CUDA_KERNELS)} have. "
             "Run it on the CPU: device='cpu' and arrays in host memory (cupy.asnumpy(x), x.cpu())"
         )
 
@@ -143,24 +105,28 @@ def choose(
     op: str,
     device: str | None,
     backend: str | None,
-    arrays: Arrays | None = None,
+    on_cuda: bool = False,
     *,
-    cannot: dict[str, str] | Callable[[], dict[str, str]] | None = None,
+    unsupported: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
+    work: tuple[float, float] = (0.0, 0.0),
 ) -> Choice:
-    """Pick device and backend for these arrays.
+    """Pick device and backend.
 
-    ``cannot`` maps a backend, or a device and a backend as in ``"cpu numba"``, to why it cannot run this problem;
-    a function that does so is asked on GPU devices only.
+    ``on_cuda``: the arrays are on a CUDA device. ``unsupported`` maps a backend, or a device and a backend as in
+    ``"cpu numba"``, to why it cannot run this problem; a function that does so is called for GPU devices only.
+    ``work``: bytes and flops, for the estimate.
     """
     device_source, device = _setting("device", device)
     backend_source, wanted = _setting("backend", backend)
-    on_cuda = arrays is not None and arrays.on_cuda
-    if callable(cannot):
-        cannot = cannot() if on_cuda or device not in (None, "cpu") else {}
-    cannot = cannot or {}
-    if device is None:
-        device = "cuda" if on_cuda else "cpu"
+    estimate = ""
+    if device is None and on_cuda:
+        device = "cuda"
+    elif device is None:
+        device, estimate = _by_estimate(op, wanted, *work)
     device = one_of(op, device_source, device, BACKENDS, meant={"gpu": "cuda", "GPU": "cuda"})
+    if callable(unsupported):
+        unsupported = unsupported() if device != "cpu" else {}
+    unsupported = unsupported or {}
     if device != "cpu":
         require_cuda_kernels(op, f"{device_source}={device!r}")
     if on_cuda and device != "cuda":
@@ -168,21 +134,18 @@ def choose(
             f"{op}: {device_source}={device!r}, but the arrays are on a CUDA device; "
             "copy them to the host first (cupy.asnumpy(x), x.cpu())"
         )
-    if device == "cuda":
-        from gpu_ops.core.device import cuda_missing
-
-        if missing := cuda_missing():
-            raise DeviceError(f"{op}: {device_source}='cuda', but there is no usable CUDA device: {missing}")
+    if device == "cuda" and (missing := devices.cuda_missing()):
+        raise DeviceError(f"{op}: {device_source}='cuda', but there is no usable CUDA device: {missing}")
     refused: dict[str, str] = {}
     for name in BACKENDS[device]:
-        why = (
-            unavailable(device, name)
-            or _too_old(device, name)
-            or cannot.get(f"{device} {name}", cannot.get(name))
-        )
+        why = unavailable(device, name)
+        if why is None and device != "cpu":
+            why = devices.too_old(device, name)
+        why = why or unsupported.get(f"{device} {name}", unsupported.get(name))
         if why is None and wanted in (None, name):
             reason = "asked for" if wanted else "first choice" if not refused else "next choice"
-            return Choice(device, name, reason, refused, copies=device == "cuda" and not on_cuda)
+            copies = device == "cuda" and not on_cuda
+            return Choice(device, name, reason + estimate, refused, copies)
         refused[name] = why or "not asked for"
     others = [repr(other) for other, names in BACKENDS.items() if isinstance(wanted, str) and wanted in names]
     if others and repr(device) not in others:
@@ -195,12 +158,19 @@ def choose(
     raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")
 
 
-def _too_old(device: str, backend: str) -> str | None:
-    if device == "cpu":
-        return None
-    from gpu_ops.core.device import too_old
-
-    return too_old(device, backend)
+def _by_estimate(op: str, backend: str | None, nbytes: float, flops: float) -> tuple[str, str]:
+    """The device for arrays in host memory, and what :func:`explain` says of it."""
+    on_gpu = backend is None or backend in BACKENDS["cuda"]
+    if not nbytes or not on_gpu or not has_cuda_kernels(op) or devices.cuda_missing():
+        return "cpu", ""
+    preset = devices.current_device("cuda").preset
+    if preset is None:
+        return "cpu", ""
+    cpu = _HOST_SECONDS + max(nbytes / _HOST_BYTES, flops / (_CORE_FLOPS * (os.cpu_count() or 1)))
+    busy = max(nbytes / (preset.memory_gbps * 1e9), flops / (preset.peaks.float16 * 1e12))
+    gpu = _LAUNCH_SECONDS + nbytes / _TRANSFER_BYTES + busy / _EFFICIENCY
+    text = f"; estimates: cpu {1e3 * cpu:.3g} ms, cuda {1e3 * gpu:.3g} ms with copies"
+    return ("cuda" if gpu < _WORTH_COPYING * cpu else "cpu"), text
 
 
 def _setting(name: str, argument: str | None) -> tuple[str, str | None]:
@@ -209,79 +179,3 @@ def _setting(name: str, argument: str | None) -> tuple[str, str | None]:
         return name, argument
     variable = f"GPU_OPS_{name.upper()}"
     return variable, os.environ.get(variable) or None
-
-
-@overload
-def op(planner: Callable[P, Plan]) -> Callable[P, Any]: ...
-@overload
-def op(*, cuda: bool, late: str | None = None) -> Callable[[Callable[P, Plan]], Callable[P, Any]]: ...
-def op(planner: Callable[P, Plan] | None = None, *, cuda: bool = False, late: str | None = None) -> Any:
-    """Make a public function of a planner: it validates and returns a :class:`Plan`; the function runs it.
-
-    ``cuda``: the op has kernels for the devices ``cuda`` and ``emulator``. ``late``: a keyword argument of which
-    later calls look at the value, where it is an integer.
-    """
-    if planner is None:
-        return functools.partial(op, cuda=cuda, late=late)
-    name = planner.__name__
-    if cuda:
-        _with_cuda_kernels.append(name)
-
-    @functools.wraps(planner)
-    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
-        made = planner(*args, **kwargs)
-        if not made.choice.copies:
-            return made
-        from gpu_ops.core.cuda_arrays import through_the_device
-
-        return replace(made, run=lambda: through_the_device(name, planner, args, kwargs))
-
-    known: dict[Any, Callable[..., Any]] = {}
-
-    @functools.wraps(planner)
-    def public(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if late is not None and type(kwargs.get(late)) in INTEGERS:
-            kind = kind_of(args, {**kwargs, late: ANY_INTEGER})
-        else:
-            kind = kind_of(args, kwargs)
-        again = known.get(kind)
-        if again is not None:
-            return again(*args, **kwargs)
-        made = plan(*args, **kwargs)
-        if kind is not None and made.again is not None and all(map(as_it_lies, (*args, *kwargs.values()))):
-            if len(known) >= MAX_KINDS:
-                known.clear()
-            known[kind] = on_plain_arrays(made.again(), args, kwargs)
-        return made.run()
-
-    signature = inspect.signature(planner)
-    public.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
-    public.plan = plan  # type: ignore[attr-defined]
-    return public
-
-
-def explain(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Plan:
-    """What ``op``, a public function or its name, would do with these arguments: device, backend, tiles, and why.
-    Runs nothing.
-
-    Examples
-    --------
-    >>> import numpy as np, gpu_ops
-    >>> x = np.ones((4, 64), np.float32)
-    >>> print(gpu_ops.explain("rmsnorm", x, np.ones(64, np.float32), backend="reference"))
-    rmsnorm: 4 rows of 64 float32, casting fp32
-      runs on   cpu, backend reference (asked for)
-      config    NumPy, float64
-      not       numba: not asked for
-    """
-    return planner_of("explain", op)(*arrays, **options)
-
-
-def planner_of(asked_by: str, op: str | Callable[..., Any]) -> Callable[..., Plan]:
-    """The planner of a public op, or of its name."""
-    import gpu_ops
-
-    ops = {n: f for n in gpu_ops.__all__ if hasattr(f := getattr(gpu_ops, n), "plan")}
-    name = next((n for n, f in ops.items() if f is op), op)
-    found: Callable[..., Plan] = ops[one_of(asked_by, "op", name, ops)].plan
-    return found

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, cast, get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays, New, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Plan, choose, op
-from gpu_ops.ops import norm_checks as norm
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.norm_checks import validate, write_outputs
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm", "rmsnorm_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="rmsnorm")
 def rmsnorm(
     x: Any,
     weight: Any,
@@ -31,7 +32,8 @@ def rmsnorm(
     residual_out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Root mean square layer norm over the last axis: ``y = s * rstd * (weight_offset + weight)``.
 
     ``s = x`` or ``x + residual`` rounded to x's dtype; ``rstd = 1 / sqrt(mean(s**2) + eps)``.
@@ -62,6 +64,8 @@ def rmsnorm(
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -84,104 +88,28 @@ def rmsnorm(
     >>> gpu_ops.rmsnorm(x, np.ones(2, np.float32)).round(4)
     array([[0.8485, 1.1314]], dtype=float32)
     """
-    name = "rmsnorm"
-    arrays = Arrays(name)
-    x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
-    residual_ = None if residual is None else arrays.read("residual", residual)
-    dtype = norm.validate(name, x_, weight_, residual=residual_)
-    statistics = checks.computing_dtype(dtype)
-    eps = checks.number(name, "eps", eps, above=0.0)
-    weight_offset = checks.number(name, "weight_offset", weight_offset)
-    mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
-    return_rstd = checks.flag(name, "return_rstd", return_rstd)
-    has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
-    out_, residual_out_ = norm.outs(name, arrays, x_, has_sum, out, residual_out)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
+    call = Call("rmsnorm", device, backend, workspace)
+    x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
+    residual_ = call.optional("residual", residual, rows=True)
+    dtype = validate(call.op, x_, weight_, residual=residual_)
+    call.option(
+        eps=checks.number(call.op, "eps", eps, above=0.0),
+        weight_offset=checks.number(call.op, "weight_offset", weight_offset),
+        casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
+    )
+    return_rstd = checks.flag(call.op, "return_rstd", return_rstd)
+    has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
+    write_outputs(call, x_, has_sum, out, residual_out)
+    call.write("rstd", x_.shape[:-1], checks.computing_dtype(dtype), returned=return_rstd)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-
-    def normalise(
-        on: Device | None,
-        new: New,
-        x: Array,
-        weight: Array,
-        residual: Array | None,
-        y: Array | None,
-        s: Array | None,
-    ) -> tuple[Array, Array | None, Array]:
-        y = new(x.shape, x.dtype, "y") if y is None else y
-        s = new(x.shape, x.dtype, "s") if has_sum and s is None else s
-        rstd = new(x.shape[:-1], statistics, "rstd")
-        host_function("rmsnorm.forward", on, choice.backend)(
-            as_rows(x),
-            weight,
-            None if residual is None else as_rows(residual),
-            as_rows(y),
-            None if s is None else as_rows(s),
-            rstd.reshape(-1),
-            eps=eps,
-            weight_offset=weight_offset,
-            casting=mode,
-        )
-        return y, s, rstd
-
-    def compute(on: Device | None) -> tuple[Array, Array | None, Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import rmsnorm as reference
-
-            y, *rest = reference.rmsnorm(
-                x_,
-                weight_,
-                eps=eps,
-                residual=residual_,
-                weight_offset=weight_offset,
-                casting=mode,
-                return_sum=has_sum,
-                return_rstd=True,
-            )
-            s = rest[0] if has_sum else None
-            for target, value in ((out_, y), (residual_out_, s)):
-                if target is not None:
-                    target[...] = value
-            return y, s, rest[-1]
-        return normalise(on, arrays.new, x_, weight_, residual_, out_, residual_out_)
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            y, s, rstd = compute(on)
-            return norm.returned(
-                arrays.give(y) if out is None else out,
-                arrays.give(s) if s is not None and residual_out is None else residual_out,
-                arrays.give(rstd) if return_rstd else None,
-            )
-
-    def again() -> Callable[..., Any]:
-        new = Arrays(name).new
-
-        def rmsnorm(
-            x: Array,
-            weight: Array,
-            *,
-            residual: Array | None = None,
-            out: Array | None = None,
-            residual_out: Array | None = None,
-            **_: Any,
-        ) -> Any:
-            y, s, rstd = normalise(None, new, x, weight, residual, out, residual_out)
-            return norm.returned(y, s, rstd if return_rstd else None)
-
-        return rmsnorm
-
-    return Plan(
-        name,
-        choice,
-        lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
-        lambda: norm.config(choice, rows, cols, arrays, compute),
-        run,
-        again=again if choice.compiled else None,
+    return call.bind(
+        problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
+        unsupported=checks.unsupported(dtype),
+        flops=4.0 * rows * cols,
     )
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="rmsnorm")
 def rmsnorm_backward(
     dy: Any,
     x: Any,
@@ -194,7 +122,8 @@ def rmsnorm_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gradients of :func:`rmsnorm`.
 
     With ``n = x * rstd`` and ``m = dy * (weight_offset + weight)``:
@@ -218,6 +147,8 @@ def rmsnorm_backward(
         Receives dx. ``out=dy`` works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -239,75 +170,48 @@ def rmsnorm_backward(
     >>> dw.round(4)
     array([0.8485, 1.1314])
     """
-    name = "rmsnorm_backward"
-    arrays = Arrays(name)
-    dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
-    weight_, rstd_ = arrays.read("weight", weight), arrays.read("rstd", rstd)
-    dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
-    dtype = norm.validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
+    call = Call("rmsnorm_backward", device, backend, workspace)
+    dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
+    weight_, rstd_ = call.read("weight", weight), call.read("rstd", rstd, rows=True)
+    dresidual_ = call.optional("dresidual", dresidual, rows=True)
+    dtype = validate(call.op, x_, weight_, dy=dy_, dresidual=dresidual_)
     statistics = checks.computing_dtype(dtype)
-    checks.exactly(name, "rstd", rstd_, x_.shape[:-1], statistics)
-    weight_offset = checks.number(name, "weight_offset", weight_offset)
-    mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
-    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-
-    def differentiate(
-        on: Device | None,
-        new: New,
-        dy: Array,
-        x: Array,
-        weight: Array,
-        rstd: Array,
-        dresidual: Array | None,
-        dx: Array | None,
-    ) -> tuple[Array, Array]:
-        dx = new(x.shape, x.dtype, "dx") if dx is None else dx
-        dweight = new(weight.shape, statistics, "dweight")
-        host_function("rmsnorm.backward", on, choice.backend)(
-            as_rows(dy),
-            as_rows(x),
-            weight,
-            rstd.ravel(),
-            None if dresidual is None else as_rows(dresidual),
-            as_rows(dx),
-            dweight,
-            weight_offset=weight_offset,
-            casting=mode,
-        )
-        return dx, dweight
-
-    def compute(on: Device | None) -> tuple[Array, Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import rmsnorm as reference
-
-            dx, dweight = reference.rmsnorm_backward(
-                dy_, x_, weight_, rstd_, dresidual=dresidual_, weight_offset=weight_offset, casting=mode
-            )
-            if out_ is not None:
-                out_[...] = dx
-            return dx, dweight
-        return differentiate(on, arrays.new, dy_, x_, weight_, rstd_, dresidual_, out_)
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            dx, dweight = compute(on)
-            if not rows:  # no kernel has run
-                dweight.fill(0)
-            return (arrays.give(dx) if out is None else out), arrays.give(dweight)
-
-    def again() -> Callable[..., Any]:
-        new = Arrays(name).new
-        return lambda dy, x, weight, rstd, *, dresidual=None, out=None, **_: differentiate(
-            None, new, dy, x, weight, rstd, dresidual, out
-        )
-
-    return Plan(
-        name,
-        choice,
-        lambda: f"{rows} rows of {cols} {dtype}, casting {mode}",
-        lambda: norm.config(choice, rows, cols, arrays, compute),
-        run,
-        again=again if choice.compiled and rows else None,
+    checks.exactly(call.op, "rstd", rstd_, x_.shape[:-1], statistics)
+    call.option(
+        weight_offset=checks.number(call.op, "weight_offset", weight_offset),
+        casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
+    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True)
+    call.write("dweight", weight_.shape, statistics)
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+    return call.bind(
+        problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
+        unsupported=checks.unsupported(dtype),
+        flops=8.0 * rows * cols,
+    )
+
+
+@lowers("rmsnorm", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.rmsnorm import rmsnorm
+
+    def run(views: Mapping[str, Any]) -> None:
+        found = rmsnorm(
+            views["x"], views["weight"], residual=views.get("residual"), return_sum="s" in views,
+            return_rstd=True, **dict(spec.options),
+        )  # fmt: skip
+        store(views, ("y", "s", "rstd") if "s" in views else ("y", "rstd"), found)
+
+    on.call(run, "NumPy, float64")
+
+
+@lowers("rmsnorm_backward", "reference")
+def _reference_backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.rmsnorm import rmsnorm_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("dy", "x", "weight", "rstd")]
+        found = rmsnorm_backward(*arrays, dresidual=views.get("dresidual"), **dict(spec.options))
+        store(views, ("dx", "dweight"), found)
+
+    on.call(run, "NumPy, float64")

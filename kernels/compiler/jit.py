@@ -4,7 +4,7 @@ A kernel is named by what it is: a :class:`CudaKernel` is one ``extern "C"`` ent
 specialised by ``-D`` macros, a :class:`NumbaKernel` a Python function with a signature.
 :func:`compile_kernel` turns either into PTX (and machine code) once, and keeps it in memory and on disk. The
 key on disk covers the source, every file of ``include/``, the flags and the versions of the compilers, so that
-an edited header never serves an old binary. :func:`launch` runs a kernel on a GPU.
+an edited header never serves an old binary. :func:`load` makes one ready on a GPU.
 
 Environment: ``GPU_OPS_CACHE_DIR`` moves the cache, ``GPU_OPS_DUMP=folder`` writes what was compiled into a folder.
 """
@@ -19,10 +19,9 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
@@ -42,7 +41,7 @@ __all__ = [
     "compile_kernel",
     "compile_text",
     "forget",
-    "launch",
+    "load",
     "source_key",
 ]
 
@@ -131,21 +130,12 @@ def compile_text(
     return _once((source, arch, name, options), build)
 
 
-def launch(
-    kernel: CudaKernel | NumbaKernel,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    args: Sequence[Any],
-    *,
-    shared: int = 0,
-) -> None:
-    """Run a kernel on CuPy's current device and stream.
+def load(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
+    """A kernel on CuPy's current device, compiled and loaded once per device.
 
-    ``args`` are CuPy arrays (whole memory: strides do not reach a CUDA C++ kernel) and numbers; ``shared`` is
-    the dynamic shared memory of a block in bytes.
+    The launcher is called with grid, block, arguments (CuPy arrays and numbers) and the dynamic shared memory of a
+    block in bytes. It runs on CuPy's current device and stream.
     """
-    if 0 in grid:
-        return  # CuPy would round it up to one block
     key = (kernel, current_device())
     launcher = _launchers.get(key)
     if launcher is None:
@@ -153,7 +143,7 @@ def launch(
             launcher = _launchers.get(key)
             if launcher is None:
                 launcher = _launchers[key] = _load_on_device(kernel)
-    launcher(grid, block, args, shared)
+    return launcher
 
 
 def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:

@@ -57,12 +57,15 @@ class CudaLauncher:
             module = _cupy().RawModule(path=str(path), enable_cooperative_groups=cooperative)
             self._kernel = module.get_function(entry)
 
+    def arguments(self, args: Sequence[Any]) -> list[Any]:
+        """Numbers in the sizes of their parameters; the caller puts arrays in their places before each launch."""
+        if len(args) != len(self._sizes):
+            raise TypeError(f"the kernel takes {len(self._sizes)} arguments, {len(args)} given")
+        return list(map(for_parameter, args, self._sizes))
+
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int
     ) -> None:
-        if len(args) != len(self._sizes):
-            raise TypeError(f"the kernel takes {len(self._sizes)} arguments, {len(args)} given")
-        arguments = tuple(map(for_parameter, args, self._sizes))
         if shared > self._opted_in:
             # Above 48 KiB a function needs leave. The leave only ever grows: lowering it for a small launch
             # would fail a large one that another thread is about to make.
@@ -70,7 +73,7 @@ class CudaLauncher:
                 if shared > self._opted_in:
                     self._kernel.max_dynamic_shared_size_bytes = shared
                     self._opted_in = shared
-        self._kernel(grid, block, arguments, shared_mem=shared)
+        self._kernel(grid, block, tuple(args), shared_mem=shared)
 
 
 def for_parameter(value: Any, size: int) -> Any:
@@ -113,6 +116,10 @@ class NumbaLauncher:
     def __init__(self, function: Callable[..., None], signature: str) -> None:
         self._cuda = numba_cuda()
         self._dispatcher = self._cuda.jit(signature, lineinfo=True)(function)
+
+    def arguments(self, args: Sequence[Any]) -> list[Any]:
+        """As they are."""
+        return list(args)
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int

@@ -1,7 +1,4 @@
-"""What host functions ask of arrays before they pick vector accesses, and what they hand to kernels.
-
-For NumPy and CuPy arrays alike.
-"""
+"""What lowering functions ask of arrays before they pick vector accesses, and what they hand to kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from gpu_ops.kernels.program import Spec, Tensor
 
 __all__ = [
     "ACTIVATIONS",
@@ -20,6 +19,8 @@ __all__ = [
     "float32",
     "heads_alignment",
     "row_stride",
+    "rows_of",
+    "same_memory",
     "side_by_side",
     "strides_of",
 ]
@@ -29,8 +30,13 @@ DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
 
 
-def address(array: Any) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)  # else CuPy's
+def address(array: Tensor) -> int:
+    return array.address
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two views start at the same element of the same array."""
+    return a.name == b.name and a.offset == b.offset
 
 
 def alignment(arrays: Sequence[Any], rows: int) -> int:
@@ -58,6 +64,12 @@ def strides_of(array: Any) -> tuple[int, ...]:
 def row_stride(array: Any) -> np.int64:
     """Elements from one row to the next."""
     return np.int64(array.strides[0] // array.dtype.itemsize)
+
+
+def rows_of(spec: Spec, name: str) -> Tensor:
+    """An array as (rows, last axis)."""
+    x = spec.tensor(name)
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def side_by_side(arrays: Sequence[Any]) -> bool:

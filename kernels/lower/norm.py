@@ -10,16 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, alignment, epsilon, float32, row_stride
+from gpu_ops.kernels.lower.arguments import DTYPES, alignment, epsilon, float32, row_stride, rows_of
 from gpu_ops.kernels.lower.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
+from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["Norm", "backward", "forward", "variants"]
+__all__ = ["Norm", "backward_numba", "backward_raw", "forward_numba", "forward_raw", "variants"]
 
 Norm = Literal["rmsnorm", "layernorm"]
 
@@ -28,110 +30,182 @@ _TWIN_THREADS = 256
 _DWEIGHT = CudaKernel("norm_dweight", "norm_dweight")
 
 
-def forward(
-    device: Any,
-    backend: str,
-    norm: Norm,
-    x: Any,
-    weight: Any,
-    bias: Any | None,
-    residual: Any | None,
-    y: Any,
-    s: Any | None,
-    mean: Any | None,
-    rstd: Any,
-    *,
-    eps: float,
-    weight_offset: float = 0.0,
-    llama: bool = False,
-) -> None:
-    """Fills ``y``, ``rstd``, in LayerNorm ``mean``, with ``residual`` ``s = x + residual`` if it is to be kept.
-
-    ``y`` may be ``x``.
-    """
-    rows, cols = x.shape
+def forward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
+    """``y``, ``rstd``, in LayerNorm ``mean``, and with ``s`` the sum of x and residual."""
+    a = _Forward.of(spec)
+    rows, cols = a.x.shape
     if rows == 0:
         return
-    has_bias, has_residual, has_sum = (np.int32(a is not None) for a in (bias, residual, s))
-    # Stand-ins for what is not there: nobody touches them, but that a sum which nobody keeps lies in y meanwhile.
-    bias = weight if bias is None else bias
-    residual, s = (x if residual is None else residual), (y if s is None else s)
-    arrays = (x, weight, bias, residual, y, s, rstd if mean is None else mean, rstd)
-    if backend == "numba":
-        kernel = _twin(norm, "forward", x.dtype.name)
-        args = (*arrays, np.float64(eps), np.float64(weight_offset), np.int32(llama), has_bias, has_residual)
-        device.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
-        return
-    c = select_forward(rows, cols, x.dtype.itemsize, **_limits(device, (weight, bias), (x, residual, y, s)))
-    exchange = _exchange(device, c, norm) if c.team else rstd  # else a stand-in
-    sizes = (np.int64(rows), *map(np.int32, (cols, c.shared_vecs, c.team, c.block_cols)))
-    numbers = (1 / cols, 1 / c.on_chip(cols), weight_offset)
+    c = select_forward(
+        rows, cols, a.x.itemsize, **_limits(on, (a.weight, a.bias), (a.x, a.residual, a.y, a.s))
+    )
+    exchange = _exchange(on, c, norm) if c.team else a.rstd  # else a stand-in
     args = (
-        *arrays,
+        *a.arrays,
         exchange,
-        *sizes,
-        *map(row_stride, (x, residual, y, s)),
-        epsilon(eps),
-        *map(float32, numbers),
-        *(np.int32(llama), has_bias, has_residual, has_sum),
+        np.int64(rows),
+        *map(np.int32, (cols, c.shared_vecs, c.team, c.block_cols)),
+        *map(row_stride, (a.x, a.residual, a.y, a.s)),
+        epsilon(spec["eps"]),
+        *map(float32, (1 / cols, 1 / c.on_chip(cols), a.weight_offset)),
+        *(np.int32(a.llama), *a.present),
     )
     block = (c.threads_per_row, c.rows_per_block, 1)
-    device.launch(_forward(norm, c, x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    on.launch(_forward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
 
 
-def backward(
-    device: Any,
-    backend: str,
-    norm: Norm,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any | None,
-    rstd: Any,
-    dresidual: Any | None,
-    dx: Any,
-    dweight: Any,
-    dbias: Any | None,
-    *,
-    weight_offset: float = 0.0,
-    llama: bool = False,
-) -> None:
-    """Fills ``dx``, which may be ``dy``, ``dweight`` and, in LayerNorm, ``dbias``.
-
-    With no rows nothing runs, and the caller fills them.
-    """
-    rows, cols = x.shape
+def forward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
+    """The same by the Numba twin, a block per row."""
+    a = _Forward.of(spec)
+    rows = a.x.shape[0]
     if rows == 0:
         return
-    has_dresidual = np.int32(dresidual is not None)
-    dresidual = dy if dresidual is None else dresidual  # a stand-in, as below
-    mean = rstd if mean is None else mean
-    if backend == "numba":
-        grid = min(rows, 2 * device.sms)
-        partials = [device.empty((grid, cols), np.float64) for _ in range(_SUMS[norm])]
-        twin = _twin(norm, "backward", x.dtype.name)
-        arrays = (dy, x, weight, mean, rstd, dresidual, dx, partials[0], partials[-1])
-        args = (*arrays, np.float64(weight_offset), np.int32(llama), has_dresidual)
-        device.launch(twin, (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
-        for partial, total in zip(partials, (dweight, dbias), strict=False):
-            reduce = _twin(norm, "dweight", x.dtype.name)
-            device.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), (partial, total))
+    has_bias, has_residual, _ = a.present
+    numbers = (np.float64(spec["eps"]), np.float64(a.weight_offset), np.int32(a.llama))
+    args = (*a.arrays, *numbers, has_bias, has_residual)
+    kernel = _twin(norm, "forward", a.x.dtype.name)
+    on.launch(kernel, (min(rows, 2**31 - 1), 1, 1), (_TWIN_THREADS, 1, 1), args)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Arrays of the forward kernels. Absent ones get another's pointer, which the kernels do not follow; without
+    ``s``, ``y`` holds the sum of x and residual in between."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor
+    y: Tensor
+    s: Tensor
+    mean: Tensor
+    rstd: Tensor
+    present: tuple[np.int32, np.int32, np.int32]  # bias, residual, s
+    weight_offset: float
+    llama: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> _Forward:
+        x, weight, y, rstd = (
+            rows_of(spec, "x"),
+            spec.tensor("weight"),
+            rows_of(spec, "y"),
+            spec.tensor("rstd"),
+        )
+        bias, residual, s, mean = spec.get("bias"), spec.get("residual"), spec.get("s"), spec.get("mean")
+        has_bias, has_residual, has_sum = (np.int32(a is not None) for a in (bias, residual, s))
+        return cls(
+            x,
+            weight,
+            weight if bias is None else bias,
+            x if residual is None else rows_of(spec, "residual"),
+            y,
+            y if s is None else rows_of(spec, "s"),
+            rstd if mean is None else mean,
+            rstd,
+            (has_bias, has_residual, has_sum),
+            *_rmsnorm_options(spec),
+        )
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        flat = (self.mean.ravel(), self.rstd.ravel())
+        return (self.x, self.weight, self.bias, self.residual, self.y, self.s, *flat)
+
+
+def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
+    """``dx``, ``dweight`` and, in LayerNorm, ``dbias``: sums by block, then their total in a fixed order."""
+    if _without_rows(spec, on):
         return
+    a = _Backward.of(spec)
+    rows, cols = a.x.shape
     c = select_backward(
-        rows, cols, x.dtype.itemsize, sums=_SUMS[norm], **_limits(device, (weight,), (x, dy, dresidual, dx))
-    )
-    partial = device.empty((_SUMS[norm], c.parts, cols), np.float32)
-    exchange = _exchange(device, c, norm) if c.team else partial  # another stand-in
+        rows, cols, a.x.itemsize, sums=_SUMS[norm],
+        **_limits(on, (a.weight,), (a.x, a.dy, a.dresidual, a.dx)),
+    )  # fmt: skip
+    partial = on.empty((_SUMS[norm], c.parts, cols), np.float32, "partial")
+    exchange = _exchange(on, c, norm) if c.team else partial  # else a stand-in
     args = (
-        *(dy, x, weight, mean, rstd, dresidual, dx, partial, exchange),
+        *(*a.arrays, partial, exchange),
         *(np.int64(rows), np.int32(cols), np.int32(c.parts), np.int32(c.team), np.int32(c.block_cols)),
-        *map(row_stride, (dy, x, dresidual, dx)),
-        *(float32(1 / cols), float32(weight_offset), np.int32(llama), has_dresidual),
+        *map(row_stride, (a.dy, a.x, a.dresidual, a.dx)),
+        *(float32(1 / cols), float32(a.weight_offset), np.int32(a.llama), a.has_dresidual),
     )
     block = (c.threads_per_row, c.rows_per_block, 1)
-    device.launch(_backward(norm, c, x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    on.launch(_backward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
+    dweight, dbias = spec.tensor("dweight"), spec.get("dbias")
     totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(c.parts), np.int32(cols))
-    device.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
+    on.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
+
+
+def backward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
+    """The same by the Numba twins."""
+    if _without_rows(spec, on):
+        return
+    a = _Backward.of(spec)
+    rows, cols = a.x.shape
+    grid = min(rows, 2 * on.sms)
+    partials = [on.empty((grid, cols), np.float64, "partial") for _ in range(_SUMS[norm])]
+    args = (
+        *(*a.arrays, partials[0], partials[-1]),
+        *(np.float64(a.weight_offset), np.int32(a.llama), a.has_dresidual),
+    )
+    on.launch(_twin(norm, "backward", a.x.dtype.name), (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
+    for partial, total in zip(partials, (spec.tensor("dweight"), spec.get("dbias")), strict=False):
+        reduce = _twin(norm, "dweight", a.x.dtype.name)
+        on.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), (partial, total))
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Arrays of the backward kernels; stand-ins for absent ones, as in the forward."""
+
+    dy: Tensor
+    x: Tensor
+    weight: Tensor
+    mean: Tensor
+    rstd: Tensor
+    dresidual: Tensor
+    dx: Tensor
+    has_dresidual: np.int32
+    weight_offset: float
+    llama: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> _Backward:
+        dy, rstd, mean = rows_of(spec, "dy"), spec.tensor("rstd"), spec.get("mean")
+        has_dresidual = spec.get("dresidual") is not None
+        return cls(
+            dy,
+            rows_of(spec, "x"),
+            spec.tensor("weight"),
+            (rstd if mean is None else mean).ravel(),
+            rstd.ravel(),
+            rows_of(spec, "dresidual") if has_dresidual else dy,
+            rows_of(spec, "dx"),
+            np.int32(has_dresidual),
+            *_rmsnorm_options(spec),
+        )
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        return (self.dy, self.x, self.weight, self.mean, self.rstd, self.dresidual, self.dx)
+
+
+def _rmsnorm_options(spec: Spec) -> tuple[float, bool]:
+    """weight_offset, and whether products round twice; LayerNorm has neither."""
+    options = dict(spec.options)
+    return options.get("weight_offset", 0.0), options.get("casting") == "llama"
+
+
+def _without_rows(spec: Spec, on: Builder) -> bool:
+    """Whether there are no rows, whose sums are zero."""
+    if spec.tensor("x").size:
+        return False
+    for name in ("dweight", "dbias"):
+        if spec.get(name) is not None:
+            on.zero(spec.tensor(name))
+    return True
 
 
 # Columns that need every way to keep a row, by vectors of 16 bytes and, the odd ones, of one element.
@@ -178,9 +252,9 @@ def _kernel(stem: str, step: str, norm: Norm, c: RowConfig | BackwardConfig, dty
     return CudaKernel(stem, f"{norm}_{step}", tuple(defines.items()), cooperative=c.team > 0)
 
 
-def _exchange(device: Any, c: RowConfig | BackwardConfig, norm: Norm) -> Any:
+def _exchange(on: Builder, c: RowConfig | BackwardConfig, norm: Norm) -> Tensor:
     """Where a team's blocks leave each other their sums over a row."""
-    return device.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
+    return on.zeros((c.grid // c.team, 2, c.team, _SUMS[norm]), np.uint64, "exchange")
 
 
 def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
@@ -190,11 +264,11 @@ def _twin(norm: Norm, which: str, dtype: str) -> NumbaKernel:
     return twins.kernel(norm, which, dtype)
 
 
-def _limits(device: Any, vectors: tuple[Any, ...], matrices: tuple[Any, ...]) -> dict[str, int]:
+def _limits(on: Builder, vectors: tuple[Tensor, ...], matrices: tuple[Tensor, ...]) -> dict[str, int]:
     """What a choice depends on beside the shape."""
     rows = matrices[0].shape[0]
     return {
         "alignment": math.gcd(alignment(vectors, 1), alignment(matrices, rows)),
-        "sms": device.sms,
-        "smem_per_block_optin": device.smem_per_block_optin,
+        "sms": on.sms,
+        "smem_per_block_optin": on.smem_per_block_optin,
     }

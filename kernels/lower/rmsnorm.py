@@ -1,49 +1,64 @@
-"""RMSNorm on the GPU: one of the two norms of ``norm.py``."""
+"""How each backend runs RMSNorm. The GPU kernels are those of :mod:`.norm`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gpu_ops.kernels.lower import norm
+from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["backward", "forward"]
-
-
-def forward(
-    device: Any,
-    backend: str,
-    x: Any,
-    weight: Any,
-    residual: Any | None,
-    y: Any,
-    s: Any | None,
-    rstd: Any,
-    *,
-    eps: float,
-    weight_offset: float,
-    casting: str,
-) -> None:
-    """Fills ``y``, ``rstd`` and, with ``residual``, ``s = x + residual``. ``y`` may be ``x``."""
-    arrays = (x, weight, None, residual, y, s, None, rstd)
-    options: dict[str, Any] = {"weight_offset": weight_offset, "llama": casting == "llama"}
-    norm.forward(device, backend, "rmsnorm", *arrays, eps=eps, **options)
+lowers("rmsnorm", "raw")(partial(norm.forward_raw, norm="rmsnorm"))
+lowers("rmsnorm", "numba")(partial(norm.forward_numba, norm="rmsnorm"))
+lowers("rmsnorm_backward", "raw")(partial(norm.backward_raw, norm="rmsnorm"))
+lowers("rmsnorm_backward", "numba")(partial(norm.backward_numba, norm="rmsnorm"))
 
 
-def backward(
-    device: Any,
-    backend: str,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    rstd: Any,
-    dresidual: Any | None,
-    dx: Any,
-    dweight: Any,
-    *,
-    weight_offset: float,
-    casting: str,
-) -> None:
-    """Fills ``dx``, which may be ``dy``, and ``dweight``; with no rows nothing runs, and the caller fills it."""
-    arrays = (dy, x, weight, None, rstd, dresidual, dx, dweight, None)
-    options: dict[str, Any] = {"weight_offset": weight_offset, "llama": casting == "llama"}
-    norm.backward(device, backend, "rmsnorm", *arrays, **options)
+@lowers("rmsnorm", "cpu")
+def forward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import rmsnorm
+
+    x, options = spec.tensor("x"), dict(spec.options)
+    size = math.prod(x.shape[:-1]), x.shape[-1]
+
+    def run(views: Mapping[str, Any]) -> None:
+        residual, s = views.get("residual"), views.get("s")
+        rmsnorm.forward(
+            views["x"].reshape(size),
+            views["weight"],
+            None if residual is None else residual.reshape(size),
+            views["y"].reshape(size),
+            None if s is None else s.reshape(size),
+            views["rstd"].reshape(-1),
+            **options,
+        )
+
+    on.call(run, rmsnorm.config(*size))
+
+
+@lowers("rmsnorm_backward", "cpu")
+def backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import rmsnorm
+
+    x, options = spec.tensor("x"), dict(spec.options)
+    size = math.prod(x.shape[:-1]), x.shape[-1]
+    if not size[0]:
+        on.zero(spec.tensor("dweight"))
+        return
+
+    def run(views: Mapping[str, Any]) -> None:
+        dresidual = views.get("dresidual")
+        rmsnorm.backward(
+            views["dy"].reshape(size),
+            views["x"].reshape(size),
+            views["weight"],
+            views["rstd"].reshape(-1),
+            None if dresidual is None else dresidual.reshape(size),
+            views["dx"].reshape(size),
+            views["dweight"],
+            **options,
+        )
+
+    on.call(run, rmsnorm.config(*size))

@@ -1,0 +1,372 @@
+"""``bind``: from an op's arguments to a :class:`Bound` call: views by name and a hashable spec, all validated.
+
+An op describes its call to a :class:`Call`, argument by argument, and ends with :meth:`Call.bind`::
+
+    call = Call("rmsnorm", device, backend, workspace)
+    x_ = call.read("x", x)
+    call.write("y", x_.shape, x_.dtype, out, in_place="x", rows=True)
+    call.option(eps=checks.number(...))
+    return call.bind(problem=..., unsupported=...)
+
+Nothing is allocated or written before ``bind`` has returned. What is checked is checked on shapes, dtypes, strides
+and addresses alone, and so alike on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core.aliasing import is_row_major, overlap, overlaps_itself, same_memory
+from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
+from gpu_ops.core.checks import Axes
+from gpu_ops.core.dispatch import Choice, choose, require_cuda_kernels
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.program import Layout, Spec
+
+if TYPE_CHECKING:
+    from gpu_ops.core.cuda_arrays import CudaArrays
+
+__all__ = ["Bound", "Call", "Look", "Output", "Source"]
+
+Look: TypeAlias = Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
+"""A hook that looks at values: the call's arrays to (options that they decide, further views)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a later call of the same key finds an array."""
+
+    argument: str
+    item: int | str | None = None
+    """An index into the argument, or an attribute of it."""
+    make: Callable[[Any, Any], Any] | None = None
+    """For what is no array itself: (argument, device) to the array."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result, or an array that is needed like one."""
+
+    name: str
+    layout: Layout
+    source: Source | None
+    """The caller's array for it; None: it is allocated."""
+    returned: bool
+    alias: str | None
+    """The input that it is, in place."""
+    axes: tuple[int, ...] | None = None
+    """Allocated with its axes in this order, slowest first."""
+
+
+@dataclass
+class Bound:
+    """A validated call, ready to be lowered and run."""
+
+    op: str
+    spec: Spec
+    choice: Choice
+    views: dict[str, Any]
+    """The call's arrays by name, results that the caller gave included."""
+    sources: dict[str, Source]
+    copied: frozenset[str]
+    """Inputs whose last axis was not contiguous; kernels read a copy."""
+    outputs: tuple[Output, ...]
+    updated: tuple[str, ...]
+    """Inputs that are changed in place."""
+    given: dict[str, Any]
+    """The caller's own objects for results, by argument."""
+    problem: str | Callable[[], str]
+    finish: Callable[[dict[str, Any]], Any] | None
+    look: Look | None
+    library: str | None
+    cuda: CudaArrays | None
+    workspace: Any
+
+
+class Call:
+    """The arguments of one call. The first array decides the library of the results."""
+
+    def __init__(
+        self, op: str, device: str | None = None, backend: str | None = None, workspace: Any = None
+    ) -> None:
+        self.op, self.axes = op, Axes(op)
+        self._device, self._backend, self._workspace = device, backend, workspace
+        self._library: str | None = None
+        self._views: dict[str, Array] = {}
+        self._sources: dict[str, Source] = {}
+        self._copied: set[str] = set()
+        self._outputs: list[Output] = []
+        self._written: dict[str, Array] = {}
+        self._labels: dict[str, str] = {}
+        self._updated: list[str] = []
+        self._given: dict[str, Any] = {}
+        self._options: dict[str, Any] = {}
+        self._cuda: CudaArrays | None = None
+        self._provided: dict[str, Layout] = {}
+        self._held: list[tuple[str, Array]] = []
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the caller's arrays lie on a CUDA device."""
+        return self._cuda is not None
+
+    def read(self, name: str, x: Any, axes: str | None = None, *, rows: bool = False) -> Array:
+        """A read-only view of ``x``, its last axis contiguous, or a copy that is. ``axes`` names its axes.
+
+        ``rows``: its leading axes merge into one as well. A dotted name is an attribute of an argument.
+        """
+        view = self._view(name, x)
+        if not view.dtype.isnative:
+            raise DTypeError(
+                f"{self.op}: {name} is byte-swapped ({view.dtype.str}); "
+                f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
+            )
+        if axes is not None:
+            self.axes.bind(name, view, axes)
+        strided = view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize
+        if rows and not strided and not is_row_major(view):
+            strided = True
+            self.hold(name, view)
+        if strided:  # kernels need unit stride on the last axis only
+            view = self._cuda.contiguous(view) if self._cuda else np.ascontiguousarray(view)
+            self._copied.add(name)
+        argument, _, attribute = name.partition(".")
+        self._views[name], self._sources[name] = view, Source(argument, attribute or None)
+        return view
+
+    def optional(self, name: str, x: Any, axes: str | None = None, *, rows: bool = False) -> Array | None:
+        """:meth:`read`, or None for an argument that was not given."""
+        return None if x is None else self.read(name, x, axes, rows=rows)
+
+    def provide(self, name: str, layout: Layout, argument: str, make: Callable[[Any, Any], Any]) -> None:
+        """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` reads it."""
+        self._sources[name] = Source(argument, make=make)
+        self._provided[name] = layout
+
+    def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
+        """A writable view of an argument that the op changes in place, such as a cache."""
+        view = self._view(name, x)
+        self._check_writable(name, x, view, dtype, "")
+        self._check_apart(name, view, None, "")
+        if axes is not None:
+            self.axes.bind(name, view, axes)
+        self._views[name] = view  # so that what is written later may not overlap it
+        self._sources[name] = Source(name)
+        self._updated.append(name)
+        return view
+
+    def write(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        out: Any = None,
+        *,
+        argument: str = "out",
+        in_place: str | None = None,
+        rows: bool = False,
+        returned: bool = True,
+        axes: tuple[int, ...] | None = None,
+    ) -> Array | None:
+        """A result; the caller's array for it is checked, and a view of it returned.
+
+        ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
+        else is written. ``rows``: its leading axes must merge into one without a copy. ``axes``: the order in which
+        a new array's axes lie in memory.
+        """
+        return self._write(
+            Output(name, Layout.contiguous(shape, dtype), None, returned, None, axes),
+            out, argument, Source(argument), in_place, rows,
+        )  # fmt: skip
+
+    def write_each(
+        self,
+        results: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]],
+        out: Any,
+        *,
+        argument: str = "out",
+        in_place: Mapping[str, str] | None = None,
+        rows: bool = False,
+        axes: Mapping[str, tuple[int, ...] | None] | None = None,
+    ) -> list[Array]:
+        """:meth:`write` for several results by name, which the caller gives as one tuple.
+
+        An empty list when the caller gave none.
+        """
+        labels = tuple(results)
+        if out is not None and (
+            not isinstance(out, (tuple, list)) or len(out) != len(labels) or any(o is None for o in out)
+        ):
+            given = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+            count = {2: "two", 3: "three", 4: "four"}[len(labels)]
+            raise OptionError(
+                f"{self.op}: {argument} must be {count} arrays, ({', '.join(labels)}); "
+                f"got {type(out).__name__}{given}"
+            )
+        views = []
+        for i, (name, (shape, dtype)) in enumerate(results.items()):
+            order = axes.get(name) if axes else None
+            view = self._write(
+                Output(name, Layout.contiguous(shape, dtype), None, True, None, order),
+                None if out is None else out[i],
+                f"{argument} {name}",
+                Source(argument, i),
+                (in_place or {}).get(name),
+                rows,
+            )
+            if view is not None:
+                views.append(view)
+        if out is not None:
+            self._given[argument] = out
+        return views
+
+    def option(self, **options: Any) -> None:
+        """What decides the computation beside the arrays; hashable."""
+        self._options.update(options)
+
+    def bind(
+        self,
+        *,
+        problem: str | Callable[[], str],
+        unsupported: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
+        finish: Callable[[dict[str, Any]], Any] | None = None,
+        look: Look | None = None,
+        flops: float = 0.0,
+    ) -> Bound:
+        """The call: device and backend chosen, the spec made.
+
+        ``unsupported``: backends that cannot run this problem, and why. ``finish`` makes what is returned of the
+        arrays by name. ``look``: values that the program depends on, looked at in every call.
+        """
+        choice = choose(
+            self.op, self._device, self._backend, self.on_cuda, unsupported=unsupported,
+            work=(self._nbytes(), flops),
+        )  # fmt: skip
+        layouts = {name: self._layout(view, choice) for name, view in self._views.items()} | self._provided
+        aliases = {o.name: o.alias for o in self._outputs if o.alias}
+        for o in self._outputs:
+            view = self._written.get(o.name)
+            if o.name not in aliases:
+                layouts[o.name] = o.layout if view is None else self._layout(view, choice)
+                if view is None and o.axes is not None:
+                    layouts[o.name] = _permuted(o.layout, o.axes)
+        spec = Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
+        views = {**self._views, **self._written}
+        return Bound(
+            self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
+            tuple(self._updated), self._given, problem, finish, look, self._library, self._cuda, self._workspace,
+        )  # fmt: skip
+
+    def _nbytes(self) -> int:
+        total = sum(view.nbytes for view in self._views.values())
+        return int(total + sum(o.layout.nbytes for o in self._outputs if o.alias is None))
+
+    def _layout(self, view: Array, choice: Choice) -> Layout:
+        if choice.copies:  # the device's copy is contiguous and aligned
+            return Layout.contiguous(view.shape, view.dtype)
+        address = 0
+        if choice.device != "cpu" and view.size:
+            address = view.__array_interface__["data"][0] if isinstance(view, np.ndarray) else view.data.ptr
+        return Layout(tuple(view.shape), tuple(view.strides), view.dtype, address % 16)
+
+    def _write(
+        self, output: Output, out: Any, label: str, source: Source, in_place: str | None, rows: bool
+    ) -> Array | None:
+        if out is None:
+            self._outputs.append(output)
+            return None
+        view = self._view(label, out)
+        layout = output.layout
+        if view.shape != layout.shape:
+            raise ShapeError(f"{self.op}: {label} has shape {view.shape}, expected exactly {layout.shape}")
+        self._check_writable(label, out, view, layout.dtype, f" or omit {label}=")
+        if rows and not is_row_major(view):
+            raise ShapeError(
+                f"{self.op}: the leading axes of {label} (strides {view.strides}) do not merge into rows; "
+                f"pass a C-contiguous array or omit {label}="
+            )
+        alias = self._check_apart(label, view, in_place, " or omit it")
+        self._written[output.name], self._labels[output.name] = view, label
+        self._given.setdefault(source.argument, out)
+        self._outputs.append(
+            Output(output.name, layout, source, output.returned, in_place if alias else None, None)
+        )
+        return view
+
+    def _check_writable(self, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
+        if view.dtype != np.dtype(dtype):
+            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
+        if is_read_only(out, view):
+            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array{else_}")
+        if isinstance(view, np.ndarray) and not view.flags.aligned:
+            raise ShapeError(f"{self.op}: {name} is not aligned to its itemsize; pass one that is{else_}")
+        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+            raise ShapeError(
+                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
+                f"pass a C-contiguous array{else_}"
+            )
+        if overlaps_itself(view):
+            raise ShapeError(
+                f"{self.op}: elements of {name} share memory with each other (shape {view.shape}, strides "
+                f"{view.strides}); pass an array of its own{else_}"
+            )
+
+    def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> bool:
+        """Refuse memory that is read or written elsewhere; whether ``view`` is exactly the input ``in_place``."""
+        alias = False
+        written = ((self._labels[n], x) for n, x in self._written.items())
+        for other, x in (*self._views.items(), *self._held, *written):
+            if overlap(view, x):
+                if other != in_place or not same_memory(view, x):
+                    allowed = f" other than being {in_place} itself" if in_place else ""
+                    raise ShapeError(
+                        f"{self.op}: {name} shares memory with {other}{allowed}, which would be overwritten while "
+                        f"it is read; pass a separate array{else_}"
+                    )
+                alias = True
+        return alias
+
+    def hold(self, name: str, x: Array) -> None:
+        """An array that an argument holds in host memory, which results may not overlap."""
+        self._held.append((name, x))
+
+    def _view(self, name: str, x: Any) -> Array:
+        if not isinstance(x, np.ndarray) and on_cuda(x):
+            return self._cuda_view(name, x)
+        if self._cuda is not None:
+            raise DeviceError(
+                f"{self.op}: {name} is in host memory but {next(iter(self._views))} on a CUDA device; "
+                "copy one of them (cupy.asarray, cupy.asnumpy)"
+            )
+        view, library = host_view(self.op, name, x)
+        if not self._views and not self._written:
+            self._library = library
+        return view
+
+    def _cuda_view(self, name: str, x: Any) -> Array:
+        from gpu_ops.core.cuda_arrays import CudaArrays
+
+        require_cuda_kernels(self.op, f"{name} is on a CUDA device")
+        if self._cuda is None:
+            if self._views:
+                raise DeviceError(
+                    f"{self.op}: {name} is on a CUDA device but {next(iter(self._views))} in host memory; "
+                    "copy one of them (cupy.asarray, cupy.asnumpy)"
+                )
+            self._cuda = CudaArrays(self.op, name, x)
+        view: Array = self._cuda.view(name, x)
+        return view
+
+
+def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout of an array that is allocated with its axes in this order."""
+    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
+    strides = [0] * len(axes)
+    for stride, a in zip(laid.strides, axes, strict=True):
+        strides[a] = stride
+    return Layout(layout.shape, tuple(strides), layout.dtype)

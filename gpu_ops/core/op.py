@@ -1,0 +1,196 @@
+"""``@op``: a public function made of one that binds its arguments, remembered by call key; ``explain``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, overload
+
+from gpu_ops.core.call import Bound
+from gpu_ops.core.call_key import ANY_INTEGER, INTEGERS, call_key
+from gpu_ops.core.checks import one_of
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.core.dispatch import WITH_CUDA_KERNELS
+from gpu_ops.core.run import Prepared, forget
+from gpu_ops.kernels.program import lower_module
+
+__all__ = ["Explanation", "Op", "explain", "forget_calls", "op", "op_named", "workspace_size"]
+
+P = ParamSpec("P")
+
+MAX_CALLS = 1024  # of each op, remembered: some KB each
+
+OPS: dict[str, Op] = {}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do: printable."""
+
+    bound: Bound
+    prepared: Prepared
+    values: dict[str, Any]
+
+    def __str__(self) -> str:
+        b, choice = self.bound, self.bound.choice
+        problem = b.problem if isinstance(b.problem, str) else b.problem()
+        lines = [
+            f"{b.op}: {problem}",
+            f"  runs on   {choice.device}, backend {choice.backend} ({choice.reason})"
+            + ("; arrays are copied there and back" if choice.copies else ""),
+            "  config    " + "\n            ".join(self._config()),
+        ]
+        lines += [f"  not       {name}: {why}" for name, why in choice.passed_over.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _config(self) -> list[str]:
+        device: Any = self.prepared.device
+        if device is None:
+            device = EmulatorDevice()
+        program = self.prepared.program(self.values, device.limits)
+        where = [] if self.bound.choice.device == "cpu" else [str(device)]
+        return [*where, *str(program).splitlines()]
+
+
+class Op:
+    """A public function: binds a call the first time, goes straight to its program later.
+
+    ``written``: arguments beside ``out`` that receive results. ``dynamic``: a keyword argument whose value, where it
+    is an integer, is not part of the key.
+    """
+
+    def __init__(self, binder: Callable[..., Bound], written: tuple[str, ...], dynamic: str | None) -> None:
+        self.name, self.binder, self.dynamic = binder.__name__, binder, dynamic
+        self.signature = inspect.signature(binder)
+        self.parameters = tuple(self.signature.parameters)
+        kinds = [p.kind for p in self.signature.parameters.values()]
+        positional = self.parameters[: sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)]
+        named = [name for name in ("out", "residual_out", "grads", *written) if name in self.parameters]
+        self._results = tuple(n for n in named if n not in positional)
+        self._positional = tuple(n for n in named if n in positional and n in written)
+        self.known: dict[Any, Prepared] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key(args, kwargs)
+        prepared = self.known.get(key)
+        if prepared is not None:
+            return prepared(args, kwargs)
+        bound = self.binder(*args, **kwargs)
+        prepared = Prepared(bound, self.parameters)
+        result = prepared.first(bound, self._arguments(args, kwargs))
+        if key is not None:
+            if len(self.known) >= MAX_CALLS:
+                self.known.clear()
+            self.known[key] = prepared
+        return result
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.dynamic is not None and type(kwargs.get(self.dynamic)) in INTEGERS:
+            kwargs = {**kwargs, self.dynamic: ANY_INTEGER}
+        written: tuple[str | int, ...] = self._results
+        if self._positional:
+            written = (*written, *[self._place(name, args) for name in self._positional])
+        return call_key(written, args, kwargs)
+
+    def _place(self, name: str, args: tuple[Any, ...]) -> str | int:
+        position = self.parameters.index(name)
+        return position if position < len(args) else name
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        bound = self.binder(*args, **kwargs)
+        prepared = Prepared(bound, self.parameters)
+        views = dict(bound.views)
+        values = bound.look(views, prepared.backend)[0] if bound.look else {}
+        return Explanation(bound, prepared, values)
+
+
+@overload
+def op(binder: Callable[P, Bound]) -> Callable[P, Any]: ...
+@overload
+def op(
+    *, cuda: bool = False, kernels: str = "", written: tuple[str, ...] = (), dynamic: str | None = None
+) -> Callable[[Callable[P, Bound]], Callable[P, Any]]: ...
+def op(
+    binder: Callable[P, Bound] | None = None,
+    *,
+    cuda: bool = False,
+    kernels: str = "",
+    written: tuple[str, ...] = (),
+    dynamic: str | None = None,
+) -> Any:
+    """Make a public function of one that binds its arguments.
+
+    ``cuda``: the op has kernels for GPUs. ``kernels``: the module of ``kernels/lower`` that registers its programs.
+    ``written``, ``dynamic``: see :class:`Op`.
+    """
+    if binder is None:
+        return functools.partial(op, cuda=cuda, kernels=kernels, written=written, dynamic=dynamic)
+    if kernels:
+        lower_module(binder.__name__, f"gpu_ops.kernels.lower.{kernels}")
+    made = OPS[binder.__name__] = Op(binder, written, dynamic)
+    if cuda:
+        WITH_CUDA_KERNELS.append(made.name)
+
+    @functools.wraps(binder)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return made(args, kwargs)
+
+    public.__signature__ = made.signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
+    public.op = made  # type: ignore[attr-defined]
+    return public
+
+
+def explain(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Explanation:
+    """What ``op``, a public function or its name, would do with these arguments: device, backend, tiles, and why.
+    Runs nothing.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x = np.ones((4, 64), np.float32)
+    >>> print(gpu_ops.explain("rmsnorm", x, np.ones(64, np.float32), backend="reference"))
+    rmsnorm: 4 rows of 64 float32, casting fp32
+      runs on   cpu, backend reference (asked for)
+      config    NumPy, float64
+      not       numba: not asked for
+    """
+    return op_named("explain", op).explain(*arrays, **options)
+
+
+def workspace_size(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> int:
+    """Bytes of ``workspace=`` that a call with these arguments needs; 0 on the CPU.
+
+    Pass a uint8 array of this size to capture the call in a CUDA graph: with ``out=`` and ``workspace=`` it allocates
+    nothing. The array has to live as long as the graph.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> x = np.ones((4, 64), np.float32)
+    >>> gpu_ops.workspace_size("rmsnorm", x, np.ones(64, np.float32))
+    0
+    """
+    found = op_named("workspace_size", op).explain(*arrays, **options)
+    if found.bound.choice.device == "cpu":
+        return 0
+    return found.prepared.program(found.values, found.prepared.limits()).workspace_bytes
+
+
+def op_named(asked_by: str, op: str | Callable[..., Any]) -> Op:
+    """A public op, by the function or its name."""
+    found = getattr(op, "op", None)
+    return found if isinstance(found, Op) else OPS[one_of(asked_by, "op", op, OPS)]
+
+
+def forget_calls() -> None:
+    """Drop what is remembered of calls, so that what was tuned or edited since counts."""
+    for one in OPS.values():
+        one.known.clear()
+    forget()

@@ -1,0 +1,412 @@
+"""A call as data: the problem it poses (:class:`Spec`) and the work that solves it (:class:`Program`).
+
+``lower`` turns one into the other: pure Python, no device, no arrays. Each ``kernels/lower/<op>.py`` registers its
+functions with :func:`lowers`, one per op and backend. ``gpu_ops/core/run.py`` is the one place that runs a program.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel
+
+__all__ = [
+    "Builder",
+    "Constant",
+    "Dynamic",
+    "HostCall",
+    "Launch",
+    "Layout",
+    "Limits",
+    "Memset",
+    "Program",
+    "Spec",
+    "Tensor",
+    "Workspace",
+    "lower",
+    "lower_module",
+    "lowers",
+]
+
+_ORIGIN = 1 << 60  # a tensor's made-up address: no memory is there, and none is touched
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an array lies in memory. ``misalignment``: its address modulo 16."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    misalignment: int = 0
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
+        dtype = np.dtype(dtype)
+        strides = tuple(dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return cls(shape, strides, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A validated call without its arrays. Equal specs have equal programs."""
+
+    op: str
+    arrays: tuple[tuple[str, Layout], ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Results that are an input, in place."""
+
+    def __getitem__(self, option: str) -> Any:
+        """The value of an option."""
+        return self._options[option]
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        return dict(self.options)
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {name: Tensor.of(name, layout) for name, layout in self.arrays}
+        return tensors | {output: tensors[source] for output, source in self.aliases}
+
+    def tensor(self, name: str) -> Tensor:
+        """An array of the call, by name."""
+        return self._tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        """An array of the call; None where it has none of this name."""
+        return self._tensors.get(name)
+
+
+class Tensor:
+    """A view of one of a call's arrays or workspaces: all of an array but its memory.
+
+    Shape, strides, dtype, and the views NumPy makes, without data. Raises where NumPy would copy.
+    """
+
+    __slots__ = ("_root", "_view", "name")
+
+    def __init__(self, name: str, view: npt.NDArray[Any], root: npt.NDArray[Any] | None = None) -> None:
+        self.name, self._view = name, view
+        self._root = view if root is None else root
+
+    @classmethod
+    def of(cls, name: str, layout: Layout) -> Tensor:
+        interface = {
+            "shape": layout.shape,
+            "strides": layout.strides,
+            "typestr": f"|V{layout.dtype.itemsize}",
+            "data": (_ORIGIN + layout.misalignment, True),
+            "version": 3,
+        }
+        # the array keeps no reference to the object; it never looks at its memory
+        view = np.asarray(SimpleNamespace(__array_interface__=interface))
+        return cls(name, view.view(layout.dtype) if layout.dtype.kind != "V" else view)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._view.strides
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._view.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._view.ndim
+
+    @property
+    def size(self) -> int:
+        return self._view.size
+
+    @property
+    def itemsize(self) -> int:
+        return self._view.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self._view.nbytes
+
+    @property
+    def address(self) -> int:
+        """Its alignment and its distance from other views of the same array are real; the number itself is not."""
+        return int(self._view.__array_interface__["data"][0])
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the array."""
+        return self.address - int(self._root.__array_interface__["data"][0]) if self.size else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the array itself, not a view of another shape."""
+        a, b = self._view, self._root
+        return a is b or (a.shape, a.strides, a.dtype, self.offset) == (b.shape, b.strides, b.dtype, 0)
+
+    def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
+        view = self._view.view()
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        if -1 in sizes:
+            known = math.prod(n for n in sizes if n != -1)
+            sizes = tuple(self.size // max(known, 1) if n == -1 else n for n in sizes)
+        view.shape = sizes  # raises where reshape() would copy
+        return self._view_of(view)
+
+    def ravel(self) -> Tensor:
+        return self.reshape(-1)
+
+    def swapaxes(self, a: int, b: int) -> Tensor:
+        return self._view_of(self._view.swapaxes(a, b))
+
+    def view(self, dtype: npt.DTypeLike) -> Tensor:
+        return self._view_of(self._view.view(dtype))
+
+    def broadcast_to(self, shape: tuple[int, ...]) -> Tensor:
+        return self._view_of(np.broadcast_to(self._view, shape))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return self._view_of(self._view[key])
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def _view_of(self, view: npt.NDArray[Any]) -> Tensor:
+        return Tensor(self.name, view, self._root)
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name}, {self.shape}, {self.dtype})"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that a program needs beside the call's arrays, for its own duration."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    zeroed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A kernel argument that changes from call to call of one program, such as the first position of ``rope``.
+
+    ``struct``: the argument is this structure with the field ``name`` replaced; None: the value itself, of ``dtype``.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    struct: Any = None
+
+
+Argument: TypeAlias = "Tensor | Dynamic | np.generic | int | float"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. Tensors among the arguments name the arrays that they are views of."""
+
+    kernel: CudaKernel | NumbaKernel
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    shared: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    tensor_maps: tuple[Any, ...] = ()
+
+    @property
+    def cooperative(self) -> bool:
+        return isinstance(self.kernel, CudaKernel) and self.kernel.cooperative
+
+    def __str__(self) -> str:
+        grid, block = (" x ".join(map(str, _without_ones(size))) for size in (self.grid, self.block))
+        shared = f", {self.shared} bytes of dynamic shared memory" if self.shared else ""
+        return f"{self.kernel.label}: grid {grid}, block {block}{shared}"
+
+
+def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
+    """A grid or block without its trailing axes of length one."""
+    return _without_ones(size[:-1]) if len(size) > 1 and size[-1] == 1 else size
+
+
+@dataclass(frozen=True)
+class Memset:
+    """Zeros in all of an array or workspace."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """A function on the CPU; it takes the call's arrays by name."""
+
+    function: Callable[[Mapping[str, Any]], None]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An array that the program itself brings along. A device keeps its copy."""
+
+    name: str
+    values: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Workspaces, then steps in order."""
+
+    steps: tuple[Launch | Memset | HostCall, ...]
+    workspaces: tuple[Workspace, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """All workspaces side by side, each at a multiple of 256 bytes."""
+        return sum(-(-w.nbytes // ALIGNMENT) * ALIGNMENT for w in self.workspaces)
+
+    def __str__(self) -> str:
+        lines = [str(step) for step in self.steps if not isinstance(step, Memset)]
+        return "\n".join([*lines, *self.notes])
+
+
+ALIGNMENT = 256  # of workspaces: what cudaMalloc gives, more than any kernel asks for
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may depend on of the device that runs it."""
+
+    arch: str = ""
+    sms: int = 0
+    smem_per_block_optin: int = 0
+    card: str = ""
+    """The name the driver reports; empty where nothing can be measured, as on the emulator."""
+    preset: str = ""
+    """The row of ``gpu_ops.presets`` that stands for the device."""
+
+
+class Builder:
+    """Collects the steps of a program: what a lowering function for GPUs sees of its device."""
+
+    def __init__(self, limits: Limits, candidate: str | None = None) -> None:
+        self.limits = limits
+        self.arch, self.sms, self.card = limits.arch, limits.sms, limits.card
+        self.smem_per_block_optin = limits.smem_per_block_optin
+        self.candidate = candidate
+        """The tuning candidate to take, by label; None: the tuned or the model's choice."""
+        self.asked: list[Any] = []
+        self._steps: list[Launch | Memset | HostCall] = []
+        self._workspaces: dict[str, Workspace] = {}
+        self._constants: dict[str, Constant] = {}
+        self._notes: list[str] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Tensor:
+        """An uninitialised workspace."""
+        return self._workspace(shape, dtype, name, False)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "workspace") -> Tensor:
+        """A workspace that is zero when the program starts."""
+        return self._workspace(shape, dtype, name, True)
+
+    def _workspace(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str, zeroed: bool) -> Tensor:
+        if name in self._workspaces:
+            name = f"{name} {len(self._workspaces) + 1}"
+        self._workspaces[name] = Workspace(name, shape, np.dtype(dtype), zeroed)
+        return Tensor.of(name, Layout.contiguous(shape, dtype))
+
+    def constant(self, values: npt.NDArray[Any], name: str) -> Tensor:
+        """An array whose values the program knows."""
+        self._constants[name] = Constant(name, values)
+        return Tensor.of(name, Layout.contiguous(values.shape, values.dtype))
+
+    def launch(
+        self,
+        kernel: CudaKernel | NumbaKernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Any,
+        *,
+        shared: int = 0,
+    ) -> None:
+        """A kernel launch; a grid without blocks launches nothing."""
+        if 0 not in grid:
+            self._steps.append(Launch(kernel, grid, block, tuple(args), shared))
+
+    def zero(self, tensor: Tensor) -> None:
+        """Fill a whole array of the call with zeros."""
+        if tensor.size:
+            self._steps.append(Memset(tensor.name))
+
+    def call(self, function: Callable[[Mapping[str, Any]], None], text: str) -> None:
+        """A function on the CPU, and what ``explain`` says of it."""
+        self._steps.append(HostCall(function, text))
+
+    def note(self, text: str) -> None:
+        """A line for ``explain``."""
+        self._notes.append(text)
+
+    def program(self) -> Program:
+        return Program(
+            tuple(self._steps),
+            tuple(self._workspaces.values()),
+            tuple(self._constants.values()),
+            tuple(self._notes),
+        )
+
+
+Lower: TypeAlias = "Callable[[Spec, Builder], None]"
+
+_lowers: dict[tuple[str, str], Lower] = {}
+_modules: dict[str, str] = {}
+
+
+def lowers(op: str, *backends: str) -> Callable[[Lower], Lower]:
+    """Register how a backend runs an op. Backends: ``raw``, ``numba`` (GPUs), ``cpu``, ``reference``."""
+
+    def register(function: Lower) -> Lower:
+        for backend in backends:
+            _lowers[op, backend] = function
+        return function
+
+    return register
+
+
+def lower_module(op: str, module: str) -> None:
+    """Say which module registers an op; it is imported when the op is first lowered."""
+    _modules[op] = module
+
+
+def lower(spec: Spec, backend: str, limits: Limits, candidate: str | None = None) -> tuple[Program, Builder]:
+    """The program of a spec, and the builder that made it, which knows what was tuned."""
+    if (spec.op, backend) not in _lowers and spec.op in _modules:
+        importlib.import_module(_modules[spec.op])
+    builder = Builder(limits, candidate)
+    _lowers[spec.op, backend](spec, builder)
+    return builder.program(), builder
