@@ -115,7 +115,7 @@ class Tensor:
         }
         # the array keeps no reference to the object; it never looks at its memory
         view = np.asarray(SimpleNamespace(__array_interface__=interface))
-        return cls(name, view.view(layout.dtype) if layout.dtype.kind != "V" else view)
+        return cls(name, view.view(layout.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
 from gpu_ops.core.device import compiler_missing, cuda_missing
 from gpu_ops.core.dispatch import BACKENDS
+from gpu_ops.core.op import forget_calls
 
 # A CI run repeats the same examples, so that a failure is the change's; runs by hand explore new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -93,10 +94,12 @@ def cupy(monkeypatch):
     caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
     for cached in caches:
         cached.cache_clear()
+    forget_calls()
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", fake.load)
     yield fake
     for cached in caches:
         cached.cache_clear()
+    forget_calls()

@@ -6,19 +6,40 @@ and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
+import math
 from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 
 from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.program import Launch
+
+
+class FakePointer:
+    """Memory of a device, as ``cupy.cuda.MemoryPointer``."""
+
+    def __init__(self, ptr, owner):
+        self.ptr, self.owner = ptr, owner
+
+    def __add__(self, offset):
+        return FakePointer(self.ptr + offset, self.owner)
 
 
 class FakeArray:
     """A cupy.ndarray on device ``ordinal``, whose memory is a NumPy array's."""
 
-    def __init__(self, host, ordinal=0):
+    def __init__(self, host, ordinal=0, memptr=None, strides=None):
+        if memptr is not None:  # cupy.ndarray(shape, dtype, memptr, strides)
+            shape, dtype = host, np.dtype(ordinal)
+            steps = strides or tuple(dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            typestr = f"|V{dtype.itemsize}" if dtype.name == "bfloat16" else dtype.str
+            interface = {"shape": shape, "strides": steps, "typestr": typestr, "version": 3}
+            interface["data"] = (memptr.ptr, False)
+            host = np.asarray(SimpleNamespace(__array_interface__=interface, owner=memptr.owner)).view(dtype)
+            ordinal = memptr.owner.device.id
         self.host = host
         self.device = SimpleNamespace(id=ordinal)
 
@@ -28,7 +49,8 @@ class FakeArray:
     itemsize = property(lambda self: self.host.itemsize)
     size = property(lambda self: self.host.size)
     ndim = property(lambda self: self.host.ndim)
-    data = property(lambda self: SimpleNamespace(ptr=self.host.__array_interface__["data"][0]))
+    nbytes = property(lambda self: self.host.nbytes)
+    data = property(lambda self: FakePointer(self.host.__array_interface__["data"][0], self))
 
     def reshape(self, *shape):
         return FakeArray(self.host.reshape(*shape), self.device.id)
@@ -41,6 +63,9 @@ class FakeArray:
 
     def fill(self, value):
         self.host.fill(value)
+
+    def transpose(self, axes):
+        return FakeArray(self.host.transpose(axes), self.device.id)
 
     def swapaxes(self, a, b):
         return FakeArray(self.host.swapaxes(a, b), self.device.id)
@@ -86,7 +111,10 @@ class ForeignDLPack:
 
 class _Stream:
     def __init__(self, cupy, number):
-        self.cupy, self.number = cupy, number
+        self.cupy, self.number, self.ptr = cupy, number, number
+
+    def is_capturing(self):
+        return self.cupy.capturing
 
     def __enter__(self):
         self.cupy.streams.append(self.number)
@@ -118,16 +146,19 @@ class FakeCupy(ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
         self.ndarray = FakeArray
         self.streams, self.entered, self.launched = [], [], []
+        self.capturing = False
         stream = SimpleNamespace(null=_Stream(self, 0), ptds=_Stream(self, 2))
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
             getDevice=self.current_device,
             getDeviceProperties=lambda ordinal: {"name": b"NVIDIA A30"},
+            memsetAsync=self.memset,
         )
         self.cuda = SimpleNamespace(
             Device=lambda n: _Device(self, n),
             Stream=stream,
             ExternalStream=lambda n: _Stream(self, n),
+            get_current_stream=lambda: _Stream(self, self.streams[-1] if self.streams else 0),
             runtime=runtime,
         )
 
@@ -163,12 +194,29 @@ class FakeCupy(ModuleType):
         assert self.current_device() == x.device.id
         return FakeArray(np.ascontiguousarray(x.host), x.device.id)
 
-    def launch(self, kernel, grid, block, args, *, shared=0):
-        """In place of gpu_ops.kernels.compiler.jit.launch."""
-        assert not any(isinstance(a, np.ndarray) for a in args), "host memory does not reach a GPU"
-        assert all(a.device.id == self.current_device() for a in args if isinstance(a, FakeArray))
-        self.launched.append(
-            (kernel.label, self.current_device(), self.streams[-1] if self.streams else None)
-        )
+    def memset(self, ptr, value, nbytes, stream):
+        ctypes.memset(ptr, value, nbytes)
+
+    def load(self, kernel):
+        """In place of gpu_ops.kernels.compiler.jit.load."""
+        return FakeLauncher(self, kernel)
+
+
+class FakeLauncher:
+    """Runs a kernel on the emulator."""
+
+    def __init__(self, cupy, kernel):
+        self.cupy, self.kernel = cupy, kernel
+
+    def arguments(self, args):
+        return list(args)
+
+    def __call__(self, grid, block, args, shared):
+        cupy = self.cupy
+        assert not any(isinstance(a, np.ndarray) and a.ndim for a in args), "host memory does not reach a GPU"
+        assert all(a.device.id == cupy.current_device() for a in args if isinstance(a, FakeArray))
+        stream = cupy.streams[-1] if cupy.streams else None
+        cupy.launched.append((self.kernel.label, cupy.current_device(), stream))
         host = [a.host if isinstance(a, FakeArray) else a for a in args]
-        EmulatorDevice().launch(kernel, grid, block, host, shared=shared)
+        host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
+        EmulatorDevice().link(Launch(self.kernel, grid, block, tuple(host), shared))({})

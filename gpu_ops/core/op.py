@@ -12,7 +12,7 @@ from gpu_ops.core.call import Bound
 from gpu_ops.core.call_key import ANY_INTEGER, INTEGERS, call_key
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import EmulatorDevice
-from gpu_ops.core.dispatch import WITH_CUDA_KERNELS
+from gpu_ops.core.dispatch import WITH_CUDA_KERNELS, Choice
 from gpu_ops.core.run import Prepared, forget
 from gpu_ops.kernels.program import lower_module
 
@@ -32,6 +32,11 @@ class Explanation:
     bound: Bound
     prepared: Prepared
     values: dict[str, Any]
+
+    @property
+    def choice(self) -> Choice:
+        """Device and backend, and why."""
+        return self.bound.choice
 
     def __str__(self) -> str:
         b, choice = self.bound, self.bound.choice
