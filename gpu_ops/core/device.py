@@ -204,11 +204,11 @@ def _numpy_argument(a: Any, views: Views) -> Any:
         return a
     base = views[a.name]
     if a.is_whole:
-        return base
+        return base if base.ndim else base.reshape(1)  # the emulator takes an array without axes for a number
     interface = {
         "shape": a.shape,
         "strides": a.strides,
-        "typestr": f"|V{a.itemsize}" if a.dtype.name == "bfloat16" else a.dtype.str,
+        "typestr": f"|V{a.itemsize}",  # bytes: NumPy would copy numbers that are not aligned
         "data": (_address(base) + a.offset, not base.flags.writeable),
         "version": 3,
     }
