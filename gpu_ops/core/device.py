@@ -6,12 +6,12 @@ by name. Nothing else of the library asks where it runs.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import math
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -205,14 +205,18 @@ def _numpy_argument(a: Any, views: Views) -> Any:
     base = views[a.name]
     if a.is_whole:
         return base if base.ndim else base.reshape(1)  # the emulator takes an array without axes for a number
-    interface = {
-        "shape": a.shape,
-        "strides": a.strides,
-        "typestr": f"|V{a.itemsize}",  # bytes: NumPy would copy numbers that are not aligned
-        "data": (_address(base) + a.offset, not base.flags.writeable),
-        "version": 3,
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface, base=base)).view(a.dtype)
+    root = base
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    data = root.ravel(order="K").view(np.uint8)
+    if not np.may_share_memory(data, root):  # an owner with gaps, as another library's strided array
+        low, high = np.lib.array_utils.byte_bounds(root)
+        data = np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
+    # a view, so that the emulator sees how far it lies from the start of its allocation
+    offset = _address(base) - _address(data) + a.offset
+    view = np.ndarray(a.shape, a.dtype, data, offset, a.strides)
+    view.flags.writeable = base.flags.writeable
+    return view
 
 
 def dynamic_value(a: Dynamic, views: Views) -> Any:
