@@ -6,6 +6,7 @@ and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.machinery
 import math
@@ -147,6 +148,7 @@ class FakeCupy(ModuleType):
         self.ndarray = FakeArray
         self.streams, self.entered, self.launched = [], [], []
         self.capturing = False
+        self.graph = []  # what a captured stream has recorded: functions
         stream = SimpleNamespace(null=_Stream(self, 0), ptds=_Stream(self, 2))
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
@@ -165,7 +167,24 @@ class FakeCupy(ModuleType):
     def current_device(self):
         return self.entered[-1] if self.entered else 0
 
+    @contextlib.contextmanager
+    def capture(self):
+        """A graph: work is recorded, and run; what a driver refuses in a capture is an error."""
+        self.capturing, self.graph = True, []
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def replay(self):
+        for work in self.graph:
+            work()
+
+    def _allocate(self):
+        assert not self.capturing, "memory is allocated or the host waits while the stream is captured"
+
     def asarray(self, x, blocking=False):
+        self._allocate()
         if isinstance(x, np.ndarray):
             assert x.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
             return FakeArray(x.copy(), self.current_device())
@@ -181,21 +200,31 @@ class FakeCupy(ModuleType):
         return FakeArray(x.host, x.ordinal)
 
     def asnumpy(self, x):
+        self._allocate()
         assert isinstance(x, FakeArray)
         return x.host.copy()
 
     def empty(self, shape, dtype):
+        self._allocate()
         return FakeArray(np.empty(shape, dtype), self.current_device())
 
     def zeros(self, shape, dtype):
+        self._allocate()
         return FakeArray(np.zeros(shape, dtype), self.current_device())
 
     def ascontiguousarray(self, x):
+        self._allocate()
         assert self.current_device() == x.device.id
         return FakeArray(np.ascontiguousarray(x.host), x.device.id)
 
     def memset(self, ptr, value, nbytes, stream):
-        ctypes.memset(ptr, value, nbytes)
+        self.run(lambda: ctypes.memset(ptr, value, nbytes))
+
+    def run(self, work):
+        """Work for the current stream."""
+        if self.capturing:
+            self.graph.append(work)
+        work()
 
     def load(self, kernel):
         """In place of gpu_ops.kernels.compiler.jit.load."""
@@ -219,4 +248,5 @@ class FakeLauncher:
         cupy.launched.append((self.kernel.label, cupy.current_device(), stream))
         host = [a.host if isinstance(a, FakeArray) else a for a in args]
         host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
-        EmulatorDevice().link(Launch(self.kernel, grid, block, tuple(host), shared))({})
+        launch = Launch(self.kernel, grid, block, tuple(host), shared)
+        cupy.run(lambda: EmulatorDevice().link(launch)({}))

@@ -109,6 +109,7 @@ class Call:
         self._cuda: CudaArrays | None = None
         self._provided: dict[str, Layout] = {}
         self._held: list[tuple[str, Array]] = []
+        self._items: dict[str, list[str]] = {}
 
     @property
     def on_cuda(self) -> bool:
@@ -172,17 +173,24 @@ class Call:
         rows: bool = False,
         returned: bool = True,
         axes: tuple[int, ...] | None = None,
+        item: int | None = None,
     ) -> Array | None:
         """A result; the caller's array for it is checked, and a view of it returned.
 
-        ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
+        ``item``: its place where ``out`` is a tuple of all results; else ``out`` is the first. ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
         else is written. ``rows``: its leading axes must merge into one without a copy. ``axes``: the order in which
         a new array's axes lie in memory.
         """
-        return self._write(
-            Output(name, Layout.contiguous(shape, dtype), None, returned, None, axes),
-            out, argument, Source(argument), in_place, rows,
-        )  # fmt: skip
+        label, source = argument, Source(argument)
+        if item is not None and isinstance(out, tuple):
+            self._items.setdefault(argument, []).append(name)
+            self._given.setdefault(argument, out)
+            label, source = f"{argument} {name}", Source(argument, item)
+            out = out[item] if item < len(out) else None
+        elif item:
+            out = None
+        output = Output(name, Layout.contiguous(shape, dtype), None, returned, None, axes)
+        return self._write(output, out, label, source, in_place, rows)
 
     def write_each(
         self,
@@ -243,6 +251,12 @@ class Call:
         ``unsupported``: backends that cannot run this problem, and why. ``finish`` makes what is returned of the
         arrays by name. ``look``: values that the program depends on, looked at in every call.
         """
+        for argument, names in self._items.items():
+            if len(self._given[argument]) != len(names) or any(x is None for x in self._given[argument]):
+                raise OptionError(
+                    f"{self.op}: {argument} must be the array {names[0]} or a tuple of all results, "
+                    f"({', '.join(names)}); got a tuple of {len(self._given[argument])}"
+                )
         choice = choose(
             self.op, self._device, self._backend, self.on_cuda, unsupported=unsupported,
             work=(self._nbytes(), flops),

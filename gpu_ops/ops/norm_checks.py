@@ -31,7 +31,7 @@ def write_outputs(call: Call, x: Array, has_sum: bool, out: Any, residual_out: A
         raise OptionError(
             f"{call.op}: residual_out receives x + residual; pass residual= too, and return_sum=True, or omit it"
         )
-    call.write("y", x.shape, x.dtype, out, in_place="x", rows=True)
+    call.write("y", x.shape, x.dtype, out, in_place="x", rows=True, item=0)
     if has_sum:
         call.write(
             "s", x.shape, x.dtype, residual_out, argument="residual_out", in_place="residual", rows=True

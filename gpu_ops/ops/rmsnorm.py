@@ -59,7 +59,7 @@ def rmsnorm(
     return_rstd : bool
         Also return ``rstd`` (shape of x without its last axis; float32, float64 for float64).
     out : array like x, optional
-        Receives y. ``out=x`` works in place.
+        Receives y. ``out=x`` works in place. With ``return_rstd`` also a pair, (y, rstd).
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
     device, backend : str, optional
@@ -100,7 +100,8 @@ def rmsnorm(
     return_rstd = checks.flag(call.op, "return_rstd", return_rstd)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
     write_outputs(call, x_, has_sum, out, residual_out)
-    call.write("rstd", x_.shape[:-1], checks.computing_dtype(dtype), returned=return_rstd)
+    statistics = checks.computing_dtype(dtype)
+    call.write("rstd", x_.shape[:-1], statistics, out if return_rstd else None, returned=return_rstd, item=1)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
@@ -144,7 +145,7 @@ def rmsnorm_backward(
     weight_offset, casting
         As in the forward call.
     out : array like dy, optional
-        Receives dx. ``out=dy`` works in place.
+        Receives dx. ``out=dy`` works in place. Also a pair, (dx, dweight).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -181,8 +182,8 @@ def rmsnorm_backward(
         weight_offset=checks.number(call.op, "weight_offset", weight_offset),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
-    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True)
-    call.write("dweight", weight_.shape, statistics)
+    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True, item=0)
+    call.write("dweight", weight_.shape, statistics, out, item=1)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",

@@ -1,0 +1,98 @@
+"""CUDA graphs: a captured call allocates nothing, and replays after other arrays came and went.
+
+On a stand-in for CuPy (fake_cupy.py) that refuses allocations, copies and waits while a stream is captured, records
+what is launched, and runs kernels on the emulator.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compilers import needs_nvrtc
+from fake_cupy import FakeArray
+
+import gpu_ops
+from gpu_ops.core.dispatch import has_cuda_kernels
+from gpu_ops.errors import DeviceError, DTypeError, ShapeError
+from tests.calls import OPS, call
+
+pytestmark = needs_nvrtc
+
+# Results that are no arrays, or go through the host: calls with these cannot be captured.
+NO_CAPTURE = ("ternary_quantize", "ternary_pack", "ternary_unpack")
+CAPTURED = [op for op in OPS if has_cuda_kernels(op) and op not in NO_CAPTURE]
+# Forms of an op with more results or workspaces.
+FORMS = {
+    "rmsnorm": [{"return_rstd": True}],
+    "layernorm": [{"return_stats": True}],
+    "attention": [{"return_lse": True}],
+    "attention_varlen": [{"return_lse": True}],
+    "attention_decode": [{"return_lse": True}, {"num_splits": 3}],
+}
+CASES = [(op, form) for op in CAPTURED for form in ({}, *FORMS.get(op, []))]
+
+
+def on_device(x):
+    return FakeArray(x.copy()) if isinstance(x, np.ndarray) else x
+
+
+def results(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("kernels", ["raw", "numba"])
+@pytest.mark.parametrize(
+    ("op", "form"), CASES, ids=[f"{op}{'-' * bool(form)}{''.join(form)}" for op, form in CASES]
+)
+def test_a_captured_call_replays(cupy, op, form, kernels):
+    one = call(op)
+    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options}.items()}, **form)
+    state = {n: x.host.copy() for n, x in {**one.arrays, **one.options}.items() if isinstance(x, FakeArray)}
+    eager = results(one(backend=kernels))
+    want = [x.host.copy() for x in eager]
+    changed = {n: one.arrays[n].host.copy() for n in state if n in one.arrays}
+    outs = tuple(FakeArray(np.zeros_like(x.host)) for x in eager)
+    given = {"out": outs if len(outs) > 1 else outs[0]}
+    size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
+    workspace = FakeArray(np.full(size, 0xFF, np.uint8))
+
+    def restore():
+        for name, x in state.items():
+            (one.arrays.get(name) or one.options[name]).host[...] = x
+
+    restore()
+    with cupy.capture():
+        one(backend=kernels, workspace=workspace, **given)
+    for _ in range(2):
+        restore()
+        workspace.host[:] = 0xFF  # what a kernel does not write itself is not there
+        for x in outs:
+            x.host.reshape(-1).view(np.uint8)[:] = 0xFF
+        cupy.replay()
+        for x, expected in zip(outs, want, strict=True):
+            assert x.host.tobytes() == expected.tobytes()
+        for name, expected in changed.items():  # caches
+            assert one.arrays[name].host.tobytes() == expected.tobytes()
+
+
+def test_a_captured_call_without_its_workspace_says_what_to_pass(cupy):
+    x, w = FakeArray(np.ones((6, 64), np.float32)), FakeArray(np.ones(64, np.float32))
+    y = FakeArray(np.zeros((6, 64), np.float32))
+    gpu_ops.rmsnorm(x, w, out=y)
+    size = gpu_ops.workspace_size("rmsnorm", x, w, out=y)
+    with cupy.capture(), pytest.raises(DeviceError, match=f"needs {size} bytes of workspace.*workspace="):
+        gpu_ops.rmsnorm(x, w, out=y)
+
+
+def test_a_workspace_that_will_not_do_is_refused(cupy):
+    x, w = FakeArray(np.ones((6, 64), np.float32)), FakeArray(np.ones(64, np.float32))
+    need = gpu_ops.workspace_size("rmsnorm", x, w)
+    assert need > 0
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=rf"workspace has shape \(1,\), expected \({need},\) or more"):
+            gpu_ops.rmsnorm(x, w, workspace=FakeArray(np.zeros(1, np.uint8)))
+        with pytest.raises(DTypeError, match="workspace is float32, expected a uint8 array"):
+            gpu_ops.rmsnorm(x, w, workspace=FakeArray(np.zeros(4096, np.float32)))
+        with pytest.raises(DeviceError, match="workspace is in host memory"):
+            gpu_ops.rmsnorm(x, w, workspace=np.zeros(4096, np.uint8))
+        gpu_ops.rmsnorm(x, w, workspace=FakeArray(np.zeros(need, np.uint8)))
