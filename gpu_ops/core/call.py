@@ -177,9 +177,10 @@ class Call:
     ) -> Array | None:
         """A result; the caller's array for it is checked, and a view of it returned.
 
-        ``item``: its place where ``out`` is a tuple of all results; else ``out`` is the first. ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
-        else is written. ``rows``: its leading axes must merge into one without a copy. ``axes``: the order in which
-        a new array's axes lie in memory.
+        ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
+        else is written. ``item``: its place where ``out`` is a tuple of all results; otherwise ``out`` is the first.
+        ``rows``: its leading axes must merge into one without a copy. ``axes``: the order in which a new array's
+        axes lie in memory.
         """
         label, source = argument, Source(argument)
         if item is not None and isinstance(out, tuple):
