@@ -162,13 +162,11 @@ class Tensor:
         return a is b or (a.shape, a.strides, a.dtype, self.offset) == (b.shape, b.strides, b.dtype, 0)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
-        view = self._view.view()
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         if -1 in sizes:
             known = math.prod(n for n in sizes if n != -1)
             sizes = tuple(self.size // max(known, 1) if n == -1 else n for n in sizes)
-        view.shape = sizes  # raises where reshape() would copy
-        return self._view_of(view)
+        return self._view_of(self._view.reshape(sizes, copy=False))  # assigning .shape would read the memory
 
     def ravel(self) -> Tensor:
         return self.reshape(-1)

@@ -116,10 +116,13 @@ class Call:
         """Whether the caller's arrays lie on a CUDA device."""
         return self._cuda is not None
 
-    def read(self, name: str, x: Any, axes: str | None = None, *, rows: bool = False) -> Array:
+    def read(
+        self, name: str, x: Any, axes: str | None = None, *, rows: bool = False, contiguous: bool = False
+    ) -> Array:
         """A read-only view of ``x``, its last axis contiguous, or a copy that is. ``axes`` names its axes.
 
-        ``rows``: its leading axes merge into one as well. A dotted name is an attribute of an argument.
+        ``rows``: its leading axes merge into one as well; ``contiguous``: all its axes. A dotted name is an
+        attribute of an argument.
         """
         view = self._view(name, x)
         if not view.dtype.isnative:
@@ -130,7 +133,7 @@ class Call:
         if axes is not None:
             self.axes.bind(name, view, axes)
         strided = view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize
-        if rows and not strided and not is_row_major(view):
+        if (rows and not strided and not is_row_major(view)) or (contiguous and not view.flags.c_contiguous):
             strided = True
             self.hold(name, view)
         if strided:  # kernels need unit stride on the last axis only
