@@ -17,10 +17,10 @@ from gpu_ops.core.op import explain, workspace_size
 # port: from gpu_ops.ops.attention import attention, attention_backward
 # port: from gpu_ops.ops.attention_decode import attention_decode
 # port: from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
-# port: from gpu_ops.ops.layernorm import layernorm, layernorm_backward
+from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 
-# port: from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 # port: from gpu_ops.ops.rope import rope, rope_backward
 # port: from gpu_ops.ops.rope_append_kv import rope_append_kv
 # port: from gpu_ops.ops.swiglu import swiglu, swiglu_backward

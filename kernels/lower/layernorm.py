@@ -19,6 +19,7 @@ lowers("layernorm_backward", "numba")(partial(norm.backward_numba, norm="layerno
 @lowers("layernorm", "cpu")
 def forward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import layernorm
+    from gpu_ops.kernels.numba_cpu.parallel import items_per_task
 
     x, eps = spec.tensor("x"), spec["eps"]
     size = math.prod(x.shape[:-1]), x.shape[-1]
@@ -37,12 +38,13 @@ def forward(spec: Spec, on: Builder) -> None:
             eps=eps,
         )
 
-    on.call(run, layernorm.config(*size))
+    on.call(run, f"{items_per_task(*size)} rows per task")
 
 
 @lowers("layernorm_backward", "cpu")
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import layernorm
+    from gpu_ops.kernels.numba_cpu.parallel import items_per_task
 
     x = spec.tensor("x")
     size = math.prod(x.shape[:-1]), x.shape[-1]
@@ -65,4 +67,4 @@ def backward(spec: Spec, on: Builder) -> None:
             views["dbias"],
         )
 
-    on.call(run, layernorm.config(*size))
+    on.call(run, f"{items_per_task(*size)} rows per task")
