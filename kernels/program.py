@@ -162,7 +162,7 @@ class Tensor:
         return a is b or (a.shape, a.strides, a.dtype, self.offset) == (b.shape, b.strides, b.dtype, 0)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        sizes: Any = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         if -1 in sizes:
             known = math.prod(n for n in sizes if n != -1)
             sizes = tuple(self.size // max(known, 1) if n == -1 else n for n in sizes)

@@ -207,11 +207,8 @@ class Memory:
 
 
 def _owner(array: Array) -> int:
-    """The address of the array that this one is a view of."""
-    base: Any = array
-    while base is not None:  # an array interface between two arrays has a base as well
-        array = base if isinstance(base, np.ndarray) else array
-        base = getattr(base, "base", None)
+    while isinstance(array.base, np.ndarray):
+        array = array.base
     return int(array.__array_interface__["data"][0])
 
 

@@ -56,7 +56,7 @@ def layernorm(
         Also return ``mean`` and ``rstd``, which the backward needs (shape of x without its last axis; float32,
         float64 for float64).
     out : array like x, optional
-        Receives y. ``out=x`` works in place.
+        Receives y. ``out=x`` works in place. With ``return_stats`` also a tuple, (y, mean, rstd).
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
     device, backend : str, optional
@@ -95,8 +95,9 @@ def layernorm(
     return_stats = checks.flag(call.op, "return_stats", return_stats)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
     write_outputs(call, x_, has_sum, out, residual_out)
-    for statistic in ("mean", "rstd"):
-        call.write(statistic, x_.shape[:-1], checks.computing_dtype(dtype), returned=return_stats)
+    wide, outs = checks.computing_dtype(dtype), out if return_stats else None
+    for item, name in enumerate(("mean", "rstd"), 1):
+        call.write(name, x_.shape[:-1], wide, outs, returned=return_stats, item=item)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}",
@@ -137,7 +138,7 @@ def layernorm_backward(
     dresidual : array like dy, optional
         Gradient of ``s`` from the residual stream, added to dx. The sum is the gradient of both x and residual.
     out : array like dy, optional
-        Receives dx. ``out=dy`` works in place.
+        Receives dx. ``out=dy`` works in place. Also a tuple, (dx, dweight, dbias).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -173,9 +174,9 @@ def layernorm_backward(
     wide = checks.computing_dtype(dtype)
     for name, statistic in statistics.items():
         checks.exactly(call.op, name, statistic, x_.shape[:-1], wide)
-    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True)
-    call.write("dweight", weight_.shape, wide)
-    call.write("dbias", weight_.shape, wide)
+    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True, item=0)
+    for item, name in enumerate(("dweight", "dbias"), 1):
+        call.write(name, weight_.shape, wide, out, item=item)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}",

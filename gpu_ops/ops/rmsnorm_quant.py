@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import store
@@ -93,7 +94,7 @@ def rmsnorm_quant_int8(
         weight_offset=checks.number(call.op, "weight_offset", weight_offset),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
-    results = {
+    results: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
         "q": (x_.shape, np.int8),
         "scale": (x_.shape[:-1], checks.computing_dtype(dtype)),
         "rowsum": (x_.shape[:-1], np.int32),
