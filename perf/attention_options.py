@@ -1,6 +1,6 @@
-"""Attention's options, ``--grid options``: forward and backward of one shape with each.
+"""Attention's options, ``--grid options``: forward and backward of one shape with each option.
 
-What torch's SDPA has no option for goes into its ``attn_mask``, made ahead; softcap, which it cannot do at all, into
+torch's SDPA gets options that it lacks as an ``attn_mask``, prepared ahead. It has no softcap at all: there torch runs
 the eager formula that transformers falls back on.
 """
 
@@ -20,22 +20,22 @@ from gpu_ops.reference.attention_backward import attention_backward as reference
 from gpu_ops.reference.precision import Precision
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
-from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs, backends, made_by, normal, torch_view
 
 NHEADS, HEAD_DIM = 8, 64
 SOFTCAP = 30.0
 _SLOPES = (2.0 ** (-8.0 / NHEADS * np.arange(1, NHEADS + 1))).astype(np.float32)
-WINDOWS, DOCUMENTS = 8, 16  # per sequence, which is a multiple of them
+WINDOWS, DOCUMENTS = 8, 16  # per sequence; seqlen is a multiple of both
 
 Scores = Callable[[Inputs], np.ndarray]
-"""What is added to scores, (seqlen, seqlen) or for each head, float32; -inf hides a key."""
+"""The term added to the scores: float32, (seqlen, seqlen) or one per head; -inf hides a key."""
 
 
 @dataclass(frozen=True)
 class Option:
     name: str
     arguments: Callable[[Inputs], dict[str, Any]]
-    """Of ``gpu_ops.attention``."""
+    """Options of ``gpu_ops.attention``."""
     added: Scores | None
     softcap: float = 0.0
 
@@ -45,7 +45,7 @@ def _seqlen(x: Inputs) -> int:
 
 
 def _distances(x: Inputs) -> np.ndarray:
-    """Of a query from the keys before it; of those after it negative."""
+    """(seqlen, seqlen): query position minus key position."""
     positions = np.arange(_seqlen(x))
     return positions[:, None] - positions
 
@@ -65,10 +65,8 @@ def _document_mask(x: Inputs) -> np.ndarray:
 
 def _document_blocks(x: Inputs) -> dict[str, Any]:
     size = _seqlen(x) // DOCUMENTS
-    return {
-        "block_mask": gpu_ops.BlockMask.document(_documents(x), block_q=size, block_k=size),
-        "causal": True,
-    }
+    mask = gpu_ops.BlockMask.document(_documents(x), block_q=size, block_k=size)
+    return {"block_mask": mask, "causal": True}
 
 
 def _window(x: Inputs) -> int:
@@ -142,26 +140,24 @@ def case(option: Option, shape: Shape, dtype: str, device: str, *, backward: boo
         shape=str(shape),
         dtype=dtype,
         flops=shape.flops(causal=False, backward=backward) * share_seen(option, shape),
-        bytes=shape.nbytes(itemsize, backward=backward) + read_of(option, shape, itemsize),
-        make=maker(data, shape),
-        make_small=maker(data, small),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        # the formula's gradient of tanh is left to torch, and CuPy's formula to the other grids
+        bytes=shape.nbytes(itemsize, backward=backward) + bias_bytes(option, shape, itemsize),
+        **made_by(data, (shape,), (small,)),
+        **backends(ours),
+        # naive_backward has no tanh gradient; the other grids measure CuPy's formula
         naive=None if device == "cuda" or (backward and option.softcap) else naive,
         torch=functools.partial(torch, functools.partial(torch_attention, option)),
         reference=reference,
         backward=backward,
-        note="torch: options as an attn_mask of q's dtype made ahead, softcap eager",
+        note="torch: options as an attn_mask in q's dtype, prepared ahead; softcap eager",
     )
 
 
-def read_of(option: Option, shape: Shape, itemsize: int) -> float:
+def bias_bytes(option: Option, shape: Shape, itemsize: int) -> float:
     return shape.nheads * shape.seqlen_q * shape.seqlen_k * itemsize if option.name == "bias" else 0.0
 
 
 def share_seen(option: Option, shape: Shape) -> float:
-    """Of the pairs of queries and keys."""
+    """The share of (query, key) pairs that the option leaves visible."""
     if option.name not in ("window", "documents") or option.added is None:
         return 1.0
     x = {"q": np.broadcast_to(np.float32(0), (1, shape.seqlen_q, 1, 1))}
@@ -181,5 +177,5 @@ def torch_attention(option: Option, x: Inputs) -> peers.Attend:
         return eager
     assert option.added is not None
     mask = torch.from_numpy(option.added(x)).to(q.device, q.dtype)
-    mask = mask[None] if mask.ndim == 3 else mask  # of three axes SDPA takes the slow way
+    mask = mask[None] if mask.ndim == 3 else mask  # SDPA is slow with a 3-D mask
     return functools.partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=mask)
