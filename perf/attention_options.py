@@ -1,7 +1,7 @@
 """Attention's options, ``--grid options``: forward and backward of one shape with each option.
 
-torch's SDPA gets options that it lacks as an ``attn_mask``, prepared ahead. It has no softcap at all: there torch runs
-the eager formula that transformers falls back on.
+torch's SDPA gets options that it lacks as an ``attn_mask``, prepared ahead. It has no softcap at all: there torch
+runs the eager formula that transformers falls back on.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def mlp(sizes: tuple[int, int, int], dtype: str) -> Case:
         **made_by(mlp_data, sizes, SMALL_MLP, DTYPES[dtype], ("x",)),
         **calls(gpu_ops.swiglu_mlp, reference.swiglu_mlp, ("x", *WEIGHTS)),
         naive=naive_mlp,
-        torch=lambda x: functools.partial(torch_mlp, *(torch_view(x[name]) for name in ("x", *WEIGHTS))),
+        torch=lambda x: functools.partial(torch_mlp(), *(torch_view(x[name]) for name in ("x", *WEIGHTS))),
         bandwidth="read",
     )
 
@@ -170,7 +170,7 @@ def mlp_backward(sizes: tuple[int, int, int], dtype: str) -> Case:
         **made_by(mlp_data, sizes, SMALL_MLP, DTYPES[dtype], ("x", "dy")),
         **calls(gpu_ops.swiglu_mlp_backward, reference.swiglu_mlp_backward, ("dy", *names)),
         naive=None,
-        torch=lambda x: torch_gradient(torch_mlp, x, names),
+        torch=lambda x: torch_gradient(torch_mlp(), x, names),
         bandwidth="copy",
         backward=True,
         note="torch keeps gate, up and the activation from its forward pass; ours recomputes them",
@@ -256,10 +256,11 @@ def torch_forward(activation: Activation, x: Inputs) -> Call:
     return functools.partial(torch_glu(activation), torch_view(x["gate"]), torch_view(x["up"]))
 
 
-def torch_mlp(rows: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+def torch_mlp() -> Any:
+    """The MLP of tensors (rows, w_gate, w_up, w_down)."""
     from torch.nn.functional import linear, silu
 
-    return linear(silu(linear(rows, w_gate)) * linear(rows, w_up), w_down)
+    return lambda rows, gate, up, down: linear(silu(linear(rows, gate)) * linear(rows, up), down)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 ``python perf/bench_ternary.py --device cpu --dtype float32 --seqlen 1 16 128`` (seqlen: tokens)
 
 The peers get dense weights, prepared ahead, as a user without packed weights would run them. Their memory traffic
-is 16 times ours (8 times with bfloat16 in torch). One token is bound by the packed bytes, shown as GB/s; many tokens
-are bound by integer products, shown as operations per second. When both operands are ternary, one case keeps 2 % of the
-chunks of 128 weights, and the kernel skips the rest. Packing, unpacking and quantising only move bytes.
+is 16 times ours (8 times with bfloat16 in torch). One token is bound by the packed bytes, shown as GB/s; many
+tokens are bound by integer products, shown as operations per second. When both operands are ternary, one case keeps
+2 % of the chunks of 128 weights, and the kernel skips the rest. Packing, unpacking and quantising only move bytes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Times ours, the naive formula and a peer, interleaved, on the same data.
 
-Each round gives every contender a slice of time in turn, so that a slower clock or a busy neighbour hits all of them.
-On a CPU the loop at the case's limit (peaks.py) takes turns too, so the share of the limit compares medians of the same
-moments. After a switch there is a pause, because BLAS pools keep spinning for some milliseconds and would steal the next
-contender's cores, and one untimed call. Cases bound by memory rotate over copies of their inputs that together exceed
-the last-level cache.
+Each round gives every contender a slice of time in turn, so that a slower clock or a busy neighbour hits all of
+them. On a CPU the loop at the case's limit (peaks.py) takes turns too, so the share of the limit compares medians
+of the same moments. After a switch there is a pause, because BLAS pools keep spinning for some milliseconds and
+would steal the next contender's cores, and one untimed call. Cases bound by memory rotate over copies of their
+inputs that together exceed the last-level cache.
 """
 
 from __future__ import annotations

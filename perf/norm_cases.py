@@ -50,11 +50,12 @@ class Norm:
     flops: tuple[float, float]
     """Per element, forward and backward."""
 
-    def torch(self, rows: Any, weight: Any, *bias: Any) -> Any:
-        import torch
+    def torch(self) -> Callable[..., Any]:
+        """torch's own norm, ``(rows, *parameters) -> y``."""
+        from torch.nn import functional
 
-        function = getattr(torch.nn.functional, self.torch_name)
-        return function(rows, weight.shape, weight, *bias, eps=self.eps)
+        function, eps = getattr(functional, self.torch_name), self.eps
+        return lambda rows, weight, *bias: function(rows, weight.shape, weight, *bias, eps=eps)
 
 
 def forward(norm: Norm, shape: Shape, dtype: str, residual: bool = False) -> Case:
@@ -97,7 +98,7 @@ def backward(norm: Norm, shape: Shape, dtype: str) -> Case:
         **backends(functools.partial(gradient, norm.functions)),
         reference=lambda x, precision: gradient(norm.definitions, x, precision=precision)(),
         naive=naive,
-        torch=lambda x: torch_gradient(norm.torch, x, names),
+        torch=lambda x: torch_gradient(norm.torch(), x, names),
         backward=True,
     )
 
@@ -170,12 +171,12 @@ def naive_backward(
 
 def torch_call(norm: Norm, x: Inputs) -> Call:
     tensors = {name: torch_view(array) for name, array in x.items()}
+    function, rows, residual = norm.torch(), tensors["x"], tensors.get("residual")
     parameters = [tensors[name] for name in norm.parameters]
 
     def call() -> Any:
-        if "residual" not in x:
-            return norm.torch(tensors["x"], *parameters)
-        total = tensors["x"] + tensors["residual"]
-        return norm.torch(total, *parameters), total
+        total = rows if residual is None else rows + residual
+        y = function(total, *parameters)
+        return y if residual is None else (y, total)
 
     return call

@@ -32,11 +32,9 @@ def make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 10_000)
 
 
-def make_table(
-    title: str, labels: Sequence[str], figures: Sequence[str], caption: str | None = None
-) -> Table:
+def make_table(title: str, labels: Sequence[str], figures: Sequence[str]) -> Table:
     """Labels are left-aligned, figures right-aligned; cells never wrap."""
-    grid = Table(title=title, title_justify="left", title_style="bold", caption=caption, pad_edge=False)
+    grid = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
     for name in labels:
         grid.add_column(name, no_wrap=True)
     for name in figures:
@@ -67,6 +65,7 @@ def table(op: str, results: Sequence[Result]) -> Table:
     peers = tuple(dict.fromkeys((*PEERS, *timed)))
     figures = ("time", "rate", "limit", "memory", *(f"x {peer}" for peer in peers), "error")
     grid = make_table(op, ("case", "shape", "dtype"), figures)
+    grid.columns[-1].no_wrap = False  # on a terminal a long error wraps, so that the labels stay whole
     for result in results:
         grid.add_row(*cells(result, peers))
     return grid

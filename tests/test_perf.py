@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
-import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from perf import accuracy, case, cli, compare, harness, limits, machine, memory, report, stats
+from perf import accuracy, case, cli, compare, harness, limits, machine, memory, report, runs, stats
+from perf.attention_grids import Shape
 from perf.case import Case, Config
 
 FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
@@ -64,14 +66,15 @@ def test_attention_pairs_by_brute_force(seqlen_q, seqlen_k, causal):
     visible = sum(
         not causal or j <= i + seqlen_k - seqlen_q for i in range(seqlen_q) for j in range(seqlen_k)
     )
-    assert case.attention_pairs(seqlen_q, seqlen_k, causal) == visible
+    assert Shape(1, seqlen_q, seqlen_k, 1, 1, 8).pairs(causal=causal) == visible
 
 
 def test_attention_flops_follow_the_convention():
-    full = case.attention_flops(2, 3, 8, 8, 16, causal=False)
+    shape = Shape(2, 8, 8, 3, 3, 16)
+    full = shape.flops(causal=False)
     assert full == 4 * 2 * 3 * 8 * 8 * 16
-    assert case.attention_flops(2, 3, 8, 8, 16, causal=True) == full * (8 * 9 / 2) / 64
-    assert case.attention_flops(2, 3, 8, 8, 16, causal=False, backward=True) == 2.5 * full
+    assert shape.flops(causal=True) == full * (8 * 9 / 2) / 64
+    assert shape.flops(causal=False, backward=True) == 2.5 * full
 
 
 def test_the_roofline_takes_the_slower_of_both_limits():
@@ -149,23 +152,27 @@ def test_calls_rotate_over_the_copies():
     assert seen == [1, 2, 0, 1, 2]
 
 
-def test_a_timing_is_a_time():
-    assert 0.01 <= harness.timed(lambda: time.sleep(0.01)) < 1.0
+def test_a_timing_is_the_time_of_the_call(monkeypatch):
+    now = [5.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        now[0] += 0.25
+
+    assert harness.timed(call) == 0.25
 
 
 # --- accuracy ---
 
 
-def test_a_right_result_passes_and_the_json_holds_it():
+def test_a_right_result_passes_and_the_row_holds_it():
     result = harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST)
     assert result.passed, result.failure
     assert set(result.timings) == {"ours", "naive"}
-    data = json.loads(json.dumps(result.to_json()))
-    assert data["key"] == "square | forward | 64 x 32 | float32"
-    assert data["times_naive"] == pytest.approx(
-        data["timings"]["naive"]["median"] / data["timings"]["ours"]["median"]
-    )
-    assert data["error"]["ok"] is True
+    row = result.row()
+    assert row["key"] == "square | forward | 64 x 32 | float32"
+    assert row["times_naive"] == pytest.approx(row["naive_median"] / row["ours_median"])
+    assert row["error_ok"] == 1
 
 
 @pytest.mark.parametrize("wrong", [0.5, np.nan, np.inf])
@@ -201,7 +208,7 @@ def test_a_case_that_raises_is_reported_and_fails_the_run():
     result = harness.run_case(square_case(ours=ours), Config(use_torch=False), LIMITS, effort=FAST)
     assert not result.passed
     assert "no kernel for this" in result.failure
-    assert "failed" in report.row(result)[3]
+    assert "failed" in report.cells(result)[3]
 
 
 def test_no_case_at_all_is_a_failure():
@@ -211,20 +218,41 @@ def test_no_case_at_all_is_a_failure():
 # --- saving and comparing ---
 
 
-def saved_run(tmp_path, factor: float = 1.0, **machine_facts) -> dict:
+def saved_run(tmp_path, factor: float = 1.0, **machine_facts) -> runs.Run:
     result = harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST)
     facts = {"cpu": "x", "threads": 2, "device": "cpu", "commit": "abc", "versions": {}, **machine_facts}
-    data = report.to_json([result], facts, LIMITS, Config(), 1.0)
-    times = data["cases"][0]["timings"]["ours"]
-    times.update(median=factor * 1e-3, p20=factor * 0.95e-3, p80=factor * 1.05e-3, fastest=factor * 0.9e-3)
-    return compare.load(report.save(data, tmp_path))
+    times = {"median": 1e-3, "p20": 0.95e-3, "p80": 1.05e-3, "fastest": 0.9e-3}
+    row = result.row() | {f"ours_{name}": factor * seconds for name, seconds in times.items()}
+    return runs.load(runs.save(runs.new_run([row], facts, LIMITS, Config(), 1.0), tmp_path))
 
 
-def test_json_round_trip(tmp_path):
+def test_csv_round_trip(tmp_path):
     run = saved_run(tmp_path)
-    assert run["schema"] == 1
-    assert run["limits"] == {**LIMITS.to_json()}
-    assert Config.from_json(run["config"]) == Config()
+    assert run.facts["schema"] == runs.SCHEMA
+    assert run.facts["limits"] == asdict(LIMITS)
+    assert Config.from_json(run.facts["config"]) == Config()
+    assert run.rows[0]["ours_median"] == 1e-3
+
+
+def test_a_saved_run_is_a_plain_table_below_its_facts(tmp_path):
+    """As a reader sees it that only skips the lines that start with ``#``."""
+    failed = {"op": "x", "failure": 'RuntimeError: "a", b # c\n# d', "flops": 1.0, "passed": 0}
+    run = runs.Run({**saved_run(tmp_path).facts, "created": "2026-01-02T03:04:05Z"}, [failed, {"op": "y"}])
+    path = runs.save(run, tmp_path)
+    assert path.name == "20260102T030405-abc.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    head = [line for line in lines[: len(run.facts)] if line.startswith("# ")]
+    assert len(head) == len(run.facts)
+    assert {line[2:].partition(": ")[0] for line in head} == set(run.facts)
+    header, *rows = csv.reader(lines[len(head) :])
+    assert header == ["device", "commit", "op", "failure", "flops", "passed"]
+    assert rows == [
+        ["x, 2 threads", "abc", "x", failed["failure"], "1.0", "0"],
+        ["x, 2 threads", "abc", "y", "", "", ""],
+    ]
+    again = runs.load(path)
+    assert again.facts == run.facts
+    assert [row.items() >= one.items() for row, one in zip(again.rows, run.rows, strict=True)] == [True, True]
 
 
 def test_a_planted_regression_is_flagged(tmp_path):
@@ -243,19 +271,26 @@ def test_no_regression_is_no_regression(tmp_path, factor):
 
 def test_a_slow_median_within_the_old_spread_is_noise_unless_no_call_was_fast(tmp_path):
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.2)
-    old["cases"][0]["timings"]["ours"]["p80"] = 2e-3
+    old.rows[0]["ours_p80"] = 2e-3
     assert compare.compare(old, new).exit_code == 1
-    new["cases"][0]["timings"]["ours"]["fastest"] = 0.9e-3
+    new.rows[0]["ours_fastest"] = 0.9e-3
     assert compare.compare(old, new).exit_code == 0
 
 
 def test_a_vanished_case_is_flagged_unless_less_was_asked_for(tmp_path):
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b")
-    old["cases"].append({**old["cases"][0], "key": "gone"})
+    old.rows.append({**old.rows[0], "key": "gone"})
     assert compare.compare(old, new).missing == ["gone"]
     assert compare.compare(old, new).exit_code == 1
-    new["config"]["seqlens"] = [64]
+    new.facts["config"]["seqlens"] = [64]
     assert compare.compare(old, new).exit_code == 0
+
+
+def test_a_run_that_was_not_saved_compares_like_one_that_was(tmp_path):
+    old = saved_run(tmp_path)
+    old.rows.append({**old.rows[0], "key": "gone"})
+    new = runs.new_run(old.rows[:1], old.facts["machine"], LIMITS, Config(), 1.0)
+    assert compare.compare(old, new).missing == ["gone"]
 
 
 def test_another_machine_is_a_warning(tmp_path):
@@ -263,16 +298,19 @@ def test_another_machine_is_a_warning(tmp_path):
     assert any("cpu differs: x then, y now" in warning for warning in found.warnings)
 
 
-def test_other_json_is_refused(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text("{}")
+@pytest.mark.parametrize(
+    "text", ["", "{}", "a,b\n1,2\n", "# schema: 1\n", "# schema\n", '# schema: 2\n"a"\nb\n']
+)
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "x.csv"
+    path.write_text(text)
     with pytest.raises(ValueError, match="no saved run"):
-        compare.load(path)
+        runs.load(path)
 
 
 def test_plot_writes_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install matplotlib")
-    path = report.plot(saved_run(tmp_path), tmp_path / "speed.png")
+    path = report.plot(saved_run(tmp_path).rows, tmp_path / "speed.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -328,8 +366,35 @@ def test_machine_facts_are_there_and_serialise():
     json.dumps(facts)
 
 
-def test_limits_are_positive_and_copy_counts_both_directions():
+def test_limits_are_work_over_time_and_copy_counts_both_directions(monkeypatch):
+    def best(call, repetitions: int) -> float:
+        call()
+        return 0.5 / repetitions
+
+    monkeypatch.setattr(limits, "best", best)
     copy, read = limits.bandwidths(32 << 20, threads=2, repetitions=2)
-    assert copy > 1e8
-    assert read > 1e8
-    assert limits.numpy_matmul(256, 2) > 1e8
+    assert read == (32 << 20) / 0.25
+    assert copy == 2 * (16 << 20) / 0.25
+    assert limits.numpy_matmul(256, 2) == 2 * 256**3 / 0.25
+
+
+def test_the_best_repetition_counts(monkeypatch):
+    clock = iter([0.0, 3.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(limits.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert limits.best(lambda: calls.append(None), 3) == 2.0
+    assert len(calls) == 4, "the first call is not timed"
+
+
+# --- the tables ---
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_nothing_wraps_off_a_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    grid = report.make_table("title", ("case",), ("figure",))
+    grid.add_row("a label of many words, " * 20, "1" * 300)
+    report.make_console().print(grid)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "label" in line)
+    assert "a label of many words, " * 20 in line
+    assert "1" * 300 in line

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import gpu_ops
+from gpu_ops.errors import DeviceError
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
 from perf import attention_grids, bench_attention, case, cli, harness, limits, memory, report
@@ -101,7 +103,7 @@ def test_the_gpu_baseline_computes_attention(dtype, causal):
 @pytest.mark.parametrize("nheads_kv", [1, 2, 6])
 def test_the_gpu_baseline_decodes(dtype, nheads_kv):
     shape = Shape(3, 1, 40, 6, nheads_kv, 16)
-    x = bench_attention.qkv(np.random.default_rng(0), shape, DTYPES[dtype], cache=True)
+    x = bench_attention.qkv(np.random.default_rng(0), shape, DTYPES[dtype], ("seqused_k",))
     exact = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"])
     naive = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"], precision="naive")
     close(peers.device_decode(x)(), exact, naive, dtype)
@@ -125,7 +127,7 @@ def test_torchs_backends(name):
 
 def test_a_large_cache_is_checked_in_part(monkeypatch):
     x = bench_attention.qkv(
-        np.random.default_rng(0), Shape(3, 1, 40, 6, 2, 16), DTYPES["float32"], cache=True
+        np.random.default_rng(0), Shape(3, 1, 40, 6, 2, 16), DTYPES["float32"], ("seqused_k",)
     )
     out = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"])
     whole, same = bench_attention.sample_group(x, out)
@@ -160,7 +162,8 @@ def test_a_contender_that_cannot_run_is_left_out_and_told(small):
     assert set(result.timings) == {"ours"}
     assert result.left_out == {"numba": "RuntimeError: no kernel for float32", "naive": "MemoryError: 17 GiB"}
     assert not result.failure
-    assert result.to_json()["left_out"] == result.left_out
+    row = result.row()
+    assert {name: row[f"left_out_{name}"] for name in result.left_out} == result.left_out
 
 
 def test_ours_is_never_left_out(small):
@@ -206,10 +209,20 @@ def test_backward_waits_for_its_kernels_off_the_cpu(monkeypatch):
     names = {c.name.split()[0] for c in bench_attention.cases(Config())}
     assert names == {"forward", "backward", "decode"}
     for has in (False, True):
-        monkeypatch.setattr(bench_attention, "has_cuda_kernels", lambda op, has=has: has)
+        monkeypatch.setattr(bench_attention, "GPU_BACKWARD", has)
         for device in ("cuda", "emulator"):
             names = {c.name.split()[0] for c in bench_attention.cases(Config(device=device, seqlens=(64,)))}
             assert ("backward" in names) == has
+
+
+def test_the_bench_knows_whether_backward_has_gpu_kernels():
+    array, lse = np.zeros((1, 4, 1, 8), np.float32), np.zeros((1, 1, 4), np.float32)
+    missing = ""
+    try:
+        gpu_ops.explain("attention_backward", *[array] * 5, lse, device="emulator")
+    except DeviceError as error:
+        missing = str(error)
+    assert ("no CUDA kernels" not in missing) == bench_attention.GPU_BACKWARD
 
 
 def test_the_command_line_knows_the_grids(capsys):
