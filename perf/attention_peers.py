@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from perf.case import Call, Inputs, Prepare, to_float32, torch_view
+from perf.build import to_float32, torch_view
+from perf.case import Call, Inputs, Prepare
 
 # --- the plain formula in NumPy: one head at a time, which is faster and smaller than all heads at once ---
 
 
-def causal_bias(q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray | None:
+def causal_bias(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """0 where visible, -inf elsewhere. Prepared ahead, so neither its time nor its memory counts."""
-    if not causal:
-        return None
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     hidden = np.triu(np.ones((seqlen_q, seqlen_k), dtype=bool), seqlen_k - seqlen_q + 1)
     return np.where(hidden, np.float32(-np.inf), np.float32(0))

@@ -13,18 +13,17 @@ if not __package__:  # run as a file: import perf from the repository root
     sys.path[0] += "/.."
 
 import functools
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 import gpu_ops
 from gpu_ops.reference import attention as reference
-from gpu_ops.reference.attention_backward import attention_backward as reference_backward
-from gpu_ops.reference.precision import Precision
 from perf import attention_grids, attention_options
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
-from perf.case import DTYPES, Call, Case, Config, Inputs, calls, made_by, nbytes, normal
+from perf.attention_options import CAUSAL, PLAIN, data
+from perf.build import calls, made_by
+from perf.case import DTYPES, Case, Config, Inputs, nbytes
 
 GRIDS = (*attention_grids.GRIDS, "options")
 GPU_BACKWARD = False
@@ -79,21 +78,11 @@ def grid(config: Config) -> list[Case]:
 
 
 def forward(shape: Shape, dtype: str, causal: bool, device: str) -> Case:
-    def naive(x: Inputs) -> Call:
-        bias = peers.causal_bias(x["q"], x["k"], causal)
-        return functools.partial(peers.naive_forward, x["q"], x["k"], x["v"], bias)
-
+    case = attention_options.case(CAUSAL if causal else PLAIN, shape, shape.small, dtype)
     torch = functools.partial(peers.torch_forward, functools.partial(peers.torch_sdpa, causal))
-    return Case(
-        op="attention",
-        name="forward causal" if causal else "forward",
-        shape=str(shape),
-        dtype=dtype,
-        flops=shape.flops(causal=causal),
-        bytes=shape.nbytes(DTYPES[dtype].itemsize),
-        **made_by(qkv, (shape,), (shape.small,), DTYPES[dtype]),
-        **calls(gpu_ops.attention, reference.attention, "qkv", causal=causal),
-        naive=functools.partial(peers.device_forward, causal) if device == "cuda" else naive,
+    return replace(
+        case,
+        naive=functools.partial(peers.device_forward, causal) if device == "cuda" else case.naive,
         torch=torch,
         peers=peers.sdpa_peers(torch),
         sample=sample_last_rows,
@@ -101,31 +90,9 @@ def forward(shape: Shape, dtype: str, causal: bool, device: str) -> Case:
 
 
 def backward(shape: Shape, dtype: str, causal: bool) -> Case:
-    def gradient(forward: Any, function: Any, x: Inputs, **options: Any) -> Call:
-        arrays, options = (x["q"], x["k"], x["v"]), {"causal": causal, **options}
-        out, lse = forward(*arrays, return_lse=True, **options)
-        return functools.partial(function, x["dout"], *arrays, out, lse, **options)
-
-    def against(x: Inputs, precision: Precision) -> Any:
-        return gradient(reference.attention, reference_backward, x, precision=precision)()
-
-    def naive(x: Inputs) -> Call:
-        bias = peers.causal_bias(x["q"], x["k"], causal)
-        return functools.partial(peers.naive_backward, x["dout"], x["q"], x["k"], x["v"], bias)
-
-    return Case(
-        op="attention",
-        name="backward causal" if causal else "backward",
-        shape=str(shape),
-        dtype=dtype,
-        flops=shape.flops(causal=causal, backward=True),
-        bytes=shape.nbytes(DTYPES[dtype].itemsize, backward=True),
-        **made_by(qkv, (shape,), (shape.small,), DTYPES[dtype], ("dout",)),
-        ours=functools.partial(gradient, gpu_ops.attention, gpu_ops.attention_backward),
-        naive=naive,
+    return replace(
+        attention_options.case(CAUSAL if causal else PLAIN, shape, shape.small, dtype, backward=True),
         torch=functools.partial(peers.torch_backward, functools.partial(peers.torch_sdpa, causal)),
-        reference=against,
-        backward=True,
         note="naive recomputes the scores, as ours does",
     )
 
@@ -139,7 +106,7 @@ def decode(shape: Shape, dtype: str, device: str) -> Case:
         dtype=dtype,
         flops=shape.flops(causal=False),
         bytes=shape.nbytes(DTYPES[dtype].itemsize),
-        **made_by(qkv, (shape,), (small,), DTYPES[dtype], ("seqused_k",)),
+        **made_by(data, (shape,), (small,), DTYPES[dtype], ("seqused_k",)),
         **calls(gpu_ops.attention_decode, reference.attention_decode, "qkv", ("seqused_k",)),
         naive=peers.device_decode if device == "cuda" else peers.naive_decode,
         torch=peers.torch_decode,
@@ -149,17 +116,6 @@ def decode(shape: Shape, dtype: str, device: str) -> Case:
         sample=sample_group,
         note="torch: the query heads of a group folded into the sequence axis, faster than enable_gqa",
     )
-
-
-def qkv(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any], more: tuple[str, ...] = ()) -> Inputs:
-    query = (shape.batch, shape.seqlen_q, shape.nheads, shape.head_dim)
-    keys = (shape.batch, shape.seqlen_k, shape.nheads_kv, shape.head_dim)
-    found = {"q": normal(rng, query, dtype), "k": normal(rng, keys, dtype), "v": normal(rng, keys, dtype)}
-    if "dout" in more:
-        found["dout"] = normal(rng, query, dtype)
-    if "seqused_k" in more:
-        found["seqused_k"] = np.full(shape.batch, shape.seqlen_k, dtype=np.int32)
-    return found
 
 
 def sample_group(x: Inputs, out: Any) -> tuple[Inputs, Any]:

@@ -19,7 +19,8 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops.reference import rope as reference
-from perf.case import DTYPES, Call, Case, Config, Inputs, backends, calls, made_by, normal, torch_view
+from perf.build import backends, calls, made_by, normal, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Llama-3-8B
 ODD_HEAD_DIM = 80  # halves of 40 do not fill whole vectors on any CPU

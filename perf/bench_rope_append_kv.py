@@ -17,7 +17,8 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops.reference.rope_append_kv import rope_append_kv as definition
-from perf.case import DTYPES, Call, Case, Config, Inputs, backends, made_by, normal
+from perf.build import backends, made_by, normal
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Qwen3-8B, which normalises the heads of q and k
 THETA = 1e6

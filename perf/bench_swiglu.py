@@ -20,21 +20,8 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.swiglu import Activation
-from perf.case import (
-    DTYPES,
-    Call,
-    Case,
-    Config,
-    Inputs,
-    backends,
-    calls,
-    made_by,
-    normal,
-    sample_rows,
-    to_float32,
-    torch_gradient,
-    torch_view,
-)
+from perf.build import backends, calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 HIDDEN, FFN = 4096, 14336  # Llama-3-8B
 EMULATED = 512, 1536  # sizes of the MLP on the emulator, which takes an hour for a teraflop

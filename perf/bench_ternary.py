@@ -24,19 +24,8 @@ import gpu_ops
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.precision import Precision
 from gpu_ops.reference.ternary_formats import FORMATS
-from perf.case import (
-    DTYPES,
-    Call,
-    Case,
-    Config,
-    Inputs,
-    backends,
-    made_by,
-    normal,
-    on_host,
-    to_float32,
-    torch_view,
-)
+from perf.build import backends, made_by, normal, on_host, to_float32, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 WEIGHTS = ((4096, 4096), (14336, 4096), (4096, 14336))  # Llama-3-8B: attention output, MLP up, MLP down
 BITNET = ((2560, 2560), (6912, 2560), (2560, 6912))  # BitNet-2B, likewise

@@ -1,10 +1,9 @@
-"""One benchmark case, and the helpers that build its inputs and calls."""
+"""One benchmark case, its options and its inputs."""
 
 from __future__ import annotations
 
-import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -97,58 +96,6 @@ class Case:
         return found
 
 
-# --- fields of a Case, to be passed as ``Case(..., **made_by(...), **calls(...))`` ---
-
-
-def made_by(
-    build: Callable[..., Inputs], size: Sequence[Any], small: Sequence[Any], *more: Any
-) -> dict[str, Any]:
-    """``make`` and ``make_small``: ``build(rng, *size, *more)`` and ``build(rng, *small, *more)``."""
-    return {
-        "make": lambda rng: build(rng, *size, *more),
-        "make_small": lambda rng: build(rng, *small, *more),
-    }
-
-
-def backends(ours: Callable[..., Call]) -> dict[str, Any]:
-    """``ours`` and ``numba``, where ``ours(inputs, **how)`` passes ``how`` on to the op."""
-    return {"ours": ours, "numba": functools.partial(ours, backend="numba")}
-
-
-def calls(
-    function: Callable[..., Any],
-    definition: Callable[..., Any],
-    names: Sequence[str],
-    keywords: Sequence[str] = (),
-    **options: Any,
-) -> dict[str, Any]:
-    """``ours``, ``numba`` and ``reference`` of an op that takes the inputs ``names`` by position, those of
-    ``keywords`` by keyword, and ``options``."""
-
-    def bind(call: Callable[..., Any], x: Inputs, **more: Any) -> Call:
-        arrays = {name: x[name] for name in keywords}
-        return functools.partial(call, *(x[name] for name in names), **arrays, **options, **more)
-
-    return backends(functools.partial(bind, function)) | {
-        "reference": lambda x, precision: bind(definition, x, precision=precision)()
-    }
-
-
-# --- data ---
-
-
-def normal(
-    rng: np.random.Generator, shape: Sequence[int], dtype: np.dtype[Any], scale: float = 1.0
-) -> np.ndarray:
-    """Standard-normal data. Large arrays repeat a block of 4M values: the repetition does not change the timing,
-    and drawing 700 MB of weights would take longer than measuring them."""
-    size = int(np.prod(shape))
-    block = rng.standard_normal(min(size, 1 << 22), dtype=np.float32)
-    if scale != 1.0:
-        block *= np.float32(scale)
-    return np.resize(block.astype(dtype), shape)
-
-
 def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:
     """The case's inputs, the same in every process: the seed comes from the case's key."""
     rng = np.random.default_rng(zlib.crc32(case.key.encode()))
@@ -158,13 +105,6 @@ def make_inputs(case: Case, config: Config, *, small: bool = False) -> Inputs:
 
         made = cuda.put(made)
     return made
-
-
-def sample_rows(count: int, whole: Sequence[str], x: Inputs, result: Any) -> tuple[Inputs, Any]:
-    """``Case.sample`` of ops whose rows are independent: the last rows. The inputs ``whole`` have no rows."""
-    rows = slice(-count, None)
-    part = {name: array if name in whole else array[rows] for name, array in x.items()}
-    return part, tuple(r[rows] for r in result) if isinstance(result, tuple) else result[rows]
 
 
 def nbytes(value: Any) -> int:
@@ -181,37 +121,6 @@ def results(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def on_host(array: Any) -> Any:
-    """A CuPy array as a NumPy array; anything else as it is."""
-    get = getattr(array, "get", None)
-    return get() if callable(get) else array
-
-
 def to_float64(array: Any) -> np.ndarray:
-    return np.asarray(on_host(array)).astype(np.float64)
-
-
-def to_float32(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """NumPy has no fast 16-bit arithmetic: a careful user computes in float32."""
-    return tuple(array.astype(np.float32, copy=False) for array in arrays)
-
-
-# --- torch ---
-
-
-def torch_view(array: Any) -> Any:
-    """The same memory as a torch tensor, without a copy."""
-    import torch
-
-    if str(array.dtype) == "bfloat16":  # neither NumPy nor DLPack hands bfloat16 over
-        return torch_view(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
-
-
-def torch_gradient(function: Callable[..., Any], x: Inputs, names: Sequence[str], dy: str = "dy") -> Call:
-    """The gradient of ``function(*tensors)`` by autograd; its forward pass is not timed."""
-    import torch
-
-    leaves = [torch_view(x[name]).requires_grad_() for name in names]
-    y = function(*leaves)
-    return functools.partial(torch.autograd.grad, y, leaves, torch_view(x[dy]), retain_graph=True)
+    get = getattr(array, "get", None)  # CuPy arrays are copied to the host
+    return np.asarray(get() if callable(get) else array).astype(np.float64)

@@ -9,20 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from perf.case import (
-    DTYPES,
-    Call,
-    Case,
-    Inputs,
-    backends,
-    calls,
-    made_by,
-    normal,
-    sample_rows,
-    to_float32,
-    torch_gradient,
-    torch_view,
-)
+from perf.build import backends, calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
+from perf.case import DTYPES, Call, Case, Inputs
 
 HIDDEN = 4096  # Llama-3-8B
 SMALL = (37, 512)

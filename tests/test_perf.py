@@ -10,7 +10,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from perf import accuracy, case, cli, compare, harness, limits, machine, memory, report, runs, stats
+from perf import accuracy, build, case, cli, compare, harness, limits, machine, memory, report, runs, stats
 from perf.attention_grids import Shape
 from perf.case import Case, Config
 
@@ -22,7 +22,7 @@ def square_case(dtype: str = "float32", **changes) -> Case:
     """y = x * x: a complete case without any op of gpu_ops."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {"x": case.normal(rng, (64, 32), case.DTYPES[dtype])}
+        return {"x": build.normal(rng, (64, 32), case.DTYPES[dtype])}
 
     def reference(x: dict[str, np.ndarray], precision: str) -> np.ndarray:
         square = x["x"].astype(np.float64) ** 2
@@ -94,7 +94,7 @@ def test_cache_sizes_parse(text, count):
 
 
 def test_inputs_are_never_zeros_and_repeat_exactly():
-    one, two = (case.normal(np.random.default_rng(3), (5000, 1000), np.dtype(np.float32)) for _ in range(2))
+    one, two = (build.normal(np.random.default_rng(3), (5000, 1000), np.dtype(np.float32)) for _ in range(2))
     np.testing.assert_array_equal(one, two)
     assert one.std() == pytest.approx(1.0, abs=0.01)
     assert (one[-1] != 0).mean() > 0.99  # past the block that large arrays repeat

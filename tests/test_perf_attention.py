@@ -11,7 +11,17 @@ import gpu_ops
 from gpu_ops.errors import DeviceError
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
-from perf import attention_grids, bench_attention, case, cli, harness, limits, memory, report
+from perf import (
+    attention_grids,
+    attention_options,
+    bench_attention,
+    case,
+    cli,
+    harness,
+    limits,
+    memory,
+    report,
+)
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.case import DTYPES, Config
@@ -93,7 +103,7 @@ def test_sixteen_bits_are_judged_by_a_16_bit_matmul():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gpu_baseline_computes_attention(dtype, causal):
     """On NumPy arrays: CuPy's answer to the same calls."""
-    x = bench_attention.qkv(np.random.default_rng(0), Shape(2, 19, 31, 6, 2, 8), DTYPES[dtype])
+    x = attention_options.data(np.random.default_rng(0), Shape(2, 19, 31, 6, 2, 8), DTYPES[dtype])
     exact = reference_attention(x["q"], x["k"], x["v"], causal=causal)
     naive = reference_attention(x["q"], x["k"], x["v"], causal=causal, precision="naive")
     close(peers.device_forward(causal, x)(), exact, naive, dtype)
@@ -103,7 +113,7 @@ def test_the_gpu_baseline_computes_attention(dtype, causal):
 @pytest.mark.parametrize("nheads_kv", [1, 2, 6])
 def test_the_gpu_baseline_decodes(dtype, nheads_kv):
     shape = Shape(3, 1, 40, 6, nheads_kv, 16)
-    x = bench_attention.qkv(np.random.default_rng(0), shape, DTYPES[dtype], ("seqused_k",))
+    x = attention_options.data(np.random.default_rng(0), shape, DTYPES[dtype], ("seqused_k",))
     exact = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"])
     naive = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"], precision="naive")
     close(peers.device_decode(x)(), exact, naive, dtype)
@@ -119,14 +129,14 @@ def close(got, exact, naive, dtype):
 @pytest.mark.parametrize("name", ["math", "flash"])
 def test_torchs_backends(name):
     pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
-    x = bench_attention.qkv(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
+    x = attention_options.data(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
     one = next(c for c in bench_attention.cases(Config()) if c.name == "forward causal")
     got = one.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
     np.testing.assert_allclose(got, reference_attention(x["q"], x["k"], x["v"], causal=True), atol=1e-5)
 
 
 def test_a_large_cache_is_checked_in_part(monkeypatch):
-    x = bench_attention.qkv(
+    x = attention_options.data(
         np.random.default_rng(0), Shape(3, 1, 40, 6, 2, 16), DTYPES["float32"], ("seqused_k",)
     )
     out = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"])
