@@ -136,26 +136,27 @@ def run_all(
     names: Sequence[str], config: Config, found: limits.Limits, console: Console, *, memory: bool = True
 ) -> list[Result]:
     """Every case of every named op. Prints each op's table as soon as it is done."""
-    planned = {name: bench(name).cases(config) for name in names}
     results: list[Result] = []
     effort: Effort | None = None
     start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Probe() as probe, Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(len(cases) for cases in planned.values()))
-        for name, cases in planned.items():
-            done = []
-            for case in cases:
-                if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
-                    effort = HURRIED
-                    text = f"{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here"
-                    console.print(text, style="yellow")
-                progress.update(task, description=f"{case.op} {case.name} {case.shape} {case.dtype}")
-                done.append(run_case(case, config, found, probe if memory else None, effort))
-                progress.advance(task)
-            results += done
+    with Probe() as probe:
+        for name in names:
+            done: list[Result] = []
+            cases = bench(name).cases(config)
+            with Progress(*columns, console=console, transient=True) as progress:
+                task = progress.add_task("", total=len(cases))
+                for case in cases:
+                    if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
+                        effort = HURRIED
+                        text = f"{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here"
+                        console.print(text, style="yellow")
+                    progress.update(task, description=f"{case.op} {case.name} {case.shape} {case.dtype}")
+                    done.append(run_case(case, config, found, probe if memory else None, effort))
+                    progress.advance(task)
             if done:
-                console.print(report.table(name, done))
+                report.print_table(console, report.table(name, done))
+            results += done
     return results
 
 

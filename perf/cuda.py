@@ -7,41 +7,26 @@ call, and the driver's count around it. The limits are a device-to-device copy a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
 
-from gpu_ops import TernaryMatrix
-from perf.case import Call, Case, Config, make_inputs, nbytes
+from perf.case import Call, Case, Config, Inputs, make_inputs, nbytes
 from perf.limits import Limits
 
 
-def put(value: Any) -> Any:
-    """Copy inputs to the device: arrays, dicts and dataclasses of arrays. A TernaryMatrix moves itself."""
-    return _each(value, np.ndarray, cupy.asarray)
+def put(x: Inputs) -> Inputs:
+    """Copy the arrays to the device. A TernaryMatrix moves itself."""
+    return {name: cupy.asarray(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
 
 
-def get(value: Any) -> Any:
+def get(x: Inputs) -> Inputs:
     """The inverse of :func:`put`, for the reference."""
-    return _each(value, cupy.ndarray, cupy.asnumpy)
-
-
-def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {name: _each(item, kind, change) for name, item in value.items()}
-    if isinstance(value, kind):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | TernaryMatrix):
-        held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        arrays = {name: change(item) for name, item in held.items() if isinstance(item, kind)}
-        return dataclasses.replace(value, **arrays)
-    return value
+    return {name: cupy.asnumpy(one) if isinstance(one, cupy.ndarray) else one for name, one in x.items()}
 
 
 @functools.cache

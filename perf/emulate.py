@@ -21,7 +21,7 @@ from gpu_ops.errors import GpuOpsError, KernelCompileError
 from gpu_ops.kernels.compiler import cubin, toolkit
 from gpu_ops.presets import select_preset
 from perf.case import Case
-from perf.report import make_table, short_dtype
+from perf.report import make_table, print_table, short_dtype
 
 CAPTION = (
     "once: bytes if every 32-byte sector moved once each way, over the least the formula needs · uncached: the same "
@@ -75,7 +75,7 @@ def run_op(op: str, cases: Sequence[Case], console: Console) -> bool:
         except GpuOpsError as error:
             failures.setdefault(str(error), []).append(f"{case.name} {case.shape} {case.dtype}")
     if done:
-        console.print(table(op, done))
+        print_table(console, table(op, done))
     for message, names in failures.items():
         console.print(f"[red]{op}: {escape(message)}[/] ({escape(', '.join(names))})")
     return not failures

@@ -32,13 +32,10 @@ class Limits:
     matmul_half: float | None = None
     """16-bit inputs on a GPU, bfloat16 on a CPU that multiplies it: the limit of cases with these dtypes."""
 
-    def bandwidth(self, kind: str) -> float:
-        return self.read if kind == "read" else self.copy
-
     def seconds(self, flops: float, traffic: float, kind: str, *, half: bool = False) -> tuple[float, str]:
         """The least time for this work (the roofline), and the limit that sets it. ``half`` selects matmul_half."""
         matmul = self.matmul_half if half and self.matmul_half else self.matmul
-        arithmetic, memory = flops / matmul, traffic / self.bandwidth(kind)
+        arithmetic, memory = flops / matmul, traffic / (self.read if kind == "read" else self.copy)
         return (arithmetic, "matmul") if arithmetic >= memory else (memory, kind)
 
 

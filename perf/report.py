@@ -27,9 +27,18 @@ PEERS = ("naive", "torch")
 """Contenders that always have a column. Others have one where they were timed."""
 
 
+UNLIMITED = 10_000
+"""A width that nothing reaches."""
+
+
 def make_console() -> Console:
-    """In a file or a pipe nothing wraps: tables are as wide as they need to be."""
-    return Console(width=None if sys.stdout.isatty() else 10_000)
+    """Lines wrap at the width of a terminal, and not at all in a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else UNLIMITED)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """At its full width. A terminal that is too narrow wraps the lines, but no cell is cut."""
+    Console(width=UNLIMITED, file=console.file).print(table)
 
 
 def make_table(title: str, labels: Sequence[str], figures: Sequence[str]) -> Table:
@@ -65,7 +74,6 @@ def table(op: str, results: Sequence[Result]) -> Table:
     peers = tuple(dict.fromkeys((*PEERS, *timed)))
     figures = ("time", "rate", "limit", "memory", *(f"x {peer}" for peer in peers), "error")
     grid = make_table(op, ("case", "shape", "dtype"), figures)
-    grid.columns[-1].no_wrap = False  # on a terminal a long error wraps, so that the labels stay whole
     for result in results:
         grid.add_row(*cells(result, peers))
     return grid
@@ -134,7 +142,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
         old, new = (f"{1e3 * t:.3f} ms" for t in (change.old, change.new))
         grid.add_row(escape(change.key), old, new, f"[{colour}]{change.ratio:.2f}[/]")
     if found.changes:
-        console.print(grid)
+        print_table(console, grid)
     console.print(f"[{'red' if found.exit_code else 'green'}]{escape(found.summary())}[/]")
 
 

@@ -37,7 +37,7 @@ from gpu_ops.kernels.lower.attention_shape import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
 from perf.case import DTYPES
-from perf.report import make_table, short_dtype
+from perf.report import make_table, print_table, short_dtype
 
 SHARED, EXP2, ISSUE, L2 = 128, 16, 4, 64  # per clock and SM
 UNITS = ("tensor", "shared", "exp2", "issue", "L2", "memory")
@@ -138,7 +138,7 @@ def run(dtypes: Sequence[str], seqlens: Sequence[int], console: Console) -> int:
     listed = [card for card in PRESETS.values() if not card.generic]
     cards = [select_preset()] if os.environ.get("GPU_OPS_ARCH") else listed
     cards = [card for card in cards if card.arch.compute_capability >= (8, 0)]  # sm_75 has no such kernel
-    console.print(table(cards, dtypes or ("bfloat16",), seqlens or (4096,)))
+    print_table(console, table(cards, dtypes or ("bfloat16",), seqlens or (4096,)))
     console.print(f"[dim]{CAPTION}[/]")
     return 0 if cards else 1
 

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import pytest
+from perf_case import FAST, LIMITS, square_case
+from rich.console import Console
 
-from perf import accuracy, build, case, cli, compare, harness, limits, machine, memory, report, runs, stats
+from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, stats
 from perf.attention_grids import Shape
-from perf.case import Case, Config
-
-FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
-
-
-def square_case(dtype: str = "float32", **changes) -> Case:
-    """y = x * x: a complete case without any op of gpu_ops."""
-
-    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {"x": build.normal(rng, (64, 32), case.DTYPES[dtype])}
-
-    def reference(x: dict[str, np.ndarray], precision: str) -> np.ndarray:
-        square = x["x"].astype(np.float64) ** 2
-        return square if precision == "float64" else square.astype(x["x"].dtype)
-
-    fields = {
-        "op": "square",
-        "name": "forward",
-        "shape": "64 x 32",
-        "dtype": dtype,
-        "flops": 64 * 32,
-        "bytes": 2 * 64 * 32 * case.DTYPES[dtype].itemsize,
-        "make": make,
-        "make_small": make,
-        "ours": lambda x: lambda: x["x"] * x["x"],
-        "naive": lambda x: lambda: x["x"] ** 2,
-        "reference": reference,
-    }
-    return Case(**{**fields, **changes})
-
+from perf.case import Config
 
 # --- statistics and counting ---
 
@@ -215,105 +185,6 @@ def test_no_case_at_all_is_a_failure():
     assert cli.conclude(report.make_console(), [], 0.0) == 1
 
 
-# --- saving and comparing ---
-
-
-def saved_run(tmp_path, factor: float = 1.0, **machine_facts) -> runs.Run:
-    result = harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST)
-    facts = {"cpu": "x", "threads": 2, "device": "cpu", "commit": "abc", "versions": {}, **machine_facts}
-    times = {"median": 1e-3, "p20": 0.95e-3, "p80": 1.05e-3, "fastest": 0.9e-3}
-    row = result.row() | {f"ours_{name}": factor * seconds for name, seconds in times.items()}
-    return runs.load(runs.save(runs.new_run([row], facts, LIMITS, Config(), 1.0), tmp_path))
-
-
-def test_csv_round_trip(tmp_path):
-    run = saved_run(tmp_path)
-    assert run.facts["schema"] == runs.SCHEMA
-    assert run.facts["limits"] == asdict(LIMITS)
-    assert Config.from_json(run.facts["config"]) == Config()
-    assert run.rows[0]["ours_median"] == 1e-3
-
-
-def test_a_saved_run_is_a_plain_table_below_its_facts(tmp_path):
-    """As a reader sees it that only skips the lines that start with ``#``."""
-    failed = {"op": "x", "failure": 'RuntimeError: "a", b # c\n# d', "flops": 1.0, "passed": 0}
-    run = runs.Run({**saved_run(tmp_path).facts, "created": "2026-01-02T03:04:05Z"}, [failed, {"op": "y"}])
-    path = runs.save(run, tmp_path)
-    assert path.name == "20260102T030405-abc.csv"
-    lines = path.read_text().splitlines(keepends=True)
-    head = [line for line in lines[: len(run.facts)] if line.startswith("# ")]
-    assert len(head) == len(run.facts)
-    assert {line[2:].partition(": ")[0] for line in head} == set(run.facts)
-    header, *rows = csv.reader(lines[len(head) :])
-    assert header == ["device", "commit", "op", "failure", "flops", "passed"]
-    assert rows == [
-        ["x, 2 threads", "abc", "x", failed["failure"], "1.0", "0"],
-        ["x, 2 threads", "abc", "y", "", "", ""],
-    ]
-    again = runs.load(path)
-    assert again.facts == run.facts
-    assert [row.items() >= one.items() for row, one in zip(again.rows, run.rows, strict=True)] == [True, True]
-
-
-def test_a_planted_regression_is_flagged(tmp_path):
-    found = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.5))
-    assert found.exit_code == 1
-    assert found.regressions[0].ratio == pytest.approx(1.5)
-    assert "1.50x" in found.summary()
-
-
-@pytest.mark.parametrize("factor", [0.5, 1.0, 1.05])
-def test_no_regression_is_no_regression(tmp_path, factor):
-    found = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=factor))
-    assert found.exit_code == 0
-    assert "no regression" in found.summary()
-
-
-def test_a_slow_median_within_the_old_spread_is_noise_unless_no_call_was_fast(tmp_path):
-    old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.2)
-    old.rows[0]["ours_p80"] = 2e-3
-    assert compare.compare(old, new).exit_code == 1
-    new.rows[0]["ours_fastest"] = 0.9e-3
-    assert compare.compare(old, new).exit_code == 0
-
-
-def test_a_vanished_case_is_flagged_unless_less_was_asked_for(tmp_path):
-    old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b")
-    old.rows.append({**old.rows[0], "key": "gone"})
-    assert compare.compare(old, new).missing == ["gone"]
-    assert compare.compare(old, new).exit_code == 1
-    new.facts["config"]["seqlens"] = [64]
-    assert compare.compare(old, new).exit_code == 0
-
-
-def test_a_run_that_was_not_saved_compares_like_one_that_was(tmp_path):
-    old = saved_run(tmp_path)
-    old.rows.append({**old.rows[0], "key": "gone"})
-    new = runs.new_run(old.rows[:1], old.facts["machine"], LIMITS, Config(), 1.0)
-    assert compare.compare(old, new).missing == ["gone"]
-
-
-def test_another_machine_is_a_warning(tmp_path):
-    found = compare.compare(saved_run(tmp_path / "a"), saved_run(tmp_path / "b", cpu="y"))
-    assert any("cpu differs: x then, y now" in warning for warning in found.warnings)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "a,b\n1,2\n", "# schema: 1\n", "# schema\n", '# schema: 2\n"a"\nb\n']
-)
-def test_other_files_are_refused(tmp_path, text):
-    path = tmp_path / "x.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="no saved run"):
-        runs.load(path)
-
-
-def test_plot_writes_a_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install matplotlib")
-    path = report.plot(saved_run(tmp_path).rows, tmp_path / "speed.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 # --- memory ---
 
 
@@ -390,11 +261,16 @@ def test_the_best_repetition_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
-def test_nothing_wraps_off_a_terminal(columns, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", columns)
+def test_tables_are_never_cut(columns, capsys):
     grid = report.make_table("title", ("case",), ("figure",))
     grid.add_row("a label of many words, " * 20, "1" * 300)
-    report.make_console().print(grid)
+    report.print_table(Console(width=int(columns)), grid)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "label" in line)
     assert "a label of many words, " * 20 in line
     assert "1" * 300 in line
+
+
+def test_nothing_wraps_off_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    report.make_console().print("a long line, " * 20)
+    assert "a long line, " * 19 in capsys.readouterr().out

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from perf_case import FAST, LIMITS
 
 import gpu_ops
 from gpu_ops.errors import DeviceError
@@ -25,9 +26,6 @@ from perf import (
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.case import DTYPES, Config
-
-FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9, matmul_half=800e9)
 
 
 def grid(name, **how):

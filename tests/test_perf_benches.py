@@ -8,12 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from perf_case import FAST, LIMITS
 
-from perf import accuracy, case, cli, harness, limits, machine, runs
+from perf import accuracy, case, cli, harness, machine, runs
 from perf.case import Config
 
-FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
 TINY = {
     "attention": 48,
     "layernorm": 8,

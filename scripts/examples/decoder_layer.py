@@ -41,7 +41,7 @@ from gpu_ops.reference import rope as reference_rope
 from gpu_ops.reference import swiglu as reference_swiglu
 from gpu_ops.reference.tolerance import tolerance
 from perf.memory import peak_growth
-from perf.report import make_console, make_table
+from perf.report import make_console, make_table, print_table
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -223,7 +223,7 @@ def report(rows: list[Row], title: str) -> None:
             f"{row.allowed:.1e}",
         )
     console = make_console()
-    console.print(table)
+    print_table(console, table)
     console.print(caption, style="dim")
 
 
