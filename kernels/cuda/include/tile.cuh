@@ -59,7 +59,7 @@ template <typename TileT> struct LaneAddress {
 template <typename TileT, int kThreads> struct Copy {
     static constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
     static constexpr int kMine = (TileT::kRows + kDown - 1) / kDown;
-    static constexpr int kStep = kDown < TileT::kRows ? kDown : TileT::kRows;  // spacing of a thread's rows, also across tiles
+    static constexpr int kStep = kDown < TileT::kRows ? kDown : TileT::kRows;  // spacing of a thread's rows and tiles
     static constexpr int kLast = TileT::kRows - kStep;
     static_assert(TileT::kRows % kStep == 0, "the rows of successive tiles are evenly spaced");
     static_assert(kDown % 8 == 0, "a thread's rows have one key");
