@@ -12,8 +12,8 @@
 //
 // llama != 0 also rounds s * rstd and weight_offset + weight to DTYPE before multiplying them.
 //
-// Moves each element once: 2 rows cols elements, 4 with a residual, or 3 if s is not an output. About 4 flops each, 7 in
-// LayerNorm. Memory-bound, so a row is read once and stays on the chip between its sums and its output.
+// Moves each element once: 2 rows cols elements, 4 with a residual, or 3 if s is not an output. About 4 flops each, 7
+// in LayerNorm. Memory-bound, so a row is read once and stays on the chip between its sums and its output.
 //
 //   VECS   TEAM   rows                                              blocks
 //   2, 4   0      fit in registers                                  small and many
@@ -28,8 +28,8 @@
 //
 // Macros: those of norm.cuh; VECS: vectors per thread in registers, or 0 to keep them in shared memory; TEAM.
 //
-// blockDim = (threads per row, rows per block). Thread t of a row, or of a team's block, owns vectors t, t + blockDim.x,
-// ...:
+// blockDim = (threads per row, rows per block). Thread t of a row, or of a team's block, owns vectors t,
+// t + blockDim.x, ...:
 //
 //   row       | v0 | v1 | ... | v(T-1) | v(T) | v(T+1) | ...        T = blockDim.x
 //   thread      0    1    ...   T-1      0      1                   a warp reads 32 adjacent vectors
@@ -129,11 +129,11 @@ struct Row {
 
     __device__ __forceinline__ unsigned column(int i) const { return unsigned(i * blockDim.x + thread) * VEC; }
 
-    __device__ __forceinline__ vec& slot(int i) {  // only the thread that wrote it reads it: no barrier, no bank conflict
+    __device__ __forceinline__ vec& slot(int i) {  // read only by the thread that wrote it: no barrier, no bank conflict
         return reinterpret_cast<vec*>(dynamic_shared)[i * blockDim.x + thread];
     }
 
-    // Loads kBatch vectors of x (zeros beyond `limit`), adds the residual and passes them to f. Batched, because stores to
+    // Loads kBatch vectors of x (zeros beyond `limit`), adds the residual, passes them to f. Batched, because stores to
     // s keep the compiler from hoisting later loads. With Cache::kDefault the data are read again, so s must be stored.
     template <Cache kCache, typename F> __device__ __forceinline__ void fetch(int i0, unsigned limit, F f) {
         vec v[kBatch];
@@ -259,8 +259,8 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         row.residual = residual + r * residual_stride + begin;
         row.s = s + r * s_stride + begin;
 
-        // 1. Read what stays on the chip. RMSNorm sums squares. LayerNorm sums values, then squared distances from their
-        // mean.
+        // 1. Read what stays on the chip. RMSNorm sums squares. LayerNorm sums values, then squared distances from
+        // their mean.
         Moments moments;
         float shift = 0.0f;
         if constexpr (kLayer) {
@@ -279,8 +279,8 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         }
 
         forget(row.thread);
-        // 2. Read the rest. A fixed share p of such a row is on the chip. Its mean is within sqrt(1/p - 1) standard deviations
-        // of the row's mean, so sums around it cancel by a factor of at most 1/p.
+        // 2. Read the rest. A fixed share p of such a row is on the chip. Its mean is within sqrt(1/p - 1) standard
+        // deviations of the row's mean, so sums around it cancel by a factor of at most 1/p.
         row.read_others([&](const vec& v) { moments.add(v, shift, 1.0f); });
         float sums[kSums];  // of squares; of distances from the shift
         const auto add_up = [&] {

@@ -9,8 +9,8 @@
 //
 // llama != 0 rounds s * rstd, weight_offset + weight and y to DTYPE.
 //
-// Moves each element once: 3 bytes for 16-bit elements, 7 with a residual. A thread keeps its part of a row in registers
-// as floats, so the last pass costs one FMA and part of a store per element:
+// Moves each element once: 3 bytes for 16-bit elements, 7 with a residual. A thread keeps its part of a row in
+// registers as floats, so the last pass costs one FMA and part of a store per element:
 //
 //   t = s * gain, summing squares and taking max|t|:            one barrier
 //   q = round(t * factor),  factor = rstd * 127 / absmax,  absmax = max|t| * rstd
