@@ -74,7 +74,7 @@ struct Parts {
     }
 };
 
-// A warp's sums. add(w, row_of) adds one chunk of k: w holds weights by group, row_of(token) returns that token's bytes.
+// A warp's sums. add(w, row_of) adds one chunk of k: w holds weights by group, row_of(token) returns a token's bytes.
 template <bool kHalf = sizeof(scalar) == 2> struct Sums {
     Accumulator sum[kSlabs][kTokenTiles] = {};
 

@@ -129,7 +129,7 @@ struct Row {
 
     __device__ __forceinline__ unsigned column(int i) const { return unsigned(i * blockDim.x + thread) * VEC; }
 
-    __device__ __forceinline__ vec& slot(int i) {  // read only by the thread that wrote it: no barrier, no bank conflict
+    __device__ __forceinline__ vec& slot(int i) {  // only its writer reads it: no barrier, no bank conflict
         return reinterpret_cast<vec*>(dynamic_shared)[i * blockDim.x + thread];
     }
 

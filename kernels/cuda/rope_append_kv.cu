@@ -1,5 +1,5 @@
-// One launch for QK-norm, RoPE and cache append: RMSNorm of each head of q and k, RoPE of both, then k and v are written
-// to their slots in a cache.
+// QK-norm, RoPE and cache append in one launch: RMSNorm of each head of q and k, RoPE of both, then k and v are stored
+// in their slots of a cache.
 //
 //   q, out            (batch, seqlen, nheads, head_dim)              DTYPE, last axis contiguous, other strides
 //   k, v              (batch, seqlen, nheads_kv, head_dim)           in elements; out may alias q
@@ -32,8 +32,8 @@
 //   interleaved, VEC == 1  | 0 | 0 | 1 | 1 | 2 | 2 | 3 | 3 | 4 | 5 | 4 | 5 |
 //
 // blockDim = (threads per head, heads, tokens), gridDim = (tiles of tokens, parts of the heads). A tile of heads is
-// blockDim.y heads of q, of k or of v. A thread computes its angles once and uses them for several tiles. Unit u of each
-// head belongs to thread u % blockDim.x, so that adjacent threads read adjacent vectors.
+// blockDim.y heads of q, of k or of v. A thread computes its angles once and uses them for several tiles. Unit u of
+// each head belongs to thread u % blockDim.x, so that adjacent threads read adjacent vectors.
 #include "math.cuh"
 #include "reduce.cuh"
 #include "rope.cuh"

@@ -40,7 +40,7 @@ template <typename X, typename Y> struct Pick<false, X, Y> { typedef Y type; };
 constexpr bool kQuantized = sizeof(act) == 1, kGrouped = GROUPED, kDivided = DIVIDED;
 constexpr int kUnits = UNITS, kStages = STAGES;
 constexpr int kThreads = 32 * WARPS_N * WARPS_M * WARPS_K;
-constexpr int kSlabs = BLOCK_N / WARPS_N / 16, kTiles = BLOCK_M / WARPS_M / 8;  // per warp: slabs of 16 rows, tiles of 8 tokens
+constexpr int kSlabs = BLOCK_N / WARPS_N / 16, kTiles = BLOCK_M / WARPS_M / 8;  // 16-row slabs, 8-token tiles
 constexpr int kRowChunks = 4 * sizeof(act);                                     // 16-byte chunks per token and unit
 constexpr int kWeightUnit = BLOCK_N * 16 + 128 / kUnits, kActUnit = BLOCK_M * kRowChunks * 16 + 64;
 constexpr int kWeightBytes = kUnits * kWeightUnit, kStageBytes = kWeightBytes + kUnits * kActUnit;
@@ -54,7 +54,7 @@ typedef Pick<kFloatSums, float, int>::type total;
 
 struct TernaryShape {
     long long x_stride, row_bytes, scale_stride, y_stride;
-    int tokens, n, units, group_units, aligned;  // aligned: rows of y start at whole vectors of four and are whole vectors
+    int tokens, n, units, group_units, aligned;  // aligned: rows of y are whole, aligned vectors of four
     int splits;
 };
 

@@ -107,7 +107,7 @@ template <typename T> __device__ __forceinline__ Activated gelu_tanh(float g) {
     constexpr float kUnit = Exponential<T>::kUnit;
     const Sigmoid c = sigmoid(Exponential<T>::of(g * fmaf(-kUnit * kCubic, g * g, -kUnit * kLinear)));
     const float near = fminf(fmaxf(g, -kSaturated), kSaturated);
-    const float inner = near * fmaf(3.0f * kCubic, near * near, kLinear);  // g times the slope of the sigmoid's argument
+    const float inner = near * fmaf(3.0f * kCubic, near * near, kLinear);  // g times the slope of the inner function
     return {fmaxf(g, -kLargest) * c.value, fmaf(c.value * c.rest, inner, c.value)};
 }
 

@@ -56,7 +56,7 @@ static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-struct Tiles { int begin, end, all_begin, all_end; };  // some row sees [begin, end); every row sees [all_begin, all_end)
+struct Tiles { int begin, end, all_begin, all_end; };  // some row sees [begin, end); all rows see [all_begin, all_end)
 
 // A block's share of the problem, from its grid position. Recomputed where it is needed again, to save registers.
 struct Work {

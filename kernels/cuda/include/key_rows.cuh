@@ -22,7 +22,7 @@ public:
         if constexpr (!kPaged) at_ -= tiles * TileT::kRows * stride_.row;
     }
 
-    // Starts copying tile n and moves on to tile n - 1. whole: all its rows exist; otherwise only those before seqlen_k.
+    // Starts copying tile n and moves on to tile n - 1. whole: all its rows exist; otherwise only those below seqlen_k.
     // A thread's rows are evenly spaced, also across tiles: one subtraction per row, no address arithmetic per tile.
     __device__ __forceinline__ void load(unsigned to, int n, bool whole, int seqlen_k, int cols) {
         const int first = n * TileT::kRows;

@@ -1,8 +1,8 @@
 // Ternary weights as the left operand of tensor cores, activations as the right one: D is (weights, tokens).
 //
-// The order of k is free as long as both operands share it. Of 64 neighbours along K, lane 4 g + t takes the 16 of one
-// word: word t of rows g and g + 8, and activations 16 t .. of token g, in `kChunks` vectors of 16 bytes. No permutation
-// and no ldmatrix are needed; words are unpacked in registers:
+// The order of k is free as long as both operands share it. Of 64 neighbours along K, lane 4 g + t takes the 16 of
+// one word: word t of rows g and g + 8, and activations 16 t .. of token g, in `kChunks` vectors of 16 bytes. No
+// permutation and no ldmatrix are needed; words are unpacked in registers:
 //
 //   activations   mma        codes per lane      per vector of activations, two steps s
 //   int8          m16n8k32   8 per row           planes 2 s, 2 s + 1 as codes 0 .. 2 (ternary.cuh)
