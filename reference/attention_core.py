@@ -6,18 +6,24 @@ not see contributes nothing, whatever it holds: a NaN behind a mask stays behind
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from .attention_mask import BlockMaskLike, alibi_bias, visible_keys
-from .precision import Steps
+from .precision import Array, Steps
 
-__all__ = ["Options", "Rows", "matmul_visible", "repeat_heads", "softmax_rows", "sum_groups", "to_bhsd"]
-
-Array = npt.NDArray[Any]
+__all__ = [
+    "Options",
+    "Rows",
+    "matmul_visible",
+    "repeat_heads",
+    "sequences",
+    "softmax_rows",
+    "sum_groups",
+    "to_bhsd",
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class Options:
     def scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
+    def of_sequence(self, b: int) -> Options:
+        """The options of sequence ``b``: ALiBi slopes may be (batch, nheads)."""
+        slopes = self.alibi_slopes
+        return self if slopes is None or slopes.ndim == 1 else replace(self, alibi_slopes=slopes[b])
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -48,8 +59,15 @@ class Rows:
     cap_slope: Array | float  # d softcap(s) / d s: 1 - tanh(s / softcap)**2, or 1.0
 
 
+def sequences(cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[tuple[int, slice, slice]]:
+    """The number of each packed sequence, its rows of q and its rows of k and v."""
+    for b in range(len(cu_seqlens_q) - 1):
+        q_begin, q_end, k_begin, k_end = map(int, (*cu_seqlens_q[b : b + 2], *cu_seqlens_k[b : b + 2]))
+        yield b, slice(q_begin, q_end), slice(k_begin, k_end)
+
+
 def to_bhsd(x: Array, layout: str) -> Array:
-    """Swap seqlen and heads of a "bshd" array (its own inverse)."""
+    """Swap the axes seqlen and heads of a "bshd" array. Its own inverse."""
     return x.swapaxes(1, 2) if layout == "bshd" else x
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
+
+from .precision import Array
 
 __all__ = ["BlockMaskLike", "alibi_bias", "distance", "expand_block_mask", "visible_keys"]
-
-Array = npt.NDArray[Any]
 
 
 class BlockMaskLike(Protocol):

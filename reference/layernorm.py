@@ -6,16 +6,11 @@ row, divided by N, not N - 1. Everything is computed wide and the result rounded
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 
 __all__ = ["layernorm", "layernorm_backward"]
-
-Array = npt.NDArray[Any]
 
 
 def layernorm(

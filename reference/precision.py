@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Precision", "Steps", "steps", "textbook_product"]
+__all__ = ["Array", "Precision", "Steps", "steps", "textbook_product"]
 
 Precision = Literal["rounded", "float64", "naive"]
 Array = npt.NDArray[Any]

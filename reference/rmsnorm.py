@@ -20,16 +20,15 @@ implies a ``weight_offset``.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .precision import Precision, Steps, steps
+from .precision import Array, Precision, Steps, steps
 
 __all__ = ["Casting", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
 
-Array = npt.NDArray[Any]
 Casting = Literal["llama", "gemma", "fp32"]
 
 ABSMAX_MIN = 1e-5  # a row of zeros gets scale ABSMAX_MIN / 127 instead of a division by zero

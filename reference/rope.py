@@ -15,14 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 from .rope_scaling import Scaling, default_inv_freq
 
 __all__ = ["rope", "rope_angles", "rope_backward"]
-
-Array = npt.NDArray[Any]
 
 
 def rope_angles(
@@ -114,6 +111,15 @@ def rope_backward(
     factor on cos and sin. With an attention factor other than 1 that is not the inverse.
     """
     return rope(
-        dq, dk, positions=positions, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved,
-        scaling=scaling, seqlen=seqlen, conjugate=not conjugate, layout=layout, precision=precision,
-    )  # fmt: skip
+        dq,
+        dk,
+        positions=positions,
+        theta=theta,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=scaling,
+        seqlen=seqlen,
+        conjugate=not conjugate,
+        layout=layout,
+        precision=precision,
+    )

@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 from .rmsnorm import rmsnorm
 from .rope import rope
 from .rope_scaling import Scaling
 
 __all__ = ["cache_slots", "rope_append_kv"]
-
-Array = npt.NDArray[Any]
 
 
 def cache_slots(
@@ -83,9 +80,16 @@ def rope_append_kv(
         return rmsnorm(x, weight, eps=eps, weight_offset=weight_offset, precision=inner)
 
     q_rotated, k_rotated = rope(
-        normalised(q, q_weight), normalised(k, k_weight), positions=positions, theta=theta,
-        rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling, seqlen=seqlen, precision=inner,
-    )  # fmt: skip
+        normalised(q, q_weight),
+        normalised(k, k_weight),
+        positions=positions,
+        theta=theta,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=scaling,
+        seqlen=seqlen,
+        precision=inner,
+    )
     slots = cache_slots(q.shape[:-2], seqused_k, block_table, slot_mapping, k_cache.shape[1])
     kept = slots >= 0
     place = (slots[kept] // k_cache.shape[1], slots[kept] % k_cache.shape[1])

@@ -10,16 +10,15 @@ At infinity the functions take their limits: act(-inf) = -0, act'(-inf) = 0, act
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .precision import Precision, Steps, steps, textbook_product
+from .precision import Array, Precision, Steps, steps, textbook_product
 
 __all__ = ["Activation", "swiglu", "swiglu_backward", "swiglu_mlp", "swiglu_mlp_backward"]
 
-Array = npt.NDArray[Any]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 from .ternary_layouts import decode, encode
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "ternary_unpack",
 ]
 
-Array = npt.NDArray[Any]
 Method = Literal["absmean", "absmax", "twn", "percentile", "meanstd", "manual"]
 
 EPS = 1e-5

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
+
+from .precision import Array
 
 __all__ = [
     "Array",
@@ -18,8 +17,6 @@ __all__ = [
     "refuse_padding",
     "split",
 ]
-
-Array = npt.NDArray[Any]
 
 
 class LayoutError(ValueError):

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .precision import Array
+
 __all__ = ["FORWARD", "GRADIENT", "error_report", "tolerance"]
 
-Array = npt.NDArray[Any]
 
 FORWARD = 2.0
 GRADIENT = 3.0
