@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from .precision import Array, Precision, steps
+from .rmsnorm import reciprocal_rms
 
 __all__ = ["layernorm", "layernorm_backward"]
 
@@ -47,8 +48,7 @@ def layernorm(
     wide = p.load(s)  # the norm is of the rounded s, the tensor that the next layers see
     mean = p.step(np.mean(wide, axis=-1, keepdims=True))
     centered = p.step(wide - mean)
-    variance = p.step(np.mean(np.square(centered), axis=-1, keepdims=True))
-    rstd = p.step(1.0 / p.step(np.sqrt(p.step(variance + eps))))
+    rstd = reciprocal_rms(centered, eps, p)
     y = p.step(p.step(centered * rstd) * p.load(weight))
     if bias is not None:
         y = p.step(y + p.load(bias))

@@ -49,15 +49,12 @@ def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
     def load(x: Any) -> Array:
         return np.asarray(x, dtype=np.float64)
 
-    def identity(x: Any) -> Array:
-        return np.asarray(x, dtype=np.float64)
-
     def rounded(x: Any) -> Array:
         return np.asarray(x).astype(native).astype(np.float64)
 
     def store(x: Any, to: npt.DTypeLike | None = None) -> Array:
         if precision == "float64":
-            return np.asarray(x, dtype=np.float64)
+            return load(x)
         target = native if to is None or native == np.float64 else np.dtype(to)
         return np.asarray(x).astype(target)
 
@@ -66,7 +63,7 @@ def steps(precision: Precision, dtype: npt.DTypeLike) -> Steps:
 
     if precision not in ("rounded", "float64", "naive"):
         raise ValueError(f"precision must be 'rounded', 'float64' or 'naive', got {precision!r}")
-    return Steps(load, rounded if precision == "naive" else identity, store, matmul)
+    return Steps(load, rounded if precision == "naive" else load, store, matmul)
 
 
 def textbook_product(a: Array, b: Array) -> Array:

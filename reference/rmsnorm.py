@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from .precision import Array, Precision, Steps, steps
 
-__all__ = ["Casting", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
+__all__ = ["Casting", "reciprocal_rms", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
 
 Casting = Literal["llama", "gemma", "fp32"]
 
@@ -43,7 +43,7 @@ def _narrow(x: Array, dtype: npt.DTypeLike, casting: Casting, precision: Precisi
     return x
 
 
-def _rstd(x: Array, eps: float, p: Steps) -> Array:
+def reciprocal_rms(x: Array, eps: float, p: Steps) -> Array:
     """``1 / sqrt(mean(x**2) + eps)`` over the last axis, which is kept with length 1."""
     mean_square = p.step(np.mean(np.square(x), axis=-1, keepdims=True))
     return p.step(1.0 / p.step(np.sqrt(p.step(mean_square + eps))))
@@ -62,7 +62,7 @@ def _normalise(
     p = steps(precision, x.dtype)
     s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
     wide = p.load(s)  # the norm is of the rounded s, the tensor that the next layers see
-    rstd = _rstd(wide, eps, p)
+    rstd = reciprocal_rms(wide, eps, p)
     n = _narrow(p.step(wide * rstd), x.dtype, casting, precision)
     gain = _narrow(p.step(weight_offset + p.load(weight)), x.dtype, casting, precision)
     return p.step(n * gain), s, rstd

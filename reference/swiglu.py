@@ -10,6 +10,8 @@ At infinity the functions take their limits: act(-inf) = -0, act'(-inf) = 0, act
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -58,12 +60,14 @@ def _activate_backward(g: Array, activation: Activation, p: Steps) -> Array:
     return p.step(c + p.step(g * dc))
 
 
-def _matmul(a: Array, b: Array, p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Array:
-    """``a @ b``; textbook code adds up in float32 (float64 for float64), never in 16 bits."""
-    if precision == "naive" and np.dtype(dtype) != np.float64:
+def _products(p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Callable[[Array, Array], Array]:
+    """``a @ b``. Textbook code accumulates in float32 (float64 for float64), never in 16 bits."""
+
+    def product(a: Array, b: Array) -> Array:
         with np.errstate(invalid="ignore"):
             return p.step(textbook_product(a, b))
-    return a @ b
+
+    return product if precision == "naive" and np.dtype(dtype) != np.float64 else operator.matmul
 
 
 def _split(gate: Array, up: Array | None) -> tuple[Array, Array]:
@@ -145,10 +149,7 @@ def swiglu_mlp(
     (..., hidden_out) in x's dtype
     """
     p = steps(precision, x.dtype)
-
-    def matmul(a: Array, b: Array) -> Array:
-        return _matmul(a, b, p, x.dtype, precision)
-
+    matmul = _products(p, x.dtype, precision)
     x64 = p.load(x)
     act = _activate(matmul(x64, p.load(w_gate).T), activation, p)
     h = p.step(act * matmul(x64, p.load(w_up).T))
@@ -173,10 +174,7 @@ def swiglu_mlp_backward(
         each in the shape of its tensor and in x's dtype
     """
     p = steps(precision, x.dtype)
-
-    def matmul(a: Array, b: Array) -> Array:
-        return _matmul(a, b, p, x.dtype, precision)
-
+    matmul = _products(p, x.dtype, precision)
     tokens = math.prod(x.shape[:-1])
     x2, dy2 = p.load(x).reshape(tokens, x.shape[-1]), p.load(dy).reshape(tokens, dy.shape[-1])
     wg, wu, wd = p.load(w_gate), p.load(w_up), p.load(w_down)

@@ -132,10 +132,17 @@ _TL2_TILES = _by_shape(
 
 
 def _row(
-    name: str, unit: tuple[int, int, int], invalid: str, used_by: str, pads: bool = False, **more: Any
+    name: str,
+    unit: tuple[int, int, int],
+    invalid: str,
+    used_by: str,
+    *,
+    pads: bool = False,
+    scale: str = "apart",
+    **layout: Any,
 ) -> TernaryFormat:
     """A row of the table. ``unit``: rows, columns and bytes of a unit."""
-    return TernaryFormat(name, *unit, pads, more.pop("scale", "apart"), invalid, used_by, **more)
+    return TernaryFormat(name, *unit, pads, scale, invalid, used_by, **layout)
 
 
 _ROWS = (
