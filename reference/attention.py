@@ -1,6 +1,6 @@
 """Attention in NumPy: the definition of correct for the forward pass.
 
-Writes the whole ``(seqlen_q, seqlen_k)`` score matrix down, as the formula does. Backward lives in
+It computes the whole ``(seqlen_q, seqlen_k)`` score matrix, as the formula does. The backward pass is in
 ``attention_backward.py``, masks in ``attention_mask.py``, the shared mathematics in ``attention_core.py``.
 """
 
@@ -53,7 +53,7 @@ def attention(
     window_size : (left, right) keys visible around that diagonal; -1 is unlimited.
     softmax_scale : factor on ``q k^T``; ``head_dim ** -0.5`` when None.
     softcap : with ``softcap > 0`` scores become ``softcap * tanh(score / softcap)``.
-    sinks : (nheads,) one logit per head that takes part in the denominator only.
+    sinks : (nheads,) one logit per head, which counts in the denominator only.
     alibi_slopes : (nheads,) or (batch, nheads): adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
     bias : broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks.
     block_mask : object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen.
@@ -99,7 +99,7 @@ def attention_varlen(
     return_lse: bool = False,
     precision: Precision = "rounded",
 ) -> Any:
-    """Attention within each of several sequences laid end to end.
+    """Attention within each of several sequences packed end to end.
 
     Parameters
     ----------
@@ -108,8 +108,7 @@ def attention_varlen(
     v : (total_k, nheads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,)
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
-    max_seqlen_q, max_seqlen_k : longest sequence; kernels size their grids by it, the result does not
-        depend on it.
+    max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
     The other options are those of :func:`attention`; ``alibi_slopes`` may be (batch, nheads).
 
@@ -150,13 +149,12 @@ def attention_decode(
     ----------
     q : (batch, seqlen_q, nheads, head_dim)
     k_cache, v_cache : (batch, max_seqlen, nheads_kv, head_dim), or with ``block_table`` pages
-        (num_pages, page_size, nheads_kv, head_dim); values may have their own head_dim_v.
-    seqused_k : (batch,) how many keys of each sequence are in use; the rest is never read.
-    block_table : (batch, max_pages) page numbers of each sequence in order; entries past the need are
-        not looked at.
+        (num_pages, page_size, nheads_kv, head_dim). Values may have their own head_dim_v.
+    seqused_k : (batch,) keys in use per sequence; the rest is never read.
+    block_table : (batch, max_pages) pages of each sequence, in order. Entries past the last used page are ignored.
 
-    The other options are those of :func:`attention` with ``seqlen_k = seqused_k[b]``: causal puts the
-    last query on the last used key.
+    The other options are those of :func:`attention` with ``seqlen_k = seqused_k[b]``: causal aligns the last query
+    with the last used key.
 
     Returns
     -------
@@ -181,7 +179,7 @@ def _forward(
     """``out`` and ``lse`` in float64, before the last rounding."""
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     nheads = q.shape[1]
-    with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the caller's data, are results here
+    with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the inputs, are valid here
         rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
         out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible, s)
     return to_bhsd(s.step(out), layout), rows.lse

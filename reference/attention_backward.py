@@ -54,10 +54,10 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : like the output of :func:`attention`
-    q, k, v, and every option : as given to :func:`attention`
-    out, lse : results of :func:`attention`; kernels read them, this reference computes its own
-    return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, where given
+    dout : shaped like the output of :func:`attention`
+    q, k, v, and all options : as given to :func:`attention`
+    out, lse : results of :func:`attention`. Kernels read them; this reference computes its own.
+    return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, if given
 
     Returns
     -------
@@ -65,7 +65,7 @@ def attention_backward(
     extra : ``{"bias": dbias, "sinks": dsinks}``, only with ``return_extra``. dbias has the shape and dtype
         of ``bias``; dsinks is float32 (float64 for float64 inputs).
 
-    Queries that see no key give and get zero gradients.
+    Queries that see no key have zero gradients and contribute none.
     """
     options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
     s = steps(precision, q.dtype)
@@ -108,7 +108,7 @@ def attention_varlen_backward(
     Returns
     -------
     dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
-    extra : ``{"sinks": dsinks}`` where given, only with ``return_extra``
+    extra : ``{"sinks": dsinks}`` if sinks are given, only with ``return_extra``
     """
     options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
     s = steps(precision, q.dtype)
@@ -136,14 +136,14 @@ def _backward(
     nheads, nheads_kv = q.shape[1], k.shape[1]
     dout, q = s.load(dout), s.load(q)
     k, v = (s.load(repeat_heads(x, nheads)) for x in (k, v))
-    with np.errstate(all="ignore"):  # NaN or overflow in the caller's data is a result here
+    with np.errstate(all="ignore"):  # NaN or overflow in the inputs are valid here
         rows = softmax_rows(q, k, options, s)
         out = s.step(matmul_visible(rows.probs, v, rows.visible, s))
         delta = s.step((dout * out).sum(axis=-1))
         dprobs = s.step(s.matmul(dout, v.swapaxes(-1, -2)))
         dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
         dproducts = s.step(s.step(dscores * rows.cap_slope) * options.scale(q.shape[-1]))
-        dproducts = np.where(rows.visible, dproducts, 0.0)  # cap_slope of a masked NaN
+        dproducts = np.where(rows.visible, dproducts, 0.0)  # removes cap_slope of a masked NaN
         seen_by = rows.visible.swapaxes(-1, -2)
         dq = matmul_visible(dproducts, k, rows.visible, s)
         dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by, s))
@@ -156,6 +156,6 @@ def _backward(
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Adjoint of broadcasting from ``shape``."""
+    """The adjoint of broadcasting from ``shape``."""
     x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return np.asarray(x.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True))

@@ -1,7 +1,7 @@
 """The mathematics of attention on ``(batch, nheads, seqlen, head_dim)`` arrays in float64.
 
-Forward and backward of the public functions both start from :func:`softmax_rows`; what a query does
-not see contributes nothing, whatever it holds: a NaN behind a mask stays behind it.
+The public forward and backward functions both start from :func:`softmax_rows`. Keys that a query does not see
+contribute nothing, whatever they hold: a NaN behind a mask stays behind it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Options:
-    """The options that decide the scores, named as in the public functions."""
+    """The options that shape the scores, named as in the public functions."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -53,7 +53,7 @@ class Rows:
     """One softmax row per query; all fields are float64, ``visible`` is bool."""
 
     probs: Array  # (batch, nheads, seqlen_q, seqlen_k); 0 where not visible
-    sink_probs: Array  # (batch, nheads, seqlen_q); the share the sink takes, 0 without sinks
+    sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
     lse: Array  # (batch, nheads, seqlen_q)
     visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
     cap_slope: Array | float  # d softcap(s) / d s: 1 - tanh(s / softcap)**2, or 1.0
@@ -77,16 +77,16 @@ def repeat_heads(x: Array, nheads: int) -> Array:
 
 
 def sum_groups(x: Array, nheads_kv: int) -> Array:
-    """Adjoint of :func:`repeat_heads`."""
+    """The adjoint of :func:`repeat_heads`."""
     batch, nheads, seqlen, head_dim = x.shape
     return np.asarray(x.reshape(batch, nheads_kv, nheads // nheads_kv, seqlen, head_dim).sum(axis=2))
 
 
 def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) -> Array:
-    """``weights @ values`` where a row of ``values`` counts only for the rows that see it.
+    """``weights @ values``, where a row of ``values`` counts only for the rows that see it.
 
-    ``weights`` is 0 where not visible, which is enough for finite values. Rows of ``values`` that
-    hold a NaN or an infinity are added one by one behind the mask, since ``0 * NaN`` is not 0.
+    ``weights`` is 0 where not visible, which is enough for finite values. Since ``0 * NaN`` is not 0, rows of
+    ``values`` with a NaN or an infinity are added one by one, under the mask.
     """
     finite = np.asarray(np.isfinite(values).all(axis=-1, keepdims=True))
     result = steps.matmul(weights, np.where(finite, values, 0.0))
@@ -125,11 +125,11 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
         scores = step(scores + bias)
     scores = np.where(visible, scores, -np.inf)
 
-    # The sink is one more logit of every row: a column without a value.
+    # The sink is one more logit per row: a column without a value.
     sinks = np.full(shape[1], -np.inf) if options.sinks is None else steps.load(options.sinks)
     sink = sinks[None, :, None]
     row_max = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
-    row_max = step(np.where(row_max == -np.inf, 0.0, row_max))  # nothing visible: keep -inf - -inf away
+    row_max = step(np.where(row_max == -np.inf, 0.0, row_max))  # nothing visible: avoid -inf - -inf
     numerator = step(np.exp(step(scores - row_max[..., None])))
     sink_numerator = step(np.exp(step(sink - row_max)))
     row_sum = step(numerator.sum(axis=-1) + sink_numerator)

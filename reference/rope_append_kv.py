@@ -1,7 +1,6 @@
-"""RMSNorm of each head of q and k, rotary embedding of both, and k and v into their place in a cache.
+"""RMSNorm of each head of q and k, RoPE of both, and the write of k and v into a cache.
 
-What the three steps are is said where they are defined, in :mod:`.rmsnorm` (casting ``fp32``) and :mod:`.rope`. Here
-they are one step: nothing is rounded between them.
+:mod:`.rmsnorm` (casting ``fp32``) and :mod:`.rope` define the steps. Here nothing is rounded between them.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def cache_slots(
     slot_mapping: Array | None,
     page_size: int,
 ) -> Array:
-    """The slot of each token of ``shape``, (batch, seqlen) or (total,): page * page_size + row; negative: none.
+    """The slot of each token of ``shape``, (batch, seqlen) or (total,): page * page_size + row; negative: not stored.
 
-    The contiguous cache of sequence b is page b.
+    In a contiguous cache, sequence b has page b.
     """
     if slot_mapping is not None:
         return slot_mapping
@@ -61,12 +60,12 @@ def rope_append_kv(
     seqlen: int | None = None,
     precision: Precision = "rounded",
 ) -> tuple[Array, Array, Array]:
-    """The rotated q and the caches with the new rows; no argument is changed.
+    """The rotated q, and the caches with the new rows. No argument is changed.
 
     q (batch, seqlen, nheads, head_dim), k and v (batch, seqlen, nheads_kv, head_dim), caches (batch, max_seqlen,
     nheads_kv, head_dim) or, with ``block_table``, (num_pages, page_size, nheads_kv, head_dim): token i of sequence b
-    goes to row ``seqused_k[b] + i`` of its cache, which is also its position unless ``positions`` says otherwise.
-    Or q, k and v (total, nheads, head_dim) with ``slot_mapping`` and ``positions`` (total,).
+    goes to row ``seqused_k[b] + i`` of its cache, which is also its position unless ``positions`` is given. Or q, k
+    and v (total, nheads, head_dim) with ``slot_mapping`` and ``positions`` (total,).
     """
     p = steps(precision, q.dtype)
     inner: Precision = "naive" if precision == "naive" else "float64"

@@ -31,7 +31,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def _gate(g: Array, activation: Activation, p: Steps) -> tuple[Array, Array]:
-    """(c, dc) with act(g) = g * c(g), c rising from 0 to 1, and dc its derivative; g finite."""
+    """(c, dc) with act(g) = g * c(g), where c rises from 0 to 1, and dc its derivative. g must be finite."""
     if activation == "silu":  # c = sigmoid(g)
         with np.errstate(over="ignore"):
             c = p.step(1.0 / p.step(1.0 + p.step(np.exp(-g))))
@@ -71,7 +71,7 @@ def _products(p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Callable[
 
 
 def _split(gate: Array, up: Array | None) -> tuple[Array, Array]:
-    """The packed form holds gate in the first half of the last axis, up in the second."""
+    """The packed form has gate in the first half of the last axis and up in the second."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -90,7 +90,7 @@ def swiglu(
     Parameters
     ----------
     gate : (..., d), or packed (..., 2 * d) with gate in the first half
-    up : (..., d), or None when packed
+    up : (..., d), or None if packed
     activation : ``"silu"`` g * sigmoid(g); ``"gelu"`` g * (1 + erf(g / sqrt 2)) / 2; ``"gelu_tanh"``
         g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g**3))) / 2
 
@@ -115,7 +115,7 @@ def swiglu_backward(
 
     Returns
     -------
-    dgate, dup, or one packed (..., 2 * d) array when the forward was packed
+    dgate, dup, or one packed (..., 2 * d) array if the forward was packed
     """
     p = steps(precision, gate.dtype)
     g, u = _split(gate, up)
@@ -166,7 +166,7 @@ def swiglu_mlp_backward(
     activation: Activation = "silu",
     precision: Precision = "rounded",
 ) -> tuple[Array, Array, Array, Array]:
-    """Gradients of :func:`swiglu_mlp`; gate and up are computed again from x.
+    """Gradients of :func:`swiglu_mlp`. gate and up are recomputed from x.
 
     Returns
     -------

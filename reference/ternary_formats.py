@@ -1,7 +1,7 @@
-"""The ternary storage formats: one row each, in one table that checks itself.
+"""The ternary storage formats, one row each, in a table that checks itself.
 
-A trit ``t`` is -1, 0 or +1; its code is ``t + 1`` unless the row says otherwise. A stored scale always
-multiplies: ``W = scale * t``. How each format lays out its bits is in :mod:`ternary_layouts`.
+A trit ``t`` is -1, 0 or +1; its code is ``t + 1`` unless the row says otherwise. A stored scale always multiplies:
+``W = scale * t``. :mod:`ternary_layouts` implements the bit layouts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ Tile = tuple[int, int, int]  # rows, columns, rows at a time
 
 @dataclass(frozen=True)
 class TernaryFormat:
-    """What a format is called, what it costs and what it asks of a matrix ``(N, K)``.
+    """A format's name, cost and requirements on a matrix ``(N, K)``.
 
-    ``unit_rows`` x ``unit_cols`` weights take ``unit_bytes``; a matrix that does not divide is padded
-    when ``pads``, else refused. ``linear`` formats count elements over the whole matrix, so that only
-    N*K must divide.
+    ``unit_rows`` x ``unit_cols`` weights take ``unit_bytes``. A matrix that does not divide into units is padded if
+    ``pads``, else refused. ``linear`` formats count elements over the whole matrix, so only N*K must divide.
     """
 
     name: str
@@ -34,10 +33,10 @@ class TernaryFormat:
     invalid: str
     used_by: str
     linear: bool = False
-    block_scale: int = 0  # weights per embedded fp16 scale, 0 when scales are kept apart
-    scale_first: bool = False  # of a block, where the embedded scale is not last
-    steps: int = 0  # columns that a last, narrower tile may have, 0 when tiles are whole
-    # of the shapes that have tiles of their own
+    block_scale: int = 0  # weights per embedded fp16 scale; 0 if scales are kept apart
+    scale_first: bool = False  # the embedded scale comes first in its block
+    steps: int = 0  # a last, narrower tile has a multiple of this many columns; 0: none
+    # for shapes with tiles of their own
     tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)
 
     @property
@@ -47,7 +46,7 @@ class TernaryFormat:
 
     @property
     def constraint(self) -> str:
-        """What the shape must satisfy, in words."""
+        """The requirement on the shape, in words."""
         if self.linear:
             return f"N*K % {self.unit_cols} == 0"
         if self.tiles:
@@ -62,7 +61,7 @@ class TernaryFormat:
         return " and ".join(f"{axis} % {n} == 0" for axis, n in parts if n > 1)
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Shape of the packed uint8 array; ValueError when ``shape`` does not fit the format."""
+        """Shape of the packed uint8 array; ValueError if ``shape`` does not fit the format."""
         n, k = shape
         if self.linear:
             if n * k % self.unit_cols:
@@ -77,7 +76,7 @@ class TernaryFormat:
         return (math.ceil(n / self.unit_rows), math.ceil(k / self.unit_cols) * self.unit_bytes)
 
     def tile(self, shape: tuple[int, int]) -> Tile:
-        """(BM, BK, bm) of a matrix of ``shape``: those that bitnet.cpp generates its kernels with for that shape."""
+        """(BM, BK, bm) of a matrix of ``shape``: the tile for which bitnet.cpp generates its kernels."""
         return self.tiles.get(shape, (self.unit_rows, self.unit_cols, 32))
 
     def _tiled_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -254,7 +253,7 @@ _check(_ROWS)
 
 
 def ternary_format(name: str) -> TernaryFormat:
-    """The row called ``name``; ValueError lists those that exist."""
+    """The row of format ``name``; ValueError lists the names."""
     if name not in FORMATS:
         raise ValueError(f"unknown ternary format {name!r}; formats: {', '.join(FORMATS)}")
     return FORMATS[name]

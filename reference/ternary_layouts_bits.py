@@ -1,4 +1,4 @@
-"""What the ternary layouts share: 2-bit fields, padding, and refusals that name the first offence."""
+"""Shared by the ternary layouts: 2-bit fields, padding, and errors that name the first fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class LayoutError(ValueError):
-    """Bytes that no encoder of the format writes, or a scale that it cannot hold."""
+    """Bytes that no encoder of the format writes, or a scale that the format cannot hold."""
 
 
 def pad_columns(x: Array, multiple: int, value: int) -> Array:
