@@ -46,6 +46,7 @@ def test_every_launch_covers_the_problem():
         c = configure(*problem, tokens=tokens, heads=heads)
         x, y, z = c.block
         assert x * y * z in (32, 64, 128)
+        assert z <= 64
         assert 32 % x == 0, "a head lies in one warp, which adds up its squares"
         assert c.grid[0] * z >= tokens > (c.grid[0] - 1) * z
         assert 1 <= c.grid[1] <= -(-heads[0] // y) + 2 * -(-heads[1] // y) <= 65535

@@ -47,6 +47,7 @@ def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
                 c = choose(tokens, nheads, nheads_kv, head_dim, card, tokens_inner=tokens_inner)
                 x, y, z = c.block
                 assert x * y * z <= 128
+                assert z <= 64
                 assert c.grid[0] <= 2**31 - 1
                 assert max(c.grid[1:]) <= 65535
                 assert (c.grid[0] - 1) * z < tokens <= c.grid[0] * z
@@ -158,6 +159,16 @@ def test_heads_that_share_a_thread(interleaved, layout, monkeypatch, rng):
     alone, shared = (p.counts.lanes / pairs for p in profiles)
     assert alone <= 72, "of the PTX, of which ptxas saves a part; measured: 64 to 71"
     assert shared <= 24, "measured: 18 to 22"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_heads_of_one_pair(layout, rng):
+    """A token is a thread, and a block has at most 64 along its last axis."""
+    x = random(rng, (1, 200, 2, 2), F32)
+    x = x if layout == "bshd" else x.swapaxes(1, 2).copy()
+    want = rope(x, layout=layout, backend="reference")
+    np.testing.assert_allclose(rope(x, layout=layout, **RAW), want, rtol=0, atol=1e-6)
 
 
 @needs_nvrtc

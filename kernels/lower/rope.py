@@ -22,6 +22,7 @@ from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
 __all__ = ["RopeConfig", "select_config", "variants"]
 
 _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
+_MAX_BLOCK_Z = 64
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
 _MAX_GRID, _MAX_GRID_Y = 2**31 - 1, 65535
 
@@ -77,7 +78,7 @@ def select_config(
     x = min(units, _THREADS)
     most_heads = max(nheads, nheads_kv)
     y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp has what lies side by side
-    z = min(max(1, _THREADS // (x * y)), tokens)
+    z = min(max(1, _THREADS // (x * y)), tokens, _MAX_BLOCK_Z)
 
     threads = tokens * (nheads + nheads_kv) * units  # with a head each
     heads = min(_MOST_HEADS, -(-threads // (_RESIDENT * sms)))

@@ -25,6 +25,7 @@ __all__ = ["AppendConfig", "raw_cannot", "select_config", "variants"]
 _THREADS = 128  # of a block: __launch_bounds__ of rope_append_kv.cu
 _BLOCKS = 9  # that an SM has registers for
 _WARP = 32
+_MAX_BLOCK_Z = 64
 _MAX_GRID = 2**31 - 1
 
 _SHAPE = np.dtype(
@@ -78,7 +79,7 @@ def select_config(
     x = min(_WARP, _power_of_two(units))
     # A tile is heads of one kind, so as many as every kind fills; the rest of the block is further tokens.
     y = min(_THREADS // x, math.gcd(_power_of_two(nheads), _power_of_two(nheads_kv)))
-    z = min(_THREADS, max(_WARP, x * y * _power_of_two(tokens))) // (x * y)
+    z = min(_MAX_BLOCK_Z, min(_THREADS, max(_WARP, x * y * _power_of_two(tokens))) // (x * y))
     tiles = -(-nheads // y) + 2 * -(-nheads_kv // y)
     columns = -(-tokens // z)
     # Heads of a token share its angles, a third of the work: they part only where blocks are too few for the device.
