@@ -36,9 +36,8 @@ def choices():
 
 def configure(head_dim, rotary_dim, interleaved, dtype, *, tokens=1, heads=(32, 8), alignment=16, sms=132):
     itemsize = np.dtype(dtype).itemsize
-    return kernels.select_config(
-        tokens, *heads, head_dim, rotary_dim, itemsize, interleaved=interleaved, alignment=alignment, sms=sms
-    )
+    shape = kernels.AppendShape(tokens, *heads, head_dim, rotary_dim, itemsize, interleaved)
+    return kernels.select_config(shape, alignment=alignment, sms=sms)
 
 
 def test_every_launch_covers_the_problem():

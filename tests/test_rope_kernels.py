@@ -32,7 +32,7 @@ def choose(tokens, nheads, nheads_kv, head_dim, card, *, itemsize=2, alignment=1
     rotary_dim = rotary_dim or head_dim // 2 * 2
     sizes = (tokens, nheads, nheads_kv, rotary_dim, head_dim - rotary_dim, itemsize)
     order = order or {"tokens_inner": False}
-    return kernels.select_config(*sizes, alignment=alignment, sms=card.sms, **order)
+    return kernels.select_config(kernels.RopeShape(*sizes), alignment=alignment, sms=card.sms, **order)
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------
