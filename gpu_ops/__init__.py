@@ -11,18 +11,18 @@ from gpu_ops import errors
 from gpu_ops.core.op import explain, workspace_size
 
 # port: from gpu_ops.formats.block_mask import BlockMask
-# port: from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.formats.rope_scaling import RopeScaling
 # port: from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 # port: from gpu_ops.formats.ternary_matrix import TernaryMatrix
 # port: from gpu_ops.ops.attention import attention, attention_backward
 # port: from gpu_ops.ops.attention_decode import attention_decode
 # port: from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
-# port: from gpu_ops.ops.layernorm import layernorm, layernorm_backward
+from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 
-# port: from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
-# port: from gpu_ops.ops.rope import rope, rope_backward
-# port: from gpu_ops.ops.rope_append_kv import rope_append_kv
+from gpu_ops.ops.rope import rope, rope_backward
+from gpu_ops.ops.rope_append_kv import rope_append_kv
 # port: from gpu_ops.ops.swiglu import swiglu, swiglu_backward
 # port: from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
 # port: from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack

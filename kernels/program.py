@@ -26,6 +26,7 @@ __all__ = [
     "HostCall",
     "Launch",
     "Layout",
+    "LibraryCall",
     "Limits",
     "Memset",
     "Program",
@@ -162,13 +163,11 @@ class Tensor:
         return a is b or (a.shape, a.strides, a.dtype, self.offset) == (b.shape, b.strides, b.dtype, 0)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
-        view = self._view.view()
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        sizes: Any = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         if -1 in sizes:
             known = math.prod(n for n in sizes if n != -1)
             sizes = tuple(self.size // max(known, 1) if n == -1 else n for n in sizes)
-        view.shape = sizes  # raises where reshape() would copy
-        return self._view_of(view)
+        return self._view_of(self._view.reshape(sizes, copy=False))  # assigning .shape would read the memory
 
     def ravel(self) -> Tensor:
         return self.reshape(-1)
@@ -270,6 +269,18 @@ class HostCall:
 
 
 @dataclass(frozen=True)
+class LibraryCall:
+    """A function of a CUDA library. It takes the device's arrays in place of tensors."""
+
+    function: Callable[..., None]
+    arguments: tuple[Argument, ...]
+    label: str
+
+    def __str__(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True)
 class Constant:
     """An array that the program itself brings along. A device keeps its copy."""
 
@@ -281,7 +292,7 @@ class Constant:
 class Program:
     """Workspaces, then steps in order."""
 
-    steps: tuple[Launch | Memset | HostCall, ...]
+    steps: tuple[Launch | LibraryCall | Memset | HostCall, ...]
     workspaces: tuple[Workspace, ...] = ()
     constants: tuple[Constant, ...] = ()
     notes: tuple[str, ...] = ()
@@ -322,7 +333,7 @@ class Builder:
         self.candidate = candidate
         """The tuning candidate to take, by label; None: the tuned or the model's choice."""
         self.asked: list[Any] = []
-        self._steps: list[Launch | Memset | HostCall] = []
+        self._steps: list[Launch | LibraryCall | Memset | HostCall] = []
         self._workspaces: dict[str, Workspace] = {}
         self._constants: dict[str, Constant] = {}
         self._notes: list[str] = []
@@ -340,6 +351,14 @@ class Builder:
             name = f"{name} {len(self._workspaces) + 1}"
         self._workspaces[name] = Workspace(name, shape, np.dtype(dtype), zeroed)
         return Tensor.of(name, Layout.contiguous(shape, dtype))
+
+    def scratch(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str = "scratch") -> Tensor:
+        """An uninitialised workspace that steps share: all requests of one name get the same memory."""
+        need, known = Layout.contiguous(shape, dtype).nbytes, self._workspaces.get(name)
+        nbytes = max(need, known.nbytes if known else 0)
+        self._workspaces[name] = Workspace(name, (nbytes,), np.dtype(np.uint8))
+        whole = Tensor.of(name, Layout.contiguous((nbytes,), np.uint8))
+        return whole[:need].view(dtype).reshape(shape)
 
     def constant(self, values: npt.NDArray[Any], name: str) -> Tensor:
         """An array whose values the program knows."""
@@ -363,6 +382,10 @@ class Builder:
         """Fill a whole array of the call with zeros."""
         if tensor.size:
             self._steps.append(Memset(tensor.name))
+
+    def library(self, function: Callable[..., None], arguments: Any, label: str) -> None:
+        """A call of a CUDA library, and what ``explain`` says of it."""
+        self._steps.append(LibraryCall(function, tuple(arguments), label))
 
     def call(self, function: Callable[[Mapping[str, Any]], None], text: str) -> None:
         """A function on the CPU, and what ``explain`` says of it."""

@@ -51,6 +51,7 @@ class FakeArray:
     size = property(lambda self: self.host.size)
     ndim = property(lambda self: self.host.ndim)
     nbytes = property(lambda self: self.host.nbytes)
+    flags = property(lambda self: self.host.flags)
     data = property(lambda self: FakePointer(self.host.__array_interface__["data"][0], self))
 
     def reshape(self, *shape):

@@ -14,7 +14,7 @@ and addresses alone, and so alike on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bound", "Call", "Look", "Output", "Source"]
 
-Look: TypeAlias = Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
-"""A hook that looks at values: the call's arrays to (options that they decide, further views)."""
+Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
+"""A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Call:
         self._options: dict[str, Any] = {}
         self._cuda: CudaArrays | None = None
         self._provided: dict[str, Layout] = {}
+        self._numbers: dict[str, int] = {}
         self._held: list[tuple[str, Array]] = []
         self._items: dict[str, list[str]] = {}
 
@@ -116,10 +117,13 @@ class Call:
         """Whether the caller's arrays lie on a CUDA device."""
         return self._cuda is not None
 
-    def read(self, name: str, x: Any, axes: str | None = None, *, rows: bool = False) -> Array:
+    def read(
+        self, name: str, x: Any, axes: str | None = None, *, rows: bool = False, contiguous: bool = False
+    ) -> Array:
         """A read-only view of ``x``, its last axis contiguous, or a copy that is. ``axes`` names its axes.
 
-        ``rows``: its leading axes merge into one as well. A dotted name is an attribute of an argument.
+        ``rows``: its leading axes merge into one as well; ``contiguous``: all its axes. A dotted name is an
+        attribute of an argument.
         """
         view = self._view(name, x)
         if not view.dtype.isnative:
@@ -130,7 +134,7 @@ class Call:
         if axes is not None:
             self.axes.bind(name, view, axes)
         strided = view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize
-        if rows and not strided and not is_row_major(view):
+        if (rows and not strided and not is_row_major(view)) or (contiguous and not view.flags.c_contiguous):
             strided = True
             self.hold(name, view)
         if strided:  # kernels need unit stride on the last axis only
@@ -148,6 +152,11 @@ class Call:
         """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` reads it."""
         self._sources[name] = Source(argument, make=make)
         self._provided[name] = layout
+
+    def number(self, name: str, value: int, argument: str) -> None:
+        """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
+        self._sources[name] = Source(argument, make=_as_integer)
+        self._numbers[name] = value
 
     def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
         """A writable view of an argument that the op changes in place, such as a cache."""
@@ -202,12 +211,13 @@ class Call:
         in_place: Mapping[str, str] | None = None,
         rows: bool = False,
         axes: Mapping[str, tuple[int, ...] | None] | None = None,
+        labels: Sequence[str] = (),
     ) -> list[Array]:
         """:meth:`write` for several results by name, which the caller gives as one tuple.
 
-        An empty list when the caller gave none.
+        An empty list when the caller gave none. ``labels``: what messages call them; default: their names.
         """
-        labels = tuple(results)
+        labels = tuple(labels or results)
         if out is not None and (
             not isinstance(out, (tuple, list)) or len(out) != len(labels) or any(o is None for o in out)
         ):
@@ -223,7 +233,7 @@ class Call:
             view = self._write(
                 Output(name, Layout.contiguous(shape, dtype), None, True, None, order),
                 None if out is None else out[i],
-                f"{argument} {name}",
+                f"{argument} {labels[i]}",
                 Source(argument, i),
                 (in_place or {}).get(name),
                 rows,
@@ -271,7 +281,7 @@ class Call:
                 if view is None and o.axes is not None:
                     layouts[o.name] = _permuted(o.layout, o.axes)
         spec = Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
-        views = {**self._views, **self._written}
+        views = {**self._views, **self._numbers, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
             tuple(self._updated), self._given, problem, finish, look, self._library, self._cuda, self._workspace,
@@ -376,6 +386,10 @@ class Call:
             self._cuda = CudaArrays(self.op, name, x)
         view: Array = self._cuda.view(name, x)
         return view
+
+
+def _as_integer(value: Any, device: Any) -> int:
+    return int(value)
 
 
 def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:

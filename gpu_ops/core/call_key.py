@@ -60,6 +60,9 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
             if described is None:
                 return None
             key += described
+            if on_emulator:
+                inside = x if kind is tuple or kind is list else (x,)
+                key += [i.__array_interface__["data"][0] % 16 for i in inside if isinstance(i, np.ndarray)]
     for where in written:
         if type(where) is int:
             given = args[where] if where < len(args) else None

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import math
+import operator
 import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler.jit import CudaKernel
-from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, Limits, Memset, Tensor
+from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, LibraryCall, Limits, Memset, Tensor
 from gpu_ops.memory_pool import POOL
 from gpu_ops.presets import ARCHES, DevicePreset, find_preset, select_preset
 
@@ -298,6 +299,9 @@ class CudaDevice:
     def zero(self, name: str, views: Views) -> None:
         """On the current stream: a captured graph repeats it."""
         view = views[name]
+        if not view.flags.c_contiguous:
+            view.fill(0)
+            return
         self._cupy.cuda.runtime.memsetAsync(
             view.data.ptr, 0, view.nbytes, self._cupy.cuda.get_current_stream().ptr
         )
@@ -305,8 +309,19 @@ class CudaDevice:
     def link(self, step: Any) -> Step:
         if isinstance(step, Memset):
             return functools.partial(self.zero, step.name)
+        if isinstance(step, LibraryCall):
+            return self._link_library(step)
         assert isinstance(step, Launch)
         return self._link_launch(step)
+
+    def _link_library(self, call: LibraryCall) -> Step:
+        arguments = [self._argument(a) for a in call.arguments]
+        return lambda views: call.function(*[make(views) for make in arguments])
+
+    def _argument(self, a: Any) -> Callable[[Views], Any]:
+        if not isinstance(a, Tensor):
+            return lambda views: a
+        return operator.itemgetter(a.name) if a.is_whole else functools.partial(self._view_of, a, a.offset)
 
     def _link_launch(self, launch: Launch) -> Step:
         from gpu_ops.kernels.compiler import jit

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.call_key import PLAIN
 from gpu_ops.core.checks import flag, integer, number, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.reference import rope_scaling as maths
@@ -279,6 +280,9 @@ class RopeScaling:
 
     def _is_long(self, seqlen: int) -> bool:
         return self.original_max_position is not None and seqlen > self.original_max_position
+
+
+PLAIN.add(RopeScaling)
 
 
 @functools.lru_cache(maxsize=64)

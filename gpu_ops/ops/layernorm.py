@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays, New, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Plan, choose, op
-from gpu_ops.ops import norm_checks as norm
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.norm_checks import validate, write_outputs
 
 __all__ = ["layernorm", "layernorm_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="layernorm")
 def layernorm(
     x: Any,
     weight: Any,
@@ -29,7 +30,8 @@ def layernorm(
     residual_out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Layer norm over the last axis: ``y = (s - mean) * rstd * weight + bias``.
 
     ``s = x`` or ``x + residual`` rounded to x's dtype; ``mean`` and ``rstd = 1 / sqrt(variance + eps)`` are those of
@@ -54,11 +56,13 @@ def layernorm(
         Also return ``mean`` and ``rstd``, which the backward needs (shape of x without its last axis; float32,
         float64 for float64).
     out : array like x, optional
-        Receives y. ``out=x`` works in place.
+        Receives y. ``out=x`` works in place. With ``return_stats`` also a tuple, (y, mean, rstd).
     residual_out : array like x, optional
         Receives s, with ``residual``. ``residual_out=residual`` works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -82,98 +86,27 @@ def layernorm(
     >>> gpu_ops.layernorm(x, np.ones(2, np.float32), np.array([0.5, 0.0], np.float32)).round(4)
     array([[-0.5,  1. ]], dtype=float32)
     """
-    name = "layernorm"
-    arrays = Arrays(name)
-    x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
-    bias_ = None if bias is None else arrays.read("bias", bias)
-    residual_ = None if residual is None else arrays.read("residual", residual)
-    dtype = norm.validate(name, x_, weight_, bias_, residual=residual_)
-    statistics = checks.computing_dtype(dtype)
-    eps = checks.number(name, "eps", eps, above=0.0)
-    return_stats = checks.flag(name, "return_stats", return_stats)
-    has_sum = checks.flag(name, "return_sum", return_sum) and residual_ is not None
-    out_, residual_out_ = norm.outs(name, arrays, x_, has_sum, out, residual_out)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
+    call = Call("layernorm", device, backend, workspace)
+    x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
+    bias_ = call.optional("bias", bias)
+    residual_ = call.optional("residual", residual, rows=True)
+    dtype = validate(call.op, x_, weight_, bias_, residual=residual_)
+    call.option(eps=checks.number(call.op, "eps", eps, above=0.0))
+    return_stats = checks.flag(call.op, "return_stats", return_stats)
+    has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
+    write_outputs(call, x_, has_sum, out, residual_out)
+    wide, outs = checks.computing_dtype(dtype), out if return_stats else None
+    for item, name in enumerate(("mean", "rstd"), 1):
+        call.write(name, x_.shape[:-1], wide, outs, returned=return_stats, item=item)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-
-    def normalise(
-        on: Device | None,
-        new: New,
-        x: Array,
-        weight: Array,
-        bias: Array | None,
-        residual: Array | None,
-        y: Array | None,
-        s: Array | None,
-    ) -> tuple[Array, Array | None, Array, Array]:
-        y = new(x.shape, x.dtype, "y") if y is None else y
-        s = new(x.shape, x.dtype, "s") if has_sum and s is None else s
-        mean, rstd = (new(x.shape[:-1], statistics, what) for what in ("mean", "rstd"))
-        host_function("layernorm.forward", on, choice.backend)(
-            as_rows(x),
-            weight,
-            bias,
-            None if residual is None else as_rows(residual),
-            as_rows(y),
-            None if s is None else as_rows(s),
-            mean.reshape(-1),
-            rstd.reshape(-1),
-            eps=eps,
-        )
-        return y, s, mean, rstd
-
-    def compute(on: Device | None) -> tuple[Array, Array | None, Array, Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import layernorm as reference
-
-            y, *rest = reference.layernorm(
-                x_, weight_, bias_, eps=eps, residual=residual_, return_sum=has_sum, return_stats=True
-            )
-            s = rest[0] if has_sum else None
-            for target, value in ((out_, y), (residual_out_, s)):
-                if target is not None:
-                    target[...] = value
-            return y, s, rest[-2], rest[-1]
-        return normalise(on, arrays.new, x_, weight_, bias_, residual_, out_, residual_out_)
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            y, s, *stats = compute(on)
-            return norm.returned(
-                arrays.give(y) if out is None else out,
-                arrays.give(s) if s is not None and residual_out is None else residual_out,
-                *(map(arrays.give, stats) if return_stats else ()),
-            )
-
-    def again() -> Callable[..., Any]:
-        new = Arrays(name).new
-
-        def layernorm(
-            x: Array,
-            weight: Array,
-            bias: Array | None = None,
-            *,
-            residual: Array | None = None,
-            out: Array | None = None,
-            residual_out: Array | None = None,
-            **_: Any,
-        ) -> Any:
-            y, s, *stats = normalise(None, new, x, weight, bias, residual, out, residual_out)
-            return norm.returned(y, s, *(stats if return_stats else ()))
-
-        return layernorm
-
-    return Plan(
-        name,
-        choice,
-        lambda: f"{rows} rows of {cols} {dtype}",
-        lambda: norm.config(choice, rows, cols, arrays, compute),
-        run,
-        again=again if choice.compiled else None,
+    return call.bind(
+        problem=lambda: f"{rows} rows of {cols} {dtype}",
+        unsupported=checks.unsupported(dtype),
+        flops=8.0 * rows * cols,
     )
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="layernorm")
 def layernorm_backward(
     dy: Any,
     x: Any,
@@ -185,7 +118,8 @@ def layernorm_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gradients of :func:`layernorm`.
 
     With ``n = (x - mean) * rstd`` and ``m = dy * weight``:
@@ -204,9 +138,11 @@ def layernorm_backward(
     dresidual : array like dy, optional
         Gradient of ``s`` from the residual stream, added to dx. The sum is the gradient of both x and residual.
     out : array like dy, optional
-        Receives dx. ``out=dy`` works in place.
+        Receives dx. ``out=dy`` works in place. Also a tuple, (dx, dweight, dbias).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -229,73 +165,52 @@ def layernorm_backward(
     >>> dw.round(3), db
     (array([-0.926, -0.926,  4.166]), array([1., 2., 3.]))
     """
-    name = "layernorm_backward"
-    arrays = Arrays(name)
-    dy_, x_, weight_ = (arrays.read(n, a) for n, a in (("dy", dy), ("x", x), ("weight", weight)))
-    mean_, rstd_ = arrays.read("mean", mean), arrays.read("rstd", rstd)
-    dresidual_ = None if dresidual is None else arrays.read("dresidual", dresidual)
-    dtype = norm.validate(name, x_, weight_, dy=dy_, dresidual=dresidual_)
-    statistics = checks.computing_dtype(dtype)
-    for what, statistic in (("mean", mean_), ("rstd", rstd_)):
-        checks.exactly(name, what, statistic, x_.shape[:-1], statistics)
-    out_ = arrays.write("out", out, x_.shape, x_.dtype, in_place="dy", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
+    call = Call("layernorm_backward", device, backend, workspace)
+    dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
+    weight_ = call.read("weight", weight)
+    statistics = {name: call.read(name, s, contiguous=True) for name, s in (("mean", mean), ("rstd", rstd))}
+    dresidual_ = call.optional("dresidual", dresidual, rows=True)
+    dtype = validate(call.op, x_, weight_, dy=dy_, dresidual=dresidual_)
+    wide = checks.computing_dtype(dtype)
+    for name, statistic in statistics.items():
+        checks.exactly(call.op, name, statistic, x_.shape[:-1], wide)
+    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True, item=0)
+    for item, name in enumerate(("dweight", "dbias"), 1):
+        call.write(name, weight_.shape, wide, out, item=item)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-
-    def differentiate(
-        on: Device | None,
-        new: New,
-        dy: Array,
-        x: Array,
-        weight: Array,
-        mean: Array,
-        rstd: Array,
-        dresidual: Array | None,
-        dx: Array | None,
-    ) -> tuple[Array, Array, Array]:
-        dx = new(x.shape, x.dtype, "dx") if dx is None else dx
-        dweight, dbias = (new(weight.shape, statistics, what) for what in ("dweight", "dbias"))
-        host_function("layernorm.backward", on, choice.backend)(
-            as_rows(dy),
-            as_rows(x),
-            weight,
-            mean.ravel(),
-            rstd.ravel(),
-            None if dresidual is None else as_rows(dresidual),
-            as_rows(dx),
-            dweight,
-            dbias,
-        )
-        return dx, dweight, dbias
-
-    def compute(on: Device | None) -> tuple[Array, Array, Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import layernorm as reference
-
-            gradients = reference.layernorm_backward(dy_, x_, weight_, mean_, rstd_, dresidual=dresidual_)
-            if out_ is not None:
-                out_[...] = gradients[0]
-            return gradients
-        return differentiate(on, arrays.new, dy_, x_, weight_, mean_, rstd_, dresidual_, out_)
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            dx, *sums = compute(on)
-            for total in sums if not rows else ():  # no kernel has run
-                total.fill(0)
-            return (arrays.give(dx) if out is None else out), *map(arrays.give, sums)
-
-    def again() -> Callable[..., Any]:
-        new = Arrays(name).new
-        return lambda dy, x, weight, mean, rstd, *, dresidual=None, out=None, **_: differentiate(
-            None, new, dy, x, weight, mean, rstd, dresidual, out
-        )
-
-    return Plan(
-        name,
-        choice,
-        lambda: f"{rows} rows of {cols} {dtype}",
-        lambda: norm.config(choice, rows, cols, arrays, compute),
-        run,
-        again=again if choice.compiled and rows else None,
+    return call.bind(
+        problem=lambda: f"{rows} rows of {cols} {dtype}",
+        unsupported=checks.unsupported(dtype),
+        flops=12.0 * rows * cols,
     )
+
+
+@lowers("layernorm", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.layernorm import layernorm
+
+    def run(views: Mapping[str, Any]) -> None:
+        found = layernorm(
+            views["x"],
+            views["weight"],
+            views.get("bias"),
+            residual=views.get("residual"),
+            return_sum="s" in views,
+            return_stats=True,
+            **dict(spec.options),
+        )
+        store(views, ("y", "s", "mean", "rstd") if "s" in views else ("y", "mean", "rstd"), found)
+
+    on.call(run, "NumPy, float64")
+
+
+@lowers("layernorm_backward", "reference")
+def _reference_backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.layernorm import layernorm_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("dy", "x", "weight", "mean", "rstd")]
+        found = layernorm_backward(*arrays, dresidual=views.get("dresidual"))
+        store(views, ("dx", "dweight", "dbias"), found)
+
+    on.call(run, "NumPy, float64")

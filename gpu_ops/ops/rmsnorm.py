@@ -173,7 +173,7 @@ def rmsnorm_backward(
     """
     call = Call("rmsnorm_backward", device, backend, workspace)
     dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
-    weight_, rstd_ = call.read("weight", weight), call.read("rstd", rstd, rows=True)
+    weight_, rstd_ = call.read("weight", weight), call.read("rstd", rstd, contiguous=True)
     dresidual_ = call.optional("dresidual", dresidual, rows=True)
     dtype = validate(call.op, x_, weight_, dy=dy_, dresidual=dresidual_)
     statistics = checks.computing_dtype(dtype)

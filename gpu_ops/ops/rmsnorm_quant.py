@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, cast, get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays, New, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Plan, choose, op
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
-from gpu_ops.ops import norm_checks as norm
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.norm_checks import validate
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm_quant_int8"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="rmsnorm_quant")
 def rmsnorm_quant_int8(
     x: Any,
     weight: Any,
@@ -31,7 +33,8 @@ def rmsnorm_quant_int8(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """:func:`rmsnorm`, then int8 codes with one scale per row: ``y`` is about ``q * scale``.
 
     With ``absmax = max(max|y|, 1e-5)`` of a row: ``q = round_half_even(y * 127 / absmax)``,
@@ -49,6 +52,8 @@ def rmsnorm_quant_int8(
         Arrays that receive the results.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -80,79 +85,43 @@ def rmsnorm_quant_int8(
     >>> (q * scale[:, None]).round(2)
     array([[ 1.17, -1.57,  0.  ,  0.4 ]], dtype=float32)
     """
-    name = "rmsnorm_quant_int8"
-    arrays = Arrays(name)
-    x_, weight_ = arrays.read("x", x), arrays.read("weight", weight)
-    residual_ = None if residual is None else arrays.read("residual", residual)
-    dtype = norm.validate(name, x_, weight_, residual=residual_)
-    eps = checks.number(name, "eps", eps, above=0.0)
-    weight_offset = checks.number(name, "weight_offset", weight_offset)
-    mode = cast(Casting, checks.one_of(name, "casting", casting, get_args(Casting)))
-    types = {"q": np.dtype(np.int8), "scale": checks.computing_dtype(dtype), "rowsum": np.dtype(np.int32)}
-    outs = _outs(name, arrays, x_, types, out)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
-    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
-
-    def normalise(
-        on: Device | None, new: New, x: Array, weight: Array, residual: Array | None, outs: list[Array]
-    ) -> list[Array]:
-        shapes = (x.shape, x.shape[:-1], x.shape[:-1])
-        results = outs or [new(n, t, label) for n, (label, t) in zip(shapes, types.items(), strict=True)]
-        s = None if residual is None else new(x.shape, x.dtype, "s")
-        host_function("rmsnorm_quant.forward", on, choice.backend)(
-            as_rows(x),
-            weight,
-            None if residual is None else as_rows(residual),
-            as_rows(results[0]),
-            results[1].reshape(-1),
-            results[2].reshape(-1),
-            None if s is None else as_rows(s),
-            eps=eps,
-            weight_offset=weight_offset,
-            llama=mode == "llama",
-        )
-        return results if s is None else [*results, s]
-
-    def compute(on: Device | None) -> list[Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import rmsnorm as reference
-
-            results = list(
-                reference.rmsnorm_quant_int8(
-                    x_, weight_, eps=eps, residual=residual_, weight_offset=weight_offset, casting=mode
-                )
+    call = Call("rmsnorm_quant_int8", device, backend, workspace)
+    x_, weight_ = call.read("x", x, rows=True), call.read("weight", weight)
+    residual_ = call.optional("residual", residual, rows=True)
+    dtype = validate(call.op, x_, weight_, residual=residual_)
+    call.option(
+        eps=checks.number(call.op, "eps", eps, above=0.0),
+        weight_offset=checks.number(call.op, "weight_offset", weight_offset),
+        casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
+    )
+    results: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
+        "q": (x_.shape, np.int8),
+        "scale": (x_.shape[:-1], checks.computing_dtype(dtype)),
+        "rowsum": (x_.shape[:-1], np.int32),
+    }
+    outs = call.write_each(results, out, rows=True)
+    for label, view in zip(results, outs, strict=bool(outs)):
+        if label != "q" and not view.flags.c_contiguous:
+            raise ShapeError(
+                f"{call.op}: out {label} must be C-contiguous; pass numpy.empty({view.shape}, ...)"
             )
-            for target, value in zip(outs, results[:3], strict=bool(outs)):
-                target[...] = value
-            return results
-        return normalise(on, arrays.new, x_, weight_, residual_, outs)
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            given = [arrays.give(r) for r in compute(on)]
-            return tuple(given) if out is None else (*out, *given[3:])
-
-    def again() -> Callable[..., Any]:
-        new = Arrays(name).new
-        return lambda x, weight, *, residual=None, out=(), **_: tuple(
-            normalise(None, new, x, weight, residual, list(out or ()))
-        )
-
-    return Plan(
-        name,
-        choice,
-        lambda: f"{rows} rows of {cols} {dtype} to int8, casting {mode}",
-        lambda: norm.config(choice, rows, cols, arrays, compute),
-        run,
-        again=again if choice.compiled else None,
+    if residual_ is not None:
+        call.write("s", x_.shape, x_.dtype)
+    rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
+    return call.bind(
+        problem=lambda: f"{rows} rows of {cols} {dtype} to int8, casting {casting}",
+        unsupported=checks.unsupported(dtype),
+        flops=6.0 * rows * cols,
     )
 
 
-def _outs(name: str, arrays: Arrays, x: Array, types: dict[str, np.dtype[Any]], out: Any) -> list[Array]:
-    """Writable views of q, scale and rowsum, or an empty list."""
-    like = {label: (x.shape if label == "q" else x.shape[:-1], dtype) for label, dtype in types.items()}
-    outs = arrays.write_each("out", out, like, rows=True)
-    for label, view in zip(types, outs, strict=bool(outs)):
-        if label != "q" and not view.flags.c_contiguous:
-            raise ShapeError(f"{name}: out {label} must be C-contiguous; pass numpy.empty({view.shape}, ...)")
-    return outs
+@lowers("rmsnorm_quant_int8", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.rmsnorm import rmsnorm_quant_int8
+
+    def run(views: Mapping[str, Any]) -> None:
+        residual = views.get("residual")
+        found = rmsnorm_quant_int8(views["x"], views["weight"], residual=residual, **dict(spec.options))
+        store(views, ("q", "scale", "rowsum", "s") if "s" in views else ("q", "scale", "rowsum"), found)
+
+    on.call(run, "NumPy, float64")

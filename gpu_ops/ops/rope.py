@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays
-from gpu_ops.core.device import Device
-from gpu_ops.core.dispatch import Choice, Plan, choose, op
-from gpu_ops.core.kinds import PLAIN
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
 from gpu_ops.formats.rope_scaling import RopeScaling
-from gpu_ops.ops.rope_options import (
-    BY_LENGTH,
-    axes_of,
-    inv_freq_of,
-    later_tables,
-    positions_of,
-    rotary_dim_of,
-    rows_of,
-    scaling_of,
-    theta_of,
-)
-from gpu_ops.ops.rope_tables import frequencies, rope_tables
-
-PLAIN.add(RopeScaling)
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.rope_frequencies import RotaryArguments
+from gpu_ops.ops.rope_options import PositionsLook, bind_axes, read_positions
 
 __all__ = ["rope", "rope_backward"]
 
 
-@op(cuda=True, late="positions")
+@op(cuda=True, kernels="rope", dynamic="positions")
 def rope(
     q: Any,
     k: Any = None,
@@ -46,7 +34,8 @@ def rope(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Rotary position embedding of ``q``, and of ``k`` in the same pass.
 
     Each pair ``(x1, x2)`` of a head's first ``rotary_dim`` components turns by the angle
@@ -85,6 +74,8 @@ def rope(
         An array for the result, or a pair with ``k``; may be ``q`` (and ``k``) itself: in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Taken for the sake of a common signature; this op needs none: see :func:`workspace_size`.
 
     Returns
     -------
@@ -111,14 +102,12 @@ def rope(
            [-0.301,  0.99 ,  1.382,  1.01 ],
            [-1.325,  0.98 ,  0.493,  1.02 ]], dtype=float32)
     """
-    return _plan(
-        "rope", {"q": q, "k": k}, out,
-        positions=positions, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling,
-        seqlen=seqlen, conjugate=conjugate, transpose=False, layout=layout, device=device, backend=backend,
-    )  # fmt: skip
+    rotary = RotaryArguments(theta, rotary_dim, interleaved, scaling, seqlen)
+    options = _Options(rotary, positions, conjugate, layout, out)
+    return _bind(Call("rope", device, backend, workspace), {"q": q, "k": k}, options)
 
 
-@op(cuda=True, late="positions")
+@op(cuda=True, kernels="rope", dynamic="positions")
 def rope_backward(
     dq: Any,
     dk: Any = None,
@@ -134,7 +123,8 @@ def rope_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gradients of :func:`rope` with respect to its inputs, given those of its outputs.
 
     The map is linear, so this is its transpose: the opposite rotation with the same attention factor (with a
@@ -150,6 +140,8 @@ def rope_backward(
         An array for the result, or a pair with ``dk``; may be ``dq`` (and ``dk``) itself: in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Taken for the sake of a common signature; this op needs none: see :func:`workspace_size`.
 
     Returns
     -------
@@ -168,153 +160,87 @@ def rope_backward(
     array([[ 1.   ,  1.   ],
            [ 1.382, -0.301]], dtype=float32)
     """
-    return _plan(
-        "rope_backward", {"dq": dq, "dk": dk}, out,
-        positions=positions, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling,
-        seqlen=seqlen, conjugate=conjugate, transpose=True, layout=layout, device=device, backend=backend,
-    )  # fmt: skip
+    rotary = RotaryArguments(theta, rotary_dim, interleaved, scaling, seqlen)
+    options = _Options(rotary, positions, conjugate, layout, out, transpose=True)
+    return _bind(Call("rope_backward", device, backend, workspace), {"dq": dq, "dk": dk}, options)
 
 
-def _plan(
-    who: str, named: dict[str, Any], out: Any, *,
-    positions: Any, theta: Any, rotary_dim: Any, interleaved: Any, scaling: Any, seqlen: Any, conjugate: Any,
-    transpose: bool, layout: Any, device: str | None, backend: str | None,
-) -> Plan:  # fmt: skip
-    """What both functions share. ``named``: the arrays under the names that the caller knows."""
-    arrays = Arrays(who)
-    inputs = {}
-    for i, (name, x) in enumerate(named.items()):
-        if i == 0 or x is not None:
-            inputs[name] = arrays.read(name, x)
-    dtype = checks.float_dtype(who, **inputs)
-    axes, layout = axes_of(who, inputs, layout)
-    interleaved = checks.flag(who, "interleaved", interleaved)
-    conjugate = checks.flag(who, "conjugate", conjugate) != transpose  # the transpose turns the other way
-    scaling = scaling_of(who, scaling)
-    theta = theta_of(who, theta, scaling)
-    rotary_dim = rotary_dim_of(who, rotary_dim, axes["head_dim"], scaling)
-    where = positions_of(who, arrays, positions, axes, layout)
-    if not arrays.on_cuda:
-        where.check_bounds(who)
-    if seqlen is not None:
-        longest = checks.integer(who, "seqlen", seqlen, low=0)
-    else:  # only some scalings go by it, and on a device it has to be waited for
-        longest = max(where.bounds[1] + 1, 0) if scaling.kind in BY_LENGTH or not arrays.on_cuda else 0
-    inv_freq = inv_freq_of(who, scaling, rotary_dim, theta, longest)
-    attention_factor = scaling.attention_factor_at(longest)
-    outs = _outs(arrays, inputs, out)
-    choice = choose(who, device, backend, arrays, cannot=_cannot(dtype, where.tokens))
-    views = [_bshd(x, layout) for x in inputs.values()]
-    computed = checks.computing_dtype(dtype)
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of both functions beside q and k, as given."""
 
-    def compute(on: Device | None) -> list[Array]:
-        results = [
-            _like(arrays, x, f"rotated {name}") if target is None else target
-            for (name, x), target in zip(inputs.items(), outs, strict=True)
-        ]
-        targets = [_bshd(y, layout) for y in results]
-        if choice.backend == "reference":
-            from gpu_ops.reference import rope as reference
-
-            rotated = reference.rope(
-                *views, positions=where.on_host(), theta=theta, rotary_dim=rotary_dim, interleaved=interleaved,
-                scaling=scaling, seqlen=longest, conjugate=conjugate,
-            )  # fmt: skip
-            for target, y in zip(targets, [rotated] if len(views) == 1 else rotated, strict=True):
-                target[...] = y
-        elif on is None:
-            from gpu_ops.kernels.numba_cpu import rope as cpu
-
-            tables = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
-            cpu.rope(
-                views, targets, *tables, rotary_dim=rotary_dim, interleaved=interleaved, conjugate=conjugate
-            )
-        else:
-            from gpu_ops.kernels.lower import rope as gpu
-
-            gpu.rope(
-                on, choice.backend, views, targets, where.on_device(), frequencies(on, choice.backend, inv_freq),
-                first=where.first, interleaved=interleaved, cos_scale=attention_factor,
-                sin_scale=-attention_factor if conjugate else attention_factor,
-            )  # fmt: skip
-        return results
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            results = compute(on)
-            if out is not None:
-                return out if len(inputs) == 1 else tuple(out)
-            given = tuple(arrays.give(y) for y in results)
-            return given[0] if len(given) == 1 else given
-
-    def problem() -> str:
-        shapes = " and ".join(f"{name} {x.shape}" for name, x in inputs.items())
-        pairing = "interleaved" if interleaved else "half-split"
-        return f"{shapes} {dtype}, rotary_dim {rotary_dim} {pairing}, scaling {scaling.kind}"
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import rope as cpu
-
-        names, lone, new = tuple(named), len(inputs) == 1, Arrays(who)
-        how = {"rotary_dim": rotary_dim, "interleaved": interleaved, "conjugate": conjugate}
-        rows = rows_of(who, where, positions)
-        tables = later_tables(who, scaling, rotary_dim, theta, longest, computed, lasting=seqlen is not None)
-
-        def rotate(*given: Any, positions: Any = None, out: Any = None, **options: Any) -> Any:
-            xs = [x for x in (*given, *map(options.get, names)) if x is not None]
-            if out is None:
-                results = tuple([_like(new, x, "the result") for x in xs])
-            else:
-                results = (out,) if lone else out
-            views = [_bshd(x, layout) for x in xs], [_bshd(y, layout) for y in results]
-            cpu.rope(*views, *tables(*rows(positions)), **how)
-            return results[0] if lone else results
-
-        return rotate
-
-    config = functools.partial(_config, choice, views, arrays, compute)
-    return Plan(who, choice, problem, config, run, again=again if choice.compiled else None)
+    rotary: RotaryArguments
+    positions: Any
+    conjugate: Any
+    layout: Any
+    out: Any
+    transpose: bool = False
+    """The transpose of the rotation: it turns the other way."""
 
 
-def _cannot(dtype: str, tokens: int) -> dict[str, str]:
-    if dtype == "float64":
-        return {"raw": "float64 has Numba kernels only"}
-    return {} if tokens < 2**31 else {"raw": f"{tokens} tokens; its limit is 2**31 - 1"}
+def _bind(call: Call, named: dict[str, Any], o: _Options) -> Bound:
+    """``named``: q and k under the names that the caller knows."""
+    inputs = {
+        name: call.read(name, x) for i, (name, x) in enumerate(named.items()) if i == 0 or x is not None
+    }
+    dtype = checks.float_dtype(call.op, **inputs)
+    layout = bind_axes(call, inputs, o.layout)
+    conjugate = checks.flag(call.op, "conjugate", o.conjugate) != o.transpose
+    frequencies = o.rotary.check(call, dtype)
+    positions = read_positions(call, o.positions, layout)
+    is_number = positions is None and o.positions is not None
+    call.option(inputs=tuple(inputs), layout=layout, conjugate=conjugate, first=None if is_number else 0)
+    _write(call, inputs, o.out)
+    seqlen = call.axes["total" if layout == "packed" else "seqlen"]
+    tokens = seqlen if layout == "packed" else seqlen * call.axes["batch"]
+    shapes = " and ".join(f"{name} {x.shape}" for name, x in inputs.items())
+    return call.bind(
+        problem=f"{shapes} {dtype}, {frequencies.rotation}",
+        unsupported=_unsupported(dtype, tokens),
+        look=PositionsLook(call.op, seqlen, frequencies).for_call(call, positions, counts_up=is_number),
+    )
 
 
-def _config(
-    choice: Choice, views: list[Array], arrays: Arrays, compute: Callable[[Device | None], Any]
-) -> str:
-    if choice.device != "cpu":
-        return arrays.launches(choice, compute)
-    if choice.backend == "reference":
-        return "NumPy, float64"
-    from gpu_ops.kernels.numba_cpu import rope as kernels
-
-    return kernels.config(views)
-
-
-def _outs(arrays: Arrays, inputs: dict[str, Array], out: Any) -> list[Array | None]:
-    """Writable views of ``out``, one per input, or None for each."""
-    if out is None:
-        return [None] * len(inputs)
+def _write(call: Call, inputs: Mapping[str, Array], out: Any) -> None:
+    """A result like each input, which it may be in place."""
     if len(inputs) == 1:
         ((name, x),) = inputs.items()
-        return [arrays.write("out", out, x.shape, x.dtype, in_place=name)]
-    like = {name: (x.shape, x.dtype) for name, x in inputs.items()}
-    return [*arrays.write_each("out", out, like, in_place={name: name for name in inputs})]
+        call.write(f"rotated {name}", x.shape, x.dtype, out, in_place=name, axes=_memory_order(x))
+        return
+    call.write_each(
+        {f"rotated {name}": (x.shape, x.dtype) for name, x in inputs.items()},
+        out,
+        in_place={f"rotated {name}": name for name in inputs},
+        axes={f"rotated {name}": _memory_order(x) for name, x in inputs.items()},
+        labels=tuple(inputs),
+    )
 
 
-def _bshd(x: Array, layout: str) -> Array:
-    """A view with the axes (batch, seqlen, nheads, head_dim)."""
-    return x[None] if layout == "packed" else x.swapaxes(1, 2) if layout == "bhsd" else x
-
-
-def _like(arrays: Arrays, x: Array, name: str) -> Array:
-    """A result like x, with tokens and heads in the order in which they lie in x's memory."""
+def _memory_order(x: Array) -> tuple[int, ...] | None:
+    """The order of axes for a result whose tokens and heads lie in memory as those of x; None: that of the axes."""
     tokens, heads = x.ndim - 3, x.ndim - 2
     inner = min(x.shape[tokens], x.shape[heads]) > 1 and 0 < abs(x.strides[tokens]) < abs(x.strides[heads])
-    if not inner:
-        return arrays.new(x.shape, x.dtype, name)
-    shape = (*x.shape[:tokens], x.shape[heads], x.shape[tokens], x.shape[-1])
-    return arrays.new(shape, x.dtype, name).swapaxes(tokens, heads)
+    return (*range(tokens), heads, tokens, x.ndim - 1) if inner else None
+
+
+def _unsupported(dtype: str, tokens: int) -> dict[str, str]:
+    many = {"raw": f"{tokens} tokens; its limit is 2**31 - 1"} if tokens >= 2**31 else {}
+    return many | checks.unsupported(dtype)
+
+
+@lowers("rope", "reference")
+@lowers("rope_backward", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.rope import rope as reference
+
+    names, layout = spec["inputs"], spec["layout"]
+    results = [f"rotated {name}" for name in names]
+    options = ("theta", "rotary_dim", "interleaved", "conjugate", "scaling")
+    how = {name: spec[name] for name in options} | {"layout": "bhsd" if layout == "bhsd" else "bshd"}
+
+    def run(views: Mapping[str, Any]) -> None:
+        positions = views["rows"][0] if layout == "packed" else views["rows"]
+        found = reference(*[views[n] for n in names], positions=positions, seqlen=views["seqlen"], **how)
+        store(views, results, found)
+
+    on.call(run, "NumPy, float64")

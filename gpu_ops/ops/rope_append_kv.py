@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays
-from gpu_ops.core.checks import Axes
-from gpu_ops.core.device import Device
-from gpu_ops.core.dispatch import Plan, choose, op
-from gpu_ops.core.kinds import are_apart
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
 from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.rope_append_kv_checks import (
-    caches_of,
-    check_slots,
-    longest_of,
-    place_of,
-    token_positions,
-    used_rows,
-    weights_of,
+    AppendLook,
+    NormArguments,
+    PlaceArguments,
+    read_tokens,
+    update_caches,
 )
-from gpu_ops.ops.rope_options import (
-    inv_freq_of,
-    later_tables,
-    rotary_dim_of,
-    rows_and_bounds,
-    scaling_of,
-    theta_of,
-)
-from gpu_ops.ops.rope_tables import frequencies, rope_tables
+from gpu_ops.ops.rope_frequencies import RotaryArguments, Rotation
 
 __all__ = ["rope_append_kv"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="rope_append_kv", written=("k_cache", "v_cache"))
 def rope_append_kv(
     q: Any,
     k: Any,
@@ -59,7 +48,8 @@ def rope_append_kv(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """QK-norm, rotary embedding and the cache write in one pass, from the projections to what attention reads.
 
     Per token, with :func:`rmsnorm` over each head (only with weights) and :func:`rope`, but nothing rounded
@@ -128,141 +118,70 @@ def rope_append_kv(
     >>> v_cache[0, :, 0, 0]
     array([0., 0., 0., 0., 0., 1., 1., 0., 0., 0., 0., 0., 0., 0., 0., 0.], dtype=float32)
     """
-    name = "rope_append_kv"
-    arrays = Arrays(name)
-    q_, k_, v_ = arrays.read("q", q), arrays.read("k", k), arrays.read("v", v)
-    packed = slot_mapping is not None
-    axes = Axes(name)
-    tokens = "total" if packed else "batch seqlen"
-    for label, x, heads in (("q", q_, "nheads"), ("k", k_, "nheads_kv"), ("v", v_, "nheads_kv")):
-        axes.bind(label, x, f"{tokens} {heads} head_dim")
-    weights = weights_of(arrays, axes, q_weight, k_weight)
-    dtype = checks.float_dtype(name, q=q_, k=k_, v=v_, **weights)
-    paged = packed or block_table is not None
-    caches = caches_of(arrays, axes, k_cache, v_cache, q_.dtype, paged=paged)
-    place = place_of(arrays, axes, seqused_k, block_table, slot_mapping)
-    eps = checks.number(name, "eps", eps, above=0.0)
-    weight_offset = checks.number(name, "weight_offset", weight_offset)
-    interleaved = checks.flag(name, "interleaved", interleaved)
-    scaling = scaling_of(name, scaling)
-    theta = theta_of(name, theta, scaling)
-    rotary_dim = rotary_dim_of(name, rotary_dim, axes["head_dim"], scaling)
-    where = token_positions(arrays, axes, positions, place)
-    longest = longest_of(arrays, axes, seqlen, scaling, where, place)
-    inv_freq = inv_freq_of(name, scaling, rotary_dim, theta, longest)
-    attention_factor = scaling.attention_factor_at(longest)
-    out_ = arrays.write("out", out, q_.shape, q_.dtype, in_place="q")
-    cannot = _cannot(dtype, axes["head_dim"], rotary_dim, math.prod(q_.shape[:-2]), interleaved)
-    choice = choose(name, device, backend, arrays, cannot=cannot)
+    call = Call("rope_append_kv", device, backend, workspace)
+    place = PlaceArguments(seqused_k, block_table, slot_mapping, positions)
+    norm = NormArguments(q_weight, k_weight, eps, weight_offset)
+    rotary = RotaryArguments(theta, rotary_dim, interleaved, scaling, seqlen)
+    return _bind(call, {"q": q, "k": k, "v": v}, k_cache, v_cache, place, norm, rotary, out)
 
-    def compute(on: Device | None) -> Array:
-        result = arrays.new(q_.shape, q_.dtype, "the rotated q") if out_ is None else out_
-        if choice.backend == "reference":
-            from gpu_ops.reference.rope_append_kv import rope_append_kv as reference
 
-            assert where is not None
-            host = where.on_host()
-            result[...], caches[0][...], caches[1][...] = reference(
-                q_, k_, v_, caches[0], caches[1], **place, **weights, eps=eps, weight_offset=weight_offset,
-                positions=host[0] if packed else host, theta=theta, rotary_dim=rotary_dim,
-                interleaved=interleaved, scaling=scaling, seqlen=longest,
-            )  # fmt: skip
-            return result
-        operands = [*(x[None] if packed else x for x in (q_, result, k_, v_)), *caches]
-        slots = place["slot_mapping"]
-        common: dict[str, Any] = {
-            **place, "slot_mapping": None if slots is None else slots[None], **weights, "eps": eps,
-            "weight_offset": weight_offset, "interleaved": interleaved,
-        }  # fmt: skip
-        if on is None:
-            from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
+def _bind(
+    call: Call,
+    tokens: Mapping[str, Any],
+    k_cache: Any,
+    v_cache: Any,
+    place: PlaceArguments,
+    norm: NormArguments,
+    rotary: RotaryArguments,
+    out: Any,
+) -> Bound:
+    x = read_tokens(call, tokens, packed=place.packed)
+    weights = norm.read(call)
+    dtype = checks.float_dtype(call.op, **x, **weights)
+    positions = place.read(call)
+    cache = update_caches(call, k_cache, v_cache, x["q"].dtype, paged=place.paged)
+    norm.check(call)
+    frequencies = rotary.check(call, dtype)
+    call.write("rotated q", x["q"].shape, x["q"].dtype, out, in_place="q")
+    seqlen = 0 if place.packed else call.axes["seqlen"]
 
-            assert where is not None
-            computed = checks.computing_dtype(dtype)
-            cos, sin, rows = rope_tables(where.on_host(), *where.bounds, inv_freq, attention_factor, computed)
-            cpu.append(*operands, cos=cos, sin=sin, rows=rows, rotary_dim=rotary_dim, **common)
-        else:
-            from gpu_ops.kernels.lower import rope_append_kv as gpu
-
-            turns = None if positions is None or where is None else where.on_device()
-            gpu.append(
-                on, choice.backend, *operands, positions=turns,
-                frequencies=frequencies(on, choice.backend, inv_freq), attention_factor=attention_factor, **common,
-            )  # fmt: skip
-        return result
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            result = compute(on)
-            return arrays.give(result) if out is None else out
+    rotation = frequencies.rotation
 
     def problem() -> str:
-        kept = "pages" if paged else "cache"
-        norm = "" if q_weight is None else "QK-norm, "
-        pairing = "interleaved" if interleaved else "half-split"
-        return (
-            f"q {q_.shape}, k and v {k_.shape} {dtype} into {kept} {caches[0].shape}, "
-            f"{norm}rotary_dim {rotary_dim} {pairing}, scaling {scaling.kind}"
-        )
+        into = f"{'pages' if place.paged else 'cache'} {cache}"
+        qk_norm = "QK-norm, " if weights else ""
+        return f"q {x['q'].shape}, k and v {x['k'].shape} {dtype} into {into}, {qk_norm}{rotation}"
 
-    def config() -> str:
-        if choice.device != "cpu":
-            return arrays.launches(choice, compute)
-        if choice.backend == "reference":
-            return "NumPy, float64"
-        from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
-
-        return cpu.config(*(x[None] if packed else x for x in (q_, k_)))
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
-        from gpu_ops.kernels.numba_cpu.lengths import mapped
-
-        new, slots = Arrays(name).new, caches[0].shape[:2]
-        differ = mapped(slots[0] * slots[1]) if packed else None
-        computed = checks.computing_dtype(dtype)
-        how: dict[str, Any] = {
-            "eps": eps, "weight_offset": weight_offset, "interleaved": interleaved, "rotary_dim": rotary_dim,
-        }  # fmt: skip
-        tables = later_tables(name, scaling, rotary_dim, theta, longest, computed, lasting=seqlen is not None)
-        rows_of = None if packed else used_rows(name, axes, paged=paged)
-
-        def append(
-            q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array, *, seqused_k: Any = None,
-            block_table: Array | None = None, slot_mapping: Array | None = None, q_weight: Array | None = None,
-            k_weight: Array | None = None, positions: Array | None = None, out: Array | None = None,
-            **options: Any,
-        ) -> Any:  # fmt: skip
-            given: dict[str, Any] = {
-                "seqused_k": seqused_k, "block_table": block_table, "slot_mapping": slot_mapping,
-                "q_weight": q_weight, "k_weight": k_weight,
-            }  # fmt: skip
-            read = [x for x in (q, k, v, positions, *given.values()) if x is not None]
-            if not are_apart([k_cache, v_cache], read):  # it has to say why
-                call = rope_append_kv.plan  # type: ignore[attr-defined]
-                return call(q, k, v, k_cache, v_cache, positions=positions, out=out, **given, **options).run()
-            if slot_mapping is not None:
-                if differ is not None and not differ(slot_mapping):  # it has to say where
-                    check_slots(name, slot_mapping, *slots)
-                given["slot_mapping"] = slot_mapping[None]
-            if rows_of is not None:
-                at = rows_of(seqused_k, block_table)
-            if positions is not None:
-                at = rows_and_bounds(name, positions)
-            result = new(q.shape, q.dtype, "the rotated q") if out is None else out
-            cos, sin, rows = tables(*at)
-            operands = [*(x[None] if packed else x for x in (q, result, k, v)), k_cache, v_cache]
-            cpu.append(*operands, cos=cos, sin=sin, rows=rows, **(given | how))
-            return result
-
-        return append
-
-    remembered = again if choice.compiled and q_.size else None
-    return Plan(name, choice, problem, config, run, writes=caches, again=remembered)
+    return call.bind(
+        problem=problem,
+        unsupported=_unsupported(dtype, x["q"].shape, rotation),
+        look=AppendLook(call.op, cache[0], cache[1], seqlen, frequencies).for_call(call, positions),
+    )
 
 
-def _cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, interleaved: bool) -> dict[str, str]:
+def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation) -> dict[str, str]:
     from gpu_ops.kernels.lower.rope_append_kv import raw_cannot
 
-    why = raw_cannot(dtype, head_dim, rotary_dim, tokens, interleaved=interleaved)
+    tokens, head_dim = math.prod(shape[:-2]), shape[-1]
+    why = raw_cannot(dtype, head_dim, r.rotary_dim, tokens, interleaved=r.interleaved)
     return {"raw": why} if why else {}
+
+
+@lowers("rope_append_kv", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.rope_append_kv import rope_append_kv as reference
+
+    packed = spec.get("slot_mapping") is not None
+    tokens = ("q", "k", "v", "k_cache", "v_cache")
+    optional = ("seqused_k", "block_table", "slot_mapping", "q_weight", "k_weight")
+    options = ("eps", "weight_offset", "theta", "rotary_dim", "interleaved", "scaling")
+    how: dict[str, Any] = {name: spec[name] for name in options}
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays: list[Any] = [views[name] for name in tokens]
+        given = how | {name: views.get(name) for name in optional}
+        positions = views["rows"][0] if packed else views["rows"]
+        found = reference(*arrays, positions=positions, seqlen=views["seqlen"], **given)
+        store(views, ("rotated q", "k_cache", "v_cache"), found)
+
+    on.call(run, "NumPy, float64")

@@ -1,44 +1,70 @@
-"""LayerNorm on the GPU: one of the two norms of ``norm.py``."""
+"""How each backend runs LayerNorm. The GPU kernels are those of :mod:`.norm`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gpu_ops.kernels.lower import norm
+from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["backward", "forward"]
-
-
-def forward(
-    device: Any,
-    backend: str,
-    x: Any,
-    weight: Any,
-    bias: Any | None,
-    residual: Any | None,
-    y: Any,
-    s: Any | None,
-    mean: Any,
-    rstd: Any,
-    *,
-    eps: float,
-) -> None:
-    """Fills ``y``, ``mean``, ``rstd`` and, with ``residual``, ``s = x + residual``. ``y`` may be ``x``."""
-    norm.forward(device, backend, "layernorm", x, weight, bias, residual, y, s, mean, rstd, eps=eps)
+lowers("layernorm", "raw")(partial(norm.forward_raw, norm="layernorm"))
+lowers("layernorm", "numba")(partial(norm.forward_numba, norm="layernorm"))
+lowers("layernorm_backward", "raw")(partial(norm.backward_raw, norm="layernorm"))
+lowers("layernorm_backward", "numba")(partial(norm.backward_numba, norm="layernorm"))
 
 
-def backward(
-    device: Any,
-    backend: str,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    dresidual: Any | None,
-    dx: Any,
-    dweight: Any,
-    dbias: Any,
-) -> None:
-    """Fills ``dx``, which may be ``dy``, ``dweight`` and ``dbias``; with no rows nothing runs."""
-    norm.backward(device, backend, "layernorm", dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias)
+@lowers("layernorm", "cpu")
+def forward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import layernorm
+    from gpu_ops.kernels.numba_cpu.parallel import items_per_task
+
+    x, eps = spec.tensor("x"), spec["eps"]
+    size = math.prod(x.shape[:-1]), x.shape[-1]
+
+    def run(views: Mapping[str, Any]) -> None:
+        residual, s = views.get("residual"), views.get("s")
+        layernorm.forward(
+            views["x"].reshape(size),
+            views["weight"],
+            views.get("bias"),
+            None if residual is None else residual.reshape(size),
+            views["y"].reshape(size),
+            None if s is None else s.reshape(size),
+            views["mean"].reshape(-1),
+            views["rstd"].reshape(-1),
+            eps=eps,
+        )
+
+    on.call(run, f"{items_per_task(*size)} rows per task")
+
+
+@lowers("layernorm_backward", "cpu")
+def backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import layernorm
+    from gpu_ops.kernels.numba_cpu.parallel import items_per_task
+
+    x = spec.tensor("x")
+    size = math.prod(x.shape[:-1]), x.shape[-1]
+    if not size[0]:
+        on.zero(spec.tensor("dweight"))
+        on.zero(spec.tensor("dbias"))
+        return
+
+    def run(views: Mapping[str, Any]) -> None:
+        dresidual = views.get("dresidual")
+        layernorm.backward(
+            views["dy"].reshape(size),
+            views["x"].reshape(size),
+            views["weight"],
+            views["mean"].reshape(-1),
+            views["rstd"].reshape(-1),
+            None if dresidual is None else dresidual.reshape(size),
+            views["dx"].reshape(size),
+            views["dweight"],
+            views["dbias"],
+        )
+
+    on.call(run, f"{items_per_task(*size)} rows per task")

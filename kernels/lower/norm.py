@@ -86,12 +86,8 @@ class _Forward:
 
     @classmethod
     def of(cls, spec: Spec) -> _Forward:
-        x, weight, y, rstd = (
-            rows_of(spec, "x"),
-            spec.tensor("weight"),
-            rows_of(spec, "y"),
-            spec.tensor("rstd"),
-        )
+        x, weight, y = rows_of(spec, "x"), spec.tensor("weight"), rows_of(spec, "y")
+        rstd = spec.tensor("rstd").ravel()
         bias, residual, s, mean = spec.get("bias"), spec.get("residual"), spec.get("s"), spec.get("mean")
         has_bias, has_residual, has_sum = (np.int32(a is not None) for a in (bias, residual, s))
         return cls(
@@ -101,7 +97,7 @@ class _Forward:
             x if residual is None else rows_of(spec, "residual"),
             y,
             y if s is None else rows_of(spec, "s"),
-            rstd if mean is None else mean,
+            rstd if mean is None else mean.ravel(),
             rstd,
             (has_bias, has_residual, has_sum),
             *_rmsnorm_options(spec),
@@ -109,8 +105,7 @@ class _Forward:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        flat = (self.mean.ravel(), self.rstd.ravel())
-        return (self.x, self.weight, self.bias, self.residual, self.y, self.s, *flat)
+        return (self.x, self.weight, self.bias, self.residual, self.y, self.s, self.mean, self.rstd)
 
 
 def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:

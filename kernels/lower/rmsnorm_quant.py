@@ -1,4 +1,4 @@
-"""RMSNorm with int8 codes on the GPU: how rows lie on threads, and the launch. ``select_config`` needs no GPU.
+"""How each backend runs RMSNorm with int8 codes: how rows lie on threads, and the launch.
 
 Arrays are (rows, cols) with unit stride on the last axis; weight (cols,), scale and rowsum (rows,) are contiguous.
 The CUDA C++ kernel is ``cuda/rmsnorm_quant.cu``, its readable twin ``numba_cuda/rmsnorm_quant.py``.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, address, alignment, epsilon, float32, row_stride
+from gpu_ops.kernels.lower.arguments import DTYPES, alignment, epsilon, float32, row_stride, rows_of
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["QuantConfig", "forward", "select_config", "variants"]
+__all__ = ["QuantConfig", "select_config", "variants"]
 
 _WARP = 32
 _MAX_GRID = 2**31 - 1
@@ -61,46 +62,77 @@ def select_config(rows: int, cols: int, itemsize: int, *, aligned: bool) -> Quan
     return QuantConfig(vec, vec if aligned else 1, vecs, threads, rows_per_block, grid)
 
 
-def forward(
-    device: Any,
-    backend: str,
-    x: Any,
-    weight: Any,
-    residual: Any | None,
-    q: Any,
-    scale: Any,
-    rowsum: Any,
-    s: Any | None,
-    *,
-    eps: float,
-    weight_offset: float,
-    llama: bool,
-) -> None:
-    """Fills ``q``, ``scale``, ``rowsum`` and, with ``residual``, ``s = x + residual``."""
+@lowers("rmsnorm_quant_int8", "cpu")
+def forward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import rmsnorm_quant
+    from gpu_ops.kernels.numba_cpu.parallel import items_per_task
+
+    x = spec.tensor("x")
+    size = math.prod(x.shape[:-1]), x.shape[-1]
+    options = {
+        "eps": spec["eps"],
+        "weight_offset": spec["weight_offset"],
+        "llama": spec["casting"] == "llama",
+    }
+
+    def run(views: Mapping[str, Any]) -> None:
+        residual, s = views.get("residual"), views.get("s")
+        rmsnorm_quant.forward(
+            views["x"].reshape(size),
+            views["weight"],
+            None if residual is None else residual.reshape(size),
+            views["q"].reshape(size),
+            views["scale"].reshape(-1),
+            views["rowsum"].reshape(-1),
+            None if s is None else s.reshape(size),
+            **options,
+        )
+
+    on.call(run, f"{items_per_task(*size)} rows per task")
+
+
+@lowers("rmsnorm_quant_int8", "raw")
+def forward_raw(spec: Spec, on: Builder) -> None:
+    """``q``, ``scale``, ``rowsum`` and, with ``residual``, ``s = x + residual``."""
+    arrays, has_residual = _arrays(spec)
+    x, weight, residual, q, _, _, s = arrays
     rows, cols = x.shape
     if rows == 0:
         return
-    has_residual = np.int32(residual is not None)
-    if residual is None:
-        residual, s = x, x  # stand-ins: nobody touches them
-    arrays = (x, weight, residual, q, scale, rowsum, s)
-    if backend == "numba":
-        flags = (np.float64(eps), np.float64(weight_offset), np.int32(llama), has_residual)
-        grid = (min(rows, _MAX_GRID), 1, 1)
-        device.launch(_twin(x.dtype.name), grid, (_TWIN_THREADS, 1, 1), (*arrays, *flags))
-        return
-    vec = 16 // x.dtype.itemsize
+    vec = 16 // x.itemsize
     aligned = (
         alignment((x, residual, s), rows) == 16
-        and address(weight) % 16 == 0
+        and weight.address % 16 == 0
         and alignment((q,), rows) % vec == 0
     )
-    config = select_config(rows, cols, x.dtype.itemsize, aligned=aligned)
+    config = select_config(rows, cols, x.itemsize, aligned=aligned)
     strides = map(row_stride, (x, residual, q, s))
-    numbers = epsilon(eps), float32(1 / cols), float32(weight_offset)
-    args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers, np.int32(llama), has_residual)
+    numbers = epsilon(spec["eps"]), float32(1 / cols), float32(spec["weight_offset"])
+    flags = np.int32(spec["casting"] == "llama"), has_residual
+    args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers, *flags)
     block = (config.threads_per_row, config.rows_per_block, 1)
-    device.launch(_kernel(config, x.dtype.name), (*config.grid, 1), block, args)
+    on.launch(_kernel(config, x.dtype.name), (*config.grid, 1), block, args)
+
+
+@lowers("rmsnorm_quant_int8", "numba")
+def forward_numba(spec: Spec, on: Builder) -> None:
+    """The same by the Numba twin, a block per row."""
+    arrays, has_residual = _arrays(spec)
+    x = arrays[0]
+    if len(x) == 0:
+        return
+    numbers = np.float64(spec["eps"]), np.float64(spec["weight_offset"])
+    args = (*arrays, *numbers, np.int32(spec["casting"] == "llama"), has_residual)
+    on.launch(_twin(x.dtype.name), (min(len(x), _MAX_GRID), 1, 1), (_TWIN_THREADS, 1, 1), args)
+
+
+def _arrays(spec: Spec) -> tuple[tuple[Tensor, ...], np.int32]:
+    """Arrays of the kernels, and whether there is a residual; without, x stands in for it and for the sum."""
+    x, weight = rows_of(spec, "x"), spec.tensor("weight")
+    q, scale, rowsum = rows_of(spec, "q"), spec.tensor("scale").ravel(), spec.tensor("rowsum").ravel()
+    has_residual = spec.get("residual") is not None
+    residual, s = (rows_of(spec, name) if has_residual else x for name in ("residual", "s"))
+    return (x, weight, residual, q, scale, rowsum, s), np.int32(has_residual)
 
 
 def variants(arch: str) -> Iterator[Variant]:

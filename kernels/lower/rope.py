@@ -1,25 +1,25 @@
-"""RoPE on the GPU: vectors, heads per thread and blocks for a problem, and the launch. ``select_config`` needs none.
+"""How each backend runs RoPE, forward and backward, and the launch of its CUDA C++ kernel for a problem.
 
 Arrays are (batch, seqlen, nheads, head_dim) in any strides with the last axis contiguous. The CUDA C++ kernel is
-``cuda/rope.cu``, its readable twin ``numba_cuda/rope.py``. Nothing here reads memory of the device or allocates any.
+``cuda/rope.cu``, its readable twin ``numba_cuda/rope.py``, the CPU kernel ``numba_cpu/rope.py``.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, address, heads_alignment
+from gpu_ops.kernels.lower.arguments import DTYPES, heads_alignment, same_memory
+from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
+from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
 
-__all__ = ["RopeConfig", "rope", "select_config", "variants"]
-
-Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+__all__ = ["RopeConfig", "select_config", "variants"]
 
 _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
@@ -86,64 +86,147 @@ def select_config(
     return RopeConfig(vec, (x, y, z), (-(-tokens // z), q_blocks + k_blocks, -(-units // x)), q_blocks)
 
 
-def rope(
-    device: Any,
-    backend: str,
-    inputs: Sequence[Array],
-    outputs: Sequence[Array],
-    positions: Array | None,
-    frequencies: Array,
-    *,
-    first: int,
-    interleaved: bool,
-    cos_scale: float,
-    sin_scale: float,
-) -> None:
-    """Rotate one or two arrays, which differ in nheads alone, in one launch.
+@dataclass(frozen=True)
+class _Problem:
+    """q and k, or their gradients, as (batch, seqlen, nheads, head_dim); without k: q with no heads."""
 
-    ``positions``: int32 or int64 (batch or 1, seqlen), or None: ``first``, ``first + 1``, ... ``frequencies``, one
-    per pair: of ``gpu_ops.ops.rope_tables.frequencies``. An output may be its input exactly, else they are apart.
-    """
-    batch, seqlen, _, head_dim = inputs[0].shape
-    tokens = batch * seqlen
-    q, q_out = inputs[0], outputs[0]
-    # Without k: a stand-in with no heads.
-    k, k_out = (inputs[1], outputs[1]) if len(inputs) == 2 else (q[:, :, :0], q_out[:, :, :0])
-    nheads, nheads_kv = q.shape[2], k.shape[2]
-    if tokens * (nheads + nheads_kv) * head_dim == 0:
+    q: Tensor
+    k: Tensor
+    q_out: Tensor
+    k_out: Tensor
+    positions: Tensor | None
+    rotary_dim: int
+    tail: int
+    """Components to copy behind rotary_dim."""
+    first: int | None
+    """The position of the first token; None: the call says."""
+    cos_scale: float
+    sin_scale: float
+
+    @classmethod
+    def of(cls, spec: Spec) -> _Problem:
+        names, results, arrange = _operands(spec)
+        inputs, outputs = ([arrange(spec.tensor(name)) for name in each] for each in (names, results))
+        (q, *ks), (q_out, *ks_out) = inputs, outputs
+        in_place = all(map(same_memory, inputs, outputs))
+        rotary_dim, scale = spec["rotary_dim"], spec["attention_factor"]
+        return cls(
+            q,
+            ks[0] if ks else q[:, :, :0],
+            q_out,
+            ks_out[0] if ks else q_out[:, :, :0],
+            positions_of(spec),
+            rotary_dim,
+            0 if in_place else q.shape[3] - rotary_dim,
+            spec["first"],
+            scale,
+            -scale if spec["conjugate"] else scale,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.q.size and not self.k.size
+
+
+@lowers("rope", "raw")
+@lowers("rope_backward", "raw")
+def _raw(spec: Spec, on: Builder) -> None:
+    p, interleaved = _Problem.of(spec), spec["interleaved"]
+    if p.is_empty:
         return
-    rotary_dim = 2 * frequencies.shape[0]
-    in_place = all(address(x) == address(y) for x, y in zip(inputs, outputs, strict=True))
-    tail = 0 if in_place else head_dim - rotary_dim
-    if backend == "numba":
-        from gpu_ops.kernels.numba_cuda import rope as twins
-
-        twin = twins.kernel(q.dtype.name, "" if positions is None else positions.dtype.name)
-        numbers = (first, int(interleaved), tail, cos_scale, sin_scale)
-        args = (q, k, q_out, k_out, 0 if positions is None else positions, frequencies, *numbers)
-        device.launch(twin, (min(tokens, _MAX_GRID), 1, 1), (twins.THREADS, 1, 1), args)
-        return
-
-    arrays = {"q": q, "k": k, "q_out": q_out, "k_out": k_out}
+    arrays = {"q": p.q, "k": p.k, "q_out": p.q_out, "k_out": p.k_out}
+    nheads, nheads_kv = p.q.shape[2], p.k.shape[2]
     config = select_config(
-        tokens, nheads, nheads_kv, rotary_dim, tail, q.dtype.itemsize,
-        alignment=heads_alignment(arrays.values()), tokens_inner=_tokens_inner(q if nheads else k), sms=device.sms,
-    )  # fmt: skip
+        p.tokens,
+        nheads,
+        nheads_kv,
+        p.rotary_dim,
+        p.tail,
+        p.q.itemsize,
+        alignment=heads_alignment(arrays.values()),
+        tokens_inner=_tokens_inner(p.q if nheads else p.k),
+        sms=on.sms,
+    )
     fields: dict[str, Any] = {
-        name: tuple(stride // x.dtype.itemsize for stride in x.strides[:3]) for name, x in arrays.items()
-    } | {
-        "positions_batch": 0, "positions_seqlen": 0, "first": first, "tokens": tokens, "seqlen": seqlen,
-        "nheads": nheads, "nheads_kv": nheads_kv, "q_blocks": config.q_blocks, "position_bytes": 0,
-        "rotary_dim": rotary_dim, "tail": tail, "cos_scale": cos_scale, "sin_scale": sin_scale,
-    }  # fmt: skip
-    if positions is not None:
-        size = fields["position_bytes"] = positions.dtype.itemsize
-        fields["positions_batch"] = positions.strides[0] // size if positions.shape[0] > 1 else 0
-        fields["positions_seqlen"] = positions.strides[1] // size
-    shape = np.array(tuple(fields[name] for name in _SHAPE.fields or ()), _SHAPE)[()]
-    pointers = (*arrays.values(), frequencies if positions is None else positions, frequencies)
-    kernel = _kernel(config, q.dtype.name, interleaved)
-    device.launch(kernel, config.grid, config.block, (*pointers, shape))
+        name: tuple(stride // x.itemsize for stride in x.strides[:3]) for name, x in arrays.items()
+    }
+    fields |= {
+        "first": p.first or 0,
+        "tokens": p.tokens,
+        "seqlen": p.q.shape[1],
+        "nheads": nheads,
+        "nheads_kv": nheads_kv,
+        "q_blocks": config.q_blocks,
+        "rotary_dim": p.rotary_dim,
+        "tail": p.tail,
+        "cos_scale": p.cos_scale,
+        "sin_scale": p.sin_scale,
+    }
+    if p.positions is not None:
+        size = fields["position_bytes"] = p.positions.itemsize
+        fields["positions_batch"] = p.positions.strides[0] // size if p.positions.shape[0] > 1 else 0
+        fields["positions_seqlen"] = p.positions.strides[1] // size
+    shape = np.zeros((), _SHAPE)
+    for name, value in fields.items():
+        shape[name] = value
+    turns = frequencies(spec, on, raw=True)
+    pointers = (*arrays.values(), turns if p.positions is None else p.positions, turns)
+    struct = Dynamic("first", _SHAPE, shape[()]) if p.first is None else shape[()]
+    on.launch(_kernel(config, p.q.dtype.name, interleaved), config.grid, config.block, (*pointers, struct))
+
+
+@lowers("rope", "numba")
+@lowers("rope_backward", "numba")
+def _numba(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cuda import rope as twins
+
+    p = _Problem.of(spec)
+    if p.is_empty:
+        return
+    twin = twins.kernel(p.q.dtype.name, "" if p.positions is None else p.positions.dtype.name)
+    first = Dynamic("first", np.dtype(np.int64)) if p.first is None else p.first
+    arrays = (p.q, p.k, p.q_out, p.k_out, 0 if p.positions is None else p.positions)
+    numbers = (first, int(spec["interleaved"]), p.tail, p.cos_scale, p.sin_scale)
+    args = (*arrays, frequencies(spec, on, raw=False), *numbers)
+    on.launch(twin, (min(p.tokens, _MAX_GRID), 1, 1), (twins.THREADS, 1, 1), args)
+
+
+@lowers("rope", "cpu")
+@lowers("rope_backward", "cpu")
+def _cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import rope as cpu
+
+    names, results, arrange = _operands(spec)
+    how = {name: spec[name] for name in ("rotary_dim", "interleaved", "conjugate")}
+
+    def run(views: Mapping[str, Any]) -> None:
+        cpu.rope(
+            [arrange(views[name]) for name in names],
+            [arrange(views[name]) for name in results],
+            views["cos"],
+            views["sin"],
+            views["rows"],
+            **how,
+        )
+
+    on.call(run, cpu.config([arrange(spec.tensor(name)) for name in names]))
+
+
+def _operands(spec: Spec) -> tuple[list[str], list[str], Callable[[Any], Any]]:
+    """Names of inputs and results, and what gives them the axes (batch, seqlen, nheads, head_dim)."""
+    names = spec["inputs"]
+    return list(names), [f"rotated {name}" for name in names], _ARRANGE[spec["layout"]]
+
+
+_ARRANGE: dict[str, Callable[[Any], Any]] = {
+    "bshd": lambda x: x,
+    "bhsd": lambda x: x.swapaxes(1, 2),
+    "packed": lambda x: x[None],
+}
 
 
 def variants(arch: str) -> Iterator[Variant]:
@@ -162,5 +245,5 @@ def _kernel(config: RopeConfig, dtype: str, interleaved: bool) -> CudaKernel:
     return CudaKernel("rope", "rope", defines)
 
 
-def _tokens_inner(x: Array) -> bool:
+def _tokens_inner(x: Tensor) -> bool:
     return bool(x.shape[1] > 1 and x.shape[2] > 1 and abs(x.strides[1]) < abs(x.strides[2]))

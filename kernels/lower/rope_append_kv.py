@@ -1,26 +1,26 @@
-"""QK-norm, RoPE and the cache write on the GPU: threads per head and blocks for a problem, and the launch.
+"""How each backend runs QK-norm, RoPE and the cache write, and the launch of the CUDA C++ kernel for a problem.
 
 Arrays are (batch, seqlen, heads, head_dim), caches (pages, page_size, heads, head_dim), in any strides with the
 last axis contiguous. The CUDA C++ kernel is ``cuda/rope_append_kv.cu``, its readable twin
-``numba_cuda/rope_append_kv.py``. Nothing here reads memory of the device or allocates any.
+``numba_cuda/rope_append_kv.py``, the CPU kernel ``numba_cpu/rope_append_kv.py``.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, address, epsilon, float32, heads_alignment, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, epsilon, float32, heads_alignment, strides_of
+from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["AppendConfig", "append", "raw_cannot", "select_config", "variants"]
-
-Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+__all__ = ["AppendConfig", "raw_cannot", "select_config", "variants"]
 
 _THREADS = 128  # of a block: __launch_bounds__ of rope_append_kv.cu
 _BLOCKS = 9  # that an SM has registers for
@@ -107,89 +107,174 @@ def raw_cannot(dtype: str, head_dim: int, rotary_dim: int, tokens: int, *, inter
     return None if tokens < 2**31 else f"{tokens} tokens; its limit is 2**31 - 1"
 
 
-def append(
-    device: Any,
-    backend: str,
-    q: Array,
-    out: Array,
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    *,
-    seqused_k: Array | None,
-    block_table: Array | None,
-    slot_mapping: Array | None,
-    q_weight: Array | None,
-    k_weight: Array | None,
-    eps: float,
-    weight_offset: float,
-    positions: Array | None,
-    frequencies: Array,
-    attention_factor: float,
-    interleaved: bool,
-) -> None:
-    """Fill ``out``, which may be q, and the tokens' rows of the caches.
+@dataclass(frozen=True)
+class _Operands:
+    """The arrays of a call with the axes that kernels read; None: absent."""
 
-    ``slot_mapping`` int64 (batch, seqlen), or ``seqused_k`` and perhaps ``block_table``; ``positions`` int32 or int64
-    (batch or 1, seqlen), or None: the row of a token in its sequence; ``frequencies``, one per pair: of
-    ``gpu_ops.ops.rope_tables.frequencies``.
-    """
-    batch, seqlen, nheads, head_dim = q.shape
-    num_pages, page_size, nheads_kv, _ = k_cache.shape
-    tokens, rotary_dim = batch * seqlen, 2 * frequencies.shape[0]
-    if tokens == 0 or nheads + nheads_kv == 0:
-        return
-    optional = (positions, seqused_k, block_table, slot_mapping)
-    arrays = (q, k, v, out, k_cache, v_cache, q_weight, k_weight, frequencies, *optional)
-    if backend == "numba":
-        from gpu_ops.kernels.numba_cuda.rope_append_kv import THREADS, kernel
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    frequencies: Tensor
+    positions: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    slot_mapping: Tensor | None
 
-        twin = kernel(
-            q.dtype.name,
-            "" if positions is None else positions.dtype.name,
-            "slots" if slot_mapping is not None else "rows" if block_table is None else "pages",
-            q_weight is not None,
+    @classmethod
+    def of(cls, spec: Spec, frequencies: Tensor) -> _Operands:
+        slots = spec.get("slot_mapping")
+        tokens = [spec.tensor(name) for name in ("q", "k", "v", "rotated q")]
+        if slots is not None:
+            tokens, slots = [x[None] for x in tokens], slots[None]
+        q, k, v, out = tokens
+        return cls(
+            q,
+            k,
+            v,
+            out,
+            spec.tensor("k_cache"),
+            spec.tensor("v_cache"),
+            spec.get("q_weight"),
+            spec.get("k_weight"),
+            frequencies,
+            positions_of(spec),
+            spec.get("seqused_k"),
+            spec.get("block_table"),
+            slots,
         )
-        args = (
-            *(0 if a is None else a for a in arrays),
-            int(interleaved),
-            eps,
-            weight_offset,
-            attention_factor,
-        )
-        shared = rotary_dim * max(4, q.dtype.itemsize)
-        device.launch(twin, (min(tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
+
+    @property
+    def in_order(self) -> tuple[Tensor | None, ...]:
+        """As all kernels take them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        return self.tokens == 0 or self.q.shape[2] + self.k.shape[2] == 0
+
+    @property
+    def alignment(self) -> int:
+        """Bytes, at most 16, that divide every address and stride."""
+        heads = heads_alignment((self.q, self.out, self.k, self.v, self.k_cache, self.v_cache))
+        return math.gcd(heads, *[w.address for w in (self.q_weight, self.k_weight) if w is not None])
+
+
+@lowers("rope_append_kv", "raw")
+def _raw(spec: Spec, on: Builder) -> None:
+    o, interleaved = _Operands.of(spec, frequencies(spec, on, raw=True)), spec["interleaved"]
+    if o.is_empty:
         return
-    weights = [address(w) for w in (q_weight, k_weight) if w is not None]
+    nheads, head_dim = o.q.shape[2:]
     config = select_config(
-        tokens, nheads, nheads_kv, head_dim, rotary_dim, q.dtype.itemsize, interleaved=interleaved,
-        alignment=math.gcd(heads_alignment((q, out, k, v, k_cache, v_cache)), *weights), sms=device.sms,
-    )  # fmt: skip
+        o.tokens,
+        nheads,
+        o.k.shape[2],
+        head_dim,
+        spec["rotary_dim"],
+        o.q.itemsize,
+        interleaved=interleaved,
+        alignment=o.alignment,
+        sms=on.sms,
+    )
+    args = (*(np.uint64(0) if a is None else a for a in o.in_order), _shape(spec, o, config))
+    on.launch(_kernel(config, o.q.dtype.name, interleaved), config.grid, config.block, args)
+
+
+def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
+    """The structure of numbers that the CUDA C++ kernel takes."""
+    nheads, head_dim = o.q.shape[2:]
+    nheads_kv = o.k.shape[2]
     shape = np.zeros((), _SHAPE)
-    shape["inputs"] = [strides_of(x)[:3] for x in (q, k, v)]
-    shape["outputs"] = [strides_of(x)[:3] for x in (out, k_cache, v_cache)]
-    shape["heads"] = nheads, nheads_kv, nheads_kv
-    numbers = {
-        "tokens": tokens, "seqlen": seqlen, "num_pages": num_pages, "page_size": page_size, "max_pages": 1,
-        "head_dim": head_dim, "rotary_dim": rotary_dim, "units": config.units, "rotary_units": config.rotary_units,
-        "inverse_head_dim": 1 / head_dim, "attention_factor": attention_factor,
-        "eps": epsilon(eps), "weight_offset": float32(weight_offset),
-    }  # fmt: skip
-    if block_table is not None:
-        numbers |= {
-            "max_pages": block_table.shape[1] if page_size else 0,
-            "block_table": strides_of(block_table)[0],
-        }
-    if slot_mapping is not None:
-        shape["slots"] = strides_of(slot_mapping)
-    if positions is not None:
-        shape["positions"] = strides_of(positions)
-        shape["position_bytes"] = positions.dtype.itemsize
+    numbers: dict[str, Any] = {
+        "inputs": [strides_of(x)[:3] for x in (o.q, o.k, o.v)],
+        "outputs": [strides_of(x)[:3] for x in (o.out, o.k_cache, o.v_cache)],
+        "heads": (nheads, nheads_kv, nheads_kv),
+        "tokens": o.tokens,
+        "seqlen": o.q.shape[1],
+        "num_pages": o.k_cache.shape[0],
+        "page_size": o.k_cache.shape[1],
+        "max_pages": 1,
+        "head_dim": head_dim,
+        "rotary_dim": spec["rotary_dim"],
+        "units": config.units,
+        "rotary_units": config.rotary_units,
+        "inverse_head_dim": 1 / head_dim,
+        "attention_factor": spec["attention_factor"],
+        "eps": epsilon(spec["eps"]),
+        "weight_offset": float32(spec["weight_offset"]),
+    }
+    if o.block_table is not None:
+        numbers["max_pages"] = o.block_table.shape[1] if o.k_cache.shape[1] else 0
+        numbers["block_table"] = strides_of(o.block_table)[0]
+    if o.slot_mapping is not None:
+        numbers["slots"] = strides_of(o.slot_mapping)
+    if o.positions is not None:
+        numbers["positions"], numbers["position_bytes"] = strides_of(o.positions), o.positions.itemsize
     for name, number in numbers.items():
         shape[name] = number
-    args = (*(np.uint64(0) if a is None else a for a in arrays), shape[()])
-    device.launch(_kernel(config, q.dtype.name, interleaved), config.grid, config.block, args)
+    return shape[()]
+
+
+@lowers("rope_append_kv", "numba")
+def _numba(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cuda.rope_append_kv import THREADS, kernel
+
+    o = _Operands.of(spec, frequencies(spec, on, raw=False))
+    if o.is_empty:
+        return
+    twin = kernel(
+        o.q.dtype.name,
+        "" if o.positions is None else o.positions.dtype.name,
+        "slots" if o.slot_mapping is not None else "rows" if o.block_table is None else "pages",
+        o.q_weight is not None,
+    )
+    numbers = (int(spec["interleaved"]), spec["eps"], spec["weight_offset"], spec["attention_factor"])
+    args = (*(0 if a is None else a for a in o.in_order), *numbers)
+    shared = spec["rotary_dim"] * max(4, o.q.itemsize)  # cos and sin of each pair
+    on.launch(twin, (min(o.tokens, _MAX_GRID), 1, 1), (THREADS, 1, 1), args, shared=shared)
+
+
+@lowers("rope_append_kv", "cpu")
+def _cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import rope_append_kv as cpu
+
+    packed = spec.get("slot_mapping") is not None
+    how: dict[str, Any] = {name: spec[name] for name in ("eps", "weight_offset", "interleaved", "rotary_dim")}
+
+    def run(views: Mapping[str, Any]) -> None:
+        q, out, k, v = views["q"], views["rotated q"], views["k"], views["v"]
+        slots = views.get("slot_mapping")
+        if slots is not None:
+            q, out, k, v, slots = q[None], out[None], k[None], v[None], slots[None]
+        cpu.append(
+            q,
+            out,
+            k,
+            v,
+            views["k_cache"],
+            views["v_cache"],
+            seqused_k=views.get("seqused_k"),
+            block_table=views.get("block_table"),
+            slot_mapping=slots,
+            q_weight=views.get("q_weight"),
+            k_weight=views.get("k_weight"),
+            cos=views["cos"],
+            sin=views["sin"],
+            rows=views["rows"],
+            **how,
+        )
+
+    tokens: list[Any] = [spec.tensor(name) for name in ("q", "k")]
+    on.call(run, cpu.config(*[x[None] for x in tokens] if packed else tokens))
 
 
 # head_dim and rotary_dim of every way to divide a head.
