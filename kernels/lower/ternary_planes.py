@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import row_stride
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import Builder, Layout, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
@@ -41,8 +41,16 @@ class _Product:
             on.zero(y)
             return None
         names = ("x.codes", "x.scale", "w.codes", "w.scale")
-        starts, chunks = spec.get("w.starts"), spec.get("w.chunks")
-        occupied = None if starts is None or chunks is None else (starts, chunks)
+        options = dict(spec.options)
+        occupied = None
+        if "chunks" in options:
+            starts, chunks = ((options[name],) for name in ("starts", "chunks"))
+            occupied = (
+                Tensor.of("w.starts", Layout.contiguous(starts, np.int64)),
+                Tensor.of("w.chunks", Layout.contiguous(chunks, np.int32)),
+            )
+        if "share" in options:
+            on.note(options["share"])
         return cls(*map(spec.tensor, names), y, occupied)
 
     def lists(self, on: Builder) -> tuple[Tensor, Tensor]:
@@ -54,7 +62,8 @@ class _Product:
 def _cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import ternary_planes
 
-    k, skips = spec["k"], spec.get("w.starts") is not None
+    options = dict(spec.options)
+    k, skips = spec["k"], "chunks" in options
 
     def run(views: Mapping[str, Any]) -> None:
         factors = [views[name] for name in ("x.codes", "x.scale", "w.codes", "w.scale")]
@@ -63,6 +72,8 @@ def _cpu(spec: Spec, on: Builder) -> None:
         )
 
     on.call(run, ternary_planes.config(skips))
+    if "share" in options:
+        on.note(options["share"])
 
 
 @lowers("ternary_product", "raw")
