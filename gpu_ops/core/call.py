@@ -266,7 +266,8 @@ class Call:
     ) -> Bound:
         """The call: device and backend chosen, the spec made.
 
-        ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``: backends that cannot run this problem, and why. ``finish`` makes what is returned of the
+        ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
+        backends that cannot run this problem, and why. ``finish`` makes what is returned of the
         arrays by name. ``look``: values that the program depends on, looked at in every call.
         """
         for argument, names in self._items.items():
@@ -287,7 +288,8 @@ class Call:
                 layouts[o.name] = o.layout if view is None else self._layout(view, choice)
                 if view is None and o.axes is not None:
                     layouts[o.name] = _permuted(o.layout, o.axes)
-        spec = Spec(lowered_as or self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
+        options = tuple(self._options.items())
+        spec = Spec(lowered_as or self.op, tuple(layouts.items()), options, tuple(aliases.items()))
         views = {**self._views, **self._numbers, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),

@@ -11,10 +11,13 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.device import CudaDevice
 from gpu_ops.core.run import Linked, program_of
 from gpu_ops.formats.ternary_checks import on_host
-from gpu_ops.kernels.program import Constant, Layout, Spec
+from gpu_ops.kernels.program import Layout, Spec, lower_module
 from gpu_ops.reference.ternary_formats import TernaryFormat
 
 __all__ = ["repacked", "tile_of", "why_numpy"]
+
+for _op in ("ternary_pack", "ternary_unpack"):
+    lower_module(_op, "gpu_ops.kernels.lower.ternary_pack")
 
 
 def why_numpy(shape: tuple[int, ...], otherwise: str) -> str:
@@ -45,10 +48,7 @@ def repacked(
         if to is fmt:
             return trits
         result: Array = device.empty(to.packed_shape(shape), np.uint8, "packed")
-        arrays = {"trits": trits, "packed": result}
-        if to.block_scale:
-            arrays["scale"] = device.constant(Constant("scale", np.ones((1, 1), np.float32)))
-        _convert(device, backend, "ternary_pack", to, arrays, shape)
+        _convert(device, backend, "ternary_pack", to, {"trits": trits, "packed": result}, shape)
         return result
 
 
@@ -61,7 +61,9 @@ def _convert(
     shape: tuple[int, int],
 ) -> None:
     layouts = tuple((name, Layout.contiguous(tuple(x.shape), x.dtype)) for name, x in arrays.items())
-    spec = Spec(op, layouts, (("format", fmt.name), ("tile", tile_of(fmt, shape))))
+    need = math.prod(fmt.packed_shape(shape))
+    options = {"format": fmt.name, "tile": tile_of(fmt, shape), "by_numpy": "", "need": need}
+    spec = Spec(op, layouts, tuple(options.items()))
     views = dict(arrays)
     Linked(program_of(spec, backend, device.limits), device)(views)
     if on_host(views["flags"]).any():  # waits: later calls may come on other streams

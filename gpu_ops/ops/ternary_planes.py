@@ -22,9 +22,11 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.device import HOST, CudaDevice
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.kernels.program import Builder, Spec, lower_module, lowers
 
 __all__ = ["bind_product", "take_matrix"]
+
+lower_module("ternary_product", "gpu_ops.kernels.lower.ternary_planes")
 
 _FEW_ROWS = 16
 _MOST_OCCUPIED = 0.25

@@ -72,11 +72,14 @@ class _Task:
     twins: bool
 
     @classmethod
-    def of(cls, spec: Spec, which: str, twins: bool) -> _Task:
-        packed = spec.tensor("packed").reshape(-1)
-        return cls(
-            which, spec.tensor("trits"), packed, spec["format"], spec.get("scale"), spec["tile"], twins
-        )
+    def of(cls, spec: Spec, on: Builder, which: str, twins: bool) -> _Task:
+        trits, packed = spec.tensor("trits"), spec.tensor("packed").reshape(-1)
+        format, scale = spec["format"], spec.get("scale")
+        if which == "unpack":
+            packed = packed[: spec["need"]]
+        elif format in BLOCKS and scale is None:
+            scale = on.constant(np.ones((1, 1), np.float32), "scale")
+        return cls(which, trits, packed, format, scale, spec["tile"], twins)
 
 
 def variants(arch: str) -> Iterator[Variant]:
@@ -91,7 +94,10 @@ def variants(arch: str) -> Iterator[Variant]:
 
 
 def _lower(spec: Spec, on: Builder, which: str, twins: bool) -> None:
-    t = _Task.of(spec, which, twins)
+    if spec["by_numpy"]:
+        on.note(f"NumPy, on the host: {spec['by_numpy']}")
+        return
+    t = _Task.of(spec, on, which, twins)
     family = _lines if t.format in LINES else _blocks if t.format in BLOCKS else _tiles
     family(t, on, _BLOCKS_PER_SM * on.sms)
 
