@@ -1,4 +1,4 @@
-"""The error of what was benched, against the float64 reference, and whether it is within tolerance."""
+"""The error of a benched result against the float64 reference, and whether it is within tolerance."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gpu_ops.reference.tolerance import FORWARD, GRADIENT, tolerance
 from perf.case import DTYPES, Case, Config, make_inputs, results, to_float64
 
 ATTENTION_FLOAT32_MEAN = 1e-5
-"""Promise beside the tolerance rule: mean absolute error of float32 attention below this."""
+"""float32 attention must also have a mean absolute error below this."""
 
 
 @dataclass(frozen=True)
 class Error:
-    """Of the result with the largest error in proportion to its tolerance."""
+    """The error of the result that is worst relative to its tolerance."""
 
     largest: float
     mean: float
     tolerance: float
     naive_largest: float
-    """Of the same formula in NumPy with every intermediate rounded to the dtype."""
+    """The error of the same formula in NumPy with every intermediate rounded to the dtype."""
     worst: str
     ok: bool
     sampled: str
@@ -32,7 +32,7 @@ class Error:
 
 def check(case: Case, inputs: Any, config: Config) -> Error:
     if case.sample is not None:
-        # a sample recomputes part of the very result that was timed
+        # recomputes part of the result that was timed
         inputs, ours = case.sample(inputs, case.ours(inputs)())
         sampled = "part of the benched result"
     else:
@@ -53,23 +53,21 @@ def compare(
 ) -> Error:
     if len(ours) != len(exact):
         raise AssertionError(f"{case.key}: {len(ours)} results, the reference gives {len(exact)}")
-    errors = [
-        _compare_one(f"result {i}", o, e, n, case, sampled)
-        for i, (o, e, n) in enumerate(zip(ours, exact, naive, strict=True))
-    ]
+    triples = enumerate(zip(ours, exact, naive, strict=True))
+    errors = [_error(f"result {i}", *arrays, case, sampled) for i, arrays in triples]
     return max(errors, key=lambda error: (not error.ok, error.largest / max(error.tolerance, 1e-300)))
 
 
-def _compare_one(
-    name: str, ours: Any, exact: np.ndarray, naive: np.ndarray, case: Case, sampled: str
-) -> Error:
+def _error(name: str, ours: Any, exact: np.ndarray, naive: np.ndarray, case: Case, sampled: str) -> Error:
     got = to_float64(ours)
     if got.shape != exact.shape:
         raise AssertionError(f"{case.key}, {name}: shape {got.shape}, the reference gives {exact.shape}")
     with np.errstate(invalid="ignore"):
-        difference = np.where(got == exact, 0.0, np.abs(got - exact))  # equal infinities differ by nothing
+        difference = np.where(got == exact, 0.0, np.abs(got - exact))  # equal infinities have no error
     difference[np.isnan(difference)] = np.inf
-    allowed = tolerance(exact, naive, _dtype(ours, case), GRADIENT if case.backward else FORWARD)
+    # a result's own dtype: lse and dweight are float32 whatever the inputs are
+    dtype = DTYPES.get(str(ours.dtype), DTYPES[case.dtype])
+    allowed = tolerance(exact, naive, dtype, GRADIENT if case.backward else FORWARD)
     at = np.unravel_index(int(difference.argmax()), difference.shape) if difference.size else ()
     largest = float(difference.max(initial=0.0))
     mean = float(difference.mean()) if difference.size else 0.0
@@ -85,8 +83,3 @@ def _compare_one(
         ok=bool(ok),
         sampled=sampled,
     )
-
-
-def _dtype(ours: Any, case: Case) -> np.dtype[Any]:
-    """The result's own dtype (lse and dweight are float32 whatever the inputs are)."""
-    return DTYPES.get(str(ours.dtype), DTYPES[case.dtype])

@@ -1,7 +1,7 @@
-"""The problems that attention is measured on: shapes with their work, and the grids of ``--grid``.
+"""Attention's problem shapes with their FLOPs and bytes, and the grids of ``--grid``.
 
 =========  ==========================================================================================
-``field``  what papers on attention report: 16384 tokens, heads * head_dim = 2048, causal and not
+``field``  the grid of attention papers: 16384 tokens, heads * head_dim = 2048, causal and not
 ``gqa``    one long sequence, 64 query heads on 8 key heads of 128
 ``decode`` one new query over a cache, by batch, length and grouping
 =========  ==========================================================================================
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from perf.case import attention_flops
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,21 @@ class Shape:
         group = self.nheads // self.nheads_kv
         return Shape(1, min(self.seqlen_q, 160), min(self.seqlen_k, 160), group, 1, self.head_dim)
 
+    def pairs(self, *, causal: bool) -> int:
+        """Visible (query, key) pairs: query i sees keys up to i + seqlen_k - seqlen_q when causal."""
+        if not causal:
+            return self.seqlen_q * self.seqlen_k
+        visible = np.arange(self.seqlen_q, dtype=np.int64) + (self.seqlen_k - self.seqlen_q + 1)
+        return int(np.clip(visible, 0, self.seqlen_k).sum())
+
     def flops(self, *, causal: bool, backward: bool = False) -> float:
-        sizes = (self.batch, self.nheads, self.seqlen_q, self.seqlen_k, self.head_dim)
-        return attention_flops(*sizes, causal=causal, backward=backward)
+        """The field's convention: 4 per visible pair and channel (two matmuls). Backward has five matmuls, so 2.5
+        times that: the recomputation of the scores counts, softmax does not."""
+        forward = 4.0 * self.batch * self.nheads * self.pairs(causal=causal) * self.head_dim
+        return 2.5 * forward if backward else forward
 
     def nbytes(self, itemsize: int, *, backward: bool = False) -> float:
-        """q, k, v in and out out; backward also reads dout, out and lse and writes dq, dk, dv."""
+        """Reads q, k, v and writes out; backward also reads dout, out and lse and writes dq, dk, dv."""
         q = self.batch * self.seqlen_q * self.nheads * self.head_dim * itemsize
         kv = 2 * self.batch * self.seqlen_k * self.nheads_kv * self.head_dim * itemsize
         return 4 * q + 2 * kv + 4 * self.batch * self.nheads * self.seqlen_q if backward else 2 * q + kv
@@ -69,7 +78,7 @@ DECODE_LENGTHS = (1024, 4096, 16384, 65536)
 DECODE_HEADS = ((32, 8), (64, 8), (32, 1))
 
 LONGEST_FLOAT32 = 4096
-"""float32 runs a part of each grid: nobody trains or serves in it, and it takes several times as long."""
+"""float32 runs only part of each grid: it takes several times as long, and nobody trains or serves in it."""
 LARGEST_FLOAT32_BATCH = 8
 
 

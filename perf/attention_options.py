@@ -1,7 +1,7 @@
-"""Attention's options, ``--grid options``: forward and backward of one shape with each.
+"""Attention's options, and ``--grid options``: forward and backward of one shape with each option.
 
-What torch's SDPA has no option for goes into its ``attn_mask``, made ahead; softcap, which it cannot do at all, into
-the eager formula that transformers falls back on.
+torch's SDPA gets options that it lacks as an ``attn_mask``, prepared ahead. It has no softcap at all: there torch
+runs the eager formula that transformers falls back on.
 """
 
 from __future__ import annotations
@@ -9,35 +9,41 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference.attention import attention as reference_attention
-from gpu_ops.reference.attention_backward import attention_backward as reference_backward
-from gpu_ops.reference.precision import Precision
+from gpu_ops.reference.attention import attention
+from gpu_ops.reference.attention_backward import attention_backward
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
-from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
+from perf.build import made_by, normal, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
+OURS = (gpu_ops.attention, gpu_ops.attention_backward)
+REFERENCE = (attention, attention_backward)
 NHEADS, HEAD_DIM = 8, 64
 SOFTCAP = 30.0
 _SLOPES = (2.0 ** (-8.0 / NHEADS * np.arange(1, NHEADS + 1))).astype(np.float32)
-WINDOWS, DOCUMENTS = 8, 16  # per sequence, which is a multiple of them
+WINDOWS, DOCUMENTS = 8, 16  # per sequence; seqlen is a multiple of both
 
-Scores = Callable[[Inputs], np.ndarray]
-"""What is added to scores, (seqlen, seqlen) or for each head, float32; -inf hides a key."""
+Scores = Callable[[Inputs], np.ndarray | None]
+"""The term added to the scores, if any: float32, (seqlen, seqlen) or one per head; -inf hides a key."""
 
 
 @dataclass(frozen=True)
 class Option:
     name: str
     arguments: Callable[[Inputs], dict[str, Any]]
-    """Of ``gpu_ops.attention``."""
-    added: Scores | None
+    """Options of ``gpu_ops.attention``."""
+    added: Scores = lambda x: None
     softcap: float = 0.0
+
+
+PLAIN = Option("", lambda x: {})
+CAUSAL = Option("causal", lambda x: {"causal": True}, lambda x: peers.causal_bias(x["q"], x["k"]))
 
 
 def _seqlen(x: Inputs) -> int:
@@ -45,7 +51,7 @@ def _seqlen(x: Inputs) -> int:
 
 
 def _distances(x: Inputs) -> np.ndarray:
-    """Of a query from the keys before it; of those after it negative."""
+    """(seqlen, seqlen): query position minus key position."""
     positions = np.arange(_seqlen(x))
     return positions[:, None] - positions
 
@@ -65,10 +71,8 @@ def _document_mask(x: Inputs) -> np.ndarray:
 
 def _document_blocks(x: Inputs) -> dict[str, Any]:
     size = _seqlen(x) // DOCUMENTS
-    return {
-        "block_mask": gpu_ops.BlockMask.document(_documents(x), block_q=size, block_k=size),
-        "causal": True,
-    }
+    mask = gpu_ops.BlockMask.document(_documents(x), block_q=size, block_k=size)
+    return {"block_mask": mask, "causal": True}
 
 
 def _window(x: Inputs) -> int:
@@ -87,7 +91,7 @@ def _alibi(x: Inputs) -> np.ndarray:
 OPTIONS = (
     Option("bias", lambda x: {"bias": x["bias"]}, lambda x: x["bias"].astype(np.float32)),
     Option("alibi", lambda x: {"alibi_slopes": _SLOPES}, _alibi),
-    Option("softcap", lambda x: {"softcap": SOFTCAP}, None, SOFTCAP),
+    Option("softcap", lambda x: {"softcap": SOFTCAP}, softcap=SOFTCAP),
     Option("window", lambda x: {"window_size": (_window(x) - 1, 0)}, _window_mask),
     Option("documents", _document_blocks, _document_mask),
 )
@@ -95,74 +99,82 @@ OPTIONS = (
 
 def cases(config: Config) -> list[Case]:
     found = []
+    small = Shape(1, 160, 160, NHEADS, NHEADS, HEAD_DIM)
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for seqlen in config.seqlens or (2048,):
             shape = Shape(1, seqlen, seqlen, NHEADS, NHEADS, HEAD_DIM)
             for option in OPTIONS:
-                found.append(case(option, shape, dtype, config.device, backward=False))
+                found.append(with_torch(case(option, shape, small, dtype), option, config.device))
                 if config.device == "cpu":
-                    found.append(case(option, shape, dtype, config.device, backward=True))
+                    backward = case(option, shape, small, dtype, backward=True)
+                    found.append(with_torch(backward, option, config.device))
     return found
 
 
-def case(option: Option, shape: Shape, dtype: str, device: str, *, backward: bool) -> Case:
-    def ours(x: Inputs, **how: str) -> Call:
-        attend = functools.partial(gpu_ops.attention, x["q"], x["k"], x["v"], **option.arguments(x))
+def case(option: Option, shape: Shape, small: Shape, dtype: str, *, backward: bool = False) -> Case:
+    """Ours, naive and the reference; torch is left to the caller."""
+
+    def bind(functions: Any, x: Inputs, **how: Any) -> Call:
+        arrays, options = (x["q"], x["k"], x["v"]), option.arguments(x) | how
         if not backward:
-            return functools.partial(attend, **how)
-        out, lse = attend(return_lse=True)
-        arrays = (x["dout"], x["q"], x["k"], x["v"], out, lse)
-        return functools.partial(gpu_ops.attention_backward, *arrays, **option.arguments(x))
+            return functools.partial(functions[0], *arrays, **options)
+        out_lse = functions[0](*arrays, **options, return_lse=True)
+        return functools.partial(functions[1], x["dout"], *arrays, *out_lse, **options)
 
     def naive(x: Inputs) -> Call:
-        arrays, added = (x["q"], x["k"], x["v"]), option.added(x) if option.added else None
+        arrays, added = (x["q"], x["k"], x["v"]), option.added(x)
         if backward:
             return functools.partial(peers.naive_backward, x["dout"], *arrays, added)
         return functools.partial(peers.naive_forward, *arrays, added, option.softcap)
 
-    def reference(x: Inputs, precision: Precision) -> Any:
-        arrays, rest = (x["q"], x["k"], x["v"]), option.arguments(x) | {"precision": precision}
-        if not backward:
-            return reference_attention(*arrays, **rest)
-        results = reference_attention(*arrays, **rest, return_lse=True)
-        return reference_backward(x["dout"], *arrays, *results, **rest)
-
-    def data(rng: np.random.Generator, of: Shape) -> Inputs:
-        array = (1, of.seqlen_q, NHEADS, HEAD_DIM)
-        found = {name: normal(rng, array, DTYPES[dtype]) for name in ("q", "k", "v", "dout")}
-        if option.name == "bias":
-            found["bias"] = normal(rng, (NHEADS, of.seqlen_q, of.seqlen_k), DTYPES[dtype])
-        return found
-
-    small = Shape(1, 160, 160, NHEADS, NHEADS, HEAD_DIM)
-    itemsize, torch = DTYPES[dtype].itemsize, peers.torch_backward if backward else peers.torch_forward
+    itemsize, ours = DTYPES[dtype].itemsize, functools.partial(bind, OURS)
+    more = ("bias",) * (option.name == "bias") + ("dout",) * backward
+    flops = shape.flops(causal=option is CAUSAL, backward=backward)
+    bias_bytes = shape.nheads * shape.seqlen_q * shape.seqlen_k * itemsize if "bias" in more else 0
     return Case(
         op="attention",
-        name=f"{'backward' if backward else 'forward'} {option.name}",
+        name=" ".join(filter(None, ("backward" if backward else "forward", option.name))),
         shape=str(shape),
         dtype=dtype,
-        flops=shape.flops(causal=False, backward=backward) * share_seen(option, shape),
-        bytes=shape.nbytes(itemsize, backward=backward) + read_of(option, shape, itemsize),
-        make=maker(data, shape),
-        make_small=maker(data, small),
+        flops=flops * share_seen(option, shape),
+        bytes=shape.nbytes(itemsize, backward=backward) + bias_bytes,
+        **made_by(data, (shape,), (small,), DTYPES[dtype], more),
         ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        # the formula's gradient of tanh is left to torch, and CuPy's formula to the other grids
-        naive=None if device == "cuda" or (backward and option.softcap) else naive,
-        torch=functools.partial(torch, functools.partial(torch_attention, option)),
-        reference=reference,
+        numba=None if backward else functools.partial(ours, backend="numba"),
+        naive=naive,
+        reference=lambda x, precision: bind(REFERENCE, x, precision=precision)(),
         backward=backward,
-        note="torch: options as an attn_mask of q's dtype made ahead, softcap eager",
     )
 
 
-def read_of(option: Option, shape: Shape, itemsize: int) -> float:
-    return shape.nheads * shape.seqlen_q * shape.seqlen_k * itemsize if option.name == "bias" else 0.0
+def with_torch(one: Case, option: Option, device: str) -> Case:
+    torch = peers.torch_backward if one.backward else peers.torch_forward
+    return replace(
+        one,
+        # naive_backward has no tanh gradient; the other grids measure CuPy's formula
+        naive=None if device == "cuda" or (one.backward and option.softcap) else one.naive,
+        torch=functools.partial(torch, functools.partial(torch_attention, option)),
+        note="torch: options as an attn_mask in q's dtype, prepared ahead; softcap eager",
+    )
+
+
+def data(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any], more: tuple[str, ...] = ()) -> Inputs:
+    """q, k, v and ``more``: dout, bias, seqused_k."""
+    query = (shape.batch, shape.seqlen_q, shape.nheads, shape.head_dim)
+    keys = (shape.batch, shape.seqlen_k, shape.nheads_kv, shape.head_dim)
+    found = {"q": normal(rng, query, dtype), "k": normal(rng, keys, dtype), "v": normal(rng, keys, dtype)}
+    if "dout" in more:
+        found["dout"] = normal(rng, query, dtype)
+    if "bias" in more:
+        found["bias"] = normal(rng, (shape.nheads, shape.seqlen_q, shape.seqlen_k), dtype)
+    if "seqused_k" in more:
+        found["seqused_k"] = np.full(shape.batch, shape.seqlen_k, dtype=np.int32)
+    return found
 
 
 def share_seen(option: Option, shape: Shape) -> float:
-    """Of the pairs of queries and keys."""
-    if option.name not in ("window", "documents") or option.added is None:
+    """The share of (query, key) pairs that a window or documents leave visible."""
+    if option.name not in ("window", "documents"):
         return 1.0
     x = {"q": np.broadcast_to(np.float32(0), (1, shape.seqlen_q, 1, 1))}
     return float(np.isfinite(option.added(x)).mean())
@@ -179,7 +191,6 @@ def torch_attention(option: Option, x: Inputs) -> peers.Attend:
             return torch.softmax(torch.tanh(scores / option.softcap) * option.softcap, -1) @ v
 
         return eager
-    assert option.added is not None
     mask = torch.from_numpy(option.added(x)).to(q.device, q.dtype)
-    mask = mask[None] if mask.ndim == 3 else mask  # of three axes SDPA takes the slow way
+    mask = mask[None] if mask.ndim == 3 else mask  # SDPA is slow with a 3-D mask
     return functools.partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=mask)

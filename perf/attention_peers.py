@@ -1,4 +1,4 @@
-"""What attention is measured against: the plain formula in NumPy and in CuPy, and torch's SDPA by its backends."""
+"""Attention's contenders: the plain formula in NumPy and in CuPy, and torch's SDPA with each backend."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from perf.case import Call, Inputs, Prepare, torch_view
+from perf.build import to_float32, torch_view
+from perf.case import Call, Inputs, Prepare
 
 # --- the plain formula in NumPy: one head at a time, which is faster and smaller than all heads at once ---
 
 
-def causal_bias(q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray | None:
-    """0 where visible, -inf where not. Made once and kept, so neither its time nor its memory counts."""
-    if not causal:
-        return None
+def causal_bias(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """0 where visible, -inf elsewhere. Prepared ahead, so neither its time nor its memory counts."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     hidden = np.triu(np.ones((seqlen_q, seqlen_k), dtype=bool), seqlen_k - seqlen_q + 1)
     return np.where(hidden, np.float32(-np.inf), np.float32(0))
@@ -42,9 +41,9 @@ def probabilities(q: np.ndarray, k: np.ndarray, bias: np.ndarray | None, softcap
 def naive_forward(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None, softcap: float = 0.0
 ) -> np.ndarray:
-    """``bias``: (seqlen_q, seqlen_k), or that of each head."""
+    """``bias``: (seqlen_q, seqlen_k), or (nheads, seqlen_q, seqlen_k)."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
-    q, k, v = (x.astype(np.float32, copy=False) for x in (q, k, v))
+    q, k, v = to_float32(q, k, v)
     out = np.empty_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
@@ -61,7 +60,7 @@ def naive_backward(
     dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray | None
 ) -> tuple[np.ndarray, ...]:
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
-    dout, q, k, v = (x.astype(np.float32, copy=False) for x in (dout, q, k, v))
+    dout, q, k, v = to_float32(dout, q, k, v)
     dq, dk, dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
     scale = np.float32(1 / math.sqrt(q.shape[-1]))
     for b in range(q.shape[0]):
@@ -80,25 +79,24 @@ def naive_backward(
 
 def naive_decode(x: Inputs) -> Call:
     def call() -> np.ndarray:
-        q, k, v = x["q"], x["k"], x["v"]
+        q, k, v = to_float32(x["q"], x["k"], x["v"])
         batch, _, nheads, head_dim = q.shape
-        dtype, nheads_kv = q.dtype, k.shape[2]
-        q, k, v = (a.astype(np.float32, copy=False) for a in (q, k, v))
+        nheads_kv = k.shape[2]
         q = q.reshape(batch, nheads_kv, nheads // nheads_kv, head_dim) * np.float32(1 / math.sqrt(head_dim))
         scores = q @ k.transpose(0, 2, 3, 1)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         out = (scores @ v.transpose(0, 2, 1, 3)) / scores.sum(axis=-1, keepdims=True)
-        return out.reshape(batch, 1, nheads, head_dim).astype(dtype, copy=False)
+        return out.reshape(batch, 1, nheads, head_dim).astype(x["q"].dtype, copy=False)
 
     return call
 
 
-# --- the same on a GPU: matmuls in the arrays' dtype, one for each head, since CuPy widens 16-bit batches ---
+# --- the same in CuPy: one matmul per head in the arrays' dtype, because CuPy computes 16-bit batches in float32 ---
 
 
 def device_forward(causal: bool, x: Inputs) -> Call:
-    """One head at a time, the scores of one as large as they are."""
+    """One head at a time, with all scores of that head in memory."""
     q, k, v = (x[name] for name in "qkv")
     batch, seqlen_q, nheads, head_dim = q.shape
     shape = (batch, seqlen_q, k.shape[2], nheads // k.shape[2], head_dim)
@@ -117,7 +115,7 @@ def device_decode(x: Inputs) -> Call:
 
 
 def _heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    """q (batch, nheads_kv, parts, rows, head_dim) over k, v (batch, nheads_kv, seqlen_k, head_dim)."""
+    """Attention of q (batch, nheads_kv, parts, rows, head_dim) to k, v (batch, nheads_kv, seqlen_k, head_dim)."""
     out = np.empty_like(q)
     scale = np.float32(1 / math.sqrt(q.shape[-1]))
     for b, h, part in np.ndindex(*q.shape[:3]):
@@ -133,7 +131,7 @@ def _heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
 
 
 def _by_heads(x: Any) -> Any:
-    """A copy made ahead: a matmul of rows that lie apart would make it at every call."""
+    """Heads before rows, copied ahead: a matmul on strided rows would copy them in every call."""
     return _contiguous(x.transpose(0, 2, 1, 3))
 
 
@@ -142,7 +140,7 @@ def _contiguous(x: Any) -> Any:
 
 
 def _device_bias(q: Any, k: Any, causal: bool) -> Any:
-    """:func:`causal_bias` where the arrays are."""
+    """:func:`causal_bias` on the device of the arrays."""
     if not causal:
         return None
     xp, shape = _module(q), (q.shape[1], k.shape[1])
@@ -171,16 +169,8 @@ def torch_sdpa(causal: bool, x: Inputs) -> Attend:
 
 
 def torch_forward(attention: Callable[[Inputs], Attend], x: Inputs) -> Call:
-    import torch
-
     q, k, v = (torch_view(x[name]).transpose(1, 2) for name in "qkv")
-    attend = functools.partial(attention(x), q, k, v)
-
-    def call() -> Any:
-        with torch.no_grad():
-            return attend()
-
-    return call
+    return _without_gradient(functools.partial(attention(x), q, k, v))
 
 
 def torch_backward(attention: Callable[[Inputs], Attend], x: Inputs) -> Call:
@@ -198,13 +188,14 @@ def torch_decode(x: Inputs) -> Call:
     q, k, v = (torch_view(x[name]) for name in "qkv")
     batch, _, nheads, head_dim = q.shape
     q = q.reshape(batch, k.shape[2], nheads // k.shape[2], head_dim)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return _without_gradient(functools.partial(attend, q, k.transpose(1, 2), v.transpose(1, 2)))
 
-    def call() -> Any:
-        with torch.no_grad():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-    return call
+def _without_gradient(call: Call) -> Call:
+    import torch
+
+    return torch.no_grad()(call)
 
 
 SDPA_BACKENDS = {
@@ -216,7 +207,7 @@ SDPA_BACKENDS = {
 
 
 def sdpa_peers(prepare: Prepare) -> dict[str, Prepare]:
-    """``prepare`` with each backend of torch's SDPA forced; one that cannot run the problem raises."""
+    """``prepare`` with each backend of torch's SDPA forced; a backend that cannot run the problem raises."""
     return {
         f"torch {name}": functools.partial(_with_backend, member, prepare)
         for name, member in SDPA_BACKENDS.items()

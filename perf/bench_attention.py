@@ -7,40 +7,37 @@
 
 from __future__ import annotations
 
-if __package__ in (None, ""):  # run as a file: the repository root takes perf/'s place on the path
+if not __package__:  # run as a file: import perf from the repository root
     import sys
-    from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import functools
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 import gpu_ops
-from gpu_ops.core.dispatch import has_cuda_kernels
-from gpu_ops.reference.attention import attention as reference_attention
-from gpu_ops.reference.attention import attention_decode as reference_decode
-from gpu_ops.reference.attention_backward import attention_backward as reference_backward
-from gpu_ops.reference.precision import Precision
+from gpu_ops.reference import attention as reference
 from perf import attention_grids, attention_options
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
-from perf.case import DTYPES, Call, Case, Config, Inputs, maker, nbytes, normal
+from perf.attention_options import CAUSAL, PLAIN, data
+from perf.build import calls, made_by
+from perf.case import DTYPES, Case, Config, Inputs, nbytes
 
 GRIDS = (*attention_grids.GRIDS, "options")
+GPU_BACKWARD = False
+"""attention_backward has no GPU kernels yet."""
 SAMPLED = 64
-"""Query rows at the end of the sequence whose result is recomputed in float64."""
+"""How many query rows at the end of the sequence the reference recomputes in float64."""
 WHOLE = 256 << 20
-"""Decoding over this many bytes is recomputed as a whole, over more for one group of heads."""
+"""The reference recomputes decoding over at most this many bytes as a whole; beyond, one group of heads."""
 
 
 def cases(config: Config) -> list[Case]:
     if config.grid:
         return grid(config)
     dtypes = config.dtypes or ("float32", "bfloat16")
-    found: list[Case] = []
     if config.quick:
         lengths, caches = config.seqlens or (2048,), [(1, 4096)]
         heads = [(32, 8, 128)]  # Llama-3-8B
@@ -48,11 +45,11 @@ def cases(config: Config) -> list[Case]:
         lengths, caches = config.seqlens or (512, 2048, 8192), [(1, 4096), (1, 16384), (8, 16384)]
         heads = [(8, 8, 64), (32, 8, 128)]
     if config.device == "emulator":
-        heads = [(8, 2, 64)]  # seconds for what a GPU does in microseconds
+        heads = [(8, 2, 64)]  # the emulator takes seconds where a GPU takes microseconds
     if config.seqlens:
         caches = [(1, length) for length in config.seqlens]
     on = config.device
-    trains = on == "cpu" or has_cuda_kernels("attention_backward")
+    found: list[Case] = []
     for dtype in dtypes:
         for head in heads:
             for seqlen in lengths:
@@ -61,7 +58,7 @@ def cases(config: Config) -> list[Case]:
                 length = 1024 if config.quick and not config.seqlens else seqlen
                 for causal in (True,) if config.quick else (False, True):
                     found.append(forward(Shape(1, seqlen, seqlen, *group), dtype, causal, on))
-                    if trains:
+                    if on == "cpu" or GPU_BACKWARD:
                         found.append(backward(Shape(1, length, length, *group), dtype, causal))
         cached = heads[0] if on == "emulator" else (32, 8, 128)
         found += [decode(Shape(batch, 1, length, *cached), dtype, on) for batch, length in caches]
@@ -81,78 +78,26 @@ def grid(config: Config) -> list[Case]:
 
 
 def forward(shape: Shape, dtype: str, causal: bool, device: str) -> Case:
-    def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(gpu_ops.attention, x["q"], x["k"], x["v"], causal=causal, **how)
-
-    def naive(x: Inputs) -> Call:
-        bias = peers.causal_bias(x["q"], x["k"], causal)
-        return functools.partial(peers.naive_forward, x["q"], x["k"], x["v"], bias)
-
+    case = attention_options.case(CAUSAL if causal else PLAIN, shape, shape.small, dtype)
     torch = functools.partial(peers.torch_forward, functools.partial(peers.torch_sdpa, causal))
-    return Case(
-        op="attention",
-        name="forward causal" if causal else "forward",
-        shape=str(shape),
-        dtype=dtype,
-        flops=shape.flops(causal=causal),
-        bytes=shape.nbytes(DTYPES[dtype].itemsize),
-        make=maker(qkv, shape, DTYPES[dtype]),
-        make_small=maker(qkv, shape.small, DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        naive=functools.partial(peers.device_forward, causal) if device == "cuda" else naive,
+    return replace(
+        case,
+        naive=functools.partial(peers.device_forward, causal) if device == "cuda" else case.naive,
         torch=torch,
         peers=peers.sdpa_peers(torch),
-        reference=lambda x, precision: reference_attention(
-            x["q"], x["k"], x["v"], causal=causal, precision=precision
-        ),
         sample=sample_last_rows,
     )
 
 
 def backward(shape: Shape, dtype: str, causal: bool) -> Case:
-    def ours(x: Inputs) -> Call:
-        out, lse = gpu_ops.attention(x["q"], x["k"], x["v"], causal=causal, return_lse=True)
-        return functools.partial(
-            gpu_ops.attention_backward, x["dout"], x["q"], x["k"], x["v"], out, lse, causal=causal
-        )
-
-    def reference(x: Inputs, precision: Precision) -> Any:
-        out, lse = reference_attention(
-            x["q"], x["k"], x["v"], causal=causal, return_lse=True, precision=precision
-        )
-        return reference_backward(
-            x["dout"], x["q"], x["k"], x["v"], out, lse, causal=causal, precision=precision
-        )
-
-    def naive(x: Inputs) -> Call:
-        bias = peers.causal_bias(x["q"], x["k"], causal)
-        return functools.partial(peers.naive_backward, x["dout"], x["q"], x["k"], x["v"], bias)
-
-    return Case(
-        op="attention",
-        name="backward causal" if causal else "backward",
-        shape=str(shape),
-        dtype=dtype,
-        flops=shape.flops(causal=causal, backward=True),
-        bytes=shape.nbytes(DTYPES[dtype].itemsize, backward=True),
-        make=maker(qkv, shape, DTYPES[dtype], dout=True),
-        make_small=maker(qkv, shape.small, DTYPES[dtype], dout=True),
-        ours=ours,
-        naive=naive,
+    return replace(
+        attention_options.case(CAUSAL if causal else PLAIN, shape, shape.small, dtype, backward=True),
         torch=functools.partial(peers.torch_backward, functools.partial(peers.torch_sdpa, causal)),
-        reference=reference,
-        backward=True,
-        note="naive computes the scores again, as ours does",
+        note="naive recomputes the scores, as ours does",
     )
 
 
 def decode(shape: Shape, dtype: str, device: str) -> Case:
-    def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(
-            gpu_ops.attention_decode, x["q"], x["k"], x["v"], seqused_k=x["seqused_k"], **how
-        )
-
     small = Shape(1, 1, 160, shape.nheads // shape.nheads_kv, 1, shape.head_dim)
     return Case(
         op="attention",
@@ -161,16 +106,11 @@ def decode(shape: Shape, dtype: str, device: str) -> Case:
         dtype=dtype,
         flops=shape.flops(causal=False),
         bytes=shape.nbytes(DTYPES[dtype].itemsize),
-        make=maker(qkv, shape, DTYPES[dtype], cache=True),
-        make_small=maker(qkv, small, DTYPES[dtype], cache=True),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        **made_by(data, (shape,), (small,), DTYPES[dtype], ("seqused_k",)),
+        **calls(gpu_ops.attention_decode, reference.attention_decode, "qkv", ("seqused_k",)),
         naive=peers.device_decode if device == "cuda" else peers.naive_decode,
         torch=peers.torch_decode,
         peers=peers.sdpa_peers(peers.torch_decode),
-        reference=lambda x, precision: reference_decode(
-            x["q"], x["k"], x["v"], seqused_k=x["seqused_k"], precision=precision
-        ),
         bandwidth="copy" if device == "cuda" else "read",
         by_bytes=True,
         sample=sample_group,
@@ -178,21 +118,8 @@ def decode(shape: Shape, dtype: str, device: str) -> Case:
     )
 
 
-def qkv(
-    rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any], *, dout: bool = False, cache: bool = False
-) -> Inputs:
-    query = (shape.batch, shape.seqlen_q, shape.nheads, shape.head_dim)
-    keys = (shape.batch, shape.seqlen_k, shape.nheads_kv, shape.head_dim)
-    found = {"q": normal(rng, query, dtype), "k": normal(rng, keys, dtype), "v": normal(rng, keys, dtype)}
-    if dout:
-        found["dout"] = normal(rng, query, dtype)
-    if cache:
-        found["seqused_k"] = np.full(shape.batch, shape.seqlen_k, dtype=np.int32)
-    return found
-
-
 def sample_group(x: Inputs, out: Any) -> tuple[Inputs, Any]:
-    """All of a small problem; of a large one the last group of heads of the last sequence."""
+    """All of a small problem; of a large one, the last group of heads of the last sequence."""
     if nbytes(x) <= WHOLE:
         return x, out
     group = slice(-(x["q"].shape[2] // x["k"].shape[2]), None)
@@ -201,8 +128,8 @@ def sample_group(x: Inputs, out: Any) -> tuple[Inputs, Any]:
 
 
 def sample_last_rows(x: Inputs, out: Any) -> tuple[Inputs, Any]:
-    """The last queries see every key, causal or not, and bottom-right alignment keeps it that way
-    when the earlier queries are cut off. One group of heads."""
+    """The last queries of one group of heads. Causal is bottom-right aligned, so they see the same keys without the
+    earlier queries."""
     group = x["q"].shape[2] // x["k"].shape[2]
     rows = slice(-SAMPLED, None)
     part = {"q": x["q"][-1:, rows, -group:], "k": x["k"][-1:, :, -1:], "v": x["v"][-1:, :, -1:]}

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-if __package__ in (None, ""):  # run as a file: the repository root takes perf/'s place on the path
+if not __package__:  # run as a file: import perf from the repository root
     import sys
-    from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import functools
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops.reference.precision import Precision
-from gpu_ops.reference.rope_append_kv import rope_append_kv as reference_append
-from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal
+from gpu_ops.reference.rope_append_kv import rope_append_kv as definition
+from perf.build import backends, made_by, normal
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 NHEADS, NHEADS_KV, HEAD_DIM = 32, 8, 128  # Qwen3-8B, which normalises the heads of q and k
 THETA = 1e6
@@ -39,13 +38,10 @@ def cases(config: Config) -> list[Case]:
 
 
 def case(name: str, seqlen: int, dtype: str) -> Case:
-    """``decode``: one token each of many sequences that have so many keys; else a prompt of so many tokens."""
+    """``decode``: one new token for each of many sequences of ``seqlen`` keys; else a prompt of ``seqlen`` tokens."""
     batch, new, used = (DECODE_BATCH, 1, seqlen) if name == "decode" else (1, seqlen, 0)
-    itemsize = DTYPES[dtype].itemsize
 
     def ours(x: Inputs, **how: str) -> Call:
-        if name == "prompt, three steps":
-            return three_steps(x, **how)
         out = np.empty_like(x["q"])
 
         def call() -> Any:
@@ -54,29 +50,26 @@ def case(name: str, seqlen: int, dtype: str) -> Case:
 
         return call
 
-    def against(x: Inputs, precision: Precision) -> Any:
-        return reference_append(**x, theta=THETA, precision=precision)
-
     return Case(
         op="rope_append_kv",
         name=name,
         shape=f"B{batch} S{new} used {used} H{NHEADS}/{NHEADS_KV} D{HEAD_DIM}",
         dtype=dtype,
         flops=10.0 * batch * new * (NHEADS + NHEADS_KV) * HEAD_DIM,
-        bytes=2.0 * batch * new * (NHEADS + 2 * NHEADS_KV) * HEAD_DIM * itemsize,
-        make=maker(data, batch, new, used, DTYPES[dtype]),
-        make_small=maker(data, min(batch, 3), min(new, SMALL), min(used, SMALL), DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        bytes=2.0 * batch * new * (NHEADS + 2 * NHEADS_KV) * HEAD_DIM * DTYPES[dtype].itemsize,
+        **made_by(
+            data, (batch, new, used), (min(batch, 3), min(new, SMALL), min(used, SMALL)), DTYPES[dtype]
+        ),
+        **backends(three_steps if name == "prompt, three steps" else ours),
         naive=naive,
-        reference=against,
+        reference=lambda x, precision: definition(**x, theta=THETA, precision=precision),
         by_bytes=True,
-        note="naive gets its cos and sin tables for nothing",
+        note="naive gets its cos and sin tables ready-made",
     )
 
 
 def data(rng: np.random.Generator, batch: int, new: int, used: int, dtype: np.dtype[Any]) -> Inputs:
-    """Pages for the new tokens alone: nothing else of a cache is touched."""
+    """A paged cache that holds only the pages of the new tokens: the op touches no others."""
     first, end = used // PAGE_SIZE, -(-(used + new) // PAGE_SIZE)
     pages = rng.permutation(batch * (end - first))
     table = np.full((batch, end), -1, np.int32)
@@ -97,14 +90,14 @@ def data(rng: np.random.Generator, batch: int, new: int, used: int, dtype: np.dt
 
 def places(x: Inputs) -> tuple[Any, Any, Any]:
     """The position, page and row of every token."""
-    count = functools.partial(np.arange, like=x["seqused_k"])  # where the arrays are
+    count = functools.partial(np.arange, like=x["seqused_k"])  # on the device of the inputs
     positions = x["seqused_k"][:, None] + count(x["q"].shape[1])
     pages = x["block_table"][count(len(positions))[:, None], positions // PAGE_SIZE]
     return positions, pages, positions % PAGE_SIZE
 
 
 def three_steps(x: Inputs, **how: str) -> Call:
-    """The same with rmsnorm, rope and assignments."""
+    """The same result with rmsnorm, rope and assignments."""
     positions, pages, rows = places(x)
     q, k = np.empty_like(x["q"]), np.empty_like(x["k"])
 

@@ -5,30 +5,30 @@
 
 from __future__ import annotations
 
-if __package__ in (None, ""):  # run as a file: the repository root takes perf/'s place on the path
+if not __package__:  # run as a file: import perf from the repository root
     import sys
-    from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import gpu_ops
+from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.swiglu import Activation
-from gpu_ops.reference.swiglu import swiglu as reference_swiglu
-from gpu_ops.reference.swiglu import swiglu_backward as reference_backward
-from gpu_ops.reference.swiglu import swiglu_mlp as reference_mlp
-from gpu_ops.reference.swiglu import swiglu_mlp_backward as reference_mlp_backward
-from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
+from perf.build import backends, calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 HIDDEN, FFN = 4096, 14336  # Llama-3-8B
-EMULATED = 512, 1536  # of the MLP: the emulator takes an hour for a teraflop
+EMULATED = 512, 1536  # sizes of the MLP on the emulator, which takes an hour for a teraflop
 SAMPLED = 16
 SMALL = (33, 320)
+SMALL_MLP = (5, 512, 1344)
+WEIGHTS = ("w_gate", "w_up", "w_down")
 
 
 def cases(config: Config) -> list[Case]:
@@ -45,16 +45,13 @@ def cases(config: Config) -> list[Case]:
                 found.append(forward_packed(count, dtype))
                 for activation in ("gelu", "gelu_tanh"):
                     found += [build(count, dtype, activation) for build in (forward, backward)]
-        found += [mlp(count, dtype, sizes) for count in mlp_tokens]
+        found += [mlp((count, *sizes), dtype) for count in mlp_tokens]
         if not config.quick:
-            found += [mlp_backward(count, dtype, sizes) for count in mlp_tokens if count > 1]
+            found += [mlp_backward((count, *sizes), dtype) for count in mlp_tokens if count > 1]
     return found
 
 
 def forward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
-    def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(gpu_ops.swiglu, x["gate"], x["up"], activation=activation, **how)
-
     return Case(
         op="swiglu",
         name="forward" if activation == "silu" else f"forward, {activation}",
@@ -62,60 +59,40 @@ def forward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
         dtype=dtype,
         flops=10.0 * tokens * FFN,
         bytes=3.0 * tokens * FFN * DTYPES[dtype].itemsize,
-        make=maker(data, tokens, FFN, DTYPES[dtype]),
-        make_small=maker(data, *SMALL, DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        naive=(lambda x: functools.partial(naive_forward, x["gate"], x["up"]))
-        if activation == "silu"
-        else None,
-        torch=functools.partial(torch_forward, activation=activation),
-        reference=lambda x, precision: reference_swiglu(
-            x["gate"], x["up"], activation=activation, precision=precision
-        ),
-        sample=sample_rows,
+        **made_by(data, (tokens, FFN), SMALL, DTYPES[dtype], ("gate", "up")),
+        **calls(gpu_ops.swiglu, reference.swiglu, ("gate", "up"), activation=activation),
+        naive=naive_call if activation == "silu" else None,
+        torch=functools.partial(torch_forward, activation),
+        sample=functools.partial(sample_rows, SAMPLED, ()),
     )
 
 
 def forward_packed(tokens: int, dtype: str) -> Case:
     """Gate and up side by side in one array, as one matrix product leaves them."""
 
-    def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(gpu_ops.swiglu, x["packed"], **how)
-
-    def halves(x: Inputs) -> tuple[np.ndarray, np.ndarray]:
-        half = x["packed"].shape[-1] // 2
-        return x["packed"][:, :half], x["packed"][:, half:]
-
     def packed(rng: np.random.Generator, rows: int, width: int) -> Inputs:
         return {"packed": normal(rng, (rows, 2 * width), DTYPES[dtype])}
 
-    return Case(
-        op="swiglu",
+    def halves(x: Inputs) -> Inputs:
+        half = x["packed"].shape[-1] // 2
+        return {"gate": x["packed"][:, :half], "up": x["packed"][:, half:]}
+
+    return replace(
+        forward(tokens, dtype),
         name="forward, packed",
-        shape=f"{tokens} x {FFN}",
-        dtype=dtype,
-        flops=10.0 * tokens * FFN,
-        bytes=3.0 * tokens * FFN * DTYPES[dtype].itemsize,
-        make=maker(packed, tokens, FFN),
-        make_small=maker(packed, *SMALL),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        naive=lambda x: functools.partial(naive_forward, *halves(x)),
-        torch=lambda x: torch_forward(dict(zip(("gate", "up"), halves(x), strict=True))),
-        reference=lambda x, precision: reference_swiglu(x["packed"], precision=precision),
-        sample=sample_rows,
+        **made_by(packed, (tokens, FFN), SMALL),
+        **calls(gpu_ops.swiglu, reference.swiglu, ("packed",)),
+        naive=lambda x: naive_call(halves(x)),
+        torch=lambda x: torch_forward("silu", halves(x)),
     )
 
 
 def forward_out(tokens: int, dtype: str) -> Case:
-    """Into a buffer that exists: without the page faults of a fresh result on any side."""
+    """With ``out=`` the result has no page faults of fresh memory, on any side."""
+    case = forward(tokens, dtype)
 
     def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(gpu_ops.swiglu, x["gate"], x["up"], out=np.zeros_like(x["gate"]), **how)
-
-    def naive(x: Inputs) -> Call:
-        return functools.partial(naive_forward, x["gate"], x["up"], np.zeros_like(x["gate"]))
+        return functools.partial(case.ours(x, **how), out=np.zeros_like(x["gate"]))
 
     def torch(x: Inputs) -> Call:
         import torch
@@ -126,23 +103,16 @@ def forward_out(tokens: int, dtype: str) -> Case:
         return lambda: silu(gate, out=out).mul_(up)
 
     return replace(
-        forward(tokens, dtype),
+        case,
         name="forward, out=",
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        naive=naive,
+        **backends(ours),
+        naive=lambda x: naive_call(x, out=np.zeros_like(x["gate"])),
         torch=torch,
     )
 
 
 def backward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
-    def ours(x: Inputs, **how: str) -> Call:
-        arguments = (x["dy"], x["gate"], x["up"])
-        return functools.partial(gpu_ops.swiglu_backward, *arguments, activation=activation, **how)
-
-    def naive(x: Inputs) -> Call:
-        return functools.partial(naive_backward, x["dy"], x["gate"], x["up"])
-
+    names = ("dy", "gate", "up")
     return Case(
         op="swiglu",
         name="backward" if activation == "silu" else f"backward, {activation}",
@@ -150,191 +120,134 @@ def backward(tokens: int, dtype: str, activation: Activation = "silu") -> Case:
         dtype=dtype,
         flops=20.0 * tokens * FFN,
         bytes=5.0 * tokens * FFN * DTYPES[dtype].itemsize,
-        make=maker(data, tokens, FFN, DTYPES[dtype], dy=True),
-        make_small=maker(data, *SMALL, DTYPES[dtype], dy=True),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        naive=naive if activation == "silu" else None,
-        torch=functools.partial(torch_backward, activation=activation),
-        reference=lambda x, precision: reference_backward(
-            x["dy"], x["gate"], x["up"], activation=activation, precision=precision
-        ),
-        sample=sample_rows,
+        **made_by(data, (tokens, FFN), SMALL, DTYPES[dtype], ("gate", "up", "dy")),
+        **calls(gpu_ops.swiglu_backward, reference.swiglu_backward, names, activation=activation),
+        naive=naive_backward if activation == "silu" else None,
+        torch=lambda x: torch_gradient(torch_glu(activation), x, ("gate", "up")),
+        sample=functools.partial(sample_rows, SAMPLED, ()),
         backward=True,
     )
 
 
-def mlp(tokens: int, dtype: str, sizes: tuple[int, int]) -> Case:
-    hidden, ffn = sizes
-
-    def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(gpu_ops.swiglu_mlp, x["x"], x["w_gate"], x["w_up"], x["w_down"], **how)
-
+def mlp(sizes: tuple[int, int, int], dtype: str) -> Case:
+    tokens, hidden, ffn = sizes
     return Case(
         op="swiglu",
         name="mlp",
         shape=f"{tokens} x {hidden} x {ffn}",
         dtype=dtype,
         flops=6.0 * tokens * hidden * ffn,
-        bytes=mlp_bytes(tokens, dtype, sizes),
-        make=maker(mlp_data, tokens, hidden, ffn, DTYPES[dtype]),
-        make_small=maker(mlp_data, 5, 512, 1344, DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        bytes=(3.0 * hidden * ffn + 2.0 * tokens * hidden) * DTYPES[dtype].itemsize,
+        **made_by(mlp_data, sizes, SMALL_MLP, DTYPES[dtype], ("x",)),
+        **calls(gpu_ops.swiglu_mlp, reference.swiglu_mlp, ("x", *WEIGHTS)),
         naive=naive_mlp,
-        torch=torch_mlp,
-        reference=lambda x, precision: reference_mlp(
-            x["x"], x["w_gate"], x["w_up"], x["w_down"], precision=precision
-        ),
+        torch=lambda x: functools.partial(torch_mlp(), *(torch_view(x[name]) for name in ("x", *WEIGHTS))),
         bandwidth="read",
     )
 
 
-def mlp_backward(tokens: int, dtype: str, sizes: tuple[int, int]) -> Case:
-    hidden, ffn = sizes
-
-    def call(function: Any, x: Inputs, **options: Any) -> Any:
-        return function(x["dy"], x["x"], x["w_gate"], x["w_up"], x["w_down"], **options)
-
-    def ours(x: Inputs, **how: str) -> Call:
-        return functools.partial(call, gpu_ops.swiglu_mlp_backward, x, **how)
-
-    return Case(
-        op="swiglu",
+def mlp_backward(sizes: tuple[int, int, int], dtype: str) -> Case:
+    names, forward = ("x", *WEIGHTS), mlp(sizes, dtype)
+    return replace(
+        forward,
         name="mlp backward",
-        shape=f"{tokens} x {hidden} x {ffn}",
-        dtype=dtype,
-        # gate and up once more, then two matmuls for each of the three weights
-        flops=16.0 * tokens * hidden * ffn,
-        bytes=2 * mlp_bytes(tokens, dtype, sizes),
-        make=maker(mlp_data, tokens, hidden, ffn, DTYPES[dtype], dy=True),
-        make_small=maker(mlp_data, 5, 512, 1344, DTYPES[dtype], dy=True),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        torch=torch_mlp_backward,
-        reference=lambda x, precision: call(reference_mlp_backward, x, precision=precision),
+        # recomputes gate and up, then two matmuls for each of the three weights
+        flops=16.0 * math.prod(sizes),
+        bytes=2 * forward.bytes,
+        **made_by(mlp_data, sizes, SMALL_MLP, DTYPES[dtype], ("x", "dy")),
+        **calls(gpu_ops.swiglu_mlp_backward, reference.swiglu_mlp_backward, ("dy", *names)),
+        naive=None,
+        torch=lambda x: torch_gradient(torch_mlp(), x, names),
+        bandwidth="copy",
         backward=True,
-        note="torch keeps gate, up and the activation from its forward pass; ours computes them again",
+        note="torch keeps gate, up and the activation from its forward pass; ours recomputes them",
     )
 
 
-def mlp_bytes(tokens: int, dtype: str, sizes: tuple[int, int]) -> float:
-    hidden, ffn = sizes
-    return (3.0 * hidden * ffn + 2.0 * tokens * hidden) * DTYPES[dtype].itemsize
-
-
 def data(
-    rng: np.random.Generator, tokens: int, width: int, dtype: np.dtype[Any], *, dy: bool = False
+    rng: np.random.Generator, tokens: int, width: int, dtype: np.dtype[Any], names: tuple[str, ...]
 ) -> Inputs:
-    names = ("gate", "up", "dy") if dy else ("gate", "up")
     return {name: normal(rng, (tokens, width), dtype) for name in names}
 
 
 def mlp_data(
-    rng: np.random.Generator, tokens: int, hidden: int, ffn: int, dtype: np.dtype[Any], *, dy: bool = False
+    rng: np.random.Generator, tokens: int, hidden: int, ffn: int, dtype: np.dtype[Any], names: tuple[str, ...]
 ) -> Inputs:
     """Weights scaled so that activations stay of the order of one, as in a trained model."""
-    found = {
-        "x": normal(rng, (tokens, hidden), dtype),
+    return data(rng, tokens, hidden, dtype, names) | {
         "w_gate": normal(rng, (ffn, hidden), dtype, hidden**-0.5),
         "w_up": normal(rng, (ffn, hidden), dtype, hidden**-0.5),
         "w_down": normal(rng, (hidden, ffn), dtype, ffn**-0.5),
     }
-    if dy:
-        found["dy"] = normal(rng, (tokens, hidden), dtype)
-    return found
 
 
-def sample_rows(x: Inputs, result: Any) -> tuple[Inputs, Any]:
-    """Rows are independent: the last ones."""
-    rows = slice(-SAMPLED, None)
-    part = {name: array[rows] for name, array in x.items()}
-    return part, tuple(r[rows] for r in result) if isinstance(result, tuple) else result[rows]
+def naive_call(x: Inputs, out: np.ndarray | None = None) -> Call:
+    return functools.partial(naive_forward, x["gate"], x["up"], out)
 
 
 def naive_forward(gate: np.ndarray, up: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    wide = gate.astype(np.float32, copy=False)
+    wide, wide_up = to_float32(gate, up)
     y = np.negative(wide, out=out if wide is gate else None)
     np.exp(y, out=y)
     y += np.float32(1)
     np.divide(wide, y, out=y)
-    y *= up.astype(np.float32, copy=False)
+    y *= wide_up
     if out is not None and out is not y:
         out[...] = y
         return out
     return y.astype(gate.dtype, copy=False)
 
 
-def naive_backward(dy: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def naive_backward(x: Inputs) -> Call:
     """With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s))."""
-    dtype = gate.dtype
-    dy, gate, up = (a.astype(np.float32, copy=False) for a in (dy, gate, up))
-    s = np.exp(-gate)
-    s += np.float32(1)
-    np.reciprocal(s, out=s)
-    dup = gate * s
-    dgate = gate - dup
-    dgate += np.float32(1)
-    dgate *= s
-    dgate *= up
-    dgate *= dy
-    dup *= dy
-    return dgate.astype(dtype, copy=False), dup.astype(dtype, copy=False)
 
-
-def naive_mlp(x: Inputs) -> Call:
-    """float32 weights: NumPy has no 16-bit matmul, so a user keeps them converted (not timed)."""
-    dtype = x["x"].dtype
-    w_gate, w_up, w_down = (x[name].astype(np.float32, copy=False).T for name in ("w_gate", "w_up", "w_down"))
-
-    def call() -> np.ndarray:
-        rows = x["x"].astype(np.float32, copy=False)
-        return (naive_forward(rows @ w_gate, rows @ w_up) @ w_down).astype(dtype, copy=False)
+    def call() -> tuple[np.ndarray, np.ndarray]:
+        dtype = x["gate"].dtype
+        dy, gate, up = to_float32(x["dy"], x["gate"], x["up"])
+        s = np.exp(-gate)
+        s += np.float32(1)
+        np.reciprocal(s, out=s)
+        dup = gate * s
+        dgate = gate - dup
+        dgate += np.float32(1)
+        dgate *= s
+        dgate *= up
+        dgate *= dy
+        dup *= dy
+        return dgate.astype(dtype, copy=False), dup.astype(dtype, copy=False)
 
     return call
 
 
-def torch_forward(x: Inputs, activation: Activation = "silu") -> Call:
-    gate, up, act = torch_view(x["gate"]), torch_view(x["up"]), torch_activation(activation)
-    return lambda: act(gate) * up
+def naive_mlp(x: Inputs) -> Call:
+    """float32 weights: NumPy has no 16-bit matmul, so a user keeps them converted (not timed)."""
+    w_gate, w_up, w_down = (weight.T for weight in to_float32(*(x[name] for name in WEIGHTS)))
+
+    def call() -> np.ndarray:
+        (rows,) = to_float32(x["x"])
+        return (naive_forward(rows @ w_gate, rows @ w_up) @ w_down).astype(x["x"].dtype, copy=False)
+
+    return call
 
 
-def torch_backward(x: Inputs, activation: Activation = "silu") -> Call:
-    import torch
-
-    gate, up, dy = (torch_view(x[name]) for name in ("gate", "up", "dy"))
-    gate.requires_grad_()
-    up.requires_grad_()
-    y = torch_activation(activation)(gate) * up
-    return lambda: torch.autograd.grad(y, (gate, up), dy, retain_graph=True)
-
-
-def torch_activation(activation: Activation) -> Any:
+def torch_glu(activation: Activation) -> Any:
+    """``act(gate) * up`` of tensors."""
     from torch.nn import functional
 
-    if activation == "silu":
-        return functional.silu
-    return functools.partial(functional.gelu, approximate="none" if activation == "gelu" else "tanh")
+    kind = "none" if activation == "gelu" else "tanh"
+    act = functional.silu if activation == "silu" else functools.partial(functional.gelu, approximate=kind)
+    return lambda gate, up: act(gate) * up
 
 
-def torch_mlp(x: Inputs) -> Call:
-    import torch
-
-    rows, w_gate, w_up, w_down = (torch_view(x[name]) for name in ("x", "w_gate", "w_up", "w_down"))
-    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
-    return lambda: linear(silu(linear(rows, w_gate)) * linear(rows, w_up), w_down)
+def torch_forward(activation: Activation, x: Inputs) -> Call:
+    return functools.partial(torch_glu(activation), torch_view(x["gate"]), torch_view(x["up"]))
 
 
-def torch_mlp_backward(x: Inputs) -> Call:
-    import torch
+def torch_mlp() -> Any:
+    """The MLP of tensors (rows, w_gate, w_up, w_down)."""
+    from torch.nn.functional import linear, silu
 
-    names = ("x", "w_gate", "w_up", "w_down")
-    inputs = tuple(torch_view(x[name]).requires_grad_() for name in names)
-    rows, w_gate, w_up, w_down = inputs
-    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
-    y = linear(silu(linear(rows, w_gate)) * linear(rows, w_up), w_down)
-    dy = torch_view(x["dy"])
-    return lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    return lambda rows, gate, up, down: linear(silu(linear(rows, gate)) * linear(rows, up), down)
 
 
 if __name__ == "__main__":

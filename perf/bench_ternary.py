@@ -2,19 +2,18 @@
 
 ``python perf/bench_ternary.py --device cpu --dtype float32 --seqlen 1 16 128`` (seqlen: tokens)
 
-The peers get their weights dense and ready: what a user without packed weights would run. Their memory
-traffic is 16 times ours (8 times with bfloat16 in torch), which is the point of the op. One token is bound by the
-packed bytes, shown as GB/s; many by integer products, shown as operations per second. Where both are ternary, one
-case keeps 2 % of the chunks of 128 weights: the others are skipped. Packing, unpacking and quantising move bytes.
+The peers get dense weights, prepared ahead, as a user without packed weights would run them. Their memory traffic
+is 16 times ours (8 times with bfloat16 in torch). One token is bound by the packed bytes, shown as GB/s; many
+tokens are bound by integer products, shown as operations per second. When both operands are ternary, one case keeps
+2 % of the chunks of 128 weights, and the kernel skips the rest. Packing, unpacking and quantising only move bytes.
 """
 
 from __future__ import annotations
 
-if __package__ in (None, ""):  # run as a file: the repository root takes perf/'s place on the path
+if not __package__:  # run as a file: import perf from the repository root
     import sys
-    from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import functools
 from typing import Any
@@ -24,20 +23,17 @@ import numpy as np
 import gpu_ops
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.precision import Precision
-from gpu_ops.reference.ternary import ternary_matmul as reference_matmul
-from gpu_ops.reference.ternary import ternary_product as reference_product
 from gpu_ops.reference.ternary_formats import FORMATS
-from perf.case import DTYPES, Call, Case, Config, Inputs, maker, normal, torch_view
+from perf.build import backends, made_by, normal, on_host, to_float32, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
 
 WEIGHTS = ((4096, 4096), (14336, 4096), (4096, 14336))  # Llama-3-8B: attention output, MLP up, MLP down
 BITNET = ((2560, 2560), (6912, 2560), (2560, 6912))  # BitNet-2B, likewise
 LARGE = ((8192, 8192), (28672, 8192))  # Llama-3-70B, on GPUs: dense for the peers the second takes a gigabyte
-EMULATED = (
-    (1024, 2048),
-)  # enough for every SM of the card that the emulator stands for, and for its patience
+EMULATED = ((1024, 2048),)  # fills every SM of the emulated card and still runs in seconds
 SAMPLED = (16, 256)
 SMALL = (3, 64, 128)
-SMALL_PACKED = (256, 256)  # which every format takes
+SMALL_PACKED = (256, 256)  # fits every format
 
 
 def cases(config: Config) -> list[Case]:
@@ -51,13 +47,13 @@ def cases(config: Config) -> list[Case]:
     for dtype in config.dtypes or ("float32", "bfloat16"):
         for n, k in weights:
             for m in tokens:
-                found.append(case(m, n, k, dtype, "int8"))
+                found.append(matmul(m, n, k, dtype, "int8"))
                 if m == min(tokens):
-                    found.append(case(m, n, k, dtype, "native"))
+                    found.append(matmul(m, n, k, dtype, "native"))
     if not config.quick and config.device != "emulator" and "bfloat16" in (config.dtypes or ("bfloat16",)):
         more = BITNET + (LARGE if config.device == "cuda" else ())
         ends = sorted({min(tokens), max(tokens)})
-        found += [case(m, n, k, "bfloat16", "int8") for n, k in more for m in ends]
+        found += [matmul(m, n, k, "bfloat16", "int8") for n, k in more for m in ends]
     trained = 64 if config.device == "emulator" else max(tokens)
     for dtype in config.dtypes or (("bfloat16",) if config.quick else ("float32", "bfloat16")):
         found += [gradients(trained, n, k, dtype) for n, k in weights]
@@ -74,17 +70,17 @@ def cases(config: Config) -> list[Case]:
     return found
 
 
-def case(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
+def matmul(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
     itemsize = DTYPES[dtype].itemsize
 
     def ours(x: Inputs, **how: str) -> Call:
         if not isinstance(x["x"], np.ndarray):
-            gpu_ops.ternary_matmul(x["x"][:1], x["w"])  # takes the weights to the GPU
+            gpu_ops.ternary_matmul(x["x"][:1], x["w"])  # moves the weights to the GPU
         return functools.partial(gpu_ops.ternary_matmul, x["x"], x["w"], activations=activations, **how)
 
     def against(x: Inputs, precision: Precision) -> Any:
-        w = x["w"]
-        return reference_matmul(x["x"], w.trits(), w.scale, activations=activations, precision=precision)
+        w = x["w"].trits(), x["w"].scale
+        return reference.ternary_matmul(x["x"], *w, activations=activations, precision=precision)
 
     return Case(
         op="ternary",
@@ -93,10 +89,8 @@ def case(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
         dtype=dtype,
         flops=2.0 * m * n * k,
         bytes=n * k / 4 + itemsize * float(m * (n + k)),
-        make=maker(data, m, n, k, DTYPES[dtype]),
-        make_small=maker(data, *SMALL, DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        **made_by(data, (m, n, k), SMALL, DTYPES[dtype]),
+        **backends(ours),
         naive=naive,
         torch=torch_matmul,
         peers={"cublas": cublas_matmul},
@@ -110,14 +104,11 @@ def case(m: int, n: int, k: int, dtype: str, activations: str) -> Case:
 
 
 def gradients(m: int, n: int, k: int, dtype: str) -> Case:
-    """The step back of training: dx and dw, whose error is taken on a smaller problem."""
-    itemsize = DTYPES[dtype].itemsize
+    """dx and dw. The error is taken on a smaller problem, because dw sums over all tokens."""
 
     def ours(x: Inputs, **how: str) -> Call:
         call = functools.partial(gpu_ops.ternary_matmul_backward, x["dy"], x["x"], x["w"], **how)
-        if not isinstance(x["x"], np.ndarray):
-            call()  # takes the weights to the GPU
-        return call
+        return after_one(call, x["x"])
 
     def against(x: Inputs, precision: Precision) -> Any:
         given = (on_host(x["dy"]), on_host(x["x"]), x["w"].trits(), x["w"].scale)
@@ -129,11 +120,9 @@ def gradients(m: int, n: int, k: int, dtype: str) -> Case:
         shape=f"{m} x {k} x {n}",
         dtype=dtype,
         flops=4.0 * m * n * k,
-        bytes=n * k * 4.25 + itemsize * float(m * (n + 2 * k)),
-        make=maker(gradient_data, m, n, k, DTYPES[dtype]),
-        make_small=maker(gradient_data, *SMALL, DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        bytes=n * k * 4.25 + DTYPES[dtype].itemsize * float(m * (n + 2 * k)),
+        **made_by(gradient_data, (m, n, k), SMALL, DTYPES[dtype]),
+        **backends(ours),
         naive=naive_gradients,
         reference=against,
         backward=True,
@@ -143,16 +132,14 @@ def gradients(m: int, n: int, k: int, dtype: str) -> Case:
 
 
 def product(m: int, n: int, k: int, share: int) -> Case:
-    """Ternary times ternary; ``share``: percent of the chunks of w that hold anything."""
+    """Ternary times ternary; ``share``: percent of the chunks of w that are not all zero."""
 
     def ours(x: Inputs, **how: str) -> Call:
         call = functools.partial(gpu_ops.ternary_matmul, x["x"], x["w"], out=x["out"], **how)
-        if not isinstance(x["out"], np.ndarray):
-            call()  # takes the codes to the GPU
-        return call
+        return after_one(call, x["out"])
 
     def against(x: Inputs, precision: Precision) -> Any:
-        return reference_product(x["x"].trits(), x["x"].scale, x["w"].trits(), x["w"].scale)
+        return reference.ternary_product(x["x"].trits(), x["x"].scale, x["w"].trits(), x["w"].scale)
 
     return Case(
         op="ternary",
@@ -161,10 +148,8 @@ def product(m: int, n: int, k: int, share: int) -> Case:
         dtype="float32",
         flops=2.0 * m * n * k * share / 100,
         bytes=(n * share / 100 + m) * k / 4 + 4.0 * m * n,
-        make=maker(product_data, m, n, k, share),
-        make_small=maker(product_data, *SMALL, share),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        **made_by(product_data, (m, n, k), SMALL, share),
+        **backends(ours),
         naive=naive_product,
         reference=against,
         bandwidth="read",
@@ -175,17 +160,12 @@ def product(m: int, n: int, k: int, share: int) -> Case:
 
 
 def packing(n: int, k: int, format: str, which: str) -> Case:
-    """Trits to a format, or back: a byte of each trit, and the packed ones."""
+    """Trits, one byte each, to a packed format, or back."""
 
-    def ours(x: Inputs, **how: str) -> Call:
+    def bind(module: Any, x: Inputs, to: Any = lambda array: array, **how: str) -> Call:
         if which == "pack":
-            return functools.partial(gpu_ops.ternary_pack, x["trits"], format, **how)
-        return functools.partial(gpu_ops.ternary_unpack, x["packed"], x["trits"].shape, format, **how)
-
-    def by_numpy(x: Inputs) -> Any:
-        if which == "pack":
-            return reference.ternary_pack(on_host(x["trits"]), format)
-        return reference.ternary_unpack(on_host(x["packed"]), x["trits"].shape, format)
+            return functools.partial(module.ternary_pack, to(x["trits"]), format, **how)
+        return functools.partial(module.ternary_unpack, to(x["packed"]), x["trits"].shape, format, **how)
 
     return Case(
         op="ternary",
@@ -194,19 +174,17 @@ def packing(n: int, k: int, format: str, which: str) -> Case:
         dtype="float32",
         flops=float(n * k),
         bytes=n * k * (1 + FORMATS[format].bits_per_weight / 8),
-        make=maker(packing_data, n, k, format),
-        make_small=maker(packing_data, *SMALL_PACKED, format),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
-        naive=lambda x: functools.partial(by_numpy, x),
-        reference=lambda x, precision: by_numpy(x),
+        **made_by(packing_data, (n, k), SMALL_PACKED, format),
+        **backends(functools.partial(bind, gpu_ops)),
+        naive=lambda x: bind(reference, x, on_host),
+        reference=lambda x, precision: bind(reference, x, on_host)(),
         by_bytes=True,
         note="naive: NumPy on the host",
     )
 
 
 def quantizing(n: int, k: int, dtype: str, method: Any) -> Case:
-    """Weights to w2, a scale of the tensor; the scale is what is compared."""
+    """Weights to the format w2 with one scale. The check compares the scale."""
 
     def ours(x: Inputs, **how: str) -> Call:
         return lambda: gpu_ops.ternary_quantize(x["w"], method=method, **how).scale
@@ -221,15 +199,20 @@ def quantizing(n: int, k: int, dtype: str, method: Any) -> Case:
         dtype=dtype,
         flops=2.0 * n * k,
         bytes=n * k * (DTYPES[dtype].itemsize + 0.25),
-        make=maker(weights_data, n, k, DTYPES[dtype]),
-        make_small=maker(weights_data, *SMALL_PACKED, DTYPES[dtype]),
-        ours=ours,
-        numba=functools.partial(ours, backend="numba"),
+        **made_by(weights_data, (n, k), SMALL_PACKED, DTYPES[dtype]),
+        **backends(ours),
         naive=lambda x: functools.partial(by_numpy, x),
         reference=by_numpy,
         by_bytes=True,
         note="bytes as if the weights were read once; naive: NumPy on the host, without packing",
     )
+
+
+def after_one(call: Call, array: Any) -> Call:
+    """On a GPU the first call moves the packed weights there."""
+    if not isinstance(array, np.ndarray):
+        call()
+    return call
 
 
 def packing_data(rng: np.random.Generator, n: int, k: int, format: str) -> Inputs:
@@ -239,10 +222,6 @@ def packing_data(rng: np.random.Generator, n: int, k: int, format: str) -> Input
 
 def weights_data(rng: np.random.Generator, n: int, k: int, dtype: np.dtype[Any]) -> Inputs:
     return {"w": normal(rng, (n, k), dtype)}
-
-
-def on_host(x: Any) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def product_data(rng: np.random.Generator, m: int, n: int, k: int, share: int) -> Inputs:
@@ -276,42 +255,33 @@ def rows_of(x: Any, part: slice) -> Any:
 
 
 def naive(x: Inputs) -> Call:
-    dtype, weights = x["x"].dtype, dense_like(x, np.float32).T
-    return lambda: (x["x"].astype(np.float32, copy=False) @ weights).astype(dtype, copy=False)
+    weights = dense_like(x["x"], x["w"]).T
+    return lambda: (to_float32(x["x"])[0] @ weights).astype(x["x"].dtype, copy=False)
 
 
 def naive_gradients(x: Inputs) -> Call:
-    dtype, weights = x["x"].dtype, dense_like(x, np.float32)
+    weights = dense_like(x["x"], x["w"])
 
     def call() -> Any:
-        dy, rows = (x[name].astype(np.float32, copy=False) for name in ("dy", "x"))
-        return (dy @ weights).astype(dtype, copy=False), dy.T @ rows
+        dy, rows = to_float32(x["dy"], x["x"])
+        return (dy @ weights).astype(x["x"].dtype, copy=False), dy.T @ rows
 
     return call
 
 
 def cublas_matmul(x: Inputs) -> Call:
-    rows, weights = x["x"].astype(np.float16), dense_like(x, np.float16).T
+    rows, weights = x["x"].astype(np.float16), dense_like(x["x"], x["w"], np.float16).T
     return lambda: rows @ weights
-
-
-def dense_like(x: Inputs, dtype: Any) -> Any:
-    """The weights dense, where the activations are."""
-    weights = x["w"].dequantize(dtype)
-    if isinstance(x["x"], np.ndarray):
-        return weights
-    import cupy
-
-    return cupy.asarray(weights)
 
 
 def naive_product(x: Inputs) -> Call:
-    rows, weights = x["x"].dequantize(), x["w"].dequantize().T
-    if not isinstance(x["out"], np.ndarray):
-        import cupy
+    rows, weights = (dense_like(x["out"], x[name]) for name in "xw")
+    return lambda: rows @ weights.T
 
-        rows, weights = cupy.asarray(rows), cupy.asarray(weights)
-    return lambda: rows @ weights
+
+def dense_like(array: Any, weights: gpu_ops.TernaryMatrix, dtype: Any = np.float32) -> Any:
+    """The weights dense, where ``array`` is."""
+    return np.asarray(weights.dequantize(dtype), like=array)
 
 
 def torch_matmul(x: Inputs) -> Call:

@@ -15,10 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import gpu_ops
-from gpu_ops.core.dispatch import has_cuda_kernels
-from perf import compare, emulate, limits, machine, report, roofline
-from perf.case import DTYPES, Case, Config
+from perf import compare, emulate, limits, machine, report, roofline, runs
+from perf.case import DTYPES, Config
 from perf.harness import HURRIED, Effort, Result, run_case
 from perf.memory import Probe
 
@@ -35,62 +33,35 @@ def bench(op: str) -> ModuleType:
     return importlib.import_module(f"perf.bench_{op}")
 
 
-def cases(op: str, config: Config) -> list[Case]:
-    """The cases of an op's bench; on CUDA those of ops that have kernels there."""
-    found: list[Case] = list(bench(op).cases(config))
-    stems = {name.partition("_")[0] for name in gpu_ops.__all__ if has_cuda_kernels(name)}
-    return [case for case in found if config.device != "cuda" or case.op in stems]
-
-
 def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=prog,
         description="Times gpu_ops against the plain NumPy formula, torch and this machine's limits.",
         epilog="Exit code: 0 fine, 1 error out of tolerance, failed case or regression, 2 wrong usage.",
     )
-    p.add_argument(
-        "--quick", action="store_true", help="Llama-3-8B shapes, few of them; under three minutes on 2 cores"
-    )
-    p.add_argument(
-        "--device",
-        choices=("cpu", "cuda", "emulator"),
-        default="cpu",
-        help="emulator: no times but counts of what the GPU kernels do, without a GPU",
-    )
-    p.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=(), help="default: the bench's own")
-    p.add_argument(
-        "--seqlen",
-        nargs="+",
-        type=_positive,
-        default=(),
-        metavar="N",
-        help="sequence lengths, tokens for row-wise ops",
-    )
+    add = p.add_argument
+    add("--quick", action="store_true", help="a few Llama-3-8B shapes; under three minutes on 2 cores")
+    devices = ("cpu", "cuda", "emulator")
+    counts = "emulator: no times; counts what the GPU kernels do, without a GPU"
+    add("--device", choices=devices, default="cpu", help=counts)
+    add("--dtype", nargs="+", choices=tuple(DTYPES), default=(), help="default: the bench's own")
+    lengths = "sequence lengths; tokens for row-wise ops"
+    add("--seqlen", nargs="+", type=_positive, default=(), metavar="N", help=lengths)
     if not one_op:
-        p.add_argument("--op", nargs="+", choices=bench_names(), default=(), help="default: all")
-    p.add_argument("--grid", default="", metavar="NAME", help="attention: field, gqa or decode, for GPUs")
-    p.add_argument(
-        "--roofline",
-        action="store_true",
-        help="attention: upper bounds from the cards' data sheets; measures nothing and needs no GPU",
-    )
-    p.add_argument("--list", action="store_true", help="print the cases and measure nothing")
-    p.add_argument("--save", metavar="DIR", help="write the results as JSON into this folder")
-    p.add_argument("--compare", metavar="OLD.json", help="flag regressions against a saved run")
-    p.add_argument(
-        "--threshold",
-        type=float,
-        default=compare.THRESHOLD,
-        help="regression: new / old above this (%(default)s)",
-    )
-    p.add_argument(
-        "--plot", action="store_true", help="also write a PNG (needs matplotlib) beside the JSON or here"
-    )
-    p.add_argument(
-        "--no-torch", action="store_true", help="leave the torch peer out even where torch is installed"
-    )
-    p.add_argument(
-        "--no-memory", action="store_true", help="skip the memory measurement (it runs in a worker process)"
+        add("--op", nargs="+", choices=bench_names(), default=(), help="default: all")
+    add("--grid", default="", metavar="NAME", help="attention: options, or for GPUs field, gqa, decode")
+    bounds = "attention: upper bounds from data sheets; measures nothing, needs no GPU"
+    add("--roofline", action="store_true", help=bounds)
+    add("--list", action="store_true", help="print the cases and measure nothing")
+    add("--save", metavar="DIR", help="write the results as a CSV file into this folder")
+    add("--compare", metavar="OLD.csv", help="flag regressions against a saved run")
+    regression = "a case regressed when new / old is above this (%(default)s)"
+    add("--threshold", type=float, default=compare.THRESHOLD, help=regression)
+    png = "also write a PNG (needs matplotlib) beside the CSV file, or here"
+    add("--plot", action="store_true", help=png)
+    add("--no-torch", action="store_true", help="leave torch out even where it is installed")
+    add(
+        "--no-memory", action="store_true", help="skip the memory measurement, which runs in a worker process"
     )
     return p
 
@@ -99,37 +70,22 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     """Run the named ops, or those of ``--op``. Returns the exit code."""
     p = parser("python -m perf" if ops is None else f"python perf/bench_{ops[0]}.py", one_op=ops is not None)
     args = p.parse_args(argv)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        p.error("--plot needs matplotlib: pip install matplotlib (the `plot` extra)")
-    old = None
-    if args.compare:
-        try:
-            old = compare.load(args.compare)
-        except (OSError, ValueError) as exc:
-            p.error(f"--compare: {exc}")
-    emulated = args.device == "emulator"
-    if emulated and (args.save or args.compare or args.plot):
-        p.error("--device emulator measures no times that --save, --compare or --plot could keep")
-    seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
     names = list(ops or args.op or bench_names())
+    old = check(p, args, names)
     if args.grid:
-        offered = {name: getattr(bench(name), "GRIDS", ()) for name in names}
-        names = [name for name in names if args.grid in offered[name]]
-        if not names:
-            known = [f"{name}: {', '.join(grids)}" for name, grids in offered.items() if grids]
-            p.error(f"--grid {args.grid}: unknown; there are {'; '.join(known) or 'none for this op'}")
+        names = [name for name in names if args.grid in getattr(bench(name), "GRIDS", ())]
+    emulated = args.device == "emulator"
+    seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
     config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch, args.grid)
     if args.list:
-        print("\n".join(case.key for name in names for case in cases(name, config)))
+        print("\n".join(case.key for name in names for case in bench(name).cases(config)))
         return 0
+    console = report.make_console()
     if args.roofline:
-        if "attention" not in names or "float64" in args.dtype:
-            p.error("--roofline: of attention only, and tensor cores have no float64 for it")
-        return roofline.run(config.dtypes, unique(args.seqlen), report.make_console())
+        return roofline.run(config.dtypes, unique(args.seqlen), console)
     if args.device == "cuda" and machine.gpu() is None:
         p.error("--device cuda: no usable NVIDIA GPU found (NVML does not answer)")
-    os.environ["GPU_OPS_DEVICE"] = config.device  # NumPy arrays may otherwise be sent to a GPU
-    console = report.make_console()
+    os.environ["GPU_OPS_DEVICE"] = config.device  # or gpu_ops may move NumPy arrays to a GPU
     if emulated:
         return emulate.run({name: bench(name).cases(config) for name in names}, console)
 
@@ -138,56 +94,69 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     found = limits.measure(
         device=config.device, threads=facts["threads"], quick=config.quick, use_torch=config.use_torch
     )
-    report.print_header(console, facts, found, config)
-    console.print(f"[dim]{report.CAPTION}[/]")
+    report.print_header(console, facts, found)
     results = run_all(names, config, found, console, memory=not args.no_memory)
-    data = report.to_json(results, facts, found, config, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    run = runs.new_run([result.row() for result in results], facts, found, config, seconds)
 
-    code = conclude(console, results, data["seconds"])
+    code = conclude(console, results, seconds)
     path = Path("perf.png")
     if args.save:
-        saved = report.save(data, args.save)
+        saved = runs.save(run, args.save)
         console.print(f"saved {saved}")
         path = saved.with_suffix(".png")
     if args.plot:
-        console.print(f"plotted {report.plot(data, path)}")
+        console.print(f"plotted {report.plot(run.rows, path)}")
     if old is not None:
-        comparison = compare.compare(old, data, threshold=args.threshold, ops=set(names))
+        comparison = compare.compare(old, run, threshold=args.threshold, ops=set(names))
         report.print_comparison(console, comparison)
         code = max(code, comparison.exit_code)
     return code
 
 
+def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> runs.Run | None:
+    """Refuse options that do not go together, before anything is measured. Returns the run of ``--compare``."""
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        p.error("--plot needs matplotlib: pip install matplotlib (the `plot` extra)")
+    if args.device == "emulator" and (args.save or args.compare or args.plot):
+        p.error("--device emulator measures no times that --save, --compare or --plot could keep")
+    grids = {name: getattr(bench(name), "GRIDS", ()) for name in names} if args.grid else {}
+    if args.grid and not any(args.grid in offered for offered in grids.values()):
+        known = [f"{name}: {', '.join(offered)}" for name, offered in grids.items() if offered]
+        p.error(f"--grid {args.grid}: unknown; there are {'; '.join(known) or 'none for this op'}")
+    if args.roofline and ("attention" not in names or "float64" in args.dtype):
+        p.error("--roofline: attention only, and not float64, which has no tensor cores")
+    try:
+        return runs.load(args.compare) if args.compare else None
+    except (OSError, ValueError) as error:
+        p.error(f"--compare: {error}")
+
+
 def run_all(
-    names: Sequence[str],
-    config: Config,
-    found: limits.Limits,
-    console: Console,
-    *,
-    memory: bool = True,
-    effort: Effort | None = None,
+    names: Sequence[str], config: Config, found: limits.Limits, console: Console, *, memory: bool = True
 ) -> list[Result]:
-    """Every case of every named op, each op's table printed as soon as it is done."""
-    planned: list[tuple[str, list[Case]]] = [(name, cases(name, config)) for name in names]
+    """Every case of every named op. Prints each op's table as soon as it is done."""
     results: list[Result] = []
+    effort: Effort | None = None
     start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Probe() as probe, Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(len(some) for _, some in planned))
-        for name, planned_cases in planned:
-            done = []
-            for case in planned_cases:
-                if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
-                    effort = HURRIED
-                    console.print(
-                        f"[yellow]{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here[/]"
-                    )
-                progress.update(task, description=f"{case.op} {case.name} {case.shape} {case.dtype}")
-                done.append(run_case(case, config, found, probe if memory else None, effort))
-                progress.advance(task)
-            results += done
+    with Probe() as probe:
+        for name in names:
+            done: list[Result] = []
+            cases = bench(name).cases(config)
+            with Progress(*columns, console=console, transient=True) as progress:
+                task = progress.add_task("", total=len(cases))
+                for case in cases:
+                    if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
+                        effort = HURRIED
+                        text = f"{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here"
+                        console.print(text, style="yellow")
+                    progress.update(task, description=f"{case.op} {case.name} {case.shape} {case.dtype}")
+                    done.append(run_case(case, config, found, probe if memory else None, effort))
+                    progress.advance(task)
             if done:
-                console.print(report.table(name, done))
+                report.print_table(console, report.table(name, done))
+            results += done
     return results
 
 
@@ -199,7 +168,7 @@ def conclude(console: Console, results: Sequence[Result], seconds: float) -> int
         console.print(f"float32 attention: mean absolute error {mean:.2e} at worst (promised: below 1e-05)")
     failed = [r for r in results if not r.passed]
     missing = {f"{name}: {why.splitlines()[0]}": r for r in results for name, why in r.left_out.items()}
-    for text, result in missing.items():  # each reason once, with the last case that it held for
+    for text, result in missing.items():  # each reason once, with the last case that it applies to
         console.print(f"left out {text} ({result.case.key})", style="yellow", markup=False)
     for result in failed:
         reason = result.failure or (

@@ -1,57 +1,42 @@
-"""What measuring on a CUDA device does differently. Imported only with ``--device cuda``; needs CuPy.
+"""Timing, memory and limits on a CUDA device. Imported only with ``--device cuda``; needs CuPy.
 
-Time comes from device events around one call, enqueued behind a large fill: the device is busy with it while Python
-prepares the call, so that the call's own start is not waited for, and it leaves the caches cold. Memory comes from
-the peak of CuPy's pool during a call and from the driver around it, limits from a device-to-device copy and cuBLAS.
+Time comes from device events around one call. A large fill runs first: it keeps the device busy while Python prepares
+the call, so the launch overhead is hidden, and it leaves the caches cold. Memory is the peak of CuPy's pool during a
+call, and the driver's count around it. The limits are a device-to-device copy and cuBLAS.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
 
-from gpu_ops import TernaryMatrix
-from perf.case import Call, Case, Config, make_inputs, nbytes
+from perf.case import Call, Case, Config, Inputs, make_inputs, nbytes
 from perf.limits import Limits
 
 
-def put(value: Any) -> Any:
-    """Inputs on the device: arrays, dicts of them, dataclasses that hold them; a TernaryMatrix goes there itself."""
-    return _each(value, np.ndarray, cupy.asarray)
+def put(x: Inputs) -> Inputs:
+    """Copy the arrays to the device. A TernaryMatrix moves itself."""
+    return {name: cupy.asarray(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
 
 
-def get(value: Any) -> Any:
+def get(x: Inputs) -> Inputs:
     """The inverse of :func:`put`, for the reference."""
-    return _each(value, cupy.ndarray, cupy.asnumpy)
-
-
-def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {name: _each(item, kind, change) for name, item in value.items()}
-    if isinstance(value, kind):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | TernaryMatrix):
-        held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        arrays = {name: change(item) for name, item in held.items() if isinstance(item, kind)}
-        return dataclasses.replace(value, **arrays)
-    return value
+    return {name: cupy.asnumpy(one) if isinstance(one, cupy.ndarray) else one for name, one in x.items()}
 
 
 @functools.cache
 def _scratch() -> Any:
-    """Past the L2 cache, and a tenth of a millisecond to fill on the fastest device."""
+    """Larger than the L2 cache, and a tenth of a millisecond to fill on the fastest device."""
     return cupy.empty(max(4 * last_level_cache(), 512 << 20), cupy.uint8)
 
 
 def timed(call: Call) -> float:
-    """Seconds on the device between two events, the gaps between several launches included."""
+    """Seconds between two device events, including the gaps between launches."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     _scratch().fill(1)
     start.record()
@@ -66,7 +51,7 @@ def last_level_cache() -> int:
 
 
 class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
-    """The most that CuPy's pool has handed out at once."""
+    """The peak of the bytes in use from CuPy's pool."""
 
     name = "PoolPeak"
 
@@ -80,13 +65,13 @@ class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
 def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
     """Peak bytes of one warm call beyond its inputs, and the bytes of its results.
 
-    The pool's own count, or the driver's when that is larger: a library with its own allocator shows only there.
+    The larger of the pool's count and the driver's: a library with its own allocator shows only in the driver's.
     """
     prepare = case.contender(contender)
     prepare(make_inputs(case, config, small=True))()
     call = prepare(make_inputs(case, config))
     cupy.cuda.Device().synchronize()
-    release()  # what torch keeps would not show as growth
+    release()  # memory that torch has cached would not show as growth
     used, held = cupy.get_default_memory_pool().used_bytes(), driver_used()
     hook = PoolPeak()
     with hook:
@@ -96,7 +81,7 @@ def peak_growth(case: Case, config: Config, contender: str) -> tuple[int, int]:
 
 
 def release() -> None:
-    """Give the device back what CuPy's pool and torch's hold in store."""
+    """Give the cached memory of CuPy's and torch's pools back to the device."""
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
     if torch := sys.modules.get("torch"):

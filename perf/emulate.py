@@ -1,6 +1,6 @@
-"""What the GPU kernels of a case do, without a GPU: traffic, bank conflicts, registers, occupancy. No times.
+"""Counts for a case's GPU kernels, without a GPU: traffic, bank conflicts, registers, occupancy. No times.
 
-Runs the ops on the emulator and shows its profile of each launch beside what ptxas makes of the kernel.
+Runs the ops on the emulator and shows the profile of each launch beside the resources that ptxas reports.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gpu_ops.errors import GpuOpsError, KernelCompileError
 from gpu_ops.kernels.compiler import cubin, toolkit
 from gpu_ops.presets import select_preset
 from perf.case import Case
-from perf.report import short_dtype
+from perf.report import make_table, print_table, short_dtype
 
 CAPTION = (
     "once: bytes if every 32-byte sector moved once each way, over the least the formula needs · uncached: the same "
-    "if no operand as large as the largest stayed in the L2 cache: what is read twice counts twice · per 128 B: "
-    "sectors moved for 128 bytes asked for, 4 is perfect · replays: share of shared-memory waves lost to bank "
-    "conflicts"
+    "if the largest operands did not stay in the L2 cache, so a second read counts again · per 128 B: sectors moved "
+    "per 128 bytes requested, 4 is perfect · replays: share of shared-memory waves lost to bank conflicts"
 )
-SEQLEN = 256  # by default: the emulator takes seconds for what a GPU does in microseconds
+FIGURES = ("warp instr.", "once", "uncached", "per 128 B", "replays", "registers", "spills", "occupancy")
+SEQLEN = 256  # the default: the emulator takes seconds where a GPU takes microseconds
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Launch:
     needs: cubin.Resources | None  # None: no ptxas here
     occupancy: cubin.Occupancy | None
     label: str
-    """The kernel, and by what it was asked for where that is not the first choice."""
+    """The kernel, with the backend where that is not the first choice."""
 
     @property
     def once(self) -> float:
@@ -55,7 +55,9 @@ class Launch:
 
 def run(planned: Mapping[str, Sequence[Case]], console: Console) -> int:
     """Print a table per op. Returns the exit code."""
-    os.environ.setdefault("GPU_OPS_SANITIZE", "0")  # tests do that; without it the same counts come sooner
+    os.environ.setdefault(
+        "GPU_OPS_SANITIZE", "0"
+    )  # the tests check; without the sanitizer the same counts come sooner
     console.print(f"[dim]{CAPTION}[/]")
     passed = [run_op(op, cases, console) for op, cases in planned.items() if cases]
     if not passed:
@@ -73,14 +75,14 @@ def run_op(op: str, cases: Sequence[Case], console: Console) -> bool:
         except GpuOpsError as error:
             failures.setdefault(str(error), []).append(f"{case.name} {case.shape} {case.dtype}")
     if done:
-        console.print(table(op, done))
+        print_table(console, table(op, done))
     for message, names in failures.items():
         console.print(f"[red]{op}: {escape(message)}[/] ({escape(', '.join(names))})")
     return not failures
 
 
 def launches(case: Case) -> Iterator[Launch]:
-    """Run a case once by each backend and take what it launched; what its preparation launches does not count."""
+    """Run a case once with each backend. Launches of its preparation do not count."""
     for prepare, suffix in ((case.ours, ""), (case.numba, ", Numba")):
         if prepare is None:
             continue
@@ -92,7 +94,7 @@ def launches(case: Case) -> Iterator[Launch]:
 
 
 def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | None]:
-    """What the launch takes of an SM."""
+    """The resources of the launch on an SM."""
     try:
         image, log = toolkit.assemble(profile.ptx, profile.arch)
     except KernelCompileError:
@@ -104,20 +106,7 @@ def fit(profile: Profile) -> tuple[cubin.Resources | None, cubin.Occupancy | Non
 
 
 def table(op: str, done: Sequence[Launch]) -> Table:
-    grid = Table(title=op, title_justify="left", title_style="bold", pad_edge=False)
-    for name in ("case", "shape", "dtype", "kernel"):
-        grid.add_column(name, no_wrap=True)
-    for name in (
-        "warp instr.",
-        "once",
-        "uncached",
-        "per 128 B",
-        "replays",
-        "registers",
-        "spills",
-        "occupancy",
-    ):
-        grid.add_column(name, justify="right", no_wrap=True)
+    grid = make_table(op, ("case", "shape", "dtype", "kernel"), FIGURES)
     previous = None
     for launch in done:
         case = launch.case

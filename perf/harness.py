@@ -1,14 +1,15 @@
 """Times ours, the naive formula and a peer, interleaved, on the same data.
 
-Each round gives every contender a slice of time in turn, so that a machine that slows down or a
-neighbour that wakes up hits all of them; on a CPU so does the loop that runs at the limit of the case (peaks.py), the
-share of which is then of two medians of the same moments. After a switch there is a pause, because BLAS pools keep
-spinning for some milliseconds and would steal the next contender's cores, and one untimed call. Cases
-bound by memory rotate over as many copies of their inputs as exceed the last-level cache.
+Each round gives every contender a slice of time in turn, so that a slower clock or a busy neighbour hits all of
+them. On a CPU the loop at the case's limit (peaks.py) takes turns too, so the share of the limit compares medians
+of the same moments. After a switch there is a pause, because BLAS pools keep spinning for some milliseconds and
+would steal the next contender's cores, and one untimed call. Cases bound by memory rotate over copies of their
+inputs that together exceed the last-level cache.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import time
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from perf import accuracy
-from perf.case import DTYPES, Call, Case, Config, Prepare, copy_inputs, make_inputs
+from perf.case import DTYPES, Call, Case, Config, Prepare, make_inputs
 from perf.limits import Limits, buffer_size
 from perf.machine import memory_available, threads
 from perf.memory import Growth, Probe
@@ -26,7 +27,7 @@ from perf.stats import Timing, summarise
 
 MAX_SETS = 64
 ALL_SCORES = "torch math"
-"""The peer that holds the scores of all heads at once: its memory is what attention in O(N^2) takes."""
+"""The peer that holds the scores of all heads at once: its memory is that of attention in O(N^2)."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,19 @@ class Effort:
     rounds: int = 7
     slice_seconds: float = 0.15
     slow_seconds: float = 12.0
-    """A contender slower than this in all takes part in fewer rounds, and is timed twice at least."""
+    """A contender that would take longer in total runs fewer rounds, but is timed at least twice."""
     pause: float = 0.03
 
 
 THOROUGH = Effort()
 QUICK = Effort(rounds=5, slice_seconds=0.04, slow_seconds=0.8, pause=0.02)
 HURRIED = Effort(rounds=2, slice_seconds=0.01, slow_seconds=0.0, pause=0.02)
-"""For the rest of a ``--quick`` run that a busy machine has made long."""
+"""For the rest of a ``--quick`` run that takes too long on a busy machine."""
 
 
 @dataclass
 class Contender:
-    """Rotates over its calls, one for each copy of the inputs."""
+    """Rotates over its calls, one per copy of the inputs."""
 
     name: str
     calls: Sequence[Call]
@@ -72,11 +73,11 @@ class Result:
     memory: dict[str, Growth]
     failure: str = ""
     seconds: float = 0.0
-    """What measuring this case took, compilation and memory included."""
+    """How long measuring this case took, including compilation and memory."""
     limit: Timing | None = None
-    """On a CPU: of the loop at the limit, in turns with the others; ``limit_seconds`` is by its median."""
+    """On a CPU: the loop at the limit, in turns with the others. ``limit_seconds`` comes from its median."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Contenders that cannot run this case on the GPU, with their own words."""
+    """Contenders that cannot run this case on the GPU, each with its error."""
 
     @property
     def share_of_limit(self) -> float | None:
@@ -92,32 +93,30 @@ class Result:
     def passed(self) -> bool:
         return not self.failure and self.error is not None and self.error.ok
 
-    def to_json(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
+        """The case's row of a saved run (runs.py). A contender's figures are in columns that start with its name."""
         case = self.case
-        return {
-            "key": case.key,
-            "op": case.op,
-            "name": case.name,
-            "shape": case.shape,
-            "dtype": case.dtype,
-            "flops": case.flops,
-            "bytes": case.bytes,
-            "timings": {name: asdict(timing) for name, timing in self.timings.items()},
-            "limit_seconds": self.limit_seconds,
-            "limit": asdict(self.limit) if self.limit else None,
-            "limited_by": self.limited_by,
-            "share_of_limit": self.share_of_limit,
-            "times_naive": self.times("naive"),
-            "times_torch": self.times("torch"),
-            "times_numba": self.times("numba"),
-            "left_out": self.left_out,
-            "memory": {name: asdict(growth) for name, growth in self.memory.items()},
-            "error": asdict(self.error) if self.error else None,
-            "passed": self.passed,
-            "failure": self.failure,
-            "seconds": self.seconds,
-            "note": case.note,
+        found: dict[str, Any] = {
+            name: getattr(case, name) for name in ("key", "op", "name", "shape", "dtype", "flops", "bytes")
         }
+        for name, timing in self.timings.items():
+            found |= _columns(name, asdict(timing))
+        if self.limit is not None:
+            found |= _columns("limit", asdict(self.limit))
+        found |= {"limit_seconds": self.limit_seconds, "limited_by": self.limited_by}
+        found["share_of_limit"] = self.share_of_limit
+        found |= _columns("times", {name: self.times(name) for name in self.timings if name != "ours"})
+        for name, growth in self.memory.items():
+            found |= _columns(name, asdict(growth))
+        found |= _columns("left_out", self.left_out)
+        if self.error is not None:
+            found |= _columns("error", asdict(self.error))
+        found |= {"passed": self.passed, "failure": self.failure, "seconds": self.seconds, "note": case.note}
+        return {name: int(value) if isinstance(value, bool) else value for name, value in found.items()}
+
+
+def _columns(prefix: str, figures: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}_{name}".replace(" ", "_"): value for name, value in figures.items()}
 
 
 def timed(call: Call) -> float:
@@ -138,7 +137,7 @@ def interleave(
         affordable = int(effort.slow_seconds / estimate[contender.name])
         rounds[contender.name] = max(1, min(effort.rounds, affordable))
         if rounds[contender.name] == 1:
-            samples[contender.name].append(estimate[contender.name])  # too slow to throw a warm call away
+            samples[contender.name].append(estimate[contender.name])  # too slow to discard a warm call
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -160,7 +159,7 @@ def interleave(
 
 
 def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
-    """Copies of the inputs to rotate over; one where arithmetic, not memory, sets the pace."""
+    """How many copies of the inputs to rotate over; one where arithmetic, not memory, is the limit."""
     if case.in_flops or working_set <= 0:
         return 1
     return max(1, min(MAX_SETS, math.ceil(cold_bytes / working_set)))
@@ -169,9 +168,9 @@ def copies_needed(case: Case, working_set: float, cold_bytes: int) -> int:
 def prepare_contenders(
     case: Case, inputs: Any, config: Config, left_out: dict[str, str] | None = None
 ) -> list[Contender]:
-    """Ours first. On CUDA a contender that cannot run is noted in ``left_out``: a library may have no kernel for a
-    dtype, and what holds all scores may not fit."""
-    on_cuda = config.device == "cuda"  # whose timer leaves the caches cold by itself
+    """Ours first. On CUDA a contender that cannot run goes into ``left_out``: a library may have no kernel for a
+    dtype, and all scores at once may not fit."""
+    on_cuda = config.device == "cuda"  # its timer leaves the caches cold
     cold_bytes = 0 if on_cuda else min(buffer_size(config.quick), memory_available() // 8)
     wanted: list[tuple[str, Prepare, float]] = [("ours", case.ours, case.bytes)]
     if on_cuda and case.numba is not None:
@@ -184,7 +183,7 @@ def prepare_contenders(
     counts = {name: copies_needed(case, size, cold_bytes) for name, _, size in wanted}
     sets = [inputs]
     while len(sets) < max(counts.values()):
-        sets.append(copy_inputs(inputs))
+        sets.append(copy.deepcopy(inputs))
     contenders = []
     for index, (name, prepare, _) in enumerate(wanted):
         try:
@@ -197,9 +196,9 @@ def prepare_contenders(
             left_out[name] = f"{type(error).__name__}: {error}"
             calls = []
         if not calls:
-            release(config)  # only now does the error no longer hold what its frames did
+            release(config)  # only here, where the error no longer keeps its frames' arrays alive
             continue
-        # every contender starts elsewhere, so that none finds what another has just read
+        # every contender starts at another copy, so that none reads what another has just cached
         contenders.append(Contender(name, calls, position=index * len(calls) // len(wanted)))
     return contenders
 
@@ -207,7 +206,7 @@ def prepare_contenders(
 def run_case(
     case: Case, config: Config, limits: Limits, probe: Probe | None = None, effort: Effort | None = None
 ) -> Result:
-    """Measure one case. A contender or a check that raises ends up in ``failure``, not in a traceback."""
+    """Measure one case. An exception of a contender or a check ends up in ``failure``."""
     start = time.perf_counter()
     effort = effort or (QUICK if config.quick else THOROUGH)
     half = DTYPES[case.dtype].itemsize == 2 and (config.device != "cpu" or case.dtype == "bfloat16")
@@ -244,7 +243,7 @@ def run_case(
 
 
 def release(config: Config) -> None:
-    """On CUDA: memory that CuPy and torch keep for later goes back to the device, for the other one to use."""
+    """On CUDA: CuPy and torch give their cached memory back to the device."""
     if config.device == "cuda":
         from perf import cuda
 
@@ -260,7 +259,7 @@ def timer_for(config: Config) -> Callable[[Call], float]:
 
 
 def have_torch() -> bool:
-    """Whether the torch peer can run; sets it to the threads that gpu_ops uses."""
+    """Whether torch is installed. Sets it to as many threads as gpu_ops uses."""
     try:
         import torch
     except ImportError:

@@ -1,9 +1,9 @@
-"""What this machine can do at all, measured in the same run as the kernels it judges.
+"""The machine's limits (bandwidth, arithmetic), measured in the same run as the kernels.
 
-CPU: the larger of our own compiled loops (peaks.py) and NumPy's inner loops and BLAS, on the threads the kernels
-get. NumPy's: reading is ``bitwise_or.reduce`` (a vector loop that releases the GIL) over one slice per thread,
-copying ``copyto``, arithmetic one large float32 ``matmul``. Best of the repetitions: a limit that a lucky run
-beats is no limit.
+On a CPU: the larger of our own compiled loops (peaks.py) and NumPy's loops and BLAS, on as many threads as the
+kernels use. NumPy reads with ``bitwise_or.reduce`` (a vector loop that releases the GIL), one slice per thread,
+copies with ``copyto``, and computes one large float32 ``matmul``. The best repetition counts: a kernel must not
+beat its limit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,22 +27,16 @@ class Limits:
     read: float
     matmul: float
     matmul_bfloat16: float | None = None
-    """torch's bfloat16 matmul where torch is installed: for information, no share is taken of it."""
+    """torch's bfloat16 matmul where torch is installed. For information: no case has it as its limit."""
     buffer_bytes: int = 0
     matmul_half: float | None = None
-    """Of 16-bit inputs on a GPU, of bfloat16 on a CPU that multiplies it: sets the limit of those cases."""
-
-    def bandwidth(self, kind: str) -> float:
-        return self.read if kind == "read" else self.copy
+    """16-bit inputs on a GPU, bfloat16 on a CPU that multiplies it: the limit of cases with these dtypes."""
 
     def seconds(self, flops: float, traffic: float, kind: str, *, half: bool = False) -> tuple[float, str]:
-        """The least time for that work (the roofline), and which limit sets it; ``half``: matmul_half."""
+        """The least time for this work (the roofline), and the limit that sets it. ``half`` selects matmul_half."""
         matmul = self.matmul_half if half and self.matmul_half else self.matmul
-        arithmetic, memory = flops / matmul, traffic / self.bandwidth(kind)
+        arithmetic, memory = flops / matmul, traffic / (self.read if kind == "read" else self.copy)
         return (arithmetic, "matmul") if arithmetic >= memory else (memory, kind)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(
@@ -70,17 +64,17 @@ def measure(
 
 
 def buffer_size(quick: bool) -> int:
-    """Past the last-level cache, within an eighth of the free memory: virtual machines report the
-    whole host's cache, which can be larger than their memory."""
+    """Larger than the last-level cache, but within an eighth of the free memory: a virtual machine reports the cache
+    of the whole host, which can exceed its memory."""
     wanted = min(2 * last_level_cache(), (256 << 20) if quick else (1 << 30))
     return max(32 << 20, min(wanted, memory_available() // 8))
 
 
 def bandwidths(buffer: int, threads: int, repetitions: int) -> tuple[float, float]:
-    """Of one buffer, as large as the inputs that the cases rotate over: its first half copied onto its
-    second, and all of it read."""
+    """Copies the first half of a buffer onto the second, and reads all of it. The buffer is as large as the inputs
+    that the cases rotate over."""
     words = buffer // 8 // (2 * threads) * (2 * threads)
-    whole = np.arange(1, words + 1, dtype=np.uint64)  # touched here, so that no page fault is timed
+    whole = np.arange(1, words + 1, dtype=np.uint64)  # writes every page, so that no page fault is timed
     slices = np.split(whole, threads)
     sources, targets = (np.split(half, threads) for half in np.split(whole, 2))
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""The facts about this machine and this checkout that a result needs beside it."""
+"""Facts about this machine and this checkout, to be saved with every result."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "gpu_ops",
-    "numpy",
-    "numba",
-    "llvmlite",
-    "ml_dtypes",
-    "numba-cuda",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "torch",
-)
+CPU_PACKAGES = ("gpu_ops", "numpy", "numba", "llvmlite", "ml_dtypes")
+PACKAGES = (*CPU_PACKAGES, "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "torch")
+PREFIXES = ("GPU_OPS_", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_")
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
+    variables = (name for name in sorted(os.environ) if name.startswith(PREFIXES))
     facts: dict[str, Any] = {
         "device": device,
         "cpu": cpu_model(),
@@ -37,12 +30,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": versions(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("GPU_OPS_", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_"))
-            and not name.endswith("_DIR")
-        },
+        "environment": {name: os.environ[name] for name in variables if not name.endswith("_DIR")},
         "commit": commit(),
     }
     if device == "cuda":
@@ -51,7 +39,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def label(facts: dict[str, Any]) -> str:
-    """Names the machine: a comparison across two of these is not about the code."""
+    """The name of the machine. Runs with different labels say nothing about a change of the code."""
     if facts.get("gpu"):
         return str(facts["gpu"]["name"])
     return f"{facts['cpu']}, {facts['threads']} threads"
@@ -78,21 +66,18 @@ def cpu_model() -> str:
 
 
 def clock_mhz() -> float | None:
-    """The present clock of the first core, where the system tells."""
+    """The current clock of the first core; None where the system does not tell."""
     scaled = _lines("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
     if scaled:
         return float(scaled[0]) / 1000
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("cpu MHz"):
-            return float(line.split(":", 1)[1])
-    return None
+    clocks = (line.split(":", 1)[1] for line in _lines("/proc/cpuinfo") if line.startswith("cpu MHz"))
+    return next(map(float, clocks), None)
 
 
 def caches() -> dict[str, int]:
     """Bytes of each data or unified cache that the first core sees, by level: ``{"L1": 49152, ...}``."""
     found: dict[str, int] = {}
-    base = Path("/sys/devices/system/cpu/cpu0/cache")
-    for index in sorted(base.glob("index*")) if base.is_dir() else []:
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         kind, level, size = (_lines(index / name) for name in ("type", "level", "size"))
         if kind and level and size and kind[0] != "Instruction":
             found[f"L{level[0]}"] = parse_size(size[0])
@@ -110,11 +95,21 @@ def parse_size(text: str) -> int:
 
 
 def memory_total() -> int:
-    return _meminfo("MemTotal")
+    found = _kib("/proc/meminfo", "MemTotal")
+    return (
+        found
+        if found or sys.platform == "win32"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
 
 
 def memory_available() -> int:
-    return _meminfo("MemAvailable") or memory_total()
+    return _kib("/proc/meminfo", "MemAvailable") or memory_total()
+
+
+def process_memory(field: str) -> int:
+    """Bytes of ``VmRSS``, ``VmHWM``, ... of this process; 0 where the system does not tell."""
+    return _kib("/proc/self/status", field)
 
 
 def versions() -> dict[str, str]:
@@ -136,12 +131,12 @@ def commit() -> str:
 
 
 def gpu() -> dict[str, Any] | None:
-    """Name, driver, memory and clocks through NVML, or what CuPy knows; None where there is no usable GPU."""
+    """Name, driver, memory and clocks from NVML, or less from CuPy; None without a usable GPU."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: all mean "nothing to tell"
+    except Exception:  # no package, no driver or no permission
         return _gpu_of_cupy()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
@@ -164,13 +159,9 @@ def _gpu_of_cupy() -> dict[str, Any] | None:
     return {"name": found["name"].decode(), "memory_bytes": int(found["totalGlobalMem"])}
 
 
-def _meminfo(field: str) -> int:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    if sys.platform != "win32" and field == "MemTotal":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 0
+def _kib(path: str, field: str) -> int:
+    """Bytes of a line like ``MemTotal:  24684088 kB``; 0 where there is none."""
+    return next((int(line.split()[1]) << 10 for line in _lines(path) if line.startswith(field + ":")), 0)
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -181,10 +172,9 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,12 +1,12 @@
-"""What this CPU can do at most, by compiled loops of our own, on the threads that gpu_ops uses.
+"""This CPU's peak rates, measured with our own compiled loops on the threads that gpu_ops uses.
 
-==============  =======================================================================================
-multiply_add    the products' micro-kernel with strides of 0: it never leaves the registers and one line
-dot_bfloat16    the same of bfloat16 pairs, where the CPU multiplies them; in tile registers, of random numbers from
-                the first cache, because a CPU multiplies zeros at a higher clock
+==============  ==================================================================================================
+multiply_add    the GEMM micro-kernel with strides of 0: it stays in registers and one cache line
+dot_bfloat16    the same with bfloat16 pairs, where the CPU multiplies them. Tile registers (AMX) get random numbers
+                from the L1 cache, because a CPU multiplies zeros at a higher clock
 read            eight vectors at a time into eight accumulators
-copy            plain, and with non-temporal stores, which do not read what they overwrite
-==============  =======================================================================================
+copy            plain, and with non-temporal stores, which do not first read the lines that they overwrite
+==============  ==================================================================================================
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from perf.limits import best
 
 Array = np.ndarray[Any, Any]
 
-STEPS, TASKS = 1 << 15, 32  # of the micro-kernel per task: about 70 us; tasks per thread
-TILE_STEPS = 128  # of two operands that fit the first cache
-VECTORS = 8  # in flight
-WORDS = VECTORS * VECTOR_BYTES // 8  # of 8 bytes that they hold
-CHUNK = 1 << 14  # such blocks per task: 8 MiB
+STEPS, TASKS = 1 << 15, 32  # micro-kernel steps per task (about 70 us), tasks per thread
+TILE_STEPS = 128  # both operands fit the L1 cache
+VECTORS = 8  # in flight: a block
+WORDS = VECTORS * VECTOR_BYTES // 8  # 8-byte words per block
+CHUNK = 1 << 14  # blocks per task: 8 MiB
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Peaks:
 
 
 def measure(buffer: int, repetitions: int) -> Peaks:
-    """``buffer`` bytes are read, and half of them copied onto the other half."""
+    """Reads ``buffer`` bytes, and copies one half of them onto the other."""
 
     def rate(loop: Loop) -> float:
         return loop.amount / best(loop.call, repetitions)
@@ -67,7 +67,7 @@ def measure(buffer: int, repetitions: int) -> Peaks:
 
 @dataclass(frozen=True)
 class Loop:
-    """A call, and the operations or bytes it takes."""
+    """A call, and its operations or bytes."""
 
     call: Callable[[], None]
     amount: float
@@ -75,7 +75,7 @@ class Loop:
 
 @cache
 def pacemaker(kind: str, buffer: int, *, half: bool = False) -> Loop:
-    """The loop at the limit ``kind`` of a case (limits.py), to be timed in turns with it; copies are non-temporal."""
+    """The loop that runs at the limit ``kind`` (limits.py), to be timed in turns with a case."""
     if kind == "matmul":
         return arithmetic(np.dtype(np.uint32 if half and DOT_BFLOAT16 else np.float32))
     return reading(buffer) if kind == "read" else copying(buffer, non_temporal=True)
@@ -101,7 +101,7 @@ def reading(buffer: int) -> Loop:
 
 
 def copying(buffer: int, *, non_temporal: bool) -> Loop:
-    """Half of the buffer onto the other half."""
+    """Copies one half of the buffer onto the other."""
     source, target = np.split(words(buffer), 2)
     return Loop(lambda: launch(copy, tasks(source), target, source, non_temporal), 2 * source.nbytes)
 
@@ -110,7 +110,7 @@ def copying(buffer: int, *, non_temporal: bool) -> Loop:
 def words(buffer: int) -> Array:
     count = buffer // (16 * WORDS) * 2 * WORDS
     data = np.ones(count + VECTOR_BYTES // 8, np.uint64)
-    return data[-data.ctypes.data % VECTOR_BYTES // 8 :][:count]  # on a vector's boundary
+    return data[-data.ctypes.data % VECTOR_BYTES // 8 :][:count]  # aligned to a vector
 
 
 def tasks(data: Array) -> int:
@@ -162,7 +162,7 @@ _VECTOR = ir.VectorType(ir.IntType(64), _LANES)
 
 @intrinsic
 def read_blocks(typingctx, data, start, blocks):
-    """Reads blocks of VECTORS vectors; the bits of some of their words."""
+    """Reads blocks of VECTORS vectors. Returns bits of what it read, or the compiler would drop the loop."""
 
     def codegen(context, b, sig, args):
         base = address(context, b, sig.args[0], args[0], args[1])

@@ -1,7 +1,7 @@
-"""An upper bound of attention's speed on every card, from its data sheet: which unit limits which tile. No GPU.
+"""Upper bounds of attention's speed on every card, from data sheets: which unit limits which tile. No GPU needed.
 
-A block multiplies BLOCK_M rows with BLOCK_N keys at a time. Every unit has a share of the work of such a tile; at
-best all of them are busy at once, and the slowest sets the pace:
+A block multiplies BLOCK_M rows with BLOCK_N keys at a time. Each unit does part of the work of such a tile. At best
+all units are busy at once, and the slowest sets the pace:
 
 ========  ====================================================================  =================================
 unit      work of a tile                                                        rate
@@ -18,9 +18,9 @@ L2        K and V                                                               
 memory    of the whole problem: q, k, v and out once                            the card's bandwidth
 ========  ====================================================================  =================================
 
-Clocks are boost clocks and all SMs are busy to the end. What is left out can only lower the bound: latency, barriers,
-what the L2 cache itself delivers, power. On sm_90 and sm_100 the peak is that of wgmma and tcgen05, which mma.sync,
-the instruction of this kernel, does not reach: there the bound is a loose one.
+Clocks are boost clocks, and all SMs are busy to the end. The model leaves out latency, barriers, the bandwidth of
+the L2 cache itself and power; all of them can only lower the bound. On sm_90 and sm_100 the peak is that of wgmma
+and tcgen05. This kernel uses mma.sync, which does not reach it, so the bound is loose there.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from gpu_ops.kernels.lower.attention_shape import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
 from perf.case import DTYPES
-from perf.report import short_dtype
+from perf.report import make_table, print_table, short_dtype
 
 SHARED, EXP2, ISSUE, L2 = 128, 16, 4, 64  # per clock and SM
 UNITS = ("tensor", "shared", "exp2", "issue", "L2", "memory")
 TITLE = "attention, forward: upper bounds from data sheets, not measured"
 CAPTION = (
-    "TFLOPS: by the operations that the formula counts, at most · percentages: how busy each unit is then, full "
-    "attention; the one at 100 % is the limit · of peak: the bound over the card's peak"
+    "TFLOPS: the bound, by the operations that the formula counts · percentages: how busy each unit is then, full "
+    "attention; the unit at 100 % is the limit · of peak: the bound over the card's peak"
 )
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that each unit is busy with a problem."""
+    """How many seconds each unit is busy with a problem."""
 
     config: Config
     flops: float
@@ -68,7 +68,7 @@ class Bound:
 def bound(
     card: DevicePreset, shape: Shape, dtype: str, *, causal: bool = False, config: Config | None = None
 ) -> Bound:
-    """Of one way to run a problem; by default of that which this card gets."""
+    """The bound of one configuration; by default, of the one that this card gets."""
     itemsize = DTYPES[dtype].itemsize
     config = config or select_config(*problem(card, shape, dtype, causal))
     tiles = count_tiles(shape, config, causal)
@@ -81,20 +81,14 @@ def bound(
 
 def problem(card: DevicePreset, shape: Shape, dtype: str, causal: bool) -> tuple[Problem, DeviceLimits]:
     """As ``select_config`` takes it."""
-    sizes = (
-        shape.batch,
-        shape.nheads,
-        shape.nheads_kv,
-        shape.seqlen_q,
-        shape.seqlen_k,
-        *2 * (shape.head_dim,),
-    )
+    heads, lengths = (shape.nheads, shape.nheads_kv), (shape.seqlen_q, shape.seqlen_k)
+    sizes = (shape.batch, *heads, *lengths, shape.head_dim, shape.head_dim)
     found = Problem(DTYPES[dtype].itemsize, *sizes, mask="kCausal" if causal else "kNone")
     return found, DeviceLimits(card.sms, card.arch.smem_per_block_optin)
 
 
 def peak(card: DevicePreset, dtype: str) -> float:
-    """Operations per second on tensor cores; float32 takes three of TF32 for one."""
+    """Operations per second on tensor cores; one in float32 takes three in TF32."""
     tflops = card.peaks.tf32 if dtype == "float32" else getattr(card.peaks, dtype, None)
     if tflops is None:
         raise ValueError(f"{card.name} has no {dtype} on tensor cores")
@@ -102,18 +96,14 @@ def peak(card: DevicePreset, dtype: str) -> float:
 
 
 def count_tiles(shape: Shape, config: Config, causal: bool) -> int:
-    """BLOCK_M x BLOCK_N tiles that some row sees, of all heads, sequences and parts of the values."""
+    """The number of tiles with a visible pair, over all heads, sequences and parts of the values."""
     group = shape.nheads // shape.nheads_kv if config.pack_gqa else 1
     rows, tile = shape.seqlen_q * group, config.tile
     count = 0
     for first in range(0, rows, tile.block_m):
         last_query = (min(first + tile.block_m, rows) - 1) // group
-        keys = (
-            min(last_query + 1, shape.seqlen_q) + shape.seqlen_k - shape.seqlen_q
-            if causal
-            else shape.seqlen_k
-        )
-        count += -(-max(keys, 0) // tile.block_n)
+        hidden = shape.seqlen_q - min(last_query + 1, shape.seqlen_q) if causal else 0
+        count += -(-max(shape.seqlen_k - hidden, 0) // tile.block_n)
     return count * shape.nheads // group * shape.batch * config.value_parts
 
 
@@ -127,12 +117,12 @@ def work(config: Config, itemsize: int) -> tuple[float, dict[str, float]]:
     held = q_in_registers(itemsize, t.block_m, t.block_n, t.warps_m, t.warps_n, d, dv)
     q_read = 0 if held else t.warps_n * t.block_m * d * itemsize
     half = itemsize == 2
-    # ldmatrix.x4 and cp.async move 16 bytes a lane.
+    # ldmatrix.x4 and cp.async move 16 bytes per lane
     instructions = (k_read + q_read + arriving) / 512 + 4 * scores / 32
     if half:
         instructions += products / (16 * 8 * 16) + v_read / 512 + 0.5 * scores / 32
     else:
-        words = (k_read + v_read + q_read) / 4 + scores  # of fragments, P among them
+        words = (k_read + v_read + q_read) / 4 + scores  # of all fragments, including P
         instructions += (3 + 4) * products / (16 * 8 * 8) + v_read / 128 + 3 * words / 32
     clocks = {
         "shared": (arriving + k_read + v_read + q_read) / SHARED,
@@ -145,22 +135,16 @@ def work(config: Config, itemsize: int) -> tuple[float, dict[str, float]]:
 
 def run(dtypes: Sequence[str], seqlens: Sequence[int], console: Console) -> int:
     """Print the bounds of the field's grid; ``GPU_OPS_ARCH`` selects one card. Returns the exit code."""
-    if os.environ.get("GPU_OPS_ARCH"):
-        cards = [select_preset()]
-    else:
-        cards = [card for card in PRESETS.values() if not card.generic]
+    listed = [card for card in PRESETS.values() if not card.generic]
+    cards = [select_preset()] if os.environ.get("GPU_OPS_ARCH") else listed
     cards = [card for card in cards if card.arch.compute_capability >= (8, 0)]  # sm_75 has no such kernel
-    console.print(table(cards, dtypes or ("bfloat16",), seqlens or (4096,)))
+    print_table(console, table(cards, dtypes or ("bfloat16",), seqlens or (4096,)))
     console.print(f"[dim]{CAPTION}[/]")
     return 0 if cards else 1
 
 
 def table(cards: Sequence[DevicePreset], dtypes: Sequence[str], seqlens: Sequence[int]) -> Table:
-    grid = Table(title=TITLE, title_justify="left", title_style="bold", pad_edge=False)
-    for name in ("card", "shape", "dtype", "tile"):
-        grid.add_column(name, no_wrap=True)
-    for name in ("TFLOPS full", "causal", "of peak", *UNITS):
-        grid.add_column(name, justify="right", no_wrap=True)
+    grid = make_table(TITLE, ("card", "shape", "dtype", "tile"), ("TFLOPS full", "causal", "of peak", *UNITS))
     for card in cards:
         for dtype in dtypes:
             for head_dim in FIELD_HEAD_DIMS:

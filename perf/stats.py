@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: median, 20th and 80th percentile, fastest, and how many calls."""
+    """Seconds per call: median, 20th and 80th percentile, fastest, and the number of calls."""
 
     median: float
     p20: float
@@ -18,21 +18,13 @@ class Timing:
     fastest: float
     calls: int
     first: float = 0.0
-    """The very first call, where kernels are compiled or loaded; not part of the rest."""
+    """The very first call, which compiles or loads kernels; not part of the rest."""
     sets: int = 1
-    """How many copies of the inputs the calls rotated over."""
+    """How many copies of the inputs the calls rotate over."""
 
 
 def summarise(samples: Sequence[float], *, first: float = 0.0, sets: int = 1) -> Timing:
     if not len(samples):
         raise ValueError("no samples to summarise")
-    p20, median, p80 = np.percentile(np.asarray(samples, dtype=np.float64), [20, 50, 80])
-    return Timing(
-        median=float(median),
-        p20=float(p20),
-        p80=float(p80),
-        fastest=float(min(samples)),
-        calls=len(samples),
-        first=first,
-        sets=sets,
-    )
+    p20, median, p80 = (float(t) for t in np.percentile(np.asarray(samples, np.float64), [20, 50, 80]))
+    return Timing(median, p20, p80, float(min(samples)), len(samples), first, sets)

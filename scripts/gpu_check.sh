@@ -3,7 +3,7 @@
 # (the emulator against the GPU among them), every benchmark of an op with CUDA kernels. Installs nothing: the packages
 # must be there, gpu_ops is taken from this checkout.
 #
-#   scripts/gpu_check.sh OUTDIR        logs, tests.xml, perf/*.json and summary.txt land in OUTDIR
+#   scripts/gpu_check.sh OUTDIR        logs, tests.xml, perf/*.csv and summary.txt land in OUTDIR
 #
 #   GPU_OPS_PYTHON         the interpreter (default: python3)
 #   GPU_OPS_CHECK_JOBS     test processes, where pytest-xdist is installed (default: 4)

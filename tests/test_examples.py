@@ -36,11 +36,28 @@ def decoder_layer(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_decoder_layer(decoder_layer, dtype, capsys):
+def test_decoder_layer(decoder_layer, dtype, monkeypatch):
+    reports = []
+    monkeypatch.setattr(
+        decoder_layer, "report", lambda rows, title: reports.append([row.label for row in rows])
+    )
     assert decoder_layer.main([*SMALL, "--dtype", dtype]) == 0
-    printed = capsys.readouterr().out
+    (labels,) = reports
     for label in ("attention, causal", "residual + rmsnorm", "swiglu_mlp", "whole layer"):
-        assert label in printed
+        assert label in labels
+
+
+@pytest.mark.parametrize("columns", ["20", "200"])
+@pytest.mark.parametrize("milliseconds", [0.01, 1e7])
+def test_decoder_layer_prints_labels_in_one_piece(decoder_layer, columns, milliseconds, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    labels = ("residual + rmsnorm", "whole layer")
+    decoder_layer.report(
+        [decoder_layer.Row(label, milliseconds, 1, 1, 0.0, 1.0) for label in labels], "title"
+    )
+    printed = capsys.readouterr().out
+    assert all(label in printed for label in labels)
+    assert f"{milliseconds:.2f} ms" in printed
 
 
 def test_decoder_layer_reads_real_text(decoder_layer):

@@ -6,16 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from perf_case import FAST, LIMITS
 
+import gpu_ops
+from gpu_ops.errors import DeviceError
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
-from perf import attention_grids, bench_attention, case, cli, harness, limits, memory, report
+from perf import (
+    attention_grids,
+    attention_options,
+    bench_attention,
+    case,
+    cli,
+    harness,
+    limits,
+    memory,
+    report,
+)
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.case import DTYPES, Config
-
-FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9, matmul_half=800e9)
 
 
 def grid(name, **how):
@@ -91,7 +101,7 @@ def test_sixteen_bits_are_judged_by_a_16_bit_matmul():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gpu_baseline_computes_attention(dtype, causal):
     """On NumPy arrays: CuPy's answer to the same calls."""
-    x = bench_attention.qkv(np.random.default_rng(0), Shape(2, 19, 31, 6, 2, 8), DTYPES[dtype])
+    x = attention_options.data(np.random.default_rng(0), Shape(2, 19, 31, 6, 2, 8), DTYPES[dtype])
     exact = reference_attention(x["q"], x["k"], x["v"], causal=causal)
     naive = reference_attention(x["q"], x["k"], x["v"], causal=causal, precision="naive")
     close(peers.device_forward(causal, x)(), exact, naive, dtype)
@@ -101,7 +111,7 @@ def test_the_gpu_baseline_computes_attention(dtype, causal):
 @pytest.mark.parametrize("nheads_kv", [1, 2, 6])
 def test_the_gpu_baseline_decodes(dtype, nheads_kv):
     shape = Shape(3, 1, 40, 6, nheads_kv, 16)
-    x = bench_attention.qkv(np.random.default_rng(0), shape, DTYPES[dtype], cache=True)
+    x = attention_options.data(np.random.default_rng(0), shape, DTYPES[dtype], ("seqused_k",))
     exact = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"])
     naive = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"], precision="naive")
     close(peers.device_decode(x)(), exact, naive, dtype)
@@ -117,15 +127,15 @@ def close(got, exact, naive, dtype):
 @pytest.mark.parametrize("name", ["math", "flash"])
 def test_torchs_backends(name):
     pytest.importorskip("torch", reason="the torch peers need torch: pip install torch")
-    x = bench_attention.qkv(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
+    x = attention_options.data(np.random.default_rng(0), Shape(1, 24, 24, 4, 4, 16), DTYPES["float32"])
     one = next(c for c in bench_attention.cases(Config()) if c.name == "forward causal")
     got = one.contender(f"torch {name}")(x)().numpy().transpose(0, 2, 1, 3)
     np.testing.assert_allclose(got, reference_attention(x["q"], x["k"], x["v"], causal=True), atol=1e-5)
 
 
 def test_a_large_cache_is_checked_in_part(monkeypatch):
-    x = bench_attention.qkv(
-        np.random.default_rng(0), Shape(3, 1, 40, 6, 2, 16), DTYPES["float32"], cache=True
+    x = attention_options.data(
+        np.random.default_rng(0), Shape(3, 1, 40, 6, 2, 16), DTYPES["float32"], ("seqused_k",)
     )
     out = reference_decode(x["q"], x["k"], x["v"], seqused_k=x["seqused_k"])
     whole, same = bench_attention.sample_group(x, out)
@@ -160,7 +170,8 @@ def test_a_contender_that_cannot_run_is_left_out_and_told(small):
     assert set(result.timings) == {"ours"}
     assert result.left_out == {"numba": "RuntimeError: no kernel for float32", "naive": "MemoryError: 17 GiB"}
     assert not result.failure
-    assert result.to_json()["left_out"] == result.left_out
+    row = result.row()
+    assert {name: row[f"left_out_{name}"] for name in result.left_out} == result.left_out
 
 
 def test_ours_is_never_left_out(small):
@@ -206,10 +217,20 @@ def test_backward_waits_for_its_kernels_off_the_cpu(monkeypatch):
     names = {c.name.split()[0] for c in bench_attention.cases(Config())}
     assert names == {"forward", "backward", "decode"}
     for has in (False, True):
-        monkeypatch.setattr(bench_attention, "has_cuda_kernels", lambda op, has=has: has)
+        monkeypatch.setattr(bench_attention, "GPU_BACKWARD", has)
         for device in ("cuda", "emulator"):
             names = {c.name.split()[0] for c in bench_attention.cases(Config(device=device, seqlens=(64,)))}
             assert ("backward" in names) == has
+
+
+def test_the_bench_knows_whether_backward_has_gpu_kernels():
+    array, lse = np.zeros((1, 4, 1, 8), np.float32), np.zeros((1, 1, 4), np.float32)
+    missing = ""
+    try:
+        gpu_ops.explain("attention_backward", *[array] * 5, lse, device="emulator")
+    except DeviceError as error:
+        missing = str(error)
+    assert ("no CUDA kernels" not in missing) == bench_attention.GPU_BACKWARD
 
 
 def test_the_command_line_knows_the_grids(capsys):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from perf_case import FAST, LIMITS
 
-from perf import accuracy, case, cli, compare, harness, limits, machine
+from perf import accuracy, case, cli, harness, machine, runs
 from perf.case import Config
 
-FAST = harness.Effort(rounds=2, slice_seconds=0.0, slow_seconds=0.0, pause=0.0)
-LIMITS = limits.Limits(copy=20e9, read=30e9, matmul=100e9)
 TINY = {
     "attention": 48,
     "layernorm": 8,
@@ -72,7 +72,7 @@ def test_the_baselines_compute_the_same(op, dtype, who):
         prepare = getattr(one, who)
         if prepare is None:
             continue
-        got = [to_array(r) for r in case.results(prepare(case.copy_inputs(inputs))())]
+        got = [to_array(r) for r in case.results(prepare(copy.deepcopy(inputs))())]
         assert len(got) == len(exact)
         for have, want in zip(got, exact, strict=True):
             assert np.abs(align(have, want.shape) - want).max() <= allowed * np.abs(want).max(), one.key
@@ -86,25 +86,29 @@ def to_array(result) -> np.ndarray:
 
 def align(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """torch's attention keeps heads before positions."""
-    if array.shape != shape and array.ndim == 4:
-        array = (
-            array.transpose(0, 2, 1, 3)
-            if array.transpose(0, 2, 1, 3).shape == shape
-            else array.reshape(shape)
-        )
-    return array
+    if array.shape == shape or array.ndim != 4:
+        return array
+    swapped = array.transpose(0, 2, 1, 3)
+    return swapped if swapped.shape == shape else array.reshape(shape)
 
 
 def test_a_bench_runs_as_a_file_from_the_root(tmp_path):
-    command = ["perf/bench_rmsnorm.py", "--device", "cpu", "--dtype", "float32", "--seqlen", "8"]
-    done = subprocess.run(
-        [sys.executable, *command, "--quick", "--no-torch", "--no-memory", "--save", str(tmp_path)],
-        cwd=machine.ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = [
+        sys.executable,
+        "perf/bench_rmsnorm.py",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--seqlen",
+        "8",
+    ]
+    command += ["--quick", "--no-torch", "--no-memory", "--save", str(tmp_path)]
+    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cases within tolerance" in done.stdout
-    (path,) = tmp_path.glob("*.json")
-    assert {c["op"] for c in compare.load(path)["cases"]} == {"rmsnorm"}
+    (path,) = tmp_path.glob("*.csv")
+    assert {row["op"] for row in runs.load(path).rows} == {"rmsnorm"}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ def test_a_bench_runs_as_a_file_from_the_root(tmp_path):
         (["--op", "nothing"], "invalid choice"),
         (["--seqlen", "0"], "must be at least 1"),
         (["--dtype", "int8"], "invalid choice"),
-        (["--compare", "/nowhere.json"], "--compare"),
+        (["--compare", "/nowhere.csv"], "--compare"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments, message, capsys):

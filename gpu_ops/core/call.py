@@ -31,10 +31,14 @@ from gpu_ops.kernels.program import Layout, Spec
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Call", "Look", "Output", "Source"]
+__all__ = ["Bound", "Call", "Finish", "Look", "Output", "Source"]
 
 Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 """A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
+
+
+Finish: TypeAlias = Callable[[dict[str, Any], Any, Callable[[str], Any]], Any]
+"""Makes what a call returns: (arrays by name, device, name to result in the caller's library)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Bound:
     given: dict[str, Any]
     """The caller's own objects for results, by argument."""
     problem: str | Callable[[], str]
-    finish: Callable[[dict[str, Any]], Any] | None
+    finish: Finish | None
     look: Look | None
     library: str | None
     cuda: CudaArrays | None
@@ -260,7 +264,7 @@ class Call:
         problem: str | Callable[[], str],
         lowered_as: str = "",
         unsupported: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
-        finish: Callable[[dict[str, Any]], Any] | None = None,
+        finish: Finish | None = None,
         look: Look | None = None,
         flops: float = 0.0,
     ) -> Bound:

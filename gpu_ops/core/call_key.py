@@ -45,7 +45,7 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
     ``written``: the arguments that receive results, by position or name.
     """
     environment = _environment()
-    key: list[Any] = [*environment, *kwargs]
+    key: list[Any] = [*environment, len(args), *kwargs]
     on_emulator = (kwargs.get("device") or environment[0]) not in (None, "cpu", b"cpu", "cuda", b"cuda")
     for x in (*args, *kwargs.values()):
         kind = type(x)

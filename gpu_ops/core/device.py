@@ -212,7 +212,7 @@ def _numpy_argument(a: Any, views: Views) -> Any:
     data = root.ravel(order="K").view(np.uint8)
     if not np.may_share_memory(data, root):  # an owner with gaps, as another library's strided array
         low, high = np.lib.array_utils.byte_bounds(root)
-        data = np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
     # a view, so that the emulator sees how far it lies from the start of its allocation
     offset = _address(base) - _address(data) + a.offset
     view = np.ndarray(a.shape, a.dtype, data, offset, a.strides)

@@ -85,8 +85,8 @@ class Op:
         if prepared is not None:
             return prepared(args, kwargs)
         bound = self.binder(*args, **kwargs)
-        prepared = Prepared(bound, self.parameters)
-        result = prepared.first(bound, self._arguments(args, kwargs))
+        prepared = Prepared(bound, self.parameters, args, kwargs)
+        result = prepared.first(bound, args, kwargs)
         if key is not None:
             if len(self.known) >= MAX_CALLS:
                 self.known.clear()
@@ -105,13 +105,10 @@ class Op:
         position = self.parameters.index(name)
         return position if position < len(args) else name
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         bound = self.binder(*args, **kwargs)
-        prepared = Prepared(bound, self.parameters)
-        views = dict(bound.views)
+        prepared = Prepared(bound, self.parameters, args, kwargs)
+        views = prepared.views(bound, args, kwargs)
         values = bound.look(views, prepared.backend)[0] if bound.look else {}
         return Explanation(bound, prepared, values)
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.arrays import from_dlpack, give
-from gpu_ops.core.call import Bound, Output
+from gpu_ops.core.call import Bound, Output, Source
 from gpu_ops.core.dispatch import lowering
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 from gpu_ops.kernels.program import ALIGNMENT, Layout, Limits, Program, Spec, Workspace, lower
+from gpu_ops.memory_pool import FROM_BYTES
 
 __all__ = ["Linked", "Prepared", "forget", "program_of"]
 
@@ -76,7 +77,9 @@ class Linked:
 class Prepared:
     """A bound call without its arrays."""
 
-    def __init__(self, bound: Bound, parameters: tuple[str, ...]) -> None:
+    def __init__(
+        self, bound: Bound, parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.op, self.spec, self.choice = bound.op, bound.spec, bound.choice
         self.backend = lowering(bound.choice)
         self.device: Any = None  # the emulator's knows the arrays of one call only
@@ -86,137 +89,138 @@ class Prepared:
             self.device = devices.current_device(bound.choice.device)
         self._library = bound.cuda.library if bound.cuda else bound.library
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
-        self._outputs, self._finish, self._look = bound.outputs, bound.finish, bound.look
+        self._finish, self._look = bound.finish, bound.look
+        new = [o for o in bound.outputs if o.source is None]
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
-        self._new = [
-            (o.name, *_allocation(bound.spec, o)) for o in bound.outputs if o.source is None and o.returned
-        ]
-        self._hidden = tuple(
-            Workspace(o.name, o.layout.shape, o.layout.dtype)
-            for o in bound.outputs
-            if o.source is None and not o.returned
-        )
-        given = {o.name: o.source for o in bound.outputs if o.source is not None}
-        self._given = frozenset(given)
+        self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned]
+        self._hidden = tuple(Workspace(o.name, o.layout.shape, o.layout.dtype) for o in new if not o.returned)
         self._aliases = [(o.name, o.alias) for o in bound.outputs if o.alias is not None]
-        self._sources = [
-            (name, parameters.index(s.argument), s) for name, s in (bound.sources | given).items()
+        own = {o.name: o.source for o in bound.outputs if o.source is not None}
+        self._given = frozenset(own)
+        places = [
+            _Place(name, source, parameters.index(source.argument), len(args))
+            for name, source in (bound.sources | own).items()
         ]
+        self._places = places
+        # Arrays that need no more than to be found, where a call has no others.
+        as_they_are = self._library is None and not any(
+            p.source.make or p.source.item is not None or p.name in bound.copied for p in places
+        )
+        if not self._on_cuda:
+            as_they_are = as_they_are and all(type(p.find(args, kwargs)) is np.ndarray for p in places)
+        self._by_position = [(p.name, p.position) for p in places if p.by_position] if as_they_are else None
+        self._by_keyword = [(p.name, p.source.argument) for p in places if not p.by_position]
+        self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A later call: its arrays are where those of the first were."""
-        if self._on_cuda and self._library is not None:
-            return self._foreign(args, kwargs)
-        views: Views = {}
-        own: Views = {}
-        for name, position, source in self._sources:
-            x = args[position] if position < len(args) else kwargs[source.argument]
-            if source.make is not None:
-                views[name] = source.make(x, self.device)
-                continue
-            if source.item is not None:
-                x = getattr(x, source.item) if type(source.item) is str else x[source.item]  # type: ignore[index]
-            if name in self._given:
-                own[name] = x
-            if not self._on_cuda and type(x) is not np.ndarray:
-                x = x.view(np.ndarray) if isinstance(x, np.ndarray) else from_dlpack(x, self._library)
-            if name in self._copied:
-                x = self._contiguous(x)
-            views[name] = x
-        device = self.device
-        if not self._on_cuda or device.is_current:
-            return self.execute(views, own, kwargs.get("workspace"))
-        with device:
-            return self.execute(views, own, kwargs.get("workspace"))
+        if self._by_position is None:
+            return self._from_places(args, kwargs)
+        views = {name: args[i] for name, i in self._by_position}
+        for name, keyword in self._by_keyword:
+            views[name] = kwargs[keyword]
+        if not self._on_cuda or self.device.is_current:
+            return self.execute(views, views, kwargs.get("workspace"))
+        with self.device:
+            return self.execute(views, views, kwargs.get("workspace"))
 
-    def _foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """CUDA arrays of other libraries: on their own stream."""
+    def _from_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same for arrays of other libraries, items of arguments and what arguments hold."""
+        found = {p.name: p.find(args, kwargs) for p in self._places}
+        if not self._on_cuda:
+            views = {p.name: self._on_host(p, found[p.name]) for p in self._places}
+            return self.execute(views, found, kwargs.get("workspace"))
         from gpu_ops.core.cuda_arrays import CudaArrays
 
-        raw: Views = {}
-        for name, position, source in self._sources:
-            x = args[position] if position < len(args) else kwargs[source.argument]
-            if source.item is not None:
-                x = getattr(x, source.item) if type(source.item) is str else x[source.item]  # type: ignore[index]
-            raw[name] = x
-        first = next(name for name, _, source in self._sources if source.make is None)
-        arrays = CudaArrays(self.op, first, raw[first])
-        views = {
-            name: source.make(raw[name], self.device) if source.make else arrays.view(name, raw[name])
-            for name, _, source in self._sources
-        }
+        first = next(p.name for p in self._places if p.source.make is None)
+        arrays = CudaArrays(self.op, first, found[first])
         with arrays.active():
-            views |= {name: self._contiguous(views[name]) for name in self._copied}
-            own = {name: raw[name] for name in self._given}
-            return self.execute(views, own, kwargs.get("workspace"))
+            views = {
+                p.name: p.source.make(x, self.device) if p.source.make else arrays.view(p.name, x)
+                for p, x in zip(self._places, found.values(), strict=True)
+            }
+            views |= {name: arrays.contiguous(views[name]) for name in self._copied}
+            return self.execute(views, found, kwargs.get("workspace"))
 
-    def first(self, bound: Bound, arguments: dict[str, Any]) -> Any:
+    def _on_host(self, place: _Place, x: Any) -> Any:
+        if place.source.make is not None:
+            return place.source.make(x, self.device)
+        if type(x) is not np.ndarray:
+            x = x.view(np.ndarray) if isinstance(x, np.ndarray) else from_dlpack(x, self._library)
+        return np.ascontiguousarray(x) if place.name in self._copied else x
+
+    def first(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call that was bound."""
-        own: Views = {}
-        views = dict(bound.views)
-        for name, _, source in self._sources:
-            x = arguments[source.argument]
-            if source.make is not None:
-                views[name] = source.make(x, self.device)
-            elif name in self._given:
-                own[name] = x if source.item is None else x[source.item]  # type: ignore[index]
+        found = {p.name: p.find(args, kwargs) for p in self._places}
+        views = self.views(bound, args, kwargs)
         with bound.cuda.active() if bound.cuda else _NOTHING:
-            return self.execute(views, own, bound.workspace)
+            return self.execute(views, found, bound.workspace)
+
+    def views(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Views:
+        """The arrays of the call that was bound, those that arguments hold included."""
+        held = [p for p in self._places if p.source.make is not None]
+        return bound.views | {p.name: p.source.make(p.find(args, kwargs), self.device) for p in held}  # type: ignore[misc]
 
     def execute(self, views: Views, own: Views, workspace: Any) -> Any:
-        """``own``: the caller's objects for results."""
-        values: dict[str, Any] = {}
+        """Look at values, allocate, run. ``own``: the caller's objects, of which results are returned as they are."""
+        values: dict[str, Any] = _NO_VALUES
         if self._look is not None:
+            views = dict(views)
             values, more = self._look(views, self.backend)
             views.update(more)
         device = devices.EmulatorDevice() if self.device is None else self.device
+        host: Views = {}
         if self.choice.copies:
             host = {name: views[name] for name in (*self._given, *self._updated)}
-            _copy_to_device(views)
-        linked = self._program(values, device)
+            views = _copied_to_device(views)
+        linked = self._link(values, device)
         if workspace is not None:
             workspace = _check_workspace(self.op, workspace, linked.program, self.choice.device)
         if self.device is None:
             self._name(views, device)
-        for name, shape, dtype, axes in self._new:
-            view = self._allocate(device, shape, dtype, name)
-            views[name] = view if axes is None else view.transpose(axes)
+        for new in self._new:
+            views[new.name] = new.allocate(self.op, device)
         for name, alias in self._aliases:
             views[name] = views[alias]
         linked(views, workspace)
-        if self.choice.copies:
-            for name, target in host.items():
-                target[...] = _to_host(views[name])
+        for name, target in host.items():
+            target[...] = _to_host(views[name])
+        if self._returns_own:
+            names, found = self._returned, views if own is views else {**views, **own}
+            return found[names[0]] if len(names) == 1 else tuple([found[name] for name in names])
         if self._finish is not None:
             return self._finish(views, device, lambda name: self._give(name, views, own))
-        if len(self._returned) == 1:
-            return self._give(self._returned[0], views, own)
-        return tuple([self._give(name, views, own) for name in self._returned])
+        results = tuple([self._give(name, views, own) for name in self._returned])
+        return results[0] if len(results) == 1 else results
 
     def limits(self) -> Limits:
-        device = devices.EmulatorDevice() if self.device is None else self.device
-        limits: Limits = device.limits
+        """Of the device that runs the call."""
+        limits: Limits = (devices.EmulatorDevice() if self.device is None else self.device).limits
         return limits
 
     def program(self, values: dict[str, Any], limits: Limits) -> Program:
-        """The program for what :data:`gpu_ops.core.call.Look` found, results that nobody asked for as workspaces."""
+        """The program for what the hook found; results that nobody asked for are workspaces."""
         spec = replace(self.spec, options=(*self.spec.options, *values.items())) if values else self.spec
-        program = program_of(spec, self.backend, limits)
-        return replace(program, workspaces=(*self._hidden, *program.workspaces)) if self._hidden else program
-
-    def _program(self, values: dict[str, Any], device: Any) -> Linked:
-        last = self._linked  # other threads may replace it
-        if self.device is None:
-            return Linked(self.program(values, device.limits), device)
-        if last is None or last[0] != values:
-            self._linked = last = values, Linked(self.program(values, device.limits), device)
-        return last[1]
+        return self._with_hidden(program_of(spec, self.backend, limits))
 
     def use(self, program: Program) -> None:
         """Take another program from now on: a candidate that is measured."""
-        program = replace(program, workspaces=(*self._hidden, *program.workspaces))
-        self._linked = {}, Linked(program, self.device)
+        self._linked = _NO_VALUES, Linked(self._with_hidden(program), self.device)
+
+    def _with_hidden(self, program: Program) -> Program:
+        if not self._hidden:
+            return program
+        return replace(program, workspaces=(*self._hidden, *program.workspaces))
+
+    def _link(self, values: dict[str, Any], device: Any) -> Linked:
+        last = self._linked  # other threads may replace it
+        if last is not None and (last[0] is values or last[0] == values):
+            return last[1]
+        linked = Linked(self.program(values, device.limits), device)
+        if self.device is not None:
+            self._linked = values, linked
+        return linked
 
     def _name(self, views: Views, device: devices.EmulatorDevice) -> None:
         for name, x in views.items():
@@ -225,19 +229,9 @@ class Prepared:
         for name in self._given:
             device.name(name, views[name], written=False)
 
-    def _allocate(self, device: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Any:
-        try:
-            return device.empty(shape, dtype, name)
-        except OptionError:  # of the pool
-            raise
-        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
-            required = Layout.contiguous(shape, dtype).nbytes
-            raise OutOfMemoryError(
-                f"{self.op}: no memory for a result of shape {shape}, {required / 2**30:.1f} GiB", required
-            ) from error
-
     def _give(self, name: str, views: Views, own: Views) -> Any:
-        if name in own:
+        """A result as the caller gets it."""
+        if name in self._given:
             return own[name]
         view = views[name]
         if self.choice.copies:
@@ -250,12 +244,47 @@ class Prepared:
 
         return give_cuda(view, self._library)
 
-    def _contiguous(self, x: Any) -> Any:
-        if not self._on_cuda:
-            return np.ascontiguousarray(x)
-        import cupy
 
-        return cupy.ascontiguousarray(x)
+_NO_VALUES: dict[str, Any] = {}
+
+
+class _Place:
+    """Where calls of one key have an array."""
+
+    def __init__(self, name: str, source: Source, position: int, given: int) -> None:
+        self.name, self.source, self.position = name, source, position
+        self.by_position = position < given
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[self.position] if self.by_position else kwargs[self.source.argument]
+        item = self.source.item
+        if item is None:
+            return x
+        return getattr(x, item) if isinstance(item, str) else x[item]
+
+
+class _Allocation:
+    """A result that each call allocates."""
+
+    def __init__(self, spec: Spec, o: Output, device: Any) -> None:
+        self.name, self.shape, self.dtype, self.axes = o.name, *_allocation(spec, o)
+        # what the pool leaves to NumPy
+        self._small = device is devices.HOST and o.layout.nbytes < FROM_BYTES
+
+    def allocate(self, op: str, device: Any) -> Any:
+        try:
+            if self._small:
+                array = np.empty(self.shape, self.dtype)
+            else:
+                array = device.empty(self.shape, self.dtype, self.name)
+        except OptionError:  # of the pool
+            raise
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
+            required = Layout.contiguous(self.shape, self.dtype).nbytes
+            raise OutOfMemoryError(
+                f"{op}: no memory for a result of shape {self.shape}, {required / 2**30:.1f} GiB", required
+            ) from error
+        return array if self.axes is None else array.transpose(self.axes)
 
 
 def _allocation(spec: Spec, o: Output) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...] | None]:
@@ -267,16 +296,20 @@ def _allocation(spec: Spec, o: Output) -> tuple[tuple[int, ...], np.dtype[Any], 
     return tuple(shape[a] for a in axes), o.layout.dtype, inverse
 
 
-def _copy_to_device(views: Views) -> None:
+def _copied_to_device(views: Views) -> Views:
+    """NumPy arrays as copies on the current device; one array stays one."""
     import cupy
 
     moved: dict[int, Any] = {}
+    found: Views = {}
     for name, x in views.items():
         if isinstance(x, np.ndarray):
             if id(x) not in moved:
                 bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
                 moved[id(x)] = cupy.asarray(np.ascontiguousarray(bits)).view(x.dtype)
-            views[name] = moved[id(x)]
+            x = moved[id(x)]
+        found[name] = x
+    return found
 
 
 def _to_host(x: Any) -> Any:

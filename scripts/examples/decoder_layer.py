@@ -1,20 +1,20 @@
 """A Llama-style decoder layer on real text, through gpu_ops, checked against the same layer in plain NumPy.
 
-The text is the help pages that every Python carries (pydoc's topics), its bytes are the tokens, and the
-weights come from a fixed seed, so the run needs no download and is the same everywhere:
+The text is Python's own help pages (pydoc's topics), its bytes are the tokens, and the weights come from a fixed
+seed. The run needs no download and is the same everywhere:
 
     x -> rmsnorm -> q, k, v projections -> rope -> causal attention -> output projection
       -> + x, rmsnorm (one fused op) -> swiglu_mlp -> + residual
 
     python scripts/examples/decoder_layer.py --seqlen 4096 --dtype bfloat16
 
-Prints time, working memory and error of each op. Exits with 1 when an op leaves its tolerance: on the same
-inputs its error may be at most twice that of textbook NumPy code in the same dtype.
+Prints time, working memory and error of each op. Exits with 1 when an op is outside its tolerance: its error may be
+at most twice that of textbook NumPy code in the same dtype on the same inputs.
 """
 
 from __future__ import annotations
 
-if __package__ in (None, ""):  # run as a file: perf/ is beside gpu_ops/ in the repository
+if __package__ in (None, ""):  # run as a file: perf is in the repository, beside gpu_ops
     import sys
     from pathlib import Path
 
@@ -41,6 +41,7 @@ from gpu_ops.reference import rope as reference_rope
 from gpu_ops.reference import swiglu as reference_swiglu
 from gpu_ops.reference.tolerance import tolerance
 from perf.memory import peak_growth
+from perf.report import make_console, make_table, print_table
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -107,13 +108,13 @@ def make_weights(config: Config, dtype: Any, seed: int) -> dict[str, Array]:
 
 
 def text_tokens(seqlen: int) -> Array:
-    """The first bytes of Python's own help pages, repeated if they do not suffice."""
+    """The first bytes of Python's own help pages, repeated if there are too few."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     return np.resize(np.frombuffer(text, np.uint8), seqlen)[None]
 
 
 def decoder_layer(call: Callable[..., Any], x: Array, w: dict[str, Array], config: Config) -> Array:
-    """The layer. ``call(label, op, *arrays, **options)`` runs an op of :data:`OPS` in some way."""
+    """The layer. ``call(label, op, *arrays, **options)`` runs one op of :data:`OPS`."""
     batch, seqlen, _ = x.shape
     h = call("rmsnorm", "rmsnorm", x, w["norm_1"])
     q = call("q projection", "linear", h, w["q"]).reshape(batch, seqlen, config.nheads, config.head_dim)
@@ -141,15 +142,15 @@ class Row:
 
 
 def compare(found: list[Array], exact: list[Array], naive: list[Array], dtype: Any) -> tuple[float, float]:
-    """The largest error of all results, and what the rule of gpu_ops.reference.tolerance allows for them."""
+    """The largest error of all results, and their tolerance by gpu_ops.reference.tolerance."""
     error = max(float(np.abs(f.astype(np.float64) - e).max()) for f, e in zip(found, exact, strict=True))
     return error, max(tolerance(e, n, dtype) for e, n in zip(exact, naive, strict=True))
 
 
 def keep_nothing() -> None:
-    """Freed memory goes back to the system, so that what a call takes is seen as growth; some calls get slower."""
+    """Give freed memory back to the system, so that the memory of a call shows as growth. Some calls get slower."""
     os.environ["GPU_OPS_POOL_MB"] = "0"
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: memory that is taken again is not seen
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: reused memory does not show
         m_mmap_threshold = -3
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 128 << 10)
 
@@ -159,17 +160,17 @@ def listed(result: Any) -> list[Array]:
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[list[Array], int]:
-    """The results, and by how much the process grew beyond them at most."""
+    """The results, and the peak growth of the process without them."""
     growth, result = peak_growth(run)
     return listed(result), max(0, growth - sum(a.nbytes for a in listed(result)))
 
 
 def measured(rows: list[Row], repeats: int, dtype: Any) -> Callable[..., Any]:
-    """Runs each op through gpu_ops: timed, measured, and compared with its definition on the same inputs."""
+    """Runs each op through gpu_ops, and measures its time, memory and error on the same inputs."""
 
     def call(label: str, op: str, *arrays: Array, **options: Any) -> Any:
         ours, definition = OPS[op]
-        result = ours(*arrays, **options)  # compiles, or loads what was compiled before
+        result = ours(*arrays, **options)  # compiles the kernels, or loads them from the cache
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -205,17 +206,11 @@ def run(config: Config, seqlen: int, dtype: Any, repeats: int, seed: int) -> lis
 
 
 def report(rows: list[Row], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     caption = (
-        "memory: peak of the process beyond inputs and outputs, ours and of textbook NumPy in the same dtype; "
-        "projections are NumPy's own matmul"
+        "memory: peak of the process beyond inputs and outputs, ours and textbook NumPy in the same dtype; "
+        "the projections are NumPy's own matmul"
     )
-    table = Table(title=title, caption=caption)
-    table.add_column("op")
-    for name in ("time", "memory", "textbook NumPy", "max error", "allowed"):
-        table.add_column(name, justify="right")
+    table = make_table(title, ("op",), ("time", "memory", "textbook NumPy", "max error", "allowed"))
     for row in rows:
         if row is rows[-1]:
             table.add_section()
@@ -227,7 +222,9 @@ def report(rows: list[Row], title: str) -> None:
             f"[{'red' if row.fails else 'green'}]{row.error:.1e}[/]",
             f"{row.allowed:.1e}",
         )
-    Console().print(table)
+    console = make_console()
+    print_table(console, table)
+    console.print(caption, style="dim")
 
 
 def main(argv: list[str] | None = None) -> int:
