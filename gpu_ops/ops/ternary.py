@@ -114,10 +114,16 @@ def ternary_quantize(
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
     return call.bind(
         problem=f"{n} x {k} {dtype}, {chosen} {per}",
+        look=_backend,
         unsupported=_unsupported_quantize(dtype, k, group),
         finish=functools.partial(_as_matrix, shape=(n, k), group=group),
         flops=6.0 * n * k,
     )
+
+
+def _backend(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A matrix whose codes stay on a GPU is converted there by the kernels of the same backend."""
+    return {}, {"backend": backend}
 
 
 def _as_matrix(
@@ -127,7 +133,7 @@ def _as_matrix(
     if device is HOST or not views["w"].size:
         codes, scale = views.get("made") or _by_reference(np.zeros(shape, np.float32), "absmean", group, None)
         return TernaryMatrix._trusted(codes, scale, shape, "w2")
-    return TernaryMatrix._made_on(device, views["codes"], views["scale"], group, shape[1])
+    return TernaryMatrix._made_on(device, views["backend"], views["codes"], views["scale"], group, shape[1])
 
 
 def _by_reference(

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap
-from gpu_ops.core.arrays import Array, Arrays, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Plan, choose, op, planner_of
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.core.arrays import Array, as_rows, give, host_view, on_cuda, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.ternary import ternary_quantize
 from gpu_ops.ops.ternary_matmul import Activations, ternary_matmul
+from gpu_ops.ops.ternary_planes import take_matrix
 
 __all__ = ["TernaryLinear", "ternary_matmul_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="ternary_backward")
 def ternary_matmul_backward(
     dy: Any,
     x: Any,
@@ -32,7 +34,8 @@ def ternary_matmul_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Straight-through gradients of :func:`ternary_matmul`: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
     Rounding counts as the identity, as BitNet is trained: ``dw`` is for the latent weights that ``w`` was quantised
@@ -49,6 +52,8 @@ def ternary_matmul_backward(
         Arrays that receive the gradients; none may share memory with an input.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -105,9 +110,7 @@ def ternary_matmul_backward(
 
 def _unit(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The unit in which GPU kernels round float16 weights: about the largest scale."""
-    if backend in ("cpu", "reference"):
-        return {}, {}
-    return {"unit": _power_of_two(views["w"].to("w2").scale)}, {}
+    return {}, {"unit": _power_of_two(views["w"].to("w2").scale)} if backend == "raw" else {}
 
 
 @lowers("ternary_matmul_backward", "reference")
@@ -132,7 +135,7 @@ def _unsupported(dtype: str, k: int, groups: int) -> dict[str, str]:
 
 def _power_of_two(scale: Array) -> float:
     """About the largest scale: float16 weights are rounded in its units."""
-    largest = float(np.abs(scale).max())
+    largest = float(np.abs(scale).max(initial=0))
     return 2.0 ** math.frexp(largest)[1] if largest else 1.0
 
 
@@ -187,7 +190,7 @@ class TernaryLinear:
         self.activations = checks.one_of(name, "activations", activations, get_args(Activations))
         self.bias: Array | None = None
         if bias is not None:
-            self.bias = Arrays(name).read("bias", bias)
+            self.bias = Call(name).read("bias", bias)
             checks.float_dtype(name, bias=self.bias)
             checks.exactly(name, "bias", self.bias, (self.out_features,))
 
@@ -208,12 +211,10 @@ class TernaryLinear:
         self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
     ) -> Any:
         """y of x, as :func:`ternary_matmul` takes and gives them."""
-        where = {"device": device, "backend": backend}
         self._check_apart(out)
+        where = {"device": device, "backend": backend}
         y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
-        if self.bias is not None:
-            _add(y, self.bias)
-        return y
+        return y if self.bias is None else _add(x, y, self.bias)
 
     forward = __call__
 
@@ -223,23 +224,65 @@ class TernaryLinear:
         """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
         where = {"device": device, "backend": backend}
         dx, dw = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where)
-        if self.bias is None:
-            return dx, dw
-        return dx, dw, _sum_of_tokens(dy, dw)
+        return (dx, dw) if self.bias is None else (dx, dw, _sum_of_tokens(dy))
 
     def _check_apart(self, out: Any) -> None:
-        """The bias is read after ``out`` has been written."""
+        """The bias, which is in host memory, is read after ``out`` has been written."""
         if out is None or self.bias is None or on_cuda(out):
             return
-        with contextlib.suppress(GpuOpsError):  # what is no array the call itself refuses
-            if overlap(host_view("TernaryLinear", "out", out)[0], self.bias):
-                raise SharedBias
+        with contextlib.suppress(DTypeError, DeviceError):  # no array: the op itself refuses it
+            view, _ = host_view("TernaryLinear", "out", out)
+            if overlap(view, self.bias):
+                raise ShapeError(
+                    "TernaryLinear: out shares memory with bias, which would be overwritten before it is read; "
+                    "pass a separate array or omit it"
+                )
+
     def __repr__(self) -> str:
         bias = "" if self.bias is None else ", bias"
         sizes = f"{self.in_features} -> {self.out_features}"
         return f"TernaryLinear({sizes}{bias}, activations={self.activations!r}, {self.nbytes:,} bytes)"
 
 
-def _sum_of_tokens(dy: Array, dtype: np.dtype[Any]) -> Array:
-    total: Array = as_rows(dy).sum(axis=0, dtype=np.float64)
-    return total.astype(dtype)
+def _add(x: Any, y: Any, bias: Array) -> Any:
+    """``y + bias``, rounded to y's dtype first; y itself where its library allows. On the stream of x."""
+    if not on_cuda(y):
+        view, library = host_view("TernaryLinear", "y", y)
+        bias = bias.astype(view.dtype)
+        if not view.flags.writeable:  # JAX's arrays are constants
+            return give(view + bias, library)
+        view += bias
+        return y
+    import cupy
+
+    from gpu_ops.core.cuda_arrays import CudaArrays, give_cuda
+
+    arrays = CudaArrays("TernaryLinear", "x", x)
+    view = arrays.view("y", y)
+    with arrays.active():
+        bias = bias.astype(view.dtype)
+        bits = bias.view(f"u{bias.itemsize}")  # NumPy and CuPy cannot exchange bfloat16
+        on_device = cupy.asarray(bits).view(bias.dtype)
+        if arrays.library == "jax":
+            return give_cuda(view + on_device, "jax")
+        view += on_device
+    return y
+
+
+def _sum_of_tokens(dy: Any) -> Any:
+    """In float64, then in dw's dtype; in dy's library, on its stream."""
+    if not on_cuda(dy):
+        view, library = host_view("TernaryLinear", "dy", dy)
+        return give(_column_sums(view), library)
+    from gpu_ops.core.cuda_arrays import CudaArrays, give_cuda
+
+    arrays = CudaArrays("TernaryLinear", "dy", dy)
+    view = arrays.view("dy", dy)
+    with arrays.active():
+        sums = _column_sums(view)
+        return sums if arrays.library is None else give_cuda(sums, arrays.library)
+
+
+def _column_sums(dy: Array) -> Array:
+    sums: Array = as_rows(dy).sum(axis=0, dtype=np.float64)
+    return sums.astype(checks.computing_dtype(dy.dtype.name))

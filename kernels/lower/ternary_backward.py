@@ -18,11 +18,11 @@ import numpy as np
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import gemm
 from gpu_ops.kernels.lower.arguments import DTYPES, row_stride, rows_of
-from gpu_ops.kernels.lower.gemm import Operand
-from gpu_ops.kernels.lower.gemm_args import aligned
+from gpu_ops.kernels.lower.gemm_args import Operand, aligned, product
+from gpu_ops.kernels.lower.gemm_sum import add_up
 from gpu_ops.kernels.lower.ternary import TOKENS_THREADS, is_whole, scale_stride, tokens_kernel
 from gpu_ops.kernels.lower.ternary_config import UNIT, BackwardTile, backward_config, backward_tiles
-from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
+from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
@@ -78,9 +78,9 @@ def _raw(spec: Spec, on: Builder) -> None:
     g = _Gradients.of(spec, on)
     if g is None:
         return
-    _dx(on, g.dy, g.codes, g.scale, g.dx, spec["unit"])
+    _dx(on, g.dy, g.codes, g.scale, g.dx)
     used = g.x if spec["activations"] == "native" else _rounded(on, g.x)
-    gemm.PRODUCT_RAW(on, Operand(g.dy, True), Operand(used, True), g.dw)
+    gemm.launch_raw(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
 
 
 @lowers("ternary_matmul_backward", "numba")
@@ -90,10 +90,10 @@ def _numba(spec: Spec, on: Builder) -> None:
         return
     _twin_dx(on, g.dy, g.codes, g.scale, g.dx)
     used = g.x if spec["activations"] == "native" else _rounded_twin(on, g.x)
-    gemm.PRODUCT_NUMBA(on, Operand(g.dy, True), Operand(used, True), g.dw)
+    gemm.launch_numba(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
 
 
-def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor, unit: float) -> None:
+def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
     (tokens, k), n, itemsize = dx.shape, dy.shape[1], dy.dtype.itemsize
     tile, splits = backward_config(tokens, n, k, itemsize, sms=on.sms)
     target = dx if splits == 1 else on.empty((splits * tokens, k), np.float32, "parts of sums")
@@ -102,13 +102,15 @@ def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor, unit:
     shape["row_bytes"], shape["scale_stride"] = codes.shape[1], scale_stride(scale)
     shape["tokens"], shape["n"], shape["k"] = tokens, n, k
     shape["group_units"] = -(-k // scale.shape[1] // UNIT)
-    shape["aligned"], shape["unit"] = aligned([target]), unit
+    shape["aligned"], shape["unit"] = aligned([target]), 1.0
+    # float16 weights are rounded in units of about the largest scale
+    struct = Dynamic("unit", _SHAPE, shape[()]) if dy.dtype == np.float16 else shape[()]
     kernel = _kernel(dy.dtype.name, target.dtype.name, scale.size > 1, aligned([dy]), tile)
     grid = (tile.blocks(tokens, k), splits, 1)
-    args = (dy, codes, scale, target, shape[()])
+    args = (dy, codes, scale, target, struct)
     on.launch(kernel, grid, (tile.threads, 1, 1), args, shared=tile.shared_bytes(itemsize))
     if splits > 1:
-        gemm.add_up(on, target.reshape(splits, tokens, k), dx)
+        add_up(on, target.reshape(splits, tokens, k), dx)
 
 
 def _twin_dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
