@@ -20,11 +20,10 @@ from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
-
 from gpu_ops.ops.rope import rope, rope_backward
 from gpu_ops.ops.rope_append_kv import rope_append_kv
-# port: from gpu_ops.ops.swiglu import swiglu, swiglu_backward
-# port: from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
+from gpu_ops.ops.swiglu import swiglu, swiglu_backward
+from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
 from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
 from gpu_ops.ops.ternary_linear import TernaryLinear, ternary_matmul_backward
 from gpu_ops.ops.ternary_model import quantize_model

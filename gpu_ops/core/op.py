@@ -83,7 +83,8 @@ class Op:
         key = self._key(args, kwargs)
         prepared = self.known.get(key)
         if prepared is not None:
-            return prepared(args, kwargs)
+            result = prepared(args, kwargs)
+            return result if prepared.tuple_argument is None else kwargs[prepared.tuple_argument]
         bound = self.binder(*args, **kwargs)
         prepared = Prepared(bound, self.parameters, args, kwargs)
         result = prepared.first(bound, args, kwargs)
@@ -91,7 +92,7 @@ class Op:
             if len(self.known) >= MAX_CALLS:
                 self.known.clear()
             self.known[key] = prepared
-        return result
+        return result if prepared.tuple_argument is None else kwargs[prepared.tuple_argument]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.dynamic is not None and type(kwargs.get(self.dynamic)) in INTEGERS:

@@ -112,6 +112,11 @@ class Prepared:
         self._by_keyword = [(p.name, p.source.argument) for p in places if not p.by_position]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
+        places = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
+        results = places[0][0] if places and places[0] else ""
+        whole = len(places) > 1 and places == [(results, i) for i in range(len(places))]
+        self.tuple_argument = results if whole and bound.finish is None else None
+        """The argument that is the tuple of all results; the call returns it."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A later call: its arrays are where those of the first were."""

@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
-from gpu_ops.core.device import CudaDevice, EmulatorDevice, cuda_device
+from gpu_ops.core.device import CudaDevice, cuda_device
 from gpu_ops.errors import DTypeError
 from gpu_ops.formats.ternary_checks import (
     check_scale,

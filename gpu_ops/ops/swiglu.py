@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, cast, get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Choice, Plan, choose, op
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
+from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.reference.swiglu import Activation
 
 __all__ = ["swiglu", "swiglu_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="swiglu")
 def swiglu(
     gate: Any,
     up: Any = None,
@@ -25,7 +26,8 @@ def swiglu(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gated activation ``y = act(gate) * up``.
 
     Parameters
@@ -40,6 +42,8 @@ def swiglu(
         Receives y. ``out=gate`` works in place in the split form.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -64,58 +68,16 @@ def swiglu(
     >>> gpu_ops.swiglu(np.concatenate([gate, up])).round(4)
     array([ 0.    ,  1.4621, -0.7152])
     """
-    name = "swiglu"
-    arrays = Arrays(name)
-    gate_, up_ = arrays.read("gate", gate), None if up is None else arrays.read("up", up)
-    dtype = checks.float_dtype(name, gate=gate_, up=up_)
-    g, u = _split(name, gate_, up_)
-    act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
-    out_ = arrays.write("out", out, g.shape, g.dtype, in_place=None if up is None else "gate", rows=True)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
-
-    def compute(on: Device | None) -> Array:
-        if choice.backend == "reference":
-            from gpu_ops.reference import swiglu as reference
-
-            y: Array = reference.swiglu(gate_, up_, activation=act)
-            if out_ is not None:
-                out_[...] = y
-            return y
-        y = arrays.new(g.shape, g.dtype, "y") if out_ is None else out_
-        host_function("swiglu.forward", on, choice.backend)(
-            as_rows(g), as_rows(u), as_rows(y), activation=act
-        )
-        return y
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            y = compute(on)
-            return arrays.give(y) if out is None else out
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import swiglu as kernels
-
-        new = Arrays(name).new
-
-        def swiglu(gate: Array, up: Array | None = None, *, out: Array | None = None, **_: Any) -> Array:
-            g, u = _split(name, gate, up)
-            y = new(g.shape, g.dtype, "y") if out is None else out
-            kernels.forward(as_rows(g), as_rows(u), as_rows(y), activation=act)
-            return y
-
-        return swiglu
-
-    return Plan(
-        name,
-        choice,
-        lambda: _problem(g, dtype, act),
-        lambda: _config(choice, g, arrays, compute),
-        run,
-        again=again if choice.compiled else None,
-    )
+    call = Call("swiglu", device, backend, workspace)
+    gate_, up_ = call.read("gate", gate, rows=True), call.optional("up", up, rows=True)
+    dtype = checks.float_dtype(call.op, gate=gate_, up=up_)
+    shape = _shape(call.op, gate_, up_)
+    call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
+    call.write("y", shape, gate_.dtype, out, in_place=None if up is None else "gate", rows=True)
+    return _bind(call, shape, dtype, activation, flops=10.0)
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="swiglu")
 def swiglu_backward(
     dy: Any,
     gate: Any,
@@ -125,7 +87,8 @@ def swiglu_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gradients of :func:`swiglu`: ``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``.
 
     Parameters
@@ -138,6 +101,8 @@ def swiglu_backward(
         Receives the gradients. ``out=(gate, up)``, or packed ``out=gate``, works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -155,103 +120,62 @@ def swiglu_backward(
     >>> dgate.round(4), dup.round(4)
     (array([1.    , 1.8553]), array([0.    , 0.7311]))
     """
-    name = "swiglu_backward"
-    arrays = Arrays(name)
-    dy_, gate_ = arrays.read("dy", dy), arrays.read("gate", gate)
-    up_ = None if up is None else arrays.read("up", up)
-    dtype = checks.float_dtype(name, gate=gate_, up=up_, dy=dy_)
-    g, u = _split(name, gate_, up_)
-    checks.exactly(name, "dy", dy_, g.shape)
-    act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
-    outs = _outs(arrays, gate_, up_, out)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
-
-    def compute(on: Device | None) -> list[Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import swiglu as reference
-
-            computed = reference.swiglu_backward(dy_, gate_, up_, activation=act)
-            results = list(computed) if isinstance(computed, tuple) else [computed]
-            for target, x in zip(outs or [], results, strict=bool(outs)):
-                target[...] = x
-            return results
-        like = {"dgate": gate_} if up_ is None else {"dgate": gate_, "dup": up_}
-        results = outs or [arrays.new(x.shape, x.dtype, label) for label, x in like.items()]
-        gradients = _split(name, results[0], None if up_ is None else results[1])
-        host_function("swiglu.backward", on, choice.backend)(
-            *map(as_rows, (dy_, g, u, *gradients)), activation=act
-        )
-        return results
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            results = compute(on)
-            if out is not None:
-                return out
-            given = tuple(map(arrays.give, results))
-            return given[0] if up_ is None else given
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import swiglu as kernels
-
-        new = Arrays(name).new
-
-        def swiglu_backward(
-            dy: Array, gate: Array, up: Array | None = None, *, out: Any = None, **_: Any
-        ) -> Any:
-            if out is None:
-                out = new(gate.shape, gate.dtype)
-                out = out if up is None else (out, new(up.shape, up.dtype))
-            gradients = _split(name, out, None) if up is None else out
-            kernels.backward(*map(as_rows, (dy, *_split(name, gate, up), *gradients)), activation=act)
-            return out
-
-        return swiglu_backward
-
-    return Plan(
-        name,
-        choice,
-        lambda: _problem(g, dtype, act),
-        lambda: _config(choice, g, arrays, compute),
-        run,
-        again=again if choice.compiled else None,
-    )
+    call = Call("swiglu_backward", device, backend, workspace)
+    dy_, gate_ = call.read("dy", dy, rows=True), call.read("gate", gate, rows=True)
+    up_ = call.optional("up", up, rows=True)
+    dtype = checks.float_dtype(call.op, gate=gate_, up=up_, dy=dy_)
+    shape = _shape(call.op, gate_, up_)
+    checks.exactly(call.op, "dy", dy_, shape)
+    call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
+    if up_ is None:
+        call.write("dgate", gate_.shape, gate_.dtype, out, in_place="gate", rows=True)
+    else:
+        results = {"dgate": (shape, gate_.dtype), "dup": (shape, gate_.dtype)}
+        call.write_each(results, out, in_place={"dgate": "gate", "dup": "up"}, rows=True)
+    return _bind(call, shape, dtype, activation, flops=20.0)
 
 
-def _split(name: str, gate: Array, up: Array | None) -> tuple[Array, Array]:
-    """gate and up as arrays of one shape; views of the halves of a packed array."""
+def _shape(name: str, gate: Array, up: Array | None) -> tuple[int, ...]:
+    """The shape of the result, half as wide as a packed ``gate``."""
     if gate.ndim == 0:
         raise ShapeError(f"{name}: gate has no axes; expected (..., d), or packed (..., 2 * d) without up")
     if up is not None:
         checks.exactly(name, "up", up, gate.shape)
-        return gate, up
+        return gate.shape
     if gate.shape[-1] % 2:
         raise ShapeError(
             f"{name}: packed gate has shape {gate.shape}; without up its last axis holds gate and up and must be "
             "even. Pass up= for the split form"
         )
-    half = gate.shape[-1] // 2
-    return gate[..., :half], gate[..., half:]
+    return (*gate.shape[:-1], gate.shape[-1] // 2)
 
 
-def _outs(arrays: Arrays, gate: Array, up: Array | None, out: Any) -> list[Array]:
-    """Writable views of ``out``: none, one packed, or dgate and dup."""
-    if up is None:
-        view = arrays.write("out", out, gate.shape, gate.dtype, in_place="gate", rows=True)
-        return [] if view is None else [view]
-    like = {"dgate": (gate.shape, gate.dtype), "dup": (up.shape, up.dtype)}
-    return arrays.write_each("out", out, like, in_place={"dgate": "gate", "dup": "up"}, rows=True)
+def _bind(call: Call, shape: tuple[int, ...], dtype: str, activation: str, flops: float) -> Bound:
+    """``flops``: per element of the result."""
+    return call.bind(
+        problem=lambda: f"{math.prod(shape[:-1])} rows of {shape[-1]} {dtype}, {activation}",
+        unsupported=checks.unsupported(dtype),
+        flops=flops * math.prod(shape),
+    )
 
 
-def _problem(g: Array, dtype: str, activation: str) -> str:
-    return f"{math.prod(g.shape[:-1])} rows of {g.shape[-1]} {dtype}, {activation}"
+@lowers("swiglu", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.swiglu import swiglu
+
+    def run(views: Mapping[str, Any]) -> None:
+        store(views, ("y",), swiglu(views["gate"], views.get("up"), activation=spec["activation"]))
+
+    on.call(run, "NumPy, float64")
 
 
-def _config(choice: Choice, g: Array, arrays: Arrays, compute: Callable[[Device | None], Any]) -> str:
-    if choice.device != "cpu":
-        return arrays.launches(choice, compute)
-    if choice.backend == "reference":
-        return "NumPy, float64"
-    from gpu_ops.kernels.numba_cpu import swiglu as kernels
+@lowers("swiglu_backward", "reference")
+def _reference_backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.swiglu import swiglu_backward
 
-    return kernels.config(math.prod(g.shape[:-1]), g.shape[-1])
+    def run(views: Mapping[str, Any]) -> None:
+        up = views.get("up")
+        found = swiglu_backward(views["dy"], views["gate"], up, activation=spec["activation"])
+        store(views, ("dgate",) if up is None else ("dgate", "dup"), found)
+
+    on.call(run, "NumPy, float64")

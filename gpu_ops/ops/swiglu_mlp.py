@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast, get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays, as_rows
-from gpu_ops.core.checks import Axes
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Choice, Plan, choose, op
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
+from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.reference.swiglu import Activation
 
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="swiglu_mlp")
 def swiglu_mlp(
     x: Any,
     w_gate: Any,
@@ -29,7 +28,8 @@ def swiglu_mlp(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gated MLP ``y = (act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T``.
 
     Parameters
@@ -45,6 +45,8 @@ def swiglu_mlp(
         Receives y; may not share memory with an input.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -69,59 +71,16 @@ def swiglu_mlp(
     >>> gpu_ops.swiglu_mlp(x, w, w, w).round(4)
     array([[0.7311, 3.5232]])
     """
-    name = "swiglu_mlp"
-    arrays = Arrays(name)
-    x_ = arrays.read("x", x)
-    weights = [arrays.read(n, w) for n, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down))]
-    dtype, axes = _validate(name, x_, weights)
-    act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
-    shape = (*x_.shape[:-1], axes["hidden_out"])
-    out_ = arrays.write("out", out, shape, x_.dtype, rows=True)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
-
-    def compute(on: Device | None) -> Array:
-        y: Array
-        if choice.backend == "reference":
-            from gpu_ops.reference import swiglu as reference
-
-            y = reference.swiglu_mlp(x_, *weights, activation=act)
-            if out_ is not None:
-                out_[...] = y
-            return y
-        y = arrays.new(shape, x_.dtype, "y") if out_ is None else out_
-        if _is_empty(x_, axes):
-            return y
-        forward = host_function("swiglu_mlp.forward", on, choice.backend)
-        forward(as_rows(x_), weights, as_rows(y), activation=act)
-        return y
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            y = compute(on)
-            if _is_empty(x_, axes):  # no kernel has run
-                y.fill(0)
-            return arrays.give(y) if out is None else out
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import swiglu_mlp as cpu
-
-        new = Arrays(name).new
-
-        def mlp(
-            x: Array, w_gate: Array, w_up: Array, w_down: Array, *, out: Array | None = None, **_: Any
-        ) -> Array:
-            y = new(shape, x.dtype, "y") if out is None else out
-            cpu.forward(as_rows(x), (w_gate, w_up, w_down), as_rows(y), activation=act)
-            return y
-
-        return mlp
-
-    made = _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
-    alone = choice.compiled and not _is_empty(x_, axes)
-    return replace(made, again=again) if alone else made
+    call = Call("swiglu_mlp", device, backend, workspace)
+    x_ = call.read("x", x, rows=True)
+    weights = {name: call.read(name, w) for name, w in zip(_WEIGHTS, (w_gate, w_up, w_down), strict=True)}
+    dtype = _validate(call, x_, weights)
+    call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
+    call.write("y", (*x_.shape[:-1], call.axes["hidden_out"]), x_.dtype, out, rows=True)
+    return _bind(call, x_, dtype, activation, flops=2.0)
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="swiglu_mlp")
 def swiglu_mlp_backward(
     dy: Any,
     x: Any,
@@ -133,7 +92,8 @@ def swiglu_mlp_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Gradients of :func:`swiglu_mlp`. Gate and up are computed again from x, so that nothing need be kept.
 
     With ``h = act(gate) * up`` and ``dh = dy @ w_down``:
@@ -150,6 +110,8 @@ def swiglu_mlp_backward(
         Arrays that receive the gradients; none may share memory with an input.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -175,107 +137,66 @@ def swiglu_mlp_backward(
     >>> dx.round(4)
     array([[1.6587, 3.9432]])
     """
-    name = "swiglu_mlp_backward"
-    arrays = Arrays(name)
-    dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
-    weights = [arrays.read(n, w) for n, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down))]
-    dtype, axes = _validate(name, x_, weights, dy=dy_)
-    checks.exactly(name, "dy", dy_, (*x_.shape[:-1], axes["hidden_out"]))
-    act = cast(Activation, checks.one_of(name, "activation", activation, get_args(Activation)))
-    labels = ("dx", "dw_gate", "dw_up", "dw_down")
-    like = {n: (a.shape, a.dtype) for n, a in zip(labels, (x_, *weights), strict=True)}
-    outs = arrays.write_each("out", out, like, rows=True)
-    choice = choose(name, device, backend, arrays, cannot=checks.cannot(dtype))
-
-    def compute(on: Device | None) -> list[Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import swiglu as reference
-
-            results = list(reference.swiglu_mlp_backward(dy_, x_, *weights, activation=act))
-            for target, gradient in zip(outs, results, strict=bool(outs)):
-                target[...] = gradient
-            return results
-        results = outs or [arrays.new(*of, label) for label, of in like.items()]
-        if _is_empty(x_, axes):
-            return results
-        backward = host_function("swiglu_mlp.backward", on, choice.backend)
-        backward(as_rows(dy_), as_rows(x_), weights, as_rows(results[0]), results[1:], activation=act)
-        return results
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            results = compute(on)
-            if _is_empty(x_, axes):
-                for gradient in results:
-                    gradient.fill(0)
-            return tuple(arrays.give(r) for r in results) if out is None else out
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import swiglu_mlp as cpu
-
-        new = Arrays(name).new
-
-        def mlp_backward(
-            dy: Array, x: Array, w_gate: Array, w_up: Array, w_down: Array, *, out: Any = None, **_: Any
-        ) -> Any:
-            results = tuple([new(*of, label) for label, of in like.items()]) if out is None else out
-            rows = as_rows(dy), as_rows(x), (w_gate, w_up, w_down), as_rows(results[0]), results[1:]
-            cpu.backward(*rows, activation=act)
-            return results
-
-        return mlp_backward
-
-    made = _plan(name, choice, x_, axes, dtype, act, arrays, compute, run)
-    alone = choice.compiled and not _is_empty(x_, axes)
-    return replace(made, again=again) if alone else made
+    call = Call("swiglu_mlp_backward", device, backend, workspace)
+    dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
+    weights = {name: call.read(name, w) for name, w in zip(_WEIGHTS, (w_gate, w_up, w_down), strict=True)}
+    dtype = _validate(call, x_, weights, dy=dy_)
+    checks.exactly(call.op, "dy", dy_, (*x_.shape[:-1], call.axes["hidden_out"]))
+    call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
+    like = {"dx": x_, **{f"d{name}": w for name, w in weights.items()}}
+    call.write_each({name: (a.shape, a.dtype) for name, a in like.items()}, out, rows=True)
+    return _bind(call, x_, dtype, activation, flops=16 / 3)
 
 
-def _validate(name: str, x: Array, weights: list[Array], **more: Array) -> tuple[str, Axes]:
-    """The dtype's name and the axis lengths."""
-    w_gate, w_up, w_down = weights
-    dtype = checks.float_dtype(name, x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, **more)
-    axes = Axes(name)
-    axes.bind("w_gate", w_gate, "ffn hidden")
-    axes.bind("w_up", w_up, "ffn hidden")
-    axes.bind("w_down", w_down, "hidden_out ffn")
+_WEIGHTS = ("w_gate", "w_up", "w_down")
+
+
+def _validate(call: Call, x: Array, weights: dict[str, Array], **more: Array) -> str:
+    """The dtype's name; ``call.axes`` are the axis lengths."""
+    name, axes = call.op, call.axes
+    dtype = checks.float_dtype(name, x=x, **weights, **more)
+    axes.bind("w_gate", weights["w_gate"], "ffn hidden")
+    axes.bind("w_up", weights["w_up"], "ffn hidden")
+    axes.bind("w_down", weights["w_down"], "hidden_out ffn")
     if x.ndim == 0 or x.shape[-1] != axes["hidden"]:
         raise ShapeError(
             f"{name}: x has shape {x.shape}, expected (..., hidden={axes['hidden']}): weights are "
-            f"(out_features, in_features) and w_gate is {w_gate.shape}"
+            f"(out_features, in_features) and w_gate is {weights['w_gate'].shape}"
         )
-    return dtype, axes
+    return dtype
 
 
-def _is_empty(x: Array, axes: Axes) -> bool:
-    return not x.size or not axes["ffn"] or not axes["hidden_out"]
-
-
-def _plan(
-    name: str,
-    choice: Choice,
-    x: Array,
-    axes: Axes,
-    dtype: str,
-    activation: str,
-    arrays: Arrays,
-    compute: Callable[[Device | None], Any],
-    run: Callable[[], Any],
-) -> Plan:
-    tokens = math.prod(x.shape[:-1])
-
-    def config() -> str:
-        if choice.device != "cpu":
-            return arrays.launches(choice, compute)
-        if choice.backend == "reference":
-            return "NumPy, float64"
-        from gpu_ops.kernels.numba_cpu import swiglu_mlp as kernels
-
-        gradients = name.endswith("backward")
-        widest = max(axes["hidden"], axes["hidden_out"]) if gradients else axes["hidden"]
-        return kernels.config(tokens, widest, axes["ffn"], x.dtype, gradients=gradients)
-
-    problem = (
-        f"{tokens} tokens, hidden {axes['hidden']}, ffn {axes['ffn']}, hidden_out {axes['hidden_out']}, "
-        f"{dtype}, {activation}"
+def _bind(call: Call, x: Array, dtype: str, activation: str, flops: float) -> Bound:
+    """``flops``: per token and weight."""
+    axes, tokens = call.axes, math.prod(x.shape[:-1])
+    hidden, ffn, hidden_out = axes["hidden"], axes["ffn"], axes["hidden_out"]
+    return call.bind(
+        problem=lambda: (
+            f"{tokens} tokens, hidden {hidden}, ffn {ffn}, hidden_out {hidden_out}, {dtype}, {activation}"
+        ),
+        unsupported=checks.unsupported(dtype),
+        flops=flops * tokens * ffn * (2 * hidden + hidden_out),
     )
-    return Plan(name, choice, problem, config, run)
+
+
+@lowers("swiglu_mlp", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.swiglu import swiglu_mlp
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("x", *_WEIGHTS)]
+        store(views, ("y",), swiglu_mlp(*arrays, activation=spec["activation"]))
+
+    on.call(run, "NumPy, float64")
+
+
+@lowers("swiglu_mlp_backward", "reference")
+def _reference_backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.swiglu import swiglu_mlp_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("dy", "x", *_WEIGHTS)]
+        found = swiglu_mlp_backward(*arrays, activation=spec["activation"])
+        store(views, ("dx", "dw_gate", "dw_up", "dw_down"), found)
+
+    on.call(run, "NumPy, float64")

@@ -130,6 +130,8 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         w2 = views["w"].to("w2")
-        store(views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, activations=spec["activations"]))
+        store(
+            views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, activations=spec["activations"])
+        )
 
     on.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")

@@ -1,10 +1,9 @@
-"""Matrix products on the GPU, with what a gated MLP does to their results: which kernel, and the launch.
+"""Matrix products on the GPU, with the activation of a gated MLP in their epilogues: which kernel, and the launch.
 
-All are ``C = A B^T`` of an A with m rows and a B with n, both of k columns, which lie in memory along k or across
-it (:class:`Operand`). The CUDA C++ kernels are ``cuda/gemm_sm80.cu`` (tensor cores), ``cuda/gemv.cu`` (up to 16
-rows) and ``cuda/gemm_sum.cu``, the readable twin is ``numba_cuda/gemm.py``; :mod:`.gemm_library` says when cuBLAS
-takes their place. Sums are float32, rounded once. K is divided only for results too small to occupy the device,
-always in the same way: the same numbers give the same bits.
+The CUDA C++ kernels are ``cuda/gemm_sm80.cu`` (tensor cores), ``cuda/gemv.cu`` (up to 16 rows) and
+``cuda/gemm_sum.cu``, the readable twin is ``numba_cuda/gemm.py``; :mod:`.cublas` says when cuBLAS takes their place.
+K is divided only for results too small to occupy the device, always in the same way: the same numbers give the same
+bits.
 """
 
 from __future__ import annotations
@@ -17,8 +16,19 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
+from gpu_ops.kernels.lower import cublas, gemm_sum
 from gpu_ops.kernels.lower.arguments import ACTIVATIONS, DTYPES
-from gpu_ops.kernels.lower.gemm_args import Epilogue, Operand, Work, aligned, stride
+from gpu_ops.kernels.lower.gemm_args import (
+    Gemm,
+    Operand,
+    aligned,
+    gated,
+    gated_backward,
+    product,
+    stride,
+    sum_of_products,
+    two_products,
+)
 from gpu_ops.kernels.lower.gemm_config import (
     FEW,
     Config,
@@ -28,20 +38,10 @@ from gpu_ops.kernels.lower.gemm_config import (
     select_config,
     select_few,
 )
+from gpu_ops.kernels.lower.gemm_sum import add_up
+from gpu_ops.kernels.program import Builder, Layout, Tensor
 
-__all__ = [
-    "Operand",
-    "add_up",
-    "gated",
-    "gated_backward",
-    "product",
-    "sum_of_products",
-    "two_products",
-    "variants",
-]
-
-Array = Any  # of the device: numpy.ndarray or cupy.ndarray
-
+__all__ = ["launch_numba", "launch_raw", "variants"]
 
 # The kernels' last parameter: GemmShape and GemvShape.
 GEMM_SHAPE = np.dtype(
@@ -57,191 +57,147 @@ GEMV_SHAPE = np.dtype(
 )
 
 
-def product(
-    device: Any, backend: str, a: Operand, b: Operand, out: Array, *, total: Array | None = None
-) -> None:
-    """``out = a b^T``, plus ``total`` (float32, float64 for float64), which may be ``out`` itself."""
-    _run(device, backend, Work((a,), (b,), (out,), epilogue=_adding(total), total=total))
-
-
-def two_products(
-    device: Any, backend: str, a: tuple[Operand, ...], b: tuple[Operand, ...], out: tuple[Array, ...]
-) -> None:
-    """``out[i] = a[i] b[i]^T`` for i = 0, 1, alike in shape, in one launch."""
-    _run(device, backend, Work(a, b, out, "kTwo"))
-
-
-def sum_of_products(
-    device: Any,
-    backend: str,
-    a: tuple[Operand, ...],
-    b: tuple[Operand, ...],
-    out: Array,
-    *,
-    total: Array | None = None,
-) -> None:
-    """``out = a[0] b[0]^T + a[1] b[1]^T``, plus ``total``, added up before it is rounded."""
-    _run(device, backend, Work(a, b, (out,), "kSum", _adding(total), total=total))
-
-
-def gated(
-    device: Any, backend: str, x: Operand, w_gate: Operand, w_up: Operand, h: Array, *, activation: str
-) -> None:
-    """``h = act(x w_gate^T) * (x w_up^T)``; gate and up are never in memory."""
-    _run(device, backend, Work((x,), (w_gate, w_up), (h,), epilogue="kGate", activation=activation))
-
-
-def gated_backward(
-    device: Any,
-    backend: str,
-    dy: Operand,
-    w_down: Operand,
-    gate: Array,
-    up: Array,
-    h: Array,
-    *,
-    activation: str,
-) -> None:
-    """With ``dh = dy w_down^T``, never in memory: gate becomes dgate, up becomes dup, h ``act(gate) * up``."""
-    out = (gate, up, h)
-    _run(device, backend, Work((dy,), (w_down,), out, epilogue="kGateBackward", activation=activation))
-
-
-def _adding(total: Array | None) -> Epilogue:
-    return "kStore" if total is None else "kAdd"
-
-
-def _run(device: Any, backend: str, work: Work) -> None:
-    m, n = work.out[0].shape
+def launch_raw(on: Builder, g: Gemm) -> None:
+    """By the CUDA C++ kernel, or the library, that is fastest."""
+    m, n = g.out[0].shape
     if m * n == 0:
         return
-    if backend == "numba":
-        _run_twin(device, work)
-        return
-    from gpu_ops.kernels.lower import cublas as gemm_library
-
-    if gemm_library.takes(device, work):
-        gemm_library.run(device, work)
-        return
-    along = not (work.a[0].across or work.b[0].across)
-    if m <= FEW and along and work.pairs == "kOne" and work.epilogue in ("kStore", "kGate"):
-        _run_few(device, work)
+    along = not (g.a[0].across or g.b[0].across)
+    if cublas.takes(on, g):
+        cublas.run(on, g)
+    elif m <= FEW and along and g.pairs == "kOne" and g.epilogue in ("kStore", "kGate"):
+        _launch_few(on, g)
     else:
-        _run_tiles(device, work)
+        _launch_tiles(on, g)
 
 
-def _run_twin(device: Any, work: Work) -> None:
-    """The Numba kernel; its unused arguments have stand-ins."""
+def launch_numba(on: Builder, g: Gemm) -> None:
+    """By the Numba kernel; its unused arguments have stand-ins."""
     from gpu_ops.kernels.numba_cuda import gemm as twin
 
-    a, b, out = [o.array for o in work.a], [o.array for o in work.b], work.out
+    a, b, out = [o.array for o in g.a], [o.array for o in g.b], g.out
+    if out[0].size == 0:
+        return
     kernel = twin.kernel(
-        a[0].dtype.name, out[0].dtype.name, work.a[0].across, work.b[0].across, work.pairs == "kSum",
-        work.epilogue, work.activation,
-    )  # fmt: skip
+        a[0].dtype.name,
+        out[0].dtype.name,
+        g.a[0].across,
+        g.b[0].across,
+        g.pairs == "kSum",
+        g.epilogue,
+        g.activation,
+    )
     grid = (math.prod(-(-n // twin.BLOCK) for n in out[0].shape), 1, 1)
-    for i in range(2 if work.pairs == "kTwo" else 1):
+    for i in range(2 if g.pairs == "kTwo" else 1):
         c = out if len(out) == 3 else (out[i],) * 3
-        total = c[0] if work.total is None else work.total
+        total = c[0] if g.total is None else g.total
         args = (a[i], b[i], a[-1], b[-1], *c, total)
-        device.launch(kernel, grid, (twin.THREADS, 1, 1), args)
+        on.launch(kernel, grid, (twin.THREADS, 1, 1), args)
 
 
-def _run_tiles(device: Any, work: Work) -> None:
-    out = work.out[0]
-    (m, n), k = out.shape, work.a[0].k
-    splittable = work.pairs != "kTwo" and work.epilogue == "kStore"
+def _launch_tiles(on: Builder, g: Gemm) -> None:
+    out, batch, pairs = g.out[0], 2 if g.pairs == "kTwo" else 1, 2 if g.pairs == "kSum" else 1
+    (m, n), k = out.shape, g.a[0].k
     problem = Problem(
-        work.dtype.itemsize, m, n, k * (2 if work.pairs == "kSum" else 1),
-        batch=2 if work.pairs == "kTwo" else 1, gated=work.epilogue == "kGate", splittable=splittable,
-    )  # fmt: skip
-    config = select_config(problem, DeviceLimits(device.sms, device.smem_per_block_optin))
-    target = out if config.splits == 1 else device.empty((config.splits, m, n), np.float32, "parts of sums")
+        g.dtype.itemsize,
+        m,
+        n,
+        k * pairs,
+        batch=batch,
+        gated=g.epilogue == "kGate",
+        splittable=batch == 1 and g.epilogue == "kStore",
+    )
+    config = select_config(problem, DeviceLimits(on.sms, on.smem_per_block_optin))
+    target = out if config.splits == 1 else _parts(on, config.splits, m, n)
     shape = np.zeros((), GEMM_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
-    shape["stride_a"], shape["split_c"] = stride(work.a[0].array), m * n
-    shape["stride_b"] = _strides(o.array for o in work.b)
-    shape["stride_c"] = _strides((target, *work.out[1:]))
-    if work.total is not None:
-        shape["stride_total"] = stride(work.total)
-    a, b = (_filled(o.array for o in operands) for operands in (work.a, work.b))
-    c = _filled((target, *work.out[1:]))
-    kernel = _tiles_kernel(work, config, target.dtype.name)
-    args = (*a[:2], *b[:2], *c, _NULL if work.total is None else work.total, shape[()])
+    shape["stride_a"], shape["split_c"] = stride(g.a[0].array), m * n
+    shape["stride_b"] = _strides(o.array for o in g.b)
+    shape["stride_c"] = _strides((target, *g.out[1:]))
+    if g.total is not None:
+        shape["stride_total"] = stride(g.total)
+    a, b = (_filled(o.array for o in operands) for operands in (g.a, g.b))
+    c = _filled((target, *g.out[1:]))
+    kernel = _tiles_kernel(g, config, target.dtype.name)
+    args = (*a[:2], *b[:2], *c, _NULL if g.total is None else g.total, shape[()])
     grid = (config.blocks, config.splits, problem.batch)
-    device.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
+    on.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
     if config.splits > 1:
-        add_up(device, target, out)
+        add_up(on, target, out)
 
 
-def _run_few(device: Any, work: Work) -> None:
-    x, out, gate = work.a[0], work.out[0], work.epilogue == "kGate"
+def _launch_few(on: Builder, g: Gemm) -> None:
+    x, out, gate = g.a[0], g.out[0], g.epilogue == "kGate"
     (m, n), k = out.shape, x.k
-    limits = DeviceLimits(device.sms, device.smem_per_block_optin)
+    limits = DeviceLimits(on.sms, on.smem_per_block_optin)
     config = select_few(m, n, k, x.array.dtype.itemsize, gate, limits)
-    target = out if config.splits == 1 else device.empty((config.splits, m, n), np.float32, "parts of sums")
+    target = out if config.splits == 1 else _parts(on, config.splits, m, n)
     shape = np.zeros((), GEMV_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
-    shape["stride_x"], shape["stride_w"] = stride(x.array), _strides(o.array for o in work.b)
+    shape["stride_x"], shape["stride_w"] = stride(x.array), _strides(o.array for o in g.b)
     shape["stride_c"], shape["split_c"] = stride(target), m * n
-    w = _filled(o.array for o in work.b)
+    w = _filled(o.array for o in g.b)
     args = (x.array, *w[:2], target, shape[()])
-    kernel = _few_kernel(work, config, target.dtype.name)
-    device.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
+    kernel = _few_kernel(g, config, target.dtype.name)
+    on.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
     if config.splits > 1:
-        add_up(device, target, out)
+        add_up(on, target, out)
 
 
-def add_up(device: Any, parts: Array, out: Array) -> None:
-    """``out`` is the sum of ``parts`` (splits, rows, cols), float32 and contiguous, rounded once."""
-    splits, rows, cols = parts.shape
-    width = 4 if aligned([out], 4 * out.dtype.itemsize) else 1
-    kernel = _sum_kernel(out.dtype.name, width)
-    args = (parts, out, np.int64(rows), np.int64(cols), np.int64(stride(out)), np.int32(splits))
-    device.launch(kernel, (-(-rows * cols // (width * _SUM_THREADS)), 1, 1), (_SUM_THREADS, 1, 1), args)
+def _parts(on: Builder, splits: int, m: int, n: int) -> Tensor:
+    """Where the blocks of a divided K leave their sums."""
+    return on.scratch((splits, m, n), np.float32, "parts of sums")
 
 
 _NULL = np.uint64(0)
-_SUM_THREADS = 256
 # Of float32, in a sum: more of them, and the roundings of the sum exceed what 3 x TF32 loses.
 _FEW_PRODUCTS = 64
 
 
-def _filled(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
+def _filled(arrays: Iterable[Tensor]) -> tuple[Tensor | np.uint64, ...]:
     """Three pointers; null where there is no array."""
-    found = (*arrays, _NULL, _NULL)[:3]
-    return found[0], found[1], found[2]
+    found: tuple[Tensor | np.uint64, ...] = (*arrays, _NULL, _NULL)
+    return found[:3]
 
 
-def _tiles_kernel(work: Work, config: Config, out: str) -> CudaKernel:
+def _tiles_kernel(g: Gemm, config: Config, out: str) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
-        "DTYPE": DTYPES[work.dtype.name], "OUT": DTYPES[out],
-        "A_ALONG_K": int(not work.a[0].across), "B_ALONG_K": int(not work.b[0].across),
-        "PAIRS": work.pairs, "EPILOGUE": work.epilogue, "ACTIVATION": ACTIVATIONS[work.activation],
-        "ALIGNED": int(work.is_aligned), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "BLOCK_K": config.block_k, "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "STAGES": config.stages,
-        "EXACT": int(work.dtype == np.float32 and work.a[0].k <= _FEW_PRODUCTS),
-    }  # fmt: skip
+        "DTYPE": DTYPES[g.dtype.name],
+        "OUT": DTYPES[out],
+        "A_ALONG_K": int(not g.a[0].across),
+        "B_ALONG_K": int(not g.b[0].across),
+        "PAIRS": g.pairs,
+        "EPILOGUE": g.epilogue,
+        "ACTIVATION": ACTIVATIONS[g.activation],
+        "ALIGNED": int(g.is_aligned),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": config.block_k,
+        "WARPS_M": tile.warps_m,
+        "WARPS_N": tile.warps_n,
+        "STAGES": config.stages,
+        "EXACT": int(g.dtype == np.float32 and g.a[0].k <= _FEW_PRODUCTS),
+    }
     return CudaKernel("gemm_sm80", "gemm", tuple(defines.items()))
 
 
-def _few_kernel(work: Work, config: FewConfig, out: str) -> CudaKernel:
+def _few_kernel(g: Gemm, config: FewConfig, out: str) -> CudaKernel:
     defines: dict[str, str | int] = {
-        "DTYPE": DTYPES[work.dtype.name], "OUT": DTYPES[out],
-        "GATED": int(work.epilogue == "kGate"), "ACTIVATION": ACTIVATIONS[work.activation],
-        "ROWS": config.rows, "TOKENS": config.tokens,
-        "ALIGNED": int(aligned([o.array for o in (*work.a, *work.b)])),
-        "WARPS": config.threads // 32, "UNROLL": config.unroll,
-    }  # fmt: skip
+        "DTYPE": DTYPES[g.dtype.name],
+        "OUT": DTYPES[out],
+        "GATED": int(g.epilogue == "kGate"),
+        "ACTIVATION": ACTIVATIONS[g.activation],
+        "ROWS": config.rows,
+        "TOKENS": config.tokens,
+        "ALIGNED": int(aligned(o.array for o in (*g.a, *g.b))),
+        "WARPS": config.threads // 32,
+        "UNROLL": config.unroll,
+    }
     return CudaKernel("gemv", "gemv", tuple(defines.items()))
 
 
-def _sum_kernel(dtype: str, width: int) -> CudaKernel:
-    return CudaKernel("gemm_sum", "gemm_sum", (("DTYPE", DTYPES[dtype]), ("WIDTH", width)))
-
-
-def _strides(arrays: Iterable[Array]) -> tuple[int, int]:
+def _strides(arrays: Iterable[Tensor]) -> tuple[int, int]:
     """Of two arrays, or of one twice."""
     found = [stride(array) for array in arrays]
     return found[0], found[min(1, len(found) - 1)]
@@ -252,38 +208,35 @@ def variants(arch: str) -> Iterator[Variant]:
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
     limits = DeviceLimits(100, smem_per_block_optin(arch))
-    for work in _representative():
-        (m, n), k = work.out[0].shape, work.a[0].k
-        itemsize, gate = work.dtype.itemsize, work.epilogue == "kGate"
-        dtype = work.out[0].dtype.name
+    for g in _representative():
+        (m, n), k = g.out[0].shape, g.a[0].k
+        itemsize, gate = g.dtype.itemsize, g.epilogue == "kGate"
+        dtype = g.out[0].dtype.name
         if m <= FEW:
             few = select_few(m, n, k, itemsize, gate, limits)
-            yield Variant(_few_kernel(work, few, dtype), few.threads)
+            yield Variant(_few_kernel(g, few, dtype), few.threads)
         else:
             config = select_config(Problem(itemsize, m, n, k, gated=gate), limits)
-            yield Variant(_tiles_kernel(work, config, dtype), config.threads, config.shared_bytes)
-    yield Variant(_sum_kernel("bfloat16", 4), _SUM_THREADS)
+            yield Variant(_tiles_kernel(g, config, dtype), config.threads, config.shared_bytes)
+    yield gemm_sum.VARIANT
 
 
-def _representative() -> Iterator[Work]:
-    """Problems, of arrays that have a shape and no memory of their own."""
+def _representative() -> Iterator[Gemm]:
     import ml_dtypes
 
     for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)):
         for tokens, ffn in ((1, 14335), (8192, 14335), (1, 14336), (16, 14336), (24, 14336), (8192, 14336)):
-            x, w = (Operand(_imagined(rows, 4096, dtype)) for rows in (tokens, ffn))
-            h, y = (_imagined(tokens, cols, dtype) for cols in (ffn, 4096))
-            yield Work((x,), (w, w), (h,), epilogue="kGate", activation="gelu")
-            yield Work((Operand(h),), (Operand(_imagined(4096, ffn, dtype)),), (y,))
-        total = _imagined(8192, 4096, np.dtype(np.float32))
-        h_across, x_across, dw = Operand(h, True), Operand(x.array, True), _imagined(ffn, 4096, dtype)
-        w_down, w_across = Operand(_imagined(4096, ffn, dtype), True), Operand(w.array, True)
-        yield Work((x,), (w_down,), (h, h, h), epilogue="kGateBackward", activation="gelu")
-        yield Work((h_across,) * 2, (x_across,) * 2, (dw, dw), "kTwo")
-        yield Work((Operand(h),) * 2, (w_across,) * 2, (total,), "kSum", "kAdd", total=total)
+            x, w = (Operand(_matrix(rows, 4096, dtype)) for rows in (tokens, ffn))
+            h, y = (_matrix(tokens, cols, dtype) for cols in (ffn, 4096))
+            yield gated(x, w, w, h, activation="gelu")
+            yield product(Operand(h), Operand(_matrix(4096, ffn, dtype)), y)
+        total = _matrix(8192, 4096, np.dtype(np.float32))
+        h_across, x_across, dw = Operand(h, True), Operand(x.array, True), _matrix(ffn, 4096, dtype)
+        w_down, w_across = Operand(_matrix(4096, ffn, dtype), True), Operand(w.array, True)
+        yield gated_backward(x, w_down, h, h, h, activation="gelu")
+        yield two_products((h_across,) * 2, (x_across,) * 2, (dw, dw))
+        yield sum_of_products((Operand(h),) * 2, (w_across,) * 2, total, total=total)
 
 
-def _imagined(rows: int, cols: int, dtype: np.dtype[Any]) -> Array:
-    return np.lib.stride_tricks.as_strided(
-        np.empty(1, dtype), (rows, cols), (cols * dtype.itemsize, dtype.itemsize)
-    )
+def _matrix(rows: int, cols: int, dtype: np.dtype[Any]) -> Tensor:
+    return Tensor.of("", Layout.contiguous((rows, cols), dtype))

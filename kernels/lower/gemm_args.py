@@ -1,17 +1,33 @@
-"""What a matrix product is asked for: operands as they lie in memory, and what becomes of their products."""
+"""Arguments of a GEMM: operand views and epilogue.
+
+A GEMM is ``C = A B^T``, of an A with m rows and a B with n, both of k columns. Sums are float32, rounded once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpu_ops.kernels.lower.arguments import address
+import numpy as np
 
-__all__ = ["Epilogue", "Operand", "Pairs", "Work", "aligned", "stride"]
+from gpu_ops.kernels.program import Tensor
 
-Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+__all__ = [
+    "Epilogue",
+    "Gemm",
+    "Operand",
+    "Pairs",
+    "aligned",
+    "gated",
+    "gated_backward",
+    "product",
+    "stride",
+    "sum_of_products",
+    "two_products",
+]
+
 Pairs = Literal["kOne", "kTwo", "kSum"]
 Epilogue = Literal["kStore", "kAdd", "kGate", "kGateBackward"]
 
@@ -22,35 +38,36 @@ _ALIGNMENT = 16
 class Operand:
     """A matrix of ``rows`` x ``k``; ``across``: its memory is (k, rows). The last axis of memory is contiguous."""
 
-    array: Array
+    array: Tensor
     across: bool = False
 
     @property
     def rows(self) -> int:
-        return int(self.array.shape[1 if self.across else 0])
+        return self.array.shape[1 if self.across else 0]
 
     @property
     def k(self) -> int:
-        return int(self.array.shape[0 if self.across else 1])
+        return self.array.shape[0 if self.across else 1]
 
 
 @dataclass(frozen=True)
-class Work:
-    """Pairs of operands alike in shape (``a``: in strides too), and what becomes of the products.
+class Gemm:
+    """One or two pairs of operands of equal shape, and an epilogue. ``a`` has equal strides too.
 
     The names of pairs and epilogues are those of ``cuda/gemm_sm80.cu``.
     """
 
     a: tuple[Operand, ...]
     b: tuple[Operand, ...]
-    out: tuple[Array, ...]  # c, c1, h: those that the epilogue has
+    out: tuple[Tensor, ...]
+    """c, c1, h: those that the epilogue writes."""
     pairs: Pairs = "kOne"
     epilogue: Epilogue = "kStore"
     activation: str = "silu"
-    total: Array | None = None
+    total: Tensor | None = None
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         return self.a[0].array.dtype
 
     @property
@@ -59,14 +76,47 @@ class Work:
         return aligned([*(o.array for o in (*self.a, *self.b)), *self.out, *more])
 
 
-def aligned(arrays: Sequence[Array], to: int = _ALIGNMENT) -> bool:
+def product(a: Operand, b: Operand, out: Tensor, *, total: Tensor | None = None) -> Gemm:
+    """``out = a b^T``, plus ``total`` (float32, float64 for float64), which may be ``out`` itself."""
+    return Gemm((a,), (b,), (out,), epilogue=_adding(total), total=total)
+
+
+def two_products(a: tuple[Operand, ...], b: tuple[Operand, ...], out: tuple[Tensor, ...]) -> Gemm:
+    """``out[i] = a[i] b[i]^T`` for i = 0, 1, of equal shapes, in one launch."""
+    return Gemm(a, b, out, "kTwo")
+
+
+def sum_of_products(
+    a: tuple[Operand, ...], b: tuple[Operand, ...], out: Tensor, *, total: Tensor | None = None
+) -> Gemm:
+    """``out = a[0] b[0]^T + a[1] b[1]^T``, plus ``total``, summed before it is rounded."""
+    return Gemm(a, b, (out,), "kSum", _adding(total), total=total)
+
+
+def gated(x: Operand, w_gate: Operand, w_up: Operand, h: Tensor, *, activation: str) -> Gemm:
+    """``h = act(x w_gate^T) * (x w_up^T)``; gate and up are never in memory."""
+    return Gemm((x,), (w_gate, w_up), (h,), epilogue="kGate", activation=activation)
+
+
+def gated_backward(
+    dy: Operand, w_down: Operand, gate: Tensor, up: Tensor, h: Tensor, *, activation: str
+) -> Gemm:
+    """With ``dh = dy w_down^T``, never in memory: gate becomes dgate, up becomes dup, h ``act(gate) * up``."""
+    return Gemm((dy,), (w_down,), (gate, up, h), epilogue="kGateBackward", activation=activation)
+
+
+def _adding(total: Tensor | None) -> Epilogue:
+    return "kStore" if total is None else "kAdd"
+
+
+def aligned(arrays: Iterable[Tensor], to: int = _ALIGNMENT) -> bool:
     """Whether addresses, row strides and lengths of rows are all multiples of so many bytes."""
     return all(
-        math.gcd(to, address(x), x.shape[1] * x.dtype.itemsize, x.strides[0] if x.shape[0] > 1 else to) == to
+        math.gcd(to, x.address, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else to) == to
         for x in arrays
     )
 
 
-def stride(array: Array) -> int:
+def stride(array: Tensor) -> int:
     """Elements from one row to the next, of the last two axes."""
-    return int(array.strides[-2]) // int(array.dtype.itemsize)
+    return array.strides[-2] // array.itemsize

@@ -1,4 +1,4 @@
-"""Gated activations on the GPU: which accesses, how many threads, and the launch. ``select_config`` needs no GPU.
+"""How each backend runs a gated activation: vector width, threads, launch.
 
 Arrays are (rows, cols) with unit stride on the last axis. The CUDA C++ kernels are ``cuda/swiglu.cu``, their readable
 twins ``numba_cuda/swiglu.py``.
@@ -7,16 +7,25 @@ twins ``numba_cuda/swiglu.py``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.lower.arguments import ACTIVATIONS, DTYPES, alignment, row_stride, side_by_side
+from gpu_ops.kernels.lower.arguments import (
+    ACTIVATIONS,
+    DTYPES,
+    alignment,
+    row_stride,
+    rows_of,
+    side_by_side,
+)
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["GatedConfig", "backward", "forward", "select_config", "variants"]
+__all__ = ["GatedConfig", "launch_numba", "launch_raw", "select_config", "variants"]
 
 Pass = Literal["forward", "backward"]
 
@@ -56,20 +65,121 @@ def select_config(rows: int, cols: int, itemsize: int, *, alignment: int) -> Gat
     return GatedConfig(vec, vecs, threads_per_row, rows_per_block, grid)
 
 
-def forward(device: Any, backend: str, gate: Any, up: Any, y: Any, *, activation: str) -> None:
-    """``y = act(gate) * up``; ``y`` may be ``gate``."""
-    _launch(device, backend, "forward", activation, (gate, up, y))
+@lowers("swiglu", "cpu")
+def forward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import swiglu
+
+    half, activation = _columns(spec), spec["activation"]
+    rows = math.prod(spec.tensor("gate").shape[:-1])
+
+    def run_split(views: Mapping[str, Any]) -> None:
+        arrays = [views[name].reshape(rows, half) for name in ("gate", "up", "y")]
+        swiglu.forward(*arrays, activation=activation)
+
+    def run_packed(views: Mapping[str, Any]) -> None:
+        gate = views["gate"].reshape(rows, 2 * half)
+        y = views["y"].reshape(rows, half)
+        swiglu.forward(gate[:, :half], gate[:, half:], y, activation=activation)
+
+    on.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
 
 
-def backward(
-    device: Any, backend: str, dy: Any, gate: Any, up: Any, dgate: Any, dup: Any, *, activation: str
-) -> None:
-    """``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``; they may be ``gate`` and ``up``."""
-    _launch(device, backend, "backward", activation, (dy, gate, up, dgate, dup))
+@lowers("swiglu_backward", "cpu")
+def backward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import swiglu
+
+    half, activation = _columns(spec), spec["activation"]
+    rows = math.prod(spec.tensor("gate").shape[:-1])
+
+    def run_split(views: Mapping[str, Any]) -> None:
+        arrays = [views[name].reshape(rows, half) for name in ("dy", "gate", "up", "dgate", "dup")]
+        swiglu.backward(*arrays, activation=activation)
+
+    def run_packed(views: Mapping[str, Any]) -> None:
+        gate, dgate = (views[name].reshape(rows, 2 * half) for name in ("gate", "dgate"))
+        swiglu.backward(
+            views["dy"].reshape(rows, half),
+            gate[:, :half],
+            gate[:, half:],
+            dgate[:, :half],
+            dgate[:, half:],
+            activation=activation,
+        )
+
+    on.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
+
+
+@lowers("swiglu", "raw")
+def _forward_raw(spec: Spec, on: Builder) -> None:
+    launch_raw(on, "forward", spec["activation"], (*_pair(spec, "gate", "up"), rows_of(spec, "y")))
+
+
+@lowers("swiglu", "numba")
+def _forward_numba(spec: Spec, on: Builder) -> None:
+    launch_numba(on, "forward", spec["activation"], (*_pair(spec, "gate", "up"), rows_of(spec, "y")))
+
+
+@lowers("swiglu_backward", "raw")
+def _backward_raw(spec: Spec, on: Builder) -> None:
+    launch_raw(on, "backward", spec["activation"], _backward_arrays(spec))
+
+
+@lowers("swiglu_backward", "numba")
+def _backward_numba(spec: Spec, on: Builder) -> None:
+    launch_numba(on, "backward", spec["activation"], _backward_arrays(spec))
+
+
+def _backward_arrays(spec: Spec) -> tuple[Tensor, ...]:
+    return (rows_of(spec, "dy"), *_pair(spec, "gate", "up"), *_pair(spec, "dgate", "dup"))
+
+
+def _columns(spec: Spec) -> int:
+    """Columns of the result."""
+    cols = spec.tensor("gate").shape[-1]
+    return cols // 2 if spec.get("up") is None else cols
+
+
+def _pair(spec: Spec, gate: str, up: str) -> tuple[Tensor, Tensor]:
+    """Gate and up as rows; the halves of a packed array."""
+    first = rows_of(spec, gate)
+    if spec.get(up) is not None:
+        return first, rows_of(spec, up)
+    half = _columns(spec)
+    return first[:, :half], first[:, half:]
+
+
+def launch_raw(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
+    """Forward (gate, up, y): ``y = act(gate) * up``; y may be gate.
+
+    Backward (dy, gate, up, dgate, dup): ``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``; they may be
+    gate and up.
+    """
+    rows, cols = arrays[0].shape
+    if rows * cols == 0:
+        return
+    if side_by_side(arrays):
+        rows, cols = 1, rows * cols
+    dtype = arrays[0].dtype
+    config = select_config(rows, cols, dtype.itemsize, alignment=alignment(arrays, rows))
+    args = (*arrays, np.int64(rows), np.int64(cols), *map(row_stride, arrays))
+    block = (config.threads_per_row, config.rows_per_block, 1)
+    on.launch(_kernel(which, config, dtype.name, activation), config.grid, block, args)
+
+
+def launch_numba(on: Builder, which: Pass, activation: str, arrays: tuple[Tensor, ...]) -> None:
+    """The same by the Numba twin."""
+    rows, cols = arrays[0].shape
+    if rows * cols == 0:
+        return
+    if side_by_side(arrays):
+        rows, cols = 1, rows * cols
+    kernel = _twin(which, arrays[0].dtype.name, activation)
+    grid = (-(-cols // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
+    on.launch(kernel, grid, (_TWIN_THREADS, 1, 1), tuple(a.reshape(rows, cols) for a in arrays))
 
 
 def variants(arch: str) -> Iterator[Variant]:
-    """Every CUDA C++ kernel that ``forward`` and ``backward`` launch."""
+    """Every CUDA C++ kernel that :func:`launch_raw` launches."""
     for (dtype, itemsize), activation in itertools.product(
         (("float16", 2), ("bfloat16", 2), ("float32", 4)), ACTIVATIONS
     ):
@@ -77,24 +187,6 @@ def variants(arch: str) -> Iterator[Variant]:
             config = select_config(1, 1 << 20, itemsize, alignment=aligned_to)
             for which in ("forward", "backward"):
                 yield Variant(_kernel(which, config, dtype, activation), _THREADS)
-
-
-def _launch(device: Any, backend: str, which: Pass, activation: str, arrays: tuple[Any, ...]) -> None:
-    rows, cols = arrays[0].shape
-    if rows * cols == 0:
-        return
-    dtype = arrays[0].dtype
-    if side_by_side(arrays):
-        rows, cols = 1, rows * cols
-    if backend == "numba":
-        arrays = tuple(a.reshape(rows, cols) for a in arrays)
-        grid = (-(-cols // _TWIN_THREADS), min(rows, _MAX_GRID_Y), 1)
-        device.launch(_twin(which, dtype.name, activation), grid, (_TWIN_THREADS, 1, 1), arrays)
-        return
-    config = select_config(rows, cols, dtype.itemsize, alignment=alignment(arrays, rows))
-    args = (*arrays, np.int64(rows), np.int64(cols), *map(row_stride, arrays))
-    block = (config.threads_per_row, config.rows_per_block, 1)
-    device.launch(_kernel(which, config, dtype.name, activation), config.grid, block, args)
 
 
 _TWIN_THREADS = 256

@@ -1,4 +1,4 @@
-"""The gated MLP on the GPU, as launches of matrix products (:mod:`.gemm`) whose epilogues do the rest.
+"""How each backend runs the gated MLP; on a GPU as matrix products (:mod:`.gemm`) whose epilogues do the rest.
 
 forward    h = act(x w_gate^T) * (x w_up^T)                  gate and up never exist
            y = h w_down^T
@@ -11,22 +11,31 @@ backward   gate = x w_gate^T, up = x w_up^T
            for a block of ffn at a time and all tokens: a weight's gradient is then one product, added up in registers
            and rounded once. Only dx adds up over blocks, in float32
 
-Where cuBLAS multiplies (:mod:`.gemm_library`), gate or up of a chunk, dh of a block, are one buffer more.
+Where cuBLAS multiplies (:mod:`.cublas`), up of a chunk, or dh of a block, takes one more buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from gpu_ops.kernels.lower import gemm
-from gpu_ops.kernels.lower.gemm import Operand
+from gpu_ops.kernels.lower.arguments import rows_of
+from gpu_ops.kernels.lower.gemm import launch_numba, launch_raw
+from gpu_ops.kernels.lower.gemm_args import (
+    Gemm,
+    Operand,
+    gated,
+    gated_backward,
+    product,
+    sum_of_products,
+    two_products,
+)
+from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["backward", "forward", "scratch_bytes"]
-
-Array = Any  # of the device: numpy.ndarray or cupy.ndarray
+Multiply: TypeAlias = "Callable[[Builder, Gemm], None]"
 
 # Tokens of the forward at a time: 16 rows of tiles, which is how many share what L2 holds of the weights. Fewer, and
 # the weights are read more often.
@@ -38,63 +47,106 @@ FFN = 1024
 _MULTIPLE = 128  # of tokens and columns: whole tiles
 
 
-def forward(
-    device: Any, backend: str, x: Array, weights: Sequence[Array], y: Array, *, activation: str
-) -> None:
-    """x (tokens, hidden), y (tokens, hidden_out); weights are (out_features, in_features). No axis is empty."""
-    w_gate, w_up, w_down = map(Operand, weights)
-    chunks = list(_spans(x.shape[0], TOKENS))
-    h_chunk = device.empty((chunks[0].stop, w_gate.rows), x.dtype, "h")
+_WEIGHTS = ("w_gate", "w_up", "w_down")
+_GRADIENTS = ("dx", "dw_gate", "dw_up", "dw_down")
+
+
+@lowers("swiglu_mlp", "cpu")
+def _forward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import swiglu_mlp
+
+    if _without_products(spec, on, "y"):
+        return
+    x, y, (ffn, hidden) = rows_of(spec, "x"), rows_of(spec, "y"), spec.tensor("w_gate").shape
+    x_shape, y_shape, activation = x.shape, y.shape, spec["activation"]
+
+    def run(views: Mapping[str, Any]) -> None:
+        swiglu_mlp.forward(
+            views["x"].reshape(x_shape),
+            (views["w_gate"], views["w_up"], views["w_down"]),
+            views["y"].reshape(y_shape),
+            activation=activation,
+        )
+
+    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype))
+
+
+@lowers("swiglu_mlp_backward", "cpu")
+def _backward_cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import swiglu_mlp
+
+    if _without_products(spec, on, *_GRADIENTS):
+        return
+    x, dy, ffn = rows_of(spec, "x"), rows_of(spec, "dy"), len(spec.tensor("w_gate"))
+    x_shape, dy_shape, activation = x.shape, dy.shape, spec["activation"]
+
+    def run(views: Mapping[str, Any]) -> None:
+        swiglu_mlp.backward(
+            views["dy"].reshape(dy_shape),
+            views["x"].reshape(x_shape),
+            (views["w_gate"], views["w_up"], views["w_down"]),
+            views["dx"].reshape(x_shape),
+            (views["dw_gate"], views["dw_up"], views["dw_down"]),
+            activation=activation,
+        )
+
+    widest = max(x.shape[1], dy.shape[1])
+    on.call(run, swiglu_mlp.config(len(x), widest, ffn, x.dtype, gradients=True))
+
+
+def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:
+    if _without_products(spec, on, "y"):
+        return
+    x, y = rows_of(spec, "x"), rows_of(spec, "y")
+    w_gate, w_up, w_down = (Operand(spec.tensor(name)) for name in _WEIGHTS)
+    chunks = list(_spans(len(x), TOKENS))
+    h_chunk = on.empty((chunks[0].stop, w_gate.rows), x.dtype, "h")
     for t in chunks:
-        xt, h = Operand(x[t]), h_chunk[: t.stop - t.start]
-        gemm.gated(device, backend, xt, w_gate, w_up, h, activation=activation)
-        gemm.product(device, backend, Operand(h), w_down, y[t])
+        h = h_chunk[: t.stop - t.start]
+        multiply(on, gated(Operand(x[t]), w_gate, w_up, h, activation=spec["activation"]))
+        multiply(on, product(Operand(h), w_down, y[t]))
 
 
-def backward(
-    device: Any,
-    backend: str,
-    dy: Array,
-    x: Array,
-    weights: Sequence[Array],
-    dx: Array,
-    dweights: Sequence[Array],
-    *,
-    activation: str,
-) -> None:
-    """Fills dx and the weights' gradients. No axis is empty."""
-    w_gate, w_up, w_down = weights
-    dw_gate, dw_up, dw_down = dweights
-    tokens, ffn = x.shape[0], w_gate.shape[0]
+def _backward(spec: Spec, on: Builder, multiply: Multiply) -> None:
+    if _without_products(spec, on, *_GRADIENTS):
+        return
+    dy, x, dx = (rows_of(spec, name) for name in ("dy", "x", "dx"))
+    w_gate, w_up, w_down = (spec.tensor(name) for name in _WEIGHTS)
+    dw_gate, dw_up, dw_down = (spec.tensor(name) for name in _GRADIENTS[1:])
+    tokens, ffn = len(x), len(w_gate)
     blocks = list(_spans(ffn, max(FFN, SCRATCH // tokens)))
-    buffers = [device.empty((tokens, blocks[0].stop), x.dtype, name) for name in ("gate", "up", "h")]
+    buffers = [on.empty((tokens, blocks[0].stop), x.dtype, name) for name in ("gate", "up", "h")]
     total = dx
-    if len(blocks) > 1 and x.dtype.itemsize == 2:
-        total = device.empty(dx.shape, np.float32, "dx in float32")
+    if len(blocks) > 1 and x.itemsize == 2:
+        total = on.empty(dx.shape, np.float32, "dx in float32")
     rows, x_across, dy_across = Operand(x), Operand(x, True), Operand(dy, True)
     for f in blocks:
         wg, wu, wd = w_gate[f], w_up[f], w_down[:, f]
         gate, up, h = (b[:, : f.stop - f.start] for b in buffers)
-        gemm.two_products(device, backend, (rows, rows), (Operand(wg), Operand(wu)), (gate, up))
-        gemm.gated_backward(
-            device, backend, Operand(dy), Operand(wd, True), gate, up, h, activation=activation
-        )
+        multiply(on, two_products((rows, rows), (Operand(wg), Operand(wu)), (gate, up)))
+        dh = Operand(dy), Operand(wd, True)
+        multiply(on, gated_backward(*dh, gate, up, h, activation=spec["activation"]))
         dgate_dup = (Operand(gate, True), Operand(up, True))
-        gemm.two_products(device, backend, dgate_dup, (x_across, x_across), (dw_gate[f], dw_up[f]))
-        gemm.product(device, backend, dy_across, Operand(h, True), dw_down[:, f])
-        gemm.sum_of_products(
-            device, backend, (Operand(gate), Operand(up)), (Operand(wg, True), Operand(wu, True)),
-            dx if f.stop == ffn else total, total=total if f.start else None,
-        )  # fmt: skip
+        multiply(on, two_products(dgate_dup, (x_across, x_across), (dw_gate[f], dw_up[f])))
+        multiply(on, product(dy_across, Operand(h, True), dw_down[:, f]))
+        pairs = (Operand(gate), Operand(up)), (Operand(wg, True), Operand(wu, True))
+        target = dx if f.stop == ffn else total
+        multiply(on, sum_of_products(*pairs, target, total=total if f.start else None))
 
 
-def scratch_bytes(tokens: int, hidden: int, ffn: int, itemsize: int, *, gradients: bool = False) -> int:
-    """What a call allocates beside its results, but for the parts of sums of small results."""
-    if not gradients:
-        chunk: int = next(_spans(tokens, TOKENS)).stop
-        return chunk * ffn * itemsize
-    block: int = next(_spans(ffn, max(FFN, SCRATCH // tokens))).stop
-    return 3 * tokens * block * itemsize + (4 * tokens * hidden if block < ffn and itemsize == 2 else 0)
+lowers("swiglu_mlp", "raw")(partial(_forward, multiply=launch_raw))
+lowers("swiglu_mlp", "numba")(partial(_forward, multiply=launch_numba))
+lowers("swiglu_mlp_backward", "raw")(partial(_backward, multiply=launch_raw))
+lowers("swiglu_mlp_backward", "numba")(partial(_backward, multiply=launch_numba))
+
+
+def _without_products(spec: Spec, on: Builder, *results: str) -> bool:
+    """Whether an axis is empty, which makes the results zero."""
+    if all(spec.tensor(name).size for name in ("x", "w_gate", "w_down")):
+        return False
+    for name in results:
+        on.zero(spec.tensor(name))
+    return True
 
 
 def _spans(length: int, most: int) -> Iterator[slice]:

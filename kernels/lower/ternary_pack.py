@@ -220,9 +220,7 @@ def _tiles(t: _Task, on: Builder, most: int) -> None:
         shape["rows"], shape["columns"], shape["step"], shape["across"] = rows, tile_columns, step, across
         shape["whole"] = alignment((trits,), n) == 16
         shape["packed_whole"] = alignment((of,), 1) == 16
-        on.launch(
-            _kernel(t.which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()])
-        )
+        on.launch(_kernel(t.which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()]))
 
 
 def _twin(on: Builder, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
