@@ -1,4 +1,4 @@
-"""``python -m gpu_ops`` shows what this machine offers; ``python -m gpu_ops warmup`` compiles ahead."""
+"""``python -m gpu_ops`` shows what this machine offers; ``warmup`` compiles ahead, ``presets`` shows the cards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     ahead.add_argument("--jobs", type=_positive, help="processes that compile (default: one per core)")
     ahead.add_argument("--dtype", action="append", help="only variants of this dtype; may be repeated")
     ahead.add_argument("--kernel", action="append", help="only kernels named like this; may be repeated")
+    cards = commands.add_parser("presets", help="the cards, or what each kernel would use on one of them")
+    cards.add_argument("card", nargs="?", help='such as H200, "RTX 4090" or sm_86')
     options = parser.parse_args(argv)
+    if options.command == "presets":
+        return presets(options.card)
     if options.command == "warmup":
         return warmup(options.jobs, options.kernel or [], options.dtype or [])
     found = environment()
@@ -35,6 +39,20 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(found, Console())
+    return 0
+
+
+def presets(card: str | None) -> int:
+    """Print all presets, or one with the kernels that typical calls would launch; 1 when there is none."""
+    from gpu_ops.errors import OptionError
+    from gpu_ops.preset_report import show_card, show_cards
+
+    console = Console(soft_wrap=True)
+    try:
+        show_card(card, console) if card else show_cards(console)
+    except OptionError as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
     return 0
 
 

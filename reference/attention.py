@@ -1,6 +1,6 @@
 """Attention in NumPy: the definition of correct for the forward pass.
 
-Writes the whole ``(seqlen_q, seqlen_k)`` score matrix down, as the formula does. Backward lives in
+It computes the whole ``(seqlen_q, seqlen_k)`` score matrix, as the formula does. The backward pass is in
 ``attention_backward.py``, masks in ``attention_mask.py``, the shared mathematics in ``attention_core.py``.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .attention_backward import attention_backward, attention_varlen_backward
-from .attention_core import Options, matmul_visible, repeat_heads, softmax_rows, to_bhsd
+from .attention_core import Options, matmul_visible, repeat_heads, sequences, softmax_rows, to_bhsd
 from .attention_mask import BlockMaskLike
-from .precision import Precision, Steps, steps
+from .precision import Array, Precision, Steps, steps
 
 __all__ = [
     "attention",
@@ -23,8 +22,6 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
 ]
-
-Array = npt.NDArray[Any]
 
 
 def attention(
@@ -56,7 +53,7 @@ def attention(
     window_size : (left, right) keys visible around that diagonal; -1 is unlimited.
     softmax_scale : factor on ``q k^T``; ``head_dim ** -0.5`` when None.
     softcap : with ``softcap > 0`` scores become ``softcap * tanh(score / softcap)``.
-    sinks : (nheads,) one logit per head that takes part in the denominator only.
+    sinks : (nheads,) one logit per head, which counts in the denominator only.
     alibi_slopes : (nheads,) or (batch, nheads): adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
     bias : broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks.
     block_mask : object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen.
@@ -80,9 +77,8 @@ def attention(
     """
     options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
     s = steps(precision, q.dtype)
-    out, lse = _forward(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout), options, s)
-    out = to_bhsd(s.store(out), layout)
-    return (out, s.store(lse, np.float32)) if return_lse else out
+    out, lse = _forward(q, k, v, options, s, layout)
+    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
 
 
 def attention_varlen(
@@ -103,7 +99,7 @@ def attention_varlen(
     return_lse: bool = False,
     precision: Precision = "rounded",
 ) -> Any:
-    """Attention within each of several sequences laid end to end.
+    """Attention within each of several sequences packed end to end.
 
     Parameters
     ----------
@@ -112,8 +108,7 @@ def attention_varlen(
     v : (total_k, nheads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,)
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
-    max_seqlen_q, max_seqlen_k : longest sequence; kernels size their grids by it, the result does not
-        depend on it.
+    max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
     The other options are those of :func:`attention`; ``alibi_slopes`` may be (batch, nheads).
 
@@ -122,16 +117,13 @@ def attention_varlen(
     out : (total_q, nheads, head_dim_v)
     lse : (nheads, total_q), only with ``return_lse``
     """
+    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
     s = steps(precision, q.dtype)
     out = np.zeros((*q.shape[:2], v.shape[2]))
     lse = np.full(q.shape[1::-1], -np.inf)
-    for b in range(len(cu_seqlens_q) - 1):
-        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
-        keys = slice(int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1]))
-        options = Options(causal, window_size, softmax_scale, softcap, sinks, _slopes_of(alibi_slopes, b))
-        one = [to_bhsd(x[None], "bshd") for x in (q[rows], k[keys], v[keys])]
-        out_b, lse_b = _forward(one[0], one[1], one[2], options, s)
-        out[rows], lse[:, rows] = to_bhsd(out_b, "bshd")[0], lse_b[0]
+    for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        one = _forward(q[None, rows], k[None, keys], v[None, keys], options.of_sequence(b), s)
+        out[rows], lse[:, rows] = one[0][0], one[1][0]
     return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
 
 
@@ -157,43 +149,40 @@ def attention_decode(
     ----------
     q : (batch, seqlen_q, nheads, head_dim)
     k_cache, v_cache : (batch, max_seqlen, nheads_kv, head_dim), or with ``block_table`` pages
-        (num_pages, page_size, nheads_kv, head_dim); values may have their own head_dim_v.
-    seqused_k : (batch,) how many keys of each sequence are in use; the rest is never read.
-    block_table : (batch, max_pages) page numbers of each sequence in order; entries past the need are
-        not looked at.
+        (num_pages, page_size, nheads_kv, head_dim). Values may have their own head_dim_v.
+    seqused_k : (batch,) keys in use per sequence; the rest is never read.
+    block_table : (batch, max_pages) pages of each sequence, in order. Entries past the last used page are ignored.
 
-    The other options are those of :func:`attention` with ``seqlen_k = seqused_k[b]``: causal puts the
-    last query on the last used key.
+    The other options are those of :func:`attention` with ``seqlen_k = seqused_k[b]``: causal aligns the last query
+    with the last used key.
 
     Returns
     -------
     out : (batch, seqlen_q, nheads, head_dim_v)
     lse : (batch, nheads, seqlen_q), only with ``return_lse``
     """
+    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
     s = steps(precision, q.dtype)
     batch, seqlen_q, nheads, _ = q.shape
     out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[3]))
     lse = np.full((batch, nheads, seqlen_q), -np.inf)
     for b in range(batch):
-        used = [_used(cache, b, int(seqused_k[b]), block_table) for cache in (k_cache, v_cache)]
-        options = Options(causal, window_size, softmax_scale, softcap, sinks, _slopes_of(alibi_slopes, b))
-        one = [to_bhsd(x[None], "bshd") for x in (q[b], *used)]
-        out_b, lse_b = _forward(one[0], one[1], one[2], options, s)
-        out[b], lse[b] = to_bhsd(out_b, "bshd")[0], lse_b[0]
+        k, v = (_used(cache, b, int(seqused_k[b]), block_table)[None] for cache in (k_cache, v_cache))
+        one = _forward(q[b, None], k, v, options.of_sequence(b), s)
+        out[b], lse[b] = one[0][0], one[1][0]
     return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
 
 
-def _forward(q: Array, k: Array, v: Array, options: Options, s: Steps) -> tuple[Array, Array]:
-    """``out`` and ``lse`` of "bhsd" arrays in float64, before the last rounding."""
+def _forward(
+    q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd"
+) -> tuple[Array, Array]:
+    """``out`` and ``lse`` in float64, before the last rounding."""
+    q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     nheads = q.shape[1]
-    with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the caller's data, are results here
+    with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the inputs, are valid here
         rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
         out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible, s)
-    return s.step(out), rows.lse
-
-
-def _slopes_of(alibi_slopes: Array | None, b: int) -> Array | None:
-    return alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+    return to_bhsd(s.step(out), layout), rows.lse
 
 
 def _used(cache: Array, b: int, seqlen: int, block_table: Array | None) -> Array:

@@ -11,19 +11,23 @@ With ``P`` the probabilities and ``delta_i = sum_d dout_id out_id``::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .attention_core import Options, matmul_visible, repeat_heads, softmax_rows, sum_groups, to_bhsd
+from .attention_core import (
+    Options,
+    matmul_visible,
+    repeat_heads,
+    sequences,
+    softmax_rows,
+    sum_groups,
+    to_bhsd,
+)
 from .attention_mask import BlockMaskLike
-from .precision import Precision, Steps, steps
+from .precision import Array, Precision, Steps, steps
 
 __all__ = ["attention_backward", "attention_varlen_backward"]
-
-Array = npt.NDArray[Any]
 
 
 def attention_backward(
@@ -50,10 +54,10 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : like the output of :func:`attention`
-    q, k, v, and every option : as given to :func:`attention`
-    out, lse : results of :func:`attention`; kernels read them, this reference computes its own
-    return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, where given
+    dout : shaped like the output of :func:`attention`
+    q, k, v, and all options : as given to :func:`attention`
+    out, lse : results of :func:`attention`. Kernels read them; this reference computes its own.
+    return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, if given
 
     Returns
     -------
@@ -61,21 +65,20 @@ def attention_backward(
     extra : ``{"bias": dbias, "sinks": dsinks}``, only with ``return_extra``. dbias has the shape and dtype
         of ``bias``; dsinks is float32 (float64 for float64 inputs).
 
-    Queries that see no key give and get zero gradients.
+    Queries that see no key have zero gradients and contribute none.
     """
     options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
     s = steps(precision, q.dtype)
-    one = [to_bhsd(x, layout) for x in (dout, q, k, v)]
-    grads = _backward(one[0], one[1], one[2], one[3], options, s)
-    dq, dk, dv = (to_bhsd(s.store(x), layout) for x in (grads.dq, grads.dk, grads.dv))
+    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, options, s, layout)
+    dq, dk, dv = (s.store(x) for x in (dq, dk, dv))
     if not return_extra:
         return dq, dk, dv
     extra = {}
     if bias is not None:
-        dbias = _sum_to_shape(grads.dscores, bias.shape)
+        dbias = _sum_to_shape(dscores, bias.shape)
         extra["bias"] = dbias if precision == "float64" else dbias.astype(bias.dtype)
     if sinks is not None:
-        extra["sinks"] = s.store(grads.dsinks, np.float32)
+        extra["sinks"] = s.store(dsinks, np.float32)
     return dq, dk, dv, extra
 
 
@@ -105,58 +108,54 @@ def attention_varlen_backward(
     Returns
     -------
     dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
-    extra : ``{"sinks": dsinks}`` where given, only with ``return_extra``
+    extra : ``{"sinks": dsinks}`` if sinks are given, only with ``return_extra``
     """
+    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
     s = steps(precision, q.dtype)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dsinks = np.zeros(q.shape[1])
-    for b in range(len(cu_seqlens_q) - 1):
-        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
-        keys = slice(int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1]))
-        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        options = Options(causal, window_size, softmax_scale, softcap, sinks, slopes)
-        one = [to_bhsd(x[None], "bshd") for x in (dout[rows], q[rows], k[keys], v[keys])]
-        grads = _backward(one[0], one[1], one[2], one[3], options, s)
-        dq[rows], dk[keys], dv[keys] = (to_bhsd(x, "bshd")[0] for x in (grads.dq, grads.dk, grads.dv))
-        dsinks += grads.dsinks
+    for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        one = [x[None] for x in (dout[rows], q[rows], k[keys], v[keys])]
+        grads = _backward(one[0], one[1], one[2], one[3], options.of_sequence(b), s)
+        dq[rows], dk[keys], dv[keys] = grads[0][0], grads[1][0], grads[2][0]
+        dsinks += grads[4]
     result = (s.store(dq), s.store(dk), s.store(dv))
     if not return_extra:
         return result
     return *result, {} if sinks is None else {"sinks": s.store(dsinks, np.float32)}
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """Arrays with layout "bhsd" in float64, before the last rounding."""
+def _backward(
+    dout: Array, q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd"
+) -> tuple[Array, Array, Array, Array, Array]:
+    """dq, dk, dv, dscores (batch, nheads, seqlen_q, seqlen_k) and dsinks (nheads,), before the last rounding.
 
-    dq: Array
-    dk: Array
-    dv: Array
-    dscores: Array  # (batch, nheads, seqlen_q, seqlen_k): also the gradient of a full-size bias
-    dsinks: Array  # (nheads,)
-
-
-def _backward(dout: Array, q: Array, k: Array, v: Array, options: Options, s: Steps) -> _Gradients:
+    dscores is also the gradient of a full-size bias.
+    """
+    dout, q, k, v = (to_bhsd(x, layout) for x in (dout, q, k, v))
     nheads, nheads_kv = q.shape[1], k.shape[1]
     dout, q = s.load(dout), s.load(q)
     k, v = (s.load(repeat_heads(x, nheads)) for x in (k, v))
-    with np.errstate(all="ignore"):  # NaN or overflow in the caller's data is a result here
+    with np.errstate(all="ignore"):  # NaN or overflow in the inputs are valid here
         rows = softmax_rows(q, k, options, s)
         out = s.step(matmul_visible(rows.probs, v, rows.visible, s))
         delta = s.step((dout * out).sum(axis=-1))
         dprobs = s.step(s.matmul(dout, v.swapaxes(-1, -2)))
         dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
         dproducts = s.step(s.step(dscores * rows.cap_slope) * options.scale(q.shape[-1]))
-        dproducts = np.where(rows.visible, dproducts, 0.0)  # cap_slope of a masked NaN
+        dproducts = np.where(rows.visible, dproducts, 0.0)  # removes cap_slope of a masked NaN
         seen_by = rows.visible.swapaxes(-1, -2)
         dq = matmul_visible(dproducts, k, rows.visible, s)
         dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by, s))
         dv = s.step(matmul_visible(rows.probs.swapaxes(-1, -2), dout, seen_by, s))
         dsinks = -(rows.sink_probs * delta).sum(axis=(0, 2))
-    return _Gradients(s.step(dq), sum_groups(dk, nheads_kv), sum_groups(dv, nheads_kv), dscores, dsinks)
+    dq, dk, dv = (
+        to_bhsd(x, layout) for x in (s.step(dq), sum_groups(dk, nheads_kv), sum_groups(dv, nheads_kv))
+    )
+    return dq, dk, dv, dscores, dsinks
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Adjoint of broadcasting from ``shape``."""
+    """The adjoint of broadcasting from ``shape``."""
     x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return np.asarray(x.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True))

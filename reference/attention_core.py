@@ -1,28 +1,34 @@
 """The mathematics of attention on ``(batch, nheads, seqlen, head_dim)`` arrays in float64.
 
-Forward and backward of the public functions both start from :func:`softmax_rows`; what a query does
-not see contributes nothing, whatever it holds: a NaN behind a mask stays behind it.
+The public forward and backward functions both start from :func:`softmax_rows`. Keys that a query does not see
+contribute nothing, whatever they hold: a NaN behind a mask stays behind it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from .attention_mask import BlockMaskLike, alibi_bias, visible_keys
-from .precision import Steps
+from .precision import Array, Steps
 
-__all__ = ["Options", "Rows", "matmul_visible", "repeat_heads", "softmax_rows", "sum_groups", "to_bhsd"]
-
-Array = npt.NDArray[Any]
+__all__ = [
+    "Options",
+    "Rows",
+    "matmul_visible",
+    "repeat_heads",
+    "sequences",
+    "softmax_rows",
+    "sum_groups",
+    "to_bhsd",
+]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that decide the scores, named as in the public functions."""
+    """The options that shape the scores, named as in the public functions."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -36,20 +42,32 @@ class Options:
     def scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
+    def of_sequence(self, b: int) -> Options:
+        """The options of sequence ``b``: ALiBi slopes may be (batch, nheads)."""
+        slopes = self.alibi_slopes
+        return self if slopes is None or slopes.ndim == 1 else replace(self, alibi_slopes=slopes[b])
+
 
 @dataclass(frozen=True)
 class Rows:
     """One softmax row per query; all fields are float64, ``visible`` is bool."""
 
     probs: Array  # (batch, nheads, seqlen_q, seqlen_k); 0 where not visible
-    sink_probs: Array  # (batch, nheads, seqlen_q); the share the sink takes, 0 without sinks
+    sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
     lse: Array  # (batch, nheads, seqlen_q)
     visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
     cap_slope: Array | float  # d softcap(s) / d s: 1 - tanh(s / softcap)**2, or 1.0
 
 
+def sequences(cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[tuple[int, slice, slice]]:
+    """The number of each packed sequence, its rows of q and its rows of k and v."""
+    for b in range(len(cu_seqlens_q) - 1):
+        q_begin, q_end, k_begin, k_end = map(int, (*cu_seqlens_q[b : b + 2], *cu_seqlens_k[b : b + 2]))
+        yield b, slice(q_begin, q_end), slice(k_begin, k_end)
+
+
 def to_bhsd(x: Array, layout: str) -> Array:
-    """Swap seqlen and heads of a "bshd" array (its own inverse)."""
+    """Swap the axes seqlen and heads of a "bshd" array. Its own inverse."""
     return x.swapaxes(1, 2) if layout == "bshd" else x
 
 
@@ -59,16 +77,16 @@ def repeat_heads(x: Array, nheads: int) -> Array:
 
 
 def sum_groups(x: Array, nheads_kv: int) -> Array:
-    """Adjoint of :func:`repeat_heads`."""
+    """The adjoint of :func:`repeat_heads`."""
     batch, nheads, seqlen, head_dim = x.shape
     return np.asarray(x.reshape(batch, nheads_kv, nheads // nheads_kv, seqlen, head_dim).sum(axis=2))
 
 
 def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) -> Array:
-    """``weights @ values`` where a row of ``values`` counts only for the rows that see it.
+    """``weights @ values``, where a row of ``values`` counts only for the rows that see it.
 
-    ``weights`` is 0 where not visible, which is enough for finite values. Rows of ``values`` that
-    hold a NaN or an infinity are added one by one behind the mask, since ``0 * NaN`` is not 0.
+    ``weights`` is 0 where not visible, which is enough for finite values. Since ``0 * NaN`` is not 0, rows of
+    ``values`` with a NaN or an infinity are added one by one, under the mask.
     """
     finite = np.asarray(np.isfinite(values).all(axis=-1, keepdims=True))
     result = steps.matmul(weights, np.where(finite, values, 0.0))
@@ -107,11 +125,11 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
         scores = step(scores + bias)
     scores = np.where(visible, scores, -np.inf)
 
-    # The sink is one more logit of every row: a column without a value.
+    # The sink is one more logit per row: a column without a value.
     sinks = np.full(shape[1], -np.inf) if options.sinks is None else steps.load(options.sinks)
     sink = sinks[None, :, None]
     row_max = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
-    row_max = step(np.where(row_max == -np.inf, 0.0, row_max))  # nothing visible: keep -inf - -inf away
+    row_max = step(np.where(row_max == -np.inf, 0.0, row_max))  # nothing visible: avoid -inf - -inf
     numerator = step(np.exp(step(scores - row_max[..., None])))
     sink_numerator = step(np.exp(step(sink - row_max)))
     row_sum = step(numerator.sum(axis=-1) + sink_numerator)

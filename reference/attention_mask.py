@@ -1,7 +1,7 @@
-"""Which keys a query sees, and the position term ALiBi adds to its scores.
+"""Which keys a query sees, and the ALiBi term of its scores.
 
-The diagonal of attention is bottom-right aligned: the last query sits on the last key, so query
-``i`` sits on key ``i + seqlen_k - seqlen_q``. All position rules count from there.
+The diagonal is bottom-right aligned: the last query is aligned with the last key, so query ``i`` is aligned with key
+``i + seqlen_k - seqlen_q``. All position rules count from there.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
+
+from .precision import Array
 
 __all__ = ["BlockMaskLike", "alibi_bias", "distance", "expand_block_mask", "visible_keys"]
 
-Array = npt.NDArray[Any]
-
 
 class BlockMaskLike(Protocol):
-    """What a block mask must carry (``gpu_ops.BlockMask`` does)."""
+    """What a block mask must provide (``gpu_ops.BlockMask`` does)."""
 
     @property
     def visible(self) -> Any: ...
@@ -28,7 +27,7 @@ class BlockMaskLike(Protocol):
 
 
 def distance(seqlen_q: int, seqlen_k: int) -> Array:
-    """How far key ``j`` lies to the left of query ``i``: ``i + seqlen_k - seqlen_q - j``."""
+    """How far key ``j`` is to the left of query ``i``: ``i + seqlen_k - seqlen_q - j``."""
     query = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
     return query - np.arange(seqlen_k)[None, :]
 
@@ -51,7 +50,7 @@ def visible_keys(
     bias: Array | None,
     block_mask: BlockMaskLike | None,
 ) -> Array:
-    """Bool ``(batch, nheads, seqlen_q, seqlen_k)``: every mask, and -inf in ``bias``, intersected."""
+    """Bool ``(batch, nheads, seqlen_q, seqlen_k)``: the intersection of all masks, including -inf in ``bias``."""
     seqlen_q, seqlen_k = shape[2:]
     left, right = window_size
     d = distance(seqlen_q, seqlen_k)

@@ -1,21 +1,17 @@
 """LayerNorm: ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)**2) + eps)``.
 
-Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, equations 3 and 4; the variance is that of the
-row, divided by N, not N - 1. Everything is computed wide and the result rounded once.
+Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450, equations 3 and 4. The variance divides by N,
+not N - 1. Everything is computed wide, and the result is rounded once.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
+from .rmsnorm import reciprocal_rms
 
 __all__ = ["layernorm", "layernorm_backward"]
-
-Array = npt.NDArray[Any]
 
 
 def layernorm(
@@ -39,7 +35,7 @@ def layernorm(
     eps : added to the variance
     residual : (..., columns), optional
         The norm is then of ``s = x + residual``, rounded to x's dtype.
-    return_sum : also return s, if there is a residual
+    return_sum : with a residual, also return s
     return_stats : also return the mean and rstd of s, which the backward needs
 
     Returns
@@ -49,11 +45,10 @@ def layernorm(
     """
     p = steps(precision, x.dtype)
     s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
-    wide = p.load(s)  # the norm is of the rounded s, the tensor that the next layers see
+    wide = p.load(s)  # normalise the rounded s, which the next layers see
     mean = p.step(np.mean(wide, axis=-1, keepdims=True))
     centered = p.step(wide - mean)
-    variance = p.step(np.mean(np.square(centered), axis=-1, keepdims=True))
-    rstd = p.step(1.0 / p.step(np.sqrt(p.step(variance + eps))))
+    rstd = reciprocal_rms(centered, eps, p)
     y = p.step(p.step(centered * rstd) * p.load(weight))
     if bias is not None:
         y = p.step(y + p.load(bias))
@@ -86,15 +81,15 @@ def layernorm_backward(
     Parameters
     ----------
     dy : (..., columns), gradient of y
-    x : (..., columns), the normalised tensor: s when the forward added a residual
+    x : (..., columns), the tensor that was normalised: s if the forward added a residual
     weight : (columns,)
     mean, rstd : (...,), from the forward
-    dresidual : (..., columns), optional: gradient that arrives at s from its other users
+    dresidual : (..., columns), optional: gradient that reaches s from its other uses
 
     Returns
     -------
     dx, dweight, dbias
-        dx in x's dtype; it is the gradient of s, hence of x and of the residual alike.
+        dx in x's dtype: the gradient of s, and so of both x and the residual.
         dweight, dbias ``(columns,)`` float32 (float64 for float64 inputs).
     """
     p = steps(precision, x.dtype)

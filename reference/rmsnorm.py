@@ -2,9 +2,8 @@
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4.
 
-What differs between models is where the result is rounded. In ``precision="rounded"`` these
-roundings are made, because they are what the mode means; ``"float64"`` makes none, so that the
-three modes agree there; ``"naive"`` rounds after every operation.
+Models differ in where they round. ``precision="rounded"`` makes these roundings, because they define the casting
+mode; ``"float64"`` makes none, so there the modes agree; ``"naive"`` rounds after every operation.
 
 =========  =============================================================================  ================
 casting    roundings to x's dtype                                                         used by
@@ -14,29 +13,27 @@ casting    roundings to x's dtype                                               
 ``fp32``   the result only                                                                most kernels
 =========  =============================================================================  ================
 
-So ``gemma`` and ``fp32`` are one definition under the two names that people look for. Neither
-implies a ``weight_offset``.
+``gemma`` and ``fp32`` are thus the same, under the two names in use. Neither implies a ``weight_offset``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .precision import Precision, Steps, steps
+from .precision import Array, Precision, Steps, steps
 
-__all__ = ["Casting", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
+__all__ = ["Casting", "reciprocal_rms", "rmsnorm", "rmsnorm_backward", "rmsnorm_quant_int8"]
 
-Array = npt.NDArray[Any]
 Casting = Literal["llama", "gemma", "fp32"]
 
-ABSMAX_MIN = 1e-5  # a row of zeros gets scale ABSMAX_MIN / 127 instead of a division by zero
+ABSMAX_MIN = 1e-5  # a row of zeros gets scale ABSMAX_MIN / 127, not a division by zero
 
 
 def _narrow(x: Array, dtype: npt.DTypeLike, casting: Casting, precision: Precision) -> Array:
-    """The rounding that only ``casting="llama"`` makes; the identity elsewhere."""
+    """The rounding that only ``casting="llama"`` makes; the identity otherwise."""
     if casting not in ("llama", "gemma", "fp32"):
         raise ValueError(f"casting must be 'llama', 'gemma' or 'fp32', got {casting!r}")
     if casting == "llama" and precision == "rounded":
@@ -44,8 +41,8 @@ def _narrow(x: Array, dtype: npt.DTypeLike, casting: Casting, precision: Precisi
     return x
 
 
-def _rstd(x: Array, eps: float, p: Steps) -> Array:
-    """``1 / sqrt(mean(x**2) + eps)`` over the last axis, which is kept with length 1."""
+def reciprocal_rms(x: Array, eps: float, p: Steps) -> Array:
+    """``1 / sqrt(mean(x**2) + eps)`` over the last axis, kept with length 1."""
     mean_square = p.step(np.mean(np.square(x), axis=-1, keepdims=True))
     return p.step(1.0 / p.step(np.sqrt(p.step(mean_square + eps))))
 
@@ -59,11 +56,11 @@ def _normalise(
     casting: Casting,
     precision: Precision,
 ) -> tuple[Array, Array, Array]:
-    """y before its last rounding, s as the contract returns it, rstd with its last axis kept."""
+    """y before its last rounding, s as returned, and rstd with its last axis kept."""
     p = steps(precision, x.dtype)
     s = p.store(p.load(x) if residual is None else p.load(x) + p.load(residual))
-    wide = p.load(s)  # the norm is of the rounded s, the tensor that the next layers see
-    rstd = _rstd(wide, eps, p)
+    wide = p.load(s)  # normalise the rounded s, which the next layers see
+    rstd = reciprocal_rms(wide, eps, p)
     n = _narrow(p.step(wide * rstd), x.dtype, casting, precision)
     gain = _narrow(p.step(weight_offset + p.load(weight)), x.dtype, casting, precision)
     return p.step(n * gain), s, rstd
@@ -91,8 +88,8 @@ def rmsnorm(
     residual : (..., columns), optional
         The norm is then of ``s = x + residual``, rounded to x's dtype.
     weight_offset : 0 for Llama, 1 for Gemma
-    casting : where the result is rounded, see the table at the top of this module
-    return_sum : also return s, if there is a residual
+    casting : where the result is rounded; see the table at the top of this module
+    return_sum : with a residual, also return s
     return_rstd : also return ``1 / sqrt(mean(s**2) + eps)``, which the backward needs
 
     Returns
@@ -128,21 +125,21 @@ def rmsnorm_backward(
         dx = rstd * m - rstd**3 * x * sum(m * x) / N  [+ dresidual]
         dweight = sum over rows of dy * (x * rstd)
 
-    ``casting="llama"`` rounds ``weight_offset + weight``, ``m`` and ``x * rstd`` to x's dtype, as
-    differentiating that forward does; a rounding passes the gradient through unchanged.
+    ``casting="llama"`` rounds ``weight_offset + weight``, ``m`` and ``x * rstd`` to x's dtype, as differentiating
+    that forward does. A rounding passes the gradient through unchanged.
 
     Parameters
     ----------
     dy : (..., columns), gradient of y
-    x : (..., columns), the normalised tensor: s when the forward added a residual
+    x : (..., columns), the tensor that was normalised: s if the forward added a residual
     weight : (columns,)
     rstd : (...,), from the forward
-    dresidual : (..., columns), optional: gradient that arrives at s from its other users
+    dresidual : (..., columns), optional: gradient that reaches s from its other uses
 
     Returns
     -------
     dx, dweight
-        dx in x's dtype; it is the gradient of s, hence of x and of the residual alike.
+        dx in x's dtype: the gradient of s, and so of both x and the residual.
         dweight ``(columns,)`` float32 (float64 for float64 inputs).
     """
     p = steps(precision, x.dtype)
@@ -169,7 +166,7 @@ def rmsnorm_quant_int8(
     casting: Casting = "fp32",
     precision: Precision = "rounded",
 ) -> tuple[Array, ...]:
-    """RMSNorm, then symmetric int8 quantisation per row: the input of an int8 or ternary matmul.
+    """RMSNorm, then symmetric per-row int8 quantisation: the input of an int8 or ternary matmul.
 
     For each row, ``absmax = max(max|y|, 1e-5)`` and ::
 
@@ -177,15 +174,14 @@ def rmsnorm_quant_int8(
         scale = absmax / 127            so that  y is about q * scale
         rowsum = sum of q               what a matmul with codes t + 1 subtracts
 
-    y is the unrounded result for ``fp32`` and ``gemma``, whose one cast is now the one to int8, and
-    x's dtype for ``llama``, where the product itself is in that dtype. A NaN gives code 0 and scale NaN.
+    For ``fp32`` and ``gemma``, y is the unrounded result: the only cast is the one to int8. For ``llama`` y is in x's
+    dtype, as its product is. A NaN gives code 0 and scale NaN.
 
     Returns
     -------
     q, scale, rowsum [, s]
         q (..., columns) int8; scale (...,) float32 (float64 for float64 inputs); rowsum (...,) int32;
-        s = x + residual in x's dtype, when a residual is given. ``precision="float64"`` leaves only
-        scale and s wider.
+        s = x + residual in x's dtype, if a residual is given. ``precision="float64"`` widens scale and s only.
 
     Source: activations of BitNet b1.58, Ma et al., arXiv:2402.17764, section 2, with a scale per row.
     """

@@ -1,13 +1,13 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864).
 
-For a token at position p, the angles are ``p * inv_freq[i]``, i = 0 .. R/2 - 1, and each pair
-``(x1, x2)`` of the first R = rotary_dim components of a head turns by its angle:
+A token at position p has the angles ``p * inv_freq[i]``, i = 0 .. R/2 - 1. Each pair ``(x1, x2)`` of the first
+R = rotary_dim components of a head rotates by its angle:
 
     y1 = x1 cos - x2 sin
     y2 = x2 cos + x1 sin
 
-Half-split (GPT-NeoX, Llama in Hugging Face) pairs component i with i + R/2; interleaved (GPT-J, Llama's own
-code) pairs 2i with 2i + 1. Components from R on are copied. ``conjugate`` turns the other way.
+Half-split (GPT-NeoX, Llama in Hugging Face) pairs component i with i + R/2; interleaved (GPT-J, Llama's own code)
+pairs 2i with 2i + 1. Components from R on are copied. ``conjugate`` rotates the other way.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 from .rope_scaling import Scaling, default_inv_freq
 
 __all__ = ["rope", "rope_angles", "rope_backward"]
-
-Array = npt.NDArray[Any]
 
 
 def rope_angles(
@@ -53,11 +50,11 @@ def rope(
     layout: str = "bshd",
     precision: Precision = "rounded",
 ) -> Any:
-    """Rotate ``q``, and ``k`` too when given; then the result is a pair.
+    """Rotate ``q``. If ``k`` is given, rotate both and return a pair.
 
     ``q``: (batch, seqlen, nheads, head_dim), with ``layout="bhsd"`` (batch, nheads, seqlen, head_dim), or
     packed (total, nheads, head_dim). ``positions``: (seqlen,), (batch, seqlen) or (1, seqlen); packed:
-    (total,); None counts from 0.
+    (total,). None counts from 0.
     """
     head_dim = q.shape[-1]
     if theta is None:
@@ -70,7 +67,7 @@ def rope(
         positions = np.arange(q.shape[0] if q.ndim == 3 else q.shape[2 if swap_axes else 1])
     angles, attention_factor = rope_angles(np.asarray(positions), rotary_dim, theta, scaling, seqlen)
     at = steps(precision, q.dtype)
-    # one axis for the heads; the batch axis, where positions lack it, broadcasts
+    # add an axis for the heads; positions without a batch axis broadcast
     cos = at.step(attention_factor * np.cos(angles))[..., None, :]
     sin = at.step(attention_factor * np.sin(angles))[..., None, :]
     if conjugate:
@@ -110,10 +107,19 @@ def rope_backward(
 ) -> Any:
     """Gradients of ``rope`` called with the same options.
 
-    The map is linear, so the gradient is its transpose: the rotation by the opposite angle with the same
-    factor on cos and sin. With an attention factor other than 1 that is not the inverse.
+    The map is linear, so its gradient is the transpose: the rotation by the opposite angle with the same factor on
+    cos and sin. With an attention factor other than 1 that is not the inverse.
     """
     return rope(
-        dq, dk, positions=positions, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved,
-        scaling=scaling, seqlen=seqlen, conjugate=not conjugate, layout=layout, precision=precision,
-    )  # fmt: skip
+        dq,
+        dk,
+        positions=positions,
+        theta=theta,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=scaling,
+        seqlen=seqlen,
+        conjugate=not conjugate,
+        layout=layout,
+        precision=precision,
+    )

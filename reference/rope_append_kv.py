@@ -1,7 +1,6 @@
-"""RMSNorm of each head of q and k, rotary embedding of both, and k and v into their place in a cache.
+"""RMSNorm of each head of q and k, RoPE of both, and the write of k and v into a cache.
 
-What the three steps are is said where they are defined, in :mod:`.rmsnorm` (casting ``fp32``) and :mod:`.rope`. Here
-they are one step: nothing is rounded between them.
+:mod:`.rmsnorm` (casting ``fp32``) and :mod:`.rope` define the steps. Here nothing is rounded between them.
 """
 
 from __future__ import annotations
@@ -9,16 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 from .rmsnorm import rmsnorm
 from .rope import rope
 from .rope_scaling import Scaling
 
 __all__ = ["cache_slots", "rope_append_kv"]
-
-Array = npt.NDArray[Any]
 
 
 def cache_slots(
@@ -28,9 +24,9 @@ def cache_slots(
     slot_mapping: Array | None,
     page_size: int,
 ) -> Array:
-    """The slot of each token of ``shape``, (batch, seqlen) or (total,): page * page_size + row; negative: none.
+    """The slot of each token of ``shape``, (batch, seqlen) or (total,): page * page_size + row; negative: not stored.
 
-    The contiguous cache of sequence b is page b.
+    In a contiguous cache, sequence b has page b.
     """
     if slot_mapping is not None:
         return slot_mapping
@@ -64,12 +60,12 @@ def rope_append_kv(
     seqlen: int | None = None,
     precision: Precision = "rounded",
 ) -> tuple[Array, Array, Array]:
-    """The rotated q and the caches with the new rows; no argument is changed.
+    """The rotated q, and the caches with the new rows. No argument is changed.
 
     q (batch, seqlen, nheads, head_dim), k and v (batch, seqlen, nheads_kv, head_dim), caches (batch, max_seqlen,
     nheads_kv, head_dim) or, with ``block_table``, (num_pages, page_size, nheads_kv, head_dim): token i of sequence b
-    goes to row ``seqused_k[b] + i`` of its cache, which is also its position unless ``positions`` says otherwise.
-    Or q, k and v (total, nheads, head_dim) with ``slot_mapping`` and ``positions`` (total,).
+    goes to row ``seqused_k[b] + i`` of its cache, which is also its position unless ``positions`` is given. Or q, k
+    and v (total, nheads, head_dim) with ``slot_mapping`` and ``positions`` (total,).
     """
     p = steps(precision, q.dtype)
     inner: Precision = "naive" if precision == "naive" else "float64"
@@ -83,9 +79,16 @@ def rope_append_kv(
         return rmsnorm(x, weight, eps=eps, weight_offset=weight_offset, precision=inner)
 
     q_rotated, k_rotated = rope(
-        normalised(q, q_weight), normalised(k, k_weight), positions=positions, theta=theta,
-        rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling, seqlen=seqlen, precision=inner,
-    )  # fmt: skip
+        normalised(q, q_weight),
+        normalised(k, k_weight),
+        positions=positions,
+        theta=theta,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=scaling,
+        seqlen=seqlen,
+        precision=inner,
+    )
     slots = cache_slots(q.shape[:-2], seqused_k, block_table, slot_mapping, k_cache.shape[1])
     kept = slots >= 0
     place = (slots[kept] // k_cache.shape[1], slots[kept] % k_cache.shape[1])

@@ -1,11 +1,11 @@
-"""The frequencies of rotary embeddings: plain, and stretched to longer contexts.
+"""The frequencies of rotary embeddings: plain, and scaled for longer contexts.
 
 Everything is float64. For a rotary dimension ``R`` and a base ``theta`` the plain frequencies are
 
     inv_freq[i] = theta ** (-2 i / R),      i = 0 .. R/2 - 1
 
-and each scaling below replaces them; yarn and longrope also multiply cos and sin by an attention factor.
-The formulas follow the papers and agree with ``modeling_rope_utils`` of Hugging Face transformers.
+Each scaling below replaces them; yarn and longrope also multiply cos and sin by an attention factor. The formulas
+follow the papers and agree with ``modeling_rope_utils`` of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class Scaling(Protocol):
-    """What ``rope`` asks of a scaling; ``gpu_ops.RopeScaling`` is the class that users make."""
+    """The interface of a scaling, as ``rope`` uses it. Users create ``gpu_ops.RopeScaling``."""
 
     @property
     def theta(self) -> float | None: ...
@@ -58,7 +58,7 @@ def linear_inv_freq(rotary_dim: int, theta: float, *, factor: float) -> Float64A
 
 
 def ntk_inv_freq(rotary_dim: int, theta: float, *, factor: float) -> Float64Array:
-    """A larger base, so that the lowest frequency shrinks by ``factor`` and the highest stays.
+    """A larger base, which shrinks the lowest frequency by ``factor`` and keeps the highest.
 
     ``theta' = theta * factor ** (R / (R - 2))``. With R = 2 the only frequency is 1 for every base.
     """
@@ -70,7 +70,7 @@ def ntk_inv_freq(rotary_dim: int, theta: float, *, factor: float) -> Float64Arra
 def dynamic_inv_freq(
     rotary_dim: int, theta: float, *, factor: float, original_max_position: int, seqlen: int
 ) -> Float64Array:
-    """The base grows with the sequence once that is longer than the model was trained for.
+    """A base that grows with the sequence once it is longer than the training context.
 
     ``ntk`` with ``factor * L / original - (factor - 1)`` for ``L = max(seqlen, original_max_position)``.
     """
@@ -91,9 +91,9 @@ def yarn_inv_freq(
 ) -> Float64Array:
     """YaRN, "NTK by parts" (arXiv 2309.00071, section 3.2).
 
-    A frequency that turns more than ``beta_fast`` times over the original context stays, one that
-    turns fewer than ``beta_slow`` times is interpolated by ``factor``, and a linear ramp over the
-    index joins the two. ``truncate=False`` keeps the ends of the ramp fractional.
+    A frequency that turns more than ``beta_fast`` times over the original context is kept. One that turns fewer than
+    ``beta_slow`` times is interpolated by ``factor``. A linear ramp over the index joins the two; ``truncate=False``
+    keeps its ends fractional.
     """
 
     def index_of(rotations: float) -> float:
@@ -116,7 +116,7 @@ def yarn_inv_freq(
 def yarn_attention_factor(
     factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
-    """``0.1 ln(factor) + 1``; with both DeepSeek numbers ``g(factor, mscale) / g(factor, mscale_all_dim)``.
+    """``0.1 ln(factor) + 1``; with both DeepSeek values ``g(factor, mscale) / g(factor, mscale_all_dim)``.
 
     ``g(s, m) = 0.1 m ln(s) + 1`` for s > 1, else 1. Zero counts as not given.
     """
@@ -138,13 +138,13 @@ def longrope_inv_freq(
     original_max_position: int,
     seqlen: int,
 ) -> Float64Array:
-    """LongRoPE (arXiv 2402.13753): one searched divisor per frequency, another set beyond the original."""
+    """LongRoPE (arXiv 2402.13753): a searched divisor per frequency, with a second set beyond the original length."""
     divisors = long_factor if seqlen > original_max_position else short_factor
     return default_inv_freq(rotary_dim, theta) / np.asarray(divisors, dtype=np.float64)
 
 
 def longrope_attention_factor(factor: float, original_max_position: int) -> float:
-    """``sqrt(1 + ln(factor) / ln(original_max_position))``, and 1 when nothing is stretched."""
+    """``sqrt(1 + ln(factor) / ln(original_max_position))``, or 1 if nothing is stretched."""
     if factor <= 1.0:
         return 1.0
     return math.sqrt(1.0 + math.log(factor) / math.log(original_max_position))
@@ -159,7 +159,7 @@ def llama3_inv_freq(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
 ) -> Float64Array:
-    """The rule of Llama 3.1: long wavelengths are interpolated, short ones stay, between them a blend.
+    """Llama 3.1: long wavelengths are interpolated, short ones are kept, and those between are blended.
 
     With ``turns = original_max_position * inv_freq / (2 pi)``:
     ``turns < low_freq_factor``: ``inv_freq / factor``; ``turns > high_freq_factor``: ``inv_freq``;

@@ -10,16 +10,17 @@ At infinity the functions take their limits: act(-inf) = -0, act'(-inf) = 0, act
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import operator
+from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .precision import Precision, Steps, steps, textbook_product
+from .precision import Array, Precision, Steps, steps, textbook_product
 
 __all__ = ["Activation", "swiglu", "swiglu_backward", "swiglu_mlp", "swiglu_mlp_backward"]
 
-Array = npt.NDArray[Any]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -30,7 +31,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def _gate(g: Array, activation: Activation, p: Steps) -> tuple[Array, Array]:
-    """(c, dc) with act(g) = g * c(g), c rising from 0 to 1, and dc its derivative; g finite."""
+    """(c, dc) with act(g) = g * c(g), where c rises from 0 to 1, and dc its derivative. g must be finite."""
     if activation == "silu":  # c = sigmoid(g)
         with np.errstate(over="ignore"):
             c = p.step(1.0 / p.step(1.0 + p.step(np.exp(-g))))
@@ -59,16 +60,18 @@ def _activate_backward(g: Array, activation: Activation, p: Steps) -> Array:
     return p.step(c + p.step(g * dc))
 
 
-def _matmul(a: Array, b: Array, p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Array:
-    """``a @ b``; textbook code adds up in float32 (float64 for float64), never in 16 bits."""
-    if precision == "naive" and np.dtype(dtype) != np.float64:
+def _products(p: Steps, dtype: npt.DTypeLike, precision: Precision) -> Callable[[Array, Array], Array]:
+    """``a @ b``. Textbook code accumulates in float32 (float64 for float64), never in 16 bits."""
+
+    def product(a: Array, b: Array) -> Array:
         with np.errstate(invalid="ignore"):
             return p.step(textbook_product(a, b))
-    return a @ b
+
+    return product if precision == "naive" and np.dtype(dtype) != np.float64 else operator.matmul
 
 
 def _split(gate: Array, up: Array | None) -> tuple[Array, Array]:
-    """The packed form holds gate in the first half of the last axis, up in the second."""
+    """The packed form has gate in the first half of the last axis and up in the second."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -87,7 +90,7 @@ def swiglu(
     Parameters
     ----------
     gate : (..., d), or packed (..., 2 * d) with gate in the first half
-    up : (..., d), or None when packed
+    up : (..., d), or None if packed
     activation : ``"silu"`` g * sigmoid(g); ``"gelu"`` g * (1 + erf(g / sqrt 2)) / 2; ``"gelu_tanh"``
         g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g**3))) / 2
 
@@ -112,7 +115,7 @@ def swiglu_backward(
 
     Returns
     -------
-    dgate, dup, or one packed (..., 2 * d) array when the forward was packed
+    dgate, dup, or one packed (..., 2 * d) array if the forward was packed
     """
     p = steps(precision, gate.dtype)
     g, u = _split(gate, up)
@@ -146,10 +149,7 @@ def swiglu_mlp(
     (..., hidden_out) in x's dtype
     """
     p = steps(precision, x.dtype)
-
-    def matmul(a: Array, b: Array) -> Array:
-        return _matmul(a, b, p, x.dtype, precision)
-
+    matmul = _products(p, x.dtype, precision)
     x64 = p.load(x)
     act = _activate(matmul(x64, p.load(w_gate).T), activation, p)
     h = p.step(act * matmul(x64, p.load(w_up).T))
@@ -166,7 +166,7 @@ def swiglu_mlp_backward(
     activation: Activation = "silu",
     precision: Precision = "rounded",
 ) -> tuple[Array, Array, Array, Array]:
-    """Gradients of :func:`swiglu_mlp`; gate and up are computed again from x.
+    """Gradients of :func:`swiglu_mlp`. gate and up are recomputed from x.
 
     Returns
     -------
@@ -174,10 +174,7 @@ def swiglu_mlp_backward(
         each in the shape of its tensor and in x's dtype
     """
     p = steps(precision, x.dtype)
-
-    def matmul(a: Array, b: Array) -> Array:
-        return _matmul(a, b, p, x.dtype, precision)
-
+    matmul = _products(p, x.dtype, precision)
     tokens = math.prod(x.shape[:-1])
     x2, dy2 = p.load(x).reshape(tokens, x.shape[-1]), p.load(dy).reshape(tokens, dy.shape[-1])
     wg, wu, wd = p.load(w_gate), p.load(w_up), p.load(w_down)

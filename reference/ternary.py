@@ -1,13 +1,12 @@
-"""Ternary weights: quantise to -1, 0, +1, pack, unpack, multiply. The definition of correct."""
+"""Ternary weights: quantise to -1, 0, +1, pack, unpack and multiply. The definition of correct."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from .precision import Precision, steps
+from .precision import Array, Precision, steps
 from .ternary_layouts import decode, encode
 
 __all__ = [
@@ -22,11 +21,10 @@ __all__ = [
     "ternary_unpack",
 ]
 
-Array = npt.NDArray[Any]
 Method = Literal["absmean", "absmax", "twn", "percentile", "meanstd", "manual"]
 
 EPS = 1e-5
-# What ``threshold`` means to a method, when it is not given: a factor, a percentile, a count of std.
+# Defaults of ``threshold``, whose meaning depends on the method: a factor, a percentile, a count of std.
 DEFAULT_THRESHOLD = {"absmax": 0.7, "twn": 0.7, "percentile": 50.0, "meanstd": 0.0}
 
 
@@ -65,7 +63,7 @@ def ternary_quantize(
     if method == "absmean":
         mean = st.step(magnitude.mean(axis=1)) if size else np.zeros(scopes)
         scale = np.maximum(mean, EPS).astype(to)
-        # w / scale with the scale that is returned, so that the pair satisfies its own definition.
+        # Divide by the scale that is returned, so that the pair satisfies its own definition.
         trits = np.clip(np.rint(st.step(groups / scale[:, None].astype(np.float64))), -1, 1)
     else:
         value = DEFAULT_THRESHOLD[method] if threshold is None and method != "manual" else threshold
@@ -94,7 +92,7 @@ def _limit(method: Method, magnitude: Array, value: float) -> Array:
 
 
 def ternary_pack(trits: Array, format: str, *, scale: Array | float | None = None) -> Array:
-    """One uint8 array; see :mod:`ternary_formats` for the formats."""
+    """One uint8 array; :mod:`ternary_formats` lists the formats."""
     return encode(trits, format, scale=scale)
 
 
@@ -106,8 +104,8 @@ def ternary_unpack(packed: Array, shape: tuple[int, int], format: str, *, strict
 def quantize_activations(x: Array) -> tuple[Array, Array]:
     """Per token: ``s = 127 / max(max|x|, 1e-5)``, ``q = clip(round_half_even(x * s), -128, 127)``.
 
-    Returns q int8 shaped like x and ``1 / s`` float64 shaped like x without its last axis. A token
-    with a NaN or an infinity gets q = 0 and a scale of NaN, so that it shows in the result.
+    Returns q, int8 shaped like x, and ``1 / s``, float64 shaped like x without its last axis. A token with a NaN or
+    an infinity gets q = 0 and a NaN scale, which then shows in the result.
     """
     x64 = x.astype(np.float64)
     absmax = np.maximum(np.abs(x64).max(axis=-1, initial=0.0), EPS)
@@ -167,9 +165,9 @@ def ternary_matmul_backward(
 ) -> tuple[Array, Array]:
     """Straight-through gradients ``dx = dy @ (scale * trits)`` and ``dw = dy.T @ xq``: rounding counts as identity.
 
-    ``xq`` is what the forward multiplied: x quantised and scaled back for ``"int8"``, else x. dw belongs to the
-    latent weights that ``trits`` were quantised from; it passes where they were clipped too. dx like x, dw
-    (N, K) float32 (float64 for float64).
+    ``xq`` is what the forward multiplied: x quantised and scaled back for ``"int8"``, else x. dw is the gradient of
+    the latent weights that ``trits`` were quantised from, including those that were clipped. dx is like x, dw (N, K)
+    float32 (float64 for float64).
     """
     st = steps(precision, x.dtype)
     n, k = trits.shape
@@ -185,9 +183,9 @@ def ternary_matmul_backward(
 
 
 def ternary_product(a: Array, a_scale: Array, w: Array, w_scale: Array) -> Array:
-    """``(a_scale * a) @ (w_scale * w).T`` of trits (M, K) and (N, K), scales per tensor or row; float32 (M, N).
+    """``(a_scale * a) @ (w_scale * w).T`` of trits (M, K) and (N, K), with scales per tensor or row; float32 (M, N).
 
-    The sums are integers; the product of the scales is exact in float64, and one factor.
+    Sums are integers, and the product of the scales is exact in float64.
     """
     sums = a.astype(np.int64) @ w.T.astype(np.int64)
     factor = _by_group(a_scale, len(a)).astype(np.float64) * _by_group(w_scale, len(w)).T

@@ -1,7 +1,7 @@
-"""The ternary storage formats: one row each, in one table that checks itself.
+"""The ternary storage formats, one row each, in a table that checks itself.
 
-A trit ``t`` is -1, 0 or +1; its code is ``t + 1`` unless the row says otherwise. A stored scale always
-multiplies: ``W = scale * t``. How each format lays out its bits is in :mod:`ternary_layouts`.
+A trit ``t`` is -1, 0 or +1; its code is ``t + 1`` unless the row says otherwise. A stored scale always multiplies:
+``W = scale * t``. :mod:`ternary_layouts` implements the bit layouts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["FORMATS", "TernaryFormat", "describe_formats", "ternary_format"]
 
@@ -17,11 +18,10 @@ Tile = tuple[int, int, int]  # rows, columns, rows at a time
 
 @dataclass(frozen=True)
 class TernaryFormat:
-    """What a format is called, what it costs and what it asks of a matrix ``(N, K)``.
+    """A format's name, cost and requirements on a matrix ``(N, K)``.
 
-    ``unit_rows`` x ``unit_cols`` weights take ``unit_bytes``; a matrix that does not divide is padded
-    when ``pads``, else refused. ``linear`` formats count elements over the whole matrix, so that only
-    N*K must divide.
+    ``unit_rows`` x ``unit_cols`` weights take ``unit_bytes``. A matrix that does not divide into units is padded if
+    ``pads``, else refused. ``linear`` formats count elements over the whole matrix, so only N*K must divide.
     """
 
     name: str
@@ -33,10 +33,10 @@ class TernaryFormat:
     invalid: str
     used_by: str
     linear: bool = False
-    block_scale: int = 0  # weights per embedded fp16 scale, 0 when scales are kept apart
-    scale_first: bool = False  # of a block, where the embedded scale is not last
-    steps: int = 0  # columns that a last, narrower tile may have, 0 when tiles are whole
-    # of the shapes that have tiles of their own
+    block_scale: int = 0  # weights per embedded fp16 scale; 0 if scales are kept apart
+    scale_first: bool = False  # the embedded scale comes first in its block
+    steps: int = 0  # a last, narrower tile has a multiple of this many columns; 0: none
+    # for shapes with tiles of their own
     tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class TernaryFormat:
 
     @property
     def constraint(self) -> str:
-        """What the shape must satisfy, in words."""
+        """The requirement on the shape, in words."""
         if self.linear:
             return f"N*K % {self.unit_cols} == 0"
         if self.tiles:
@@ -61,7 +61,7 @@ class TernaryFormat:
         return " and ".join(f"{axis} % {n} == 0" for axis, n in parts if n > 1)
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Shape of the packed uint8 array; ValueError when ``shape`` does not fit the format."""
+        """Shape of the packed uint8 array; ValueError if ``shape`` does not fit the format."""
         n, k = shape
         if self.linear:
             if n * k % self.unit_cols:
@@ -76,7 +76,7 @@ class TernaryFormat:
         return (math.ceil(n / self.unit_rows), math.ceil(k / self.unit_cols) * self.unit_bytes)
 
     def tile(self, shape: tuple[int, int]) -> Tile:
-        """(BM, BK, bm) of a matrix of ``shape``: those that bitnet.cpp generates its kernels with for that shape."""
+        """(BM, BK, bm) of a matrix of ``shape``: the tile for which bitnet.cpp generates its kernels."""
         return self.tiles.get(shape, (self.unit_rows, self.unit_cols, 32))
 
     def _tiled_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -103,72 +103,130 @@ class TernaryFormat:
         )
 
 
-# What bitnet.cpp's setup_env.py passes to its kernel generators: bitnet_b1_58-large, bitnet_b1_58-3B, Llama3-8B.
-# Its model files exist in these shapes only; the rest of the world gets the first row's tile. Files made with other
-# parameters (its tuned presets) have the same size and another order: only their maker knows.
-_TL1_TILES: dict[tuple[int, int], Tile] = {
-    (1536, 4096): (256, 128, 32), (1536, 1536): (128, 64, 64), (4096, 1536): (256, 128, 32),
-    (3200, 8640): (160, 64, 32), (3200, 3200): (320, 128, 64), (8640, 3200): (320, 64, 32),
-    (14336, 4096): (256, 128, 32), (4096, 14336): (128, 64, 64), (1024, 4096): (256, 128, 32),
-    (4096, 4096): (128, 64, 64),
-}  # fmt: skip
-_TL2_TILES: dict[tuple[int, int], Tile] = {
-    (1536, 4096): (256, 96, 32), (1536, 1536): (128, 192, 32), (4096, 1536): (256, 96, 32),
-    (3200, 8640): (160, 96, 32), (3200, 3200): (320, 96, 32), (8640, 3200): (320, 96, 32),
-    (14336, 4096): (256, 96, 32), (4096, 14336): (128, 96, 32), (1024, 4096): (256, 96, 32),
-    (4096, 4096): (128, 96, 32),
-}  # fmt: skip
+def _by_shape(shapes: dict[Tile, list[tuple[int, int]]]) -> dict[tuple[int, int], Tile]:
+    return {shape: tile for tile, group in shapes.items() for shape in group}
+
+
+# The tiles that setup_env.py of bitnet.cpp generates kernels with, for bitnet_b1_58-large, bitnet_b1_58-3B and
+# Llama3-8B. Its model files exist in these shapes only; all others get the tile of the format's row. Files made with
+# other parameters (its tuned presets) have the same size but another order, which only their maker knows.
+_TL1_TILES = _by_shape(
+    {
+        (256, 128, 32): [(1536, 4096), (4096, 1536), (14336, 4096), (1024, 4096)],
+        (128, 64, 64): [(1536, 1536), (4096, 14336), (4096, 4096)],
+        (160, 64, 32): [(3200, 8640)],
+        (320, 128, 64): [(3200, 3200)],
+        (320, 64, 32): [(8640, 3200)],
+    }
+)
+_TL2_TILES = _by_shape(
+    {
+        (256, 96, 32): [(1536, 4096), (4096, 1536), (14336, 4096), (1024, 4096)],
+        (128, 192, 32): [(1536, 1536)],
+        (160, 96, 32): [(3200, 8640)],
+        (320, 96, 32): [(3200, 3200), (8640, 3200)],
+        (128, 96, 32): [(4096, 14336), (4096, 4096)],
+    }
+)
+
+
+def _row(
+    name: str,
+    unit: tuple[int, int, int],
+    invalid: str,
+    used_by: str,
+    *,
+    pads: bool = False,
+    scale: str = "apart",
+    **layout: Any,
+) -> TernaryFormat:
+    """A row of the table. ``unit``: rows, columns and bytes of a unit."""
+    return TernaryFormat(name, *unit, pads, scale, invalid, used_by, **layout)
+
 
 _ROWS = (
-    TernaryFormat(
-        "planes", 1, 32, 8, True, "apart", "both planes set; a set bit in the padding",
+    _row(
+        "planes",
+        (1, 32, 8),
+        "both planes set; a set bit in the padding",
         "unsloth-rs: per row, u32 words of a plus plane, then of a minus plane",
+        pads=True,
     ),
-    TernaryFormat(
-        "base3", 1, 5, 1, True, "apart", "byte > 242; a padding digit that is not 1",
+    _row(
+        "base3",
+        (1, 5, 1),
+        "byte > 242; a padding digit that is not 1",
         "ONNX Runtime WebGPU and others: 5 trits per byte, first one in the lowest digit",
+        pads=True,
     ),
-    TernaryFormat(
-        "hf_bitnet", 4, 1, 1, True, "apart", "code 3; a set bit in the padding rows",
+    _row(
+        "hf_bitnet",
+        (4, 1, 1),
+        "code 3; a set bit in the padding rows",
         "transformers BitNet checkpoints: row r + i*ceil(N/4) at bits 2i, packed along out_features",
+        pads=True,
     ),
-    TernaryFormat(
-        "bitnet_gpu", 16, 32, 128, False, "apart", "code 0 (code is t + 2)",
+    _row(
+        "bitnet_gpu",
+        (16, 32, 128),
+        "code 0 (code is t + 2)",
         "Microsoft BitNet CUDA kernel: 16x32 tiles permuted, 16-code interleaved words",
     ),
-    TernaryFormat(
-        "i2_s", 1, 128, 32, False, "apart", "code 3",
+    _row(
+        "i2_s",
+        (1, 128, 32),
+        "code 3",
         "bitnet.cpp on x86: 128-weight blocks, most significant bits first; codes only, no trailer",
         linear=True,
     ),
-    TernaryFormat(
-        "tl1", 256, 128, 8192, False, "apart", "a number above 8",
+    _row(
+        "tl1",
+        (256, 128, 8192),
+        "a number above 8",
         "bitnet.cpp on ARM: tiles, two base-3 numbers of two trits per byte; codes only, no trailer",
         tiles=_TL1_TILES,
     ),
-    TernaryFormat(
-        "tl2", 256, 96, 5120, False, "apart", "a magnitude above 13; a minus zero; a pair above 8",
+    _row(
+        "tl2",
+        (256, 96, 5120),
+        "a magnitude above 13; a minus zero; a pair above 8",
         "bitnet.cpp with AVX2: tiles, three trits as a magnitude and a sign, the columns left over as in tl1",
-        steps=32, tiles=_TL2_TILES,
+        steps=32,
+        tiles=_TL2_TILES,
     ),
-    TernaryFormat(
-        "tq1_0", 1, 256, 54, False, "fp16 per 256 in the block",
+    _row(
+        "tq1_0",
+        (1, 256, 54),
         "a byte that no 5 (4) digits produce; a scale that is not finite",
-        "llama.cpp GGUF: base-3 fixed point, 5 trits per byte", block_scale=256,
+        "llama.cpp GGUF: base-3 fixed point, 5 trits per byte",
+        scale="fp16 per 256 in the block",
+        block_scale=256,
     ),
-    TernaryFormat(
-        "tq2_0", 1, 256, 66, False, "fp16 per 256 in the block", "code 3; a scale that is not finite",
-        "llama.cpp GGUF: 2-bit codes, least significant bits first", block_scale=256,
+    _row(
+        "tq2_0",
+        (1, 256, 66),
+        "code 3; a scale that is not finite",
+        "llama.cpp GGUF: 2-bit codes, least significant bits first",
+        scale="fp16 per 256 in the block",
+        block_scale=256,
     ),
-    TernaryFormat(
-        "q2_0", 1, 64, 18, False, "fp16 per 64 in the block", "code 3 (llama.cpp's +2); a scale that is not finite",
-        "llama.cpp GGUF: the scale, then 2-bit codes, least significant bits first", block_scale=64, scale_first=True,
+    _row(
+        "q2_0",
+        (1, 64, 18),
+        "code 3 (llama.cpp's +2); a scale that is not finite",
+        "llama.cpp GGUF: the scale, then 2-bit codes, least significant bits first",
+        scale="fp16 per 64 in the block",
+        block_scale=64,
+        scale_first=True,
     ),
-    TernaryFormat(
-        "w2", 1, 64, 16, True, "apart", "code 3; a padding code that is not 1",
+    _row(
+        "w2",
+        (1, 64, 16),
+        "code 3; a padding code that is not 1",
         "the kernels here: K-contiguous rows of 16-code interleaved u32 words",
+        pads=True,
     ),
-)  # fmt: skip
+)
 
 
 def _check(rows: tuple[TernaryFormat, ...]) -> dict[str, TernaryFormat]:
@@ -195,7 +253,7 @@ _check(_ROWS)
 
 
 def ternary_format(name: str) -> TernaryFormat:
-    """The row called ``name``; ValueError lists those that exist."""
+    """The row of format ``name``; ValueError lists the names."""
     if name not in FORMATS:
         raise ValueError(f"unknown ternary format {name!r}; formats: {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -1,13 +1,12 @@
-"""Trits to bytes and back, format by format, in plain NumPy.
+"""Packs trits to bytes and unpacks them, format by format, in plain NumPy.
 
-``encode(trits, format)`` and ``decode(packed, shape, format)``; the table of formats is
-:mod:`ternary_formats`. A decoder is strict by default: it names the first byte that no encoder would
-have written. ``strict=False`` returns what the format's published decoder computes from such bytes,
-which may lie outside -1..1 (a 2-bit code 3 gives +2).
+``encode(trits, format)`` and ``decode(packed, shape, format)``; the table of formats is :mod:`ternary_formats`. A
+decoder is strict by default: its error names the first byte that no encoder writes. ``strict=False`` returns what
+the format's published decoder computes from such bytes, which may be outside -1..1 (a 2-bit code 3 gives +2).
 
-Scales live apart, except that tq1_0, tq2_0 and q2_0 hold an fp16 per block. Of an I2_S, TL1 or TL2 tensor in a
-file only the codes are meant here: its trailer (a float32 scale and filler) is not part of the packed
-array; pass that scale separately.
+Scales are kept apart, except that tq1_0, tq2_0 and q2_0 embed an fp16 per block. For I2_S, TL1 and TL2 tensors of a
+file, the packed array is the codes alone, without the trailer (a float32 scale and filler); pass that scale
+separately.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _POW3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
 def encode(trits: Array, format: str, *, scale: Array | float | None = None) -> Array:
-    """Packed uint8 array of ``trits`` (N, K); shape as ``ternary_format(format).packed_shape``.
+    """Packed uint8 array of ``trits`` (N, K), shaped as ``ternary_format(format).packed_shape``.
 
-    ``scale`` goes into formats that embed one (fp16, broadcast to one per 256 weights, 1.0 when
-    absent); the others refuse it.
+    ``scale`` goes into formats that embed one (fp16, broadcast to the blocks, 1.0 if absent); other formats refuse
+    it.
     """
     fmt = ternary_format(format)
     n, k = trits.shape
@@ -63,7 +62,9 @@ def encode(trits: Array, format: str, *, scale: Array | float | None = None) -> 
         digits = pad_columns(codes, 5, 1).reshape(n, -1, 5)
         packed = (digits * _POW3).sum(axis=-1, dtype=np.uint8)
     elif format == "hf_bitnet":
-        quarters = np.zeros((4 * packed_shape[0], k), np.uint8)  # padding rows are zero bits, as in its files
+        quarters = np.zeros(
+            (4 * packed_shape[0], k), np.uint8
+        )  # padding rows are zero bits, as in the published files
         quarters[:n] = codes
         packed = join(quarters.reshape(4, -1, k), axis=0, shifts=(0, 2, 4, 6))
     elif format == "bitnet_gpu":
@@ -83,7 +84,7 @@ def encode(trits: Array, format: str, *, scale: Array | float | None = None) -> 
 
 
 def decode(packed: Array, shape: tuple[int, int], format: str, *, strict: bool = True) -> Array:
-    """Trits (N, K) int8 of ``packed``; LayoutError names the format, the fault and its byte."""
+    """Trits (N, K) int8 of ``packed``. LayoutError names the format, the fault and its byte."""
     fmt = ternary_format(format)
     n, k = shape
     packed_shape = fmt.packed_shape(shape)

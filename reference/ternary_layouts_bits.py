@@ -1,11 +1,10 @@
-"""What the ternary layouts share: 2-bit fields, padding, and refusals that name the first offence."""
+"""Shared by the ternary layouts: 2-bit fields, padding, and errors that name the first fault."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
+
+from .precision import Array
 
 __all__ = [
     "Array",
@@ -19,11 +18,9 @@ __all__ = [
     "split",
 ]
 
-Array = npt.NDArray[Any]
-
 
 class LayoutError(ValueError):
-    """Bytes that no encoder of the format writes, or a scale that it cannot hold."""
+    """Bytes that no encoder of the format writes, or a scale that the format cannot hold."""
 
 
 def pad_columns(x: Array, multiple: int, value: int) -> Array:

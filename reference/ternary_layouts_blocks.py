@@ -1,7 +1,8 @@
-"""Formats of blocks that hold their own fp16 scale: tq1_0, tq2_0, q2_0.
+"""Block formats with an embedded fp16 scale: tq1_0, tq2_0, q2_0.
 
-tq1_0, 256 weights: five digits d0..d4 of a byte are the fraction 0.d0d1d2d3d4 in base 3, rounded up to 1/256: then
-``(byte * 3^n mod 256) * 3 >> 8`` is digit n, without a division. The last four bytes hold four digits.
+tq1_0 has 256 weights per block. The five digits d0..d4 of a byte form the fraction 0.d0d1d2d3d4 in base 3, rounded
+up to 1/256, so that ``(byte * 3^n mod 256) * 3 >> 8`` is digit n, without a division. The last four bytes hold four
+digits.
 """
 
 from __future__ import annotations

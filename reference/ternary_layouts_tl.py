@@ -1,7 +1,7 @@
 """tl1 and tl2: the table-lookup layouts of bitnet.cpp, in the tiles of its published kernels.
 
-A matrix (N, K) is cut into tiles of BM rows and BK columns, a tile into steps of bm rows and by columns, so that
-a step fills vector registers. Which (BM, BK, bm) a matrix has follows from its shape, by ``tile`` of
+A matrix (N, K) is cut into tiles of BM rows and BK columns, and a tile into steps of bm rows by `by` columns, so
+that a step fills vector registers. (BM, BK, bm) follows from the matrix's shape, by ``tile`` of
 :class:`TernaryFormat`. Codes are base-3 numbers of neighbouring weights, c = t + 1:
 
 tl1, by = 256 / bm                     two codes a byte, high nibble first, each 3 c0 + c1: 0..8
@@ -11,8 +11,8 @@ tl2, bm = 32                           a triple's number 9 t0 + 3 t1 + t2 as a m
     magnitudes [N/BM][K3/BK][BM/32][BK/6][32 rows]    two a byte, high nibble first; K3 = K rounded down to BK
     signs      [N/BM][K3/BK][BM/32][BK/24][16 words]  word r: rows r and r + 16, 8 triples each; 1 is minus,
                                                       bit 15 - 2i row r of triple i, bit 14 - 2i row r + 16
-    pairs      [N/BM][K2/32][BM/32][8][32 rows]       the K2 = K - K3 columns left over, coded as in tl1
-The 32 rows of a step lie in the order 0-7, 16-23, 8-15, 24-31, the order in which AVX2 unpacks bytes.
+    pairs      [N/BM][K2/32][BM/32][8][32 rows]       the remaining K2 = K - K3 columns, coded as in tl1
+The 32 rows of a step are in the order 0-7, 16-23, 8-15, 24-31, in which AVX2 unpacks bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tile = tuple[int, int, int]
 
 
 class _Order:
-    """A matrix reshaped to ``sizes``, its axes then transposed by ``axes``: where each element is stored."""
+    """The order in which elements are stored: a matrix reshaped to ``sizes``, then transposed by ``axes``."""
 
     def __init__(self, sizes: tuple[int, ...], axes: tuple[int, ...]) -> None:
         self.sizes, self.axes = sizes, axes
@@ -62,7 +62,7 @@ def tl1_encode(codes: Array, tile: Tile) -> Array:
 
 
 def tl1_decode(data: Array, shape: tuple[int, int], tile: Tile, strict: bool) -> Array:
-    """Trits; a lenient decoder reads a number above 8 as two zeros."""
+    """Trits. A lenient decoder reads a number above 8 as two zeros."""
     n, k = shape
     return _pair_trits(_tl1_order(n, k, tile).load(_split_nibbles(data), n), "tl1", strict)
 
@@ -81,7 +81,7 @@ def tl2_encode(codes: Array, tile: Tile) -> Array:
 
 
 def tl2_decode(data: Array, shape: tuple[int, int], tile: Tile, strict: bool) -> Array:
-    """Trits; a lenient decoder reads a magnitude of 14 or 15, and a pair above 8, as zeros, a minus zero as zero."""
+    """Trits. A lenient decoder reads a magnitude of 14 or 15, a pair above 8, and a minus zero as zeros."""
     n, k = shape
     big_m, big_k, _ = tile
     k3 = k - k % big_k
@@ -106,7 +106,7 @@ def _pairs(codes: Array) -> Array:
 
 
 def _pair_trits(numbers: Array, format: str, strict: bool, first: int = 0) -> Array:
-    """(N, K/2) numbers of pairs -> (N, K) trits; ``first`` is the column they begin in, for messages."""
+    """(N, K/2) numbers of pairs -> (N, K) trits; ``first`` is their first column, for messages."""
     bad = numbers > 8
     if strict:
         _refuse_number(bad, numbers, 2, format, "is not a pair of trits", first)

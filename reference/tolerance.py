@@ -1,10 +1,9 @@
 """How far a kernel may be from the reference: twice the error of textbook code in the same dtype.
 
-``max|k - ref| <= factor * max|naive - ref| + floor`` with factor 2 (3 for gradients), where ``ref`` is
-the reference in float64, ``naive`` the reference with every intermediate rounded to the dtype, and
-``floor = 2 * max|((ref + 0.3) - 0.3) - ref|`` in that dtype: about one unit in the last place, for
-cases in which the textbook code happens to be exact. The rule is FlashAttention's; it calibrates
-itself to any dtype and shape.
+``max|k - ref| <= factor * max|naive - ref| + floor`` with factor 2 (3 for gradients). ``ref`` is the reference in
+float64, ``naive`` the reference with every intermediate rounded to the dtype. ``floor = 2 * max|((ref + 0.3) - 0.3) -
+ref|`` in that dtype is about one unit in the last place, for cases where the textbook code happens to be exact. The
+rule is FlashAttention's. It calibrates itself to any dtype and shape.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .precision import Array
+
 __all__ = ["FORWARD", "GRADIENT", "error_report", "tolerance"]
 
-Array = npt.NDArray[Any]
 
 FORWARD = 2.0
 GRADIENT = 3.0
 
 
 def tolerance(reference: Array, naive: Array, dtype: npt.DTypeLike, factor: float = FORWARD) -> float:
-    """The largest absolute error allowed; infinite and NaN entries are compared by position instead."""
+    """The largest absolute error allowed. Infinite and NaN entries are compared by position instead."""
     ref = np.asarray(reference, np.float64)
     finite = np.isfinite(ref)
     if not finite.any():
@@ -38,7 +38,7 @@ def tolerance(reference: Array, naive: Array, dtype: npt.DTypeLike, factor: floa
 
 
 def error_report(actual: Array, reference: Array, bound: float) -> str | None:
-    """None when ``actual`` is close enough, else one line that names the worst index and both values."""
+    """None if ``actual`` is close enough, else one line with the worst index and both values."""
     got, want = np.asarray(actual, np.float64), np.asarray(reference, np.float64)
     if got.shape != want.shape:
         return f"shape {got.shape}, expected {want.shape}"

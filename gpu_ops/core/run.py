@@ -91,9 +91,14 @@ class Prepared:
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
         self._finish, self._look = bound.finish, bound.look
         new = [o for o in bound.outputs if o.source is None]
+        on_host = (
+            self.device is devices.HOST
+        )  # no graph there is captured: what nobody asked for is allocated, too
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
-        self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned]
-        self._hidden = tuple(Workspace(o.name, o.layout.shape, o.layout.dtype) for o in new if not o.returned)
+        self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
+        self._hidden = tuple(
+            Workspace(o.name, o.layout.shape, o.layout.dtype) for o in new if not o.returned and not on_host
+        )
         self._aliases = [(o.name, o.alias) for o in bound.outputs if o.alias is not None]
         own = {o.name: o.source for o in bound.outputs if o.source is not None}
         self._given = frozenset(own)

@@ -1,1 +1,1 @@
-"""Compilers of GPU kernels, the cache of what they made, and launches."""
+"""GPU compilers, the cache of their output, and kernel launches."""

@@ -1,7 +1,7 @@
-"""The cache folder: files that are whole or not there, whoever writes at the same time.
+"""The cache folder. Files appear there whole or not at all, however many processes write at once.
 
-An entry, a compiled kernel, is 32 bytes of SHA-256, then the payload. It is written beside its place and renamed into
-it, so a reader sees the old file or the new one; a torn or foreign one fails its checksum and is compiled anew.
+An entry, a compiled kernel, is 32 bytes of SHA-256 followed by the payload. It is written to a temporary file and
+renamed, so readers see the old file or the new one. A torn or foreign file fails its checksum and is compiled again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _warned: set[Path | None] = set()
 
 
 def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
-    """A writable folder of the cache; None, with one warning per process and folder, when it cannot be."""
+    """A writable folder of the cache. If there is none: None, and one warning per process and folder."""
     try:
         return _writable(_root().joinpath(*parts))
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
@@ -37,7 +37,7 @@ def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
 
 
 def cache_path(*parts: str) -> Path | None:
-    """Where the cache has something, to be read only: it need not exist. None: there is no home folder."""
+    """A path in the cache, for reading; it need not exist. None if there is no home folder."""
     try:
         return _root().joinpath(*parts)
     except RuntimeError:
@@ -52,7 +52,7 @@ def _root() -> Path:
     return (Path(users) if users else Path.home() / ".cache") / "gpu_ops"
 
 
-@cache  # failures are not kept: a folder that becomes writable is used from then on
+@cache  # errors are not cached: the folder may become writable
 def _writable(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -64,14 +64,14 @@ def _warn_unwritable(folder: Path | None, reason: Exception) -> None:
         return
     _warned.add(folder)
     warnings.warn(
-        f"gpu_ops: cannot write the kernel cache ({reason}); kernels that it does not have are compiled anew in "
-        "every process. Set GPU_OPS_CACHE_DIR to a writable folder.",
+        f"gpu_ops: cannot write the kernel cache ({reason}); kernels missing from it are compiled again in every "
+        "process. Set GPU_OPS_CACHE_DIR to a writable folder.",
         stacklevel=3,
     )
 
 
 def read_entry(path: Path) -> bytes | None:
-    """The payload of an entry; None when there is none, or (with a warning) none that can be trusted."""
+    """The payload of an entry. None if it is missing or, with a warning, if it cannot be trusted."""
     try:
         blob = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -86,12 +86,12 @@ def read_entry(path: Path) -> bytes | None:
 
 
 def ignore_entry(path: Path, reason: object) -> None:
-    """Say that an entry is not used; the kernel is compiled anew and the entry replaced."""
+    """Warn that an entry is not used. The kernel is compiled again, and the entry replaced."""
     warnings.warn(f"gpu_ops: ignoring the cached kernel {path.name}: {reason}", stacklevel=3)
 
 
 def publish(path: Path, payload: bytes) -> None:
-    """Write an entry, all or nothing. A full disk costs the entry, not the kernel in memory."""
+    """Write an entry, all or nothing. On a full disk the entry is lost, but not the kernel in memory."""
     try:
         write_whole(path, hashlib.sha256(payload).digest() + payload)
     except OSError as error:
@@ -99,7 +99,7 @@ def publish(path: Path, payload: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it into it: others see all of it, or what was there before."""
+    """Write a temporary file and rename it: others see all of the content, or what was there before."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-")
     try:
         with os.fdopen(handle, "wb") as file:

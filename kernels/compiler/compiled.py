@@ -1,4 +1,4 @@
-"""A compiled kernel as a value: what the compilers gave, its form on disk, and its files for reading."""
+"""A compiled kernel as a value: compiler output, its form on disk, and a readable dump."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Compiled:
     entry: str
     ptx: str
     cubin: bytes | None  # machine code for the architecture; None for a Numba kernel
-    log: str  # warnings, and ptxas' lines on registers and spills
-    seconds: float  # what compiling took, also when it was loaded from disk
-    sources: Mapping[str, str]  # text of our own files by their name in the PTX's .file table
+    log: str  # warnings, and the lines of ptxas on registers and spills
+    seconds: float  # compile time, kept when loaded from disk
+    sources: Mapping[str, str]  # text of our own files, by name in the .file table of the PTX
 
     @property
     def entries(self) -> list[str]:
@@ -32,7 +32,7 @@ class Compiled:
 
 
 def source_files(ptx: str) -> list[str]:
-    """The names in the PTX's ``.file`` table, which its ``.loc`` lines refer to by number."""
+    """Names in the ``.file`` table of the PTX, to which its ``.loc`` lines refer by number."""
     return re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', ptx, re.MULTILINE)
 
 
@@ -42,7 +42,7 @@ def pack(unit: Compiled) -> bytes:
 
 
 def unpack(payload: bytes) -> Compiled:
-    """What :func:`pack` packed; ValueError for anything else."""
+    """The inverse of :func:`pack`; ValueError for anything else."""
     try:
         fields = json.loads(zlib.decompress(payload))
         cubin = fields.pop("cubin")
@@ -52,7 +52,7 @@ def unpack(payload: bytes) -> Compiled:
 
 
 def dump(unit: Compiled, name: str, arch: str) -> None:
-    """``GPU_OPS_DUMP=folder`` writes every kernel that is used: sources, PTX, machine code."""
+    """With ``GPU_OPS_DUMP=folder``, write sources, PTX and machine code of every kernel used."""
     target = os.environ.get("GPU_OPS_DUMP")
     if not target:
         return

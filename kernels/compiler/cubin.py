@@ -1,7 +1,7 @@
-"""What a cubin says about its kernels without a GPU: registers, spills, shared memory, and occupancy from them.
+"""Reads a kernel's resources from its cubin, without a GPU: registers, spills, shared memory; and its occupancy.
 
-A cubin is an ELF file. ``.nv.info`` and ``.nv.info.<kernel>`` are lists of records, (format u8, attribute u8, u16);
-with format 4 the u16 is the length of the payload that follows, otherwise it is the value.
+A cubin is an ELF file. ``.nv.info`` and ``.nv.info.<kernel>`` are lists of records (format u8, attribute u8, u16).
+With format 4 the u16 is the length of the payload that follows, otherwise it is the value.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SIZED = 4
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread, or one block, of a kernel takes."""
+    """Resources per thread or per block of a kernel."""
 
     registers: int  # per thread
     local_bytes: int  # stack frame per thread: arrays in local memory, and spills
-    spill_bytes: int | None  # stores plus loads per thread, by ptxas' log; None without a log
+    spill_bytes: int | None  # stores plus loads per thread, from the ptxas log; None without one
     static_shared_bytes: int
     barriers: int
     max_threads: int | None  # from __launch_bounds__
@@ -45,7 +45,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Blocks of one kernel that fit on one SM, and what stops the next one."""
+    """Blocks of a kernel that fit on one SM, and the resource that limits them."""
 
     blocks: int
     warps: int
@@ -54,7 +54,7 @@ class Occupancy:
 
 
 class Limits(Protocol):
-    """Limits of one compute capability, as ``gpu_ops.presets.Arch`` holds them."""
+    """Limits of one compute capability, as in ``gpu_ops.presets.Arch``."""
 
     @property
     def compute_capability(self) -> tuple[int, int]: ...
@@ -73,7 +73,7 @@ class Limits(Protocol):
 
 
 def smem_per_block_optin(arch: str) -> int:
-    """Bytes of shared memory that a block of an architecture such as ``"sm_90a"`` may have, static and dynamic."""
+    """The most shared memory (static plus dynamic, in bytes) per block, for an architecture such as ``"sm_90a"``."""
     kib = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
     return 1024 * kib.get(int(arch[3:].rstrip("af")), 99)  # 99: sm_86, 89, 120
 
@@ -131,7 +131,7 @@ def _named(sections: list[_Section], name: str) -> _Section | None:
 
 
 def architecture(image: bytes) -> int:
-    """The compute capability a cubin is for, such as 90. The ABI version says in which byte of the ELF flags."""
+    """The compute capability of a cubin, such as 90. Its byte in the ELF flags depends on the ABI version."""
     return image[0x31] if image[8] >= 8 else image[0x30]
 
 
@@ -159,7 +159,7 @@ def parameter_sizes(image: bytes, kernel: str) -> list[int]:
 
 
 def resources(image: bytes, kernel: str, log: str = "") -> Resources:
-    """Read one kernel's needs; ``log`` is ptxas' verbose output, the only place that counts spills."""
+    """Read one kernel's resources. ``log`` is the verbose output of ptxas, the only source for spills."""
     sections = _sections(image)
     info = _info(sections, kernel)
     symbols = _symbols(sections)
@@ -172,7 +172,7 @@ def resources(image: bytes, kernel: str, log: str = "") -> Resources:
                 totals[attribute] = value
     text = _named(sections, f".text.{kernel}")
     shared = _named(sections, f".nv.shared.{kernel}")
-    hidden = RESERVED if architecture(image) >= 90 else 0  # there the section includes the driver's part
+    hidden = RESERVED if architecture(image) >= 90 else 0  # sm_90 and up: part of the section
     max_threads = barriers = None
     for attribute, value, payload in info:
         if attribute == _MAX_THREADS:
@@ -206,7 +206,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def occupancy(needs: Resources, threads: int, dynamic_shared: int, limits: Limits) -> Occupancy:
-    """How many blocks of ``threads`` threads fit on one SM; 0 blocks: it cannot launch at all."""
+    """Blocks of ``threads`` threads that fit on one SM. 0 blocks: the kernel cannot be launched."""
     capability = limits.compute_capability
     reserved = RESERVED if capability >= (8, 0) else 0
     granule = 128 if capability >= (8, 0) else 256
@@ -214,7 +214,7 @@ def occupancy(needs: Resources, threads: int, dynamic_shared: int, limits: Limit
     max_warps = limits.max_threads_per_sm // 32
 
     per_warp = _round_up(32 * needs.registers, 256)
-    # The four schedulers of an SM each own a quarter of its registers, and a warp stays with one.
+    # Each of an SM's four schedulers owns a quarter of its registers, and a warp stays with one scheduler.
     fits_at_all = per_warp * _round_up(warps, 4) <= limits.registers_per_sm
     by_registers = limits.registers_per_sm // 4 // per_warp * 4 // warps if fits_at_all else 0
 

@@ -1,12 +1,12 @@
-"""Compile GPU kernels, on any machine, and launch them: the only module that calls a GPU compiler.
+"""Compiles GPU kernels, on any machine, and launches them. The only module that calls a GPU compiler.
 
-A kernel is named by what it is: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/cuda/<stem>.cu``
-specialised by ``-D`` macros, a :class:`NumbaKernel` a Python function with a signature.
-:func:`compile_kernel` turns either into PTX (and machine code) once, and keeps it in memory and on disk. The
-key on disk covers the source, every file of ``include/``, the flags and the versions of the compilers, so that
-an edited header never serves an old binary. :func:`load` makes one ready on a GPU.
+A kernel is identified by its content: a :class:`CudaKernel` is one ``extern "C"`` entry of ``kernels/cuda/<stem>.cu``
+specialised by ``-D`` macros, a :class:`NumbaKernel` is a Python function with a signature. :func:`compile_kernel`
+compiles either to PTX (and machine code) once, and caches the result in memory and on disk. The key on disk covers
+the source, every file of ``include/``, the flags and the compiler versions, so an edited header never gets a stale
+binary. :func:`load` loads a kernel on a GPU.
 
-Environment: ``GPU_OPS_CACHE_DIR`` moves the cache, ``GPU_OPS_DUMP=folder`` writes what was compiled into a folder.
+Environment: ``GPU_OPS_CACHE_DIR`` moves the cache; ``GPU_OPS_DUMP=folder`` writes everything compiled to a folder.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ __all__ = [
 ]
 
 CUDA_FOLDER = Path(__file__).resolve().parents[1] / "cuda"
-_FORMAT = 2  # of the entries on disk
+_FORMAT = 2  # version of the entries on disk
 
 Define = tuple[str, str | int]
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers lie in ``<folder>/include``.
+    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers are in ``<folder>/include``.
 
-    Macros reach NVRTC's own headers too: a name such as ``T``, which is a template parameter there, breaks them.
+    Macros also apply to NVRTC's own headers: a name such as ``T``, a template parameter there, breaks them.
     """
 
     stem: str
     entry: str
     defines: tuple[Define, ...] = ()
     folder: Path = field(default=CUDA_FOLDER, repr=False)
-    cooperative: bool = False  # blocks wait for each other, so that all of them must run at the same time
+    cooperative: bool = False  # blocks wait for each other, so all must be resident
 
     @property
     def label(self) -> str:
-        """Such as ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
+        """For example ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
         return self.entry + _spelled(self.defines)
 
 
 @dataclass(frozen=True)
 class NumbaKernel:
-    """A plain Python function written for ``numba.cuda``. What it captures in its closure is constant."""
+    """A plain Python function written for ``numba.cuda``. Variables of its closure are compile-time constants."""
 
     function: Callable[..., None]
     signature: str
@@ -85,7 +85,7 @@ class NumbaKernel:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel as an op launches it: what to compile and measure on every architecture."""
+    """A kernel as an op launches it, to be compiled and inspected on every architecture."""
 
     kernel: CudaKernel | NumbaKernel
     threads_per_block: int
@@ -100,13 +100,13 @@ _launchers_lock = threading.Lock()
 
 
 def compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
-    """Compile a kernel for an architecture such as ``"sm_80"`` or ``"sm_90a"``, or take it from the cache.
+    """Compile a kernel for an architecture such as ``"sm_80"`` or ``"sm_90a"``, or load it from the cache.
 
     Raises
     ------
     KernelCompileError
-        It does not compile (the error carries the compiler's log), has no entry of this name, or a compiler
-        is not installed.
+        The kernel does not compile (the error carries the compiler's log), the source has no such entry, or a
+        compiler is not installed.
     """
     return _once((kernel, arch), lambda: _compile_kernel(kernel, arch))
 
@@ -114,14 +114,14 @@ def compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
 def compile_text(
     source: str, arch: str, *, name: str = "kernel.cu", options: tuple[str, ...] = ()
 ) -> Compiled:
-    """Compile any CUDA C++ text. Kept in memory only: no key on disk could cover what it includes."""
+    """Compile any CUDA C++ text. Cached in memory only, since no key on disk could cover what it includes."""
     _check_arch(arch)
 
     def build() -> Compiled:
         flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
         with visible(f"gpu_ops: compiling {name} for {arch}"):
             unit = _run_nvrtc(source, name, arch, flags, {})
-        # NVRTC completes a relative name with the current folder.
+        # NVRTC prefixes a relative name with the current folder.
         ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
         unit = replace(unit, ptx=ptx, sources={name: source})
         dump(unit, name, arch)
@@ -151,12 +151,12 @@ def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLau
         with visible(f"gpu_ops: compiling {kernel.label} for this GPU (once per process)"):
             return NumbaLauncher(kernel.function, kernel.signature)
     compiled = compile_kernel(kernel, device_arch())
-    assert compiled.cubin is not None  # as of every CUDA C++ kernel
+    assert compiled.cubin is not None  # every CUDA C++ kernel has one
     return CudaLauncher(compiled.cubin, compiled.entry, cooperative=kernel.cooperative)
 
 
 def forget() -> None:
-    """Drop what this process has compiled, so that edited sources are read again."""
+    """Drop all kernels compiled by this process, so that edited sources are read again."""
     _memory.clear()
     _launchers.clear()
     source_key.cache_clear()
@@ -164,14 +164,14 @@ def forget() -> None:
 
 @functools.cache
 def source_key(*stems: str) -> str:
-    """Stands for the sources of CUDA C++ kernels, their headers and the compiler: other ones, another key."""
+    """A hash of the sources of CUDA C++ kernels, their headers and the compiler."""
     trees = [_read_tree(CUDA_FOLDER / f"{stem}.cu") for stem in stems]
     files = sorted({Path(path).name: text for tree in trees for path, text in tree.items()}.items())
     return hashlib.sha256(repr((nvrtc.build_key(), files)).encode()).hexdigest()[:16]
 
 
 def assemble(compiled: Compiled, arch: str) -> Compiled:
-    """The same with machine code, which a Numba kernel has not got: ptxas makes it from the PTX."""
+    """The kernel with machine code. A Numba kernel has none yet: ptxas makes it from the PTX."""
     if compiled.cubin is not None:
         return compiled
     cubin, log = toolkit.assemble(compiled.ptx, arch)
@@ -191,7 +191,7 @@ def all_variants(arch: str) -> Iterator[Variant]:
 
 
 def _once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
-    """``build()`` for the first caller of a key; other threads wait for it. A failure is not kept."""
+    """Call ``build()`` for the first caller of a key; other threads wait for it. Failures are not cached."""
     found = _memory.get(key)
     if found is None:
         with _locks_lock:
@@ -212,7 +212,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     path = kernel.folder / f"{kernel.stem}.cu"
     files = _read_tree(path)
     flags = (f"-I{kernel.folder / 'include'}", *(f"-D{name}={value}" for name, value in kernel.defines))
-    # Entries of one file with the same macros share one compilation.
+    # Entries of one file with the same macros share a compilation.
     unit = _cached(
         kernel.stem + _spelled(kernel.defines),
         arch,
@@ -228,7 +228,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
 
 
 def _cached(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
-    """From memory, from the disk, or built and written there."""
+    """From memory or disk, or else built and stored."""
     key = hashlib.sha256(f"{_FORMAT} {arch} {key}".encode()).hexdigest()[:24]
     return _once((key,), lambda: _from_disk(name, arch, key, build))
 
@@ -252,7 +252,7 @@ def _load(path: Path) -> Compiled | None:
     payload = read_entry(path)
     try:
         return None if payload is None else unpack(payload)
-    except ValueError as error:  # whole, but not ours
+    except ValueError as error:  # intact, but not a kernel
         ignore_entry(path, error)
         return None
 
@@ -279,9 +279,9 @@ def _run_numba(kernel: NumbaKernel, arch: str) -> Compiled:
 
 
 def _read_tree(path: Path) -> dict[str, str]:
-    """The text of a .cu file and of every file of the include folder beside it, by path."""
+    """The text of a .cu file and of every file in the include folder next to it, by path."""
     include = path.parent / "include"
-    headers = sorted(p for p in include.rglob("[!.]*") if p.is_file())  # not an editor's hidden files
+    headers = sorted(p for p in include.rglob("[!.]*") if p.is_file())  # skips an editor's hidden files
     try:
         files = {str(file): file.read_text(encoding="utf-8") for file in (path, *headers)}
     except (OSError, UnicodeDecodeError) as error:

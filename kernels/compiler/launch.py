@@ -1,8 +1,8 @@
-"""Run compiled kernels on a GPU, on CuPy's current device and stream.
+"""Runs compiled kernels on a GPU, on CuPy's current device and stream.
 
-CUDA C++ kernels run from the very cubin that :mod:`gpu_ops.kernels.compiler.jit` made, through CuPy's
-``RawModule(path=...)``. CuPy's own compilation of source text is not used: it flushes denormals, and its cache
-does not see our headers. Numba kernels run through numba-cuda's dispatcher.
+CUDA C++ kernels run from the cubin that :mod:`gpu_ops.kernels.compiler.jit` made, through CuPy's
+``RawModule(path=...)``. CuPy does not compile the source text itself: it would flush denormals, and its cache does
+not track our headers. Numba kernels run through numba-cuda's dispatcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CudaLauncher", "NumbaLauncher", "current_device", "device_arch", "fo
 
 
 def _cupy() -> Any:
-    import cupy  # only ever reached with arrays of its own
+    import cupy  # only reached with CuPy arrays, so it is installed
 
     return cupy
 
@@ -34,15 +34,15 @@ def current_device() -> int:
 
 
 def device_arch() -> str:
-    """What to compile for on the current device."""
+    """The architecture to compile for on the current device."""
     digits = _cupy().cuda.Device().compute_capability  # "90"
     return nvrtc.nearest_arch((int(digits[:-1]), int(digits[-1])))
 
 
 class CudaLauncher:
-    """A cubin's entry, loaded on the current device.
+    """One entry of a cubin, loaded on the current device.
 
-    ``cooperative``: the driver starts all blocks of a grid together, or refuses one that does not fit.
+    ``cooperative``: the driver starts all blocks of a grid together, or refuses a grid that does not fit.
     """
 
     def __init__(self, image: bytes, entry: str, *, cooperative: bool = False) -> None:
@@ -52,8 +52,8 @@ class CudaLauncher:
         with tempfile.TemporaryDirectory(prefix="gpu_ops-") as folder:
             path = Path(folder, "kernel.cubin")
             path.write_bytes(image)
-            # get_function loads the module at once; RawKernel would read the file again on another device,
-            # but a launcher belongs to one.
+            # get_function loads the module at once. RawKernel would read the file again for another device, but a
+            # launcher belongs to one device.
             module = _cupy().RawModule(path=str(path), enable_cooperative_groups=cooperative)
             self._kernel = module.get_function(entry)
 
@@ -67,8 +67,8 @@ class CudaLauncher:
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int
     ) -> None:
         if shared > self._opted_in:
-            # Above 48 KiB a function needs leave. The leave only ever grows: lowering it for a small launch
-            # would fail a large one that another thread is about to make.
+            # More than 48 KiB must be requested per function. The limit only ever grows: lowering it for a small
+            # launch would break a large one that another thread is about to make.
             with self._lock:
                 if shared > self._opted_in:
                     self._kernel.max_dynamic_shared_size_bytes = shared
@@ -77,14 +77,14 @@ class CudaLauncher:
 
 
 def for_parameter(value: Any, size: int) -> Any:
-    """A Python number as the NumPy scalar of the parameter's size; arrays and NumPy scalars as they are.
+    """A Python number as a NumPy scalar of the parameter's size; arrays and NumPy scalars unchanged.
 
-    CuPy copies a scalar's own bytes: a Python float would arrive as 8 bytes in a ``float`` parameter.
+    CuPy copies a scalar's own bytes: a Python float would reach a ``float`` parameter as 8 bytes.
     """
     if isinstance(value, np.generic):
         if value.nbytes != size:
             raise TypeError(f"a parameter of {size} bytes was given {value!r}, {value.nbytes} bytes")
-        # CuPy passes an array of one by value
+        # CuPy passes an array of one element by value
         return np.asarray(value) if isinstance(value, np.void) else value
     if isinstance(value, bool | int):
         unsigned = value >= 1 << (8 * size - 1)
@@ -99,10 +99,10 @@ _config_lock = threading.Lock()
 
 @contextlib.contextmanager
 def _small_grids_allowed() -> Iterator[None]:
-    """Without numba-cuda's warning of a grid of less than 128 blocks: a small problem has one by right."""
+    """Silence numba-cuda's warning about grids of fewer than 128 blocks: small problems need no more."""
     from numba.cuda.dispatcher import config
 
-    with _config_lock:  # a second thread would take the first one's 0 for the user's setting, and keep it
+    with _config_lock:  # else a second thread would restore the first one's 0 as the user's setting
         before, config.CUDA_LOW_OCCUPANCY_WARNINGS = config.CUDA_LOW_OCCUPANCY_WARNINGS, 0
         try:
             yield
@@ -111,7 +111,7 @@ def _small_grids_allowed() -> Iterator[None]:
 
 
 class NumbaLauncher:
-    """A Numba kernel on the current device. numba-cuda compiles it for that device and keeps it in memory."""
+    """A Numba kernel on the current device. numba-cuda compiles it for that device and caches it in memory."""
 
     def __init__(self, function: Callable[..., None], signature: str) -> None:
         self._cuda = numba_cuda()
@@ -133,6 +133,6 @@ class NumbaLauncher:
         if not hasattr(value, "__cuda_array_interface__"):
             return value
         if value.dtype.name == "bfloat16":
-            value = value.view(np.uint16)  # Numba kernels take the bits
-        # The same stream as CuPy's: no need to wait for it, and waiting would break a graph capture.
+            value = value.view(np.uint16)  # Numba kernels take raw bits
+        # Numba runs on CuPy's stream, so it need not wait for it; waiting would break a graph capture.
         return self._cuda.as_cuda_array(value, sync=False)

@@ -1,7 +1,7 @@
-"""Numba, imported as a whole: by a thread of its own, which no Ctrl-C reaches.
+"""Imports Numba completely, in a thread of its own that Ctrl-C does not reach.
 
-Imported by two threads at once, or left half imported by an interrupt, it stays broken for as long as the process
-lives.
+If two threads import it at once, or an interrupt stops the import halfway, it stays broken for the rest of the
+process.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 
 def uninterrupted(function: Callable[[], None]) -> None:
-    """Run it to its end, in a thread of its own, whatever interrupts who waits for it here."""
+    """Run ``function`` to its end in a thread of its own, even if the waiting caller is interrupted."""
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised again in the caller
             errors.append(error)
 
     thread = threading.Thread(target=run, name="gpu_ops_uninterrupted")
     try:
         thread.start()
-    except RuntimeError:  # there is no thread to be had
+    except RuntimeError:  # no thread can be started
         run()
     else:
         thread.join()
@@ -33,12 +33,12 @@ def uninterrupted(function: Callable[[], None]) -> None:
 
 
 class Once:
-    """A function that runs once, to its end, whatever interrupts who waits for it; after an error, once more."""
+    """Runs a function once, to its end, even if callers are interrupted. After an error the next call tries again."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function, self._lock, self._done = function, threading.RLock(), False
         if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-            # a child would wait for a thread it does not have
+            # a forked child would wait for a thread it does not have
             held, let_go = self._lock.acquire, self._lock.release
             os.register_at_fork(before=held, after_in_parent=let_go, after_in_child=let_go)
 

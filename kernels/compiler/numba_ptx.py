@@ -1,4 +1,4 @@
-"""Numba ``@cuda`` kernels to PTX with numba-cuda and libNVVM: no driver, no GPU."""
+"""Compiles Numba ``@cuda`` kernels to PTX with numba-cuda and libNVVM, without driver or GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBA_FOLDER = Path(__file__).resolve().parents[1] / "numba_cuda"
 
 @cache
 def numba_cuda() -> Any:
-    """``numba.cuda`` as numba-cuda provides it, or the typed error; Numba's own old one is not used."""
+    """``numba.cuda`` from numba-cuda, or a typed error. The old one that Numba includes is not used."""
     if importlib.util.find_spec("numba_cuda") is None:
         raise KernelCompileError(
             f"numba-cuda, the compiler of the Numba CUDA kernels, is not installed; {INSTALL}"
@@ -34,15 +34,15 @@ def numba_cuda() -> Any:
     from numba import cuda
     from numba.cuda import dispatcher
 
-    # A kernel takes its target as an argument, but the device functions it calls ask the GPU for theirs, also when
-    # the kernel is compiled for another one or there is none. While this thread compiles, they get the target.
+    # A kernel gets its target as an argument, but the device functions it calls ask the GPU for theirs, even when
+    # compiling for another GPU or without one. While this thread compiles, they get the kernel's target.
     ask_driver = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: _target.device or ask_driver()
     return cuda
 
 
 class _Target(threading.local):
-    """The device that this thread compiles for, as far as numba-cuda asks."""
+    """The device this thread compiles for: as much of it as numba-cuda reads."""
 
     device: SimpleNamespace | None = None
 
@@ -51,7 +51,7 @@ _target = _Target()
 
 
 def compile_numba(function: Callable[..., None], signature: str, name: str, arch: str) -> str:
-    """PTX of one kernel; its entry's mangled name is in the text."""
+    """PTX of one kernel, which contains the entry's mangled name."""
     cuda = numba_cuda()
     digits, feature = re.fullmatch(r"sm_(\d+)([af]?)", arch).groups()  # type: ignore[union-attr]  # jit.py checked
     capability = (int(digits[:-1]), int(digits[-1]), *feature)
@@ -60,7 +60,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
         ptx, _ = cuda.compile(
             function, signature, cc=capability, device=False, abi="numba", output="ptx", lineinfo=True
         )
-    except Exception as error:  # Numba's typing and lowering errors, NVVM's, or a library that is missing
+    except Exception as error:  # errors of typing, lowering or NVVM, or a missing library
         missing = "libnvvm" in str(error).lower()
         hint = f"; {INSTALL}" if missing else ""
         raise KernelCompileError(f"cannot compile {name} for {arch}{hint}", str(error)) from error
@@ -70,7 +70,7 @@ def compile_numba(function: Callable[..., None], signature: str, name: str, arch
 
 
 def numba_key(function: Callable[..., None], signature: str) -> str:
-    """Hash of all that shapes the PTX: every module of kernels/numba_cuda, what the function names, versions."""
+    """Hash of everything that shapes the PTX: all modules of kernels/numba_cuda, what the function uses, versions."""
     digest = hashlib.sha256()
     own = Path(function.__code__.co_filename)
     files = [*sorted(NUMBA_FOLDER.rglob("*.py")), *([own] if own.is_file() else [])]
@@ -93,7 +93,7 @@ def _version(package: str) -> str | None:
 
 
 def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
-    """What a kernel is made of, the same text in every process: its code, and all that the code names."""
+    """The parts of a kernel, as text that is the same in every process: its code and all that the code refers to."""
     # a device function is a dispatcher around its Python function
     function = getattr(thing, "py_func", thing)
     if inspect.isfunction(function):

@@ -1,7 +1,7 @@
-"""CUDA C++ to PTX and machine code with NVRTC: no driver, no GPU, no nvcc.
+"""Compiles CUDA C++ to PTX and machine code with NVRTC: no driver, no GPU, no nvcc.
 
-NVRTC is called through ``cuda.bindings`` and nothing above it: ``cuda.core`` asks the driver for its version
-when PTX is wanted. The versions 12 and 13 behave alike here.
+NVRTC is called through ``cuda.bindings`` directly, because ``cuda.core`` asks the driver for its version when PTX is
+wanted. Versions 12 and 13 behave alike here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from gpu_ops.kernels.compiler.toolkit import INSTALL
 
 __all__ = ["Output", "build_key", "compile_cuda", "nearest_arch", "version"]
 
-# Precise arithmetic on purpose: --use_fast_math (and -ftz=true, which CuPy adds on its own) would flush
-# denormals and replace division, square root and exp by approximations, so that a kernel no longer agrees
-# with its reference near 1e-38; kernels ask for an approximation where they want one. -lineinfo changes no
-# instruction. ptxas -v writes spills into the log.
+# Precise arithmetic, on purpose. --use_fast_math (and -ftz=true, which CuPy adds) would flush denormals and
+# approximate division, square root and exp, so that kernels would differ from their references near 1e-38. Kernels
+# ask for approximations where they want them. -lineinfo changes no instructions; ptxas -v logs spills.
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one NVRTC program became."""
+    """The output of one NVRTC program."""
 
     ptx: str
     cubin: bytes
@@ -34,12 +33,12 @@ class Output:
 
 @cache
 def _library() -> Any:
-    """``cuda.bindings.nvrtc`` with its shared library loaded, or the typed error."""
+    """``cuda.bindings.nvrtc`` with its shared library loaded, or a typed error."""
     try:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # loads libnvrtc
-    except Exception as error:  # ImportError, or one of several the loader raises when the library is missing
+    except Exception as error:  # ImportError, or one of the loader's errors for a missing library
         raise KernelCompileError(
             f"NVRTC, the CUDA C++ compiler, is not available; {INSTALL}", str(error)
         ) from error
@@ -53,16 +52,16 @@ def version() -> tuple[int, int]:
 
 
 def build_key() -> str:
-    """What, beside the source and its options, shapes the output."""
+    """What shapes the output besides the source and its options."""
     headers = toolkit.headers(version()[0])
     return repr((version(), headers and toolkit.header_version(headers), OPTIONS))
 
 
 def nearest_arch(capability: tuple[int, int]) -> str:
-    """The architecture to compile for to run on a device of this compute capability.
+    """The architecture to compile for, given a device's compute capability.
 
-    Its own, with the arch-specific instructions (``a``) where there are any; a capability that this NVRTC
-    does not know yet gets the newest older one of its generation, whose binaries run there.
+    That is the device's own, with arch-specific instructions (``a``) if it has any. If this NVRTC does not know the
+    capability yet, it is the newest older one of the same generation, whose binaries run there.
     """
     major, minor = capability
     _, known = _library().nvrtcGetSupportedArchs()
@@ -77,7 +76,7 @@ def nearest_arch(capability: tuple[int, int]) -> str:
 
 
 def compile_cuda(source: str, name: str, arch: str, options: tuple[str, ...]) -> Output:
-    """Compile one program for a real architecture; ``name`` is what its messages and line table call it."""
+    """Compile a program for a real architecture. ``name`` appears in messages and in the line table."""
     nvrtc = _library()
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
     _check(nvrtc, result, name, "")
@@ -101,7 +100,7 @@ def compile_cuda(source: str, name: str, arch: str, options: tuple[str, ...]) ->
 
 
 def _fetch(size: Any, get: Any, program: Any) -> bytearray:
-    """A result of NVRTC. A bytearray, since NVRTC writes into it: one-byte ``bytes`` are shared by Python."""
+    """A result of NVRTC, in a bytearray: NVRTC writes into it, and Python shares one-byte ``bytes`` objects."""
     _, length = size(program)
     buffer = bytearray(length)
     get(program, buffer)

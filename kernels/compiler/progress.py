@@ -1,4 +1,4 @@
-"""What is seen of work that takes longer than a second: a line when it does and one when it ends, or a bar."""
+"""Progress on stderr for work that takes longer than a second: lines at its start and end, or a bar."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-PATIENCE = 1.0  # seconds of silence
+PATIENCE = 1.0  # seconds before anything is shown
 _in_steps: ContextVar[bool] = ContextVar("gpu_ops.in_steps", default=False)
 
 
 @contextmanager
 def visible(message: str) -> Iterator[None]:
-    """Show ``message`` on stderr as soon as the block has run for :data:`PATIENCE`, and how long it took.
+    """Show ``message`` on stderr once the block has run for :data:`PATIENCE` seconds, and how long it took.
 
-    On a terminal it is a spinner that disappears. In a log or a notebook it is a line, and at the end another one:
-    others may have written in between, and another thread be at work too.
+    On a terminal it is a spinner that disappears. In a log or notebook it is a line, and a second line at the end,
+    since other output may have come in between and other threads may be at work.
     """
     if _in_steps.get():
         yield
@@ -42,7 +42,7 @@ def visible(message: str) -> Iterator[None]:
 
     start = time.perf_counter()
     watcher = threading.Thread(target=wait, daemon=True)
-    # the interpreter may be shutting down, or have no thread to give: then in silence
+    # no thread can start if the interpreter is shutting down or the system has none left: then show nothing
     with contextlib.suppress(RuntimeError):
         watcher.start()
     try:
@@ -57,15 +57,15 @@ def visible(message: str) -> Iterator[None]:
 
 def _say(line: str) -> None:
     if sys.stderr is not None:
-        sys.stderr.write(f"{line}\n")  # in one piece, which print() is not
+        sys.stderr.write(f"{line}\n")  # in one write, unlike print()
         sys.stderr.flush()
 
 
 @contextmanager
 def steps(message: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, which the function that it gives advances; in a log the lines of :func:`visible`.
+    """A progress bar on stderr; the function it yields advances it. In a log, the lines of :func:`visible`.
 
-    It stands for the lines of what is done meanwhile in this thread.
+    Until it ends, nested messages of this thread are suppressed.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
     if not terminal:

@@ -1,4 +1,4 @@
-"""Where parts of the CUDA toolkit lie: NVIDIA's wheels in this environment, else a toolkit on the machine."""
+"""Finds parts of the CUDA toolkit: NVIDIA's wheels in this environment, or a toolkit on the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["INSTALL", "assemble", "header_version", "headers", "tool"]
 INSTALL = "install the compilers: pip install 'gpu-ops[emulator]'"
 _INSTALL_PTXAS = f"{INSTALL}, or with CUDA 13: pip install nvidia-cuda-nvcc"
 
-# Wheels for CUDA 12 have a folder per component, those for 13 share one.
+# Wheels for CUDA 12 have one folder per component; those for CUDA 13 share one.
 _WHEEL_FOLDERS = ("cu13", "cuda_runtime", "cuda_nvcc")
 
 
@@ -33,7 +33,7 @@ def _roots() -> list[Path]:
 
 @cache
 def headers(major: int) -> Path | None:
-    """The folder of ``cuda_fp16.h`` and its kin, of the compiler's own major version."""
+    """The folder of ``cuda_fp16.h`` and related headers, in the compiler's own major version."""
     for root in _roots():
         folder = root / "include"
         if (folder / "cuda_fp16.h").is_file() and header_version(folder) // 1000 == major:
@@ -42,7 +42,7 @@ def headers(major: int) -> Path | None:
 
 
 def header_version(folder: Path) -> int:
-    """``CUDA_VERSION`` of a folder of toolkit headers, such as 12090; 0 if it does not say."""
+    """``CUDA_VERSION`` of a folder of toolkit headers, such as 12090; 0 if unknown."""
     try:
         found = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", (folder / "cuda.h").read_text(errors="replace"))
     except OSError:
@@ -52,7 +52,7 @@ def header_version(folder: Path) -> int:
 
 @cache
 def tool(name: str) -> Path | None:
-    """The program ``ptxas``, ``nvdisasm`` or ``cuobjdump``."""
+    """The path of ``ptxas``, ``nvdisasm`` or ``cuobjdump``."""
     for root in _roots():
         if (path := root / "bin" / name).is_file():
             return path
@@ -61,7 +61,7 @@ def tool(name: str) -> Path | None:
 
 
 def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
-    """PTX to a cubin with ``ptxas``; the log holds registers and spills."""
+    """Assemble PTX to a cubin with ``ptxas``; the log lists registers and spills."""
     ptxas = tool("ptxas")
     if ptxas is None:
         raise KernelCompileError(f"ptxas is not installed; {_INSTALL_PTXAS}")

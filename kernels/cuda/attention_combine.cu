@@ -1,18 +1,21 @@
-// Joins attention over parts of the keys (attention_fwd_sm80.cu with SPLIT).
+// Merges the partial results of split-KV attention (attention_fwd_sm80.cu with SPLIT).
 //
-//   partial      (num_splits, batch, nheads, seqlen_q, head_dim_v) float, contiguous but for shape.out_split
-//   row_max, row_sum  (2, num_splits, batch, nheads, seqlen_q)     float, and shape.lse_split: the largest score in
-//                units of log2, and the sum of powers of 2 relative to it. Their lse would not do: beside a bias of
-//                -1e9, float holds no ln(row_sum), and a part would weigh the same however many keys it has.
-//   out          (batch, seqlen_q, nheads, head_dim_v) DTYPE, by shape.out        lse (batch, nheads, seqlen_q) float
+//   partial   (num_splits, batch, nheads, seqlen_q, head_dim_v)  float, contiguous within a split; shape.out_split
+//   row_max   (num_splits, batch, nheads, seqlen_q)  float, in units of log2; shape.lse_split
+//   row_sum   the same, right behind row_max: the sum of 2^(score - row_max)
+//   out       (batch, seqlen_q, nheads, head_dim_v)  DTYPE, strides in shape.out
+//   lse       (batch, nheads, seqlen_q)  float
 //
 //   m = max_s row_max_s        l = sum_s 2^(row_max_s - m) row_sum_s + 2^(sink log2 e - m)
 //   lse = m ln 2 + ln l        out = sum_s 2^(row_max_s - m) row_sum_s / l partial_s
 //
-// A warp per row: reads num_splits head_dim_v floats and writes head_dim_v numbers; what is read is in L2.
+// Why two statistics and not one lse per split: next to a bias of -1e9, float32 loses ln(row_sum), and all splits
+// would weigh the same however many keys they hold.
 //
-//   lanes, first    | splits 0 .. 31 | 32 .. 63 | ...              their maximum, their sum, and each its weight
-//   lanes, then     | columns 4 lane .. 4 lane + 3 | + 128 | ...   of every part in turn, the weight from its lane
+// One warp per row. It reads num_splits * head_dim_v floats, mostly from L2, and writes head_dim_v numbers.
+//
+//   phase 1   lane = split      | 0 .. 31 | 32 .. 63 | ...                    maximum, sum, then one weight per lane
+//   phase 2   lane = 4 columns  | 4 lane .. 4 lane + 3 | + 128 | ...          loops over splits; weights by shuffle
 //
 // Macros: DTYPE; SINKS 0 or 1.
 //   grid   (ceil(batch * nheads * seqlen_q / 4))     block 128
@@ -46,8 +49,8 @@ attention_combine(const float* partial, const float* row_max, const float* sinks
         if (row_sum[s * shape.lse_split] != 0.0f) highest = fmaxf(highest, row_max[s * shape.lse_split]);
     }
     highest = warp_max(highest);
-    const float shift = highest == -infinity() ? 0.0f : highest;  // nothing is seen: no -inf - -inf
-    const auto share = [&](int s) {  // a part that sees nothing has any maximum: 0 must not meet 2^inf
+    const float shift = highest == -infinity() ? 0.0f : highest;  // the row sees no key: avoid -inf - -inf
+    const auto share = [&](int s) {  // a split without visible keys may hold any row_max: avoid 0 * inf
         const float part_sum = row_sum[s * shape.lse_split];
         return part_sum == 0.0f ? 0.0f : exp2f(row_max[s * shape.lse_split] - shift) * part_sum;
     };

@@ -1,60 +1,58 @@
-// Attention, forward, on tensor cores by mma.sync (sm_80 and later).
+// Attention forward on tensor cores, with mma.sync (sm_80 and later).
 //
 //   q    (batch, seqlen_q, nheads,    head_dim)    DTYPE     k    (batch, seqlen_k, nheads_kv, head_dim)
 //   out  (batch, seqlen_q, nheads,    head_dim_v)  DTYPE     v    (batch, seqlen_k, nheads_kv, head_dim_v)
 //   lse  (batch, nheads, seqlen_q) float, natural log
 //
-//   s = softcap(softmax_scale q k^T) - slope |i + seqlen_k - seqlen_q - j| + bias     masked: -inf
-//   out = softmax(s) v        lse = ln sum exp(s)        a row that sees nothing: 0 and -inf
+//   s = softcap(softmax_scale q k^T) - slope |i + seqlen_k - seqlen_q - j| + bias     masked scores are -inf
+//   out = softmax(s) v        lse = ln sum exp(s)        a row that sees no key: out 0, lse -inf
 //
-// Reads q once and k, v once per block of rows; 4 seqlen_q seqlen_k head_dim flops per head, all but the
-// softmax on tensor cores. A block holds BLOCK_M rows of one head and goes through the keys BLOCK_N at a
-// time, from the right (the masked end) to the left. A warp has 16 or 32 rows and BLOCK_N / WARPS_N of the
-// keys of each tile.
+// Reads q once, and k and v once per block of rows. 4 seqlen_q seqlen_k head_dim flops per head, all on tensor
+// cores except the softmax. A block owns BLOCK_M rows of one head and walks over the keys in tiles of BLOCK_N,
+// from right to left (the masked end comes first). A warp owns 16 or 32 rows and BLOCK_N / WARPS_N keys of each tile.
 //
-//   tile     S = Q K^T                           O += P V
-//   A        Q: registers, or shared memory      P: the registers of S, as they lie
+//   operand  S = Q K^T                           O += P V
+//   A        Q: registers or shared memory       P: the accumulators of S, used in place
 //   B        K: ldmatrix                         V: ldmatrix.trans
 //
-// K has two buffers and V one: while S and the softmax of tile n are computed, V of n and K of n - 1 arrive;
-// O += P V covers what is left of K. A second V would only cover what S and the softmax cover already, for
-// shared memory that a second block per SM needs more.
+// K is double-buffered, V is not. V of tile n and K of tile n - 1 load while S and the softmax of tile n are
+// computed, and O += P V hides the rest of K. A second V buffer would hide little more, and it would cost shared
+// memory that a second block per SM uses better.
 //
-//   shared memory   | K, even tiles | V | K, odd tiles |   Q   |      Q in registers: its place is that of odd K
-//                   | out (or its partial sums in float), when all tiles are done
+//   shared memory   | K, even tiles | V | K, odd tiles |   Q   |      with Q in registers, Q shares the place of odd K
+//                   | out, or float partial sums of O          |      after the last tile
 //
-// Macros, all of them needed:
+// Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
-//   HEAD_DIM    the least multiple of 32 that holds shape.head_dim; the rest is filled with zeros
-//   HEAD_DIM_V  the same for the values, or a part of them: a block makes HEAD_DIM_V of out's columns
+//   HEAD_DIM    shape.head_dim rounded up to a multiple of 32; the extra columns are zero-filled
+//   HEAD_DIM_V  the same for V, or a part of it: a block computes HEAD_DIM_V columns of out
 //   VALUE_PARTS ceil(shape.head_dim_v / HEAD_DIM_V)
 //   BLOCK_M     WARPS_M times 16 or 32           WARPS_M
 //   BLOCK_N     WARPS_N times a multiple of 16   WARPS_N    warps that share rows and divide the keys of a tile
-//   MASK        kNone, kCausal (shape.window_right), kLocal (and shape.window_left)
+//   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI SINKS      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
-//   BLOCK_MASK  0 or 1, without PACK_GQA
-//   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0, lse (nheads, total_q)
-//   SEQUSED_K   0 or 1: seqused_k (batch) int, instead of shape.seqlen_k
+//   BLOCK_MASK  0 or 1, not with PACK_GQA
+//   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0; lse is (nheads, total_q)
+//   SEQUSED_K   0 or 1: seqused_k (batch) int replaces shape.seqlen_k
 //   PAGED       0 or 1: key j of a sequence is row j % page_size of page block_table[j / page_size]
-//   PACK_GQA    0 or 1: rows are (query, head of the group), heads side by side: k is read once per group
-//   SPLIT       0 or 1: the tiles of a row are divided among shape.num_splits blocks. out is float, one per split
-//               (out_split), and so is lse (2, lse_split), which holds row_max in units of log2, then row_sum;
-//               attention_combine.cu joins them
+//   PACK_GQA    0 or 1: a row is a (query, head of the group) pair, heads adjacent; K is read once per group
+//   SPLIT       0 or 1: shape.num_splits blocks share the tiles of a row. out is float, one per split (out_split);
+//               lse holds row_max (in units of log2), then row_sum (2, lse_split). attention_combine.cu merges them.
 //
 //   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, alibi_slopes,
-//                     bias, block_mask, shape); what the variant does not use may be null, lse too. With SPLIT sinks
-//                     belong to attention_combine.
+//                     bias, block_mask, shape); lse, and arrays that the variant does not use, may be null. With
+//                     SPLIT, attention_combine applies the sinks.
 //   grid   (ceil(rows / BLOCK_M) * (SPLIT ? num_splits : 1), heads * VALUE_PARTS, batch)
-//          rows: seqlen_q, with PACK_GQA seqlen_q * group; heads: nheads, with PACK_GQA nheads_kv. No seqlen_q of
-//          VARLEN is longer than shape.seqlen_q; blocks past the end of theirs return.
+//          rows = seqlen_q, heads = nheads; with PACK_GQA rows = seqlen_q * group, heads = nheads_kv. With VARLEN,
+//          shape.seqlen_q bounds every sequence, and blocks past the end of theirs return.
 //   block  32 WARPS_M WARPS_N
 //   shared kernels/lower/attention_shape.py: shared_bytes()
-//   q, k, v, out and all strides: multiples of 16 bytes
+//   q, k, v, out and all their strides: multiples of 16 bytes
 #include "attention_fwd_warp.cuh"
 
-// The softmax weights of a row are relative to row_max and sum up to row_sum: adds the sink, writes lse and
-// gives what O is to be multiplied with.
+// Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns
+// the factor for O.
 __device__ __forceinline__ float finish_row(const AttentionShape& shape, const Work& work, int row, float row_max,
                                             float row_sum, const float* sinks, float* lse) {
     float scale = 1.0f;
@@ -75,7 +73,7 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
     return row_sum == 0.0f ? 0.0f : scale / row_sum;
 }
 
-// O to global memory, by way of shared memory.
+// Writes O to global memory through shared memory.
 __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, float* lse) {
     const AttentionShape& shape = f.shape;
     const Work& work = f.work;
@@ -83,8 +81,8 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     out += work.batch * shape.out.batch + work.q_begin * shape.out.row + work.split * shape.out_split + work.column0;
     if (lse != nullptr) lse += work.batch * shape.lse_batch + work.q_begin + work.split * shape.lse_split;
 
-    ptx::cp_async_wait<0>();  // of Q, where a block mask hides every key
-    __syncthreads();  // everybody is done with the tiles
+    ptx::cp_async_wait<0>();  // Q, if the block mask hides every key
+    __syncthreads();  // no warp reads the tiles any more
     unsigned char* const tile = dynamic_shared;
     Part* const parts = reinterpret_cast<Part*>(tile + TileO::kBytes);  // [WARPS_N][BLOCK_M]
     #pragma unroll
@@ -106,7 +104,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
         }
     }
     if constexpr (WARPS_N > 1) {
-        // The warps' sums have maxima of their own.
+        // Each warp's sums are relative to its own maximum: find the common one.
         __syncthreads();
         for (int i = threadIdx.x; i < BLOCK_M; i += kThreads) {
             float row_max = kNothing, row_sum = 0.0f;
@@ -122,7 +120,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
         }
         __syncthreads();
     } else {
-        __syncwarp();  // a warp stores the rows it has
+        __syncwarp();  // a warp stores only its own rows
     }
     if (kHides && f.careful) {
         __syncthreads();
@@ -130,7 +128,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
         __syncthreads();
     }
 
-    // Rows leave in chunks: of 16 bytes, or of 4 sums.
+    // Rows are stored in chunks of 16 bytes, or of 4 partial sums.
     constexpr int kChunk = WARPS_N > 1 ? 4 : 16 / sizeof(out_scalar), kChunks = HEAD_DIM_V / kChunk;
     constexpr int kSharedRows = WARPS_N > 1 ? BLOCK_M : 16 * kSlabs, kSharing = WARPS_N > 1 ? kThreads : 32;
     const int first = WARPS_N > 1 ? 0 : me.warp_m * kSharedRows;
@@ -159,7 +157,7 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                   const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, const int* block_table,
                   const float* sinks, const float* alibi_slopes, const unsigned char* bias,
                   const unsigned char* block_mask, const __grid_constant__ AttentionShape shape) {
-    // Where something in V is not finite, a second time without it: rows may not see it.
+    // If V holds a non-finite value, run again and leave such values out: 0 * inf would reach rows that mask them.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         if (VARLEN && work.row0 >= work.rows) return;

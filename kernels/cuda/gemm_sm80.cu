@@ -1,31 +1,32 @@
-// Matrix products on tensor cores by mma.sync (sm_80 and later).
+// GEMM on tensor cores, with mma.sync (sm_80 and later).
 //
-//   C = A B^T      A (m, k), B (n, k) DTYPE, C (m, n) OUT; sums are float       2 m n k flops
+//   C = A B^T      A (m, k), B (n, k) DTYPE, C (m, n) OUT; accumulates in float       2 m n k flops
 //
-// A block makes BLOCK_M x BLOCK_N of C and goes through K in tiles of BLOCK_K, a pipeline of STAGES deep. A warp has
-// WARP_M x WARP_N of it in registers: per 32 bytes of K it reads WARP_M + WARP_N rows from shared memory for
-// WARP_M WARP_N / 128 products. Blocks that run together make a square of C, so that L2 serves them.
+// A block computes BLOCK_M x BLOCK_N of C and walks over K in tiles of BLOCK_K, pipelined STAGES deep. A warp keeps
+// WARP_M x WARP_N of it in registers: for every 32 bytes of K it reads WARP_M + WARP_N rows from shared memory and
+// issues WARP_M WARP_N / 128 mma. Concurrent blocks cover a square of C, so that L2 serves their operands.
 //
-//   loading      gemm_operand.cuh    global to shared memory (cp.async), edges zero; shared memory to registers
+//   loads        gemm_operand.cuh    global to shared memory (cp.async, edges zero-filled), shared memory to registers
 //   main loop    gemm_mainloop.cuh
-//   epilogue     gemm_epilogue.cuh   activation, sums with what is there; stores
+//   epilogue     gemm_epilogue.cuh   activation, or sum with an existing array; stores
 //
-// Macros, all of them needed:
+// Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
 //   OUT         the same, or f32
 //   A_ALONG_K   1: a is (m, k) in memory, 0: (k, m)
 //   B_ALONG_K   1: b is (n, k), 0: (k, n)
 //   PAIRS       kOne   a0, b0
-//               kTwo   blockIdx.z: c = a0 b0^T and c1 = a1 b1^T
+//               kTwo   blockIdx.z chooses: c = a0 b0^T or c1 = a1 b1^T
 //               kSum   c = a0 b0^T + a1 b1^T
 //   EPILOGUE    kStore, kAdd, kGate (b0 and b1 are gate and up, PAIRS is kOne), kGateBackward
 //   ACTIVATION  kSilu, kGelu, kGeluTanh
-//   ALIGNED     1: addresses, strides and lengths of rows in memory are multiples of 16 bytes (total: as c)
-//   EXACT       1: f32 by multiply-adds, for small k
-//   BLOCK_M  BLOCK_N  BLOCK_K  WARPS_M  WARPS_N  STAGES     kernels/lower/gemm_config.py. kGate: BLOCK_N / 2 columns of c
+//   ALIGNED     1: addresses, row strides and row lengths are multiples of 16 bytes (those of total, as for c)
+//   EXACT       1: f32 by scalar FMA, for small k
+//   BLOCK_M  BLOCK_N  BLOCK_K  WARPS_M  WARPS_N  STAGES     kernels/lower/gemm_config.py
 //
-//   gemm(a0, a1, b0, b1, c, c1, h, total, shape); what the variant does not use may be null
-//   grid   (tiles of C, splits, 2 with kTwo, else 1). Each split adds up a part of K: c is then (splits, m, n) float
+//   gemm(a0, a1, b0, b1, c, c1, h, total, shape); arrays that the variant does not use may be null
+//   grid   (tiles of C, splits, 2 with kTwo, else 1). Each split sums part of K, and c is then (splits, m, n) float.
+//          With kGate a tile has BLOCK_N / 2 columns of c.
 //   block  32 WARPS_M WARPS_N
 //   shared STAGES (BLOCK_M + BLOCK_N) BLOCK_K sizeof(DTYPE)
 #include "gemm_epilogue.cuh"
@@ -42,7 +43,7 @@ constexpr bool kGate = kEpilogue == Epilogue::kGate;
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kTiles = BLOCK_N / WARPS_N / 8;
 constexpr int kColumns = kGate ? BLOCK_N / 2 : BLOCK_N;  // of c, per block
-constexpr int kPanel = 16;                               // tiles of C, one below the other, that share columns of B
+constexpr int kPanel = 16;                               // rows of tiles in a panel, which share columns of B
 
 typedef OperandTile<scalar, A_ALONG_K, BLOCK_M, BLOCK_K>::type TileA;
 typedef OperandTile<scalar, B_ALONG_K, BLOCK_N, BLOCK_K>::type TileB;
@@ -59,14 +60,14 @@ static_assert(!kGate || kPairs == Pairs::kOne, "the pair of B's is gate and up")
 static_assert(WARPS_M * WARPS_N * Last::Staged::kBytes <= STAGES * Sums::kStageBytes, "C leaves through the stages");
 
 struct GemmShape {
-    int64 stride_a, stride_b[2], stride_c[2], stride_total, split_c;  // elements; [1]: of b1, c1
+    int64 stride_a, stride_b[2], stride_c[2], stride_total, split_c;  // in elements; [1]: of b1, c1
     int m, n, k;
     int unused;
 };
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-// The block's tile of C: panels of up to kPanel rows of tiles, in which blocks go down the columns.
+// The block's tile of C. C is cut into panels of up to kPanel rows of tiles; within a panel, blocks run down columns.
 __device__ __forceinline__ void place(int m, int n, int& row0, int& col0) {
     const int tiles_m = (m + BLOCK_M - 1) / BLOCK_M, tiles_n = (n + kColumns - 1) / kColumns;
     const int panels = (tiles_m + kPanel - 1) / kPanel, height = (tiles_m + panels - 1) / panels;
@@ -84,7 +85,7 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     int row0, col0;
     place(shape.m, shape.n, row0, col0);
 
-    // The split's tiles of K, those of the second pair behind the first's.
+    // This split's tiles of K. The tiles of the second pair follow those of the first.
     const int one = (shape.k + BLOCK_K - 1) / BLOCK_K, all = kPairs == Pairs::kSum ? 2 * one : one;
     const int share = (all + gridDim.y - 1) / gridDim.y, begin = min(static_cast<int>(blockIdx.y) * share, all);
     const int tiles = min(share, all - begin);
@@ -107,7 +108,7 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
         from_a.load(stage);
         from_b.load(stage + TileA::kBytes);
     });
-    __syncthreads();  // the stages are free
+    __syncthreads();  // the stages can be reused
 
     const Results<out_scalar> results{c + blockIdx.y * shape.split_c, c1, h, total, shape.stride_c[pair],
                                       shape.stride_total, shape.m, shape.n};

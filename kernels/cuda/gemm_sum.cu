@@ -1,9 +1,8 @@
-// Adds up the parts of a matrix product whose K was divided (gemm_sm80.cu, gemv.cu), in order: the same bits every
-// time.
+// Adds the partial products of a split-K GEMM (gemm_sm80.cu, gemv.cu), in a fixed order: the same bits every time.
 //
 //   parts  (splits, rows, cols) float, contiguous        c  (rows, cols) DTYPE, row stride in elements
 //
-// Reads splits rows cols floats, which are in L2, and writes rows cols numbers.
+// Reads splits * rows * cols floats, mostly from L2, and writes rows * cols values.
 //
 // Macros: DTYPE; WIDTH 4 (cols, stride and c are multiples of 4 elements) or 1: columns per thread.
 //   grid   (ceil(rows * cols / WIDTH / 256))     block 256

@@ -1,21 +1,21 @@
-// Products of a few rows with a matrix: what a gated MLP computes while decoding.
+// Products of a few rows with a matrix, for the gated MLP in decoding.
 //
-//   c = x w0^T   or   act(x w0^T) (x w1^T)     x (m, k), w (n, k), c (m, n), m <= TOKENS; sums are float
+//   c = x w0^T   or   act(x w0^T) (x w1^T)     x (m, k), w (n, k), c (m, n), m <= TOKENS; accumulates in float
 //
-// Bound by memory: every weight is read once, by one thread, 16 bytes at a time, and used in registers. 2 m n k flops
-// (4 gated) for n k weights (2 n k). A warp has groups of 8 rows; gate and up take turns:
+// Memory-bound: one thread reads each weight once, 16 bytes at a time, and uses it from registers. 2 m n k flops (4
+// gated) for n k weights (2 n k gated). A warp works on groups of 8 rows; groups of gate and up alternate:
 //
-//     lane 4 g + t      row g of each group, bytes 16 t .. of a chunk of 64
+//     lane 4 g + t      row g of each group, bytes 16 t .. of a 64-byte chunk
 //
-// 16 bits    The weights are the A operand of mma.sync, 16 rows by 32 bytes of k, the tokens are B. A lane may take any
-//            columns of k as long as A and B agree: of its 16 bytes, words 0 and 1 are the first step, 2 and 3 the
-//            second. Rows 0 .. 7 of A are group 2 i, rows 8 .. 15 group 2 i + 1; zero where there is none.
-// float32    Multiply-adds: 16 per weight at most, which memory outlasts, and exact products.
+// 16 bits    Weights are the A operand of mma.sync (16 rows by 32 bytes of k), tokens are B. Columns of k may be
+//            permuted as long as A and B agree: of a lane's 16 bytes, words 0 and 1 form the first step, 2 and 3 the
+//            second. Rows 0 .. 7 of A are group 2 i, rows 8 .. 15 are group 2 i + 1, or zero without such a group.
+// float32    FMA: exact products, at most 16 per weight, which stay hidden behind the loads.
 //
-// The WARPS warps of a block share its rows and take turns along k, UNROLL chunks each. Their sums meet in shared
-// memory and are added up in order: the same bits every time.
+// The WARPS warps of a block share its rows and take turns along k, UNROLL chunks each. Their sums are added in shared
+// memory in a fixed order: the same bits every time.
 //
-// Macros, all of them needed:
+// Macros, all required:
 //   DTYPE   f16, bf16, f32                        OUT      the same, or f32
 //   GATED   0 or 1                                ACTIVATION  kSilu, kGelu, kGeluTanh
 //   ROWS    of each matrix per block: 8, 16 or 32
@@ -23,7 +23,7 @@
 //   WARPS   UNROLL
 //
 //   gemv(x, w0, w1, c, shape)
-//   grid   (ceil(n / ROWS), splits): each split adds up a part of k; c is then (splits, m, n) float
+//   grid   (ceil(n / ROWS), splits). Each split sums part of k, and c is then (splits, m, n) float.
 //   block  32 WARPS
 #include "activation.cuh"
 #include "ptx.cuh"
@@ -35,18 +35,18 @@ typedef long long int64;
 typedef DTYPE scalar;
 typedef OUT out_scalar;
 
-constexpr int kVec = 16 / sizeof(scalar), kChunk = 4 * kVec;  // elements of a lane; of a row, per warp
+constexpr int kVec = 16 / sizeof(scalar), kChunk = 4 * kVec;  // elements per lane; elements of a row per warp
 constexpr int kMatrices = GATED ? 2 : 1;
-constexpr int kGroups = ROWS / 8 * kMatrices, kSlabs = (kGroups + 1) / 2;  // of 8 rows; of 16
+constexpr int kGroups = ROWS / 8 * kMatrices, kSlabs = (kGroups + 1) / 2;  // groups of 8 rows; slabs of 16
 constexpr int kTokenTiles = TOKENS / 8;
 typedef Vec<scalar, kVec> vec;
 
 struct GemvShape {
-    int64 stride_x, stride_w[2], stride_c, split_c;  // elements
+    int64 stride_x, stride_w[2], stride_c, split_c;  // in elements
     int m, n, k, unused;
 };
 
-// 16 bytes of a row from column k on; nothing from `end` on.
+// 16 bytes of a row from column k on; zeros from `end` on.
 template <Cache kCache> __device__ __forceinline__ vec fetch(const scalar* row, int k, int end) {
     vec v = {};
     if constexpr (ALIGNED) {
@@ -62,7 +62,7 @@ template <Cache kCache> __device__ __forceinline__ vec fetch(const scalar* row, 
     return v;
 }
 
-// Sums of a block's warps, to be added up: [warp][group][token][row of the group].
+// The sums of a block's warps, to be added: [warp][group][token][row of the group].
 struct Parts {
     float sum[WARPS][kGroups][TOKENS][8];
 
@@ -74,7 +74,7 @@ struct Parts {
     }
 };
 
-// A warp's sums. add(w, row_of): one chunk of k, w its weights by group; row_of(token) gives that token's 16 bytes.
+// A warp's sums. add(w, row_of) adds one chunk of k: w holds weights by group, row_of(token) returns a token's bytes.
 template <bool kHalf = sizeof(scalar) == 2> struct Sums {
     Accumulator sum[kSlabs][kTokenTiles] = {};
 
@@ -94,7 +94,7 @@ template <bool kHalf = sizeof(scalar) == 2> struct Sums {
         }
     }
 
-    // Lanes t = 2, 3 store their second token first: no two of a warp's stores are then in one bank.
+    // Lanes t = 2, 3 store their second token first, so that a warp's stores have no bank conflicts.
     __device__ __forceinline__ void store(Parts& parts) const {
         const int lane = threadIdx.x % 32, odd = lane / 2 % 2;
         #pragma unroll
@@ -141,12 +141,12 @@ gemv(const scalar* x, const scalar* w0, const scalar* w1, out_scalar* c, const _
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
     const int row0 = blockIdx.x * ROWS;
 
-    // The split's part of k, in whole turns of the block.
+    // This split's part of k, in whole turns of the block.
     constexpr int kTurn = WARPS * UNROLL * kChunk;
     const int turns = (shape.k + kTurn - 1) / kTurn, share = (turns + gridDim.y - 1) / gridDim.y;
     const int first = blockIdx.y * share, end_turn = min(first + share, turns);
 
-    // Row g of a group, of the matrix whose turn it is; rows that do not exist have no columns.
+    // Row g of a group, in gate or up by turns. Rows past the end have no columns.
     const auto row_of = [&](int group) { return row0 + (GATED ? group / 2 : group) * 8 + g; };
     const auto weights = [&](int group) {
         const bool second = GATED && group % 2;

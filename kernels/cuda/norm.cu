@@ -1,38 +1,38 @@
-// RMSNorm and LayerNorm, forward, with an optional residual add in front.
+// RMSNorm and LayerNorm forward, with an optional residual add in front.
 //
 //   x, residual, y, s  (rows, cols) DTYPE, last axis contiguous, row strides in elements
-//   weight, bias       (cols,)      DTYPE; bias in LayerNorm only, and optional
+//   weight, bias       (cols,)      DTYPE; bias in LayerNorm only, optional
 //   mean, rstd         (rows,)      float; mean in LayerNorm only
-//   exchange           scratch of teams, zeros: team.cuh
-//   has_sum == 0: s is not wanted, and is y, which holds what is not on the chip until it is overwritten
+//   exchange           scratch for teams, zeroed: team.cuh
+//   has_sum == 0: s is not an output. s then aliases y, which holds what does not fit on the chip until y is written.
 //
 //   s = round(x + residual)
 //   RMSNorm     rstd = 1 / sqrt(mean(s^2) + eps)             y = (s * rstd) * (weight_offset + weight)
 //   LayerNorm   rstd = 1 / sqrt(mean((s - mean)^2) + eps)    y = ((s - mean) * rstd) * weight + bias
 //
-// llama != 0 also rounds s * rstd and weight_offset + weight to DTYPE before they are multiplied.
+// llama != 0 also rounds s * rstd and weight_offset + weight to DTYPE before multiplying them.
 //
-// Moves each element once: 2 rows cols elements, 4 with a residual, 3 of them if s is not wanted; about 4 flops each, 7
-// in LayerNorm. Memory is the limit, so a row is read once and kept on the chip between its sums and its output.
+// Moves each element once: 2 rows cols elements, 4 with a residual, or 3 if s is not an output. About 4 flops each, 7
+// in LayerNorm. Memory-bound, so a row is read once and stays on the chip between its sums and its output.
 //
-//   VECS   TEAM   for rows                                          blocks
-//   2, 4   0      that fit in registers                             small and many
-//   0      0      that fit in shared memory                         two or three per SM
-//   0      1      longer: a team of blocks has a row, each block    three per SM, for three teams, which hide each
-//                 some columns of it                                other's waits
+//   VECS   TEAM   rows                                              blocks
+//   2, 4   0      fit in registers                                  small and many
+//   0      0      fit in shared memory                              two or three per SM
+//   0      1      longer: a team of blocks shares a row, and each   three per SM, from three teams, which hide each
+//                 block has some of its columns                     other's waits
 //
 //   row    | team's block 0                               | block 1                        | ...
-//          | shared_vecs of each thread: shared memory    |
+//          | shared memory: shared_vecs per thread | rest |
 //
-// Of a row that is longer than all SMs can hold, each block reads again what its shared memory has no room for.
+// If a row is longer than all SMs can hold, each block reads the rest of its columns again.
 //
-// Macros: those of norm.cuh; VECS: vectors per thread in registers, 0: they are in shared memory; TEAM.
+// Macros: those of norm.cuh; VECS: vectors per thread in registers, or 0 to keep them in shared memory; TEAM.
 //
-// blockDim = (threads per row, rows per block). Thread t of a row, or of a team's block, owns vectors t, t + blockDim.x,
-// ... of it:
+// blockDim = (threads per row, rows per block). Thread t of a row, or of a team's block, owns vectors t,
+// t + blockDim.x, ...:
 //
 //   row       | v0 | v1 | ... | v(T-1) | v(T) | v(T+1) | ...        T = blockDim.x
-//   thread      0    1    ...   T-1      0      1                   a warp reads 32 vectors side by side
+//   thread      0    1    ...   T-1      0      1                   a warp reads 32 adjacent vectors
 //   i           0    0    ...   0        1      1                   held[i], or slot i * T + t
 #include "norm.cuh"
 #include "team.cuh"
@@ -40,18 +40,18 @@
 constexpr int kVecs = VECS;
 constexpr bool kShared = kVecs == 0, kTeam = TEAM;
 
-// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
+// Over half of an SM's 64 or 48 warps, for any block size: 48 registers per thread allow 40 warps, 56 allow 36.
 constexpr int kMaxRegisters = kShared || (kLayer && kVecs == 2) ? 56 : 48;
 
-// Where a block has several rows it goes through many: weights and biases stay in registers. A block with one row
-// reads them from L1 or L2 when it needs them, while others wait for memory.
+// A block with several rows per step takes many steps and keeps weights and biases in registers. A block with one row
+// loads them from L1 or L2 when needed, while other blocks wait for memory.
 constexpr bool kKeepWeights = kVecs == 2 && ACCESS == VEC;
 
-constexpr int kBatch = VEC == 8 && ACCESS == 1 ? 1 : 2;  // loads of vectors in flight per thread
+constexpr int kBatch = VEC == 8 && ACCESS == 1 ? 1 : 2;  // vector loads in flight per thread
 
 extern __shared__ uint4 dynamic_shared[];
 
-// Several short chains of additions: faster than one long one, and more accurate.
+// Several short chains of additions: faster than one long chain, and more accurate.
 struct Chains {
     static constexpr int kMany = VEC < 4 ? 1 : kVecs == 4 ? 2 : 4;
     float sum[kMany] = {};
@@ -68,8 +68,8 @@ __device__ __forceinline__ void add(Chains& sum, const vec& v, float scale) {
     for (int e = 0; e < VEC; ++e) sum.sum[e % Chains::kMany] = fmaf(element(v, e), scale, sum.sum[e % Chains::kMany]);
 }
 
-// Sums of d = (v - shift) * scale and of d^2; shift is 0 in RMSNorm. In LayerNorm it is a rounded mean, of what a team
-// has on the chip: the sum of d says how far that is from the mean of all, so that a constant row becomes 0.
+// Sums of d = (v - shift) * scale and of d^2. shift is 0 in RMSNorm. In LayerNorm it is the rounded mean of what a team
+// holds on the chip; the sum of d corrects it to the mean of the row, so that a constant row becomes exactly 0.
 constexpr bool kShifted = kLayer;
 
 struct Moments {
@@ -85,18 +85,18 @@ struct Moments {
     }
 };
 
-// Squares of floats can leave float's range where the numbers do not: such a row is summed once more, scaled by a
-// power of two. Squares of float16 cannot.
+// Squares of floats can leave float's range when the values do not. Such a row is summed again, scaled by a power of
+// two. Squares of float16 cannot.
 //
 //   sum is infinite (or NaN)   scale 2^-80   |x| < 2^128 becomes < 2^48, squares < 2^96
-//   sum < 2^-80                scale 2^64    |x| < 2^-40 becomes < 2^24; skipped where eps hides what was lost
+//   sum < 2^-80                scale 2^64    |x| < 2^-40 becomes < 2^24; not needed if eps hides the lost bits
 __device__ __forceinline__ float range_scale(float sum, float eps) {
     if constexpr (!Packed<scalar>::kWideRange) return 1.0f;
     if (!(sum < infinity())) return 0x1p-80f;
     return sum < 0x1p-80f && eps < 0x1p-80f ? 0x1p64f : 1.0f;
 }
 
-// y of the two numbers, or the one, in a word.
+// y for one word (one or two values).
 __device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, unsigned bias, float mean, float rstd,
                                                float weight_offset, int llama) {
     float n[vec::kPerWord], gain[vec::kPerWord], add[vec::kPerWord];
@@ -118,23 +118,23 @@ __device__ __forceinline__ unsigned normalised(unsigned s, unsigned weight, unsi
     return Packed<scalar>::narrow(n);
 }
 
-// A row, or what a team's block has of it, as one of its threads sees it.
+// One thread's view of a row, or of its block's columns of a team's row.
 struct Row {
-    const scalar *x, *residual;  // y may be x: a thread reads what it will write, and nobody else does
+    const scalar *x, *residual;  // y may alias x: each element is read and written by the same thread
     scalar* s;
     int has_residual, has_sum;
-    int thread, on_chip;  // vectors of this thread, as are all below that have an index
-    unsigned end, chip_end;  // columns
+    int thread, on_chip;  // in vectors of this thread, like every index i below
+    unsigned end, chip_end;  // in columns
     vec held[kVecs ? kVecs : 1];
 
     __device__ __forceinline__ unsigned column(int i) const { return unsigned(i * blockDim.x + thread) * VEC; }
 
-    __device__ __forceinline__ vec& slot(int i) {  // read by the thread that wrote it: no barrier, no bank conflict
+    __device__ __forceinline__ vec& slot(int i) {  // only its writer reads it: no barrier, no bank conflict
         return reinterpret_cast<vec*>(dynamic_shared)[i * blockDim.x + thread];
     }
 
-    // Reads kBatch vectors of x, zeros beyond `limit`, adds the residual, hands them to f. Stores of s keep the compiler
-    // from moving later loads up, hence in batches. What is read again by default is needed as s.
+    // Loads kBatch vectors of x (zeros beyond `limit`), adds the residual, passes them to f. Batched, because stores to
+    // s keep the compiler from hoisting later loads. With Cache::kDefault the data are read again, so s must be stored.
     template <Cache kCache, typename F> __device__ __forceinline__ void fetch(int i0, unsigned limit, F f) {
         vec v[kBatch];
         #pragma unroll
@@ -160,7 +160,7 @@ struct Row {
         for (int j = 0; j < kBatch; ++j) f(i0 + j, v[j]);
     }
 
-    // Read what stays on the chip, and what does not; f sees each vector.
+    // Load what stays on the chip, or what does not; f gets each vector.
     template <typename F> __device__ __forceinline__ void read_kept(F f) {
         #pragma unroll
         for (int i0 = 0; i0 < kVecs; i0 += kBatch) {
@@ -184,7 +184,7 @@ struct Row {
         }
     }
 
-    // The same vectors once more. Of zeros in registers f hears too: branches would take more of these.
+    // Visit the same vectors again. f also gets zero vectors held in registers: branches would cost more registers.
     template <typename F> __device__ __forceinline__ void each_kept(F f) {
         #pragma unroll
         for (int i = 0; i < kVecs; ++i) f(i, fresh(held[i]), column(i) < end);
@@ -230,7 +230,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         return sum[0];
     };
 
-    // Where a block's columns begin, and how many these are.
+    // The first of the block's columns, and their number.
     const int begin = kTeam ? blockIdx.x % team * block_cols : 0;
     const int own = kTeam ? min(block_cols, cols - begin) : cols;
 
@@ -251,7 +251,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
 
     const unsigned tile = kTeam ? blockIdx.x / team : blockIdx.x, tiles = kTeam ? gridDim.x / team : gridDim.x;
     for (long long first = (long long)tile * blockDim.y; first < rows; first += (long long)tiles * blockDim.y) {
-        // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+        // Threads whose row is past the end own nothing but take part in their warp's shuffles.
         const long long r = first + threadIdx.y;
         row.end = r < rows ? own : 0;
         row.chip_end = kTeam ? min(row.end, row.on_chip * blockDim.x * VEC) : row.end;
@@ -259,8 +259,8 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         row.residual = residual + r * residual_stride + begin;
         row.s = s + r * s_stride + begin;
 
-        // 1. Read what stays on the chip. RMSNorm sums the squares; LayerNorm the numbers, and then the squares of
-        // their distances from their mean.
+        // 1. Read what stays on the chip. RMSNorm sums squares. LayerNorm sums values, then squared distances from
+        // their mean.
         Moments moments;
         float shift = 0.0f;
         if constexpr (kLayer) {
@@ -279,19 +279,19 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         }
 
         forget(row.thread);
-        // 2. Read the rest. What is on the chip is a constant part of such a row, p of it: its mean is so near to the
-        // mean of all, sqrt(1/p - 1) standard deviations at most, that sums around it cancel no more than 1 / p.
+        // 2. Read the rest. A fixed share p of such a row is on the chip. Its mean is within sqrt(1/p - 1) standard
+        // deviations of the row's mean, so sums around it cancel by a factor of at most 1/p.
         row.read_others([&](const vec& v) { moments.add(v, shift, 1.0f); });
-        float sums[kSums];  // of squares, of distances from the shift
+        float sums[kSums];  // of squares; of distances from the shift
         const auto add_up = [&] {
             sums[0] = moments.second.total();
             if constexpr (kShifted) sums[kShifted] = moments.first.total();
             row_sum(sums);
         };
         add_up();
-        forget(row.thread);  // columns are computed again: kept, they would take a register per vector
+        forget(row.thread);  // recompute columns: kept ones would take a register per vector
 
-        // 3. The statistics, in range.
+        // 3. The statistics, kept in range.
         const float scale = range_scale(sums[0], eps);
         if (__any_sync(kFullWarp, scale != 1.0f)) {
             moments = {};
@@ -300,9 +300,9 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
             row.each_other(add_scaled);
             add_up();
         }
-        const float offset = kShifted ? sums[kShifted] * inverse_cols : 0.0f;  // of the mean from the shift
+        const float offset = kShifted ? sums[kShifted] * inverse_cols : 0.0f;  // from the shift to the mean
         float variance = fmaf(-offset, offset, sums[0] * inverse_cols);
-        if (kShifted && variance < 0.0f) variance = 0.0f;  // as fmaxf does, but of NaN
+        if (kShifted && variance < 0.0f) variance = 0.0f;  // like fmaxf, but keeps NaN
         const float row_rstd = scale * rsqrt_accurate(fmaf(eps * scale, scale, variance));
         const float row_mean = kShifted ? shift + offset / scale : shift;
         if (row.thread == 0 && begin == 0 && row.end > 0) {
@@ -314,7 +314,7 @@ ENTRY(forward)(const scalar* x, const scalar* weight, const scalar* bias, const 
         // 4. The output.
         const auto write = [&](int i, vec v, bool real) {
             if (!real) return;
-            if constexpr (ACCESS < VEC) forget(row.thread);  // else this reads ahead, and the registers do not suffice
+            if constexpr (ACCESS < VEC) forget(row.thread);  // else the compiler loads ahead and runs out of registers
             vec w, b = {};
             if constexpr (kKeepWeights) w = fresh(weights[i]);
             else w = get_weight(i);

@@ -1,41 +1,42 @@
-// RMSNorm and LayerNorm, backward: the gradient of x in one pass, and of the weight and the bias in a fixed order.
+// RMSNorm and LayerNorm backward: dx in one pass, dweight and dbias in a fixed order of additions.
 //
 //   dy, x, dresidual, dx  (rows, cols) DTYPE, last axis contiguous, row strides in elements
 //   weight                (cols,)      DTYPE
-//   mean, rstd            (rows,)      float, of the forward; mean in LayerNorm only
-//   partial               (parts, cols) float, scratch; in LayerNorm twice, for dweight and for dbias
-//   exchange              scratch of teams, zeros: team.cuh
+//   mean, rstd            (rows,)      float, from the forward pass; mean in LayerNorm only
+//   partial               (parts, cols) float, scratch; twice in LayerNorm, for dweight and for dbias
+//   exchange              scratch for teams, zeroed: team.cuh
 //
 //   n = (x - mean) * rstd      m = dy * (weight_offset + weight)
-//   dx = rstd * (m - n * mean(m * n) [- mean(m)]) + dresidual      dweight = sum over rows of dy * n, dbias of dy
+//   dx = rstd * (m - n * mean(m * n) [- mean(m)]) + dresidual
+//   dweight = sum over rows of dy * n      dbias = sum over rows of dy
 //
-// llama != 0 rounds weight_offset + weight, m, and the n in dweight to DTYPE, as RMSNorm's forward did.
+// llama != 0 rounds weight_offset + weight, m, and the n in dweight to DTYPE, as RMSNorm's forward pass does.
 //
-// Moves 3 rows cols elements (4 with dresidual), about 12 flops each; memory is the limit. Between the sums over a row
-// and dx, x and dy are in registers, VECS vectors of each per thread.
+// Moves 3 rows cols elements (4 with dresidual), about 12 flops each. Memory-bound. Between the sums over a row and dx,
+// x and dy stay in registers, VECS vectors of each per thread.
 //
-// A thread owns the same columns in every row, so it adds to dweight with no atomics: first down its rows, then over
-// the row groups of its block, last over parts of the rows, in norm_dweight. No float sees more than about 60 of these
-// additions, which bounds the error by 60 * 2^-24 of sum |dy n|; the number of parts is chosen for that. A part is a
-// block's rows, or, with TEAM, one of those that a team goes through.
+// A thread owns the same columns in every row, so dweight needs no atomics: it is summed down the thread's rows, then
+// over the row groups of the block, and last over parts of the rows, in norm_dweight. The number of parts is chosen so
+// that no float takes more than about 60 additions, which bounds the error by 60 * 2^-24 * sum |dy n|. A part is a
+// block's rows; with TEAM, a team goes through several parts.
 //
-//   TEAM   VECS     for rows
-//   0      1 to 4   that are so short that two blocks fit on an SM
-//   1      3, 8     longer: a team of blocks has a row, each block some columns of it, on the chip as well
-//   1      0        longer than all SMs can hold: x and dy are read again, from L2 if a row fits there, and dweight is
-//                   added up in partial
+//   TEAM   VECS     rows
+//   0      1 to 4   short enough for two blocks per SM
+//   1      3, 8     longer: a team of blocks shares a row; each block holds some of its columns on the chip
+//   1      0        longer than all SMs can hold: x and dy are read again (from L2 if a row fits there), and dweight
+//                   accumulates in `partial`
 //
-//   row    | team's block 0   | block 1          | ...         first: where a block's columns begin, own: how many
-//   SM       0                  1                  ...         its other blocks work for other teams meanwhile
+//   row    | team's block 0   | block 1          | ...         first: a block's first column, own: their number
+//   SM       0                  1                  ...         other blocks on the SM serve other teams
 //
-// Macros: those of norm.cuh, TEAM, and VECS. In its columns a block's ownership is that of norm.cu. The sums lie in
-// dynamic shared memory in slots, each 4 floats (VEC of them if fewer), W of them, 8 or 32, in a line of 128 bytes. With
-// T threads per row, B per block, and n = i * stride + g * T + t, stride = B + T % W, floats 4q .. 4q+3 of vector i of
-// thread t of row group g are in
+// Macros: those of norm.cuh, TEAM, and VECS. Threads own vectors of the block's columns as in norm.cu. The sums are in
+// dynamic shared memory, in slots of 4 floats (VEC if fewer). A 128-byte line has W = 8 or 32 slots. With T threads
+// per row, B per block, n = i * stride + g * T + t and stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t
+// in row group g are at
 //
-//   slot n % W ^ 4q of line (n / W, dweight or dbias, q)
+//   slot (n % W) ^ 4q of line (n / W, dweight or dbias, q)
 //
-// A warp's accesses are to different banks, both when its lanes go by t and, in the last step, by t and q, q fastest.
+// A warp's accesses hit different banks, both when lanes run over t and, in the last step, over t and q, q fastest.
 #include "norm.cuh"
 #include "team.cuh"
 
@@ -45,14 +46,14 @@ constexpr int kUnroll = kAnyLength ? 1 : kVecs;
 
 constexpr bool kOneRow = kTeam || kVecs > 2;  // long rows, one per block
 
-// Eight numbers that arrive one by one leave no registers to keep a row in: it is read again, from L1 or L2.
+// Eight values loaded one by one leave no registers to keep a row in: it is read again, from L1 or L2.
 constexpr bool kHold = !(VEC == 8 && ACCESS == 1) && !kAnyLength;
 constexpr int kHeld = kHold ? kVecs : 1;
 
-// More than half of an SM's 64 or 48 warps, in blocks of any size: 48 registers per thread are 40 warps, 56 are 36.
+// Over half of an SM's 64 or 48 warps, for any block size: 48 registers per thread allow 40 warps, 56 allow 36.
 constexpr int kMaxRegisters = kVecs <= 2 && !kTeam ? 48 : 56;
 
-constexpr int kSums = kLayer ? 2 : 1;  // over a row: of m n and of m; down the rows: dweight and dbias
+constexpr int kSums = kLayer ? 2 : 1;  // over a row: m n and m; down the rows: dweight and dbias
 
 extern __shared__ uint4 dynamic_shared[];
 
@@ -69,7 +70,7 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
     int thread = threadIdx.x;
     const int threads = blockDim.x;
     const int groups = kOneRow ? 1 : blockDim.y, group = kOneRow ? 0 : threadIdx.y;
-    const auto column = [&](int i) { return (i * threads + thread) * VEC; };  // of the block's own
+    const auto column = [&](int i) { return (i * threads + thread) * VEC; };  // among the block's own
     int own = cols;
     if constexpr (kTeam) {
         const int first = blockIdx.x % team * block_cols;
@@ -82,7 +83,7 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
     do {
         const auto block_partial = [&](int of) { return partial + ((long long)of * parts + part) * cols; };
 
-        // The sums of this thread's columns: `of` is 0 for dweight, 1 for dbias.
+        // The sums of this thread's columns. of: 0 for dweight, 1 for dbias.
         constexpr int kLine = 128 / sizeof(quad);
         const int stride = groups * threads + threads % kLine;
         const auto slot = [&](int of, int i, int q, int g, int t) -> quad& {
@@ -104,15 +105,15 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
             for (int q = 0; q < kSums * kQuads && column(i) < own; ++q) put_sum(q / kQuads, i, q % kQuads, {});
         }
 
-        // Threads whose row is past the end own nothing, but stay for the shuffles of their warp.
+        // Threads whose row is past the end own nothing but take part in their warp's shuffles.
         for (long long first = (long long)part * groups; first < rows; first += (long long)parts * groups) {
             const long long r = first + group;
             const int end = r < rows ? own : 0;
             const float row_rstd = end > 0 ? rstd[r] : 0.0f;
             const float row_mean = kLayer && end > 0 ? mean[r] : 0.0f;
 
-            // 1. Read the row; sum over it; add to the sums of dweight and dbias. dx may be dy: a thread reads what it
-            // will write, and nobody else does.
+            // 1. Read the row, sum over it, and add to dweight and dbias. dx may alias dy: each element is read and
+            // written by the same thread.
             vec held_x[kHeld], held_dy[kHeld];
             if constexpr (kHold) {
                 #pragma unroll
@@ -132,7 +133,7 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
             };
 
-            forget(thread);  // columns are computed again: kept, they would take a register per vector
+            forget(thread);  // recompute columns: kept ones would take a register per vector
 
             float sums[kSums] = {};
             #pragma unroll kUnroll
@@ -142,7 +143,7 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 const vec row_x = get_x(i), row_dy = get_dy(i);
                 #pragma unroll
                 for (int q = 0; q < kQuads; ++q) {
-                    forget(thread);  // else this reads ahead, and the registers do not suffice
+                    forget(thread);  // else the compiler loads ahead and runs out of registers
                     quad dw = get_sum(0, i, q), db = {};
                     if constexpr (kLayer) db = get_sum(1, i, q);
                     #pragma unroll
@@ -187,10 +188,10 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 store<ACCESS>(dx + r * dx_stride + column(i), row_x);
             }
         }
-        if constexpr (kAnyLength) continue;  // the sums are where they belong
+        if constexpr (kAnyLength) continue;  // the sums are already in `partial`
 
-        // 3. The part's dweight and dbias: the sums of its row groups, first to last. Threads go by columns, so that the
-        // stores are whole sectors.
+        // 3. The part's dweight and dbias: add the row groups, first to last. Threads run over columns, so that stores
+        // are whole sectors.
         __syncthreads();
         #pragma unroll
         for (int of = 0; of < kSums; ++of) {
@@ -201,6 +202,6 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 store<kQuad>(block_partial(of) + k * kQuad, sum);
             }
         }
-        if constexpr (kTeam) __syncthreads();  // before the sums of the next part
+        if constexpr (kTeam) __syncthreads();  // before the next part's sums
     } while (kTeam && (part += gridDim.x / team) < parts);
 }

@@ -1,14 +1,14 @@
-// The last step of the backward of RMSNorm and LayerNorm: dweight, and dbias, from partial sums, in a fixed order.
+// The last step of the RMSNorm and LayerNorm backward: adds partial dweight and dbias in a fixed order.
 //
 //   partial  (gridDim.y, parts, cols) float      dweight, dbias  (cols,) float; dbias if gridDim.y is 2
 //
-// Reads partial once. blockDim = (32, 32): 32 columns, side by side in a warp's access, and 32 threads per column, of
-// which thread k adds up parts k, k + 32, ... with compensation (Kahan), so that the number of parts does not show in
-// the error. The 32 sums of a column then lie in a column of shared memory, and one warp adds them:
+// Reads partial once. blockDim = (32, 32): 32 adjacent columns per warp access, 32 threads per column. Thread k of a
+// column adds parts k, k + 32, ... with Kahan compensation, so that the number of parts does not affect the error. One
+// warp then adds the 32 sums of a column, which stand in a column of shared memory:
 //
 //            column 0   1  ...  31   pad
-//   thread 0        o   o  ...   o    .      written by rows, read by columns: the pad turns
-//          1        o   o  ...   o    .      both into 32 different banks
+//   thread 0        o   o  ...   o    .      written by rows, read by columns: the pad makes
+//          1        o   o  ...   o    .      both hit 32 different banks
 //         ...
 #include "reduce.cuh"
 

@@ -1,4 +1,4 @@
-// RMSNorm and int8 quantisation per row, with an optional residual add in front.
+// RMSNorm with per-row int8 quantisation and an optional residual add in front.
 //
 //   x, residual, s   (rows, cols) DTYPE      q  (rows, cols) int8      last axis contiguous, row strides in elements
 //   weight           (cols,)      DTYPE      scale, rowsum  (rows,)  float, int
@@ -9,23 +9,23 @@
 //
 // llama != 0 rounds s * rstd, weight_offset + weight and y to DTYPE.
 //
-// Moves each element once: 3 bytes of 16-bit elements, 7 with a residual. A thread keeps its part of a row in
-// registers, as floats, so that the last pass is a multiply-add and part of a store per element:
+// Moves each element once: 3 bytes for 16-bit elements, 7 with a residual. A thread keeps its part of a row in
+// registers as floats, so the last pass costs one FMA and part of a store per element:
 //
-//   t = s * gain, while the squares and max|t| are summed up:   one barrier
+//   t = s * gain, summing squares and taking max|t|:            one barrier
 //   q = round(t * factor),  factor = rstd * 127 / absmax,  absmax = max|t| * rstd
 //
-// Where t or the squares leave float's range, and for llama, whose roundings need rstd first, y takes the place of t:
+// If t or the squares leave float's range, and for llama, which rounds s * rstd, y is formed first ("staged"):
 //
 //   s, squares; barrier; y, max|y|; barrier; q = round(y * factor),  factor = 127 / absmax
 //
 // Macros:
 //   DTYPE    f16, bf16 or f32
-//   VEC      elements per vector; cols is a multiple
+//   VEC      elements per vector; divides cols
 //   ACCESS   elements per memory access: VEC, or 1 for arrays that are not aligned to a vector
-//   VECS     vectors per thread in registers: 2; or 0: a row is read again in every pass, L2 has it
+//   VECS     vectors per thread in registers: 2; or 0: every pass reads the row again, from L2
 //
-// blockDim = (threads per row, rows per block): a warp per row, or one row, whole warps. Thread t owns vectors t,
+// blockDim = (threads per row, rows per block): one warp per row, or one row of several warps. Thread t owns vectors t,
 // t + blockDim.x, ... of its row.
 #include "math.cuh"
 #include "reduce.cuh"
@@ -34,14 +34,14 @@
 typedef DTYPE scalar;
 typedef Vec<scalar, VEC> vec;
 
-constexpr int kBatch = VECS ? VECS : VEC == 1 ? 4 : 2;  // vectors on their way at once
+constexpr int kBatch = VECS ? VECS : VEC == 1 ? 4 : 2;  // vector loads in flight
 constexpr Cache kFirstRead = VECS ? Cache::kOnce : Cache::kDefault;
-constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats this large are integers
+constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats of this size are integers
 
 struct Plus {
     template <typename T> __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
 };
-struct Larger {  // NaN wins
+struct Larger {  // propagates NaN
     __device__ __forceinline__ float operator()(float a, float b) const {
         float larger;
         asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -49,7 +49,7 @@ struct Larger {  // NaN wins
     }
 };
 
-// What op makes of the values of a row's threads, for all of them. `none` changes nothing.
+// Reduces the values of a row's threads with op; all of them get the result. `none` is the neutral element.
 template <typename T, typename Op>
 __device__ __forceinline__ T over_row(T value, T none, void* scratch, Op op) {
     const auto butterfly = [&] {
@@ -99,7 +99,7 @@ struct Row {
     __device__ __forceinline__ vec weights(int i) const {
         return load<vec, ACCESS, Cache::kConstant>(weight + column(i));
     }
-    // f(i, vector of s) for each vector from memory, the first time with the residual added.
+    // Calls f(i, vector of s) for each vector, from memory. The first time it adds the residual.
     template <bool kFirst, typename F> __device__ __forceinline__ void each_stored(F f) {
         for (int i0 = 0; i0 < end(); i0 += kBatch) {
             vec v[kBatch];
@@ -127,7 +127,7 @@ struct Row {
         }
     }
 
-    // f(i, floats) of each vector: what is held in registers, or s from memory.
+    // Calls f(i, floats) for each vector: from registers, or s from memory.
     template <typename F> __device__ __forceinline__ void each_s(F f) {
         if constexpr (VECS > 0) {
             #pragma unroll
@@ -145,7 +145,7 @@ struct Row {
     }
 };
 
-// The low bytes of neighbours side by side, the first in the low byte of the first word.
+// Packs the low bytes of adjacent codes, the first into the low byte of the first word.
 template <int kSize> struct Codes {
     unsigned word[(kSize + 3) / 4];
 
@@ -168,8 +168,8 @@ template <int kSize> struct Codes {
     }
 };
 
-// 48 registers are 40 of an SM's warps, in blocks of up to 256 threads. With so few sm_120 spills, whose SM has room
-// for 48 warps, and sm_100 by single elements; 56 registers are 32 or 36 warps.
+// 48 registers allow 40 of an SM's warps, in blocks of up to 256 threads. With 48, sm_120 spills (its SMs have room for
+// 48 warps), and so does sm_100 with single-element access; 56 registers allow 32 or 36 warps.
 constexpr int kMaxRegisters = __CUDA_ARCH__ >= 1200 || (__CUDA_ARCH__ >= 1000 && ACCESS < VEC) ? 56 : 48;
 
 extern "C" __global__ void __maxnreg__(kMaxRegisters)
@@ -177,16 +177,16 @@ rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual
                    int* rowsum, scalar* s, long long rows, int cols, long long x_stride, long long residual_stride,
                    long long q_stride, long long s_stride, float eps, float inverse_cols, float weight_offset,
                    int llama, int has_residual) {
-    __shared__ unsigned scratch[5][32];  // for each sum its own: no thread writes what another may still read
+    __shared__ unsigned scratch[5][32];  // one row per sum, so that no thread overwrites what another may still read
     const Plus plus{};
     const Larger larger{};
 
     const long long r = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * blockDim.y + threadIdx.y;
-    if (r >= rows) return;  // all threads of the row
+    if (r >= rows) return;  // true for all threads of the row, or for none
     Row row = {x + r * x_stride, residual + r * residual_stride, weight, s + r * s_stride, q + r * q_stride,
                cols, llama, has_residual != 0, false, weight_offset, 1.0f};
 
-    // 1. Read the row: squares, and t. llama keeps s for now.
+    // 1. Read the row: squares and t. llama keeps s for now.
     float squares = 0.0f;
     float largest = 0.0f;
     row.each_stored<true>([&](int i, const vec& v) {
@@ -203,19 +203,19 @@ rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual
     squares = over_row(squares, 0.0f, scratch[0], plus);
     if (!llama) largest = over_row(largest, 0.0f, scratch[1], larger);
 
-    // 2. absmax, and what makes q of t, or of y.
+    // 2. absmax, and the factor from t (or y) to q.
     constexpr bool kWide = Packed<scalar>::kWideRange;
     const bool small = squares < 0x1p-80f && eps < 0x1p-80f;
     const bool in_range = squares < 0x1p100f && !small;
     row.staged = llama || !in_range || !(largest < infinity());
     if (row.staged) {
-        if (VECS > 0 && !llama) {  // s once more
+        if (VECS > 0 && !llama) {  // read s again
             row.each_stored<false>([&](int i, const vec& v) {
                 #pragma unroll
                 for (int e = 0; e < VEC; ++e) row.held[VECS ? i : 0][e] = element(v, e);
             });
         }
-        float power = 1.0f;  // of two: squares of s times this are in range
+        float power = 1.0f;  // a power of two that keeps squares of s in range
         if (kWide && !in_range) {
             power = small ? 0x1p64f : 0x1p-80f;
             squares = 0.0f;
@@ -240,12 +240,12 @@ rmsnorm_quant_int8(const scalar* x, const scalar* weight, const scalar* residual
     } else {
         row.rstd = rsqrt_accurate(fmaf(squares, inverse_cols, eps));
     }
-    const bool finite = largest < infinity();  // else all codes are 0
+    const bool finite = largest < infinity();  // otherwise all codes are 0
     const float most = largest * (row.staged ? 1.0f : row.rstd);
-    const float absmax = most < 1e-5f ? 1e-5f : most;  // NaN passes
+    const float absmax = most < 1e-5f ? 1e-5f : most;  // NaN passes through
     const float factor = 127.0f / absmax * (row.staged ? 1.0f : row.rstd);
 
-    // 3. The codes. A product plus the bias is rounded once, to an integer, whose low byte is the code.
+    // 3. The codes. Value * factor + bias rounds once, to an integer, whose low byte is the code.
     int sum = 0;
     const auto write = [&](int i, const float (&value)[VEC]) {
         unsigned code[VEC];

@@ -1,31 +1,31 @@
-// RoPE of queries and keys in one launch, in place or not. Backward is the same with the sine negated.
+// RoPE of queries and keys in one launch, in place or not. The backward is the same with the sine negated.
 //
 //   q, q_out   (batch, seqlen, nheads, head_dim)      DTYPE, last axis contiguous, other strides in elements
 //   k, k_out   (batch, seqlen, nheads_kv, head_dim)   the same
-//   positions  (batch, seqlen)                        int or long long, any strides; or absent: they count up
+//   positions  (batch, seqlen)                        int or long long, any strides; or absent: consecutive
 //   turns      (rotary_dim / 2,)                      frequencies: rope.cuh
 //
 //   y1 = x1 cos - x2 sin      y2 = x2 cos + x1 sin      for each pair of the first rotary_dim components
 //
-// Moves each element of q and k once in and once out, and the positions: memory is the limit. An output may be its
-// input: a thread reads what it will write, and nobody else does.
+// Reads and writes each element of q and k once, and reads the positions. Memory-bound. An output may alias its input:
+// each element is read and written by the same thread.
 //
-// Configured by macros:
+// Macros:
 //   DTYPE        f16, bf16 or f32
-//   VEC          elements per vector, which is one access: it divides rotary_dim / 2 and what is copied behind
-//                rotary_dim, and the arrays are aligned to it
-//   INTERLEAVED  0 or 1: which components are a pair
+//   VEC          elements per vector and access. It divides rotary_dim / 2 and the copied tail, and arrays are
+//                aligned to it
+//   INTERLEAVED  0 or 1: which components form a pair
 //
-// A unit is what a thread has of a head: two vectors rotary_dim / 2 apart, so that lanes side by side read vectors
-// side by side. Half-split, they hold both ends of their pairs; interleaved, each holds its own pairs (with VEC = 1 a
-// vector is less than a pair, and the two lie side by side). Where the outputs are arrays of their own, further units
-// copy what is behind rotary_dim:
+// A unit is a thread's share of a head: two vectors rotary_dim / 2 apart, so that adjacent lanes read adjacent vectors.
+// Half-split, the two hold both halves of their pairs. Interleaved, each holds whole pairs (with VEC = 1 a vector is
+// half a pair, and the two are adjacent). If the outputs are separate arrays, more units copy the tail behind
+// rotary_dim:
 //
-//   unit   | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 4 | 5 |     a box is a vector
+//   unit   | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 4 | 5 |     one box per vector
 //           <--------- rotary_dim --------->
 //
-// blockDim = (units, heads, tokens), gridDim = (tokens, heads of q and then of k, units). A thread computes the angles
-// of its unit once and turns every head of its share by them.
+// blockDim = (units, heads, tokens), gridDim = (tokens, heads of q and then of k, units). A thread computes its unit's
+// angles once and rotates all its heads by them.
 #include "rope.cuh"
 
 typedef DTYPE scalar;
@@ -38,17 +38,17 @@ typedef Rotation<VEC / kRotations> Angles[kRotations];  // of a unit
 
 struct HeadStrides { int64 batch, seqlen, head; };
 
-// kernels/lower/rope.py mirrors it.
+// Mirrored by kernels/lower/rope.py.
 struct RopeShape {
     HeadStrides q, k, q_out, k_out;
-    int64 positions_batch, positions_seqlen;  // strides; 0 where shared
-    int64 first;                              // of positions that count up
+    int64 positions_batch, positions_seqlen;  // strides; 0 if shared
+    int64 first;                              // of consecutive positions
     unsigned tokens, seqlen;                  // tokens = batch * seqlen
     int nheads, nheads_kv;
     int q_blocks;                             // of gridDim.y
-    int position_bytes;                       // 4 or 8; 0: they count up
-    int rotary_dim, tail;                     // components that rotate; that are copied
-    float cos_scale, sin_scale;               // the attention factor; of the sine, negative to turn back
+    int position_bytes;                       // 4 or 8; 0: consecutive positions
+    int rotary_dim, tail;                     // rotated components; copied components
+    float cos_scale, sin_scale;               // the attention factor; negative sine in the backward
 };
 
 __device__ __forceinline__ int64 position_at(const void* positions, int64 b, int64 s, const RopeShape& shape) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ int64 position_at(const void* positions, int64 b, int
     return shape.first + s;
 }
 
-// Where the vectors of a unit lie in a head. Of an odd number of copied vectors the last has no partner.
+// Where a unit's vectors are in a head. With an odd number of copied vectors, the last has no partner.
 struct Unit {
     int first, second;
     bool rotates, has_second;
@@ -107,7 +107,7 @@ rope(const scalar* q, const scalar* k, scalar* q_out, scalar* k_out, const void*
         held[0] = load<vec, VEC, Cache::kOnce>(x + at.first);
         if (at.has_second) held[1] = load<vec, VEC, Cache::kOnce>(x + at.second);
     };
-    read();  // on its way while the angles are computed
+    read();  // overlaps with the computation of the angles
     Angles by;
     if (at.rotates) {
         const int64 position = position_at(positions, b, s, shape);
@@ -118,7 +118,7 @@ rope(const scalar* q, const scalar* k, scalar* q_out, scalar* k_out, const void*
                                                shape.sin_scale);
         }
     }
-    #pragma unroll 1  // a second head in flight would take the registers of a third of the warps
+    #pragma unroll 1  // a second head in flight would cost registers for a third of the warps
     while (h < end) {
         if (at.rotates) rotate(held, by);
         store<VEC>(y + at.first, held[0]);

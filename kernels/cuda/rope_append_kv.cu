@@ -1,36 +1,39 @@
-// RMSNorm of each head of q and k, RoPE of both, and k and v into their place in a cache, in one launch.
+// QK-norm, RoPE and cache append in one launch: RMSNorm of each head of q and k, RoPE of both, then k and v are stored
+// in their slots of a cache.
 //
 //   q, out            (batch, seqlen, nheads, head_dim)              DTYPE, last axis contiguous, other strides
-//   k, v              (batch, seqlen, nheads_kv, head_dim)           in elements; out may be q
-//   k_cache, v_cache  (num_pages, page_size, nheads_kv, head_dim)    a contiguous cache is a page per sequence
-//   q_weight, k_weight  (head_dim,) or null, both or neither         DTYPE
-//   turns             (rotary_dim / 2,)                              frequencies, see rope.cuh
-//   seqused_k         (batch,) int, or null                          token s of sequence b is row seqused_k[b] + s,
-//   block_table       (batch, max_pages) int, or null                which is in page block_table[b, row / page_size];
-//   slot_mapping      (batch, seqlen) long long, or null             or it is page * page_size + row as this says
-//   positions         (batch, seqlen) int or long long, or null      null: the row
+//   k, v              (batch, seqlen, nheads_kv, head_dim)           in elements; out may alias q
+//   k_cache, v_cache  (num_pages, page_size, nheads_kv, head_dim)    a contiguous cache has one page per sequence
+//   q_weight, k_weight  (head_dim,), or both null                    DTYPE
+//   turns             (rotary_dim / 2,)                              frequencies: rope.cuh
+//   positions         (batch, seqlen) int or long long, or null      null: the row in the sequence
+//
+//   where token s of sequence b goes:
+//   seqused_k         (batch,) int, or null                          row = seqused_k[b] + s (null: s)
+//   block_table       (batch, max_pages) int, or null                page = block_table[b, row / page_size] (null: b)
+//   slot_mapping      (batch, seqlen) long long, or null             overrides both: page * page_size + row in the page
 //
 //   n = x * rstd * (weight_offset + weight)      y1 = n1 cos - n2 sin      y2 = n2 cos + n1 sin
 //
-// with one rounding, at the end. Moves each element of q, k and v once in and once out. A row outside the cache is not
-// stored: what the indices say is not known on the host.
+// Rounds once, at the end. Reads and writes each element of q, k and v once. Rows outside the cache are not stored,
+// because the host does not know the indices.
 //
-// Configured by macros:
+// Macros:
 //   DTYPE        f16, bf16 or f32
 //   VEC          elements per vector
 //   ACCESS       elements per memory access: VEC, or 1 for arrays that are not aligned to a vector
-//   INTERLEAVED  0 or 1: which components are a pair
+//   INTERLEAVED  0 or 1: which components form a pair
 //   UNITS        units per thread
 //
-// A unit is what a thread rotates by one set of angles: two vectors, or one that holds pairs. Units behind rotary_dim
-// are not rotated. Of two vectors, in a head of 12 with rotary_dim 8, with their units:
+// A unit is what a thread rotates by one set of angles: two vectors, or one that holds whole pairs. Units behind
+// rotary_dim are not rotated. Units of two vectors, in a head of 12 with rotary_dim 8:
 //
 //   half-split             | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | 4 | 5 | 4 | 5 |
 //   interleaved, VEC == 1  | 0 | 0 | 1 | 1 | 2 | 2 | 3 | 3 | 4 | 5 | 4 | 5 |
 //
 // blockDim = (threads per head, heads, tokens), gridDim = (tiles of tokens, parts of the heads). A tile of heads is
-// blockDim.y heads of q, of k or of v. A thread computes its angles once and goes through tiles with them; unit u of
-// each head belongs to thread u % blockDim.x, whose neighbours read the neighbouring vectors.
+// blockDim.y heads of q, of k or of v. A thread computes its angles once and uses them for several tiles. Unit u of
+// each head belongs to thread u % blockDim.x, so that adjacent threads read adjacent vectors.
 #include "math.cuh"
 #include "reduce.cuh"
 #include "rope.cuh"
@@ -41,14 +44,14 @@ typedef long long int64;
 
 constexpr int kUnits = UNITS;
 constexpr bool kPairsInside = INTERLEAVED && VEC > 1;
-constexpr int kVectors = kPairsInside ? 1 : 2;   // of a unit
-constexpr int kElements = VEC * kVectors;        // of a unit
-constexpr int kFrequencies = kElements / 2;      // of a unit
+constexpr int kVectors = kPairsInside ? 1 : 2;   // per unit
+constexpr int kElements = VEC * kVectors;        // per unit
+constexpr int kFrequencies = kElements / 2;      // per unit
 constexpr int kThreads = 128;
-// Registers for more than half of an SM's warps: 72 where it has 48 of them, 56 where it has 64.
+// Registers for over half of an SM's warps: 72 if an SM has 48 warps, 56 if it has 64.
 constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 ? 9 : 7;
 
-// kernels/lower/rope_append_kv.py mirrors it.
+// Mirrored by kernels/lower/rope_append_kv.py.
 struct AppendShape {
     int64 inputs[3][3];                  // of q, k, v; strides: batch, token, head
     int64 outputs[3][3];                 // of out: the same; of k_cache, v_cache: page, row, head
@@ -57,14 +60,14 @@ struct AppendShape {
     unsigned tokens, seqlen;
     int heads[3];                        // of q, k, v
     int num_pages, page_size;
-    unsigned max_pages;                  // of a sequence; 0 if pages have no rows
+    unsigned max_pages;                  // per sequence; 0 if pages have no rows
     int head_dim, rotary_dim;
-    int units, rotary_units;             // all; those that rotate
+    int units, rotary_units;             // all units; rotated units
     int position_bytes;                  // 4 or 8
     float inverse_head_dim, eps, weight_offset, attention_factor;
 };
 
-// Where a unit's vectors begin in a head, -1 beyond its end.
+// Where a unit's vectors begin in a head; -1 past its end.
 struct Unit {
     int at[kVectors];
     bool rotates;
@@ -101,7 +104,7 @@ struct UnitData {
         }
     }
 
-    // Several short chains of additions: faster than one long one, and more accurate.
+    // Several short chains of additions: faster than one long chain, and more accurate.
     __device__ __forceinline__ float squares(float scale) const {
         constexpr int kSums = VEC < 4 ? VEC : 4;
         float sum[kSums] = {}, total = 0.0f;
@@ -115,7 +118,7 @@ struct UnitData {
         return total;
     }
 
-    // Normalised, if there is a weight, and turned, if it rotates.
+    // Normalises (if there is a weight) and rotates (if the unit does).
     __device__ __forceinline__ void finish(const Unit& unit, const scalar* weight, float rstd, float weight_offset,
                                            const Rotation<kFrequencies>& by) {
         float x[kElements];
@@ -144,7 +147,7 @@ struct UnitData {
     }
 };
 
-// 1 / sqrt(mean of squares + eps) of a head, for all threads that have a part of it.
+// 1 / sqrt(mean of squares + eps) of a head, in all threads that hold part of it.
 __device__ __forceinline__ float rstd_of(const UnitData (&head)[kUnits], const AppendShape& shape) {
     const auto sum = [&](float scale) {
         float squares = 0.0f;
@@ -158,7 +161,7 @@ __device__ __forceinline__ float rstd_of(const UnitData (&head)[kUnits], const A
     return scale * rsqrt_accurate(fmaf(total, shape.inverse_head_dim, shape.eps * scale * scale));
 }
 
-// Where a token is kept: the row of a page, or in page -1 nowhere.
+// A token's slot: page and row in it. Page -1: not stored.
 struct Place { int page, row; };
 
 __device__ __forceinline__ Place place_of(int b, int s, int row, const int* block_table, const int64* slot_mapping,
@@ -181,7 +184,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, s
                const scalar* q_weight, const scalar* k_weight, const Turn* turns, const void* positions,
                const int* seqused_k, const int* block_table, const int64* slot_mapping,
                const __grid_constant__ AppendShape shape) {
-    // Threads whose token is past the end own nothing, but stay for the shuffles of their warp.
+    // Threads whose token is past the end own nothing but take part in their warp's shuffles.
     const unsigned token = blockIdx.x * blockDim.z + threadIdx.z;
     const bool exists = token < shape.tokens;
     const int b = exists ? token / shape.seqlen : 0, s = exists ? token % shape.seqlen : 0;
@@ -205,7 +208,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, s
     const int tiles_q = (shape.heads[0] + blockDim.y - 1) / blockDim.y;
     const int tiles_kv = (shape.heads[1] + blockDim.y - 1) / blockDim.y;
     for (int tile = blockIdx.y; tile < tiles_q + 2 * tiles_kv; tile += gridDim.y) {
-        const int which = tile < tiles_q ? 0 : tile < tiles_q + tiles_kv ? 1 : 2;  // of q, k, v
+        const int which = tile < tiles_q ? 0 : tile < tiles_q + tiles_kv ? 1 : 2;  // q, k or v
         const int before = which == 0 ? 0 : which == 1 ? tiles_q : tiles_q + tiles_kv;
         const int h = (tile - before) * blockDim.y + threadIdx.y;
         const bool mine = exists && h < shape.heads[which] && (which == 0 || place.page >= 0);
@@ -222,7 +225,7 @@ rope_append_kv(const scalar* q, const scalar* k, const scalar* v, scalar* out, s
         if (which < 2) {
             const scalar* weight = which == 0 ? q_weight : k_weight;
             const float rstd = weight != nullptr ? rstd_of(head, shape) : 1.0f;
-            forget(thread);  // where units lie is computed again: kept, it would take registers
+            forget(thread);  // recompute where units are: kept, it would take registers
             #pragma unroll
             for (int u = 0; u < kUnits; ++u) head[u].finish(unit(u), weight, rstd, shape.weight_offset, by[u]);
         }

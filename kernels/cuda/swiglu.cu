@@ -3,23 +3,23 @@
 //   gate, up, y, dy, dgate, dup   (rows, cols) DTYPE, last axis contiguous, row strides in elements
 //
 //   forward    y = act(gate) * up                                         moves 3 rows cols elements
-//   backward   dgate = dy * up * act'(gate),  dup = dy * act(gate)        moves 5
+//   backward   dgate = dy * up * act'(gate),  dup = dy * act(gate)        moves 5 rows cols elements
 //
-// Both compute in float and round once. Memory is the limit: 10 to 30 instructions per element hide behind 6 to 20
-// bytes. y may be gate, dgate may be gate and dup may be up: a thread reads what it will write, and nobody else does.
+// Both compute in float and round once. Memory-bound: 10 to 30 instructions per element hide behind 6 to 20 bytes.
+// In-place is allowed (y = gate, dgate = gate, dup = up): each element is read and written by the same thread.
 //
-// Configured by macros:
+// Macros:
 //   DTYPE        f16, bf16 or f32
 //   ACTIVATION   kSilu, kGelu or kGeluTanh
-//   VEC          elements per memory access: those of 16 bytes, or 1 for arrays that are not aligned to them
-//   VECS         accesses per thread and array, all on their way at once
+//   VEC          elements per access: 16 bytes of them, or 1 for unaligned arrays
+//   VECS         accesses per thread and array, all in flight at once
 //
-// blockDim = (threads per row, rows per block), grid = (chunks of a row, groups of rows). A chunk is VECS accesses of
-// each of the T = blockDim.x threads of a row, side by side; elements that fill no vector come last, one by one:
+// blockDim = (threads per row, rows per block), grid = (chunks of a row, groups of rows). With T = blockDim.x, a chunk
+// is VECS accesses of each of a row's T threads. Elements that fill no vector come last, one by one:
 //
 //   row       | v0 | v1 | ... | v(T-1) | v(T) | ... | v(VECS T - 1) | v(VECS T) | ...          | e | e | e
 //   thread      0    1    ...   T-1      0      ...   T-1             0                          0   1   2
-//   chunk       0    0    ...   0        0      ...   0               1                        the last one's
+//   chunk       0    0    ...   0        0      ...   0               1                        the last one
 #include "activation.cuh"
 #include "vec.cuh"
 
@@ -27,7 +27,7 @@ typedef DTYPE scalar;
 
 constexpr Activation kActivation = Activation::ACTIVATION;
 
-// At most 56 registers per thread: 36 warps on an SM, with 64 to 96 bytes on their way per thread.
+// At most 56 registers per thread: 36 warps on an SM, with 64 to 96 bytes in flight per thread.
 constexpr int kThreads = 128, kMinBlocks = 9;
 
 struct Forward {
@@ -45,12 +45,12 @@ struct Backward {
     static __device__ __forceinline__ void compute(const float (&in)[kInputs], float (&out)[kOutputs]) {
         const float gate = in[0], up = in[1], dy = in[2];
         const Activated act = activated<kActivation, scalar>(gate);
-        out[0] = dy * act.slope * up;  // the slope first: dy * up could be infinite where it is 0
+        out[0] = dy * act.slope * up;  // slope first: dy * up may be infinite where the slope is 0
         out[1] = dy * act.value;
     }
 };
 
-// Where a thread's first element is in each array.
+// The thread's first element in each array.
 template <typename Pass> struct Place {
     const scalar* in[Pass::kInputs];
     scalar* out[Pass::kOutputs];
@@ -63,8 +63,8 @@ template <typename Pass> struct Place {
     }
 };
 
-// kVecs vectors of kSize elements, `step` elements apart, of which those are there that lie before `end`, whole.
-// Loads come before everything else, so that they wait for memory together.
+// Processes kVecs vectors of kSize elements, `step` elements apart; only whole vectors before `end` exist. All loads
+// come first, so that they wait for memory together.
 template <typename Pass, int kSize, int kVecs>
 __device__ __forceinline__ void transform(const Place<Pass>& at, int step, int end) {
     typedef Vec<scalar, kSize> vec;
@@ -115,7 +115,7 @@ template <typename Pass> __device__ __forceinline__ void transform_row(Place<Pas
     }
 }
 
-// The grid's y and z are one axis, of which y has room for 65535.
+// y and z of the grid form one axis, because y is limited to 65535.
 __device__ __forceinline__ long long this_row() {
     return ((long long)blockIdx.z * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
 }

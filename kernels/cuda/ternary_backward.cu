@@ -1,37 +1,37 @@
-// dx = dy W: the gradient of x behind a product with ternary weights, on tensor cores (mma.sync, sm_80 and later).
+// dx = dy W, the gradient of x in a product with ternary weights, on tensor cores (mma.sync, sm_80 and later).
 //
 //   dy      (tokens, n)       DTYPE, row stride in elements
 //   codes   (n, row_bytes)    w2: ternary.cuh; W (n, k) = scale * trits
-//   scale   (1 or n, groups)  float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
+//   scale   (1 or n, groups)  float; scale_stride is 0 or groups; a group is `group_units` units of 64 weights
 //   dx      (tokens, k)       OUT
 //
-//   SCALED 0   dx = (sum over n of dy trit) * scale[0]                                     float sums
-//   SCALED 1   dx = (sum over n of dy (trit * scale / unit)) * unit, for a scale per row or group
+//   SCALED 0   dx = (sum over n of dy trit) * scale[0]                                     accumulates in float
+//   SCALED 1   dx = (sum over n of dy (trit * scale / unit)) * unit, with a scale per row or group
 //
-// 16 bits: trit * scale / unit is rounded to DTYPE; `unit`, a power of two, keeps it in float16's range. float: dy *
-// scale in two parts of TF32, trits are exact. 2 tokens n k operations, twice for float.
+// 16 bits: trit * scale / unit is rounded to DTYPE; the power of two `unit` keeps it in float16's range. float: dy *
+// scale is split in two TF32 parts, trits are exact. 2 tokens n k operations, twice that for float.
 //
-// W stays packed until it is in registers. It is the right operand (n, k), whose registers hold pairs of neighbours
-// along n in one column of k, while words hold 16 neighbours along k in one row of n. The order of columns is free:
-// a lane 4 g + t has half a word of each of its rows, the eight codes of two bytes, for eight tiles of 8 columns.
+// W stays packed until it is in registers. It is the right operand (n, k), whose registers hold pairs along n in one
+// column of k, while a word holds 16 neighbours along k in one row of n. The order of columns is free, so lane
+// 4 g + t takes half a word (two bytes, eight codes) of each of its rows, for eight tiles of 8 columns:
 //
 //     words     w of row n, w' of row n + 1, both word g / 2 of a unit of 64 columns
-//     halves    v = half g % 2 of w below that of w'           one byte permutation
-//     tile j    bits 2 j, 2 j + 1 of both halves of v          column 16 (g / 2) + 4 (j % 4) + 2 (g % 2) + j / 4
+//     halves    v = half g % 2 of w (low), half g % 2 of w' (high)  one byte permutation
+//     tile j    bits 2 j, 2 j + 1 of both halves of v               column 16 (g / 2) + 4 (j % 4) + 2 (g % 2) + j / 4
 //
-// so that 11 instructions make 16 weights' codes of two words, 8 more their numbers, and each serves all the warp's
-// tokens. Of the result a lane then has, in each row of tokens, the 16 columns from 16 t on: it stores vectors.
+// 11 instructions extract 16 codes from two words and 8 more convert them, for all tokens of the warp. In each row of
+// tokens a lane ends up with the 16 columns from 16 t on, so it stores vectors.
 //
-// A block makes BLOCK_M tokens by 64 WARPS_K columns, each warp one unit of 64; n goes by in tiles of BLOCK_N, a
-// pipeline of STAGES. A stage:
+// A block computes BLOCK_M tokens by 64 WARPS_K columns, one unit of 64 per warp, and walks over n in tiles of BLOCK_N,
+// pipelined STAGES deep. A stage:
 //
 //     dy        BLOCK_M x BLOCK_N, a Tile
-//     weights   [unit][row] 16 bytes + a gap, which keeps units in different banks when they are written
-//     gains     [unit][row] float + a gap: scale, if SCALED
+//     weights   [unit][row] 16 bytes + gap      the gap keeps units in different banks when they are written
+//     gains     [unit][row] float + gap         scale, if SCALED
 //
-// Macros: DTYPE f16, bf16 or f32; OUT the same, or f32; SCALED; ALIGNED: dy's rows begin at, and are, whole vectors of
-// 16 bytes; BLOCK_M, BLOCK_N, WARPS_M, WARPS_K, STAGES: kernels/lower/ternary_config.py
-//   grid (tiles of dx, splits): each split adds up a part of n; dx is then (splits, tokens, k) float
+// Macros: DTYPE f16, bf16 or f32; OUT the same, or f32; SCALED; ALIGNED: rows of dy are whole, aligned vectors of 16
+// bytes; BLOCK_M, BLOCK_N, WARPS_M, WARPS_K, STAGES: kernels/lower/ternary_config.py
+//   grid (tiles of dx, splits). Each split sums part of n, and dx is then (splits, tokens, k) float.
 #include "gemm_operand.cuh"
 #include "scalar.cuh"
 #include "ternary_mma.cuh"
@@ -41,10 +41,10 @@ typedef DTYPE scalar;
 typedef OUT out_scalar;
 
 constexpr int kThreads = 32 * WARPS_M * WARPS_K, kUnits = WARPS_K, kBlockK = kUnits * kUnit;
-constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kTiles = kUnit / 8;  // of a warp: 16 tokens, 8 columns each
-constexpr int kStep = 32 / sizeof(scalar);                          // rows of W that a tensor core takes at a time
+constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kTiles = kUnit / 8;  // per warp: slabs of 16 tokens, tiles of 8 columns
+constexpr int kStep = 32 / sizeof(scalar);                          // rows of W per mma
 constexpr bool kScaled = SCALED;
-constexpr int kPanel = 16;  // tiles of dx, one below the other, that share columns of W
+constexpr int kPanel = 16;  // rows of tiles in a panel, which share columns of W
 
 typedef Tile<scalar, BLOCK_M, BLOCK_N> TileDy;
 typedef Loader<TileDy, true, BLOCK_N, kThreads, ALIGNED> LoaderDy;
@@ -57,7 +57,7 @@ static_assert(kStageBytes % 128 == 0, "tiles begin in the first bank");
 
 struct BackwardShape {
     long long dy_stride, row_bytes, scale_stride, dx_stride, split_dx;
-    int tokens, n, k, group_units, aligned;  // aligned: rows of dx begin at, and are, whole vectors of 16 bytes
+    int tokens, n, k, group_units, aligned;  // aligned: rows of dx are whole, aligned vectors of 16 bytes
     float unit;
 };
 
@@ -65,7 +65,7 @@ extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
 namespace ptx {
 
-// 4 bytes from global to shared memory, zero where there are none.
+// Copies 4 bytes from global to shared memory, or zeros if they do not exist.
 __device__ __forceinline__ void cp_async4(unsigned to, const void* from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(exists ? 4 : 0) : "memory");
@@ -77,7 +77,7 @@ __device__ __forceinline__ float2 load_shared_pair(unsigned address) {
     return x;
 }
 
-// One instruction, with one of the constants in a register: of C++, ptxas makes two.
+// One lop3, with a constant in a register. From C++, ptxas makes two instructions.
 __device__ __forceinline__ unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
     unsigned y;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
@@ -95,10 +95,10 @@ template <typename T> __device__ __forceinline__ unsigned fma_pair(unsigned x, u
 
 }  // namespace ptx
 
-// Bits above a code c make it 2^23 + 4^i c in float, 1024 + 4^i c in f16, 128 + 4^i c in bf16, of which a multiply-add
-// makes c - 1; in f16 and bf16 i is at most 2, by a shift.
+// Bits above a code c turn it into 2^23 + 4^i c in float, 1024 + 4^i c in f16 and 128 + 4^i c in bf16, and an FMA
+// then gives c - 1. In f16 and bf16 a shift keeps i at 2 or less.
 //
-// Codes in bits 2 j, 2 j + 1 of both halves as a pair of trits.
+// Codes in bits 2 j, 2 j + 1 of both halves, as a pair of trits.
 template <typename T> __device__ __forceinline__ unsigned trits_of_tile(unsigned halves, int j) {
     const unsigned i = j % 3, codes = halves >> j / 3 * 6, mask = 0x00030003u << 2 * i;
     if constexpr (Packed<T>::kWideRange) {
@@ -110,17 +110,17 @@ template <typename T> __device__ __forceinline__ unsigned trits_of_tile(unsigned
     }
 }
 
-// The same in float, of one half.
+// The same for one half, in float.
 __device__ __forceinline__ unsigned trit_of_tile(unsigned half, int j) {
     const float x = __uint_as_float(ptx::and_or(half, 3u << 2 * j, 0x4b000000u)), scale = 1.0f / (1 << 2 * j);
     return __float_as_uint(fmaf(x, scale, -(8388608.0f * scale + 1.0f)));
 }
 
-// One thread's part of copying weights and their scales.
+// A thread's share in copying weights and their scales.
 class Weights {
     const unsigned char* codes_;
     const float* scale_;
-    int rows_;  // that exist, from the thread's one of the next stage on
+    int rows_;  // left, from this thread's row of the next stage on
     bool mine_, exists_;
 
 public:
@@ -147,7 +147,7 @@ public:
 struct Sums {
     Accumulator of[kSlabs][kTiles] = {};
 
-    // weights, gains: of the warp's unit
+    // weights, gains: those of the warp's unit
     __device__ __forceinline__ void multiply(unsigned stage, unsigned weights, unsigned gains, int token,
                                              float per_unit) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -209,8 +209,8 @@ struct Sums {
     }
 };
 
-// 16 columns of a row from `column` on, the lane's own. Neighbours exchange vectors, so that both write the same sector
-// at a time:
+// Stores the lane's 16 columns of a row, from `column` on. Adjacent lanes exchange vectors, so that both write the same
+// sector at a time:
 //
 //     vectors of lanes 2 u, 2 u + 1    a0 a1 (a2 a3)   b0 b1 (b2 b3)
 //     stores                           a0 a1,  b0 b1,  (a2 a3,  b2 b3)
@@ -244,7 +244,7 @@ __device__ __forceinline__ void store_row(out_scalar* row, int column, int k, bo
     }
 }
 
-// The block's tile of dx: panels of up to kPanel rows of tiles, in which blocks go down the columns.
+// The block's tile of dx. dx is cut into panels of up to kPanel rows of tiles; in a panel, blocks run down columns.
 __device__ __forceinline__ void place(int tokens, int k, int& token0, int& unit0) {
     const int tiles_m = (tokens + BLOCK_M - 1) / BLOCK_M, tiles_k = (k + kBlockK - 1) / kBlockK;
     const int panels = (tiles_m + kPanel - 1) / kPanel, height = (tiles_m + panels - 1) / panels;
@@ -282,7 +282,7 @@ ternary_backward(const scalar* dy, const unsigned char* codes, const float* scal
     #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         ptx::cp_async_wait<STAGES - 2>();
-        __syncthreads();  // the step's stage is here; everybody is done with the one before, which is filled again
+        __syncthreads();  // this stage has arrived; no warp reads the previous one, which is refilled next
         if (step + STAGES - 1 < steps) load(shared + later * kStageBytes);
         ptx::cp_async_commit();
         const unsigned stage = shared + now * kStageBytes;

@@ -2,27 +2,26 @@
 //
 //   x        (tokens, units 64)  ACT: q8 from ternary_quantize_tokens, else the activations; row stride in elements
 //   codes    (n, row_bytes)      w2
-//   scale    (1 or n, groups)    float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
-//   sums     (tokens) or, GROUPED, (tokens, units) int, and inverse (tokens) double: of q8 only
+//   scale    (1 or n, groups)    float; scale_stride is 0 or groups; a group is `group_units` units of 64 weights
+//   sums     (tokens) or, GROUPED, (tokens, units) int, and inverse (tokens) double: q8 only
 //   y        (tokens, n)         OUT
 //
 //   q8      y = (sum over k of code q - sum of q) * scale * inverse     exact integers, then double
 //   others  y = (sum over k of trit x) * scale                          float
 //
-// Weights stay packed until they are in registers (ternary_mma.cuh), so that of a tile the activations take most of
-// the shared memory. 2 tokens n k operations, no more but at the edges.
+// Weights stay packed until they are in registers (ternary_mma.cuh), so activations take most of the shared memory.
+// 2 tokens n k operations, plus padding at the edges.
 //
-// A block makes BLOCK_N rows of weights by BLOCK_M tokens and goes through K by UNITS units of 64, in a pipeline of
-// STAGES; WARPS_K warps share a tile of the result and take turns with the units. A stage, `u` a unit:
+// A block computes BLOCK_N rows of weights by BLOCK_M tokens. It walks over K by UNITS units of 64, pipelined STAGES
+// deep. WARPS_K warps share a tile of the result and take turns with the units. A stage (u: unit):
 //
-//     weights       [u][row] 16 bytes + a gap     lane 4 g + t reads word t of row g: 8 rows are all banks
-//     activations   [u][token] 64 numbers + a gap lane 4 g + t reads vectors of token g, permuted by `swizzled`
+//     weights       [u][row] 16 bytes + gap       lane 4 g + t reads word t of row g: 8 rows cover all banks
+//     activations   [u][token] 64 numbers + gap   lane 4 g + t reads vectors of token g, permuted by `swizzled`
 //
-// The gaps shift the units of a row to different banks, when they are written side by side.
+// The gaps shift a row's units to different banks, because adjacent threads write them.
 //
-// DIVIDED: there are fewer tiles than SMs, and blockIdx.y counts parts of K. ternary_gemm then leaves its sums as they
-// are in `parts` (splits, tokens, n), int of q8 without groups, else float; ternary_gemm_sum adds them up, in order,
-// and makes y.
+// DIVIDED: for fewer tiles than SMs, blockIdx.y splits K. ternary_gemm then writes its raw sums to `parts` (splits,
+// tokens, n): int for q8 without groups, else float. ternary_gemm_sum adds them in order and computes y.
 //
 // Macros: ACT q8, f16, bf16 or f32; OUT; GROUPED: groups > 1, flushed to float at the end of each; DIVIDED; BLOCK_N,
 // BLOCK_M, UNITS, WARPS_N, WARPS_M, WARPS_K, STAGES: kernels/lower/ternary_config.py
@@ -41,11 +40,11 @@ template <typename X, typename Y> struct Pick<false, X, Y> { typedef Y type; };
 constexpr bool kQuantized = sizeof(act) == 1, kGrouped = GROUPED, kDivided = DIVIDED;
 constexpr int kUnits = UNITS, kStages = STAGES;
 constexpr int kThreads = 32 * WARPS_N * WARPS_M * WARPS_K;
-constexpr int kSlabs = BLOCK_N / WARPS_N / 16, kTiles = BLOCK_M / WARPS_M / 8;  // of a warp: 16 rows, 8 tokens each
-constexpr int kRowChunks = 4 * sizeof(act);                                     // of 16 bytes, per token and unit
+constexpr int kSlabs = BLOCK_N / WARPS_N / 16, kTiles = BLOCK_M / WARPS_M / 8;  // 16-row slabs, 8-token tiles
+constexpr int kRowChunks = 4 * sizeof(act);                                     // 16-byte chunks per token and unit
 constexpr int kWeightUnit = BLOCK_N * 16 + 128 / kUnits, kActUnit = BLOCK_M * kRowChunks * 16 + 64;
 constexpr int kWeightBytes = kUnits * kWeightUnit, kStageBytes = kWeightBytes + kUnits * kActUnit;
-constexpr int kTileStride = BLOCK_N + 4;  // numbers, of the result on its way out
+constexpr int kTileStride = BLOCK_N + 4;  // elements, for the result in shared memory
 
 static_assert(BLOCK_N % (16 * WARPS_N) == 0 && BLOCK_M % (8 * WARPS_M) == 0, "whole products");
 static_assert(kUnits <= 8 && kWeightBytes % 64 == 0, "gaps are whole vectors");
@@ -55,7 +54,7 @@ typedef Pick<kFloatSums, float, int>::type total;
 
 struct TernaryShape {
     long long x_stride, row_bytes, scale_stride, y_stride;
-    int tokens, n, units, group_units, aligned;  // aligned: rows of y begin at, and are, whole vectors of four
+    int tokens, n, units, group_units, aligned;  // aligned: rows of y are whole, aligned vectors of four
     int splits;
 };
 
@@ -67,7 +66,7 @@ __device__ __forceinline__ int swizzled(int token, int chunk) {
     else return chunk;
 }
 
-// One thread's part of copying: a unit and a vector of it, of every kRowStep-th row and kTokenStep-th token.
+// A thread's share of copying: one unit and one vector of it, from every kRowStep-th row and kTokenStep-th token.
 class Loader {
     static constexpr int kAcross = kUnits * kRowChunks;
     static constexpr int kRowStep = kThreads / kUnits, kTokenStep = kThreads / kAcross;
@@ -75,11 +74,11 @@ class Loader {
 
     const unsigned char* codes_;
     const act* x_;
-    int rows_, tokens_;    // that exist from the thread's first one on
-    int units_, x_units_;  // the same, of the next stage's
+    int rows_, tokens_;    // left from this thread's first one on
+    int units_, x_units_;  // the same, of the next stage
 
 public:
-    // Of units [unit0, end).
+    // Covers units [unit0, end).
     __device__ __forceinline__ Loader(const act* x, const unsigned char* codes, int row0, int token0, int unit0,
                                       int end, const TernaryShape& shape) {
         const int row = row0 + threadIdx.x / kUnits, unit = unit0 + threadIdx.x % kUnits;
@@ -90,7 +89,7 @@ public:
         tokens_ = shape.tokens - token, x_units_ = end - unit0 - at / kRowChunks;
     }
 
-    // Starts to copy a stage, zeros for what does not exist, and goes on to the next.
+    // Starts copying a stage (zeros past the edges) and moves on to the next.
     __device__ __forceinline__ void load(unsigned stage, const TernaryShape& shape) {
         const int row = threadIdx.x / kUnits, token = threadIdx.x / kAcross, at = threadIdx.x % kAcross;
         unsigned to = ptx::opaque(stage + threadIdx.x % kUnits * kWeightUnit + row * 16);
@@ -115,7 +114,7 @@ public:
     }
 };
 
-// What a warp has of the result.
+// A warp's accumulators.
 struct Sums {
     Math::Sum now[kSlabs][kTiles] = {};
     Accumulator flushed[kGrouped ? kSlabs : 1][kGrouped ? kTiles : 1] = {};
@@ -152,7 +151,7 @@ struct Sums {
         }
     }
 
-    // The correction of a unit, of the two tokens that a lane has of each tile.
+    // Adds a unit's correction (sum of q) for the two tokens a lane has in each tile.
     __device__ __forceinline__ void correct(const int* sums, int token, int tokens, int units) {
         #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
@@ -164,7 +163,7 @@ struct Sums {
         }
     }
 
-    // A group ends: scale points to it, in the first row of the matrix.
+    // Ends a group. scale points to the group in the matrix's first row.
     __device__ __forceinline__ void flush(const float* scale, int row, int n, long long stride) {
         #pragma unroll
         for (int i = 0; i < kSlabs; ++i) {
@@ -190,7 +189,7 @@ struct Sums {
     }
 };
 
-// Sums of the warps that share a tile, to shared memory as [token][row].
+// Adds the sums of the warps that share a tile, in shared memory as [token][row].
 template <typename T>
 __device__ __forceinline__ void gather(T* tile, const Sums& sums, int row, int token, int turn) {
     #pragma unroll 1
@@ -216,7 +215,7 @@ __device__ __forceinline__ void gather(T* tile, const Sums& sums, int row, int t
     }
 }
 
-// Four sums side by side, of which `here` exist; `whole`: they are a vector.
+// Loads four adjacent sums, of which `here` exist. whole: they are one vector.
 __device__ __forceinline__ void get_sums(const total* at, int here, bool whole, total (&sum)[4]) {
     uint4 bits = {};
     if (whole) bits = *reinterpret_cast<const uint4*>(at);
@@ -240,7 +239,7 @@ __device__ __forceinline__ void put_sums(total* at, int here, bool whole, const 
     }
 }
 
-// y of the sums of four rows of weights, of which `here` exist, for any of the tokens.
+// Turns sums into y for four rows of weights, of which `here` exist, and any token.
 struct Finish {
     float gain[4];
     int here;
@@ -305,7 +304,7 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
     #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         ptx::cp_async_wait<kStages - 2>();
-        __syncthreads();  // the step's stage is here; everybody is done with the one before, which is filled again
+        __syncthreads();  // this stage has arrived; no warp reads the previous one, which is refilled next
         if (step + kStages - 1 < steps) from.load(shared + later * kStageBytes, shape);
         ptx::cp_async_commit();
         const unsigned stage = shared + now * kStageBytes;
@@ -331,10 +330,10 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
         now = now + 1 == kStages ? 0 : now + 1;
         later = later + 1 == kStages ? 0 : later + 1;
     }
-    ptx::cp_async_wait<0>();  // of groups without copies: nothing is on the way when shared memory changes use
+    ptx::cp_async_wait<0>();  // only empty groups remain: shared memory may be reused
     __syncthreads();
 
-    // Out through shared memory; a thread has the same four rows of all its tokens.
+    // Store through shared memory. A thread has the same four rows for all its tokens.
     total* tile = reinterpret_cast<total*>(dynamic_shared);
     gather(tile, sums_of_warp, row, token, warp_k);
     constexpr int kAcross = BLOCK_N / 4;
@@ -357,7 +356,7 @@ ternary_gemm(const act* x, const unsigned char* codes, const float* scale, const
 }
 
 #if DIVIDED
-// A thread has four rows of weights of a token. Fewer tiles than SMs hold them all: 32 bits count the threads.
+// One thread per four rows of weights and token. With fewer tiles than SMs, 32 bits can count the threads.
 extern "C" __global__ void __launch_bounds__(256)
 ternary_gemm_sum(const total* parts, const float* scale, const int* sums, const double* inverse, out_scalar* y,
                  const __grid_constant__ TernaryShape shape) {

@@ -1,28 +1,28 @@
-// y = x W^T with ternary weights and few tokens, one launch: every block quantises the tokens for itself.
+// y = x W^T with ternary weights and few tokens, in one launch: every block quantises the tokens itself.
 //
 //   x       (tokens, k)       DTYPE, row stride in elements; tokens <= TOKENS
 //   codes   (n, row_bytes)    w2: ternary.cuh; n >= ROWS
-//   scale   (1 or n, groups)  float; scale_stride is 0 or groups, a group is `group_units` of 64 weights
+//   scale   (1 or n, groups)  float; scale_stride is 0 or groups; a group is `group_units` units of 64 weights
 //   y       (tokens, n)       DTYPE
 //
 //   y[t][n] = (sum over k of trit q[t]) * scale[n] / s[t]        exact integers, then double, then DTYPE
 //
-// Reads n k / 4 bytes, each once, 16 at a time and past L1. Half an integer instruction per weight (ternary.cuh)
-// keeps the 64 lanes of an SM ahead of its share of memory.
+// Reads n k / 4 bytes once, 16 at a time, bypassing L1. At half an integer instruction per weight (ternary.cuh), an SM
+// with 64 lanes keeps up with its share of memory bandwidth.
 //
-// A warp has ROWS rows at a time, a lane every 32nd vector of each; ROWS of them share the activations of a vector,
-// which come from shared memory. AHEAD * ROWS vectors are on the way while as many are multiplied, the first ones
-// during the quantisation:
+// A warp works on ROWS rows at a time; a lane takes every 32nd vector of each. The ROWS rows share the activations,
+// which come from shared memory. AHEAD * ROWS vectors are in flight while as many are multiplied; the first of them
+// load during the quantisation:
 //
 //     vector of a row  | 0  1 .. 31 | 32 .. 63 | ...        16 bytes, 64 codes
 //     lane               0  1 .. 31   0 ..  31
 //     step               0            1                     2048 codes
 //
-// DIVIDED: n is so small that `shares` warps of a block, 2, 4 or 8, take turns with the steps of one row, and add up
-// what they have through shared memory. More than a block for a row would not pay: each quantises all of x.
+// DIVIDED: for small n, `shares` warps of a block (2, 4 or 8) take turns with the steps of one row and add their sums
+// through shared memory. More than one block per row would not pay, because each block quantises all of x.
 //
-// Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 chunks of 16 bytes in a row, 8 lanes at
-// a time, a chunk of each: chunk c therefore lies at c ^ (c / 8 % 4), which puts them in different banks.
+// Shared memory: TOKENS rows of q, whole steps, zero beyond k. A lane reads 4 consecutive chunks of 16 bytes, and 8
+// lanes read one chunk each at a time. So chunk c lies at c ^ (c / 8 % 4), which spreads them over the banks.
 //
 // Macros: DTYPE f16, bf16 or f32; TOKENS; ROWS; DIVIDED; GROUPED: groups > 1, flushed to float after each vector.
 #include "ptx.cuh"
@@ -37,13 +37,13 @@ typedef Activations<scalar> Chunk;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kTokens = TOKENS, kRows = ROWS;
 constexpr bool kDivided = DIVIDED;
-constexpr int kFlight = kDivided ? 1 : TOKENS < 4 ? 4 : 2;  // sums take registers too
+constexpr int kFlight = kDivided ? 1 : TOKENS < 4 ? 4 : 2;  // limited by the registers that sums take
 constexpr int kAhead = ROWS < kFlight ? kFlight / ROWS : 1;
 static_assert(!kDivided || ROWS == 1, "there are few rows");
 constexpr int kStepUnits = 32, kStepCodes = kStepUnits * kUnit;
 constexpr bool kGrouped = GROUPED;
 
-extern __shared__ uint4 dynamic_shared[];  // q, then with groups the sum of each unit
+extern __shared__ uint4 dynamic_shared[];  // q, then, with groups, the sum of each unit
 
 struct Shared {
     unsigned largest[kWarps][kTokens];
@@ -72,7 +72,7 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
         if (lane == 0) shared.largest[warp][t] = largest;
     }
     __syncthreads();
-    if (threadIdx.x < kTokens) {  // double precision takes its time: once per token
+    if (threadIdx.x < kTokens) {  // in double, which is slow: once per token
         unsigned largest = 0;
         for (int w = 0; w < kWarps; ++w) largest = max(largest, shared.largest[w][threadIdx.x]);
         shared.scale[threadIdx.x] = TokenScale(largest);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void quantize(Shared& shared, const scalar* x, long l
                 four = byte_sum(q[0], 0);
             }
             mine += four;
-            if constexpr (kGrouped) {  // the threads of a unit lie side by side
+            if constexpr (kGrouped) {  // the threads of a unit are adjacent
                 #pragma unroll
                 for (int offset = kUnit / Chunk::kSize / 2; offset > 0; offset /= 2) {
                     four += __shfl_xor_sync(kFullWarp, four, offset);
@@ -126,7 +126,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
     const int units = row_bytes / 16, steps = (units + kStepUnits - 1) / kStepUnits;
     const int stride = gridDim.x * kWarps * kRows;
 
-    // The last rows are taken kRows at a time too: some of them again, to be left alone at the end.
+    // The last rows also go kRows at a time: some are repeated, and their results dropped.
     int row = (blockIdx.x * kWarps + warp) / turns * kRows;
     const auto first_unit = [&](int row) {
         return codes + static_cast<long long>(min(row, n - kRows)) * row_bytes + (part * kStepUnits + lane) * 16;
@@ -147,7 +147,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
     };
     if (kDivided || row < n) fetch(part);
     quantize(shared, x, x_stride, tokens, k, steps, whole);
-    unsigned acts[4];  // where the lane's four chunks of the first step lie
+    unsigned acts[4];  // addresses of the lane's four chunks in the first step
     #pragma unroll
     for (int w = 0; w < 4; ++w) acts[w] = ptx::shared_address(dynamic_shared) + swizzled(lane * 4 + w) * 16;
 
@@ -199,7 +199,7 @@ ternary_gemv(const scalar* x, const unsigned char* codes, const float* scale, sc
                 }
             }
         }
-        // Each of the warp's results is finished by a lane of its own.
+        // Each result of the warp is finished by a lane of its own.
         int whole_sum = 0;
         float grouped_sum = 0.0f;
         #pragma unroll

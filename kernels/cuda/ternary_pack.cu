@@ -1,24 +1,24 @@
-// Trits to packed codes and back.
+// Packs trits into codes, and unpacks them.
 //
 //   trits    (N, K) int8, last axis contiguous          code = trit + 1
-//   packed   lines of `pitch` bytes, side by side
+//   packed   lines of `pitch` bytes
 //
-//   ternary_pack      flags[block] = whether it met anything but -1, 0, +1
-//   ternary_unpack    flags[block] = whether it met anything that no encoder writes
+//   ternary_pack      flags[block] = 1 if it met a value other than -1, 0, +1
+//   ternary_unpack    flags[block] = 1 if it met bits that no encoder writes
 //
-// A block takes pieces of lines in turn, a thread the units of a piece:
+// Blocks take turns with pieces of lines; a thread takes the units of a piece:
 //
-//   w2         a word of 16 codes: codes 4i .. 4i + 3 in the four bytes, at bits 2i; padding 1
-//   hf_bitnet  16 bytes: of the rows r, r + R, r + 2R, r + 3R (R lines) at bits 0, 2, 4, 6; padding rows 0
-//   planes     two bytes of each plane: bit e says that weight e is +1, that it is -1
-//   base3      four bytes: of each five digits, the first one lowest; padding 1
-//   i2_s       16 bytes: of half a block of 128 weights, weights b + 32 i at bits 6 - 2i. All of it is one line
-//   bitnet_gpu a word of 16 codes, trit + 2: word q of a tile of 16 x 32 has 16 columns, the upper ones where
-//              q / 8 is odd, of row q / 16 * 8 + q % 8. A line is 16 rows
+//   w2         a word of 16 codes: codes 4i .. 4i + 3 in the four bytes, at bits 2i; padding is 1
+//   hf_bitnet  16 bytes: rows r, r + R, r + 2R, r + 3R (R lines) at bits 0, 2, 4, 6; padding rows are 0
+//   planes     two bytes of each plane: bit e is set if weight e is +1 (first plane) or -1 (second)
+//   base3      four bytes of five digits each, the first digit lowest; padding is 1
+//   i2_s       16 bytes, half a block of 128 weights: weights b + 32 i at bits 6 - 2i. The whole array is one line
+//   bitnet_gpu a word of 16 codes, trit + 2: word q of a tile of 16 x 32 has 16 columns (the upper ones if q / 8 is
+//              odd) of row q / 16 * 8 + q % 8. A line is 16 rows
 //
-// Four codes are handled at a time, as the bytes of a word. Memory is the limit: a trit is a byte, and its code a
-// quarter of one or less. Trits go 16 to an access, packed bytes 2 to 16; base3's twenties become sixteens by way of
-// shared memory.
+// Four codes are processed at a time, as the bytes of a word. Memory-bound: a trit takes a byte, its code a quarter of
+// a byte or less. Trits are accessed 16 at a time, packed bytes 2 to 16. base3 regroups its units of 20 into accesses
+// of 16 through shared memory.
 //
 // Macros: FORMAT, one of kW2, kHfBitnet, kPlanes, kBase3, kI2S and kBitnetGpu.
 #include "ternary_pack.cuh"
@@ -27,10 +27,10 @@ enum class Format { kW2, kHfBitnet, kPlanes, kBase3, kI2S, kBitnetGpu };
 
 constexpr Format kFormat = Format::FORMAT;
 constexpr int kThreads = 256;
-constexpr int kPiece = 4 * kThreads;  // units
+constexpr int kPiece = 4 * kThreads;  // in units
 constexpr int kZero = kFormat == Format::kBitnetGpu ? 2 : 1;  // the code of trit 0
 
-// Bits of the four bytes 4i .. 4i + 3 of which `count` bytes are there.
+// A mask of those of the four bytes 4i .. 4i + 3 that lie before `count`.
 __device__ __forceinline__ unsigned there(long long count, int i) {
     const long long left = count - 4 * i;
     return left >= 4 ? 0xffffffffu : left <= 0 ? 0u : (1u << (8 * left)) - 1;
@@ -43,12 +43,12 @@ __device__ __forceinline__ unsigned two_bytes(const byte* from, bool whole) {
     return word;
 }
 
-// Bit 0 of four bytes as four bits, and back: the products' bits never meet.
+// Bit 0 of four bytes as four bits, and back. The products' bits never overlap.
 __device__ __forceinline__ unsigned gathered(unsigned bytes) { return (bytes * 0x10204080u) >> 28; }
 __device__ __forceinline__ unsigned spread(unsigned bits) { return ((bits & 15) * 0x00204081u) & kOnes; }
 
 struct Shape {
-    long long stride;  // of trits' rows
+    long long stride;  // of rows of trits
     long long pitch;   // of packed lines
     long long k;
     int lines, n, units;
@@ -71,7 +71,7 @@ struct Sixteen {
     }
 };
 
-// Four runs of 16 trits that share 16 bytes.
+// The four runs of 16 trits that share 16 bytes.
 struct Runs {
     long long at, apart, count;
     int many;
@@ -91,14 +91,14 @@ struct Runs {
 
 constexpr int kFirst = kFormat == Format::kI2S ? 6 : 0, kStep = kFormat == Format::kI2S ? -2 : 2;
 
-// Bytes of four words: byte i of the first, j of the second and so on.
+// One byte from each of four words: byte i of the first, j of the second and so on.
 __device__ __forceinline__ unsigned bytes_of(unsigned a, int i, unsigned b, int j, unsigned c, int k, unsigned d,
                                              int l) {
     return __byte_perm(__byte_perm(a, b, i | (4 + j) << 4), __byte_perm(c, d, k | (4 + l) << 4), 0x5410);
 }
 
-// Codes of base3, kThreads units at a time, lie in shared memory on their way: five words of a thread, which 32
-// threads read side by side, five being odd.
+// base3 stages codes in shared memory, kThreads units at a time. A thread has five words; five is odd, so 32 threads
+// access different banks.
 __device__ __forceinline__ void pack_base3(const byte* row, byte* to, int from_unit, int units, const Shape& at,
                                            unsigned& bad) {
     __shared__ alignas(16) unsigned tile[5 * kThreads];
@@ -119,7 +119,7 @@ __device__ __forceinline__ void pack_base3(const byte* row, byte* to, int from_u
         }
         const int unit = first + static_cast<int>(threadIdx.x);
         put(to + 4LL * unit, at.pitch - 4LL * unit, at.packed_whole, numbers);
-        __syncthreads();  // free for the next ones
+        __syncthreads();  // before the next units overwrite the tile
     }
 }
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ void unpack_base3(const byte* from, byte* row, int fr
         const long long column = 20LL * first, byte_at = 4LL * (first + static_cast<int>(threadIdx.x));
         unsigned numbers[1], digit[5];
         get(from + byte_at, at.pitch - byte_at, at.packed_whole, numbers);
-        numbers[0] |= 121 * kOnes & ~there(at.pitch - byte_at, 0);  // of what is not there, digits 1
+        numbers[0] |= 121 * kOnes & ~there(at.pitch - byte_at, 0);  // missing bytes become digits 1
         unsigned even = numbers[0] & 0xff00ffu, odd = numbers[0] >> 8 & 0xff00ffu;
         bad |= ((even + 13 * 0x10001u) | (odd + 13 * 0x10001u)) & 0x1000100u;
         #pragma unroll
@@ -157,7 +157,7 @@ __device__ __forceinline__ void unpack_base3(const byte* from, byte* row, int fr
             }
             put(row + column + 16 * mine, count, at.whole, out);
         }
-        __syncthreads();  // free for the next ones
+        __syncthreads();  // before the next units overwrite the tile
     }
 }
 

@@ -1,7 +1,7 @@
-// Trits to the blocks of llama.cpp's GGUF files and back: codes, and a scale in float16 beside them.
+// Packs trits into the blocks of llama.cpp's GGUF files (codes with a float16 scale), and unpacks them.
 //
 //   trits    (N, K) int8, last axis contiguous, K a multiple of the block       code = trit + 1
-//   packed   blocks side by side:
+//   packed   contiguous blocks:
 //
 //            weights   bytes
 //   tq1_0    256       48 + 4 of base-3 fractions   scale (2)     qs[m]: weights m + 32 n, n = 0 .. 4, m < 32
@@ -10,16 +10,15 @@
 //   tq2_0    256       64 of four codes             scale (2)     byte 32 h + b: weights 128 h + b + 32 i at bits 2i
 //   q2_0     64        scale (2)      16 of four codes            byte b: weights 4 b + i at bits 2i
 //
-//   ternary_pack_blocks      flags[block] = whether it met anything but -1, 0, +1, or a scale beyond float16
-//   ternary_unpack_blocks    flags[block] = whether it met anything that no encoder writes
+//   ternary_pack_blocks      flags[block] = 1 if it met a value other than -1, 0, +1, or a scale beyond float16
+//   ternary_unpack_blocks    flags[block] = 1 if it met bits that no encoder writes
 //
-// A fraction is the digits d0 .. d4 as 0.d0d1d2d3d4 in base 3, rounded up to 1 / 256: digit n is what 3^n times it has
-// before the point. A fifth digit that is not there is 0.
+// A fraction holds digits d0 .. d4 as 0.d0d1d2d3d4 in base 3, rounded up to a multiple of 1 / 256. Multiplied by
+// 3^(n + 1), its integer part ends in digit n. A missing fifth digit is 0.
 //
-// Blocks are of 54, 66 and 18 bytes, so that no access of more than two bytes fits them. A warp takes 16 or 32 blocks
-// at a time: their codes lie in shared memory, without the scales, as `code_bytes` of each block side by side; packed
-// bytes go in words, of which each half is a scale or comes from there. So accesses to memory are side by side and as
-// wide as they can be, and no two lanes meet in a bank.
+// Blocks of 54, 66 and 18 bytes only allow accesses of two bytes. So a warp takes 16 or 32 blocks at a time and stages
+// their codes in shared memory, without the scales. Packed bytes then move in words, each half of which is a scale or
+// two bytes of codes. Global accesses are adjacent and as wide as possible, and there are no bank conflicts.
 //
 // Macros: FORMAT, one of kTq1, kTq2 and kQ2.
 #include "dtype.cuh"
@@ -29,33 +28,33 @@ enum class Format { kTq1, kTq2, kQ2 };
 
 constexpr Format kFormat = Format::FORMAT;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBlock = kFormat == Format::kQ2 ? 64 : 256;                                    // weights
-constexpr int kBytes = kFormat == Format::kTq1 ? 54 : kFormat == Format::kTq2 ? 66 : 18;     // of it
-constexpr int kHalves = kBytes / 2, kCodeHalves = kHalves - 1;                               // of two bytes
-constexpr int kScaleAt = kFormat == Format::kQ2 ? 0 : kHalves - 1;                           // which half
-constexpr int kBlocks = kFormat == Format::kQ2 ? 32 : 16;                                    // of a warp
-constexpr int kWords = kBlocks * kHalves / 2, kSteps = (kWords + 31) / 32;  // words of a warp, of a lane
+constexpr int kBlock = kFormat == Format::kQ2 ? 64 : 256;                                    // weights per block
+constexpr int kBytes = kFormat == Format::kTq1 ? 54 : kFormat == Format::kTq2 ? 66 : 18;     // bytes
+constexpr int kHalves = kBytes / 2, kCodeHalves = kHalves - 1;                               // two-byte halves per block
+constexpr int kScaleAt = kFormat == Format::kQ2 ? 0 : kHalves - 1;                           // which half is the scale
+constexpr int kBlocks = kFormat == Format::kQ2 ? 32 : 16;                                    // blocks per warp
+constexpr int kWords = kBlocks * kHalves / 2, kSteps = (kWords + 31) / 32;  // words per warp, per lane
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 struct Shared {
     alignas(16) unsigned codes[kBlocks * kCodeHalves / 2];
-    alignas(16) uint4 digits[kFormat == Format::kTq1 ? 128 : 1];  // codes of eight blocks of tq1_0, a byte each
+    alignas(16) uint4 digits[kFormat == Format::kTq1 ? 128 : 1];  // codes of eight blocks of tq1_0, one per byte
 };
 
 struct Shape {
-    long long stride;                     // of trits' rows
-    long long blocks;                     // of all
-    long long scale_stride;               // of scale's rows
+    long long stride;                     // of rows of trits
+    long long blocks;                     // in all
+    long long scale_stride;               // of rows of scale
     int per_row;                          // blocks
-    int scale_step;                       // from block to block of scale
+    int scale_step;                       // between the scales of adjacent blocks
     int whole, packed_whole;              // trits, packed are aligned to their accesses
 };
 
 // The blocks of a warp.
 struct Part {
     long long first, row;
-    int column, many;  // block of its row, blocks that are there
-    bool flat;         // nothing lies between the rows of trits
+    int column, many;  // column: first block in its row; many: blocks that exist
+    bool flat;         // rows of trits are contiguous
     const Shape& at;
 
     __device__ __forceinline__ Part(const Shape& shape, long long part) : first(part * kBlocks), at(shape) {
@@ -65,7 +64,7 @@ struct Part {
         flat = at.stride == static_cast<long long>(at.per_row) * kBlock;
     }
 
-    // `block` counts from the first one.
+    // block: counted from the warp's first.
     __device__ __forceinline__ long long trits_of_block(int block) const {
         if (flat) return (first + block) * kBlock;
         const unsigned across = column + block;
@@ -78,9 +77,9 @@ struct Part {
     }
 };
 
-// --- four codes to a byte -------------------------------------------------------------------------
+// --- four codes per byte --------------------------------------------------------------------------
 
-// Four codes, the bytes of a word, as one byte, and back.
+// Folds four codes, the bytes of a word, into one byte, and back.
 __device__ __forceinline__ unsigned folded(unsigned codes) {
     const unsigned pairs = codes | codes >> 6;
     return (pairs | pairs >> 12) & 0xffu;
@@ -93,7 +92,7 @@ __device__ __forceinline__ unsigned unfolded(unsigned bits) {
 __device__ __forceinline__ void pack_codes_q2(const byte* trits, const Part& part, unsigned* codes, int lane,
                                               unsigned& bad) {
     #pragma unroll
-    for (int step = 0; step < 4; ++step) {  // 16 weights, a word
+    for (int step = 0; step < 4; ++step) {  // 16 weights, one word
         const int i = 32 * step + lane, block = i / 4;
         unsigned four[4];
         get_codes(trits + part.trits_of_block(block) + i % 4 * 16, block < part.many ? 16 : 0, part.at.whole, four,
@@ -146,19 +145,19 @@ __device__ __forceinline__ void unpack_codes_tq2(const unsigned* codes, const Pa
 
 // --- fractions ------------------------------------------------------------------------------------
 
-// Where 16 codes, `run` of a block, lie among its sixteens in shared memory. Written as they come, eight lanes side by
-// side; read by four lanes of each of two blocks at a time, lane u digit n of unit u:
+// The place of 16 codes (run `run` of a block) in shared memory. Eight lanes write adjacent runs. When reading, four
+// lanes of each of two blocks read at a time, lane u digit n of unit u:
 //
 //   unit 0: bytes  0 .. 15 of qs, runs 0, 2, 4, 6, 8        unit 2: bytes 32 .. 47, runs 10 .. 14
 //   unit 1: bytes 16 .. 31,       runs 1, 3, 5, 7, 9        unit 3: qh, run 15
 //
-// An order of runs 10 .. 15 in which those eight have sixteen bytes of the 128 each, on the way in as on the way out.
+// Runs 10 .. 15 are permuted so that those eight lanes cover all 128 bytes of the banks, in both directions.
 __device__ __forceinline__ int sixteen(int block, int run) {
     return 16 * block + (static_cast<int>(0xbfdeca9876543210ull >> (4 * run) & 15) ^ (block & 1) << 2);
 }
 __device__ __forceinline__ int run_of(int unit, int digit) { return unit == 2 ? 10 + digit : unit + 2 * digit; }
 
-// Four bytes of numbers 0 .. 242 as fractions of 243, rounded up to 1 / 256: the highest byte of 32 bits.
+// Four numbers 0 .. 242 (bytes) as fractions of 243, rounded up to 1 / 256: the highest byte of a 32-bit product.
 __device__ __forceinline__ unsigned fractions(unsigned numbers) {
     unsigned of[4];
     #pragma unroll
@@ -166,9 +165,9 @@ __device__ __forceinline__ unsigned fractions(unsigned numbers) {
     return __byte_perm(__byte_perm(of[0], of[1], 0x73), __byte_perm(of[2], of[3], 0x73), 0x5410);
 }
 
-// The digits of four fractions, from the first one on.
+// The digits of four fractions, first digit first.
 struct Digits {
-    unsigned even, odd;  // bytes 0 and 2, 1 and 3
+    unsigned even, odd;  // bytes 0 and 2; bytes 1 and 3
 
     explicit __device__ __forceinline__ Digits(unsigned bytes) : even(bytes & 0xff00ffu), odd(bytes >> 8 & 0xff00ffu) {}
     __device__ __forceinline__ unsigned next() {
@@ -198,7 +197,7 @@ __device__ __forceinline__ void pack_codes_tq1(const byte* trits, const Part& pa
             const uint4 digit = digits[sixteen(block, 15)];
             to[0] = fractions(3 * (3 * (3 * (3 * digit.x + digit.y) + digit.z) + digit.w));
         }
-        __syncwarp();  // lest the stores become one, and lanes meet in a bank
+        __syncwarp();  // keeps the compiler from merging the stores, which would conflict in a bank
         if (unit < 3) {
             uint4 number = {};
             #pragma unroll
@@ -260,7 +259,7 @@ __device__ __forceinline__ void unpack_codes_tq1(const unsigned* codes, const Pa
 
 // --- blocks ---------------------------------------------------------------------------------------
 
-// Half `half` of the warp's bytes: which block's, and whether it is the scale; where its codes lie, or those beside it.
+// Half `half` of the warp's bytes: its block, whether it is the scale, and where its codes (or adjacent ones) are.
 struct Half {
     int block, place;
     bool scales;
@@ -294,7 +293,7 @@ ternary_pack_blocks(const byte* trits, byte* packed, int* flags, const float* sc
         byte* to = packed + part.first * kBytes;
         #pragma unroll 3
         for (int i = 0; i < kSteps; ++i) {
-            const int w = min(32 * i + lane, kWords - 1);  // all lanes give their scales
+            const int w = min(32 * i + lane, kWords - 1);  // all lanes take part, to share their scales
             unsigned word[1] = {0};
             #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -304,7 +303,7 @@ ternary_pack_blocks(const byte* trits, byte* packed, int* flags, const float* sc
             }
             put(to + 4 * w, 32 * i + lane < kWords ? part.many * kBytes - 4 * w : 0, at.packed_whole, word);
         }
-        __syncwarp();  // free for the next ones
+        __syncwarp();  // before the next blocks overwrite the codes
     }
     report(flags, bad);
 }
@@ -320,8 +319,8 @@ ternary_unpack_blocks(const byte* packed, byte* trits, int* flags, Shape at) {
         const Part part(at, p);
         const byte* from = packed + part.first * kBytes;
         #pragma unroll 1
-        for (int first = lane; first < 32 * kSteps; first += 96) {  // three words of a lane on their way
-            unsigned word[3][1];                                    // what is not there is 0
+        for (int first = lane; first < 32 * kSteps; first += 96) {  // three words per lane in flight
+            unsigned word[3][1];                                    // zero past the end
             #pragma unroll
             for (int i = 0; i < 3; ++i) {
                 const int w = first + 32 * i;
@@ -339,7 +338,7 @@ ternary_unpack_blocks(const byte* packed, byte* trits, int* flags, Shape at) {
         if constexpr (kFormat == Format::kTq1) unpack_codes_tq1(codes, part, trits, shared[warp].digits, lane, bad);
         else if constexpr (kFormat == Format::kTq2) unpack_codes_tq2(codes, part, trits, lane, bad);
         else unpack_codes_q2(codes, part, trits, lane, bad);
-        __syncwarp();  // free for the next ones
+        __syncwarp();  // before the next blocks overwrite the codes
     }
     report(flags, bad);
 }

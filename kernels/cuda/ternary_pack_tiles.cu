@@ -1,20 +1,20 @@
-// Trits to the tiles of bitnet.cpp's table-lookup kernels and back.
+// Packs trits into the tiles of bitnet.cpp's table-lookup kernels, and unpacks them.
 //
 //   trits    (N, K) int8, last axis contiguous          code = trit + 1
-//   packed   tiles of BM rows and BK columns; of a tile steps of bm rows, then steps of a few columns:
+//   packed   tiles of BM rows and BK columns; a tile has steps of bm rows, and those have steps of a few columns:
 //
-//   tl1        byte: four weights of a row, 3 c0 + c1 in the high four bits, 3 c2 + c3 in the low ones
+//   tl1        byte: four weights of a row, 3 c0 + c1 in the high four bits, 3 c2 + c3 in the low four
 //              [N/BM][K/BK][BM/bm][BK/by][bm/16][by/4][16 rows], by = 256 / bm
 //   tl2        byte: six weights, |9 t0 + 3 t1 + t2| high and low   [N/BM][K3/BK][BM/32][BK/6][32 rows]
 //              then their signs, 16 bits of rows r and r + 16       [N/BM][K3/BK][BM/32][BK/24][16]
-//   tl2 pairs  of the K2 = K - K3 columns left over, as in tl1      [N/BM][K2/32][BM/32][8][32 rows]
-//              32 rows of tl2 lie in the order 0-7, 16-23, 8-15, 24-31
+//   tl2 pairs  the remaining K2 = K - K3 columns, as in tl1         [N/BM][K2/32][BM/32][8][32 rows]
+//              the 32 rows of tl2 are in the order 0-7, 16-23, 8-15, 24-31
 //
-//   ternary_pack_tiles      flags[block] = whether it met anything but -1, 0, +1
-//   ternary_unpack_tiles    flags[block] = whether it met anything that no encoder writes
+//   ternary_pack_tiles      flags[block] = 1 if it met a value other than -1, 0, +1
+//   ternary_unpack_tiles    flags[block] = 1 if it met bits that no encoder writes
 //
-// Side by side in memory are rows, which is across the trits. A warp takes what 512 bytes of packed hold, and turns
-// them in shared memory: trits go 16 to an access, those of a row side by side, and packed bytes 16.
+// Adjacent packed bytes belong to different rows, adjacent trits to the same row. A warp takes what 512 packed bytes
+// hold and transposes it in shared memory: trits are accessed 16 at a time along a row, packed bytes 16 at a time.
 //
 //   tl1        bm rows x 2048 / bm columns        tl2   32 rows x 96 columns        tl2 pairs   32 rows x 64 columns
 //
@@ -28,19 +28,19 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 struct Shared {
-    uint4 sixteen[kFormat == Format::kTl2 ? 192 : 32];  // of tl2, first of all 32 x 96 codes, a byte each
+    uint4 sixteen[kFormat == Format::kTl2 ? 192 : 32];  // tl2 also stages all 32 x 96 codes here, one per byte
 };
 
 struct Shape {
-    long long stride;          // of trits' rows
-    unsigned chunks;           // what a warp takes; of pairs, half of it
-    int first;                 // column
-    int rows, columns, step;   // BM, BK (of pairs 32), bm
-    int across;                // tiles
+    long long stride;          // of rows of trits
+    unsigned chunks;           // one per warp; for pairs, two per warp
+    int first;                 // first column
+    int rows, columns, step;   // BM, BK (32 for pairs), bm
+    int across;                // tiles in a row of tiles
     int whole, packed_whole;   // trits, packed are aligned to 16 bytes
 };
 
-// The upper left weight of a chunk of `step` rows and `wide` columns, of which a tile has several side by side.
+// The upper left weight of a chunk of `step` rows and `wide` columns. A tile has several chunks side by side.
 __device__ __forceinline__ long long corner(const Shape& at, unsigned chunk, int wide) {
     const unsigned per_step = at.columns / wide, steps = at.rows / at.step;
     const unsigned part = chunk % per_step, strip = chunk / per_step;
@@ -49,14 +49,14 @@ __device__ __forceinline__ long long corner(const Shape& at, unsigned chunk, int
     return row * at.stride + at.first + static_cast<long long>(tile % at.across) * at.columns + part * wide;
 }
 
-// Where sixteen bytes of packed lie among the 32 of a warp: no two lanes meet in a bank, whether they write words or
-// bytes of a few rows each, or read these sixteens one after the other.
+// The place of 16 packed bytes among a warp's 32 such pieces. There are no bank conflicts, whether lanes write words,
+// write bytes of a few rows each, or read pieces in order.
 __device__ __forceinline__ int place(int sixteen) {
     const int line = sixteen / 8;
     return sixteen ^ (line & 1) * 3 ^ (line & 2) << 1;
 }
 
-// Bytes i of four words as word i.
+// Transposes 4 x 4 bytes: bytes i of the four words become word i.
 __device__ __forceinline__ void turn(unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
     const unsigned ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
     const unsigned ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
@@ -66,9 +66,9 @@ __device__ __forceinline__ void turn(unsigned& a, unsigned& b, unsigned& c, unsi
 
 // --- pairs ----------------------------------------------------------------------------------------
 
-// The four rows and 16 columns of a lane.
+// A lane's four rows and 16 columns.
 struct Mine {
-    int row, column, chunk;  // chunk: of pairs, 0 or 1
+    int row, column, chunk;  // chunk: for pairs, 0 or 1
 
     __device__ __forceinline__ Mine(const Shape& at, int lane) {
         const int vectors = kFormat == Format::kTl1 ? 128 / at.step : 2;
@@ -77,11 +77,11 @@ struct Mine {
         chunk = kFormat == Format::kTl1 ? 0 : lane / 16;
     }
 
-    // Its word of packed, of four columns.
+    // The lane's word of packed for four columns.
     __device__ __forceinline__ int word(const Shape& at, int four) const {
         const int c = column / 4 + four;
         if constexpr (kFormat == Format::kTl1) {
-            const int wide = 64 / at.step;  // four columns to a step
+            const int wide = 64 / at.step;  // groups of four columns in a step
             return place(c / wide * 4 + row / 16 * wide + c % wide) * 4 + row % 16 / 4;
         } else {
             const int order = (row / 8 & 1) << 1 | row / 16;  // of eight rows
@@ -90,7 +90,7 @@ struct Mine {
     }
 };
 
-// Numbers of pairs, bytes of up to 15, as codes; what is no pair as two zeros.
+// Splits bytes that number pairs (up to 15) into two codes. A byte that is no pair becomes two zeros.
 __device__ __forceinline__ void split_pair(unsigned number, unsigned& first, unsigned& second, unsigned& bad) {
     const unsigned beyond = reach(number, 9);
     bad |= beyond;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void split_pair(unsigned number, unsigned& first, uns
 __device__ __forceinline__ void pack_pairs(const byte* trits, byte* packed, unsigned chunk, const Shape& at,
                                            uint4* shared, int lane, unsigned& bad) {
     const Mine mine(at, lane);
-    constexpr int kPer = kFormat == Format::kTl1 ? 1 : 2;  // chunks of a warp
+    constexpr int kPer = kFormat == Format::kTl1 ? 1 : 2;  // chunks per warp
     const bool there = kPer * chunk + mine.chunk < at.chunks;
     const byte* from = trits + corner(at, kPer * chunk + mine.chunk, kFormat == Format::kTl1 ? 2048 / at.step : 32)
                        + mine.row * at.stride + mine.column;
@@ -153,29 +153,29 @@ __device__ __forceinline__ void unpack_pairs(const byte* packed, byte* trits, un
 
 // --- triples --------------------------------------------------------------------------------------
 //
-// A lane has the rows g, g + 8, g + 16 and g + 24 and the 24 columns from 24 q on, g = lane % 8, q = lane / 8.
+// A lane has rows g, g + 8, g + 16 and g + 24 and the 24 columns from 24 q on, with g = lane % 8, q = lane / 8.
 
-// Sixteen `index` of 32 rows of six: eight lanes that read eight bytes of a row each meet in no bank.
+// The place of the `index`th 16 bytes of 32 rows of six: eight lanes reading 8 bytes of a row each have no conflicts.
 __device__ __forceinline__ int sixteen(int index) { return index ^ (index / 6 >> 2 & 1); }
 
-// The eight bytes `eighth` of a row's 96.
+// The `eighth`th 8 bytes of a row's 96.
 __device__ __forceinline__ uint2& eight(uint4* shared, int row, int eighth) {
     return reinterpret_cast<uint2*>(shared + sixteen(6 * row + eighth / 2))[eighth % 2];
 }
 
-// Byte of packed of row g + 8 j, step 4 q + i of six columns.
+// The packed byte of row g + 8 j and step 4 q + i, which holds six columns.
 __device__ __forceinline__ byte& step_byte(uint4* shared, int lane, int j, int i) {
     const int order = (j & 1) << 1 | j >> 1;
     return reinterpret_cast<byte*>(shared + place(2 * (lane / 8 * 4 + i) + order / 2))[order % 2 * 8 + lane % 8];
 }
 
-// Four bits, bit 0 of each byte, at bits 6, 4, 2, 0; the products' other bits stay below. And back.
+// Bit 0 of four bytes, moved to bits 6, 4, 2, 0 (other bits of the product stay below), and back.
 __device__ __forceinline__ unsigned signs_of(unsigned bytes) { return bytes * 0x40100401u >> 24 & 0x55u; }
 __device__ __forceinline__ unsigned bytes_of(unsigned signs) {
     return (signs >> 6 & 1) | (signs >> 4 & 1) << 8 | (signs >> 2 & 1) << 16 | (signs & 1) << 24;
 }
 
-// Bytes `a`, `b`, `c` and `d` of twelve, as a word.
+// Bytes a, b, c and d of twelve, as a word.
 template <int a, int b, int c, int d> __device__ __forceinline__ unsigned pick(const unsigned (&w)[3]) {
     const unsigned low = __byte_perm(w[0], w[1], (a & 7) | (b & 7) << 4 | (c & 7) << 8 | (d & 7) << 12);
     constexpr unsigned kHigh = (a > 7 ? a - 4 : 0) | (b > 7 ? b - 4 : 1) << 4 | (c > 7 ? c - 4 : 2) << 8
@@ -194,7 +194,7 @@ __device__ __forceinline__ void pack_triples(const byte* trits, byte* packed, un
         shared[sixteen(index)] = {codes[0], codes[1], codes[2], codes[3]};
     }
     __syncwarp();
-    unsigned minus[4], steps[4][2];  // of row j: signs, bytes of two steps in either word, at bits 0 and 16
+    unsigned minus[4], steps[4][2];  // of row j: signs; two steps per word, at bits 0 and 16
     #pragma unroll
     for (int j = 0; j < 4; ++j) {
         unsigned word[6];
@@ -205,11 +205,11 @@ __device__ __forceinline__ void pack_triples(const byte* trits, byte* packed, un
         }
         minus[j] = 0;
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {  // four triples, a byte each
+        for (int half = 0; half < 2; ++half) {  // four triples, one per byte
             const unsigned w[3] = {word[3 * half], word[3 * half + 1], word[3 * half + 2]};
             const unsigned number = 9 * pick<0, 3, 6, 9>(w) + 3 * pick<1, 4, 7, 10>(w) + pick<2, 5, 8, 11>(w);
             const unsigned negative = reach(number, 13) ^ kOnes;
-            // number - 13 + 128; of negative ones 128 - that: all bits the other way round, less 127
+            // 128 + number - 13; for negative ones 128 minus that difference: invert all bits, subtract 127
             const unsigned shifted = number + 115 * kOnes;
             const unsigned size = ((shifted ^ 255 * negative) - 127 * negative) & 127 * kOnes;
             minus[j] |= signs_of(negative) << (8 - 8 * half);
@@ -224,7 +224,7 @@ __device__ __forceinline__ void pack_triples(const byte* trits, byte* packed, un
             step_byte(shared, lane, j, i) = static_cast<byte>(steps[j][i / 2] >> (16 * (i % 2)));
         }
     }
-    // 16 bits of the rows g and g + 16, and of g + 8 and g + 24; then those of two lanes side by side.
+    // 16 bits of rows g and g + 16, and of g + 8 and g + 24; then those of two adjacent lanes.
     const unsigned both = (minus[0] << 1 | minus[2]) | (minus[1] << 1 | minus[3]) << 16;
     const int left = lane / 8 * 8 + lane % 4 * 2;
     const unsigned one = __shfl_sync(kFullWarp, both, left), two = __shfl_sync(kFullWarp, both, left + 1);
@@ -251,7 +251,7 @@ __device__ __forceinline__ void unpack_triples(const byte* packed, byte* trits, 
     }
     const int from = lane / 8 * 8 + lane % 8 / 2, upper = lane % 2 * 16;
     const unsigned near = __shfl_sync(kFullWarp, signs[0], from) >> upper;      // rows g and g + 16
-    const unsigned far = __shfl_sync(kFullWarp, signs[0], from + 4) >> upper;   // g + 8 and g + 24
+    const unsigned far = __shfl_sync(kFullWarp, signs[0], from + 4) >> upper;   // rows g + 8 and g + 24
     const unsigned minus[4] = {near >> 1, far >> 1, near, far};
     __syncwarp();
     #pragma unroll
@@ -290,7 +290,7 @@ __device__ __forceinline__ void unpack_triples(const byte* packed, byte* trits, 
 
 // --- kernels --------------------------------------------------------------------------------------
 
-constexpr int kChunks = kFormat == Format::kTl2Pairs ? 2 : 1;  // of a warp
+constexpr int kChunks = kFormat == Format::kTl2Pairs ? 2 : 1;  // per warp
 
 extern "C" __global__ void __launch_bounds__(kThreads, 9)
 ternary_pack_tiles(const byte* trits, byte* packed, int* flags, Shape at) {
@@ -300,7 +300,7 @@ ternary_pack_tiles(const byte* trits, byte* packed, int* flags, Shape at) {
     for (unsigned chunk = blockIdx.x * kWarps + warp; kChunks * chunk < at.chunks; chunk += gridDim.x * kWarps) {
         if constexpr (kFormat == Format::kTl2) pack_triples(trits, packed, chunk, at, shared[warp].sixteen, lane, bad);
         else pack_pairs(trits, packed, chunk, at, shared[warp].sixteen, lane, bad);
-        __syncwarp();  // free for the next ones
+        __syncwarp();  // before the next chunk overwrites it
     }
     report(flags, bad);
 }
@@ -314,7 +314,7 @@ ternary_unpack_tiles(const byte* packed, byte* trits, int* flags, Shape at) {
         uint4* mine = shared[warp].sixteen;
         if constexpr (kFormat == Format::kTl2) unpack_triples(packed, trits, chunk, at, mine, lane, bad);
         else unpack_pairs(packed, trits, chunk, at, mine, lane, bad);
-        __syncwarp();  // free for the next ones
+        __syncwarp();  // before the next chunk overwrites it
     }
     report(flags, bad);
 }

@@ -1,23 +1,23 @@
-// y = a w^T with both ternary: bit planes and popcounts.
+// y = a w^T with both operands ternary, by bit planes and popcounts.
 //
 //   a       (m, row_bytes)    w2: ternary.cuh; a_scale (1 or m), a_step 0 or 1
 //   w       (n, row_bytes)    w2; w_scale (1 or n), w_step 0 or 1
-//   starts  (n + 1), chunks   with SKIP: row r of w has nonzeros in chunks[starts[r]] .. chunks[starts[r + 1] - 1] alone
+//   starts  (n + 1), chunks   with SKIP: row r of w has nonzeros only in chunks[starts[r]] .. chunks[starts[r + 1] - 1]
 //   y       (m, n)            float, row stride in elements
 //
 //   y[i][j] = (sum over k of a w) * (a_scale[i] * w_scale[j])          exact integer, then double, then float
 //
-// A code's bits are 10, 01, 00 for +1, 0, -1. Two words of 16 codes make a word of each plane, in an order of bits that
-// is the same for a and w, which is all that matters:
+// The codes of +1, 0, -1 are 10, 01, 00. Two words of 16 codes give one word of each plane. The order of bits does not
+// matter as long as a and w share it:
 //
 //     x0                 h0 l0 h1 l1 ..      nonzero  = not  l of x0, l of x1, ..
 //     x1                 h0 l0 h1 l1 ..      plus     =      h of x0, h of x1, ..
 //
-// dot = popc(both) - 2 popc(both & (plus_a ^ plus_w)), both = nonzero_a & nonzero_w: two popcounts for 32 weights, which
-// an SM does 16 of per clock. They are the limit once four rows of a share the planes of w.
+// dot = popc(both) - 2 popc(both & (plus_a ^ plus_w)), both = nonzero_a & nonzero_w: two popcounts per 32 weights.
+// An SM does 16 popcounts per clock, which is the limit once four rows of a share the planes of w.
 //
-// A warp has one row of w and ROWS of a, a lane every 32nd vector of each (16 bytes, 64 codes). With SKIP two lanes take
-// a chunk of 128, which is a sector of 32 bytes: what is skipped is not read.
+// A warp has one row of w and ROWS of a; a lane takes every 32nd vector of each (16 bytes, 64 codes). With SKIP, two
+// lanes take a chunk of 128 codes, which is a 32-byte sector: skipped chunks are not read.
 //
 // Macros: ROWS; SKIP.
 #include "reduce.cuh"
@@ -56,13 +56,13 @@ ternary_planes(const unsigned char* a, const float* a_scale, const unsigned char
                const long long* starts, const int* chunks, float* y, long long y_stride, int row_bytes, int m, int n,
                int a_step, int w_step) {
     const int lane = threadIdx.x % 32, units = row_bytes / 16;
-    const int blocks = (n + kWarps - 1) / kWarps;  // that share rows of a
+    const int blocks = (n + kWarps - 1) / kWarps;  // blocks that share rows of a
     const int column = blockIdx.x % blocks * kWarps + threadIdx.x / 32, row0 = blockIdx.x / blocks * kRows;
     if (column >= n) return;
     const unsigned char* w_row = w + static_cast<long long>(column) * row_bytes;
     const unsigned char* a_row[kRows];
     #pragma unroll
-    for (int r = 0; r < kRows; ++r) {  // rows that a has not got: the last one again, to be left alone at the end
+    for (int r = 0; r < kRows; ++r) {  // past the end, repeat the last row and drop its result
         a_row[r] = a + static_cast<long long>(min(row0 + r, m - 1)) * row_bytes;
     }
     int sum[kRows] = {};
@@ -80,12 +80,12 @@ ternary_planes(const unsigned char* a, const float* a_scale, const unsigned char
             if (unit < units) add(unit);
         }
     } else {
-        #pragma unroll 2  // of four, sm_90 would spill
+        #pragma unroll 2  // with 4, sm_90 would spill
         for (int unit = lane; unit < units; unit += 32) add(unit);
     }
     int mine = 0;
     #pragma unroll
-    for (int r = 0; r < kRows; ++r) {  // a lane for each result
+    for (int r = 0; r < kRows; ++r) {  // one lane per result
         const int total = __reduce_add_sync(kFullWarp, sum[r]);
         mine = lane == r ? total : mine;
     }

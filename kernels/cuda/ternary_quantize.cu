@@ -1,33 +1,33 @@
 // Ternary quantisation: weights to 2-bit codes (format w2) and float scales.
 //
-//   w        (N, K) DTYPE, last axis contiguous, `stride` elements from row to row
+//   w        (N, K) DTYPE, last axis contiguous, row stride `stride` in elements
 //   words    (N, K padded to 64, / 16): code e of a word in byte e % 4 at bits 2 (e / 4), as in ternary.cuh
 //
-// A run is what lies side by side in a row and shares a scale: a group of K (a multiple of 64 weights) or a row.
+// A run is a contiguous piece of a row with one scale: a group along K (a multiple of 64 weights) or a whole row.
 //
-//   ternary_quantize_runs      a scale per run: statistics, limit, codes and scale by the same threads; the second
-//                              reading finds the run in L1 or L2
+//   ternary_quantize_runs      a scale per run: the same threads do statistics, limit, codes and scale; the second
+//                              pass finds the run in L1 or L2
 //   one scale for the tensor:
 //   ternary_quantize_sums      partial[0][run] = sum |w|,              partial[1][run] = max |w|
-//   ternary_quantize_limit     what they say of the tensor: one block
-//   ternary_quantize_squares   partial[0][run] = sum (|w| - mean)^2;   for mean + std, then the limit again
+//   ternary_quantize_limit     the tensor's limit from these: one block
+//   ternary_quantize_squares   partial[0][run] = sum (|w| - mean)^2;   for mean + std, followed by the limit again
 //   ternary_quantize_encode    the codes;  partial[0][run] = sum |w| and partial[1][run] = count of |w| > limit
 //   ternary_quantize_scale     their quotient: one block
-//   a percentile as the limit, the weights of two ranks side by side and a point between them:
-//   ternary_quantize_ranks     a scale per run: the two weights, codes and scale by the same threads
-//   ternary_quantize_count     of the tensor: how many |w| begin with the bits known so far, by the bits that come next
-//   ternary_quantize_pick      which of them the rank falls on: one block; last the limit. Before all, it clears
+//   a percentile as the limit, interpolated between the weights of two adjacent ranks:
+//   ternary_quantize_ranks     a scale per run: the same threads find the two weights, codes and scale
+//   ternary_quantize_count     one scale: histogram of the next bits of those |w| that begin with the known bits
+//   ternary_quantize_pick      the bin that holds the rank: one block. The first call clears, the last sets the limit
 //
-// A rank is found by the bits of |w|, whose order is that of numbers: 11 at a time, fewer where a block has several
-// runs. A float32 tensor is read three times for it and one of 16 bits twice, then once more to encode.
+// A rank is found by radix selection on the bits of |w|, which order like the numbers: 11 bits at a time, fewer if a
+// block has several runs. A float32 tensor is read three times for it, a 16-bit one twice, and once more to encode.
 //
-// Sums are double and added in an order that depends on the shape alone: the scale, a float, is the reference's but
-// where the sum's last bits decide its rounding. Codes follow from that scale by exact comparisons.
+// Sums are in double and their order depends on the shape alone. The float scale equals the reference's except where
+// the last bits of the sum decide its rounding. Codes follow from that scale by exact comparisons.
 //
-// blockDim = (threads of a run: part of a warp or 128, runs of a block). A thread owns vectors of 16 bytes; kLanes of
-// them, side by side, make a word:
+// blockDim = (threads per run: part of a warp or 128, runs per block). A thread owns vectors of 16 bytes; kLanes
+// adjacent ones form a word:
 //
-//   weight      | 0 .. 7 | 8 .. 15 | 16 .. 23 | 24 .. 31 |      float16, bfloat16; float32 has 4 threads to a word
+//   weight      | 0 .. 7 | 8 .. 15 | 16 .. 23 | 24 .. 31 |      float16, bfloat16; float32 has 4 threads per word
 //   thread          0         1          2          3
 //   word              0  (thread 0)         1  (thread 2)
 //
@@ -42,8 +42,8 @@ constexpr int kVec = 16 / sizeof(scalar), kLanes = 16 / kVec;
 typedef Vec<scalar, kVec> vec;
 
 constexpr int kThreads = 128;          // of the kernels that read weights
-constexpr int kCombineThreads = 1024;  // of those of one block
-constexpr int kVecs = 4;               // loads of a thread on their way
+constexpr int kCombineThreads = 1024;  // of the one-block kernels
+constexpr int kVecs = 4;               // loads per thread in flight
 
 enum Method { kAbsmean, kAbsmax, kTwn, kManual, kMeanStd };
 
@@ -57,7 +57,7 @@ struct Smaller {
     static __device__ __forceinline__ double of(double a, double b) { return fmin(a, b); }
 };
 
-// Over the threads of a run, the same bits in each.
+// Reduces over the threads of a run; all get the same bits.
 template <typename Op> __device__ __forceinline__ double reduced(double value) {
     __shared__ double of_warp[32];
     const int width = blockDim.x;
@@ -69,7 +69,7 @@ template <typename Op> __device__ __forceinline__ double reduced(double value) {
     __syncthreads();
     value = of_warp[0];
     for (int w = 1; w < width / 32; ++w) value = Op::of(value, of_warp[w]);
-    __syncthreads();  // free for the next sum
+    __syncthreads();  // before the next sum overwrites it
     return value;
 }
 
@@ -77,7 +77,7 @@ struct Run {
     const scalar* first;
     unsigned* words;
     unsigned index;
-    int length, padded;  // padded: to the end of its last words
+    int length, padded;  // padded: to the end of its last word
     bool active, whole;  // whole: its vectors are aligned
 
     __device__ __forceinline__ Run(const scalar* w, unsigned* all_words, long long stride, int k, int run_length,
@@ -89,11 +89,11 @@ struct Run {
         const long long column = (long long)(index % per_row) * run_length;
         first = w + row * stride + column;
         words = all_words + row * (((long long)k + 63) / 64 * 4) + column / 16;
-        length = active ? run_length : 0;  // of the threads beyond the last run only shuffles are wanted
+        length = active ? run_length : 0;  // threads past the last run only take part in shuffles
         padded = (run_length + 63) / 64 * 64;
     }
 
-    // The vector at column `at`; what lies beyond the run is `beyond` in every bit.
+    // The vector at column `at`. Elements past the run have every bit set to `beyond`.
     template <Cache kCache> __device__ __forceinline__ vec get(int at, unsigned beyond) const {
         if (whole && at + kVec <= length) return load<vec, kVec, kCache>(first + at);
         vec v;
@@ -114,7 +114,7 @@ struct Run {
         return v;
     }
 
-    // visit(column, kVec floats) for the vectors of this thread, those of padding too.
+    // Calls visit(column, kVec floats) for this thread's vectors, including padding.
     template <Cache kCache, typename Visit> __device__ __forceinline__ void each(unsigned beyond, Visit visit) const {
         const int step = blockDim.x * kVec;
         for (int sweep = 0; sweep < padded; sweep += kVecs * step) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ Sums sums_of(const Run& run) {
     run.each<Cache::kDefault>(0u, [&](int, const float (&value)[kVec]) {
         #pragma unroll
         for (int e = 0; e < kVec; ++e) {
-            total += static_cast<double>(fabsf(value[e]));  // NaN stays in it, max drops it
+            total += static_cast<double>(fabsf(value[e]));  // the sum keeps NaN, max drops it
             largest = fmaxf(largest, fabsf(value[e]));
         }
     });
@@ -164,8 +164,8 @@ __device__ __forceinline__ double squares_of(const Run& run, double mean) {
     return reduced<Plus>(total);
 }
 
-// The |w| up to which a weight is 0, and of absmean the scale; NaN where a weight is NaN or infinite. No fused
-// multiply-add: these are the reference's operations.
+// The limit up to which |w| counts as 0, and, for absmean, the scale. NaN if a weight is NaN or infinite. Like the
+// reference, without fused multiply-add.
 __device__ __forceinline__ double limit_of(int method, double threshold, Sums sums, double size, float& scale) {
     if (!(sums.total < infinity())) {
         scale = __int_as_float(0x7fffffff);
@@ -178,21 +178,21 @@ __device__ __forceinline__ double limit_of(int method, double threshold, Sums su
     }
     if (method == kAbsmax) return __dmul_rn(threshold, sums.largest);
     if (method == kTwn) return __dmul_rn(threshold, mean);
-    return method == kManual ? threshold : mean;  // mean + std: squares come next
+    return method == kManual ? threshold : mean;  // mean + std continues with the squares
 }
 
 __device__ __forceinline__ double with_std(double mean, double threshold, double squares, double size) {
     return __dadd_rn(mean, __dmul_rn(threshold, sqrt(squares / size)));
 }
 
-__device__ __forceinline__ float scale_of(Sums kept, double limit) {  // largest: how many
+__device__ __forceinline__ float scale_of(Sums kept, double limit) {  // largest: the count
     if (limit != limit) return limit;
     return kept.largest > 0.0 ? kept.total / kept.largest : 1.0;
 }
 
-// Writes the words of a run; of kCount, the sum and count of what is not within the limit.
+// Writes the words of a run. With kCount, returns the sum and count of |w| > limit.
 template <bool kCount> __device__ __forceinline__ Sums encode(const Run& run, double limit) {
-    const float zero_to = __double2float_rd(limit);  // the same comparisons: no float lies between the two
+    const float zero_to = __double2float_rd(limit);  // same comparisons: no float lies between the two
     double total = 0.0;
     int count = 0;
     run.each<Cache::kOnce>(0xffffffffu, [&](int at, const float (&value)[kVec]) {  // padding is NaN: never kept
@@ -258,7 +258,7 @@ template <typename Op> __device__ __forceinline__ double over(const double* part
     return reduced<Op>(value);
 }
 
-// `limit` is the mean, and partial holds squares, when `again`.
+// With `again`, *limit holds the mean and `partial` the squares.
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
 ternary_quantize_limit(const double* partial, double* limit, float* scale, unsigned runs, double size, int method,
                        double threshold, int again) {
@@ -279,14 +279,14 @@ ternary_quantize_scale(const double* partial, const double* limit, float* scale,
 
 // --- ranks ----------------------------------------------------------------------------------------
 
-// |w| as 31 bits, of which the lowest kLow are 0 in what 16 bits widen to.
+// |w| as 31 bits. The lowest kLow of them are 0 if w had 16 bits.
 constexpr int kLow = sizeof(scalar) == 4 ? 0 : Packed<scalar>::kWideRange ? 16 : 13;
 constexpr int kDigit = 11, kBins = 1 << kDigit;
-constexpr int kMine = kBins / kThreads;  // bins of a thread; so many words side by side, and one between them
+constexpr int kMine = kBins / kThreads;  // bins per thread; stored with a one-word gap per thread
 constexpr unsigned kNone = 0xffffffffu, kInfinite = 0x7f800000u;
 __device__ __forceinline__ int bin_at(int bin) { return bin + bin / kMine; }
 
-// Sum over the threads of a run before this one.
+// The sum over a run's threads before this one.
 template <typename T> __device__ __forceinline__ T sum_before(T mine) {
     __shared__ T of_warp[32];
     const int width = min(blockDim.x, 32), lane = threadIdx.x % 32;
@@ -304,8 +304,8 @@ template <typename T> __device__ __forceinline__ T sum_before(T mine) {
     return sum - mine;
 }
 
-// Of the bins of a run's threads, kCount of each side by side: the one that a rank falls on, how many are below it, and
-// the one of the next rank, kNone if there is none.
+// Among the bins of a run's threads (kCount adjacent ones each): the bin that holds a rank, the number below it, and
+// the bin of the next rank, or kNone.
 struct Chosen { unsigned bin, next; unsigned long long below; };
 
 template <int kCount, typename T>
@@ -325,8 +325,8 @@ __device__ __forceinline__ void choose(const T (&count)[kCount], T rank, Chosen&
     __syncthreads();
 }
 
-struct Bounds { unsigned above, largest; };  // the smallest that begins with more than a prefix; the largest of all
-// Of a run, the weights that begin with `prefix`, above bit `top`, by their bits from `shift` to there.
+struct Bounds { unsigned above, largest; };  // above: the smallest key beyond the prefix; largest: of all
+// Counts a run's weights that begin with `prefix` (above bit `top`) by their bits from `shift` to `top`.
 __device__ __forceinline__ void count_run(const Run& run, unsigned prefix, int top, int shift, unsigned* bins,
                                           int first_bin, Bounds& bounds) {
     const unsigned mask = (1u << (top - shift)) - 1;
@@ -342,13 +342,13 @@ __device__ __forceinline__ void count_run(const Run& run, unsigned prefix, int t
     });
 }
 
-// The point between two neighbours, as NumPy's percentile takes it; no fused multiply-add.
+// Interpolates between two neighbours as NumPy's percentile does, without fused multiply-add.
 __device__ __forceinline__ double between(unsigned low, unsigned high, double share) {
     const double a = __uint_as_float(low), b = __uint_as_float(high), apart = __dsub_rn(b, a);
     return share < 0.5 ? __dadd_rn(a, __dmul_rn(apart, share)) : __dsub_rn(b, __dmul_rn(apart, __dsub_rn(1.0, share)));
 }
 
-// Of the rank after that of `key`; after the last there is none.
+// The weight whose rank follows that of `key`; `key` itself if it is the last.
 __device__ __forceinline__ unsigned next_key(unsigned prefix, int bits, const Chosen& in, unsigned above,
                                              unsigned key) {
     return in.next != kNone ? (prefix << bits | in.next) << kLow : above == kNone ? key : above;
@@ -389,7 +389,7 @@ ternary_quantize_ranks(const scalar* w, unsigned* words, float* scale, long long
 }
 
 struct Selection {
-    unsigned long long rank;  // among those that begin with the prefix
+    unsigned long long rank;  // among the weights that begin with the prefix
     unsigned prefix;
     Bounds bounds;
 };
@@ -420,7 +420,7 @@ ternary_quantize_count(const scalar* w, Selection* selection, unsigned long long
     }
 }
 
-// Where shift is top, nothing has been counted yet.
+// With shift == top nothing has been counted yet.
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
 ternary_quantize_pick(Selection* selection, unsigned long long* counts, double* limit, int top, int shift,
                       unsigned long long rank, double share) {

@@ -1,11 +1,11 @@
-// What stands before the product of many tokens: int8 activations, or rows that vectors can be copied from.
+// Prepares many tokens for a ternary product: int8 activations, or rows that can be copied in whole vectors.
 //
-//   ternary_quantize_tokens   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_tokens.cuh) and sums of
-//                             q, int: one per token, or, GROUPED, one per unit of 64
-//   ternary_pad_tokens        x to a copy
-//   ternary_round_tokens      x to q / s in DTYPE: what a product of int8 activations multiplied, for its gradients
+//   ternary_quantize_tokens   x (tokens, k) DTYPE to q int8, inverse = 1 / s double (ternary_tokens.cuh), and int sums
+//                             of q: one per token, or, with GROUPED, one per unit of 64
+//   ternary_pad_tokens        x to a padded copy
+//   ternary_round_tokens      x to q / s in DTYPE: what an int8 product effectively multiplied, for its gradients
 //
-// The first two write rows of whole units, zero beyond k. A block per token; x is read twice, the second time from L1
+// The first two write rows of whole units, zero beyond k. One block per token. x is read twice, the second time from L1
 // or L2.
 #include "reduce.cuh"
 #include "scalar.cuh"
@@ -18,7 +18,7 @@ typedef Activations<scalar> Chunk;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr bool kGrouped = GROUPED;
 
-// Of a row of x, by its block.
+// The scale of a row of x, computed by its block.
 __device__ __forceinline__ TokenScale scale_of(const scalar* row, int k, bool whole) {
     __shared__ unsigned largest_of[kWarps];
     __shared__ TokenScale shared_scale;
@@ -29,7 +29,7 @@ __device__ __forceinline__ TokenScale scale_of(const scalar* row, int k, bool wh
     largest = __reduce_max_sync(kFullWarp, largest);
     if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = largest;
     __syncthreads();
-    if (threadIdx.x == 0) {  // double precision takes its time: once
+    if (threadIdx.x == 0) {  // in double, which is slow: once per block
         for (int w = 1; w < kWarps; ++w) largest = max(largest, largest_of[w]);
         shared_scale = TokenScale(largest);
     }
@@ -58,7 +58,7 @@ ternary_quantize_tokens(const scalar* x, signed char* q, double* inverse, int* s
             #pragma unroll
             for (int i = 0; i < Chunk::kSize / 4; ++i) four = byte_sum(word[i], four);
         }
-        if constexpr (kGrouped) {  // the threads of a unit lie side by side
+        if constexpr (kGrouped) {  // the threads of a unit are adjacent
             #pragma unroll
             for (int offset = kUnit / Chunk::kSize / 2; offset > 0; offset /= 2) {
                 four += __shfl_xor_sync(kFullWarp, four, offset);

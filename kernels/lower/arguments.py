@@ -15,6 +15,8 @@ __all__ = [
     "DTYPES",
     "address",
     "alignment",
+    "as_line",
+    "as_rows",
     "epsilon",
     "float32",
     "heads_alignment",
@@ -70,6 +72,16 @@ def rows_of(spec: Spec, name: str) -> Tensor:
     """An array as (rows, last axis)."""
     x = spec.tensor(name)
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def as_rows(x: Any) -> Any:
+    """An array of a CPU call as (rows, last axis), which its layout allows."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def as_line(x: Any) -> Any:
+    """A contiguous array of a CPU call with one axis."""
+    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def side_by_side(arrays: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from gpu_ops.kernels.lower import norm
+from gpu_ops.kernels.lower.arguments import as_line, as_rows
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
 lowers("rmsnorm", "raw")(partial(norm.forward_raw, norm="rmsnorm"))
@@ -26,12 +27,12 @@ def forward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         residual, s = views.get("residual"), views.get("s")
         rmsnorm.forward(
-            views["x"].reshape(size),
+            as_rows(views["x"]),
             views["weight"],
-            None if residual is None else residual.reshape(size),
-            views["y"].reshape(size),
-            None if s is None else s.reshape(size),
-            views["rstd"].reshape(-1),
+            None if residual is None else as_rows(residual),
+            as_rows(views["y"]),
+            None if s is None else as_rows(s),
+            as_line(views["rstd"]),
             **options,
         )
 
@@ -51,12 +52,12 @@ def backward(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         dresidual = views.get("dresidual")
         rmsnorm.backward(
-            views["dy"].reshape(size),
-            views["x"].reshape(size),
+            as_rows(views["dy"]),
+            as_rows(views["x"]),
             views["weight"],
-            views["rstd"].reshape(-1),
-            None if dresidual is None else dresidual.reshape(size),
-            views["dx"].reshape(size),
+            as_line(views["rstd"]),
+            None if dresidual is None else as_rows(dresidual),
+            as_rows(views["dx"]),
             views["dweight"],
             **options,
         )

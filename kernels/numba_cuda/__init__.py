@@ -1,5 +1,5 @@
-"""Readable twins of the CUDA C++ kernels, written in Python for Numba: same formulas, one thing at a time.
+"""Readable twins of the CUDA C++ kernels, in Python for Numba: the same formulas, one step at a time.
 
-They hold to 48 KB of shared memory, use no tensor cores and no asynchronous copies, and so are slower. Only
-:mod:`gpu_ops.kernels.compiler.jit` compiles them. bfloat16 arrays come as uint16, float16 as float16.
+They use 48 KB of static shared memory, no tensor cores and no asynchronous copies, so they are slower. Only
+:mod:`gpu_ops.kernels.compiler.jit` compiles them. bfloat16 arrays come as uint16, float16 arrays as float16.
 """

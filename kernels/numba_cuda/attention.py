@@ -3,9 +3,9 @@
     out = softmax(s) v,    s = softcap(softmax_scale * q k^T) + alibi + bias, masked,    lse = log(sum(exp(s)))
 
 A block of 128 threads owns ``block_m`` *rows*. A row is a query of one of the query heads that share a key head
-(row = query * group + head in the group), so that keys and values are read once for the whole group. The block walks
-over the keys that its rows see, ``block_n`` at a time, and keeps of each row the largest score so far m, the sum l of
-exp2(score - m), and O, the values weighted by the same:
+(row = query * group + head in the group), so keys and values are read once for the whole group. The block walks over
+the keys that its rows see, ``block_n`` at a time. For each row it keeps the largest score so far m, the sum l of
+exp2(score - m), and the accumulator O, the values weighted by the same exponentials:
 
     S = Q K^T                      (block_m, block_n) in registers; Q and K pass through shared memory in chunks
     m_new = max(m, max(S))
@@ -13,18 +13,18 @@ exp2(score - m), and O, the values weighted by the same:
     O = O exp2(m - m_new) + P V    (block_m, slab)    in registers; V passes through shared memory in chunks
     l = l exp2(m - m_new) + sum(P)
 
-and in the end out = O / l. :mod:`.attention_tile` has these steps. Nothing of size seqlen_q x seqlen_k exists
-anywhere. 4 flops per query, key and column.
+At the end out = O / l. :mod:`.attention_tile` implements these steps. Nothing of size seqlen_q x seqlen_k is ever
+stored. 4 flops per query, key and column.
 
-The threads form a grid of 8 x 16. Thread (r, c) owns the rows r, r + 8, ... and of each the keys (of S) and columns
-(of O) c, c + 16, ... A number that it takes from shared memory so serves several products, and a row's 16 threads are
-half a warp, which finds maxima and sums by shuffles:
+The threads form a grid of 8 x 16. Thread (r, c) owns rows r, r + 8, ... and, in each of them, keys (of S) and columns
+(of O) c, c + 16, ... So a number read from shared memory serves several products. The 16 threads of a row are half a
+warp, which reduces maxima and sums by shuffles:
 
               c = 0   1  ...  15 | 0   1  ...  15 | ...           S[8 i + r, 16 j + c] is s[i, j] of thread (r, c)
     row r     t0     t1      t15   t0    t1   t15
     row r+1   t16    t17     t31   t16 ...                        threads t0 .. t31: one warp
 
-:mod:`.attention_config` says how large the tiles are and why.
+:mod:`.attention_config` chooses the tile sizes and gives the reasons.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["forward_kernel"]
 
 @cache
 def forward_kernel(config: Config) -> NumbaKernel:
-    """The kernel of a configuration, made once. An array that it does not use is the number 0 to it.
+    """The kernel of a configuration, built once. Pass 0 for an array that it does not use.
 
     ==========  ======================================================================  ==================
     q           (batch, seqlen_q, nheads, head_dim)                                     any strides, as all
@@ -60,16 +60,16 @@ def forward_kernel(config: Config) -> NumbaKernel:
     visible     (batch, nheads, query blocks, key blocks)                               uint8
     ==========  ======================================================================  ==================
 
-    Sequences may also lie end to end in arrays of one batch entry. With ``config.split``, out and lse are those of
-    the parts, in the type computed with: (parts * batch, ...), and of lse first the maxima of the scores, in base 2,
-    then as many sums beside them.
+    Sequences may also be packed end to end in arrays with one batch entry. With ``config.split``, out and lse hold
+    partial results in the compute type: out is (parts * batch, ...), and lse holds the maxima of the scores in base
+    2, followed by as many sums.
     """
     f, number = functions(config.dtype), functions(config.dtype).compute
     bias_load = functions(config.bias or config.dtype).load
     block_m, block_n, chunk, chunk_v, slab = _tiles(config)
     stride, stride_p = config.stride, config.stride_p
     n_staged, n_p = config.staged, block_m * stride_p
-    staged_k = block_m * stride  # K lies behind Q
+    staged_k = block_m * stride  # K follows Q
     my_rows, my_keys, my_columns = block_m // ROWS, block_n // ROW_THREADS, slab // ROW_THREADS
 
     masked, capped, with_sinks, with_alibi = config.masked, config.softcap, config.sinks, config.alibi
@@ -77,7 +77,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
     in_powers_of_e = config.in_powers_of_e
     exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
     log2 = libdevice.log2 if number is float64 else libdevice.log2f
-    # Of biases: finite times log2(e), since what is not -inf hides nothing.
+    # The lowest finite bias times log2(e) must stay finite, since only -inf hides a key.
     lowest = -1.2e308 if number is float64 else -2.28e38
     store = _same if split else f.store
     infinity, nothing = float("inf"), 0.0
@@ -90,12 +90,28 @@ def forward_kernel(config: Config) -> NumbaKernel:
     accumulate, accumulate_seen = accumulators(number, my_rows, my_columns, chunk_v, slab, stride_p)
 
     def attention_forward(
-        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-        scale, softcap, left, right, block_q, block_k, n_parts,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        lse,
+        sequences,
+        table,
+        alibi,
+        sinks,
+        bias,
+        visible,
+        scale,
+        softcap,
+        left,
+        right,
+        block_q,
+        block_k,
+        n_parts,
+    ):
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
-        q_offset = cuda.shared.array(block_m, int64)  # where a row begins in its array, in bytes
+        q_offset = cuda.shared.array(block_m, int64)  # byte offset of a row in its array
         k_offset = cuda.shared.array(block_n, int64)
         v_offset = cuda.shared.array(block_n, int64)
         query_of = cuda.shared.array(block_m, int32)
@@ -103,11 +119,13 @@ def forward_kernel(config: Config) -> NumbaKernel:
         s = cuda.local.array((my_rows, my_keys), number)
         o = cuda.local.array((my_rows, my_columns), number)
         row_max = cuda.local.array(my_rows, number)
-        row_sum = cuda.local.array(my_rows, number)  # over this thread's keys; 16 threads add up in the end
+        row_sum = cuda.local.array(
+            my_rows, number
+        )  # over this thread's keys; 16 threads add theirs at the end
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
 
-        # Which rows, keys and columns this block has.
+        # The rows, keys and columns of this block.
         batch, nheads_kv, head_dim, head_dim_v = sequences.shape[0], k.shape[2], q.shape[3], v.shape[3]
         n_slabs = (head_dim_v + slab - 1) // slab
         group = int32(q.shape[2] // nheads_kv)
@@ -117,7 +135,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
         b, x = x % batch, x // batch
         part, x = x % n_parts, x // n_parts
         n_blocks = cuda.gridDim.x // (n_slabs * nheads_kv * batch * n_parts)
-        # The last rows first: of a causal problem they see the most keys.
+        # The last rows first: in a causal problem they see the most keys.
         first_row = int32(n_blocks - 1 - x) * int32(block_m)
         q_start, q_len, k_start, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 2], sequences[b, 3]
         n_rows = int32(q_len) * group
@@ -126,12 +144,14 @@ def forward_kernel(config: Config) -> NumbaKernel:
         q_batch = b if q.shape[0] > 1 else int64(0)  # one entry: the only sequence, or all end to end
         k_batch = b if k.shape[0] > 1 else int64(0)
         if thread < block_m:
-            row = min(first_row + int32(thread), n_rows - 1)  # past the last: computed again, not stored
+            row = min(
+                first_row + int32(thread), n_rows - 1
+            )  # past the end: repeat the last row, do not store it
             query, head = row // group, int32(head_kv) * group + row % group
             query_of[thread], head_of[thread] = query, head
             q_offset[thread] = q_batch * q.strides[0] + (q_start + query) * q.strides[1] + head * q.strides[2]
 
-        # The keys that any of its rows sees; the last query sits on the last key.
+        # The keys that any of its rows sees. The last query is aligned with the last key.
         diagonal = int32(k_len - q_len)
         begin, end = int32(0), int32(k_len)
         if masked:
@@ -150,7 +170,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
         cuda.syncthreads()
 
         for first in range(begin, end, block_n):
-            # 1. Where the tile's keys lie. Past the last one: that one again, masked below.
+            # 1. Locate the tile's keys. Past the end, repeat the last one; it is masked below.
             if with_blocks:
                 seen = uint32(0)
                 for i in range(my_rows):
@@ -173,7 +193,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                 for j in range(my_keys):
                     s[i, j] = nothing
             for column in range(0, head_dim, chunk):
-                cuda.syncthreads()  # all are done with what is staged
+                cuda.syncthreads()  # no thread reads the staged data any more
                 stage_q(staged, 0, q, q_offset, 0, column, head_dim, q.strides[3])
                 stage_k(staged, staged_k, k, k_offset, 0, column, head_dim, k.strides[3])
                 cuda.syncthreads()
@@ -207,7 +227,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
             # 4. P and l from S; O and l follow the new maximum.
             weigh(s, p, o, row_max, row_sum, r, c)
 
-            # 5. O += P V. A weight of -0 marks a key that the row does not see: not even a NaN of it counts.
+            # 5. O += P V. A weight of -0 marks a hidden key, whose value must not count, not even if it is NaN.
             for first_v in range(0, block_n, chunk_v):
                 cuda.syncthreads()
                 finite = stage_v(staged, 0, v, v_offset, first_v, first_column, head_dim_v, v.strides[3])
@@ -215,9 +235,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     accumulate(o, p, staged, first_v, r, c)
                 else:
                     accumulate_seen(o, p, staged, first_v, r, c)
-            cuda.syncthreads()  # all are done with the tables and with P
+            cuda.syncthreads()  # no thread reads the tables or P any more
 
-        # lse, and what O is to be multiplied by. A sink is one more score, of a key without a value.
+        # lse, and the factor for O. A sink is one more score, of a key without a value.
         entry = part * batch + b if split else q_batch
         for i in range(my_rows):
             for distance in (8, 4, 2, 1):
@@ -239,7 +259,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     lse[entry, head, at] = -infinity if blind else (top + log2(total)) * number(LN2)
 
         across = ROW_THREADS * out.strides[3]
-        # out = O / l, in a loop of its own: a longer one would not be unrolled, and O leave the registers.
+        # out = O / l, in a loop of its own: a longer one would not be unrolled, and O would leave the registers.
         for i in range(my_rows):
             row = r + i * ROWS
             if first_row + row < n_rows:

@@ -1,12 +1,12 @@
-"""Split-KV for Numba: the results of parts of the keys become one.
+"""Split-KV for Numba: merges the partial results of attention over parts of the keys.
 
     l = 2^(sink log2 e - m) + sum over parts of 2^(row_max_p - m) row_sum_p,    m the largest row_max_p, or the sink
     lse = m ln 2 + ln l,    out = sum over parts of 2^(row_max_p - m) row_sum_p / l out_p
 
-A part's own lse would not do: beside a bias of -1e9 it does not hold ln(row_sum), the number of its keys.
+A part's own lse would not do: next to a bias of -1e9 it loses ln(row_sum), and with it the number of keys.
 
-With few queries there are too few blocks for a GPU: then each gets a part of the keys (flash decoding), and this
-kernel follows. A block takes one query of one head, thread t its columns t, t + 128, ...
+Few queries give too few blocks for a GPU. Then each block gets a part of the keys (flash decoding), and this kernel
+follows. A block takes one query of one head; thread t has columns t, t + 128, ...
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ __all__ = ["combine_kernel"]
 
 @cache
 def combine_kernel(dtype: str, sinks: bool) -> NumbaKernel:
-    """Takes ``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v), and of each row of it the largest score.
+    """Takes ``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v) and the softmax statistics of each row.
 
-    ``row_max_sum`` (2 * parts * batch, nheads, seqlen_q): those, in base 2, then the sums of powers of 2 beside them.
+    ``row_max_sum`` (2 * parts * batch, nheads, seqlen_q): the largest scores, in base 2, then the sums of powers of 2
+    relative to them.
     """
     f, number, with_sinks = functions(dtype), functions(dtype).compute, sinks
 

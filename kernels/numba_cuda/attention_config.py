@@ -1,4 +1,4 @@
-"""Which kernel of attention.py a problem gets: tiles, features, and in how many parts its keys are cut."""
+"""Chooses the attention kernel for a problem: tiles, features, and how many parts the keys are split into."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ ROW_THREADS = 16  # threads that share a row: half a warp
 ROWS = THREADS // ROW_THREADS
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
 
-# Rows of the problem up to | block_m. Every key that is staged serves block_m rows, and each thread has block_m / 8
-# of them in registers. Decoding with few heads per key head reads keys once: more rows would multiply for nothing.
+# Rows of the problem up to | block_m. Each staged key serves block_m rows, of which a thread has block_m / 8 in
+# registers. Decoding with few heads per key head reads keys once, so more rows would only add arithmetic.
 _BLOCK_M = ((8, 8), (16, 16), (32, 32))
-# By bytes per number: 8 rows a thread, 4 in float64, whose numbers take two registers.
+# By itemsize: 8 rows per thread, or 4 in float64, where a number takes two registers.
 _BLOCK_M_MAX = {4: 64, 8: 32}
 
-# head_dim_v up to | columns of V that a block owns. Wider values go to several blocks, each of which computes the
-# scores again: more columns would not fit in registers.
+# head_dim_v up to | columns of V per block. Wider values are shared among blocks, each of which computes the scores
+# again: more columns would not fit in registers.
 _SLAB = ((16, 16), (32, 32), (64, 64), (96, 96))
 _SLAB_MAX = 128
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: its tiles, and the features that it has. A feature that is False costs nothing."""
+    """A kernel: its tiles and its features. A feature that is False costs nothing."""
 
     dtype: str
-    block_m: int  # rows of a block
-    block_n: int  # keys of a tile
+    block_m: int  # rows per block
+    block_n: int  # keys per tile
     chunk: int  # columns of Q and K in shared memory at a time
-    slab: int  # columns of V and O of a block
+    slab: int  # columns of V and O per block
     chunk_v: int  # rows of V in shared memory at a time
     masked: bool = False  # causal or a window
     softcap: bool = False
@@ -45,39 +45,41 @@ class Config:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of the numbers that the kernel computes with."""
+        """Bytes per number in the compute type."""
         return 8 if self.dtype == "float64" else 4
 
     @property
     def in_powers_of_e(self) -> bool:
-        """Whether scores are made in natural units; else softmax_scale comes with the factor to powers of 2."""
+        """Whether scores are in natural units. Otherwise softmax_scale already includes the factor log2(e)."""
         return self.softcap or self.alibi or bool(self.bias)
 
     @property
     def stride(self) -> int:
-        """Numbers from a row of Q or K to the next in shared memory. 16 bytes more than it has: then eight threads
-        that read 16 bytes each, of eight rows, meet all 32 banks once."""
+        """Elements between rows of Q or K in shared memory.
+
+        The padding of 16 bytes lets eight threads that read 16 bytes each, from eight rows, hit all 32 banks once.
+        """
         return self.chunk + 16 // self.itemsize
 
     @property
     def stride_p(self) -> int:
-        """The same for P. Half a warp writes 16 keys of a row, the other half of the next row: 16 banks further."""
+        """The same for P. Half a warp writes 16 keys of one row, the other half of the next row, 16 banks further."""
         return self.block_n + 16
 
     @property
     def staged(self) -> int:
-        """Numbers in the shared memory that Q and K, and then V, pass through."""
+        """Elements of the shared memory that Q and K, and then V, pass through."""
         return max((self.block_m + self.block_n) * self.stride, self.chunk_v * self.slab)
 
     @property
     def shared_bytes(self) -> int:
-        """Static shared memory of a block: numbers, and the tables of where rows begin and what they are."""
+        """Static shared memory of a block: numbers, and the tables of row offsets, queries and heads."""
         numbers = self.staged + self.block_m * self.stride_p
         return numbers * self.itemsize + self.block_m * (8 + 4 + 4) + self.block_n * (8 + 8)
 
     @property
     def label(self) -> str:
-        """Such as ``attention_forward[float32,64x64,slab 64,masked]``."""
+        """For example ``attention_forward[float32,64x64,slab 64,masked]``."""
         flags = ("masked", "softcap", "sinks", "alibi", "bias", "block_mask", "paged", "split")
         words = [self.dtype, f"{self.block_m}x{self.block_n}", f"slab {self.slab}"]
         words += [flag for flag in flags if getattr(self, flag)]
@@ -87,12 +89,12 @@ class Config:
 def select_config(
     dtype: str, head_dim: int, head_dim_v: int, rows: int, *, bias: str = "", **features: bool
 ) -> Config:
-    """``rows``: queries of the longest sequence times query heads per key head.
+    """Choose the tiles. ``rows``: queries of the longest sequence times query heads per key head.
 
     ==========  ==========================================================================================
-    block_n     64 keys, 32 in float64: P takes 20 KB, 6 KB where a block has 16 rows
-    chunk       32 columns, 16 in float64 and for the thinnest heads: a warp reads whole rows of a chunk
-    chunk_v     as many rows as fit where Q and K were, up to a tile: fewer barriers
+    block_n     64 keys, 32 in float64: P takes 20 KB, or 6 KB if a block has 16 rows
+    chunk       32 columns, 16 in float64 and for small heads: a warp reads whole rows of a chunk
+    chunk_v     as many rows as fit in the place of Q and K, up to a tile: fewer barriers
     ==========  ==========================================================================================
     """
     itemsize = 8 if dtype == "float64" else 4
@@ -106,6 +108,6 @@ def select_config(
 
 
 def count_splits(config: Config, blocks: int, seqlen_k: int, sms: int) -> int:
-    """Parts of the keys: so many that two blocks per SM have work, each at least four tiles of keys."""
+    """Parts to split the keys into: enough for two blocks per SM, each with at least four tiles of keys."""
     wanted = -(-2 * sms // max(blocks, 1))
     return max(1, min(wanted, seqlen_k // (4 * config.block_n), THREADS))

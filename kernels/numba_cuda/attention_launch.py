@@ -1,4 +1,4 @@
-"""Launches the Numba attention kernels: raw arrays of a device in, results in ``out`` and ``lse``."""
+"""Launches the Numba attention kernels: raw device arrays in, results in ``out`` and ``lse``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS, count_sp
 
 __all__ = ["UNLIMITED", "forward"]
 
-UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three lengths still fit in 31 bits
+UNLIMITED = 1 << 29  # an unlimited window; sums of three lengths still fit in 31 bits
 
 Array = Any  # of the device: numpy.ndarray or cupy.ndarray
 
@@ -42,10 +42,10 @@ def forward(
     block_table: Array | None = None,
     num_splits: int = 1,
 ) -> None:
-    """Shapes as in :func:`.attention.forward_kernel`; slopes, bias and ``visible`` (bool) already broadcast.
+    """Shapes as in :func:`.attention.forward_kernel`; slopes, bias and ``visible`` (bool) are already broadcast.
 
-    ``right``: 0 for causal. ``num_splits``: parts of the keys, 0 for as many as fill the device; only where every
-    sequence is a batch entry of its own.
+    ``right``: 0 for causal. ``num_splits``: parts of the keys, or 0 to fill the device. Splitting needs one batch
+    entry per sequence.
     """
     batch, nheads_kv = len(sequences), k.shape[2]
     group = q.shape[2] // nheads_kv
@@ -72,10 +72,8 @@ def forward(
         wide = np.float64 if config.itemsize == 8 else np.float32
         target = device.empty((parts * batch, *out.shape[1:]), wide, "parts of out")
         target_lse = device.empty((2 * parts * batch, *lse.shape[1:]), wide, "maxima and sums of parts")
-    scalars = (
-        softmax_scale if config.in_powers_of_e else softmax_scale * LOG2E,
-        softcap, left, right, block_q, block_k, parts,
-    )  # fmt: skip
+    scale = softmax_scale if config.in_powers_of_e else softmax_scale * LOG2E
+    scalars = (scale, softcap, left, right, block_q, block_k, parts)
     optional = (
         block_table,
         alibi_slopes,

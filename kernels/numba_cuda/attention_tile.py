@@ -1,8 +1,8 @@
-"""What a block of the Numba attention kernel does with a tile of keys: scores, online softmax, weighted values.
+"""The steps of the Numba attention kernel on one tile of keys: scores, online softmax, weighted values.
 
-Device functions for thread (r, c) of the block's 8 x 16, which has rows r, r + 8, ... and keys or columns c, c + 16
-and so on. They are inlined, so that ``s``, ``o``, ``row_max`` and ``row_sum``, arrays of the kernel, stay in
-registers. Each is made once for its sizes, and all variants of the kernel share it.
+Device functions for thread (r, c) of the block's 8 x 16 grid, which has rows r, r + 8, ... and keys or columns c,
+c + 16, ... They are inlined, so that the kernel's arrays ``s``, ``o``, ``row_max`` and ``row_sum`` stay in registers.
+Each is built once per set of sizes and shared by all variants of the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WARP = 0xFFFFFFFF  # all lanes
 
 @cache
 def scorer(number, block_m: int, block_n: int, chunk: int, stride: int):
-    """A device function ``s += Q K^T`` over the columns that are staged: Q, and K behind it."""
+    """A device function: ``s += Q K^T`` over the staged columns. K follows Q in shared memory."""
     my_rows, my_keys, width = block_m // ROWS, block_n // ROW_THREADS, 128 // number.bitwidth
     staged_k = block_m * stride
 
@@ -45,7 +45,7 @@ def scorer(number, block_m: int, block_n: int, chunk: int, stride: int):
 
 @cache
 def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
-    """A device function, the online softmax: scores to weights, which go to shared memory."""
+    """A device function for the online softmax: turns scores into weights in shared memory."""
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
     infinity, nothing, hidden = float("inf"), 0.0, -0.0
 
@@ -57,7 +57,7 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
                 top = max(top, s[i, j])
             for distance in (8, 4, 2, 1):
                 top = max(top, cuda.shfl_xor_sync(WARP, top, distance))
-            base = top if top > -infinity else number(nothing)  # nothing seen yet: keep -inf - -inf away
+            base = top if top > -infinity else number(nothing)  # no key seen yet: avoid -inf - -inf
             shrink = exp2(row_max[i] - base)
             row_max[i] = top
             row_sum[i] *= shrink
@@ -73,7 +73,7 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
 
 @cache
 def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int, stride_p: int):
-    """Two device functions ``o += P V`` over the rows of V that are staged; the second minds hidden keys."""
+    """Two device functions: ``o += P V`` over the staged rows of V. The second one skips hidden keys."""
     width = 128 // number.bitwidth
 
     @cuda.jit(device=True, forceinline=True)

@@ -1,7 +1,7 @@
-"""Elements of any dtype in Numba kernels: bfloat16 comes as uint16 bits, the others as themselves.
+"""Elements of any dtype in Numba kernels: bfloat16 as uint16 bits, the others as themselves.
 
-``functions(name)`` gives what a kernel needs to know of a dtype: ``load(x)`` widens an element to the computing
-type (float32, or float64 for float64), ``store(x)`` rounds to nearest even.
+``functions(name)`` returns what a kernel needs for a dtype: ``load(x)`` widens an element to the compute type
+(float32, or float64 for float64), ``store(x)`` rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["Functions", "functions"]
 class Functions(NamedTuple):
     load: Callable[[Any], Any]
     store: Callable[[Any], Any]
-    compute: Any  # Numba's type
-    element: str  # in signatures
-    statistics: str  # of rstd and dweight, in signatures
+    compute: Any  # the Numba type
+    element: str  # name in signatures
+    statistics: str  # type of rstd and dweight in signatures
 
 
 @cuda.jit(device=True)

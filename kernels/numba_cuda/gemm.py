@@ -1,13 +1,13 @@
-"""Matrix products for Numba, with what a gated MLP does to them: the readable twin of cuda/gemm_sm80.cu and gemv.cu.
+"""GEMM for Numba, with the epilogues of a gated MLP: the readable twin of cuda/gemm_sm80.cu and cuda/gemv.cu.
 
 kStore          c = a b^T                        kGate           c = act(a b^T) * (a b1^T)
-kAdd            c = total + a b^T                kGateBackward   with dh = a b^T: gate in c becomes dgate, up in c1
-                                                                 dup, h = act(gate) * up
+kAdd            c = total + a b^T                kGateBackward   dh = a b^T; c: gate -> dgate; c1: up -> dup;
+                                                                 h = act(gate) * up
 
-A block makes 64 x 64 of C and goes through K 16 columns at a time: 256 threads bring the tile of A and that of B to
-shared memory, where each element serves 64 rows. Thread (r, q) of 16 x 16 has rows r, r + 16, ... and columns
-q, q + 16, ...: per step 4 + 4 elements for 16 multiply-adds. Sums are float32 (float64 for float64), of tiles
-first and then over tiles: short sums round less.
+A block computes 64 x 64 of C and walks over K in steps of 16: 256 threads stage tiles of A and B in shared memory,
+where each element serves 64 rows. Thread (r, q) of 16 x 16 has rows r, r + 16, ... and columns q, q + 16, ...: it
+reads 4 + 4 elements for 16 multiply-adds. Sums are float32 (float64 for float64), first within tiles and then over
+tiles: short sums round less.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gpu_ops.kernels.numba_cuda.swiglu import activated
 __all__ = ["BLOCK", "THREADS", "kernel"]
 
 BLOCK, BLOCK_K = 64, 16
-SIDE = 16  # of the square of threads
+SIDE = 16  # side of the thread grid
 THREADS = SIDE * SIDE
-MINE = BLOCK // SIDE  # rows and columns of a thread
-PADDED = BLOCK + 2  # so that a warp's stores, 16 columns of 2 rows, lie in different banks
+MINE = BLOCK // SIDE  # rows and columns per thread
+PADDED = BLOCK + 2  # a warp stores 16 columns of 2 rows, all in different banks
 
 
 @cache
 def kernel(
     dtype: str, out: str, a_across: bool, b_across: bool, summed: bool, epilogue: str, activation: str
 ) -> NumbaKernel:
-    """``*_across``: the operand's memory is (k, rows). ``summed``: ``a1 b1^T`` is added; ``out``: type of c."""
+    """``*_across``: the operand is (k, rows) in memory. ``summed``: also adds ``a1 b1^T``. ``out``: dtype of c."""
     number, element, c = functions(dtype).compute, functions(dtype).element, functions(out).element
     total = functions(dtype).statistics if epilogue == "kAdd" else c
     arrays = [element] * 4 + [c] * 3 + [total]
@@ -73,7 +73,7 @@ def kernel(
                 add_tile(sums, staged_a, staged_b, r, q)
                 if gated:
                     add_tile(ups, staged_a, staged_up, r, q)
-                cuda.syncthreads()  # the tiles are free
+                cuda.syncthreads()  # the tiles may be overwritten
         for i in range(MINE):
             for j in range(MINE):
                 row, col = row0 + r + i * SIDE, col0 + q + j * SIDE
@@ -92,7 +92,7 @@ def clear(sums):
 
 @cache
 def adder(number):
-    """A device function: the products of two tiles, for the rows r and columns q of a thread."""
+    """A device function: adds the products of two tiles for a thread's rows r and columns q."""
 
     @cuda.jit(device=True, forceinline=True)
     def add_tile(sums, staged_a, staged_b, r, q):
@@ -111,13 +111,13 @@ def adder(number):
 
 @cache
 def stager(dtype: str, across: bool):
-    """A device function: 64 rows by 16 columns of an operand to shared memory, zeros where it has none."""
+    """A device function: copies 64 rows by 16 columns of an operand to shared memory, zero-filled past the edges."""
     load, number = functions(dtype).load, functions(dtype).compute
 
     @cuda.jit(device=True)
     def stage(target, source, row0, rows, k0, depth):
         for i in range(cuda.threadIdx.x, BLOCK * BLOCK_K, THREADS):
-            # threads side by side along memory
+            # adjacent threads read adjacent memory
             row, k = (i % BLOCK, i // BLOCK) if across else (i // BLOCK_K, i % BLOCK_K)
             value = number(0.0)
             if row0 + row < rows and k0 + k < depth:
@@ -129,7 +129,7 @@ def stager(dtype: str, across: bool):
 
 @cache
 def finisher(epilogue: str, activation: str, dtype: str, out: str):
-    """A device function: what becomes of a sum."""
+    """A device function: the epilogue of one element."""
     load, store, number = functions(dtype).load, functions(out).store, functions(dtype).compute
     of = activated(activation, dtype)
 

@@ -1,4 +1,4 @@
-"""Global to shared memory, shared memory to registers: accesses that array indexing in Numba does not express."""
+"""Global to shared memory, and shared memory to registers: accesses that Numba's array indexing cannot express."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _first(context: Any, builder: Any, array_type: Any, array: Any, space: int) 
 
 
 def _element(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    """A pointer to the element that begins ``offset`` bytes behind the first one of an array in global memory."""
+    """A pointer to the element ``offset`` bytes past the first one of an array in global memory."""
     first = _first(context, builder, array_type, array, _GLOBAL)
     address = builder.gep(builder.bitcast(first, ir.PointerType(ir.IntType(8), _GLOBAL)), [offset])
     return builder.bitcast(address, first.type)
@@ -33,7 +33,7 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, offset: An
 
 @intrinsic
 def load_at(typingctx, array, offset):
-    """The element that begins ``offset`` bytes behind the first one of an array in global memory."""
+    """The element ``offset`` bytes past the first one of an array in global memory."""
 
     def generate(context, builder, signature, args):
         array_type = signature.args[0]
@@ -46,7 +46,7 @@ def load_at(typingctx, array, offset):
 
 @intrinsic
 def store_at(typingctx, array, offset, value):
-    """Write the element that begins ``offset`` bytes behind the first one of an array in global memory."""
+    """Write the element ``offset`` bytes past the first one of an array in global memory."""
 
     def generate(context, builder, signature, args):
         array_type = signature.args[0]
@@ -60,7 +60,7 @@ def store_at(typingctx, array, offset, value):
 
 @intrinsic
 def take(typingctx, array, i):
-    """``array[i]`` of a 1-D array in shared memory; ``i`` is not negative, which indexing would look into."""
+    """``array[i]`` for a 1-D array in shared memory and ``i >= 0``. Plain indexing would test for negative ``i``."""
 
     def generate(context, builder, signature, args):
         pointer = builder.gep(_first(context, builder, signature.args[0], args[0], _SHARED), [args[1]])
@@ -71,7 +71,7 @@ def take(typingctx, array, i):
 
 @intrinsic
 def fetch(typingctx, target, i, source, at):
-    """``target[i, :] = source[at : at + n]``, of n elements that are 16 bytes: one access instead of n.
+    """``target[i, :] = source[at : at + n]`` in one access; the n elements are 16 bytes.
 
     ``target`` (…, n) is a local array; ``source`` is a 1-D array in shared memory, aligned to 16 bytes, and ``at`` a
     multiple of n.
@@ -93,10 +93,10 @@ def fetch(typingctx, target, i, source, at):
     return types.void(target, types.int64, source, types.int64), generate
 
 
-@cache  # variants share these: each is compiled once
+@cache  # shared by kernel variants, so that each is compiled once
 def stager(dtype: str, threads: int, rows: int, columns: int, stride: int) -> Callable[..., bool]:
     """A device function that copies ``rows`` x ``columns`` elements of an array to shared memory."""
-    lanes = 32 if columns % 32 == 0 else 16  # threads side by side in a row
+    lanes = 32 if columns % 32 == 0 else 16  # adjacent threads along a row
     step = threads // lanes
     my_rows, my_columns = rows // step, columns // lanes
     load, number, infinity = functions(dtype).load, functions(dtype).compute, float("inf")
@@ -104,9 +104,9 @@ def stager(dtype: str, threads: int, rows: int, columns: int, stride: int) -> Ca
     @cuda.jit(device=True)
     def stage(target, start, source, offsets, first_row, first_column, end, column_stride):
         """``target[start + y * stride + x]`` = column ``first_column + x`` of the row that begins at byte
-        ``offsets[first_row + y]``; from column ``end`` on 0. Returns whether all is finite.
+        ``offsets[first_row + y]``; 0 from column ``end`` on. Returns whether all values are finite.
 
-        All loads come before all stores, and none is behind a branch: they wait for memory together.
+        All loads come before all stores, and none is conditional, so that they wait for memory together.
         """
         values = cuda.local.array((my_rows, my_columns), number)
         x, y = uint32(cuda.threadIdx.x) % uint32(lanes), uint32(cuda.threadIdx.x) // uint32(lanes)

@@ -6,9 +6,9 @@ backward   n = (x - mean) * rstd,  m = dy * (offset + weight)
            dx = rstd * (m - n * mean(m * n) - mean(m)) + dresidual
            dweight = sum over rows of dy * n,  dbias = sum over rows of dy
 
-RMSNorm takes the mean of s, and mean(m), as 0 and has no bias; LayerNorm has no offset. A block takes a row at a
-time; thread t owns columns t, t + 256, ... of it, in every pass over the row, of which all but the first find it in
-L1 or L2. Sums over a row are float64: nothing finite overflows, where the CUDA C++ kernel scales.
+RMSNorm treats the mean of s and mean(m) as 0 and has no bias; LayerNorm has no offset. A block takes one row at a
+time. Thread t owns columns t, t + 256, ... in every pass over the row; all passes but the first find it in L1 or L2.
+Sums over a row are float64, so that nothing finite overflows; the CUDA C++ kernel scales instead.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _forward(dtype, layer):
                 if layer:
                     n = (v - compute(center)) * scale
                     add = load(bias[c]) if has_bias else compute(0.0)
-                    result = cuda.fma(n, load(weight[c]), add)  # said, as compilers may or may not make one
+                    result = cuda.fma(
+                        n, load(weight[c]), add
+                    )  # explicit, because compilers may or may not fuse
                 else:
                     n, gain = v * scale, compute(offset) + load(weight[c])
                     if llama:
@@ -142,7 +144,7 @@ def _backward(dtype, layer):
                 n = normalised(x[r, c], center, scale)
                 m = gradient_of_n(dy[r, c], weight[c], offset, llama)
                 products += float64(m * n)
-                seen = load(store(n)) if llama else n  # by the weight, in the forward
+                seen = load(store(n)) if llama else n  # n as the forward multiplied it with the weight
                 weight_partial[block, c] += float64(load(dy[r, c])) * float64(seen)
                 if layer:
                     gradients += float64(m)
@@ -165,7 +167,7 @@ def _dweight(dtype, _):
     compute = functions(dtype).compute
 
     def norm_dweight(partial, dweight):
-        """A thread per column adds the blocks' sums, first to last."""
+        """One thread per column adds the blocks' sums, first to last."""
         c = cuda.grid(1)
         if c < partial.shape[1]:
             total = 0.0

@@ -1,4 +1,4 @@
-"""What the threads of a block make of their values together, in Numba kernels."""
+"""Reductions over the threads of a block, for Numba kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import cuda
 
 __all__ = ["WARPS", "over_block", "plus"]
 
-WARPS = 8  # of the 256 threads of a block
+WARPS = 8  # in a block of 256 threads
 
 
 @cuda.jit(device=True)
@@ -18,9 +18,9 @@ def plus(a, b):
 
 @cache
 def over_block(combine):
-    """A device function: what ``combine`` makes of the values of a block's threads, the same bits for all.
+    """A device function: reduces the values of a block's threads with ``combine``; all get the same bits.
 
-    Within warps, then over them, through ``scratch`` of WARPS values in shared memory.
+    First within warps, then across them through ``scratch``, WARPS values in shared memory.
     """
 
     @cuda.jit(device=True)
@@ -34,7 +34,7 @@ def over_block(combine):
         total = scratch[0]
         for w in range(1, WARPS):
             total = combine(total, scratch[w])
-        cuda.syncthreads()  # scratch is free for the next one
+        cuda.syncthreads()  # scratch may be overwritten
         return total
 
     return reduce

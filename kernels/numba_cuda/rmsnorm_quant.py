@@ -1,10 +1,10 @@
-"""RMSNorm and int8 quantisation per row for Numba: the readable twin of cuda/rmsnorm_quant.cu.
+"""RMSNorm with per-row int8 quantisation for Numba: the readable twin of cuda/rmsnorm_quant.cu.
 
 s = x + residual,  y = s * rstd * (offset + weight),  absmax = max(max|y|, 1e-5)
 q = round half to even (y * 127 / absmax),  scale = absmax / 127,  rowsum = sum of q
 
-A block takes a row at a time and goes over it three times, of which the last two find it in L1 or L2; thread t owns
-columns t, t + 256, ... of it. The sum of squares is float64: nothing finite overflows.
+A block takes one row at a time and makes three passes over it; the last two find it in L1 or L2. Thread t owns
+columns t, t + 256, ... The sum of squares is float64, so that nothing finite overflows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kernel(dtype: str) -> NumbaKernel:
 
 @cuda.jit(device=True)
 def larger(a, b):
-    """NaN wins."""
+    """The larger one; NaN if either is NaN."""
     return a if a > b or a != a else b
 
 
@@ -67,7 +67,7 @@ def _forward(dtype):
             mine = int32(0)
             for c in range(cuda.threadIdx.x, cols, cuda.blockDim.x):
                 code = int32(0)
-                if absmax < compute(math.inf):  # not NaN either
+                if absmax < compute(math.inf):  # false for NaN too
                     y = normalised(s[r, c], weight[c], rstd, offset, llama)
                     code = int32(round(y * factor))
                 q[r, c] = code

@@ -2,9 +2,9 @@
 
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin,    angle = position * inv_freq[i]
 
-A block takes a token at a time, for all heads of q and then of k; thread t owns the pairs t, t + 128, ... and
-computes cos and sin of each once, in float64, where the CUDA C++ kernel has fixed-point turns. Lanes side by side
-have columns side by side.
+A block takes one token at a time, for all heads of q and then of k. Thread t owns pairs t, t + 128, ... and computes
+cos and sin of each once, in float64; the CUDA C++ kernel uses fixed-point turns. Adjacent lanes read adjacent
+columns.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ THREADS = 128
 
 @cache
 def kernel(dtype: str, positions: str) -> NumbaKernel:
-    """``positions``: the dtype of that array (batch or 1, seqlen), ``""`` without one."""
+    """``positions``: the dtype of that array (batch or 1, seqlen), or ``""`` if there is none."""
     load, store, compute, element, _ = functions(dtype)
     has_positions = bool(positions)
 
     @cuda.jit(device=True)
     def rotate_heads(x, y, b, s, i, cos, sin, interleaved, pairs):
-        """Pair i of every head of a token."""
+        """Rotates pair i of every head of a token."""
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, pairs + i)
         for h in range(x.shape[2]):
             x1, x2 = load(x[b, s, h, first]), load(x[b, s, h, second])

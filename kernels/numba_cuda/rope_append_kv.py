@@ -3,9 +3,9 @@
     n = x * rstd * (offset + weight)
     y1 = n1 cos - n2 sin,    y2 = n2 cos + n1 sin,    angle = position * inv_freq[i]
 
-A block takes a token at a time: its threads put cos and sin of every frequency into shared memory, computed in
-float64 where the CUDA C++ kernel has fixed-point turns; then each warp takes a head, and its lanes columns side by
-side. Sums over a head are float64: nothing finite overflows, where the CUDA C++ kernel scales.
+A block takes one token at a time. Its threads write cos and sin of every frequency to shared memory, computed in
+float64 (the CUDA C++ kernel uses fixed-point turns). Then each warp takes a head, with adjacent columns in adjacent
+lanes. Sums over a head are float64, so that nothing finite overflows; the CUDA C++ kernel scales instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WARPS = THREADS // 32
 
 @cache
 def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKernel:
-    """``positions``: the dtype of that array, ``""`` without one; ``place``: rows, pages or slots say where."""
+    """``positions``: that array's dtype, or ``""``; ``place``: "rows", "pages" or "slots" locate a token."""
     load, store, compute, element, _ = functions(dtype)
     has_positions, in_pages, in_slots = bool(positions), place == "pages", place == "slots"
 
@@ -47,7 +47,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
 
     @cuda.jit(device=True)
     def turn_head(x, b, s, y, page, row, h, weight, table, pairs, interleaved, eps, offset):
-        """``y[page, row, h] = rope(rmsnorm(x[b, s, h]))``; y may be x."""
+        """``y[page, row, h] = rope(rmsnorm(x[b, s, h]))``; y may alias x."""
         rstd = rstd_of(x, b, s, h, eps) if has_weights else compute(1.0)
         lane, pairs, columns = uint32(cuda.threadIdx.x % 32), uint32(pairs), uint32(x.shape[3])
         for i in range(lane, pairs, uint32(32)):
@@ -63,7 +63,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
 
     @cuda.jit(device=True)
     def place_of(b, s, row, block_table, slot_mapping, num_pages, page_size):
-        """Page and row of a token; page -1: nowhere."""
+        """Page and row of a token; page -1: not stored."""
         page = int64(b)
         if in_slots:
             slot = slot_mapping[b, s]
@@ -76,9 +76,24 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
         return page if inside else int64(-1), row
 
     def rope_append_kv(
-        q, k, v, out, k_cache, v_cache, q_weight, k_weight, inv_freq, positions, seqused_k, block_table,
-        slot_mapping, interleaved, eps, offset, attention_factor,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        k_cache,
+        v_cache,
+        q_weight,
+        k_weight,
+        inv_freq,
+        positions,
+        seqused_k,
+        block_table,
+        slot_mapping,
+        interleaved,
+        eps,
+        offset,
+        attention_factor,
+    ):
         table = cuda.shared.array(0, compute)  # cos, then sin
         batch, seqlen, pairs = q.shape[0], q.shape[1], inv_freq.shape[0]
         warp, lane = uint32(cuda.threadIdx.x // 32), uint32(cuda.threadIdx.x % 32)
@@ -94,7 +109,7 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
                 table[pairs + i] = compute(attention_factor * math.sin(angle))
             cuda.syncthreads()
             page, row = place_of(b, s, row, block_table, slot_mapping, k_cache.shape[0], k_cache.shape[1])
-            b, s = uint32(b), uint32(s)  # unsigned: an index that cannot be negative needs no wrap-around
+            b, s = uint32(b), uint32(s)  # unsigned indices need no wrap-around for negative ones
             for h in range(warp, uint32(q.shape[2]), uint32(_WARPS)):
                 turn_head(q, b, s, out, b, s, h, q_weight, table, pairs, interleaved, eps, offset)
             if page >= 0:
@@ -102,10 +117,10 @@ def kernel(dtype: str, positions: str, place: str, has_weights: bool) -> NumbaKe
                 for h in range(warp, uint32(k.shape[2]), uint32(_WARPS)):
                     turn_head(
                         k, b, s, k_cache, page, row, h, k_weight, table, pairs, interleaved, eps, offset
-                    )  # fmt: skip
+                    )
                     for c in range(lane, uint32(v.shape[3]), uint32(32)):
                         v_cache[page, row, h, c] = v[b, s, h, c]
-            cuda.syncthreads()  # the table is free for the next token
+            cuda.syncthreads()  # the table may be overwritten
 
     heads = f"{element}[:, :, :, :]"
     weight = f"{element}[::1]" if has_weights else "int64"

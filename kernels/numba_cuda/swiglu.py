@@ -4,7 +4,7 @@ forward    y = act(gate) * up
 backward   dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
 A thread takes one column of every ``gridDim.y``-th row. act(g) = g * c(g), where c rises from 0 to 1, and
-act'(g) = c + g * c'. Infinities take their limits: ``inf * 0`` is avoided, not corrected.
+act'(g) = c + g * c'. Infinities give their limits: ``inf * 0`` is avoided, not corrected afterwards.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def kernel(which: str, dtype: str, activation: str) -> NumbaKernel:
 
 @cache
 def gate(activation, dtype):
-    """A device function: c and c' of a finite g."""
+    """A device function: c and c' for a finite g."""
     real = functions(dtype).compute
     one, half = real(1.0), real(0.5)
     linear, cubic = real(math.sqrt(8 / math.pi)), real(0.044715 * math.sqrt(8 / math.pi))
 
     @cuda.jit(device=True)
     def sigmoid(x):
-        """Itself and 1 - itself, without cancellation."""
+        """sigmoid(x) and 1 - sigmoid(x), without cancellation."""
         return one / (one + math.exp(-x)), one / (one + math.exp(x))
 
     @cuda.jit(device=True)
@@ -65,7 +65,7 @@ def gate(activation, dtype):
 
 @cache
 def activated(activation, dtype):
-    """A device function: act and act' of any g."""
+    """A device function: act and act' for any g."""
     real = functions(dtype).compute
     gate_of = gate(activation, dtype)
 
@@ -105,7 +105,9 @@ def _backward(dtype, activation):
             for r in range(cuda.blockIdx.y, rows, cuda.gridDim.y):
                 act, slope = act_of(load(gate[r, c]))
                 d = load(dy[r, c])
-                dgate[r, c] = store(d * slope * load(up[r, c]))  # dy * up could be infinite where slope is 0
+                dgate[r, c] = store(
+                    d * slope * load(up[r, c])
+                )  # dy * up may be infinite where the slope is 0
                 dup[r, c] = store(d * act)
 
     return swiglu_backward

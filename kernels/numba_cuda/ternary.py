@@ -1,10 +1,10 @@
 """Ternary matmul for Numba: the readable twin of cuda/ternary_*.cu, in any dtype and for any K.
 
-int8       q = round half to even (x s), s = 127 / max(max|x|, 1e-5) of the token; y = scale * sum(trit * q) / s
+int8       q = round half to even (x s), s = 127 / max(max|x|, 1e-5) per token; y = scale * sum(trit * q) / s
 native     y = scale * sum(trit * x)
 
-A block of 16 x 16 threads makes 16 tokens x 16 rows of weights, a thread one number. 64 codes and activations at a
-time go through shared memory. A word has 16 codes, trit + 1: code e in byte e % 4, bits 2 (e / 4).
+A block of 16 x 16 threads computes 16 tokens x 16 rows of weights, one number per thread. 64 codes and activations at
+a time pass through shared memory. A word has 16 codes, trit + 1: code e is in byte e % 4, at bits 2 (e / 4).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["QUANTIZE_THREADS", "TILE", "matmul_kernel", "quantize_kernel"]
 
-TILE = 16  # tokens, and rows of weights
+TILE = 16  # tokens, and rows of weights, per block
 UNIT = 64  # codes at a time
 WORDS = UNIT // 16
-PADDED_WORDS, PADDED_UNIT = WORDS + 1, UNIT + 1  # rows begin in different banks
+PADDED_WORDS, PADDED_UNIT = WORDS + 1, UNIT + 1  # so that rows start in different banks
 QUANTIZE_THREADS = 128
 
 
 @cache
 def quantize_kernel(dtype: str, back: bool = False) -> NumbaKernel:
-    """``(x, q, inverse)``: a block per token; inverse is 1 / s in float64, NaN for a token that is not finite.
+    """``(x, q, inverse)``, one block per token; inverse is 1 / s in float64, NaN for a token that is not finite.
 
-    ``back``: q / s in x's dtype is written in the place of q.
+    ``back``: write q / s in x's dtype in place of q.
     """
     load, store, compute, element, _ = functions(dtype)
 
@@ -62,7 +62,7 @@ def quantize_kernel(dtype: str, back: bool = False) -> NumbaKernel:
 
 @cache
 def matmul_kernel(dtype: str, activations: str) -> NumbaKernel:
-    """``(x, inverse, words, scale, y, group)``: x is q for int8; inverse (tokens,) is read for int8 only."""
+    """``(x, inverse, words, scale, y, group)``; for int8, x is q, and only then inverse (tokens,) is read."""
     load, store, compute, element, _ = functions(dtype)
     exact = activations == "int8"
     number, entered = (int64, int32) if exact else (compute, compute)

@@ -1,7 +1,7 @@
-"""Gradient of x behind a ternary product for Numba: the readable twin of cuda/ternary_backward.cu, in any dtype.
+"""dx of a ternary product for Numba: the readable twin of cuda/ternary_backward.cu, in any dtype.
 
-dx = dy @ (scale * trits). A block of 16 x 16 threads makes 16 tokens x 16 columns, a thread one number: the columns
-are the codes of one word in each row of weights. 64 rows at a time go through shared memory.
+dx = dy @ (scale * trits). A block of 16 x 16 threads computes 16 tokens x 16 columns, one number per thread. The
+columns are the codes of one word in each row of weights. 64 rows at a time pass through shared memory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["TILE", "kernel"]
 
-TILE = 16  # tokens, and columns: a word
-ROWS = 64  # of weights at a time
-PADDED = ROWS + 1  # tokens begin in different banks
+TILE = 16  # tokens, and columns (one word), per block
+ROWS = 64  # of weights, per step
+PADDED = ROWS + 1  # so that tokens start in different banks
 
 
 @cache
 def kernel(dtype: str) -> NumbaKernel:
-    """``(dy, words, scale, dx, group)``: a scale is of ``group`` columns."""
+    """``(dy, words, scale, dx, group)``: each scale covers ``group`` columns."""
     load, store, compute, element, _ = functions(dtype)
 
     def ternary_backward(dy, words, scale, dx, group):

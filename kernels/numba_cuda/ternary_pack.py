@@ -1,15 +1,15 @@
 """Packing and unpacking trits for Numba: the readable twin of cuda/ternary_pack.cu.
 
-A block takes parts of lines of packed bytes in turn. To pack, a thread makes a byte of the codes, trit + 1, that
-belong in it; to unpack, it takes the byte apart. Which weights a byte has, and how, is what formats differ in:
+Blocks take turns with parts of the packed lines. To pack, a thread builds one byte from its codes, trit + 1; to
+unpack, it takes the byte apart. Formats differ in which weights a byte holds, and how:
 
-w2         byte b of a line: columns 16 (b / 4) + b % 4 + 4i at bits 2i; padding 1
-hf_bitnet  byte b: column b of the rows line + i lines at bits 2i; padding rows 0
-planes     byte b of the first half of a line: bit e says that column 8 b + e is +1; of the second half, that it is -1
-base3      byte b: columns 5 b + i as digits, the first one lowest; padding 1
+w2         byte b of a line: columns 16 (b / 4) + b % 4 + 4i at bits 2i; padding is 1
+hf_bitnet  byte b: column b of rows line + i * lines at bits 2i; padding rows are 0
+planes     byte b of the first half of a line: bit e is set if column 8 b + e is +1; of the second half, if it is -1
+base3      byte b: columns 5 b + i as digits, the first one lowest; padding is 1
 i2_s       byte b: columns 128 (b / 32) + b % 32 + 32 i at bits 6 - 2i
 bitnet_gpu byte b: byte b % 4 of word q = b / 4 % 32 of a tile of 16 x 32, codes trit + 2. The word has 16 columns, as
-           in w2, the upper ones where q / 8 is odd, of row q / 16 * 8 + q % 8. A line is 16 rows
+           in w2 (the upper ones if q / 8 is odd), of row q / 16 * 8 + q % 8. A line is 16 rows
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THREADS = 128
 
 @cuda.jit(device=True)
 def report(flags, bad):
-    """Of a block, whether any of its threads met what is wrong."""
+    """Store whether any thread of the block met an error."""
     any_bad = cuda.syncthreads_or(bad)
     if cuda.threadIdx.x == 0:
         flags[cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x] = any_bad

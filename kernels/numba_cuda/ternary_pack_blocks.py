@@ -1,14 +1,14 @@
 """Blocks of GGUF files for Numba: the readable twin of cuda/ternary_pack_blocks.cu.
 
-To pack, a thread makes a byte of the codes, trit + 1, that belong in it, and the first one of a block its scale; to
-unpack, it takes the byte apart. Which weights of a block a byte has is what the formats differ in:
+To pack, a thread builds one byte from its codes, trit + 1, and the first thread of a block writes the scale; to
+unpack, it takes the byte apart. Formats differ in which weights of a block a byte holds:
 
-tq1_0   byte b < 32: b + 32 i; b < 48: 160 + (b - 32) + 16 i; else 240 + (b - 48) + 4 i, the fifth digit 0
+tq1_0   byte b < 32: b + 32 i; b < 48: 160 + (b - 32) + 16 i; else 240 + (b - 48) + 4 i, and the fifth digit is 0
 tq2_0   byte b: 128 (b / 32) + b % 32 + 32 i at bits 2i
 q2_0    byte b: 4 b + i at bits 2i
 
-Of tq1_0 a byte is the fraction 0.d0d1d2d3d4 in base 3, rounded up to 1 / 256: digit n is what 3^n times it has before
-the point.
+A byte of tq1_0 is the fraction 0.d0d1d2d3d4 in base 3, rounded up to a multiple of 1 / 256. Multiplied by 3^(n + 1),
+its integer part ends in digit n.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THREADS = 128
 class _Layout(NamedTuple):
     weights: int
     code_bytes: int
-    first: int  # byte of the codes; the scale is before or after them
+    first: int  # first byte of the codes; the scale precedes or follows them
 
 
 _LAYOUTS = {"tq1_0": _Layout(256, 52, 0), "tq2_0": _Layout(256, 64, 0), "q2_0": _Layout(64, 16, 2)}
@@ -38,7 +38,7 @@ _LAYOUTS = {"tq1_0": _Layout(256, 52, 0), "tq2_0": _Layout(256, 64, 0), "q2_0": 
 
 @cache
 def _weight(format: str):
-    """A device function: part ``i`` of byte ``b`` of a block."""
+    """A device function: the weight in part ``i`` of byte ``b`` of a block."""
 
     @cuda.jit(device=True)
     def tq1_0(b, i):
@@ -66,7 +66,10 @@ def _fraction(number):
 
 @cache
 def pack_kernel(format: str) -> NumbaKernel:
-    """``(trits, packed, halves, flags, scale)``: packed is flat, halves its bytes; scale (1 or N, 1 or blocks)."""
+    """``(trits, packed, halves, flags, scale)``: packed is flat; scale is (1 or N, 1 or blocks).
+
+    ``halves`` is packed as float16, for the scales.
+    """
     weights, code_bytes, first = _LAYOUTS[format]
     weight, thirds = _weight(format), format == "tq1_0"
 
@@ -102,7 +105,7 @@ def unpack_kernel(format: str) -> NumbaKernel:
     """``(packed, trits, flags)``: packed is flat."""
     weights, code_bytes, first = _LAYOUTS[format]
     weight, thirds = _weight(format), format == "tq1_0"
-    exponent_at = 1 if first else code_bytes + 1  # the byte of a scale that has its exponent
+    exponent_at = 1 if first else code_bytes + 1  # the byte that holds a scale's exponent
 
     def ternary_unpack(packed, trits, flags):
         bad = 0

@@ -1,8 +1,8 @@
-"""Tiles of bitnet.cpp for Numba: the readable twin of cuda/ternary_pack_tiles.cu, which draws the layouts.
+"""Tiles of bitnet.cpp for Numba: the readable twin of cuda/ternary_pack_tiles.cu, which shows the layouts.
 
-A thread makes, or takes apart, a byte of packed: of tl1 and of the pairs of tl2 four weights of a row, of the rest of
-tl2 six, whose signs are two of the 16 bits that rows r and r + 16 share. The thread of such a byte in row r < 16 that
-comes first of four writes those bits, for both rows.
+A thread builds one packed byte, or takes one apart. In tl1 and in the pairs of tl2, a byte holds four weights of a
+row. In the rest of tl2 it holds six, whose signs are two of the 16 bits that rows r and r + 16 share. For every four
+such bytes of a row r < 16, the thread of the first one writes these bits, for both rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THREADS = 128
 
 @cuda.jit(device=True)
 def _corner(strip, first, rows, columns, step, across):
-    """Row and column of the upper left weight of a strip: ``step`` rows of a tile of (rows, columns)."""
+    """Row and column of the upper left weight of a strip, which is ``step`` rows of a tile of (rows, columns)."""
     steps = rows // step
     tile = strip // steps
     return tile // across * rows + strip % steps * step, first + tile % across * columns
@@ -29,18 +29,18 @@ def _corner(strip, first, rows, columns, step, across):
 
 @cuda.jit(device=True)
 def _row_of(byte):
-    """Which of 32 rows of tl2 a byte is of: 0-7, 16-23, 8-15, 24-31."""
+    """The row of a byte among 32 rows of tl2: 0-7, 16-23, 8-15, 24-31."""
     order = byte // 8
     return ((order & 1) << 1 | order >> 1) * 8 + byte % 8
 
 
 @cache
 def _four(format: str):
-    """A device function: row and first column, in its strip, of byte ``b`` of it."""
+    """A device function: row and first column, within a strip, of its byte ``b``."""
 
     @cuda.jit(device=True)
     def tl1(b, step):
-        wide = 64 // step  # bytes of a row in a step
+        wide = 64 // step  # bytes per row in a step
         part = b % 64 // 16
         return part // wide * 16 + b % 16, 4 * (b // 64 * wide + part % wide)
 
@@ -53,7 +53,7 @@ def _four(format: str):
 
 @cache
 def pack_kernel(format: str) -> NumbaKernel:
-    """``(trits, packed, flags, first, rows, columns, step, across)``: packed is flat, of this part alone."""
+    """``(trits, packed, flags, first, rows, columns, step, across)``: packed is flat and holds this part only."""
     return _pack_triples() if format == "tl2" else _pack_pairs(format)
 
 
@@ -93,7 +93,7 @@ def _unpack_pairs(format: str) -> NumbaKernel:
             r, c = four(at % per_strip, step)
             for i in range(2):
                 number = int64(packed[at]) >> 4 * (1 - i) & 15
-                if number > 8:  # no pair: two zeros
+                if number > 8:  # not a pair: two zeros
                     bad, number = 1, 4
                 trits[row + r, column + c + 2 * i] = int8(number // 3 - 1)
                 trits[row + r, column + c + 2 * i + 1] = int8(number % 3 - 1)
@@ -104,7 +104,7 @@ def _unpack_pairs(format: str) -> NumbaKernel:
 
 @cuda.jit(device=True)
 def _triple(trits, row, column):
-    """``9 t0 + 3 t1 + t2``, and whether one of them is no trit."""
+    """``9 t0 + 3 t1 + t2``, and whether one of them is not a trit."""
     number, bad = 0, 0
     for i in range(3):
         trit = int64(trits[row, column + i])

@@ -1,7 +1,7 @@
 """Ternary x ternary for Numba: the readable twin of cuda/ternary_planes.cu.
 
-A word has 32 codes, 1 + trit in two bits; two words make 64 bits of each plane. A block of 16 x 16 threads makes
-16 rows of a x 16 rows of w, a thread one number:
+A word has 32 codes, 1 + trit in two bits; two words give 64 bits of each plane. A block of 16 x 16 threads computes
+16 rows of a x 16 rows of w, one number per thread:
 
 dot = popc(both) - 2 popc(both & (plus_a ^ plus_w)), both = nonzero_a & nonzero_w
 """
@@ -23,7 +23,7 @@ LOW, HIGH, ONE = np.uint64(0x5555555555555555), np.uint64(0xAAAAAAAAAAAAAAAA), n
 
 @cache
 def matmul_kernel(skip: bool) -> NumbaKernel:
-    """``(a, a_scale, w, w_scale, starts, chunks, y)``; ``skip``: of row r of w, chunks[starts[r] : starts[r + 1]]."""
+    """``(a, a_scale, w, w_scale, starts, chunks, y)``; ``skip``: row r of w has chunks[starts[r]:starts[r + 1]]."""
 
     def ternary_planes(a, a_scale, w, w_scale, starts, chunks, y):
         column = cuda.blockIdx.x * TILE + cuda.threadIdx.x

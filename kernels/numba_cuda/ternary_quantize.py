@@ -1,16 +1,16 @@
 """Ternary quantisation for Numba: the readable twin of cuda/ternary_quantize.cu, in any dtype and for any group.
 
-A run is what lies side by side in a row and shares a scale, a group or the row; a scope is what has a scale, a run or
-the tensor. Statistics of runs first, then what they say of each scope:
+A run is a contiguous piece of a row with one scale: a group or the whole row. A scope is what has one scale: a run or
+the tensor. Statistics are taken per run first, then combined per scope:
 
-sums       sum |w|, max |w|          limit, and of absmean the scale
-squares    sum (|w| - limit)^2       limit = mean + threshold * std, when the limit is the mean
+sums       sum |w|, max |w|          limit, and, for absmean, the scale
+squares    sum (|w| - limit)^2       limit = mean + threshold * std, if the limit is the mean
 kept       sum |w| and count of |w| > limit       scale = sum / count
 
-A percentile is the limit of ``ranks``: a block per scope finds the weight of a rank digit by digit of its bits, by
-how many weights begin with the digits known so far.
+``ranks`` finds a percentile as the limit: one block per scope finds the weight of a rank by radix selection on its
+bits, counting how many weights begin with the digits known so far.
 
-A word has 16 codes, 1 + trit: code e in byte e % 4, bits 2 (e / 4). Sums are float64, in a fixed order.
+A word has 16 codes, 1 + trit: code e is in byte e % 4, at bits 2 (e / 4). Sums are float64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ABSMEAN, ABSMAX, TWN, MANUAL, MEANSTD, PERCENTILE, WITH_STD = range(7)
 
 @cache
 def statistics(what: str, dtype: str) -> NumbaKernel:
-    """``(w, length, limit, partial)``: a block per run; partial is (2, runs)."""
+    """``(w, length, limit, partial)``, one block per run; partial is (2, runs)."""
     load, _, _, element, _ = functions(dtype)
     squares, kept = what == "squares", what == "kept"
 
@@ -68,7 +68,7 @@ def statistics(what: str, dtype: str) -> NumbaKernel:
 
 @cache
 def limits() -> NumbaKernel:
-    """``(partial, limit, scale, per_scope, size, method, threshold)``: a thread per scope."""
+    """``(partial, limit, scale, per_scope, size, method, threshold)``, one thread per scope."""
 
     def ternary_limits(partial, limit, scale, per_scope, size, method, threshold):
         scope = cuda.grid(1)
@@ -121,7 +121,7 @@ def _float64_of_key(key):
 
 @cuda.jit(device=True)
 def _bin_of(counts, bins, rank):
-    """The bin that a rank falls on, and how many are below; ``bins`` if it is beyond them."""
+    """The bin that holds a rank, and how many are below it; ``bins`` if the rank is beyond all of them."""
     below = 0
     for b in range(bins):
         if rank < below + counts[b]:
@@ -132,9 +132,9 @@ def _bin_of(counts, bins, rank):
 
 @cache
 def ranks(dtype: str, per_tensor: bool) -> tuple[NumbaKernel, int]:
-    """``(w, size, rank, share, limit)``: a block per scope; NaN stays. And the threads of a block."""
+    """``(w, size, rank, share, limit)``, one block per scope; NaN limits stay. Also returns the threads per block."""
     load, _, _, element, _ = functions(dtype)
-    threads, digit = (1024, 8) if per_tensor else (THREADS, 4)  # few readings of much, few bins for little
+    threads, digit = (1024, 8) if per_tensor else (THREADS, 4)  # fewer passes, or fewer bins
     bins = 1 << digit
     wide = dtype == "float64"
     key_of, number_of = (_key_of_float64, _float64_of_key) if wide else (_key_of_float32, _float32_of_key)
@@ -183,7 +183,7 @@ def ranks(dtype: str, per_tensor: bool) -> tuple[NumbaKernel, int]:
 
 @cache
 def encode(dtype: str) -> NumbaKernel:
-    """``(w, length, limit, words)``: a thread per word."""
+    """``(w, length, limit, words)``, one thread per word."""
     load, _, _, element, _ = functions(dtype)
 
     def ternary_encode(w, length, limit, words):
@@ -209,7 +209,7 @@ def encode(dtype: str) -> NumbaKernel:
 
 @cache
 def scales() -> NumbaKernel:
-    """``(partial, limit, scale, per_scope)``: a thread per scope."""
+    """``(partial, limit, scale, per_scope)``, one thread per scope."""
 
     def ternary_scales(partial, limit, scale, per_scope):
         scope = cuda.grid(1)

@@ -1,4 +1,4 @@
-// Activations of gated MLPs, silu, gelu (erf) and gelu_tanh, and their derivatives, in float.
+// Activations of gated MLPs (silu, gelu with erf, gelu_tanh) and their derivatives, in float.
 //
 //   act(g) = g c(g), where c rises from 0 to 1       act'(g) = c + g c'
 //
@@ -6,20 +6,20 @@
 //   kGelu       c = Phi(g), the normal distribution function
 //   kGeluTanh   c = sigmoid(sqrt(8 / pi) (g + 0.044715 g^3))
 //
-// activated<kActivation, T>(g) gives both; what is not used costs nothing. T is the type that a result will be
-// rounded to. For float the exponential is exact to a unit or two; 16 bits take the hardware's and a shorter
-// polynomial, whose error is a twentieth of their rounding or less. Instructions for 16 bits, two of them MUFU:
+// activated<kActivation, T>(g) returns both; an unused one costs nothing. T is the type that results are rounded to.
+// float uses an exponential accurate to an ulp or two. 16-bit types use the hardware's exponential and a shorter
+// polynomial, whose error is at most a twentieth of their rounding. Instructions for 16 bits, two of them MUFU:
 //
 //               value   both
 //   kSilu         6      10
 //   kGelu        15      19
 //   kGeluTanh     9      15
 //
-// Small values are as accurate as large ones: no c is formed as 1 - something close to 1, nor from the hardware's
-// tanh, whose error of 2^-11 would be all there is of a small c. A c below 2^-126 is 0.
+// Small values are as accurate as large ones: c is never formed as 1 minus something close to 1, nor from tanh.approx,
+// whose error of 2^-11 would swamp a small c. A c below 2^-126 is 0.
 //
-// Limits: act(-inf) = -0, act(inf) = inf, act'(-inf) = 0, act'(inf) = 1; NaN stays NaN. Where inf * 0 would appear
-// the infinite factor is first clamped; fminf and fmaxf drop a NaN, which another factor then still has.
+// Limits: act(-inf) = -0, act(inf) = inf, act'(-inf) = 0, act'(inf) = 1; NaN stays NaN. To avoid inf * 0, the infinite
+// factor is clamped first. fminf and fmaxf drop a NaN, but the other factor still carries it.
 #pragma once
 #include "ptx.cuh"
 
@@ -30,9 +30,9 @@ struct Activated { float value, slope; };
 namespace detail {
 
 constexpr float kLargest = 0x1.fffffep127f;
-constexpr float kSaturated = 40.0f;  // from here on all c are 0 or 1, and c' is 0
+constexpr float kSaturated = 40.0f;  // beyond it every c is 0 or 1, and c' is 0
 
-// e^x from x in units of kUnit, a factor that constants take in.
+// e^x for x in units of kUnit. Callers fold kUnit into their constants.
 template <typename T> struct Exponential {
     static constexpr float kUnit = 1.4426950408889634f;
     static __device__ __forceinline__ float of(float units) { return ptx::exp2(units); }
@@ -43,7 +43,7 @@ template <> struct Exponential<f32> {
     static __device__ __forceinline__ float of(float units) { return expf(units); }
 };
 
-// 1 / (1 + e), the sigmoid of -log e, and 1 - that without cancellation.
+// value = 1 / (1 + e), the sigmoid of -log e; rest = 1 - value, without cancellation.
 struct Sigmoid { float value, rest; };
 
 __device__ __forceinline__ Sigmoid sigmoid(float e) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ Sigmoid sigmoid(float e) {
     return {value, fminf(e, kLargest) * value};
 }
 
-// exp(a^2 / 2) Phi(-a) for 0 <= a: a polynomial in t = 1 / (1 + s a), the minimax fit on [0, 14] in relative error.
-template <typename T> __device__ __forceinline__ float scaled_tail(float a) {  // 1.3e-5, a degree less: 1.3e-4
+// exp(a^2 / 2) Phi(-a) for a >= 0: a minimax polynomial in t = 1 / (1 + s a), fitted on [0, 14] in relative error.
+template <typename T> __device__ __forceinline__ float scaled_tail(float a) {  // error 1.3e-5; one degree less: 1.3e-4
     const float t = ptx::reciprocal(fmaf(0.36f, a, 1.0f));
     float p = -0.09851565064401883f;
     p = fmaf(p, t, 0.25438745322444895f);
@@ -62,7 +62,7 @@ template <typename T> __device__ __forceinline__ float scaled_tail(float a) {  /
     return fmaf(p, t, 0.0001912894154714915f);
 }
 
-template <> __device__ __forceinline__ float scaled_tail<f32>(float a) {  // 5.8e-8
+template <> __device__ __forceinline__ float scaled_tail<f32>(float a) {  // error 5.8e-8
     const float t = ptx::reciprocal(fmaf(0.3f, a, 1.0f));
     float p = 0.03837834852134263f;
     p = fmaf(p, t, -0.16916638279325766f);
@@ -81,9 +81,9 @@ template <typename T> __device__ __forceinline__ Activated silu(float g) {
     return {value, fmaf(fminf(value, kLargest), c.rest, c.value)};
 }
 
-// Of a = |g|: act(g) = max(g, 0) - a Phi(-a); below 0 act'(g) is Phi(-a) - a phi(a), above it 1 minus that. Near 0 the
-// rounding of t makes that wrong by up to 6 units of float, which takes a series there: Phi(g) = 1/2 + g q(g^2), a
-// minimax fit of 7e-10.
+// With a = |g|: act(g) = max(g, 0) - a Phi(-a). act'(g) = Phi(-a) - a phi(a) for g < 0, and 1 minus that for g > 0.
+// Near 0 the rounding of t costs up to 6 ulp of float, so float uses a series there: Phi(g) = 1/2 + g q(g^2), a
+// minimax fit with error 7e-10.
 template <typename T> __device__ __forceinline__ Activated gelu(float g) {
     constexpr float kDensity = 0.3989422804014327f;  // phi(0) = 1 / sqrt(2 pi)
     const float a = fminf(fabsf(g), kSaturated), square = g * g;
@@ -107,7 +107,7 @@ template <typename T> __device__ __forceinline__ Activated gelu_tanh(float g) {
     constexpr float kUnit = Exponential<T>::kUnit;
     const Sigmoid c = sigmoid(Exponential<T>::of(g * fmaf(-kUnit * kCubic, g * g, -kUnit * kLinear)));
     const float near = fminf(fmaxf(g, -kSaturated), kSaturated);
-    const float inner = near * fmaf(3.0f * kCubic, near * near, kLinear);  // of the sigmoid: g times its slope
+    const float inner = near * fmaf(3.0f * kCubic, near * near, kLinear);  // g times the slope of the inner function
     return {fmaxf(g, -kLargest) * c.value, fmaf(c.value * c.rest, inner, c.value)};
 }
 

@@ -1,4 +1,4 @@
-// What the macros of attention_fwd_sm80.cu say, as constants and types, and what a block works on.
+// Constants and types derived from the macros of attention_fwd_sm80.cu, and a block's share of the problem.
 #pragma once
 #include "attention_shape.cuh"
 #include "key_rows.cuh"
@@ -17,35 +17,35 @@ typedef DTYPE scalar;
 constexpr Mask kMask = Mask::MASK;
 constexpr Bias kBias = Bias::BIAS;
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
-constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // of 16 rows, per warp; rows per lane
-constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile, per warp
-constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // accumulators of 16 x 8
-constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // of Q K^T
+constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // slabs of 16 rows per warp; rows per lane
+constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile per warp
+constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // 16 x 8 accumulators
+constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // mma steps of Q K^T
 
-// 160 of 255 registers for matrices leave enough for addresses, rows and what is in flight. A Q of floats
-// would be kept split in two.
+// 160 of 255 registers for matrices leave enough for addresses, row state and loads in flight. A float32 Q would
+// have to be kept as two TF32 halves.
 constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
 
-// Scores to which nothing is added are scaled by the multiply-add of the exponent.
+// Without softcap, ALiBi and bias, the scale folds into the FMA that computes the exponent.
 constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;
 
-// Rows of one tile may see different keys.
+// True if rows of one tile may see different keys.
 constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;
 
 typedef Tile<scalar, BLOCK_M, HEAD_DIM> TileQ;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM> TileK;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
 
-// Of HEAD_DIM columns fewer than 32 are filled with zeros; of the last part of the values it may be more.
+// Fewer than 32 of HEAD_DIM columns are zero-filled, but more may be in the last part of V.
 constexpr int kSpare = 32, kSpareV = VALUE_PARTS > 1 ? HEAD_DIM_V : kSpare;
 typedef KeyRows<TileK, kThreads, PAGED, kSpare> RowsK;
 typedef KeyRows<TileV, kThreads, PAGED, kSpareV> RowsV;
 
-// O leaves through shared memory: as it is stored, or where several warps have parts of it, in float.
+// O is staged in shared memory in the output type, or in float if several warps hold partial sums.
 typedef typename ChooseType<SPLIT, float, scalar>::type out_scalar;
 typedef typename ChooseType<(WARPS_N > 1), float, out_scalar>::type staged;
 typedef Tile<staged, BLOCK_M * WARPS_N, HEAD_DIM_V, sizeof(staged) == 4> TileO;
-struct Part { float row_max, weight; };  // of a row and a warp: behind the tile
+struct Part { float row_max, weight; };  // one per row and warp, stored behind the tile
 
 constexpr int kOffsetV = TileK::kBytes, kOffsetOddK = kOffsetV + TileV::kBytes;
 constexpr int kOffsetQ = kQInRegisters ? kOffsetOddK : kOffsetOddK + TileK::kBytes;
@@ -56,16 +56,15 @@ static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-struct Tiles { int begin, end, all_begin, all_end; };  // those that some row sees, those that need no mask
+struct Tiles { int begin, end, all_begin, all_end; };  // some row sees [begin, end); all rows see [all_begin, all_end)
 
-// What a block works on, from its place in the grid. It is asked for again where it is needed again:
-// registers are short in between.
+// A block's share of the problem, from its grid position. Recomputed where it is needed again, to save registers.
 struct Work {
     int batch, split;
-    int head, kv_head, group;           // with PACK_GQA head is the first of the group
+    int head, kv_head, group;           // with PACK_GQA, head is the first of the group
     int q_begin, seqlen_q, k_begin, seqlen_k;
-    int row0, rows;                     // the block's first, of all
-    int column0, columns;               // of out, the block's
+    int row0, rows;                     // the block's first row; rows in all
+    int column0, columns;               // the block's columns of out
 
     static __device__ __forceinline__ Work of(const AttentionShape& shape, const int* cu_seqlens_q,
                                               const int* cu_seqlens_k, const int* seqused_k) {
@@ -86,7 +85,7 @@ struct Work {
                         : VARLEN  ? cu_seqlens_k[batch + 1] - work.k_begin
                                   : shape.seqlen_k;
         work.rows = PACK_GQA ? work.seqlen_q * shape.group : work.seqlen_q;
-        // Of causal rows the longest first: short ones fill the end.
+        // Causal: the longest rows first, so that short ones fill the tail.
         work.row0 = (kMask == Mask::kCausal ? blocks_m - 1 - m : m) * BLOCK_M;
         work.column0 = y % VALUE_PARTS * HEAD_DIM_V;
         work.columns = VALUE_PARTS > 1 ? min(HEAD_DIM_V, shape.head_dim_v - work.column0) : shape.head_dim_v;

@@ -1,18 +1,18 @@
-// A warp's part of attention_fwd_sm80.cu: its accumulators, and one step per tile of keys.
+// The per-warp half of attention_fwd_sm80.cu: accumulators, and one step per tile of keys.
 #pragma once
 #include "attention_fwd_config.cuh"
 
-// softcap's tanh. The approximation is off by half a unit of float16, which is too much for float: a cap that is large
-// beside the scores multiplies what is lost of small ones.
+// tanh for softcap. tanh.approx errs by half a unit of float16. That is too much for float32: a cap that is large
+// beside the scores magnifies the error of small ones.
 __device__ __forceinline__ float soft_sign(float x) {
     if constexpr (sizeof(scalar) == 2) return ptx::tanh(x);
     else return tanhf(x);
 }
 
-// A bias below it hides nothing and, in units of log2, would be -inf.
+// A lower finite bias is raised to this one: in units of log2 it would overflow to -inf and hide its key.
 constexpr float kLowestBias = -2.28e38f;
 
-// Where a thread stands; asked for again where it is needed again, as Work is.
+// A thread's position in the block. Recomputed where it is needed again, like Work.
 struct Place {
     int lane, warp_m, warp_n;
 
@@ -23,36 +23,36 @@ struct Place {
 
     __device__ __forceinline__ int first_row() const { return warp_m * kSlabs * 16; }   // of the warp, in the block
     __device__ __forceinline__ int row(int r) const { return first_row() + lane / 4 + 8 * r; }
-    __device__ __forceinline__ int first_key() const { return warp_n * kWarpN; }        // in the tile
+    __device__ __forceinline__ int first_key() const { return warp_n * kWarpN; }        // of the warp, in the tile
 };
 
-// What a warp holds of its 16 or 32 rows, lane = 4 g + t; c: an accumulator's numbers, r = 2 slab + h: rows g + 8 h
+// What a warp keeps for its 16 or 32 rows. lane = 4 g + t; a lane's row r = 2 slab + h is row 16 slab + 8 h + g.
 //
-//   q[step][slab]      A operand, 32 bytes of head_dim     a0 (g), a1 (g + 8), a2, a3: 16 bytes further
+//   q[step][slab]      A operand, 32 bytes of head_dim     a0 (row g), a1 (row g + 8); a2, a3: 16 bytes to the right
 //   s[slab][tile][c]   scores, then weights                c = 2 h + e: row 16 slab + 8 h + g, key 8 tile + 2t + e
-//   acc_o[slab][tile]  sums of weighted values             the same, columns of v
+//   acc_o[slab][tile]  sums of weighted values             the same, with columns of V for keys
 //
-// With 192 of 255 registers in s and acc_o, what else lives across a tile is counted: two addresses to copy from and
-// one to copy to, three to read fragments from, the tile and the limits of the masked ones. The rest comes from
-// constant memory, or is computed where it is used.
+// s and acc_o take up to 192 of 255 registers, so little else may live across a tile: two source addresses and a
+// destination for copies, three addresses for fragments, the tile index and the limits of masked tiles. Everything
+// else comes from constant memory or is recomputed.
 struct Forward {
     const AttentionShape& shape;
     Work work;
-    const bool careful;               // V has numbers that are not finite: they are left out, and added later
+    const bool careful;               // V has non-finite values: they are left out of the product and added later
     RowsK k;
     RowsV v;
     const unsigned char* bias;        // of the sequence
     BlockMask block_mask;
-    unsigned q_from, k_from, v_from;  // where this lane reads its rows of Q, of even K, of V
-    unsigned k_to, v_to;              // where this thread copies odd K and V to
-    int k_odd;                        // 0 or kOffsetOddK: the buffer of K in use
+    unsigned q_from, k_from, v_from;  // this lane's ldmatrix addresses: Q, even K, V
+    unsigned k_to, v_to;              // this thread's copy destinations: odd K, V
+    int k_odd;                        // offset of the K buffer in use: 0 or kOffsetOddK
     int query[PACK_GQA ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
     float acc_o[kSlabs][kTilesO][4];
     OnlineSoftmax<kSlabs> softmax;
 
-    // Row r of this lane in the matrix of rows; its query; the key that query sits on.
+    // Row r of this lane among all rows; its query; the key on that query's diagonal.
     __device__ __forceinline__ int row(const Place& me, int r) const { return work.row0 + me.row(r); }
     __device__ __forceinline__ int query_of(const Place& me, int r) const {
         return PACK_GQA ? query[PACK_GQA ? r : 0] : row(me, r);
@@ -84,9 +84,9 @@ struct Forward {
         }
     }
 
-    // S = Q K^T: 16 keys and 32 bytes of head_dim per ldmatrix; steps with the same exclusive or, one after the other.
-    // Those of float are a loop, since each is three products and the splitting of numbers: unrolled, they would take
-    // ptxas most of its time.
+    // S = Q K^T. Each ldmatrix covers 16 keys and 32 bytes of head_dim; steps with the same swizzle XOR run back to
+    // back. The float32 loop stays rolled: each step is three products plus the TF32 split, and unrolled code would
+    // dominate ptxas time.
     __device__ __forceinline__ void scores(float (&s)[kSlabs][kTilesS][4]) {
         constexpr int kSpan = LaneAddress<TileK>::kSpan, kSpans = TileK::kRowBytes / kSpan, kTwists = kSpan / 32;
         constexpr int kUnrolled = sizeof(scalar) == 2 ? kSpans : 1;
@@ -122,7 +122,7 @@ struct Forward {
         else return widened(reinterpret_cast<const scalar*>(bias)[at]);
     }
 
-    // Softcap, ALiBi and bias: scores in units of log2. `first` is the key of this lane's first column.
+    // Applies softcap, ALiBi and bias; scores are in units of log2. `first` is the key of this lane's first column.
     __device__ __forceinline__ void shape_row(const Place& me, float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
         const float along = static_cast<float>(diagonal(me, r) - first);
@@ -136,7 +136,7 @@ struct Forward {
                 else x *= shape.scale_log2;
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {
-                    // What nobody sees is not read.
+                    // Do not read the bias of invisible keys.
                     const bool seen = column < end && row(me, r) < work.rows;
                     const float b = seen ? bias_at(row(me, r), query_of(me, r), first + column) : minus_infinity();
                     x = b == minus_infinity() ? b : fmaf(b < kLowestBias ? kLowestBias : b, kLog2e, x);
@@ -145,12 +145,12 @@ struct Forward {
         }
     }
 
-    // O += P V. The accumulators of two tiles of S are the A operand of 16 keys:
+    // O += P V. The accumulators of two adjacent tiles of S form the A operand for 16 keys:
     //
-    //   a0, a1 = (c0 c1), (c2 c3) of the first      a2, a3 = of the second
+    //   a0, a1 = (c0 c1), (c2 c3) of the first tile      a2, a3 = those of the second
     //
-    // 8 keys of float make a step. There A wants keys t and t + 4 where the accumulator has 2t and 2t + 1:
-    // the rows of V are taken in that order.
+    // float32 takes 8 keys per step. Its A operand wants keys t and t + 4, but the accumulator holds 2t and 2t + 1, so
+    // the rows of V are read in that order.
     __device__ __forceinline__ void add_values(const float (&p)[kSlabs][kTilesS][4]) {
         constexpr bool kHalf = sizeof(scalar) == 2;
         constexpr int kKeys = kHalf ? 16 : 8;
@@ -187,13 +187,13 @@ struct Forward {
         }
     }
 
-    // Tile n. Its K is on the way; tile `next` comes after it, unless it is before `begin`. masked: some row
-    // does not see all of it; partly: by the block mask.
+    // Processes tile n, whose K is already loading. Tile `next` follows, unless it lies before `begin`.
+    // masked: some row does not see all of tile n; partly: because of the block mask.
     __device__ __forceinline__ void step(int n, int next, int begin, bool masked, bool partly) {
         ptx::cp_async_wait<0>();
-        __syncthreads();  // K is here; everybody is done with V and the other K
+        __syncthreads();  // K has arrived; no warp reads V or the other K any more
         if (masked) v.load(v_to, n, false, work.seqlen_k, work.columns);
-        else v.load(v_to, n, true, work.seqlen_k, work.columns);  // compares no rows
+        else v.load(v_to, n, true, work.seqlen_k, work.columns);  // skips the row bounds check
         ptx::cp_async_commit();
         v.skip(n - 1 - next);
         k.skip(n - 1 - next);
@@ -218,19 +218,19 @@ struct Forward {
                 }
             }
             if (kHides && masked && careful) {
-                ptx::cp_async_wait<1>();  // what this thread has copied of V is here
+                ptx::cp_async_wait<1>();  // this thread's own copies of V have arrived
                 RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
             }
         }
         softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
-        __syncthreads();  // V is here
+        __syncthreads();  // V has arrived
         add_values(s);
         k_odd = kOffsetOddK - k_odd;
     }
 
-    // The next tile to the left, from n on, that the block mask does not hide; begin - 1 when there is none.
+    // The next tile at or left of n that the block mask does not hide entirely; begin - 1 if there is none.
     __device__ __forceinline__ int find(int n, int begin, bool& partly) const {
         if constexpr (BLOCK_MASK) {
             const int row_end = min(work.row0 + BLOCK_M, work.rows);
@@ -244,7 +244,7 @@ struct Forward {
         return n;
     }
 
-    // Waits for Q, not for the first K, which was asked for later.
+    // Waits for Q, but not for the first K, which was issued later.
     __device__ __forceinline__ void receive_q() {
         if (kQInRegisters || shape.negate) ptx::cp_async_wait<1>();
         if (shape.negate) {
@@ -262,7 +262,7 @@ struct Forward {
         }
     }
 
-    // All tiles, from the right to the left; Q is on the way.
+    // Runs over all tiles from right to left. Q is already loading.
     __device__ __forceinline__ void run(const Tiles& tiles) {
         bool partly = false;
         int n = ptx::kept(find(tiles.end - 1, tiles.begin, partly));
@@ -276,8 +276,8 @@ struct Forward {
             if (kMask == Mask::kLocal && n < all_begin) return true;
             return kBias != Bias::kNone || partly || n >= tiles.all_end;
         };
-        // Most tiles are seen whole, and jump over the comparisons. A loop of their own would save them two jumps, for
-        // twice the code and other registers in each.
+        // Most tiles need no mask and branch around it. A separate loop for them would save two branches and double the
+        // code, with a different register allocation in each loop.
         while (n >= tiles.begin) {
             bool next_partly = false;
             const int next = find(n - 1, tiles.begin, next_partly);
@@ -286,7 +286,7 @@ struct Forward {
         }
     }
 
-    // Whether a row sees a key: what the masks do tile by tile, for one pair.
+    // Does `row` see `key`? The same masks as for whole tiles, for one pair.
     __device__ __forceinline__ bool sees(int row, int key) const {
         const int query = work.query(row), diagonal = query + work.shift();
         bool visible = true;
@@ -296,8 +296,8 @@ struct Forward {
         return visible && bias_at(row, query, key) != minus_infinity();
     }
 
-    // Adds to O, staged in shared memory, the numbers of V that are not finite, where they are seen: 0 * inf
-    // is NaN, so the product would bring them to every row. A column of a thread; slow, and rare.
+    // Adds the non-finite values of V to O (staged in shared memory) for the rows that see them. In the product,
+    // 0 * inf would give NaN in every row. One column per thread: slow, but rare.
     __device__ __forceinline__ void add_special(unsigned char* tile) const {
         const Tiles tiles = work.tiles(shape);
         const int last_key = min(tiles.end * BLOCK_N, work.seqlen_k);

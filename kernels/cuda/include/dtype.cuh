@@ -2,12 +2,12 @@
 //
 //   DTYPE   stored as   widen                      narrow (round to nearest even)
 //   f16     16 bits     cvt.f32.f16                cvt.rn.f16x2.f32
-//   bf16    16 bits     a shift or a mask          cvt.rn.bf16x2.f32
-//   f32     32 bits     nothing                    nothing
+//   bf16    16 bits     shift or mask              cvt.rn.bf16x2.f32
+//   f32     32 bits     none                       none
 //
-// Numbers stay packed in 32-bit words (two 16-bit numbers, the first in the low half) until they are used:
-// a row kept in registers takes half the registers that way. No toolkit header is included: cuda_bf16.h
-// alone would take most of the time to compile a kernel, and needs a toolkit to be found.
+// Values stay packed in 32-bit words (two 16-bit values, the first in the low half) until they are used, so a row in
+// registers takes half as many. No toolkit header is included: cuda_bf16.h alone would dominate compile time, and
+// it would need a toolkit to be installed.
 #pragma once
 
 struct f16 { unsigned short bits; };
@@ -16,7 +16,7 @@ typedef float f32;
 
 template <typename T> struct Packed;
 
-// kWideRange: squares can overflow or vanish in float although the numbers are finite and not zero.
+// kWideRange: squares can overflow or underflow in float although the values are finite and nonzero.
 template <> struct Packed<f32> {
     static constexpr int kPerWord = 1;
     static constexpr bool kWideRange = true;

@@ -1,13 +1,13 @@
-// What becomes of the sums of a matrix product: four neighbours of a row at a time.
+// GEMM epilogues, applied to four adjacent columns of a row at a time.
 //
 //   kStore          c = product
-//   kAdd            c = total + product            total (rows, cols) float; c may be total
-//   kGate           c = act(gate) up               both products, gate and up: see Loader, kInterleaved
-//   kGateBackward   the product is dh; c0 holds gate and gets dgate, c1 holds up and gets dup, h gets act(gate) up:
-//                   dgate = dh up act'(gate)       dup = dh act(gate)
+//   kAdd            c = total + product            total (rows, cols) float; c may alias total
+//   kGate           c = act(gate) up               gate and up are both products; see Loader, kInterleaved
+//   kGateBackward   the product is dh. c holds gate and receives dgate, c1 holds up and receives dup, and h receives
+//                   act(gate) up:      dgate = dh up act'(gate)       dup = dh act(gate)
 //
-// The sums leave through shared memory, 16 rows of a warp at a time, so that rows are read and written in whole
-// sectors: registers hold pairs of columns.
+// Accumulators hold pairs of columns. They pass through shared memory, 16 rows per warp at a time, so that rows are
+// read and written in whole sectors.
 #pragma once
 #include "activation.cuh"
 #include "gemm_operand.cuh"
@@ -22,7 +22,7 @@ template <typename Out> struct Results {
     int rows, cols;
 };
 
-// Four neighbours, of which `count` exist.
+// Four adjacent elements, of which `count` exist.
 template <bool kAligned, typename T> __device__ __forceinline__ void get(const T* from, int count, float (&x)[4]) {
     if constexpr (kAligned) {
         load_four(from, x);
@@ -49,7 +49,7 @@ struct Finish {
     static constexpr int kColumns = 8 * kTiles / kGated;  // of c, per warp
     typedef Tile<float, 16, kColumns, true> Staged;       // one per warp
 
-    // acc: the warp's, whose first row and column of c are given; `shared` is the warp's own place.
+    // acc: the warp's accumulators; row0, col0: where they start in c; shared: the warp's own buffer.
     static __device__ __forceinline__ void run(const Accumulator (&acc)[kSlabs][kTiles], const Results<Out>& results,
                                                int row0, int col0, unsigned char* shared) {
         const int lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// The inner loop of a matrix product: STAGES tiles of A and B in shared memory, of which STAGES - 1 are on the way or
-// here while one is multiplied.
+// The GEMM main loop: STAGES tiles of A and B in shared memory. While one is multiplied, the other STAGES - 1 load or
+// wait.
 //
 //   shared memory   | A 0 | B 0 | A 1 | B 1 | ...    tile n is in stage n % STAGES
 //   registers       acc[slab][tile]: rows 16 slab .., columns 8 tile .. of the warp's WARP_M x WARP_N
@@ -7,8 +7,8 @@
 #include "gemm_operand.cuh"
 #include "mma.cuh"
 
-// kExact: floats are multiplied outside the tensor cores, whose 3 x TF32 loses 2^-22 of a product. In a sum of few
-// products that would be its largest error.
+// kExact: multiply floats by FMA rather than on tensor cores. 3 x TF32 loses 2^-22 of a product, which would dominate
+// the error of a short sum.
 template <typename TileA, typename TileB, bool kAAlongK, bool kBAlongK, int kSlabs, int kTiles, int kBlockK,
           int kStages, bool kExact>
 struct Product {
@@ -29,7 +29,7 @@ struct Product {
         }
     }
 
-    // Adds up `tiles` tiles; load(stage, n) starts to copy tile n there. The warp's first row in A and in B.
+    // Accumulates `tiles` tiles. load(stage, n) starts copying tile n; row_a, row_b: the warp's first rows in A and B.
     template <typename Load>
     __device__ __forceinline__ void run(unsigned shared, int row_a, int row_b, int tiles, Load load) {
         #pragma unroll
@@ -42,7 +42,7 @@ struct Product {
         #pragma unroll 1
         for (int n = 0; n < tiles; ++n) {
             ptx::cp_async_wait<kStages - 2>();
-            __syncthreads();  // tile n is here; everybody is done with tile n - 1, whose place n + STAGES - 1 takes
+            __syncthreads();  // tile n has arrived; no warp reads tile n - 1, whose stage the next load reuses
             if (n + kStages - 1 < tiles) load(later, n + kStages - 1);
             ptx::cp_async_commit();
             if constexpr (kExact) multiply_add_tile(now, row_a, row_b);
@@ -50,7 +50,7 @@ struct Product {
             now = now + kStageBytes == end ? shared : now + kStageBytes;
             later = later + kStageBytes == end ? shared : later + kStageBytes;
         }
-        ptx::cp_async_wait<0>();  // of groups without copies: nothing is on the way when shared memory changes use
+        ptx::cp_async_wait<0>();  // only empty groups remain: shared memory may be reused
     }
 
 private:
@@ -75,7 +75,7 @@ private:
         }
     }
 
-    // The same sums, element by element: a lane's rows of A and of B are those of its accumulators.
+    // The same by scalar FMA. A lane reads the rows of A and B that belong to its accumulators.
     __device__ __forceinline__ void multiply_add_tile(unsigned stage, int row_a, int row_b) {
         const int lane = threadIdx.x % 32;
         #pragma unroll 1

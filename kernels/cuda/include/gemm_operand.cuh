@@ -1,18 +1,18 @@
-// An operand of a matrix product: from global memory to a tile in shared memory, from there to registers.
+// GEMM operands: from global memory to a tile in shared memory, and from there to registers.
 //
-// Rows of A are rows of the result, rows of B its columns; both have K columns. In memory an operand lies
+// Rows of A are rows of the result, rows of B are its columns; both have K columns. In memory an operand lies
 //
 //   along K        (rows, K)    C = A B^T           tile: ROWS x BLOCK_K, read by ldmatrix
 //   across K       (K, rows)    C = A B, A^T B      tile: BLOCK_K x ROWS, read by ldmatrix.trans; floats one by one
 //
-// What a tile has of rows and columns that do not exist is zero.
+// Rows and columns of a tile beyond the operand's edge are zero.
 #pragma once
 #include "tile.cuh"
 
 typedef long long int64;
 
 template <typename T, bool kAlongK, int kRows, int kBlockK> struct OperandTile {
-    // Single floats are read from 4 rows, of two chunks each, at once: kPairs keeps those apart.
+    // A lane loads single floats, and a warp touches two chunks of 4 rows at once: kPairs avoids their conflicts.
     typedef Tile<T, kBlockK, kRows, sizeof(T) == 4> Across;
     typedef Tile<T, kRows, kBlockK> Along;
     template <bool, typename X, typename> struct Choose { typedef X type; };
@@ -20,17 +20,17 @@ template <typename T, bool kAlongK, int kRows, int kBlockK> struct OperandTile {
     typedef typename Choose<kAlongK, Along, Across>::type type;
 };
 
-// One thread's part of copying an operand, tile by tile along K. As in Copy (tile.cuh), threads lie side by side along
-// a row of the tile: thread t has rows t / kAcross + kDown i and chunks t % kAcross + kAcross j.
+// A thread's share in copying an operand, tile by tile along K. As in Copy (tile.cuh), threads are adjacent along a row
+// of the tile: thread t copies rows t / kAcross + kDown i and chunks t % kAcross + kAcross j.
 //
-// kInterleaved, of an operand along K: two matrices of the same size share the tile, in turns of 8 rows. An
-// accumulator of the first then has the other's beside it, for the same element of the result:
+// kInterleaved, for an operand along K: two matrices of the same size share the tile, 8 rows of each in turn. Their
+// accumulators for the same elements of the result are then adjacent:
 //
 //     tile row          0 .. 7     8 .. 15    16 .. 23    24 .. 31
 //     matrix, row      0, 0 .. 7  1, 0 .. 7   0, 8 .. 15  1, 8 .. 15
 //
-// kAligned: addresses, row strides and the length of rows are multiples of 16 bytes. Otherwise each element is fetched
-// by itself, and nothing is asynchronous.
+// kAligned: addresses, row strides and row lengths are multiples of 16 bytes. Otherwise elements are loaded one by one,
+// synchronously.
 template <typename TileT, bool kAlongK, int kBlockK, int kThreads, bool kAligned, bool kInterleaved = false>
 class Loader {
     typedef typename TileT::Scalar Scalar;
@@ -40,16 +40,16 @@ class Loader {
     static_assert(kDown % (kInterleaved ? 16 : 8) == 0, "a thread's rows have one key, and one matrix");
     static_assert(!kInterleaved || kAlongK, "rows are interleaved");
 
-    const Scalar* at_;  // the thread's first element of the next tile
+    const Scalar* at_;  // this thread's first element of the next tile
     int64 stride_;      // of rows in memory
-    int rows_, cols_;   // how many there are, from that element on
+    int rows_, cols_;   // rows and columns left, from that element on
 
 public:
     struct Matrix { const Scalar* first; int64 stride; };
 
     Loader() = default;
 
-    // Rows [first, rows) of the operand from column k of K on. `other` is the second of two interleaved matrices.
+    // Covers rows [first, rows) of the operand, from column k to k_end. other: the second of two interleaved matrices.
     __device__ __forceinline__ Loader(Matrix matrix, Matrix other, int first, int rows, int k, int k_end) {
         int row = threadIdx.x / kAcross;
         const int col = threadIdx.x % kAcross * TileT::kChunk;
@@ -64,7 +64,7 @@ public:
         cols_ = (kAlongK ? k_end : rows) - col0;
     }
 
-    // Starts to copy a tile, and goes on to the next.
+    // Starts copying a tile and moves on to the next.
     __device__ __forceinline__ void load(unsigned tile) {
         const unsigned to = ptx::opaque(TileT::at(tile, threadIdx.x / kAcross, threadIdx.x % kAcross));
         const Scalar* from = at_;
@@ -99,11 +99,11 @@ private:
     }
 };
 
-// Registers of mma.sync, 16 rows by 32 bytes of K at a time. Of four 8 x 8 matrices (8 x 4 of float)
+// Fragments for mma.sync: 16 rows by 32 bytes of K at a time, as four 8 x 8 matrices (8 x 4 of float):
 //
-//     number q      0               1               2               3
+//     matrix q      0               1               2               3
 //     A             rows 0 k 0      rows 8 k 0      rows 0 k 1      rows 8 k 1        k 1: the upper 16 bytes
-//     B             rows 0 k 0      rows 0 k 1      rows 8 k 0      rows 8 k 1        rows 8 are the next tile of C
+//     B             rows 0 k 0      rows 0 k 1      rows 8 k 0      rows 8 k 1        rows 8: the next tile of C
 template <typename TileT, bool kAlongK, bool kIsA> class Fragments {
     static constexpr bool kSingles = !kAlongK && sizeof(typename TileT::Scalar) == 4;
 
@@ -111,9 +111,9 @@ template <typename TileT, bool kAlongK, bool kIsA> class Fragments {
     static __device__ __forceinline__ int k_half(int q) { return kIsA ? q / 2 : q % 2; }
 
     typedef LaneAddress<TileT> Address;
-    Address low_, high_;  // high_: K + 4 of single floats
+    Address low_, high_;  // high_: single floats at K + 4
 
-    // The warp's rows begin at `first`, along the rows of a tile across K.
+    // The warp's rows start at `first`; in a tile across K that is a column.
     static __device__ __forceinline__ Address address(unsigned tile, int first, int half) {
         const int lane = threadIdx.x % 32;
         if constexpr (kAlongK) {
@@ -130,7 +130,7 @@ public:
     __device__ __forceinline__ Fragments(unsigned tile, int first)
         : low_(address(tile, first, 0)), high_(address(tile, first, 1)) {}
 
-    // Rows 16 i .., step k of the tile.
+    // Reads rows 16 i .. of the tile's step k.
     __device__ __forceinline__ void read(unsigned (&r)[4], int i, int k) const {
         if constexpr (kAlongK) {
             ptx::ldmatrix4(r, low_.at(k, 16 * i));

@@ -1,5 +1,5 @@
-// The rows of K or V of one sequence and head, as a thread copies them tile by tile from the right to the left: one
-// after the other, or in pages.
+// A thread's view of the rows of K or V of one sequence and head, contiguous or paged, as it copies them tile by
+// tile from right to left.
 #pragma once
 #include "attention_shape.cuh"
 #include "tile.cuh"
@@ -9,11 +9,11 @@ public:
     using Loader = Copy<TileT, kThreads>;
     using Scalar = typename TileT::Scalar;
 
-    // first: row 0 of the head, in page 0 if there are pages.
+    // first: row 0 of the head; in page 0 if paged.
     __device__ __forceinline__ KeyRows(const Scalar* first, const RowStrides& stride, const int* pages, int page_size)
         : at_(first + Loader::column()), stride_(stride), pages_(pages), page_size_(page_size) {}
 
-    // From row 0 to where tile n is loaded from.
+    // Moves from row 0 to the first tile to load, n.
     __device__ __forceinline__ void seek(int n) {
         if constexpr (!kPaged) at_ += (n * TileT::kRows + Loader::kLast + Loader::row()) * stride_.row;
     }
@@ -22,13 +22,13 @@ public:
         if constexpr (!kPaged) at_ -= tiles * TileT::kRows * stride_.row;
     }
 
-    // Starts to copy tile n, all of which exists, or rows up to seqlen_k; goes on to tile n - 1. The thread's rows are
-    // evenly spaced, from tile to tile too: one subtraction for each, and nothing to compute for a tile.
+    // Starts copying tile n and moves on to tile n - 1. whole: all its rows exist; otherwise only those below seqlen_k.
+    // A thread's rows are evenly spaced, also across tiles: one subtraction per row, no address arithmetic per tile.
     __device__ __forceinline__ void load(unsigned to, int n, bool whole, int seqlen_k, int cols) {
         const int first = n * TileT::kRows;
         Loader::template start<kSpare>(to, whole, seqlen_k - first, cols, [&](int row) {
             if constexpr (kPaged) {
-                // No page is looked up that holds no key.
+                // Never look up a page that holds no key.
                 const unsigned key = min(first + row, seqlen_k - 1), page = key / page_size_;
                 return at_ + pages_[page] * stride_.batch + (key - page * page_size_) * stride_.row;
             } else {
@@ -39,7 +39,7 @@ public:
         });
     }
 
-    // One number, before seek(): slow.
+    // One element, before seek(). Slow.
     __device__ __forceinline__ Scalar at(int key, int col) const {
         const int page = kPaged ? key / page_size_ : 0;
         const int64 first = kPaged ? pages_[page] * stride_.batch : 0;
@@ -47,8 +47,8 @@ public:
     }
 
 private:
-    const Scalar* at_;   // the thread's column of row 0; after seek() without pages, of its last row of the next tile
-    RowStrides stride_;  // batch: from page to page
+    const Scalar* at_;   // the thread's column of row 0; after seek(), unpaged, of its last row in the next tile
+    RowStrides stride_;  // batch: stride between pages
     const int* pages_;
     unsigned page_size_;
 };

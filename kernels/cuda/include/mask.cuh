@@ -1,19 +1,19 @@
-// Which keys a row sees: limits per row, computed once, so that an element costs a comparison of its column,
-// a constant, with a register.
+// Which keys a row sees. The limits are computed once per row, so that an element costs one comparison of its
+// constant column index with a register.
 #pragma once
 #include "attention_shape.cuh"
 #include "math.cuh"
 
 enum class Mask {
     kNone,    // all keys
-    kCausal,  // up to window_right right of the diagonal
-    kLocal,   // and from window_left left of it
+    kCausal,  // up to window_right keys right of the diagonal
+    kLocal,   // and no more than window_left keys left of it
 };
 
 __device__ __forceinline__ float minus_infinity() { return -infinity(); }
 
-// Keys [begin, end) that row positions [first, last] (on the diagonal of key position + shift) may see; and
-// those, [all_begin, all_end), that every one of them sees.
+// Key ranges for rows whose diagonals run from key `first` to key `last`: some row sees [begin, end), every row
+// sees [all_begin, all_end).
 struct KeyRange {
     int begin, end, all_begin, all_end;
 
@@ -32,8 +32,8 @@ struct KeyRange {
     }
 };
 
-// Scores of columns [8 tile + e] that lie outside [begin, end) of their row become -inf. Both are relative to
-// this lane's first column.
+// Sets scores outside a row's [begin, end) to -inf. Both limits are relative to this lane's first column; element
+// [tile][e] is column 8 tile + e.
 template <Mask kMask, int kTiles>
 __device__ __forceinline__ void mask_row(float (&s)[kTiles][4], int h, int begin, int end) {
     #pragma unroll
@@ -47,16 +47,14 @@ __device__ __forceinline__ void mask_row(float (&s)[kTiles][4], int h, int begin
     }
 }
 
-// The block mask of one head: a byte per block_q queries and block_k keys, 0 where they do not see each
-// other.
+// The block mask of one head: one byte per block_q queries by block_k keys, 0 if hidden.
 struct BlockMask {
     enum Part { kNothing, kPart, kAll };
     const unsigned char* visible;
     int64 stride_q, stride_k;
     int block_q, block_k;
 
-    // How much of keys [key, key_end) queries [query, query_end) see; asked by whole warps, which share the
-    // looking.
+    // How much of keys [key, key_end) queries [query, query_end) see. A whole warp calls this and shares the lookups.
     __device__ __forceinline__ Part seen(int query, int query_end, int key, int key_end) const {
         const int first_q = query / block_q, first_k = key / block_k;
         const int across = (key_end - 1) / block_k - first_k + 1;
@@ -75,8 +73,7 @@ struct BlockMask {
     }
 };
 
-// Scores of the columns that query does not see by the block mask become -inf; columns from `end` on have no
-// blocks.
+// Sets scores that the block mask hides from `query` to -inf. Columns from `end` on have no mask entry.
 template <int kTiles>
 __device__ __forceinline__ void mask_blocks(float (&s)[kTiles][4], int h, const BlockMask& mask, int query,
                                             int first, int end) {

@@ -1,11 +1,11 @@
-// c += a b of one tensor-core step, 32 bytes of A wide: 16 columns of 16-bit numbers, or 8 of float.
+// c += a b, one tensor-core step over 32 bytes of A: 16 columns of 16-bit values, or 8 of float.
 //
-// A float has 24 significant bits, a tensor-core operand 11 of them. It is cut in two, and the three products
-// that matter are added up, the small ones first:
+// float32 uses 3 x TF32. A float has 24 significant bits, a tensor-core operand 11. Each operand is split in two, and
+// the three products that matter are added, small ones first:
 //
-//     x = big + small        x y = small_x big_y + big_x small_y + big_x big_y        (2^-22 of x y is lost)
+//     x = big + small        x y = small_x big_y + big_x small_y + big_x big_y        (drops about 2^-22 of x y)
 //
-// Both are rounded, not cut off: the errors of a sum would all have one sign.
+// Both halves are rounded, not truncated: truncation errors would all have one sign and add up.
 #pragma once
 #include "ptx.cuh"
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply<f32>(Accumulator& c, const Operand& a, 
     const Split x[4] = {Split(a[0]), Split(a[1]), Split(a[2]), Split(a[3])}, y[2] = {Split(b0), Split(b1)};
     const unsigned big[4] = {x[0].big, x[1].big, x[2].big, x[3].big};
     const unsigned small[4] = {x[0].small, x[1].small, x[2].small, x[3].small};
-    Accumulator step = {};  // c, which is larger, is rounded once
+    Accumulator step = {};  // summed apart, so that the larger c is rounded once
     ptx::mma<f32>(step, small, y[0].big, y[1].big);
     ptx::mma<f32>(step, big, y[0].small, y[1].small);
     ptx::mma<f32>(step, big, y[0].big, y[1].big);

@@ -1,11 +1,11 @@
-// What the kernels of RMSNorm and LayerNorm share. Macros:
+// Shared by the RMSNorm and LayerNorm kernels. Macros:
 //
-//   NORM    rmsnorm or layernorm, which is also how entries begin
+//   NORM    rmsnorm or layernorm; also the prefix of the entry points
 //   DTYPE   f16, bf16 or f32
-//   VEC     elements per vector; cols is a multiple
+//   VEC     elements per vector; divides cols
 //   ACCESS  elements per memory access: VEC, or 1 for arrays that are not aligned to a vector
 //
-// RMSNorm has no mean and no bias, LayerNorm no weight_offset:
+// RMSNorm has no mean and no bias; LayerNorm has no weight_offset:
 //
 //   n = (x - mean) * rstd      y = n * (weight_offset + weight) + bias
 #pragma once
@@ -25,11 +25,11 @@ constexpr bool kLayer = Norm::NORM == Norm::layernorm;
 typedef DTYPE scalar;
 typedef Vec<scalar, VEC> vec;
 
-// Sums of dweight and dbias are kept and written four floats at a time.
+// Sums for dweight and dbias are kept and written four floats at a time.
 constexpr int kQuad = VEC < 4 ? VEC : 4, kQuads = VEC / kQuad;
 typedef Vec<f32, kQuad> quad;
 
-constexpr int kPerWord = VEC < vec::kPerWord ? VEC : vec::kPerWord;  // a lone 16-bit number fills half of its word
+constexpr int kPerWord = VEC < vec::kPerWord ? VEC : vec::kPerWord;  // a single 16-bit value fills half of its word
 constexpr int kQuadWords = kQuad / kPerWord;
 
 // sum[e] += a b
@@ -37,13 +37,13 @@ __device__ __forceinline__ void add(quad& sum, int e, float a, float b) {
     sum.word[e] = __float_as_uint(fmaf(a, b, __uint_as_float(sum.word[e])));
 }
 
-// What the two numbers of a word, or the one, contribute to the gradients.
+// What one word (one or two values) contributes to the gradients.
 struct Gradients {
-    float m[vec::kPerWord], n[vec::kPerWord];  // dx: m = dy * (weight_offset + weight)
-    float dy[vec::kPerWord], n_seen[vec::kPerWord];  // dweight: n as the weight was multiplied with it
+    float m[vec::kPerWord], n[vec::kPerWord];  // for dx: m = dy * (weight_offset + weight)
+    float dy[vec::kPerWord], n_seen[vec::kPerWord];  // for dweight: n as the forward multiplied it with the weight
 };
 
-// llama rounds weight_offset + weight, m, and the n in dweight to DTYPE, as the forward did.
+// llama rounds weight_offset + weight, m, and the n in dweight to DTYPE, as the forward pass does.
 __device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned weight, float mean, float rstd,
                                                float weight_offset, int llama) {
     Gradients g;
@@ -68,7 +68,7 @@ __device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned
     return g;
 }
 
-// dx = rstd * (m - n * mean(m n) - mean(m)) + dresidual, of one word; the last mean in LayerNorm only.
+// dx = rstd * (m - n * mean(m n) - mean(m)) + dresidual for one word; mean(m) only in LayerNorm.
 __device__ __forceinline__ unsigned input_gradient(Gradients g, float rstd, float mean_mn, float mean_m,
                                                    unsigned dresidual, int has_dresidual) {
     float more[vec::kPerWord];

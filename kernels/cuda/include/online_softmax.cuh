@@ -1,33 +1,32 @@
-// Softmax of rows whose scores come tile by tile (Milakov and Gimelshein 2018), in units of log2.
+// Online softmax over tiles of scores (Milakov and Gimelshein 2018), in units of log2.
 //
-// A warp holds kSlabs accumulators of 16 rows; row r = 2 slab + h of a lane is row 16 slab + 8 h + lane / 4
-// of the warp, shared with the three other lanes of the quad:
+// A warp holds kSlabs accumulators of 16 rows. Row r = 2 slab + h of a lane is row 16 slab + 8 h + lane / 4 of the
+// warp; the four lanes of a quad share it:
 //
 //                     columns 0 1 | 2 3 | 4 5 | 6 7                     s[slab][tile][2 h + e]:
 //     row g            lane  4g     4g+1  4g+2  4g+3     h = 0          column 8 tile + 2 (lane % 4) + e
 //     row g + 8        lane  4g     4g+1  4g+2  4g+3     h = 1
 //
-// The maximum is lazy: exponents are taken relative to one that may be up to 2^kHeadroom too small, so that
-// after the first tiles neither O is rescaled nor the quad asked. The same maximum divides in the end:
-// nothing is lost but range, and 2^8 times the sum of a row is far from the end of float16 (one weight) and
-// of float (the sum).
+// Rescaling is lazy: the maximum in use may be up to 2^kHeadroom too small, so that after the first tiles O is
+// rarely rescaled and the quad rarely shuffles. The final division uses the same maximum, so only range is lost, and
+// 2^8 times a weight (float16) or a row sum (float) is far from overflow.
 #pragma once
 #include "ptx.cuh"
 
 constexpr float kHeadroom = 8.0f;
-constexpr float kNothing = -3.4028235e38f;  // the maximum of no scores: finite, so that -inf - kNothing is -inf
+constexpr float kNothing = -3.4028235e38f;  // the maximum of no scores; finite, so that -inf - kNothing is -inf
 
 template <int kSlabs> struct OnlineSoftmax {
     static constexpr int kRows = 2 * kSlabs;
-    float minus_max[kRows];  // the maximum in use, negated; the same in all lanes of the quad
-    float row_sum[kRows];  // of the columns of this lane
+    float minus_max[kRows];  // the negated maximum in use; equal in all lanes of the quad
+    float row_sum[kRows];  // of this lane's columns
 
     __device__ __forceinline__ OnlineSoftmax() {
         #pragma unroll
         for (int r = 0; r < kRows; ++r) minus_max[r] = -kNothing, row_sum[r] = 0.0f;
     }
 
-    // Scores (times scale in units of log2) to weights, in place.
+    // Turns scores into weights, in place. `scale` converts scores to units of log2.
     template <int kTiles, int kTilesO>
     __device__ __forceinline__ void weigh(float (&s)[kSlabs][kTiles][4], float (&acc_o)[kSlabs][kTilesO][4],
                                           float scale) {
@@ -56,7 +55,7 @@ template <int kSlabs> struct OnlineSoftmax {
         }
     }
 
-    // The sum of the whole row, in all lanes of its quad.
+    // The sum over the whole row, in all lanes of its quad.
     __device__ __forceinline__ float total(int r) const {
         const float half = row_sum[r] + __shfl_xor_sync(0xffffffffu, row_sum[r], 1);
         return half + __shfl_xor_sync(0xffffffffu, half, 2);

@@ -1,14 +1,14 @@
-// Instructions that CUDA C++ has no word for, one function each.
+// Wrappers for PTX instructions without a CUDA C++ equivalent, one function each.
 //
-// Registers of a warp's matrices, lane = 4 g + t (g = 0..7, t = 0..3), E elements to a 32-bit register:
+// Fragments of mma.sync, lane = 4 g + t (g = 0..7, t = 0..3), E elements per 32-bit register:
 //
-//   A, 16 x 8E      a0: row g, a1: row g + 8, columns E t ..      a2, a3: the same, columns 4E + E t ..
-//   B, 8E x 8       b0: rows E t .., column g                     b1: the same, rows 4E + E t ..
-//   C, 16 x 8       c0 c1: row g, columns 2t, 2t + 1              c2 c3: row g + 8
+//   A, 16 x 8E      a0: row g, a1: row g + 8, columns E t ..      a2, a3: the same rows, columns 4E + E t ..
+//   B, 8E x 8       b0: rows E t .., column g                     b1: the same column, rows 4E + E t ..
+//   C, 16 x 8       c0 c1: row g, columns 2t, 2t + 1              c2 c3: the same columns, row g + 8
 #pragma once
 #include "dtype.cuh"
 
-typedef unsigned Operand[4];   // A; two B
+typedef unsigned Operand[4];   // A, or two B
 typedef float Accumulator[4];  // C
 
 namespace ptx {
@@ -17,9 +17,8 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// The same address, of which the compiler no longer knows that it is constant: else it would compute all
-// addresses of a tile before the loop and keep them in registers, instead of adding constants in the
-// instructions that use them.
+// Hides from the compiler how an address was computed. Otherwise it would compute all addresses of a tile before the
+// loop and keep them in registers, instead of using immediate offsets.
 __device__ __forceinline__ unsigned opaque(unsigned address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -30,11 +29,10 @@ template <typename T> __device__ __forceinline__ T* opaque(T* address) {
     return address;
 }
 
-// The same number, of which ptxas does not know how it came about: else it computes it again, from the indices of
-// thread and block, wherever registers are short.
+// Keeps a value in a register. Otherwise ptxas recomputes it from thread and block indices when registers run short.
 __device__ __forceinline__ unsigned kept(unsigned x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
 
-// Four 8 x 8 matrices of 16-bit elements (8 x 4 of 32 bits): lane 8 j + r gives the address of row r of
+// Loads four 8 x 8 matrices of 16-bit elements (8 x 4 of 32-bit ones). Lane 8 j + r passes the address of row r of
 // matrix j.
 __device__ __forceinline__ void ldmatrix4(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -57,8 +55,7 @@ __device__ __forceinline__ void store_shared(unsigned address, const unsigned (&
                  :: "r"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
 }
 
-// 16 bytes from global to shared memory, past the registers and past L1; what exceeds `bytes` (0 or 16) is
-// zero.
+// Copies 16 bytes from global to shared memory, bypassing registers and L1. Bytes beyond `bytes` (0 or 16) become zero.
 __device__ __forceinline__ void cp_async16(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
@@ -66,12 +63,12 @@ __device__ __forceinline__ void cp_async16(unsigned to, const void* from, int by
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// All but the kNewest latest groups of this thread have arrived; others need a barrier to know.
+// Waits for all but the kNewest latest groups of this thread. Other threads' copies need a barrier on top.
 template <int kNewest> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" :: "n"(kNewest) : "memory");
 }
 
-// c += a b, with a 32 bytes wide.
+// c += a b, with 32 bytes of A per row.
 template <typename T>
 __device__ __forceinline__ void mma(Accumulator& c, const Operand& a, unsigned b0, unsigned b1);
 
@@ -89,7 +86,7 @@ template <> __device__ __forceinline__ void mma<bf16>(Accumulator& c, const Oper
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Of each operand the upper 19 bits count: round_tf32 makes the best of them.
+// The hardware reads the upper 19 bits of each operand; round_tf32 rounds to them.
 template <> __device__ __forceinline__ void mma<f32>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -103,7 +100,7 @@ __device__ __forceinline__ unsigned round_tf32(float x) {  // to 11 significant 
     return y;
 }
 
-__device__ __forceinline__ float exp2(float x) {  // 2 ulp; below 2^-126: 0
+__device__ __forceinline__ float exp2(float x) {  // 2 ulp; results below 2^-126 are 0
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -115,7 +112,7 @@ __device__ __forceinline__ float reciprocal(float x) {  // 1 ulp
     return y;
 }
 
-__device__ __forceinline__ float tanh(float x) {  // 2^-11 of the result: half a unit of float16
+__device__ __forceinline__ float tanh(float x) {  // relative error 2^-11, half a unit of float16
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;

@@ -1,8 +1,8 @@
-// Sums over the threads of a row.
+// Sums over the threads that share a row.
 //
-// blockDim = (threads per row, rows per block). A row belongs to part of a warp (4, 8, 16 or 32 threads, several
-// rows per block) or to a whole block (then one row, whole warps). All threads of the row get the sum, with the
-// same bits: in a butterfly every lane adds the same pairs, and addition commutes.
+// blockDim = (threads per row, rows per block). A row has part of a warp (4, 8, 16 or 32 threads, several rows per
+// block) or a whole block (one row, whole warps). All its threads get the sum with the same bits: in a butterfly
+// every lane adds the same pairs, and addition commutes.
 #pragma once
 
 constexpr unsigned kFullWarp = 0xffffffffu;
@@ -12,8 +12,8 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
     return value;
 }
 
-// Up to kMost sums at a time. One barrier for them: they take turns with two buffers, and who writes one again has
-// passed the barrier of the sums between, which nobody reaches before having read it.
+// Up to kMost sums at a time, with a single barrier. Calls alternate between two buffers: a thread that writes a buffer
+// again has passed the barrier of the call in between, which no thread reaches before it has read that buffer.
 template <int kMost> class RowSums {
 public:
     using Scratch = float[2][kMost][32];

@@ -1,13 +1,13 @@
-// Rotary position embedding of vectors in registers: the angles of a position, and the turn of pairs by them.
+// Rotary position embedding of vectors in registers: the angles of a position, and the rotation of pairs by them.
 //
-// An angle p * inv_freq matters only up to whole turns, and positions are integers. So a frequency comes as a fraction
-// of a turn per position in 64 bits of fixed point, inv_freq / 2 pi * 2^64 (gpu_ops/ops/rope_tables.py), and a product with
-// wrap-around drops the whole turns without error: what is left of the angle is off by p * 2^-65 turns. No table of
-// cos and sin is read, positions need no bound, and the result does not depend on which thread computes it.
+// Only the fractional turn of an angle p * inv_freq matters, and positions are integers. So frequencies are stored as
+// turns per position in 64-bit fixed point, inv_freq / 2 pi * 2^64 (gpu_ops/ops/rope_tables.py). A wrapping product
+// drops whole turns without error; the remaining angle is off by p * 2^-65 turns. No cos/sin table is read, positions
+// have no bound, and the result does not depend on which thread computes it.
 //
-//   turn, 64 bits   | quadrant: 2 bits | rest: 30 bits, signed | not used: 2^-32 turns are 1.5e-9 radians |
+//   turn, 64 bits   | quadrant: 2 bits | rest: 30 bits, signed | dropped: 2^-32 turns are 1.5e-9 radians |
 //
-// About 25 instructions per frequency, shared by all heads that a thread turns by it.
+// About 25 instructions per frequency, shared by all heads that a thread rotates.
 //
 //   half-split    pairs (first[i], second[i]) of two vectors, R / 2 elements apart    rotate(first, second, by)
 //   interleaved   pairs (v[2 i], v[2 i + 1]) of one vector                            rotate(v, by)
@@ -15,35 +15,35 @@
 #include "dtype.cuh"
 #include "vec.cuh"
 
-typedef unsigned long long Turn;  // 2^-64 of a turn
+typedef unsigned long long Turn;  // in units of 2^-64 turn
 
-// cos and sin of kSize neighbouring frequencies at one position, scaled.
+// Scaled cos and sin of kSize adjacent frequencies at one position.
 template <int N> struct Rotation {
     static constexpr int kSize = N;
     float cos[N], sin[N];
 };
 
-// cos and sin of a turn: off by 8e-8 at most, 1.3 units in the last place of numbers near 1.
+// cos and sin of a turn, with an error of at most 8e-8 (1.3 ulp near 1).
 __device__ __forceinline__ void cos_sin(Turn turn, float& cos, float& sin) {
     const unsigned high = static_cast<unsigned>(turn >> 32);
-    const unsigned quadrant = (high + 0x20000000u) >> 30;  // the nearest; from there it is an eighth at most
-    const float t = static_cast<float>(static_cast<int>(high << 2) >> 2) * 0x1p-29f;  // -1 to 1: eighths of a turn
+    const unsigned quadrant = (high + 0x20000000u) >> 30;  // the nearest quarter turn; the rest is at most an eighth
+    const float t = static_cast<float>(static_cast<int>(high << 2) >> 2) * 0x1p-29f;  // in eighths of a turn, -1 to 1
     const float t2 = t * t;
-    // sin(pi/4 t) and cos(pi/4 t), interpolated at Chebyshev's nodes to 1e-9. pi/4 in two parts: the lesser one begins
-    // the correction.
+    // sin(pi/4 t) and cos(pi/4 t), interpolated at Chebyshev nodes to 1e-9. pi/4 is split in two; the polynomial
+    // starts with its low part.
     float s = fmaf(fmaf(fmaf(-3.5954290e-5f, t2, 2.4900069e-3f), t2, -8.0745436e-2f), t2, -2.4276526e-8f);
     s = fmaf(t, 0.78539819f, t * s);
     float c = fmaf(fmaf(fmaf(3.5419528e-6f, t2, -3.2596139e-4f), t2, 1.5854338e-2f), t2, -3.0842513e-1f);
     c = fmaf(c, t2, 1.0f);
-    // By quarter turns: (c, s), (-s, c), (-c, -s), (s, -c).
+    // By quadrant: (c, s), (-s, c), (-c, -s), (s, -c).
     const bool odd = quadrant & 1;
     const unsigned negative_cos = ((quadrant + 1) << 30) & 0x80000000u, negative_sin = (quadrant << 30) & 0x80000000u;
     cos = __uint_as_float(__float_as_uint(odd ? s : c) ^ negative_cos);
     sin = __uint_as_float(__float_as_uint(odd ? c : s) ^ negative_sin);
 }
 
-// The rotation at a position. `turns`: of the N frequencies, aligned to 16 bytes if N is even. The scales are the
-// attention factor, which for the sine has a minus sign to rotate the other way (conjugate, backward).
+// The rotation at a position. turns: N frequencies, aligned to 16 bytes if N is even. Both scales are the attention
+// factor; a negative sin_scale rotates the other way (conjugate, backward).
 template <int N>
 __device__ __forceinline__ Rotation<N> rotation(const Turn* turns, long long position, float cos_scale,
                                                 float sin_scale) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void rotate(Vec<T, N>& first, Vec<T, N>& second, cons
         #pragma unroll
         for (int e = 0; e < kPerWord; ++e) {
             const int i = w * kPerWord + e;
-            if (i < N) rotate(x1[e], x2[e], by.cos[i], by.sin[i]);  // a vector of one fills half of its word
+            if (i < N) rotate(x1[e], x2[e], by.cos[i], by.sin[i]);  // a vector of one element fills half of its word
         }
         first.word[w] = Packed<T>::narrow(x1);
         second.word[w] = Packed<T>::narrow(x2);

@@ -1,4 +1,4 @@
-// Single numbers and pairs of the storage types.
+// Scalars and pairs in the storage types.
 #pragma once
 #include "dtype.cuh"
 #include "math.cuh"
@@ -25,7 +25,7 @@ template <typename T> __device__ __forceinline__ void store_pair(unsigned char* 
     else *reinterpret_cast<unsigned*>(to) = Packed<T>::narrow(pair);
 }
 
-// A word without the numbers that are not finite.
+// The word with its non-finite values replaced by zero.
 template <typename T> __device__ __forceinline__ unsigned only_finite(unsigned word) {
     float value[2];
     Packed<T>::widen(word, value);

@@ -1,13 +1,13 @@
-// Sums over a row that a team of blocks has: blocks b * team .. (b + 1) * team - 1 are team b.
+// Sums over a row that a team of blocks shares: team b is blocks b * team .. (b + 1) * team - 1.
 //
-// A block leaves its sums where the others look for them, each in one word with the number of the exchange: who finds
-// the number has the sum, with no fence and no flag. Thread t waits for block t. All blocks get the same bits.
+// A block publishes each sum in one 64-bit word together with the number of the exchange. A reader that finds the
+// number has the sum, without fence or flag. Thread t polls for block t. All blocks get the same bits.
 //
-//   exchange  (teams, 2, blocks of a team, kMost) words, zeros      word: the exchange's number, from 1 | the sum
+//   exchange  (teams, 2, blocks of a team, kMost) words, zeroed      word: exchange number, from 1 | the sum
 //
-// Exchanges take turns with the 2: who writes a word again, two later, has by then had the sums of the one between from
-// all, who read this one before they gave those. A block waits for others, so all of the grid must run at the same time:
-// a cooperative launch.
+// Exchanges alternate between the two buffers. A word is written again two exchanges later; by then its writer has
+// every block's sums of the exchange in between, and each block had read the older words before it sent those. Blocks
+// wait for each other, so the whole grid must be resident: a cooperative launch.
 #pragma once
 #include "reduce.cuh"
 

@@ -1,13 +1,13 @@
-// Ternary weights as the left operand of tensor cores, activations as the right one: D (weights, tokens).
+// Ternary weights as the left operand of tensor cores, activations as the right one: D is (weights, tokens).
 //
-// The order of k is free as long as both operands have the same. A lane 4 g + t has, of 64 neighbours along K, the 16
-// that share a word: word t of its rows g and g + 8, and activations 16 t .. of its token g, `kChunks` vectors of 16
-// bytes. No permutation, no ldmatrix; a word is unpacked in registers as it is needed:
+// The order of k is free as long as both operands share it. Of 64 neighbours along K, lane 4 g + t takes the 16 of
+// one word: word t of rows g and g + 8, and activations 16 t .. of token g, in `kChunks` vectors of 16 bytes. No
+// permutation and no ldmatrix are needed; words are unpacked in registers:
 //
-//   activations   mma        codes of a lane     per vector of activations, two steps
-//   int8          m16n8k32   8 per row           planes 2 s, 2 s + 1 as they are, 0 .. 2 (ternary.cuh)
+//   activations   mma        codes per lane      per vector of activations, two steps s
+//   int8          m16n8k32   8 per row           planes 2 s, 2 s + 1 as codes 0 .. 2 (ternary.cuh)
 //   f16, bf16     m16n8k16   4                   plane 2 h + s as trits
-//   f32           m16n8k8    2                   bytes 2 s, 2 s + 1 of plane h as trits; x in two parts of TF32
+//   f32           m16n8k8    2                   bytes 2 s, 2 s + 1 of plane h as trits; x as two TF32 parts
 #pragma once
 #include "ptx.cuh"
 #include "ternary.cuh"
@@ -18,7 +18,7 @@ typedef int IntAccumulator[4];
 
 namespace ptx {
 
-// c += a b, unsigned bytes by signed ones.
+// c += a b, unsigned bytes times signed bytes.
 __device__ __forceinline__ void mma_codes(IntAccumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -41,7 +41,7 @@ __device__ __forceinline__ unsigned fma_bf16x2(unsigned x, unsigned y, unsigned 
 
 __device__ __forceinline__ unsigned plane(unsigned word, int i) { return word >> 2 * i & 0x03030303u; }
 
-// Two codes of a plane as a pair of trits: a byte above the code makes it 1024 + code (f16) or 128 + code (bf16).
+// Two codes of a plane as a pair of trits. A byte above the code turns it into 1024 + code (f16) or 128 + code (bf16).
 template <typename T> __device__ __forceinline__ unsigned trit_pair(unsigned codes, int pair) {
     const unsigned select = pair ? 0x4342 : 0x4140;
     if constexpr (sizeof(T) == 2 && Packed<T>::kWideRange) {
@@ -51,26 +51,26 @@ template <typename T> __device__ __forceinline__ unsigned trit_pair(unsigned cod
     }
 }
 
-// The code in a byte of a plane as a trit in float: 2^23 + code, less 2^23 + 1.
+// The code in one byte of a plane as a float trit: 2^23 + code, minus 2^23 + 1.
 __device__ __forceinline__ unsigned trit_float(unsigned codes, int byte) {
     return __float_as_uint(__uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 | byte)) - 8388609.0f);
 }
 
-// The upper 11 bits of a float, and what they leave: trits are exact in TF32, so that 2^-22 of x is lost at most.
+// The upper 11 bits of a float, and the rest. Trits are exact in TF32, so at most 2^-22 of x is lost.
 __device__ __forceinline__ unsigned tf32_part(unsigned x) { return x & 0xffffe000u; }
 
 __device__ __forceinline__ unsigned tf32_rest(unsigned x) {
     const float value = __uint_as_float(x);
-    if (!(fabsf(value) < __uint_as_float(0x7f800000u))) return x;  // infinity - infinity would be NaN
+    if (!(fabsf(value) < __uint_as_float(0x7f800000u))) return x;  // avoid infinity - infinity
     return ptx::round_tf32(value - __uint_as_float(tf32_part(x)));
 }
 
 template <typename T> struct Ternary {
     typedef Accumulator Sum;
     typedef float Number;
-    static constexpr int kChunks = sizeof(T);  // vectors of 16 bytes for 16 activations
+    static constexpr int kChunks = sizeof(T);  // 16-byte vectors per 16 activations
 
-    // What a lane has of rows g and g + 8 for step s of vector h.
+    // A lane's operand for step s of vector h: rows g and g + 8.
     static __device__ __forceinline__ void unpack(Operand& a, unsigned low, unsigned high, int h, int s) {
         if constexpr (sizeof(T) == 1) {
             a[0] = plane(low, 2 * s), a[1] = plane(high, 2 * s);

@@ -1,4 +1,4 @@
-// Trits and their codes, four at a time as the bytes of a word; runs of 16 in memory; faults.
+// Trits and their codes, four at a time as the bytes of a word; runs of 16 trits in memory; error flags.
 #pragma once
 #include "vec.cuh"
 
@@ -8,24 +8,24 @@ constexpr unsigned kOnes = 0x01010101u;
 
 __device__ __forceinline__ unsigned codes_of(unsigned trits) { return ((trits & 3 * kOnes) + kOnes) & 3 * kOnes; }
 
-// Trits of codes that count from kZero. Code 3 gives +2.
+// Trits of codes in which kZero stands for 0. Code 3 gives +2.
 template <int kZero = 1> __device__ __forceinline__ unsigned trits_of(unsigned codes) {
     return ((codes | 128 * kOnes) - kZero * kOnes) ^ 128 * kOnes;
 }
 
 __device__ __forceinline__ unsigned threes(unsigned codes) { return codes & codes >> 1 & kOnes; }
 
-// 1 in each byte that is at least `low`; bytes are below 128.
+// 1 in each byte that is at least `low`. Bytes must be below 128.
 __device__ __forceinline__ unsigned reach(unsigned bytes, unsigned low) {
     return (bytes + (128 - low) * kOnes) >> 7 & kOnes;
 }
 
-// 16 codes as one word: codes 4i .. 4i + 3 in its four bytes, at bits 2i.
+// Packs 16 codes into a word: codes 4i .. 4i + 3 go to its four bytes, at bits 2i.
 __device__ __forceinline__ unsigned interleaved(const unsigned (&codes)[4]) {
     return codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6;
 }
 
-// kWords words from bytes of which `count` are there, the others 0; in one access where `whole`.
+// Loads kWords words of bytes, of which `count` exist; the rest is 0. whole: one access if possible.
 template <int kWords>
 __device__ __forceinline__ void get(const byte* from, long long count, bool whole, unsigned (&word)[kWords]) {
     if (whole && count >= 4 * kWords) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void put(byte* to, long long count, bool whole, const
     }
 }
 
-// 16 codes, from the trits of which `count` are there and the others are 0.
+// The codes of 16 trits, of which `count` exist; the rest is 0.
 __device__ __forceinline__ void get_codes(const byte* trits, long long count, bool whole, unsigned (&codes)[4],
                                           unsigned& bad) {
     unsigned word[4];
@@ -66,8 +66,8 @@ __device__ __forceinline__ void get_codes(const byte* trits, long long count, bo
     }
 }
 
-// 16 bytes of four runs of 16 trits, `apart` bytes from one to the next: run q at bits kFirst + kStep q. Runs from
-// `many` on are padding, whose bits are 0.
+// Joins four runs of 16 trits, `apart` bytes from each other, into 16 bytes: run q at bits kFirst + kStep q. Runs from
+// `many` on are padding, with bits 0.
 template <int kFirst, int kStep>
 __device__ __forceinline__ void join_runs(const byte* trits, long long apart, int many, long long count, bool whole,
                                           unsigned (&joined)[4], unsigned& bad) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void split_runs(const unsigned (&joined)[4], byte* tr
     }
 }
 
-// A flag per block of threads.
+// Stores one flag per block of threads.
 __device__ __forceinline__ void report(int* flags, unsigned bad) {
     const int any = __syncthreads_or(bad != 0);
     if (threadIdx.x == 0) flags[blockIdx.y * gridDim.x + blockIdx.x] = any;

@@ -1,19 +1,20 @@
-// Activations to int8, per token: s = 127 / max(max|x|, 1e-5), q = round half to even (x s). 1 / s scales results.
+// Quantises activations to int8 per token: s = 127 / max(max|x|, 1e-5), q = round half to even (x s). 1 / s rescales
+// the results.
 //
-// What counts is x s in double, rounded once. A float knows it to 2^-16, enough except near a half: there, and once
-// per token for s, double precision decides. A token with a NaN or an infinity has q = 0 and a scale of NaN.
+// The exact result is x s in double, rounded once. Float is accurate to 2^-16, which is enough unless x s is near a
+// half. Near halves, and once per token for s, double is used. A token with NaN or infinity has q = 0 and a NaN scale.
 #pragma once
 #include "math.cuh"
 #include "vec.cuh"
 
-constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats this large are integers; the low byte is q
+constexpr float kRoundingBias = 12582912.0f;  // 1.5 * 2^23: floats of this size are integers; the low byte is q
 constexpr float kNearHalf = 0.49996f;         // x s in float is off by up to 127 * 2^-23
 
 struct TokenScale {
     double s, inverse;
     float s_near;
 
-    // `largest`: the bits of max|x|, which order like the numbers, NaN last.
+    // largest: the bits of max|x|. As integers they order like the values, NaN last.
     explicit __device__ TokenScale(unsigned largest) {
         const double absmax = fmax(static_cast<double>(__uint_as_float(largest)), 1e-5);
         const bool finite = largest < 0x7f800000u;
@@ -28,7 +29,7 @@ __device__ __forceinline__ int byte_sum(unsigned q, int sum) {
     return __dp4a(static_cast<int>(q), 0x01010101, sum);
 }
 
-// 16 bytes of a row of x; what lies beyond column k is zero. `whole`: rows are whole aligned vectors.
+// Loads 16 bytes of a row of x, zeros from column k on. whole: rows are whole aligned vectors.
 template <typename T> struct Activations {
     static constexpr int kSize = 16 / sizeof(T);
     typedef Vec<T, kSize> vec;
@@ -55,9 +56,9 @@ template <typename T> struct Activations {
         return so_far;
     }
 
-    // q of four neighbours to a word, the first in its low byte.
+    // Packs q of four neighbours into a word, the first in its low byte.
     static __device__ __forceinline__ void quantize(const vec& v, const TokenScale& scale, unsigned (&q)[kSize / 4]) {
-        float biased[kSize], off = 0.0f;  // off: how far from a whole number
+        float biased[kSize], off = 0.0f;  // off: distance from an integer
         #pragma unroll
         for (int e = 0; e < kSize; ++e) {
             biased[e] = fmaf(element(v, e), scale.s_near, kRoundingBias);

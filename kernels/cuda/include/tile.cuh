@@ -1,25 +1,23 @@
-// Tiles of a matrix in shared memory: rows of 16-byte chunks, permuted so that neither side meets a bank
-// twice.
+// Tiles of a matrix in shared memory, swizzled so that neither reads nor writes have bank conflicts.
 //
-// ldmatrix reads one chunk of each of 8 rows at a time, a copy writes whole rows. With rows a multiple of the
-// 128 bytes of all banks, chunk c of row r therefore lies at c ^ (r & 7):
+// ldmatrix reads one 16-byte chunk from each of 8 rows; a copy writes whole rows. If rows are a multiple of 128 bytes
+// (all 32 banks), chunk c of row r lies at c ^ (r & 7):
 //
 //              chunk   0 1 2 3 4 5 6 7
-//     row 0            0 1 2 3 4 5 6 7         an odd multiple of 64 bytes: two rows to a line of banks,
-//     row 1            1 0 3 2 5 4 7 6         and c ^ ((r / 2) & 3)
+//     row 0            0 1 2 3 4 5 6 7         If rows are an odd multiple of 64 bytes, two of them share
+//     row 1            1 0 3 2 5 4 7 6         a line of banks, and the chunk lies at c ^ ((r / 2) & 3).
 //     row 2            2 3 0 1 6 7 4 5
 #pragma once
 #include "ptx.cuh"
 
-//
-// kPairs: for float accumulators, of which a row's quad writes two chunks at a time, 4 rows of them at once.
+// kPairs: for float accumulators. There a quad stores two chunks of a row at a time, and a half-warp 4 rows.
 template <typename T, int kRows_, int kCols_, bool kPairs = false> struct Tile {
     using Scalar = T;
     static constexpr int kRows = kRows_, kCols = kCols_;
     static constexpr int kRowBytes = kCols_ * sizeof(T);
     static constexpr int kChunk = 16 / sizeof(T);  // elements
     static constexpr int kChunks = kRowBytes / 16;
-    static constexpr int kGroup = kRowBytes % 128 == 0 ? 8 : 4;  // chunks that change places with one another
+    static constexpr int kGroup = kRowBytes % 128 == 0 ? 8 : 4;  // chunks that the swizzle permutes among themselves
     static constexpr int kBytes = kRows * kRowBytes;
     static_assert(kRowBytes % (kPairs ? 128 : 64) == 0 && kRows % 8 == 0, "no permutation for such rows");
 
@@ -33,11 +31,11 @@ template <typename T, int kRows_, int kCols_, bool kPairs = false> struct Tile {
     }
 };
 
-// Where a lane finds 32 bytes (two chunks) of its row in step i: at the first, exclusive or 32 i within the bytes that
-// change places with one another. Rows 8 or 16 further down have the same key: a register, one or three exclusive ors
-// of it and constants make all addresses of a tile.
+// The address of the two chunks (32 bytes) that a lane reads of its row in step i: `first` XOR 32 i within the
+// permuted group. Rows 8 or 16 below have the same key, so one register, one or three XORs of it, and immediate
+// offsets reach the whole tile.
 template <typename TileT> struct LaneAddress {
-    static constexpr int kSpan = TileT::kGroup * 16;  // bytes that change places with one another
+    static constexpr int kSpan = TileT::kGroup * 16;  // bytes of a permuted group
     unsigned first;
 
     LaneAddress() = default;
@@ -50,18 +48,18 @@ template <typename TileT> struct LaneAddress {
     }
 };
 
-// Copies a tile, rows [0, rows) of it or the whole, and columns [0, cols), a multiple of a chunk; zeros elsewhere. The
-// caller knows of columns that they are more than kCols - kSpare. Threads lie side by side along a row, for whole
-// lines of global memory:
+// Copies a tile: rows [0, rows) or all of them, and columns [0, cols), where cols is a multiple of a chunk. The rest
+// is zero-filled. The caller guarantees cols > kCols - kSpare. Threads are adjacent along a row, so that they read
+// whole lines of global memory:
 //
-//     thread t has rows t / kAcross + kDown i, the last first, and chunks t % kAcross + kAcross j
+//     thread t copies rows t / kAcross + kDown i, last one first, and chunks t % kAcross + kAcross j
 //
-// row_at(row) is where in global memory this row of the tile has the thread's column(); it is asked once per row. From
-// `rows` on it is not read and may be anywhere.
+// row_at(row) returns the global address of the thread's column() in that row of the tile. It is called once per row.
+// Rows from `rows` on are not read, so their addresses may be anything.
 template <typename TileT, int kThreads> struct Copy {
     static constexpr int kAcross = TileT::kGroup, kDown = kThreads / kAcross;
     static constexpr int kMine = (TileT::kRows + kDown - 1) / kDown;
-    static constexpr int kStep = kDown < TileT::kRows ? kDown : TileT::kRows;  // from row to row, and tile to tile
+    static constexpr int kStep = kDown < TileT::kRows ? kDown : TileT::kRows;  // spacing of a thread's rows and tiles
     static constexpr int kLast = TileT::kRows - kStep;
     static_assert(TileT::kRows % kStep == 0, "the rows of successive tiles are evenly spaced");
     static_assert(kDown % 8 == 0, "a thread's rows have one key");
@@ -69,8 +67,7 @@ template <typename TileT, int kThreads> struct Copy {
     static __device__ __forceinline__ int row() { return threadIdx.x / kAcross; }
     static __device__ __forceinline__ int column() { return threadIdx.x % kAcross * TileT::kChunk; }
 
-    // Applies rule to the words that this thread has copied, when they have arrived: for rare cases, and
-    // small.
+    // Applies `rule` to the words this thread copied, once they have arrived. Compact rather than fast: for rare cases.
     template <typename Rule> static __device__ __forceinline__ void each_word(unsigned char* tile, Rule rule) {
         #pragma unroll 1
         for (int i = 0; i < kMine * (TileT::kChunks / kAcross); ++i) {
@@ -82,7 +79,7 @@ template <typename TileT, int kThreads> struct Copy {
         }
     }
 
-    // The thread's first chunk in a tile.
+    // The thread's first chunk of a tile.
     static __device__ __forceinline__ unsigned at(unsigned tile) {
         return TileT::at(tile, row(), threadIdx.x % kAcross);
     }

@@ -1,14 +1,14 @@
-// Vectors of a row: the N consecutive elements that one thread reads or writes at a time, packed in words.
+// Vectors of a row: N consecutive elements that one thread reads or writes at once, packed in words.
 //
-// What a vector holds and which thread owns it depends on the shape alone, so that sums are added up in the
-// same order wherever an array lies in memory. How it is fetched depends on the alignment: in one access of up
-// to 128 bits, or, kAccess < N, element by element (the other elements of the line come from L1).
+// The shape alone decides which thread owns which vector, so sums are added in the same order wherever an array lies
+// in memory. Alignment decides how a vector is loaded: one access of up to 128 bits, or, with kAccess < N, element by
+// element (the rest of the line then comes from L1).
 #pragma once
 #include "dtype.cuh"
 
 enum class Cache {
-    kOnce,      // read once: evict first, so that it displaces neither weights nor what others keep in L2
-    kConstant,  // nobody writes it while the kernel runs: the read-only path
+    kOnce,      // read once: evict first, to spare weights and shared data in L2
+    kConstant,  // constant while the kernel runs: the read-only path
     kDefault,   // read again soon, by this block or the next kernel
 };
 
@@ -17,7 +17,7 @@ template <typename T, int N> struct Vec {
     static constexpr int kSize = N;
     static constexpr int kPerWord = Packed<T>::kPerWord;
     static constexpr int kWords = (N + kPerWord - 1) / kPerWord;
-    unsigned word[kWords];  // a vector of one 16-bit number fills half of its word
+    unsigned word[kWords];  // a vector of one 16-bit value fills half of its word
 };
 
 namespace detail {
@@ -28,7 +28,7 @@ template <Cache kCache, typename A> __device__ __forceinline__ A read(const A* p
     else return *p;
 }
 
-// One access of kBytes, as words.
+// One access of kBytes, in words.
 template <Cache kCache, int kBytes> __device__ __forceinline__ void read_words(const void* p, unsigned* word) {
     static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2, "no such access");
     if constexpr (kBytes == 16) {
@@ -44,7 +44,7 @@ template <Cache kCache, int kBytes> __device__ __forceinline__ void read_words(c
     }
 }
 
-// As asm: the compiler takes a plain store of a uint4 apart when its words have been floats.
+// In asm, because the compiler splits a plain uint4 store whose words have been floats.
 template <int kBytes> __device__ __forceinline__ void write_words(void* p, const unsigned* word) {
     const size_t address = __cvta_generic_to_global(p);
     if constexpr (kBytes == 16) {
@@ -126,8 +126,8 @@ template <typename T, int N> __device__ __forceinline__ Vec<T, N> operator+(Vec<
     return a;
 }
 
-// The same value, of which the compiler no longer knows what it has made of it, so that it computes that again
-// rather than keep it in registers meanwhile: floats unpacked from words (twice the registers), addresses.
+// Makes the compiler forget what it derived from a value, so that it recomputes rather than keep it in registers:
+// floats unpacked from words (twice the registers), or addresses.
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
 template <typename V> __device__ __forceinline__ V fresh(V v) {
