@@ -20,6 +20,7 @@ __all__ = ["variants"]
 
 _ROWS = (1, 4)  # of x that a warp meets with a row of w
 _THREADS = 256
+_FACTORS = ("x.codes", "x.scale", "w.codes", "w.scale")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class _Product:
         if 0 in (*y.shape, spec["k"]):
             on.zero(y)
             return None
-        names = ("x.codes", "x.scale", "w.codes", "w.scale")
         options = dict(spec.options)
         occupied = None
         if "chunks" in options:
@@ -51,7 +51,8 @@ class _Product:
             )
         if "share" in options:
             on.note(options["share"])
-        return cls(*map(spec.tensor, names), y, occupied)
+        x, x_scale, w, w_scale = map(spec.tensor, _FACTORS)
+        return cls(x, x_scale, w, w_scale, y, occupied)
 
     def lists(self, on: Builder) -> tuple[Tensor, Tensor]:
         """``starts`` and ``chunks``, or stand-ins that no kernel reads."""
@@ -66,10 +67,9 @@ def _cpu(spec: Spec, on: Builder) -> None:
     k, skips = spec["k"], "chunks" in options
 
     def run(views: Mapping[str, Any]) -> None:
-        factors = [views[name] for name in ("x.codes", "x.scale", "w.codes", "w.scale")]
-        ternary_planes.matmul(
-            *factors, k, (views["w.starts"], views["w.chunks"]) if skips else None, views["y"]
-        )
+        x, x_scale, w, w_scale = (views[name] for name in _FACTORS)
+        occupied = (views["w.starts"], views["w.chunks"]) if skips else None
+        ternary_planes.matmul(x, x_scale, w, w_scale, k, occupied, views["y"])
 
     on.call(run, ternary_planes.config(skips))
     if "share" in options:

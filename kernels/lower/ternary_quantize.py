@@ -49,8 +49,8 @@ class _Task:
 
     @classmethod
     def of(cls, spec: Spec) -> _Task:
-        arrays = (spec.tensor(name) for name in ("w", "codes", "scale"))
-        return cls(*arrays, spec["run"], spec["per_tensor"], spec["method"], spec["threshold"] or 0.0)
+        w, codes, scale = (spec.tensor(name) for name in ("w", "codes", "scale"))
+        return cls(w, codes, scale, spec["run"], spec["per_tensor"], spec["method"], spec["threshold"] or 0.0)
 
     @property
     def runs(self) -> int:
@@ -61,6 +61,8 @@ class _Task:
 @lowers("ternary_quantize", "raw")
 def _raw(spec: Spec, on: Builder) -> None:
     t = _Task.of(spec)
+    if not t.w.size:
+        return
     n, k = t.w.shape
     threads, per_block = block_shape(t.run, t.w.itemsize)
     grid, block = (-(-t.runs // per_block), 1, 1), (threads, per_block, 1)
@@ -156,6 +158,8 @@ def _numba(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda import ternary_quantize as twins
 
     t = _Task.of(spec)
+    if not t.w.size:
+        return
     dtype, words, flat = t.w.dtype.name, t.codes.view(np.uint32), t.scale.reshape(-1)
     scopes, per_scope = (1, t.runs) if t.per_tensor else (t.runs, 1)
     size = np.float64(t.run * per_scope)
