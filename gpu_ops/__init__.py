@@ -10,11 +10,10 @@ from gpu_ops import errors
 # port: from gpu_ops.core.autotune import autotune
 from gpu_ops.core.op import explain, workspace_size
 
-# port: from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.formats.block_mask import BlockMask
 from gpu_ops.formats.rope_scaling import RopeScaling
-
-# port: from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
-# port: from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
 # port: from gpu_ops.ops.attention import attention, attention_backward
 # port: from gpu_ops.ops.attention_decode import attention_decode
 # port: from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
@@ -25,10 +24,9 @@ from gpu_ops.ops.rope import rope, rope_backward
 from gpu_ops.ops.rope_append_kv import rope_append_kv
 from gpu_ops.ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
-
-# port: from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
-# port: from gpu_ops.ops.ternary_linear import TernaryLinear, ternary_matmul_backward
-# port: from gpu_ops.ops.ternary_model import quantize_model
+from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
+from gpu_ops.ops.ternary_linear import TernaryLinear, ternary_matmul_backward
+from gpu_ops.ops.ternary_model import quantize_model
 
 if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
     from gpu_ops import emulator as emulator

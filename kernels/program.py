@@ -261,7 +261,7 @@ class Memset:
 class HostCall:
     """A function on the CPU; it takes the call's arrays by name."""
 
-    function: Callable[[Mapping[str, Any]], None]
+    function: Callable[[dict[str, Any]], None]
     text: str
 
     def __str__(self) -> str:
@@ -387,7 +387,7 @@ class Builder:
         """A call of a CUDA library, and what ``explain`` says of it."""
         self._steps.append(LibraryCall(function, tuple(arguments), label))
 
-    def call(self, function: Callable[[Mapping[str, Any]], None], text: str) -> None:
+    def call(self, function: Callable[[dict[str, Any]], None], text: str) -> None:
         """A function on the CPU, and what ``explain`` says of it."""
         self._steps.append(HostCall(function, text))
 

@@ -152,10 +152,16 @@ class Call:
         """:meth:`read`, or None for an argument that was not given."""
         return None if x is None else self.read(name, x, axes, rows=rows)
 
-    def provide(self, name: str, layout: Layout, argument: str, make: Callable[[Any, Any], Any]) -> None:
-        """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` reads it."""
+    def provide(
+        self, name: str, layout: Layout | None, argument: str, make: Callable[[Any, Any], Any]
+    ) -> None:
+        """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` reads it.
+
+        ``device`` is None on the emulator. Without a layout it is for the hook alone.
+        """
         self._sources[name] = Source(argument, make=make)
-        self._provided[name] = layout
+        if layout is not None:
+            self._provided[name] = layout
 
     def number(self, name: str, value: int, argument: str) -> None:
         """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
@@ -256,6 +262,7 @@ class Call:
         self,
         *,
         problem: str | Callable[[], str],
+        lowered_as: str = "",
         unsupported: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
         finish: Finish | None = None,
         look: Look | None = None,
@@ -263,7 +270,8 @@ class Call:
     ) -> Bound:
         """The call: device and backend chosen, the spec made.
 
-        ``unsupported``: backends that cannot run this problem, and why. ``finish`` makes what is returned of the
+        ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
+        backends that cannot run this problem, and why. ``finish`` makes what is returned of the
         arrays by name. ``look``: values that the program depends on, looked at in every call.
         """
         for argument, names in self._items.items():
@@ -284,7 +292,8 @@ class Call:
                 layouts[o.name] = o.layout if view is None else self._layout(view, choice)
                 if view is None and o.axes is not None:
                     layouts[o.name] = _permuted(o.layout, o.axes)
-        spec = Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
+        options = tuple(self._options.items())
+        spec = Spec(lowered_as or self.op, tuple(layouts.items()), options, tuple(aliases.items()))
         views = {**self._views, **self._numbers, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),

@@ -1,4 +1,4 @@
-"""What ternary functions ask of shapes, trits, bytes and scales; packing by NumPy, its complaints as typed errors."""
+"""Checks of ternary shapes, trits, bytes and scales; packing by NumPy, its complaints as typed errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.arrays import Array, Arrays
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Call
 from gpu_ops.core.checks import integer
 from gpu_ops.errors import DTypeError, FormatError, OptionError, ShapeError
 from gpu_ops.reference.ternary_formats import TernaryFormat
@@ -19,6 +20,7 @@ __all__ = [
     "check_trits",
     "fits",
     "matrix_shape",
+    "not_finite",
     "on_host",
     "pack",
     "unpack",
@@ -101,6 +103,10 @@ def on_host(array: Any) -> Array:
     return np.asarray(cupy.asnumpy(array))
 
 
+def not_finite(op: str) -> OptionError:
+    return OptionError(f"{op}: w holds NaN or infinity (or its |w| overflow); a trit cannot carry them on")
+
+
 def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
     """A finite float32 scale whose shape says what it scales."""
     n, k = shape
@@ -115,7 +121,7 @@ def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
         raise DTypeError(
             f"TernaryMatrix: scale is {type(scale).__name__}; expected a number or a float32 array"
         )
-    array = Arrays("TernaryMatrix").read("scale", scale)
+    array = Call("TernaryMatrix").read("scale", scale)
     if array.dtype != np.float32:
         raise DTypeError(
             f"TernaryMatrix: scale is {array.dtype}; scales are float32: scale.astype(np.float32)"

@@ -13,13 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.arrays import Array, Arrays
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
-from gpu_ops.core.device import CudaDevice, Device, EmulatorDevice, cuda_device
+from gpu_ops.core.device import CudaDevice, cuda_device
 from gpu_ops.errors import DTypeError
-from gpu_ops.formats.ternary_checks import check_scale, check_trits, fits, matrix_shape, on_host, pack, unpack
+from gpu_ops.formats.ternary_checks import (
+    check_scale,
+    check_trits,
+    fits,
+    matrix_shape,
+    not_finite,
+    on_host,
+    pack,
+    unpack,
+)
 from gpu_ops.formats.ternary_packing import repacked
-from gpu_ops.ops.ternary_scales import not_finite
+from gpu_ops.kernels.program import Layout
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.reference.ternary_layouts import block_scales, chunk_bitmap, decode
 
@@ -76,7 +86,7 @@ class TernaryMatrix:
     def __post_init__(self) -> None:
         fmt = FORMATS[one_of("TernaryMatrix", "format", self.format, FORMATS)]
         shape = matrix_shape("TernaryMatrix", self.shape)
-        codes = Arrays("TernaryMatrix").read("codes", self.codes)
+        codes = Call("TernaryMatrix").read("codes", self.codes)
         unpack("TernaryMatrix", codes, shape, fmt, strict=True)
         self._set(
             np.ascontiguousarray(codes).reshape(fmt.packed_shape(shape)),
@@ -137,7 +147,7 @@ class TernaryMatrix:
 
     @classmethod
     def _made_on(
-        cls, device: Device, backend: str, codes: Array, scale: Array, group_size: int | None, k: int
+        cls, device: Any, backend: str, codes: Array, scale: Array, group_size: int | None, k: int
     ) -> TernaryMatrix:
         """w2 codes and scale (1 or N, groups) as kernels of ``device`` wrote them; on a GPU, codes stay there."""
         n = codes.shape[0]
@@ -151,9 +161,26 @@ class TernaryMatrix:
         return cls._on_gpu((device.ordinal, backend), (codes, scale), values, (n, k), "w2")
 
     @property
-    def kind_of_call(self) -> tuple[Any, ...]:
-        """What decides how a call with this matrix is checked and run."""
-        return TernaryMatrix, self.shape, self.format, self.scale.shape
+    def call_key(self) -> tuple[Any, ...]:
+        """What decides how a call with this matrix is validated and run."""
+        return self.shape, self.format, self.scale.shape
+
+    @property
+    def call_arrays(self) -> tuple[Array, ...]:
+        """The arrays it holds in host memory, which no result may overlap."""
+        codes = self.__dict__.get("codes")
+        return (self.scale,) if codes is None else (codes, self.scale)
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """How :meth:`on` gives codes and scale."""
+        codes = FORMATS[self.format].packed_shape(self.shape)
+        return Layout.contiguous(codes, np.uint8), Layout.contiguous(self._scale_shape, np.float32)
+
+    @property
+    def _scale_shape(self) -> tuple[int, int]:
+        rows = 1 if self.scale.ndim == 0 else self.shape[0]
+        return rows, self.scale.shape[1] if self.scale.ndim == 2 else 1
 
     def __getattr__(self, name: str) -> Any:
         """Codes that were made on a GPU are copied to the host when they are first asked for there."""
@@ -167,7 +194,7 @@ class TernaryMatrix:
     def from_trits(cls, trits: Any, scale: Any = 1.0, *, format: str = "w2") -> TernaryMatrix:
         """Pack an integer array (N, K) of -1, 0, +1."""
         fmt = FORMATS[one_of("TernaryMatrix", "format", format, FORMATS)]
-        t = check_trits("TernaryMatrix", Arrays("TernaryMatrix").read("trits", trits))
+        t = check_trits("TernaryMatrix", Call("TernaryMatrix").read("trits", trits))
         return cls._trusted(pack("TernaryMatrix", t, fmt), check_scale(scale, t.shape), t.shape, format)
 
     @staticmethod
@@ -251,14 +278,13 @@ class TernaryMatrix:
                 self._converted[format] = done
         return done
 
-    def on(self, device: Device | None) -> tuple[Array, Array]:
-        """Codes, and scale as (1 or N, groups), where the kernels of ``device`` read them; None: on the CPU.
+    def on(self, device: Any) -> tuple[Array, Array]:
+        """Codes, and scale as (1 or N, groups), where the kernels of ``device`` read them.
 
         A CUDA device gets a copy at the first call, of the codes as they lie. It is kept here, freed with the
         matrix, and shared by all calls: nobody writes it.
         """
-        rows = 1 if self.scale.ndim == 0 else self.shape[0]
-        scale = self.scale.reshape(rows, self.scale.shape[1] if self.scale.ndim == 2 else 1)
+        scale = self.scale.reshape(self._scale_shape)
         if isinstance(device, CudaDevice):
             held = self._on_cuda.get(device.ordinal)
             if held is None:
@@ -269,11 +295,8 @@ class TernaryMatrix:
                 held = self._on_cuda.setdefault(device.ordinal, copies)
             return held
         codes = self.codes
-        if isinstance(device, EmulatorDevice):
-            if codes.ctypes.data % 16:  # a part of a file; a GPU's copy is always aligned
-                codes = codes.copy()
-            device.name("w.codes", codes)
-            device.name("w.scale", scale)
+        if device is None and codes.ctypes.data % 16:  # the emulator: a GPU's copy is always aligned
+            codes = codes.copy()
         return codes, scale
 
     def _whole_scale(self) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast, get_args
@@ -9,9 +10,10 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Choice, Plan, choose, op
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.device import HOST, CudaDevice
+from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.ternary_checks import (
     check_integers,
@@ -19,23 +21,25 @@ from gpu_ops.formats.ternary_checks import (
     check_trits,
     fits,
     matrix_shape,
+    not_finite,
     on_host,
     pack,
     unpack,
 )
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.formats.ternary_packing import Packing, pack_there, unpack_there, why_numpy
+from gpu_ops.formats.ternary_packing import tile_of, why_numpy
+from gpu_ops.kernels.program import Builder, Layout, Lower, Spec, lowers
 from gpu_ops.ops.ternary_matmul import ternary_matmul
-from gpu_ops.ops.ternary_scales import group_size_of, not_finite, quantize, threshold_of
+from gpu_ops.ops.ternary_scales import group_size_of, quantize, threshold_of
 from gpu_ops.reference.ternary import Method
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 
 __all__ = ["ternary_matmul", "ternary_pack", "ternary_quantize", "ternary_unpack"]
 
 _NUMPY_ONLY = {"cpu numba": "packing is NumPy code (about 1 ns per weight); it has no kernel"}
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="ternary_quantize")
 def ternary_quantize(
     w: Any,
     *,
@@ -44,7 +48,7 @@ def ternary_quantize(
     threshold: float | None = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+) -> Bound:
     """Quantise weights to ``scale * t``, ``t`` in {-1, 0, +1}.
 
     ``absmean``: ``scale = max(mean|w|, 1e-5)``, ``t = clip(round_half_even(w / scale), -1, 1)``. The other
@@ -94,54 +98,76 @@ def ternary_quantize(
     >>> print(f"scale {w.scale:.2f}, density {w.density}")
     scale 0.60, density 0.5
     """
-    name = "ternary_quantize"
-    arrays = Arrays(name)
-    w_ = arrays.read("w", w)
+    call = Call("ternary_quantize", device, backend)
+    w_ = call.read("w", w)
     if w_.ndim != 2:
-        raise ShapeError(f"{name}: w has shape {w_.shape}; expected (N, K), output features first")
-    dtype = checks.float_dtype(name, w=w_)
-    chosen = cast(Method, checks.one_of(name, "method", method, get_args(Method)))
-    group = group_size_of(name, group_size, w_.shape[1])
-    limit = threshold_of(name, chosen, threshold)
+        raise ShapeError(f"{call.op}: w has shape {w_.shape}; expected (N, K), output features first")
+    dtype = checks.float_dtype(call.op, w=w_)
+    chosen = checks.one_of(call.op, "method", method, get_args(Method))
+    group = group_size_of(call.op, group_size, w_.shape[1])
+    limit = threshold_of(call.op, cast(Method, chosen), threshold)
     n, k = w_.shape
-    choice = choose(name, device, backend, arrays, cannot=_cannot_quantize(dtype, k, group))
-
-    def compute(on: Device | None) -> tuple[Array, Array]:
-        length = group if group is not None and group != -1 else k
-        codes = arrays.new((n, -(-k // 64) * 16), np.uint8, "codes")
-        scale = arrays.new((1 if group is None else n, k // length), np.float32, "scale")
-        how: dict[str, Any] = {"per_tensor": group is None, "method": chosen, "threshold": limit}
-        host_function("ternary_quantize.quantize", on, choice.backend)(w_, codes, scale, run=length, **how)
-        return codes, scale
-
-    def run() -> TernaryMatrix:
-        if choice.backend == "reference" or not w_.size:
-            from gpu_ops.reference import ternary as reference
-
-            weights = w_ if w_.size else np.zeros((n, k), np.float32)  # of no weights, none need be fetched
-            if not np.isfinite(weights).all():
-                raise not_finite(name)
-            trits, scale = reference.ternary_quantize(
-                weights, method=chosen, group_size=group, threshold=limit
-            )
-            codes = reference.ternary_pack(trits, "w2")
-            return TernaryMatrix._trusted(codes, check_scale(scale, (n, k)), (n, k), "w2")
-        with arrays.on(choice) as on:
-            if on is None:
-                return TernaryMatrix._trusted(*quantize(name, w_, chosen, group, limit), (n, k), "w2")
-            matrix = TernaryMatrix._made_on(on, choice.backend, *compute(on), group, k)
-        return matrix
-
-    def again() -> Callable[..., Any]:
-        return lambda w, **_: TernaryMatrix._trusted(*quantize(name, w, chosen, group, limit), (n, k), "w2")
-
+    run = group if group is not None and group != -1 else max(k, 1)
+    call.option(group_size=group, run=run, per_tensor=group is None, method=chosen, threshold=limit)
+    call.write("codes", (n, -(-k // 64) * 16), np.uint8)
+    call.write("scale", (1 if group is None else n, k // run), np.float32)
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
-    problem = f"{n} x {k} {dtype}, {chosen} {per}"
-    remembered = again if choice.compiled and w_.size else None
-    return Plan(name, choice, problem, lambda: _config(choice, arrays, compute, w_), run, again=remembered)
+    return call.bind(
+        problem=f"{n} x {k} {dtype}, {chosen} {per}",
+        look=_backend,
+        unsupported=_unsupported_quantize(dtype, k, group),
+        finish=functools.partial(_as_matrix, shape=(n, k), group=group),
+        flops=6.0 * n * k,
+    )
 
 
-def _cannot_quantize(dtype: str, k: int, group: int | None) -> dict[str, str]:
+def _backend(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A matrix whose codes stay on a GPU is converted there by the kernels of the same backend."""
+    return {}, {"backend": backend}
+
+
+def _as_matrix(
+    views: dict[str, Any], device: Any, give: Any, *, shape: tuple[int, int], group: int | None
+) -> TernaryMatrix:
+    """The matrix of the codes and scales that were made; those of a GPU stay there."""
+    if device is HOST or not views["w"].size:
+        codes, scale = views.get("made") or _by_reference(np.zeros(shape, np.float32), "absmean", group, None)
+        return TernaryMatrix._trusted(codes, scale, shape, "w2")
+    return TernaryMatrix._made_on(device, views["backend"], views["codes"], views["scale"], group, shape[1])
+
+
+def _by_reference(
+    w: Array, method: Method, group: int | None, threshold: float | None
+) -> tuple[Array, Array]:
+    from gpu_ops.reference import ternary as reference
+
+    if not np.isfinite(w).all():
+        raise not_finite("ternary_quantize")
+    trits, scale = reference.ternary_quantize(w, method=method, group_size=group, threshold=threshold)
+    return reference.ternary_pack(trits, "w2"), check_scale(scale, w.shape)
+
+
+def _host_quantizer(quantizer: Callable[..., Any], text: str) -> Lower:
+    def lower(spec: Spec, on: Builder) -> None:
+        method, group, threshold = spec["method"], spec["group_size"], spec["threshold"]
+
+        def run(views: dict[str, Any]) -> None:
+            w = views["w"]
+            how = _by_reference if not w.size else quantizer
+            views["made"] = how(w, method, group, threshold)
+
+        on.call(run, text if spec.tensor("w").size else "NumPy, float64")
+
+    return lower
+
+
+lowers("ternary_quantize", "reference")(_host_quantizer(_by_reference, "NumPy, float64"))
+lowers("ternary_quantize", "cpu")(
+    _host_quantizer(functools.partial(quantize, "ternary_quantize"), "fused statistics, encode and pack")
+)
+
+
+def _unsupported_quantize(dtype: str, k: int, group: int | None) -> dict[str, str]:
     if dtype == "float64":
         return {"raw": "float64 has Numba kernels only"}
     if group is not None and group != -1 and group % 64:
@@ -149,18 +175,10 @@ def _cannot_quantize(dtype: str, k: int, group: int | None) -> dict[str, str]:
     return {"raw": f"K={k} is beyond 31 bits"} if k >= 1 << 31 else {}
 
 
-def _config(choice: Choice, arrays: Arrays, compute: Callable[[Device | None], Any], w: Array) -> str:
-    if choice.backend == "reference" or not w.size:
-        return "NumPy, float64"
-    if choice.device != "cpu":
-        return arrays.launches(choice, compute)
-    return "fused statistics, encode and pack"
-
-
-@op(cuda=True)
+@op(cuda=True, kernels="ternary_pack")
 def ternary_pack(
     trits: Any, format: str, *, scale: Any = None, device: str | None = None, backend: str | None = None
-) -> Plan:
+) -> Bound:
     """Pack trits into one uint8 array of a named format.
 
     Parameters
@@ -195,43 +213,38 @@ def ternary_pack(
     >>> gpu_ops.ternary_pack(np.array([[1, 0, -1, 1, 1]], np.int8), "base3")
     array([[221]], dtype=uint8)
     """
-    name = "ternary_pack"
-    arrays = Arrays(name)
-    fmt = FORMATS[checks.one_of(name, "format", format, FORMATS)]
-    t = arrays.read("trits", trits)
-    check_integers(name, t)
-    embedded = None if scale is None else _embedded_scale(name, scale, t.shape, fmt.name, fmt.block_scale)
-    choice = choose(name, device, backend, arrays, cannot=_NUMPY_ONLY)
-    fits(name, (t.shape[0], t.shape[1]), fmt)
-    because = why_numpy(t.shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
+    call = Call("ternary_pack", device, backend)
+    fmt = FORMATS[checks.one_of(call.op, "format", format, FORMATS)]
+    t = call.read("trits", trits)
+    check_integers(call.op, t)
+    shape = (t.shape[0], t.shape[1])
+    if scale is not None:
+        columns = _columns(_embedded_scale(scale, shape, fmt)).shape
+        call.provide("embedded", None, "scale", lambda x, device: _embedded_scale(x, shape, fmt))
+        call.provide(
+            "scale",
+            Layout.contiguous(columns, np.float32),
+            "scale",
+            lambda x, device: _on_device(_columns(_embedded_scale(x, shape, fmt)), device),
+        )
+    fits(call.op, shape, fmt)
+    call.write("packed", fmt.packed_shape(shape), np.uint8)
 
-    def compute(on: Device | None) -> tuple[Array, Array]:
-        packed = arrays.new(fmt.packed_shape((t.shape[0], t.shape[1])), np.uint8, "packed")
-        return packed, pack_there(on, choice.backend, t, packed, fmt, embedded)
+    def by_numpy(views: dict[str, Any]) -> Array:
+        embedded = views.get("embedded")
+        trits = check_trits(call.op, on_host(views["trits"]))
+        return pack(call.op, trits, fmt, None if embedded is None else on_host(embedded))
 
-    def by_numpy() -> Array:
-        return pack(name, check_trits(name, on_host(t)), fmt, None if embedded is None else on_host(embedded))
-
-    def again() -> Callable[..., Any]:
-        def ternary_pack(trits: Array, *_: Any, scale: Any = None, **options: Any) -> Array:
-            block = fmt.name, fmt.block_scale
-            embedded = None if scale is None else _embedded_scale(name, scale, trits.shape, *block)
-            return pack(name, check_trits(name, trits), fmt, embedded)
-
-        return ternary_pack
-
-    packing = Packing(choice, arrays, compute, by_numpy, because)
-    return Plan(
-        name,
-        choice,
-        f"{t.shape[0]} x {t.shape[1]} trits to {fmt.name}, {fmt.bits_per_weight:.4g} bits per weight",
-        packing.config,
-        lambda: packing.run(strict=True),
-        again=again if choice.device == "cpu" else None,
+    because = why_numpy(shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
+    call.option(format=fmt.name, tile=() if because else tile_of(fmt, shape), by_numpy=because)
+    return call.bind(
+        problem=f"{shape[0]} x {shape[1]} trits to {fmt.name}, {fmt.bits_per_weight:.4g} bits per weight",
+        unsupported=_NUMPY_ONLY,
+        finish=functools.partial(_checked, name="packed", by_numpy=by_numpy, because=because, strict=True),
     )
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="ternary_pack")
 def ternary_unpack(
     packed: Any,
     shape: tuple[int, int],
@@ -240,7 +253,7 @@ def ternary_unpack(
     strict: bool = True,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+) -> Bound:
     """Trits of a packed array.
 
     Parameters
@@ -279,45 +292,70 @@ def ternary_unpack(
     gpu_ops.errors.FormatError: ternary_unpack: base3: value 250 at (0, 0) is not 5 base-3 digits (1 such); \
 strict=False decodes it all the same
     """
-    name = "ternary_unpack"
-    arrays = Arrays(name)
-    data = arrays.read("packed", packed)
-    fmt = FORMATS[checks.one_of(name, "format", format, FORMATS)]
-    size = matrix_shape(name, shape)
-    strict = checks.flag(name, "strict", strict)
-    choice = choose(name, device, backend, arrays, cannot=_NUMPY_ONLY)
-    fits(name, size, fmt)
+    call = Call("ternary_unpack", device, backend)
+    data = call.read("packed", packed, contiguous=True)
+    fmt = FORMATS[checks.one_of(call.op, "format", format, FORMATS)]
+    size = matrix_shape(call.op, shape)
+    strict = checks.flag(call.op, "strict", strict)
+    fits(call.op, size, fmt)
+    call.write("trits", size, np.int8)
+
+    def by_numpy(views: dict[str, Any]) -> Array:
+        return unpack(call.op, on_host(views["packed"]), size, fmt, strict=strict)
+
     need = math.prod(fmt.packed_shape(size))
     sound = data.dtype == np.uint8 and (data.size == need or (data.size > need and not strict))
     because = why_numpy(size, "" if sound else "the bytes are not those of the shape")
-
-    def compute(on: Device | None) -> tuple[Array, Array]:
-        trits = arrays.new(size, np.int8, "trits")
-        return trits, unpack_there(on, choice.backend, data.ravel()[:need], trits, fmt)
-
-    def by_numpy() -> Array:
-        return unpack(name, on_host(data), size, fmt, strict=strict)
-
-    def again() -> Callable[..., Any]:
-        return lambda packed, *_, **options: unpack(name, packed, size, fmt, strict=strict)
-
-    packing = Packing(choice, arrays, compute, by_numpy, because)
+    call.option(format=fmt.name, tile=() if because else tile_of(fmt, size), by_numpy=because, need=need)
     problem = f"{data.size} bytes of {fmt.name} to {size[0]} x {size[1]} trits"
-    return Plan(
-        name,
-        choice,
-        f"{problem}, {'strict' if strict else 'lenient'}",
-        packing.config,
-        lambda: packing.run(strict=strict),
-        again=again if choice.device == "cpu" else None,
+    return call.bind(
+        problem=f"{problem}, {'strict' if strict else 'lenient'}",
+        unsupported=_NUMPY_ONLY,
+        finish=functools.partial(_checked, name="trits", by_numpy=by_numpy, because=because, strict=strict),
     )
 
 
-def _embedded_scale(name: str, scale: Any, shape: tuple[int, ...], format: str, block: int) -> Array:
+def _checked(
+    views: dict[str, Any],
+    device: Any,
+    give: Callable[[str], Any],
+    *,
+    name: str,
+    by_numpy: Callable[[dict[str, Any]], Array],
+    because: str,
+    strict: bool,
+) -> Any:
+    """The result of the kernels; NumPy's on the host, or where kernels found a fault: it says which."""
+    if device is HOST or because or (strict and on_host(views["flags"]).any()):
+        views[name] = _on_device(by_numpy(views), device)
+    return give(name)
+
+
+for _op in ("ternary_pack", "ternary_unpack"):
+    lowers(_op, "reference")(lambda spec, on: on.note("NumPy"))
+
+
+def _on_device(x: Array, device: Any) -> Array:
+    if not isinstance(device, CudaDevice) or not isinstance(x, np.ndarray):
+        return x
+    import cupy
+
+    copy: Array = cupy.asarray(x)
+    return copy
+
+
+def _columns(scale: Array) -> Array:
+    """As (1 or N, 1 or blocks), contiguous."""
+    return np.ascontiguousarray(scale if scale.ndim == 2 else scale.reshape(scale.size, 1))
+
+
+def _embedded_scale(scale: Any, shape: tuple[int, int], fmt: TernaryFormat) -> Array:
+    """A scale that blocks embed, as float32."""
+    name, block = "ternary_pack", fmt.block_scale
     if not block:
         others = ", ".join(f.name for f in FORMATS.values() if f.block_scale)
-        raise OptionError(f"{name}: format {format!r} keeps scales apart; only {others} embed scale=")
-    array = np.asarray(scale) if isinstance(scale, (int, float)) else Arrays(name).read("scale", scale)
+        raise OptionError(f"{name}: format {fmt.name!r} keeps scales apart; only {others} embed scale=")
+    array = np.asarray(scale) if isinstance(scale, (int, float)) else Call(name).read("scale", scale)
     if array.dtype.kind != "f" and not isinstance(scale, (int, float)):
         raise DTypeError(f"{name}: scale is {array.dtype}; expected float32")
     n, k = shape

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlap
-from gpu_ops.core.arrays import Array, Arrays, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Plan, choose, op, planner_of
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.core.arrays import Array, as_rows, give, host_view, on_cuda, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.ternary import ternary_quantize
 from gpu_ops.ops.ternary_matmul import Activations, ternary_matmul
+from gpu_ops.ops.ternary_planes import take_matrix
 
 __all__ = ["TernaryLinear", "ternary_matmul_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="ternary_backward")
 def ternary_matmul_backward(
     dy: Any,
     x: Any,
@@ -32,7 +34,8 @@ def ternary_matmul_backward(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Straight-through gradients of :func:`ternary_matmul`: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
     Rounding counts as the identity, as BitNet is trained: ``dw`` is for the latent weights that ``w`` was quantised
@@ -49,6 +52,8 @@ def ternary_matmul_backward(
         Arrays that receive the gradients; none may share memory with an input.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -80,84 +85,47 @@ def ternary_matmul_backward(
     array([[127.,  27.,   1.],
            [127.,  27.,   1.]])
     """
-    name = "ternary_matmul_backward"
-    arrays = Arrays(name)
+    call = Call("ternary_matmul_backward", device, backend, workspace)
     if not isinstance(w, TernaryMatrix):
-        raise DTypeError(f"{name}: w is {type(w).__name__}, not the TernaryMatrix of the forward call")
-    dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
+        raise DTypeError(f"{call.op}: w is {type(w).__name__}, not the TernaryMatrix of the forward call")
+    dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
     n, k = w.shape
     if x_.ndim == 0 or x_.shape[-1] != k:
-        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
-    dtype = checks.float_dtype(name, x=x_, dy=dy_)
-    checks.exactly(name, "dy", dy_, (*x_.shape[:-1], n))
-    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
-    wide = checks.computing_dtype(dtype)
-    like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), wide)}
-    outs = arrays.write_each("out", out, like, rows=True)
-    groups = w.scale.shape[1] if w.scale.ndim == 2 else 1
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, k, groups))
-    tokens = math.prod(x_.shape[:-1])
-
-    def differentiate(
-        on: Device | None, dy: Array, x: Array, w: TernaryMatrix, results: Sequence[Array]
-    ) -> None:
-        w2 = w.to("w2")
-        how: dict[str, Any] = {"activations": mode}
-        if on is not None:
-            how["unit"] = _power_of_two(w2.scale) if dtype == "float16" else 1.0
-        backward = host_function("ternary_backward.backward", on, choice.backend)
-        backward(as_rows(dy), as_rows(x), *w2.on(on), as_rows(results[0]), results[1], **how)
-
-    def compute(on: Device | None) -> list[Array]:
-        if choice.backend == "reference":
-            from gpu_ops.reference import ternary as reference
-
-            w2 = w.to("w2")
-            computed = reference.ternary_matmul_backward(dy_, x_, w2.trits(), w2.scale, activations=mode)
-            for target, gradient in zip(outs, computed, strict=bool(outs)):
-                target[...] = gradient
-            return list(computed)
-        results = outs or [arrays.new(*of, label) for label, of in like.items()]
-        if not tokens * n * k:
-            return results
-        differentiate(on, dy_, x_, w, results)
-        return results
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            results = compute(on)
-            if not tokens * n * k:  # nothing to sum over, or nothing to write
-                for gradient in results:
-                    gradient.fill(0)
-            return out if out is not None else tuple(arrays.give(r) for r in results)
-
-    def config() -> str:
-        if choice.device != "cpu":
-            return arrays.launches(choice, compute)
-        if choice.backend == "reference":
-            return "NumPy, float64"
-        from gpu_ops.kernels.numba_cpu import ternary_backward as kernels
-
-        return kernels.config(tokens, n, k, dtype)
-
-    def again() -> Callable[..., Any]:
-        new = Arrays(name).new
-
-        def ternary_matmul_backward(
-            dy: Array, x: Array, w: TernaryMatrix, *, out: tuple[Array, Array] | None = None, **_: Any
-        ) -> tuple[Array, ...]:
-            results = tuple([new(*of, label) for label, of in like.items()]) if out is None else out
-            differentiate(None, dy, x, w, results)
-            return results
-
-        return ternary_matmul_backward
-
-    problem = f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}"
-    remembered = again if choice.compiled and tokens * n * k else None
-    return Plan(name, choice, problem, config, run, again=remembered)
+        raise ShapeError(f"{call.op}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    dtype = checks.float_dtype(call.op, x=x_, dy=dy_)
+    checks.exactly(call.op, "dy", dy_, (*x_.shape[:-1], n))
+    mode = checks.one_of(call.op, "activations", activations, get_args(Activations))
+    take_matrix(call, "w", w)
+    like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), checks.computing_dtype(dtype))}
+    call.write_each(like, out, rows=True)
+    tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
+    call.option(activations=mode)
+    return call.bind(
+        problem=f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}",
+        unsupported=_unsupported(dtype, k, groups),
+        look=_unit if dtype == "float16" else None,
+        flops=4.0 * tokens * n * k,
+    )
 
 
-def _cannot(dtype: str, k: int, groups: int) -> dict[str, str]:
+def _unit(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The unit in which GPU kernels round float16 weights: about the largest scale."""
+    return {}, {"unit": _power_of_two(views["w"].to("w2").scale)} if backend == "raw" else {}
+
+
+@lowers("ternary_matmul_backward", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.ternary import ternary_matmul_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        w2, mode = views["w"].to("w2"), spec["activations"]
+        found = ternary_matmul_backward(views["dy"], views["x"], w2.trits(), w2.scale, activations=mode)
+        store(views, ("dx", "dw"), found)
+
+    on.call(run, "NumPy, float64")
+
+
+def _unsupported(dtype: str, k: int, groups: int) -> dict[str, str]:
     if dtype == "float64":
         return {"raw": "float64 has Numba kernels only"}
     if groups > 1 and (k // groups) % 64:
@@ -167,7 +135,7 @@ def _cannot(dtype: str, k: int, groups: int) -> dict[str, str]:
 
 def _power_of_two(scale: Array) -> float:
     """About the largest scale: float16 weights are rounded in its units."""
-    largest = float(np.abs(scale).max())
+    largest = float(np.abs(scale).max(initial=0))
     return 2.0 ** math.frexp(largest)[1] if largest else 1.0
 
 
@@ -222,7 +190,7 @@ class TernaryLinear:
         self.activations = checks.one_of(name, "activations", activations, get_args(Activations))
         self.bias: Array | None = None
         if bias is not None:
-            self.bias = Arrays(name).read("bias", bias)
+            self.bias = Call(name).read("bias", bias)
             checks.float_dtype(name, bias=self.bias)
             checks.exactly(name, "bias", self.bias, (self.out_features,))
 
@@ -243,27 +211,10 @@ class TernaryLinear:
         self, x: Any, *, out: Any = None, device: str | None = None, backend: str | None = None
     ) -> Any:
         """y of x, as :func:`ternary_matmul` takes and gives them."""
-        if type(x) is np.ndarray and type(out) in (np.ndarray, type(None)):
-            self._check_apart(out)
-            where = {"device": device, "backend": backend}
-            y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
-            if self.bias is not None:
-                y += self.bias.astype(y.dtype)
-            return y
-        planner = planner_of("TernaryLinear", "ternary_matmul")
-        arrays = Arrays("ternary_matmul")
-        x_ = arrays.read("x", x)
-        out_ = arrays.write("out", out, (*x_.shape[:-1], self.out_features), x_.dtype, rows=True)
-        self._check_apart(out_)
-        plan = planner(
-            x_, self.weight, activations=self.activations, out=out_, device=device, backend=backend
-        )
-        # a bias is added where the product was computed, and after it: on the caller's stream
-        with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
-            y = plan.run()
-            if self.bias is not None:
-                y += self._bias_like(y, arrays.on_cuda)
-            return arrays.give(y) if out is None else out
+        self._check_apart(out)
+        where = {"device": device, "backend": backend}
+        y = ternary_matmul(x, self.weight, activations=self.activations, out=out, **where)
+        return y if self.bias is None else _add(x, y, self.bias)
 
     forward = __call__
 
@@ -271,36 +222,21 @@ class TernaryLinear:
         self, dy: Any, x: Any, *, device: str | None = None, backend: str | None = None
     ) -> tuple[Any, ...]:
         """``(dx, dw)`` of :func:`ternary_matmul_backward`, and ``dbias`` in dw's dtype when there is a bias."""
-        planner = planner_of("TernaryLinear", "ternary_matmul_backward")
         where = {"device": device, "backend": backend}
-        if self.bias is None or type(x) is type(dy) is np.ndarray:
-            both = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where)
-            return both if self.bias is None else (*both, _sum_of_tokens(dy, both[1].dtype))
-        arrays = Arrays("ternary_matmul_backward")
-        dy_, x_ = arrays.read("dy", dy), arrays.read("x", x)
-        plan = planner(dy_, x_, self.weight, activations=self.activations, **where)
-        with arrays.on(plan.choice) if arrays.on_cuda else contextlib.nullcontext():
-            dx, dw = plan.run()
-            dbias = _sum_of_tokens(dy_, dw.dtype)
-            return arrays.give(dx), arrays.give(dw), arrays.give(dbias)
+        dx, dw = ternary_matmul_backward(dy, x, self.weight, activations=self.activations, **where)
+        return (dx, dw) if self.bias is None else (dx, dw, _sum_of_tokens(dy))
 
-    def _check_apart(self, out: Array | None) -> None:
-        """The bias is read after ``out`` has been written."""
-        if out is not None and self.bias is not None and overlap(out, self.bias):
-            raise ShapeError(
-                "TernaryLinear: out shares memory with bias, which would be overwritten before it is read; "
-                "pass a separate array or omit it"
-            )
-
-    def _bias_like(self, y: Array, on_cuda: bool) -> Array:
-        assert self.bias is not None
-        bias = self.bias.astype(y.dtype)
-        if on_cuda:
-            import cupy
-
-            bits = bias.view(f"u{bias.itemsize}")  # NumPy and CuPy cannot exchange bfloat16
-            bias = cupy.asarray(bits).view(bias.dtype)
-        return bias
+    def _check_apart(self, out: Any) -> None:
+        """The bias, which is in host memory, is read after ``out`` has been written."""
+        if out is None or self.bias is None or on_cuda(out):
+            return
+        with contextlib.suppress(DTypeError, DeviceError):  # no array: the op itself refuses it
+            view, _ = host_view("TernaryLinear", "out", out)
+            if overlap(view, self.bias):
+                raise ShapeError(
+                    "TernaryLinear: out shares memory with bias, which would be overwritten before it is read; "
+                    "pass a separate array or omit it"
+                )
 
     def __repr__(self) -> str:
         bias = "" if self.bias is None else ", bias"
@@ -308,6 +244,45 @@ class TernaryLinear:
         return f"TernaryLinear({sizes}{bias}, activations={self.activations!r}, {self.nbytes:,} bytes)"
 
 
-def _sum_of_tokens(dy: Array, dtype: np.dtype[Any]) -> Array:
-    total: Array = as_rows(dy).sum(axis=0, dtype=np.float64)
-    return total.astype(dtype)
+def _add(x: Any, y: Any, bias: Array) -> Any:
+    """``y + bias``, rounded to y's dtype first; y itself where its library allows. On the stream of x."""
+    if not on_cuda(y):
+        view, library = host_view("TernaryLinear", "y", y)
+        bias = bias.astype(view.dtype)
+        if not view.flags.writeable:  # JAX's arrays are constants
+            return give(view + bias, library)
+        view += bias
+        return y
+    import cupy
+
+    from gpu_ops.core.cuda_arrays import CudaArrays, give_cuda
+
+    arrays = CudaArrays("TernaryLinear", "x", x)
+    view = arrays.view("y", y)
+    with arrays.active():
+        bias = bias.astype(view.dtype)
+        bits = bias.view(f"u{bias.itemsize}")  # NumPy and CuPy cannot exchange bfloat16
+        on_device = cupy.asarray(bits).view(bias.dtype)
+        if arrays.library == "jax":
+            return give_cuda(view + on_device, "jax")
+        view += on_device
+    return y
+
+
+def _sum_of_tokens(dy: Any) -> Any:
+    """In float64, then in dw's dtype; in dy's library, on its stream."""
+    if not on_cuda(dy):
+        view, library = host_view("TernaryLinear", "dy", dy)
+        return give(_column_sums(view), library)
+    from gpu_ops.core.cuda_arrays import CudaArrays, give_cuda
+
+    arrays = CudaArrays("TernaryLinear", "dy", dy)
+    view = arrays.view("dy", dy)
+    with arrays.active():
+        sums = _column_sums(view)
+        return sums if arrays.library is None else give_cuda(sums, arrays.library)
+
+
+def _column_sums(dy: Array) -> Array:
+    sums: Array = as_rows(dy).sum(axis=0, dtype=np.float64)
+    return sums.astype(checks.computing_dtype(dy.dtype.name))

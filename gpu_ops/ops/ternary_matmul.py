@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays, as_rows
-from gpu_ops.core.device import Device, host_function
-from gpu_ops.core.dispatch import Choice, Plan, choose, op
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.ops.ternary_planes import plan_product
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.ternary_planes import bind_product, take_matrix
 
 __all__ = ["ternary_matmul"]
 
 Activations = Literal["int8", "native"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="ternary")
 def ternary_matmul(
     x: Any,
     w: TernaryMatrix,
@@ -28,7 +29,8 @@ def ternary_matmul(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """``y = x @ W.T`` with packed ternary weights ``W = scale * t``.
 
     ``activations="int8"``: each token is quantised, ``s = 127 / max(max|x|, 1e-5)``,
@@ -47,9 +49,11 @@ def ternary_matmul(
         make that call before capturing a graph.
     activations : {"int8", "native"}
     out : array (..., N), optional
-        x's dtype (float32 for a ternary x); may not overlap x.
+        x's dtype (float32 for a ternary x); may not overlap x or w.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -81,71 +85,32 @@ def ternary_matmul(
     array([[ 0.5 , -0.25],
            [-0.25,  0.5 ]], dtype=float32)
     """
-    name = "ternary_matmul"
-    arrays = Arrays(name)
+    call = Call("ternary_matmul", device, backend, workspace)
     if not isinstance(w, TernaryMatrix):
         raise DTypeError(
-            f"{name}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
+            f"{call.op}: w is {type(w).__name__}, not a TernaryMatrix; make one with ternary_quantize(w) or "
             "TernaryMatrix(codes, scale, shape, format)"
         )
-    mode = cast(Activations, checks.one_of(name, "activations", activations, get_args(Activations)))
+    mode = checks.one_of(call.op, "activations", activations, get_args(Activations))
     if isinstance(x, TernaryMatrix):
-        return plan_product(name, x, w, out, device, backend)
-    x_ = arrays.read("x", x)
+        return bind_product(call, x, w, out)
+    x_ = call.read("x", x, rows=True)
     n, k = w.shape
     if x_.ndim == 0 or x_.shape[-1] != k:
-        raise ShapeError(f"{name}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
-    dtype = checks.float_dtype(name, x=x_)
-    out_ = arrays.write("out", out, (*x_.shape[:-1], n), x_.dtype, rows=True)
+        raise ShapeError(f"{call.op}: x has shape {x_.shape}, expected (..., K={k}) for w of shape {w.shape}")
+    dtype = checks.float_dtype(call.op, x=x_)
+    take_matrix(call, "w", w)
+    call.write("y", (*x_.shape[:-1], n), x_.dtype, out, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
-    choice = choose(name, device, backend, arrays, cannot=_cannot(dtype, mode, k, groups))
-
-    def compute(on: Device | None) -> Array:
-        w2 = w.to("w2")
-        if choice.backend == "reference":
-            from gpu_ops.reference import ternary as reference
-
-            y: Array = reference.ternary_matmul(x_, w2.trits(), w2.scale, activations=mode)
-            if out_ is not None:
-                out_[...] = y
-            return y
-        y = arrays.new((*x_.shape[:-1], n), x_.dtype, "y") if out_ is None else out_
-        codes, scale = w2.on(on)
-        matmul = host_function("ternary.matmul", on, choice.backend)
-        matmul(as_rows(x_), codes, k, scale, as_rows(y), activations=mode)
-        return y
-
-    def run() -> Any:
-        with arrays.on(choice) as on:
-            y = compute(on)
-            if on is not None and k == 0:  # no kernel has run
-                y.fill(0)
-            return arrays.give(y) if out is None else out
-
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu import ternary as kernels
-
-        new = Arrays(name).new
-
-        def multiply(x: Array, w: TernaryMatrix, *, out: Array | None = None, **_: Any) -> Array:
-            y = new((*x.shape[:-1], n), x.dtype, "y") if out is None else out
-            codes, scale = w.to("w2").on(None)
-            kernels.matmul(as_rows(x), codes, k, scale, as_rows(y), activations=mode)
-            return y
-
-        return multiply
-
-    return Plan(
-        name,
-        choice,
-        f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}",
-        lambda: _config(choice, tokens, n, groups, dtype, mode, arrays, compute),
-        run,
-        again=again if choice.compiled else None,
+    call.option(k=k, activations=mode)
+    return call.bind(
+        problem=f"{tokens} tokens x ({n} x {k}) {w.format}, {dtype}, activations {mode}",
+        unsupported=_unsupported(dtype, mode, k, groups),
+        flops=2.0 * tokens * n * k,
     )
 
 
-def _cannot(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
+def _unsupported(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
     """Known without importing the kernels, so that validation stays cheap."""
     found = {}
     if dtype == "float64":
@@ -159,20 +124,14 @@ def _cannot(dtype: str, mode: str, k: int, groups: int) -> dict[str, str]:
     return found
 
 
-def _config(
-    choice: Choice,
-    tokens: int,
-    n: int,
-    groups: int,
-    dtype: str,
-    mode: str,
-    arrays: Arrays,
-    compute: Callable[[Device | None], Any],
-) -> str:
-    if choice.device != "cpu":
-        return arrays.launches(choice, compute)
-    if choice.backend == "reference":
-        return "NumPy, exact integers" if mode == "int8" else "NumPy, float64"
-    from gpu_ops.kernels.numba_cpu import ternary as kernels
+@lowers("ternary_matmul", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.ternary import ternary_matmul
 
-    return kernels.config(tokens, n, groups, dtype, mode)
+    def run(views: Mapping[str, Any]) -> None:
+        w2 = views["w"].to("w2")
+        store(
+            views, ("y",), ternary_matmul(views["x"], w2.trits(), w2.scale, activations=spec["activations"])
+        )
+
+    on.call(run, "NumPy, exact integers" if spec["activations"] == "int8" else "NumPy, float64")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu_ops.core.arrays import Array, Arrays
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Call
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
@@ -154,7 +155,7 @@ def quantize_model(
     quantized: dict[str, Any] = {}
     rows = []
     for key, given in weights.items():
-        w = Arrays(name).read(key, given)
+        w = Call(name).read(key, given)
         kept = _kept(key, w, patterns)
         if kept:
             quantized[key] = given

@@ -1,4 +1,4 @@
-"""The product of two ternary matrices: which chunks of w are visited, and how :func:`ternary_matmul` plans it.
+"""The product of two ternary matrices: which chunks of w are visited.
 
 Where few chunks of 128 weights of w hold anything, the others are skipped. The rule, in order:
 
@@ -9,20 +9,24 @@ Where few chunks of 128 weights of w hold anything, the others are skipped. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from gpu_ops.core.arrays import Array, Arrays, as_rows
-from gpu_ops.core.device import CudaDevice, Device, EmulatorDevice, current_device, host_function
-from gpu_ops.core.dispatch import Plan, choose
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.device import HOST, CudaDevice
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.kernels.program import Builder, Spec, lower_module, lowers
 
-__all__ = ["plan_product"]
+__all__ = ["bind_product", "take_matrix"]
+
+lower_module("ternary_product", "gpu_ops.kernels.lower.ternary_planes")
 
 _FEW_ROWS = 16
 _MOST_OCCUPIED = 0.25
@@ -54,112 +58,98 @@ class _Occupied:
             found = _made.setdefault(w, cls(starts.astype(np.int64), chunks.astype(np.int32), share))
         return found
 
-    def on(self, device: Device | None) -> tuple[Array, Array]:
-        """Both arrays, where the kernels of ``device`` read them."""
-        if isinstance(device, CudaDevice):
-            held = self._on_cuda.get(device.ordinal)
-            if held is None:
-                import cupy
+    def on(self, device: Any) -> tuple[Array, Array]:
+        """Both arrays, where ``device`` reads them."""
+        if not isinstance(device, CudaDevice):
+            return self.starts, self.chunks
+        held = self._on_cuda.get(device.ordinal)
+        if held is None:
+            import cupy
 
-                # blocking: later calls may come on other streams
-                copies = (cupy.asarray(self.starts, blocking=True), cupy.asarray(self.chunks, blocking=True))
-                held = self._on_cuda.setdefault(device.ordinal, copies)
-            return held
-        if isinstance(device, EmulatorDevice):
-            device.name("w.starts", self.starts)
-            device.name("w.chunks", self.chunks)
-        return self.starts, self.chunks
+            # blocking: later calls may come on other streams
+            copies = (cupy.asarray(self.starts, blocking=True), cupy.asarray(self.chunks, blocking=True))
+            held = self._on_cuda.setdefault(device.ordinal, copies)
+        return held
 
 
 _made: WeakKeyDictionary[TernaryMatrix, _Occupied] = WeakKeyDictionary()
 
 
-def plan_product(
-    name: str, x: TernaryMatrix, w: TernaryMatrix, out: Any, device: str | None, backend: str | None
-) -> Plan:
+def take_matrix(call: Call, name: str, matrix: TernaryMatrix, *, row_scales: bool = False) -> None:
+    """A ternary argument of a call: itself, and codes and scale where kernels read them, as w2."""
+    convert = _with_row_scales(call.op, name, matrix) if row_scales else matrix.to("w2")
+    call.provide(name, None, name, _itself)
+    call.provide(f"{name}.codes", convert.layouts[0], name, _codes)
+    call.provide(f"{name}.scale", convert.layouts[1], name, _scale)
+    for array in matrix.call_arrays:
+        call.hold(name, array)
+
+
+def _itself(w: TernaryMatrix, device: Any) -> TernaryMatrix:
+    return w
+
+
+def _codes(w: TernaryMatrix, device: Any) -> Array:
+    return w.to("w2").on(device)[0]
+
+
+def _scale(w: TernaryMatrix, device: Any) -> Array:
+    return w.to("w2").on(device)[1]
+
+
+def bind_product(call: Call, x: TernaryMatrix, w: TernaryMatrix, out: Any) -> Bound:
     """``y = x @ w.T`` in float32: integer sums, then the product of the scales."""
-    arrays = Arrays(name)
     (m, k), n = x.shape, w.shape[0]
     if k != w.shape[1]:
         raise ShapeError(
-            f"{name}: x has shape {x.shape}, expected (M, K={w.shape[1]}) for w of shape {w.shape}"
+            f"{call.op}: x has shape {x.shape}, expected (M, K={w.shape[1]}) for w of shape {w.shape}"
         )
-    a2, w2 = (_with_row_scales(name, argument, matrix) for argument, matrix in (("x", x), ("w", w)))
-    out_ = arrays.write("out", out, (m, n), np.float32, rows=True)
-    choice = choose(
-        name, device, backend, arrays, cannot={"raw": f"K={k} is beyond 31 bits"} if k >> 31 else {}
+    for name, matrix in (("x", x), ("w", w)):
+        take_matrix(call, name, matrix, row_scales=True)
+    call.provide("w.occupied", None, "w", functools.partial(_occupied, rows=m))
+    call.write("y", (m, n), np.float32, out, rows=True)
+    call.option(k=k)
+    return call.bind(
+        lowered_as="ternary_product",
+        problem=f"({m} x {k}) {x.format} x ({n} x {k}) {w.format}, both ternary",
+        unsupported={"raw": f"K={k} is beyond 31 bits"} if k >> 31 else {},
+        look=_look,
+        flops=2.0 * m * n * k,
     )
-    alone = choice.copies and out is None  # no argument is an array that could be copied: only the result is
-    if alone:
-        choice = replace(choice, copies=False)
-    few_rows = choice.device == "cpu" and m < _FEW_ROWS
-    chunks = _Occupied.of(w2) if not few_rows and choice.backend != "reference" else None
-    skips = chunks is not None and chunks.skips
 
-    def compute(on: Device | None) -> Array:
-        if choice.backend == "reference":
-            from gpu_ops.reference import ternary as reference
 
-            y: Array = reference.ternary_product(a2.trits(), a2.scale, w2.trits(), w2.scale)
-            if out_ is not None:
-                out_[...] = y
-            return y
-        new = np.empty if on is None else on.empty
-        y = new((m, n), np.float32) if out_ is None else out_
-        if not y.size:
-            return y
-        if isinstance(on, EmulatorDevice):
-            on.name("x.codes", a2.codes)
-        occupied = chunks.on(on) if chunks is not None and skips else None
-        multiply = host_function("ternary_planes.matmul", on, choice.backend)
-        multiply(*a2.on(on), *w2.on(on), k, occupied, as_rows(y))
-        return y
+def _occupied(w: TernaryMatrix, device: Any, *, rows: int) -> tuple[_Occupied, tuple[Array, Array]] | None:
+    """The chunks of w, and both lists where ``device`` reads them."""
+    if device is HOST and rows < _FEW_ROWS:
+        return None
+    found = _Occupied.of(w.to("w2"))
+    return found, found.on(device)
 
-    def filled(on: Device | None) -> Array:
-        y = compute(on)
-        if on is not None and k == 0:  # no kernel has run
-            y.fill(0)
-        return y
 
-    def run() -> Any:
-        if alone:
-            import cupy
+def _look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Whether chunks of w are skipped, which its values decide. Scales of some formats are values, too."""
+    for name in ("x", "w"):
+        _with_row_scales("ternary_matmul", name, views[name])
+    found = views.get("w.occupied")
+    if found is None or backend == "reference":
+        return {}, {}
+    chunks, lists = found
+    share = f"{chunks.share:.1%} of the chunks of w are occupied"
+    if not chunks.skips:
+        return {"share": share}, {}
+    sizes = {"starts": len(chunks.starts), "chunks": len(chunks.chunks)}
+    return {"share": share, **sizes}, dict(zip(("w.starts", "w.chunks"), lists, strict=True))
 
-            return cupy.asnumpy(filled(current_device(choice.device)))
-        with arrays.on(choice) as on:
-            y = filled(on)
-            return arrays.give(y) if out is None else out
 
-    def config() -> str:
-        if choice.backend == "reference":
-            return "NumPy, exact integers"
-        if choice.device != "cpu":
-            text = arrays.launches(choice, compute)
-        else:
-            from gpu_ops.kernels.numba_cpu import ternary_planes as kernels
+@lowers("ternary_product", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.ternary import ternary_product
 
-            text = kernels.config(skips)
-        share = (
-            f"\n            {chunks.share:.1%} of the chunks of w are occupied" if chunks is not None else ""
-        )
-        return text + share
+    def run(views: Mapping[str, Any]) -> None:
+        a2, w2 = (views[name].to("w2") for name in ("x", "w"))
+        store(views, ("y",), ternary_product(a2.trits(), a2.scale, w2.trits(), w2.scale))
 
-    def again() -> Callable[..., Any]:
-        from gpu_ops.kernels.numba_cpu.ternary_planes import matmul
-
-        def multiply(x: TernaryMatrix, w: TernaryMatrix, *, out: Any = None, **_: Any) -> Any:
-            # blocks of some formats embed scales: what w2 has of them goes by values
-            a2, w2 = _with_row_scales(name, "x", x), _with_row_scales(name, "w", w)
-            chunks = None if few_rows else _Occupied.of(w2)
-            occupied = chunks.on(None) if chunks is not None and chunks.skips else None
-            y = np.empty((m, n), np.float32) if out is None else out
-            matmul(*a2.on(None), *w2.on(None), k, occupied, y)
-            return y
-
-        return multiply
-
-    problem = f"({m} x {k}) {x.format} x ({n} x {k}) {w.format}, both ternary"
-    return Plan(name, choice, problem, config, run, again=again if choice.compiled else None)
+    on.call(run, "NumPy, exact integers")
 
 
 def _with_row_scales(name: str, argument: str, matrix: TernaryMatrix) -> TernaryMatrix:

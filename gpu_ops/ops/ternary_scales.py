@@ -10,9 +10,10 @@ import numpy as np
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.formats.ternary_checks import not_finite
 from gpu_ops.reference.ternary import DEFAULT_THRESHOLD, Method
 
-__all__ = ["group_size_of", "not_finite", "quantize", "threshold_of"]
+__all__ = ["group_size_of", "quantize", "threshold_of"]
 
 
 def group_size_of(name: str, group_size: Any, k: int) -> int | None:
@@ -42,10 +43,6 @@ def threshold_of(name: str, method: Method, threshold: Any) -> float | None:
     if method == "percentile" and value > 100:
         raise OptionError(f"{name}: threshold={value:g} is no percentile; expected 0..100")
     return value
-
-
-def not_finite(name: str) -> OptionError:
-    return OptionError(f"{name}: w holds NaN or infinity (or its |w| overflow); a trit cannot carry them on")
 
 
 def quantize(

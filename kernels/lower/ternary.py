@@ -1,4 +1,4 @@
-"""Ternary matmul on the GPU: host functions of ``cuda/ternary_*.cu`` and of the twins in ``numba_cuda/ternary.py``.
+"""How each backend runs the ternary matmul. GPU kernels: ``cuda/ternary_*.cu``, twins ``numba_cuda/ternary.py``.
 
 x (tokens, K) and y (tokens, N) have unit stride on the last axis; codes (N, bytes) are w2, scale (1 or N, groups)
 float32, both contiguous.
@@ -7,15 +7,15 @@ float32, both contiguous.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, alignment, row_stride
+from gpu_ops.kernels.lower.arguments import DTYPES, alignment, row_stride, rows_of
 from gpu_ops.kernels.lower.ternary_config import (
     GEMV_SHARED,
     UNIT,
@@ -26,49 +26,96 @@ from gpu_ops.kernels.lower.ternary_config import (
     gemv_config,
     gemv_configs,
 )
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["TOKENS_THREADS", "is_whole", "matmul", "scale_stride", "tokens_kernel", "variants"]
+__all__ = ["TOKENS_THREADS", "is_whole", "scale_stride", "tokens_kernel", "variants"]
 
 
-def matmul(
-    device: Any, backend: str, x: Any, codes: Any, k: int, scale: Any, y: Any, *, activations: str
-) -> None:
-    """``y = x @ (scale * trits).T``; y is left alone where an axis is empty."""
-    tokens, n = y.shape
-    if 0 in (tokens, n, k):
+@dataclass(frozen=True)
+class Product:
+    """``y = x @ (scale * trits).T``: x (tokens, K), y (tokens, N), codes and scale of w."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor
+    y: Tensor
+    k: int
+    int8: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> Product:
+        return cls(
+            rows_of(spec, "x"),
+            spec.tensor("w.codes"),
+            spec.tensor("w.scale"),
+            rows_of(spec, "y"),
+            spec["k"],
+            spec["activations"] == "int8",
+        )
+
+    def is_empty(self, on: Builder) -> bool:
+        """Whether an axis is empty: then y is zeros, if it has elements."""
+        if 0 not in (*self.y.shape, self.k):
+            return False
+        on.zero(self.y)
+        return True
+
+
+@lowers("ternary_matmul", "cpu")
+def _cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import ternary
+
+    p = Product.of(spec)
+    (tokens, n), k, activations = p.y.shape, p.k, spec["activations"]
+
+    def run(views: Mapping[str, Any]) -> None:
+        x, y = views["x"].reshape(tokens, k), views["y"].reshape(tokens, n)
+        ternary.matmul(x, views["w.codes"], k, views["w.scale"], y, activations=activations)
+
+    on.call(run, ternary.config(tokens, n, p.scale.shape[1], p.x.dtype.name, activations))
+
+
+@lowers("ternary_matmul", "raw")
+def _raw(spec: Spec, on: Builder) -> None:
+    p = Product.of(spec)
+    if p.is_empty(on):
         return
-    if backend == "numba":
-        _twin(device, x, codes, k, scale, y, activations)
-        return
-    if activations == "int8":
-        gemv = gemv_config(tokens, n, k, scale.shape[1], sms=device.sms)
+    tokens, n = p.y.shape
+    if p.int8:
+        gemv = gemv_config(tokens, n, p.k, p.scale.shape[1], sms=on.sms)
         if gemv is not None:
-            _gemv(device, gemv, x, codes, k, scale, y)
+            _gemv(on, gemv, p)
             return
-        rows, sums, inverse = _quantized(device, x, k, scale.shape[1] > 1)
+        rows, sums, inverse = _quantized(on, p.x, p.k, p.scale.shape[1] > 1)
     else:
-        rows, sums, inverse = _padded(device, x, k), scale, scale  # stand-ins: the kernel touches neither
-    _gemm(device, rows, sums, inverse, codes, scale, y)
+        rows, sums, inverse = _padded(on, p.x, p.k), p.scale, p.scale  # stand-ins: the kernel touches neither
+    _gemm(on, rows, sums, inverse, p)
 
 
-def _twin(device: Any, x: Any, codes: Any, k: int, scale: Any, y: Any, activations: str) -> None:
+@lowers("ternary_matmul", "numba")
+def _numba(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda import ternary as twins
 
-    (tokens, n), dtype = y.shape, x.dtype.name
-    inverse = device.empty((tokens if activations == "int8" else 1,), np.float64)
-    if activations == "int8":
-        q = device.empty((tokens, k), np.int8)
-        threads = (twins.QUANTIZE_THREADS, 1, 1)
-        device.launch(twins.quantize_kernel(dtype), (tokens, 1, 1), threads, (x, q, inverse))
+    p = Product.of(spec)
+    if p.is_empty(on):
+        return
+    (tokens, n), dtype, x = p.y.shape, p.x.dtype.name, p.x
+    inverse = on.empty((tokens if p.int8 else 1,), np.float64, "inverse scales of x")
+    if p.int8:
+        q = on.empty((tokens, p.k), np.int8, "x in int8")
+        on.launch(
+            twins.quantize_kernel(dtype), (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, q, inverse)
+        )
         x = q
-    # One group takes in the padding: it ends with the last word.
-    group = k // scale.shape[1] if scale.shape[1] > 1 else codes.shape[1] * 4
+    group = p.k // p.scale.shape[1] if p.scale.shape[1] > 1 else p.codes.shape[1] * 4
     grid = (-(-n // twins.TILE), min(-(-tokens // twins.TILE), 65535), 1)
-    args = (x, inverse, codes.view(np.uint32), scale, y, np.int64(group))
-    device.launch(twins.matmul_kernel(dtype, activations), grid, (twins.TILE, twins.TILE, 1), args)
+    args = (x, inverse, p.codes.view(np.uint32), p.scale, p.y, np.int64(group))
+    kernel = twins.matmul_kernel(dtype, spec["activations"])
+    on.launch(kernel, grid, (twins.TILE, twins.TILE, 1), args)
 
 
-def _gemv(device: Any, config: GemvConfig, x: Any, codes: Any, k: int, scale: Any, y: Any) -> None:
+def _gemv(on: Builder, config: GemvConfig, p: Product) -> None:
+    x, codes, scale, y, k = p.x, p.codes, p.scale, p.y, p.k
     tokens, n = y.shape
     groups = scale.shape[1]
     args = (
@@ -88,30 +135,30 @@ def _gemv(device: Any, config: GemvConfig, x: Any, codes: Any, k: int, scale: An
         np.int32(config.shares),
     )
     kernel = _gemv_kernel(x.dtype.name, config.tokens, config.rows, config.shares > 1, groups > 1)
-    device.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
+    on.launch(kernel, (config.grid, 1, 1), (config.threads, 1, 1), args, shared=config.shared_bytes)
 
 
-def _quantized(device: Any, x: Any, k: int, grouped: bool) -> tuple[Any, Any, Any]:
+def _quantized(on: Builder, x: Tensor, k: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x as int8, zero up to whole units; its sums per token, or per token and unit; 1 / s per token."""
     tokens, units = x.shape[0], -(-k // UNIT)
-    q = device.empty((tokens, units * UNIT), np.int8)
-    sums = device.empty((tokens, units) if grouped else (tokens,), np.int32)
-    inverse = device.empty((tokens,), np.float64)
+    q = on.empty((tokens, units * UNIT), np.int8, "x in int8")
+    sums = on.empty((tokens, units) if grouped else (tokens,), np.int32, "sums of x")
+    inverse = on.empty((tokens,), np.float64, "inverse scales of x")
     sizes = (row_stride(x), np.int32(k), np.int32(units * UNIT), np.int32(is_whole(x)))
     args = (x, q, inverse, sums, *sizes)
     kernel = tokens_kernel("ternary_quantize_tokens", x.dtype.name, grouped)
-    device.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
+    on.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
     return q, sums, inverse
 
 
-def _padded(device: Any, x: Any, k: int) -> Any:
+def _padded(on: Builder, x: Tensor, k: int) -> Tensor:
     """x where its rows are whole units and aligned, else such a copy."""
     if k % UNIT == 0 and is_whole(x):
         return x
     tokens, width = x.shape[0], -(-k // UNIT) * UNIT
-    copy = device.empty((tokens, width), x.dtype)
+    copy = on.empty((tokens, width), x.dtype, "padded x")
     args = (x, copy, row_stride(x), np.int32(k), np.int32(width))
-    device.launch(
+    on.launch(
         tokens_kernel("ternary_pad_tokens", x.dtype.name, False),
         (tokens, 1, 1),
         (TOKENS_THREADS, 1, 1),
@@ -120,13 +167,14 @@ def _padded(device: Any, x: Any, k: int) -> Any:
     return copy
 
 
-def _gemm(device: Any, rows: Any, sums: Any, inverse: Any, codes: Any, scale: Any, y: Any) -> None:
+def _gemm(on: Builder, rows: Tensor, sums: Tensor, inverse: Tensor, p: Product) -> None:
+    codes, scale, y = p.codes, p.scale, p.y
     tokens, n = y.shape
     itemsize, grouped = rows.dtype.itemsize, scale.shape[1] > 1
     units = codes.shape[1] * 4 // UNIT
-    smem = device.smem_per_block_optin
+    smem = on.smem_per_block_optin
     config, splits = gemm_config(
-        tokens, n, units * UNIT, itemsize, grouped=grouped, sms=device.sms, smem_per_block_optin=smem
+        tokens, n, units * UNIT, itemsize, grouped=grouped, sms=on.sms, smem_per_block_optin=smem
     )
     shape = np.zeros((), _SHAPE)
     shape["x_stride"], shape["row_bytes"] = row_stride(rows), codes.shape[1]
@@ -138,14 +186,14 @@ def _gemm(device: Any, rows: Any, sums: Any, inverse: Any, codes: Any, scale: An
     target = y
     if splits > 1:
         exact = itemsize == 1 and not grouped
-        target = device.empty((splits, tokens, n), np.int32 if exact else np.float32, "parts of sums")
+        target = on.empty((splits, tokens, n), np.int32 if exact else np.float32, "parts of sums")
     args = (rows, codes, scale, sums, inverse, target, shape[()])
     grid = (config.blocks(tokens, n), splits, 1)
-    device.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes(itemsize))
+    on.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes(itemsize))
     if splits > 1:
         kernel = replace(kernel, entry="ternary_gemm_sum")
         grid = (-(-tokens * -(-n // 4) // SUM_THREADS), 1, 1)
-        device.launch(kernel, grid, (SUM_THREADS, 1, 1), (target, scale, sums, inverse, y, shape[()]))
+        on.launch(kernel, grid, (SUM_THREADS, 1, 1), (target, scale, sums, inverse, y, shape[()]))
 
 
 # TernaryShape of ternary_gemm.cu
@@ -191,10 +239,10 @@ def _gemm_kernel(act: str, out: str, grouped: bool, divided: bool, config: GemmC
     return CudaKernel("ternary_gemm", "ternary_gemm", tuple(defines.items()))
 
 
-def is_whole(x: Any) -> bool:
+def is_whole(x: Tensor) -> bool:
     """Whether rows of x are whole vectors of 16 bytes, aligned."""
     return alignment([x], x.shape[0]) == 16 and x.shape[1] * x.dtype.itemsize % 16 == 0
 
 
-def scale_stride(scale: Any) -> np.int64:
+def scale_stride(scale: Tensor) -> np.int64:
     return np.int64(0 if scale.shape[0] == 1 else scale.shape[1])

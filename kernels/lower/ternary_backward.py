@@ -1,4 +1,4 @@
-"""Gradients of the ternary matmul on the GPU: host functions of ``cuda/ternary_backward.cu`` and of the Numba twin.
+"""Gradients of the ternary matmul on the GPU: ``cuda/ternary_backward.cu`` and its Numba twin.
 
 dx = dy @ W      ternary_backward: packed weights on tensor cores; the parts of N of a small result by gemm_sum
 dw = dy^T @ xq   a matrix product (:mod:`.gemm`); for int8 activations ternary_round_tokens makes xq of x
@@ -9,89 +9,140 @@ dy (tokens, N), x and dx (tokens, K), dw (N, K) have unit stride on the last axi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import gemm
-from gpu_ops.kernels.lower.arguments import DTYPES, row_stride
-from gpu_ops.kernels.lower.gemm import Operand
-from gpu_ops.kernels.lower.gemm_args import aligned
+from gpu_ops.kernels.lower.arguments import DTYPES, row_stride, rows_of
+from gpu_ops.kernels.lower.gemm_args import Operand, aligned, product
+from gpu_ops.kernels.lower.gemm_sum import add_up
 from gpu_ops.kernels.lower.ternary import TOKENS_THREADS, is_whole, scale_stride, tokens_kernel
 from gpu_ops.kernels.lower.ternary_config import UNIT, BackwardTile, backward_config, backward_tiles
+from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
 
-__all__ = ["backward", "variants"]
-
-
-def backward(
-    device: Any,
-    backend: str,
-    dy: Any,
-    x: Any,
-    codes: Any,
-    scale: Any,
-    dx: Any,
-    dw: Any,
-    *,
-    activations: str,
-    unit: float,
-) -> None:
-    """Fills dx and dw. ``unit``: a power of two, about the largest scale."""
-    if backend == "numba":
-        _twin_dx(device, dy, codes, scale, dx)
-    else:
-        _dx(device, dy, codes, scale, dx, unit)
-    used = x if activations == "native" else _rounded(device, backend, x)
-    gemm.product(device, backend, Operand(dy, True), Operand(used, True), dw)
+__all__ = ["variants"]
 
 
-def _dx(device: Any, dy: Any, codes: Any, scale: Any, dx: Any, unit: float) -> None:
+@dataclass(frozen=True)
+class _Gradients:
+    """``dx = dy @ W`` and ``dw = dy.T @ xq``."""
+
+    dy: Tensor
+    x: Tensor
+    codes: Tensor
+    scale: Tensor
+    dx: Tensor
+    dw: Tensor
+
+    @classmethod
+    def of(cls, spec: Spec, on: Builder) -> _Gradients | None:
+        """None where an axis is empty: then both are zeros, if they have elements."""
+        dx, dw = rows_of(spec, "dx"), spec.tensor("dw")
+        if 0 in (*dx.shape, dw.shape[0]):
+            on.zero(dx)
+            on.zero(dw)
+            return None
+        dy, x = rows_of(spec, "dy"), rows_of(spec, "x")
+        return cls(dy, x, spec.tensor("w.codes"), spec.tensor("w.scale"), dx, dw)
+
+
+@lowers("ternary_matmul_backward", "cpu")
+def _cpu(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import ternary_backward
+
+    g = _Gradients.of(spec, on)
+    if g is None:
+        return
+    (tokens, n), k, activations = g.dy.shape, g.dx.shape[1], spec["activations"]
+
+    def run(views: Mapping[str, Any]) -> None:
+        ternary_backward.backward(
+            views["dy"].reshape(tokens, n),
+            views["x"].reshape(tokens, k),
+            views["w.codes"],
+            views["w.scale"],
+            views["dx"].reshape(tokens, k),
+            views["dw"],
+            activations=activations,
+        )
+
+    on.call(run, ternary_backward.config(tokens, n, k, g.dy.dtype.name))
+
+
+@lowers("ternary_matmul_backward", "raw")
+def _raw(spec: Spec, on: Builder) -> None:
+    g = _Gradients.of(spec, on)
+    if g is None:
+        return
+    _dx(on, g.dy, g.codes, g.scale, g.dx)
+    used = g.x if spec["activations"] == "native" else _rounded(on, g.x)
+    gemm.launch_raw(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
+
+
+@lowers("ternary_matmul_backward", "numba")
+def _numba(spec: Spec, on: Builder) -> None:
+    g = _Gradients.of(spec, on)
+    if g is None:
+        return
+    _twin_dx(on, g.dy, g.codes, g.scale, g.dx)
+    used = g.x if spec["activations"] == "native" else _rounded_twin(on, g.x)
+    gemm.launch_numba(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
+
+
+def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
     (tokens, k), n, itemsize = dx.shape, dy.shape[1], dy.dtype.itemsize
-    tile, splits = backward_config(tokens, n, k, itemsize, sms=device.sms)
-    target = dx if splits == 1 else device.empty((splits * tokens, k), np.float32, "parts of sums")
+    tile, splits = backward_config(tokens, n, k, itemsize, sms=on.sms)
+    target = dx if splits == 1 else on.empty((splits * tokens, k), np.float32, "parts of sums")
     shape = np.zeros((), _SHAPE)
     shape["dy_stride"], shape["dx_stride"], shape["split_dx"] = row_stride(dy), row_stride(target), tokens * k
     shape["row_bytes"], shape["scale_stride"] = codes.shape[1], scale_stride(scale)
     shape["tokens"], shape["n"], shape["k"] = tokens, n, k
     shape["group_units"] = -(-k // scale.shape[1] // UNIT)
-    shape["aligned"], shape["unit"] = aligned([target]), unit
+    shape["aligned"], shape["unit"] = aligned([target]), 1.0
+    # float16 weights are rounded in units of about the largest scale
+    struct = Dynamic("unit", _SHAPE, shape[()]) if dy.dtype == np.float16 else shape[()]
     kernel = _kernel(dy.dtype.name, target.dtype.name, scale.size > 1, aligned([dy]), tile)
     grid = (tile.blocks(tokens, k), splits, 1)
-    args = (dy, codes, scale, target, shape[()])
-    device.launch(kernel, grid, (tile.threads, 1, 1), args, shared=tile.shared_bytes(itemsize))
+    args = (dy, codes, scale, target, struct)
+    on.launch(kernel, grid, (tile.threads, 1, 1), args, shared=tile.shared_bytes(itemsize))
     if splits > 1:
-        gemm.add_up(device, target.reshape(splits, tokens, k), dx)
+        add_up(on, target.reshape(splits, tokens, k), dx)
 
 
-def _twin_dx(device: Any, dy: Any, codes: Any, scale: Any, dx: Any) -> None:
+def _twin_dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:
     from gpu_ops.kernels.numba_cuda import ternary_backward as twin
 
     tokens, k = dx.shape
     grid = (-(-k // twin.TILE), min(-(-tokens // twin.TILE), 65535), 1)
     args = (dy, codes.view(np.uint32), scale, dx, np.int64(k // scale.shape[1]))
-    device.launch(twin.kernel(dy.dtype.name), grid, (twin.TILE, twin.TILE, 1), args)
+    on.launch(twin.kernel(dy.dtype.name), grid, (twin.TILE, twin.TILE, 1), args)
 
 
-def _rounded(device: Any, backend: str, x: Any) -> Any:
+def _rounded(on: Builder, x: Tensor) -> Tensor:
     """x as the forward multiplied it: quantised to int8 and scaled back."""
-    (tokens, k), dtype = x.shape, x.dtype.name
-    rounded = device.empty((tokens, k), x.dtype, "x of int8")
-    if backend == "numba":
-        from gpu_ops.kernels.numba_cuda import ternary as twins
-
-        inverse = device.empty((tokens,), np.float64)
-        twin = twins.quantize_kernel(dtype, back=True)
-        device.launch(twin, (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, rounded, inverse))
-        return rounded
+    tokens, k = x.shape
+    rounded = on.empty((tokens, k), x.dtype, "x of int8")
     args = (x, rounded, row_stride(x), np.int32(k), np.int32(is_whole(x)))
-    kernel = tokens_kernel("ternary_round_tokens", dtype, False)
-    device.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
+    kernel = tokens_kernel("ternary_round_tokens", x.dtype.name, False)
+    on.launch(kernel, (tokens, 1, 1), (TOKENS_THREADS, 1, 1), args)
     return rounded
 
 
-# BackwardShape of ternary_backward.cu
+def _rounded_twin(on: Builder, x: Tensor) -> Tensor:
+    from gpu_ops.kernels.numba_cuda import ternary as twins
+
+    tokens, k = x.shape
+    rounded = on.empty((tokens, k), x.dtype, "x of int8")
+    inverse = on.empty((tokens,), np.float64, "inverse scales of x")
+    twin = twins.quantize_kernel(x.dtype.name, back=True)
+    on.launch(twin, (tokens, 1, 1), (twins.QUANTIZE_THREADS, 1, 1), (x, rounded, inverse))
+    return rounded
+
+
 _SHAPE = np.dtype(
     [(name, np.int64) for name in ("dy_stride", "row_bytes", "scale_stride", "dx_stride", "split_dx")]
     + [(name, np.int32) for name in ("tokens", "n", "k", "group_units", "aligned")]

@@ -13,14 +13,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import alignment, row_stride, side_by_side
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["BLOCKS", "LINES", "pack", "unpack", "variants"]
+__all__ = ["BLOCKS", "LINES", "variants"]
 
 
 @dataclass(frozen=True)
@@ -52,34 +54,32 @@ _BLOCKS_PER_SM = 16
 _TRIPLES = 96  # columns of tl2 that a warp takes, of 32 rows
 
 
-def pack(
-    device: Any,
-    backend: str,
-    trits: Any,
-    packed: Any,
-    format: str,
-    *,
-    scale: Any = None,
-    tile: tuple[int, int, int] | None = None,
-) -> Any:
-    """Fill ``packed``; flags that are not 0 where a trit is none, or a scale does not fit.
+@dataclass(frozen=True)
+class _Task:
+    """One conversion. The workspace ``flags`` is not 0 where a trit is none, a scale does not fit, or packed bytes
+    are what no encoder writes.
 
-    ``scale``: of blocks, float32 (1 or N, 1 or blocks of a row). ``tile``: of tiles, BM, BK and bm.
+    ``which``: pack or unpack. ``scale``: of blocks to pack, float32 (1 or N, 1 or blocks of a row). ``tile``: of
+    tiles, BM, BK and bm.
     """
-    return _launch(device, backend, "pack", trits, packed, format, scale, tile)
 
+    which: str
+    trits: Tensor
+    packed: Tensor
+    format: str
+    scale: Tensor | None
+    tile: tuple[int, int, int]
+    twins: bool
 
-def unpack(
-    device: Any,
-    backend: str,
-    packed: Any,
-    trits: Any,
-    format: str,
-    *,
-    tile: tuple[int, int, int] | None = None,
-) -> Any:
-    """Fill ``trits``; flags that are not 0 where ``packed`` is what no encoder writes."""
-    return _launch(device, backend, "unpack", trits, packed, format, None, tile)
+    @classmethod
+    def of(cls, spec: Spec, on: Builder, which: str, twins: bool) -> _Task:
+        trits, packed = spec.tensor("trits"), spec.tensor("packed").reshape(-1)
+        format, scale = spec["format"], spec.get("scale")
+        if which == "unpack":
+            packed = packed[: spec["need"]]
+        elif format in BLOCKS and scale is None:
+            scale = on.constant(np.ones((1, 1), np.float32), "scale")
+        return cls(which, trits, packed, format, scale, spec["tile"], twins)
 
 
 def variants(arch: str) -> Iterator[Variant]:
@@ -93,16 +93,18 @@ def variants(arch: str) -> Iterator[Variant]:
             yield Variant(_kernel(which, "_tiles", macro), _TILE_THREADS)
 
 
-def _launch(
-    device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, scale: Any, tile: Any
-) -> Any:
-    packed = packed.reshape(-1)
-    most = _BLOCKS_PER_SM * device.sms
-    if format in LINES:
-        return _lines(device, backend, which, trits, packed, format, most)
-    if format in BLOCKS:
-        return _blocks(device, backend, which, trits, packed, format, scale, most)
-    return _tiles(device, backend, which, trits, packed, format, tile, most)
+def _lower(spec: Spec, on: Builder, which: str, twins: bool) -> None:
+    if spec["by_numpy"]:
+        on.note(f"NumPy, on the host: {spec['by_numpy']}")
+        return
+    t = _Task.of(spec, on, which, twins)
+    family = _lines if t.format in LINES else _blocks if t.format in BLOCKS else _tiles
+    family(t, on, _BLOCKS_PER_SM * on.sms)
+
+
+for _which in ("pack", "unpack"):
+    lowers(f"ternary_{_which}", "raw")(partial(_lower, which=_which, twins=False))
+    lowers(f"ternary_{_which}", "numba")(partial(_lower, which=_which, twins=True))
 
 
 # --- lines ---------------------------------------------------------------------------------------
@@ -115,7 +117,8 @@ _LINES_SHAPE = np.dtype(
 )
 
 
-def _lines(device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, most: int) -> Any:
+def _lines(t: _Task, on: Builder, most: int) -> None:
+    trits, packed, format = t.trits, t.packed, t.format
     if format == "i2_s" and (side_by_side((trits,)) or trits.shape[1] % 128):
         trits = trits.ravel()[None]  # contiguous: blocks may lie across rows
     n, k = trits.shape
@@ -126,20 +129,19 @@ def _lines(device: Any, backend: str, which: str, trits: Any, packed: Any, forma
     units = -(-k // unit_columns) * layout.pad_units
     across = min(lines, most)
     grid = (across, max(1, min(-(-units // _PIECE), most // across)), 1)
-    flags = device.empty((grid[0] * grid[1],), np.int32, "flags")
-    arrays = (trits, packed) if which == "pack" else (packed, trits)
-    if backend == "numba":
+    flags = on.empty((grid[0] * grid[1],), np.int32, "flags")
+    arrays = (trits, packed) if t.which == "pack" else (packed, trits)
+    if t.twins:
         args = (*arrays, flags, np.int64(lines), np.int64(pitch))
-        _twin(device, "ternary_pack", which, format, grid, args)
-        return flags
+        _twin(on, "ternary_pack", t.which, format, grid, args)
+        return
     shape = np.zeros((), _LINES_SHAPE)
     shape["stride"], shape["pitch"], shape["lines"] = row_stride(trits), pitch, lines
     shape["n"], shape["k"], shape["units"] = n, k, units
     shape["whole"] = alignment((trits,), n) == 16
     whole_lines = pitch % layout.packed_bytes == 0 or lines == 1
     shape["packed_whole"] = whole_lines and alignment((packed,), 1) % layout.packed_bytes == 0
-    device.launch(_kernel(which, "", layout.macro), grid, (_THREADS, 1, 1), (*arrays, flags, shape[()]))
-    return flags
+    on.launch(_kernel(t.which, "", layout.macro), grid, (_THREADS, 1, 1), (*arrays, flags, shape[()]))
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -151,31 +153,29 @@ _BLOCKS_SHAPE = np.dtype(
 )
 
 
-def _blocks(
-    device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, scale: Any, most: int
-) -> Any:
+def _blocks(t: _Task, on: Builder, most: int) -> None:
+    trits, packed = t.trits, t.packed
     n, k = trits.shape
-    macro, weights, of_a_warp = BLOCKS[format]
+    macro, weights, of_a_warp = BLOCKS[t.format]
     blocks = n * k // weights
     grid = (min(-(-blocks // (of_a_warp * _THREADS // 32)), most), 1, 1)
-    flags = device.empty(grid[:1], np.int32, "flags")
-    arrays: tuple[Any, ...] = (packed, trits, flags)
-    if which == "pack":
-        halves = (packed.view(np.float16),) if backend == "numba" else ()
-        arrays = (trits, packed, *halves, flags, scale)
-    if backend == "numba":
-        _twin(device, "ternary_pack_blocks", which, format, grid, arrays)
-        return flags
+    flags = on.empty(grid[:1], np.int32, "flags")
+    arrays: tuple[Tensor, ...] = (packed, trits, flags)
+    if t.scale is not None:
+        halves = (packed.view(np.float16),) if t.twins else ()
+        arrays = (trits, packed, *halves, flags, t.scale)
+    if t.twins:
+        _twin(on, "ternary_pack_blocks", t.which, t.format, grid, arrays)
+        return
     shape = np.zeros((), _BLOCKS_SHAPE)
     shape["stride"], shape["blocks"], shape["per_row"] = row_stride(trits), blocks, k // weights
     shape["whole"] = alignment((trits,), n) == 16
     shape["packed_whole"] = alignment((packed,), 1) % 4 == 0
-    if which == "pack":
-        rows, columns = scale.shape
-        shape["scale_stride"] = row_stride(scale) if rows > 1 else 0
-        shape["scale_step"] = scale.strides[1] // scale.itemsize if columns > 1 else 0
-    device.launch(_kernel(which, "_blocks", macro), grid, (_THREADS, 1, 1), (*arrays, shape[()]))
-    return flags
+    if t.scale is not None:
+        rows, columns = t.scale.shape
+        shape["scale_stride"] = row_stride(t.scale) if rows > 1 else 0
+        shape["scale_step"] = t.scale.strides[1] // t.scale.itemsize if columns > 1 else 0
+    on.launch(_kernel(t.which, "_blocks", macro), grid, (_THREADS, 1, 1), (*arrays, shape[()]))
 
 
 # --- tiles ---------------------------------------------------------------------------------------
@@ -188,13 +188,12 @@ _TILES_SHAPE = np.dtype(
 )
 
 
-def _tiles(
-    device: Any, backend: str, which: str, trits: Any, packed: Any, format: str, tile: Any, most: int
-) -> Any:
+def _tiles(t: _Task, on: Builder, most: int) -> None:
+    trits, packed = t.trits, t.packed
     n, k = trits.shape
-    rows, columns, step = tile
+    rows, columns, step = t.tile
     # (what, of packed, first column, columns, of a tile, of a chunk, chunks of a warp)
-    if format == "tl1":
+    if t.format == "tl1":
         parts = [("tl1", packed, 0, k, columns, 2048 // step, 1)]
     else:
         rest = k % columns
@@ -207,30 +206,27 @@ def _tiles(
     warps = _TILE_THREADS // 32
     chunks = [n // step * (wide // across) for _, _, _, wide, _, across, _ in parts]
     grids = [min(-(-count // (warps * part[-1])), most) for count, part in zip(chunks, parts, strict=True)]
-    flags = device.empty((sum(grids),), np.int32, "flags")
+    flags = on.empty((sum(grids),), np.int32, "flags")
     for i, (what, of, first, wide, tile_columns, _, _) in enumerate(parts):
         mine = flags[sum(grids[:i]) : sum(grids[: i + 1])]
-        arrays = (trits, of, mine) if which == "pack" else (of, trits, mine)
+        arrays = (trits, of, mine) if t.which == "pack" else (of, trits, mine)
         grid, across = (grids[i], 1, 1), wide // tile_columns
-        if backend == "numba":
+        if t.twins:
             sizes = (first, rows, tile_columns, step, across)
-            _twin(device, "ternary_pack_tiles", which, what, grid, (*arrays, *map(np.int64, sizes)))
+            _twin(on, "ternary_pack_tiles", t.which, what, grid, (*arrays, *map(np.int64, sizes)))
             continue
         shape = np.zeros((), _TILES_SHAPE)
         shape["stride"], shape["chunks"], shape["first"] = row_stride(trits), chunks[i], first
         shape["rows"], shape["columns"], shape["step"], shape["across"] = rows, tile_columns, step, across
         shape["whole"] = alignment((trits,), n) == 16
         shape["packed_whole"] = alignment((of,), 1) == 16
-        device.launch(
-            _kernel(which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()])
-        )
-    return flags
+        on.launch(_kernel(t.which, "_tiles", _TILES[what]), grid, (_TILE_THREADS, 1, 1), (*arrays, shape[()]))
 
 
-def _twin(device: Any, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
+def _twin(on: Builder, module: str, which: str, format: str, grid: tuple[int, ...], args: Any) -> None:
     twins = importlib.import_module(f"gpu_ops.kernels.numba_cuda.{module}")
     kernel = (twins.pack_kernel if which == "pack" else twins.unpack_kernel)(format)
-    device.launch(kernel, grid, (twins.THREADS, 1, 1), args)
+    on.launch(kernel, grid, (twins.THREADS, 1, 1), args)
 
 
 def _kernel(which: str, family: str, macro: str) -> CudaKernel:

@@ -8,19 +8,21 @@ last axis; codes (N, bytes) are w2, scale (1 or N, groups) float32, both contigu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import DTYPES, alignment, row_stride
 from gpu_ops.kernels.lower.ternary_config import UNIT
+from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["block_shape", "quantize", "variants"]
+__all__ = ["block_shape", "neighbours", "variants"]
 
 _METHODS = {"absmean": 0, "absmax": 1, "twn": 2, "manual": 3, "meanstd": 4, "percentile": 5}
 
 _THREADS, _COMBINE_THREADS = 128, 1024
+_ONE = ((1, 1, 1), (_COMBINE_THREADS, 1, 1))  # a launch of one block
 _COUNT_BLOCKS_PER_SM = 16
 _RUNS, _SUMS, _SQUARES, _LIMIT, _ENCODE, _SCALE, _RANKS, _COUNT, _PICK = (
     f"ternary_quantize_{stage}"
@@ -30,71 +32,96 @@ _DIGIT = 11  # bits that a reading of the tensor finds
 _LOW = {"float16": 13, "bfloat16": 16, "float32": 0}  # bits that are 0 in what a dtype widens to
 
 
-def quantize(
-    device: Any,
-    backend: str,
-    w: Any,
-    codes: Any,
-    scale: Any,
-    *,
-    run: int,
-    per_tensor: bool,
-    method: str,
-    threshold: float | None,
-) -> None:
-    """Codes and scale of ``w``, which is not empty; a scale is NaN where a weight is NaN or infinite.
+@dataclass(frozen=True)
+class _Task:
+    """w, which is not empty, to codes and scale; a scale is NaN where a weight is NaN or infinite.
 
     ``run``: weights of a run; all of K where a scale is of a row or, ``per_tensor``, of all.
     """
-    value = 0.0 if threshold is None else threshold
-    if backend == "numba":
-        _twin(device, w, codes, scale, run, per_tensor, _METHODS[method], value)
+
+    w: Tensor
+    codes: Tensor
+    scale: Tensor
+    run: int
+    per_tensor: bool
+    method: str
+    threshold: float
+
+    @classmethod
+    def of(cls, spec: Spec) -> _Task:
+        w, codes, scale = (spec.tensor(name) for name in ("w", "codes", "scale"))
+        return cls(w, codes, scale, spec["run"], spec["per_tensor"], spec["method"], spec["threshold"] or 0.0)
+
+    @property
+    def runs(self) -> int:
+        n, k = self.w.shape
+        return n * (k // self.run)
+
+
+@lowers("ternary_quantize", "raw")
+def _raw(spec: Spec, on: Builder) -> None:
+    t = _Task.of(spec)
+    if not t.w.size:
         return
-    n, k = w.shape
-    runs = n * (k // run)
-    threads, per_block = block_shape(run, w.dtype.itemsize)
-    grid, block = (-(-runs // per_block), 1, 1), (threads, per_block, 1)
-    stride, whole = row_stride(w), np.int32(alignment((w,), n) == 16)
-    width, many, dtype = np.int32(k), np.uint32(runs), w.dtype.name
-    how = (np.int32(_METHODS[method]), np.float64(value))
-    if not per_tensor and method == "percentile":
-        rank, share = neighbours(run, value)
-        ranks = (np.int32(run), many, whole, np.uint32(rank), np.float64(share))
-        device.launch(_kernel(_RANKS, dtype), grid, block, (w, codes, scale, stride, width, *ranks))
-        return
-    if not per_tensor:
-        whose = (w, codes, scale, stride, width, np.int32(run), many, whole, *how)
-        device.launch(_kernel(_RUNS, dtype), grid, block, whose)
-        return
-    partial, limit = device.empty((2, runs), np.float64), device.empty((1,), np.float64)
-    of_tensor = (partial, limit, scale, many, np.float64(n * k), *how)
-    one = ((1, 1, 1), (_COMBINE_THREADS, 1, 1))
-    if method == "percentile":
-        selection = device.empty((3,), np.uint64, "selection")  # Selection of ternary_quantize.cu
-        counts = device.empty((1 << _DIGIT,), np.uint64, "counts")
-        rank, share = neighbours(n * k, value)
-        few = (min(grid[0], _COUNT_BLOCKS_PER_SM * device.sms), 1, 1)
-        top = shift = 31
-        while True:
-            bits = (np.int32(top), np.int32(shift))
-            picked = (selection, counts, limit, *bits, np.uint64(rank), np.float64(share))
-            device.launch(_kernel(_PICK, dtype), *one, picked)
-            if shift == _LOW[dtype]:
-                break
-            top, shift = shift, max(shift - _DIGIT, _LOW[dtype])
-            counted = (w, selection, counts, stride, width, many, whole, np.int32(top), np.int32(shift))
-            device.launch(_kernel(_COUNT, dtype), few, block, counted)
+    n, k = t.w.shape
+    threads, per_block = block_shape(t.run, t.w.itemsize)
+    grid, block = (-(-t.runs // per_block), 1, 1), (threads, per_block, 1)
+    stride, width, many = row_stride(t.w), np.int32(k), np.uint32(t.runs)
+    whole, dtype = np.int32(alignment((t.w,), n) == 16), t.w.dtype.name
+    if t.per_tensor:
+        _whole_tensor(t, on, grid, block)
+    elif t.method == "percentile":
+        rank, share = neighbours(t.run, t.threshold)
+        ranks = (np.int32(t.run), many, whole, np.uint32(rank), np.float64(share))
+        on.launch(_kernel(_RANKS, dtype), grid, block, (t.w, t.codes, t.scale, stride, width, *ranks))
     else:
-        device.launch(_kernel(_SUMS, dtype), grid, block, (w, partial, stride, width, many, whole))
-        device.launch(_kernel(_LIMIT), *one, (*of_tensor, np.int32(0)))
-    if method == "meanstd":
-        device.launch(_kernel(_SQUARES, dtype), grid, block, (w, limit, partial, stride, width, many, whole))
-        device.launch(_kernel(_LIMIT), *one, (*of_tensor, np.int32(1)))
-    counts = np.int32(method != "absmean")
-    args = (w, limit, codes, partial, stride, width, many, whole, counts)
-    device.launch(_kernel(_ENCODE, dtype), grid, block, args)
+        how = (np.int32(_METHODS[t.method]), np.float64(t.threshold))
+        args = (t.w, t.codes, t.scale, stride, width, np.int32(t.run), many, whole, *how)
+        on.launch(_kernel(_RUNS, dtype), grid, block, args)
+
+
+def _whole_tensor(t: _Task, on: Builder, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+    """Statistics of all of w, a limit from them, then codes."""
+    n, k = t.w.shape
+    dtype, counts = t.w.dtype.name, np.int32(t.method != "absmean")
+    runs = (row_stride(t.w), np.int32(k), np.uint32(t.runs), np.int32(alignment((t.w,), n) == 16))
+    partial, limit = on.empty((2, t.runs), np.float64, "partial"), on.empty((1,), np.float64, "limit")
+    how = (np.int32(_METHODS[t.method]), np.float64(t.threshold))
+    of_tensor = (partial, limit, t.scale, np.uint32(t.runs), np.float64(n * k), *how)
+    if t.method == "percentile":
+        _select(t, on, grid, block, limit)
+    else:
+        on.launch(_kernel(_SUMS, dtype), grid, block, (t.w, partial, *runs))
+        on.launch(_kernel(_LIMIT), *_ONE, (*of_tensor, np.int32(0)))
+    if t.method == "meanstd":
+        on.launch(_kernel(_SQUARES, dtype), grid, block, (t.w, limit, partial, *runs))
+        on.launch(_kernel(_LIMIT), *_ONE, (*of_tensor, np.int32(1)))
+    on.launch(_kernel(_ENCODE, dtype), grid, block, (t.w, limit, t.codes, partial, *runs, counts))
     if counts:
-        device.launch(_kernel(_SCALE), *one, (partial, limit, scale, many))
+        on.launch(_kernel(_SCALE), *_ONE, (partial, limit, t.scale, np.uint32(t.runs)))
+
+
+def _select(
+    t: _Task, on: Builder, grid: tuple[int, int, int], block: tuple[int, int, int], limit: Tensor
+) -> None:
+    """The percentile of |w| by radix selection: each pass over w finds some bits of it."""
+    n, k = t.w.shape
+    dtype = t.w.dtype.name
+    selection = on.empty((3,), np.uint64, "selection")  # Selection of ternary_quantize.cu
+    counts = on.empty((1 << _DIGIT,), np.uint64, "counts")
+    runs = (row_stride(t.w), np.int32(k), np.uint32(t.runs), np.int32(alignment((t.w,), n) == 16))
+    rank, share = neighbours(n * k, t.threshold)
+    few = (min(grid[0], _COUNT_BLOCKS_PER_SM * on.sms), 1, 1)
+    top = shift = 31
+    while True:
+        bits = (np.int32(top), np.int32(shift))
+        picked = (selection, counts, limit, *bits, np.uint64(rank), np.float64(share))
+        on.launch(_kernel(_PICK, dtype), *_ONE, picked)
+        if shift == _LOW[dtype]:
+            return
+        top, shift = shift, max(shift - _DIGIT, _LOW[dtype])
+        counted = (t.w, selection, counts, *runs, np.int32(top), np.int32(shift))
+        on.launch(_kernel(_COUNT, dtype), few, block, counted)
 
 
 def neighbours(size: int, percentile: float) -> tuple[int, float]:
@@ -126,43 +153,40 @@ def _kernel(entry: str, dtype: str = "float32") -> CudaKernel:
     return CudaKernel("ternary_quantize", entry, (("DTYPE", DTYPES[dtype]),))
 
 
-def _twin(
-    device: Any, w: Any, codes: Any, scale: Any, run: int, per_tensor: bool, method: int, threshold: float
-) -> None:
+@lowers("ternary_quantize", "numba")
+def _numba(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda import ternary_quantize as twins
 
-    n, k = w.shape
-    runs, dtype, words = n * (k // run), w.dtype.name, codes.view(np.uint32)
-    scopes, per_scope = (1, runs) if per_tensor else (runs, 1)
-    size = np.float64(run * per_scope)
-    partial, limit = device.empty((2, runs), np.float64), device.empty((scopes,), np.float64)
+    t = _Task.of(spec)
+    if not t.w.size:
+        return
+    dtype, words, flat = t.w.dtype.name, t.codes.view(np.uint32), t.scale.reshape(-1)
+    scopes, per_scope = (1, t.runs) if t.per_tensor else (t.runs, 1)
+    size = np.float64(t.run * per_scope)
+    partial, limit = on.empty((2, t.runs), np.float64, "partial"), on.empty((scopes,), np.float64, "limit")
     threads = (twins.THREADS, 1, 1)
-    a_block_per_run, a_thread_per_scope = (
-        ((runs, 1, 1), threads),
-        ((-(-scopes // twins.THREADS), 1, 1), threads),
-    )
-    words_of_all = n * words.shape[1]
-    flat = scale.reshape(-1)
+    a_block_per_run = ((t.runs, 1, 1), threads)
+    a_thread_per_scope = ((-(-scopes // twins.THREADS), 1, 1), threads)
 
     def measure(what: str) -> None:
-        device.launch(twins.statistics(what, dtype), *a_block_per_run, (w, np.int64(run), limit, partial))
+        on.launch(twins.statistics(what, dtype), *a_block_per_run, (t.w, np.int64(t.run), limit, partial))
 
     def set_limit(how: int) -> None:
-        args = (partial, limit, flat, np.int64(per_scope), size, np.int64(how), np.float64(threshold))
-        device.launch(twins.limits(), *a_thread_per_scope, args)
+        args = (partial, limit, flat, np.int64(per_scope), size, np.int64(how), np.float64(t.threshold))
+        on.launch(twins.limits(), *a_thread_per_scope, args)
 
     measure("sums")
-    set_limit(method)
-    if method == _METHODS["percentile"]:
-        rank, share = neighbours(int(size), threshold)
-        args = (w, np.int64(size), np.int64(rank), np.float64(share), limit)
-        ranks, many = twins.ranks(dtype, per_tensor)
-        device.launch(ranks, (scopes, 1, 1), (many, 1, 1), args)
-    if method == _METHODS["meanstd"]:
+    set_limit(_METHODS[t.method])
+    if t.method == "percentile":
+        rank, share = neighbours(int(size), t.threshold)
+        args = (t.w, np.int64(size), np.int64(rank), np.float64(share), limit)
+        ranks, many = twins.ranks(dtype, t.per_tensor)
+        on.launch(ranks, (scopes, 1, 1), (many, 1, 1), args)
+    if t.method == "meanstd":
         measure("squares")
         set_limit(twins.WITH_STD)
-    grid = (-(-words_of_all // twins.THREADS), 1, 1)
-    device.launch(twins.encode(dtype), grid, threads, (w, np.int64(run), limit, words))
-    if method != _METHODS["absmean"]:
+    grid = (-(-t.w.shape[0] * words.shape[1] // twins.THREADS), 1, 1)
+    on.launch(twins.encode(dtype), grid, threads, (t.w, np.int64(t.run), limit, words))
+    if t.method != "absmean":
         measure("kept")
-        device.launch(twins.scales(), *a_thread_per_scope, (partial, limit, flat, np.int64(per_scope)))
+        on.launch(twins.scales(), *a_thread_per_scope, (partial, limit, flat, np.int64(per_scope)))
