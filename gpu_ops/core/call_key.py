@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "call_key", "describes", "extent"]
+__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "array_key", "call_key", "describes", "extent"]
 
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
@@ -76,6 +76,14 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
                 return None
             key += places
     return tuple(key)
+
+
+def array_key(x: Any) -> tuple[Any, ...] | None:
+    """What tells an array apart that an argument holds; None: never remembered."""
+    if type(x) is np.ndarray:
+        return x.dtype, x.shape, x.strides
+    describe = _describe.get(type(x))
+    return None if describe is None else describe(x)
 
 
 def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
