@@ -23,10 +23,9 @@ def backward(spec: Spec, on: Builder) -> None:
 
     a = Attention.of(spec)
     left, right = a.window(UNLIMITED)
+    inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     differentiate = kernels.prepare(
-        a.q,
-        a.k,
-        a.v,
+        *inputs,
         a.batch,
         max_seqlen_q=a.seqlen_q,
         max_seqlen_k=a.seqlen_k,
@@ -67,4 +66,4 @@ def backward(spec: Spec, on: Builder) -> None:
         if "dsinks" in views:
             views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta)
 
-    on.call(run, str(kernels.config_of(a.q, a.k, a.v, a.batch, a.seqlen_q, a.seqlen_k)))
+    on.call(run, str(kernels.config_of(*inputs, a.batch, a.seqlen_q, a.seqlen_k)))

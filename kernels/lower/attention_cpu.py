@@ -22,6 +22,7 @@ def forward(spec: Spec, on: Builder) -> None:
 
     a = Attention.of(spec)
     left, right = a.window(UNLIMITED)
+    inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     config = select_config(
         a.batch,
         a.nheads,
@@ -34,9 +35,7 @@ def forward(spec: Spec, on: Builder) -> None:
         dims=a.head_dim + a.head_dim_v,
     )
     attend = kernels.prepare(
-        a.q,
-        a.k,
-        a.v,
+        *inputs,
         a.batch,
         config=config,
         max_seqlen_q=a.seqlen_q,
