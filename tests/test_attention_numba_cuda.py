@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from gpu_ops import BlockMask, emulator
-from gpu_ops.core.device import EmulatorDevice, compiler_missing
+from gpu_ops.core.device import compiler_missing
 from gpu_ops.kernels.compiler import cubin, jit, toolkit
 from gpu_ops.reference import attention as reference
 from tests.attention_cases import DTYPES, assert_lse, expected, make, pairwise, row_id
 from tests.compare import assert_close
+from tests.programs import run_program
 
 if compiler_missing("numba"):
     pytest.skip(str(compiler_missing("numba")), allow_module_level=True)
 
 from gpu_ops.kernels.numba_cuda.attention import forward_kernel
 from gpu_ops.kernels.numba_cuda.attention_config import Config, count_splits, select_config
-from gpu_ops.kernels.numba_cuda.attention_launch import UNLIMITED, forward
 
 # A row is a variant of the kernel, and compiling one takes three seconds: hence few levels, and a seed of few rows.
 FACTORS = {
@@ -40,34 +40,37 @@ EVERYTHING = {name: levels[-1] for name, levels in FACTORS.items()}
 PLAIN = {"mask": "causal", "dtype": "float32", "heads": (2, 1), "head_dims": (32, 32), "batch": 1}
 
 
-def run(q, k, v, *, sequences=None, layout="bshd", seqused_k=None, block_table=None, num_splits=1, **options):
+def run(q, k, v, *, cu_seqlens=(), layout="bshd", seqused_k=None, num_splits=1, **options):
     """out and lse of attention's own options; both start as NaN."""
-    q, k, v = (x.swapaxes(1, 2) if layout == "bhsd" else x for x in (q, k, v))
-    if sequences is None:
-        used = np.full(len(q), k.shape[1]) if seqused_k is None else seqused_k
-        sequences = np.array([(0, q.shape[1], 0, n) for n in used], np.int64).reshape(-1, 4)
-    batch, nheads = len(sequences), q.shape[2]
-    out = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
-    statistics = (q.shape[0], nheads, q.shape[1])
+    heads, rows = (1, 2) if layout == "bhsd" else (-2, -3)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    statistics = (*q.shape[:-3], q.shape[heads], q.shape[rows])
     lse = np.full(statistics, np.nan, np.float64 if q.dtype == np.float64 else np.float32)
-    left, right = (UNLIMITED if side < 0 else side for side in options.pop("window_size", (-1, -1)))
-    right = min(right, 0) if options.pop("causal", False) else right
-    scores = (batch, nheads, q.shape[1], k.shape[1])
-    scale = options.pop("softmax_scale", q.shape[3] ** -0.5)
-    if options.get("alibi_slopes") is not None:
-        options["alibi_slopes"] = np.broadcast_to(options["alibi_slopes"], (batch, nheads))
-    if options.get("bias") is not None:
-        options["bias"] = np.broadcast_to(options["bias"], scores)
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "seqused_k": seqused_k}
+    for name in ("sinks", "alibi_slopes", "bias", "block_table"):
+        given[name] = options.pop(name, None)
+    op, longest = "attention", (q.shape[rows], k.shape[rows])
+    if cu_seqlens:
+        op, layout = "attention_varlen", "thd"
+        longest = tuple(int(np.diff(side).max()) for side in cu_seqlens)
+        given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
+    if seqused_k is not None:
+        op, longest = "attention_decode", (longest[0], int(seqused_k.max()))
+        given |= {"k_cache": given.pop("k"), "v_cache": given.pop("v")}
     mask = options.pop("block_mask", None)
     if mask is not None:
-        visible = np.broadcast_to(mask.visible, (batch, nheads, *mask.num_blocks(q.shape[1], k.shape[1])))
-        options |= {"visible": visible, "block_q": mask.block_q, "block_k": mask.block_k}
-    forward(
-        EmulatorDevice(), q, k, v, out, lse, sequences,
-        max_seqlen_q=sequences[:, 1].max(initial=0), max_seqlen_k=sequences[:, 3].max(initial=0),
-        left=left, right=right, softmax_scale=scale, block_table=block_table, num_splits=num_splits, **options,
-    )  # fmt: skip
-    return (out.swapaxes(1, 2) if layout == "bhsd" else out), lse
+        given["block_mask.visible"] = mask.visible
+        options |= {"block_q": mask.block_q, "block_k": mask.block_k}
+    defaults = {
+        "causal": False,
+        "window_size": (-1, -1),
+        "softmax_scale": q.shape[-1] ** -0.5,
+        "softcap": 0.0,
+    }
+    options = {**defaults, **options, "layout": layout, "num_splits": num_splits}
+    options |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    run_program(op, "numba", {name: x for name, x in given.items() if x is not None}, options)
+    return out, lse
 
 
 def check(**settings):
@@ -183,20 +186,17 @@ def test_sequences_end_to_end():
     lengths = np.array([(5, 80), (0, 7), (40, 40), (1, 1), (9, 0), (0, 0), (30, 12)])
     rng = np.random.default_rng(0)
     q, k, v = (
-        rng.standard_normal((1, n, h, 32), np.float32) for n, h in zip((85, 140, 140), (2, 1, 1), strict=True)
+        rng.standard_normal((n, h, 32), np.float32) for n, h in zip((85, 140, 140), (2, 1, 1), strict=True)
     )
     ends = lengths.cumsum(axis=0)
-    sequences = np.stack(
-        [(ends - lengths)[:, 0], lengths[:, 0], (ends - lengths)[:, 1], lengths[:, 1]], axis=1
-    )
-    out, lse = run(q, k, v, sequences=sequences, causal=True)
     cu = [np.concatenate([[0], side]).astype(np.int32) for side in ends.T]
+    out, lse = run(q, k, v, cu_seqlens=cu, causal=True)
     exact, naive = (
-        reference.attention_varlen(q[0], k[0], v[0], *cu, causal=True, return_lse=True, precision=precision)
+        reference.attention_varlen(q, k, v, *cu, causal=True, return_lse=True, precision=precision)
         for precision in ("float64", "naive")
     )
-    assert_close(out[0], exact[0], naive[0], q.dtype)
-    assert_lse(lse[0], exact[1])
+    assert_close(out, exact[0], naive[0], q.dtype)
+    assert_lse(lse, exact[1])
 
 
 DECODE = {

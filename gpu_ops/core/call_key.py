@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "call_key", "describes", "extent"]
+__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "array_key", "call_key", "describes", "extent"]
 
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
@@ -79,6 +79,14 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
     return tuple(key)
 
 
+def array_key(x: Any) -> tuple[Any, ...] | None:
+    """What tells an array apart that an argument holds; None: never remembered."""
+    if type(x) is np.ndarray:
+        return x.dtype, x.shape, x.strides
+    describe = _describe.get(type(x))
+    return None if describe is None else describe(x)
+
+
 def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     if kind is tuple or kind is list:
         if all([type(i) in INTEGERS for i in x]):
@@ -140,10 +148,7 @@ def _on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     for i, x in enumerate(arrays):
         if x is out:
             same.append(i)
-        elif not isinstance(x, np.ndarray):
-            return None
-        # an array that owns its memory shares none with another that owns its own
-        elif not (owns and x.flags.owndata) and np.may_share_memory(out, x):
+        elif not isinstance(x, np.ndarray) or (not (owns and x.flags.owndata) and np.may_share_memory(out, x)):
             return None
     return tuple(same)
 
