@@ -17,7 +17,7 @@ import pytest
 from emulator_kernels import run_kernel
 
 from gpu_ops.emulator.instructions import Op, lookup
-from gpu_ops.emulator.types import BITS, DTYPE, Array
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 #: (exponent bits, stored fraction bits, bits below the fraction) of each floating-point format.
 FORMATS = {

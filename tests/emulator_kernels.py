@@ -8,7 +8,7 @@ import numpy as np
 
 from gpu_ops.emulator import launch
 from gpu_ops.emulator.instructions import Op
-from gpu_ops.emulator.types import BITS, DTYPE, Array
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 IMMEDIATE = {"lop3": 3}  # the operand that PTX takes only as a number
 BLOCK = 256

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from emulator_forms import FORMATS, bits_of, form_op, run_form
 
-from gpu_ops.emulator.types import DTYPE, Array
+from gpu_ops.emulator.syntax import DTYPE, Array
 
 NAN = "NaN"
 

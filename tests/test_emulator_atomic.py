@@ -9,7 +9,7 @@ from emulator_forms import edges
 
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import combine, in_order
-from gpu_ops.emulator.types import BITS, DTYPE
+from gpu_ops.emulator.syntax import BITS, DTYPE
 
 HALF = {"f16": np.float16, "f16x2": np.float16, "bf16": ml_dtypes.bfloat16, "bf16x2": ml_dtypes.bfloat16}
 FLOAT = {**HALF, "f32": np.float32, "f64": np.float64}

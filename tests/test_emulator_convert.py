@@ -24,7 +24,7 @@ from emulator_rounding import (
 )
 
 from gpu_ops.emulator.instructions import Unknown
-from gpu_ops.emulator.types import BITS, DTYPE
+from gpu_ops.emulator.syntax import BITS, DTYPE
 
 INTEGERS = "{u8,s8,u16,s16,u32,s32,u64,s64}"
 MODES = ("rn", "rz", "rm", "rp")

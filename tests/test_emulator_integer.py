@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from emulator_forms import check_form, edges, expand, form_op, operands_of, pack, run_form
 
-from gpu_ops.emulator.instructions import Unknown, lookup, semantics
-from gpu_ops.emulator.types import BITS
+from gpu_ops.emulator.instructions import Unknown, family, forms, lookup
+from gpu_ops.emulator.syntax import BITS
 
 WORDS = "{u16,u32,u64,s16,s32,s64}"
 LONG = "{u32,s32,u64,s64}"
@@ -331,5 +331,7 @@ def test_unknown_opcode():
 
 
 def test_two_factories_of_one_form_are_refused():
-    with pytest.raises(ValueError, match=r"add of type s32"):
-        semantics("add", types=("s32",))(lambda opcode, modifiers: lookup(opcode, modifiers))
+    with pytest.raises(ValueError, match=r"add\.s32 already"):
+        forms("add.{s32,f99}")(lambda opcode, ptx_type: lookup(opcode, (ptx_type,)))
+    with pytest.raises(ValueError, match=r"add of type f32 already"):
+        family("add", types=("f32",))(lambda opcode, modifiers: lookup(opcode, modifiers))

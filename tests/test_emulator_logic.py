@@ -11,7 +11,7 @@ import pytest
 from emulator_forms import check_form, edges, expand, operands_of, pack
 
 from gpu_ops.emulator.instructions import Unknown, lookup
-from gpu_ops.emulator.types import BITS
+from gpu_ops.emulator.syntax import BITS
 
 INTEGERS = "{u16,u32,u64,s16,s32,s64}"
 BOOLEAN = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.emulator.instructions import Unknown
-from gpu_ops.emulator.instructions.warp import (
+from gpu_ops.emulator.instructions.warp_ops import (
     UNDEFINED,
     activemask,
     elect,

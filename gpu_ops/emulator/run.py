@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator import arguments, limits
+from gpu_ops.emulator import arguments
+from gpu_ops.emulator.batch import WARP
 from gpu_ops.emulator.counts import several
-from gpu_ops.emulator.machine import WARP, Machine
+from gpu_ops.emulator.machine import Machine
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
 from gpu_ops.emulator.profile import Profile
@@ -22,10 +23,9 @@ from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import Program, link
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.syntax import Module
+from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.presets import DevicePreset
-
-__all__ = ["launch", "profile", "record"]
 
 _THREADS = 32_768  # run at a time: their registers stay in the CPU's caches
 _SHARED_BYTES = 1 << 24  # of a batch; the sanitizer keeps 16 times as much about them
@@ -122,24 +122,15 @@ def launch(
       kernel twice, block (0,0,0) thread (4,0,0)
       at PTX line 14: ld.global.f32 %f0, [%rd0];
     """
-    limits.text("source", source, "CUDA C++ or PTX as a str")
-    limits.text("name", name, "the name of an entry")
-    compiled_for, card = limits.card("sm_80" if arch is None else arch)
+    arguments.check_text("source", source, "CUDA C++ or PTX as a str")
+    arguments.check_text("name", name, "the name of an entry")
+    compiled_for, card = arguments.select_card("sm_80" if arch is None else arch)
     folders = (include,) if isinstance(include, str) else tuple(fspath(folder) for folder in include)
     program = link_source(source, name, compiled_for, folders)
     if arch is None:
-        _, card = limits.card(program.module.target or "sm_80")
-    _launch(
-        program,
-        card,
-        grid,
-        block,
-        args,
-        shared=shared,
-        sanitize=sanitize,
-        sample=sample,
-        together=together,
-    )
+        _, card = arguments.select_card(program.module.target or "sm_80")
+    options: dict[str, Any] = {"shared": shared, "sanitize": sanitize, "sample": sample, "together": together}
+    _launch(program, card, grid, block, args, **options)
 
 
 def profile(
@@ -157,10 +148,13 @@ def profile(
 ) -> Profile:
     """:func:`launch`, and what it did; ``print`` shows it."""
     with record() as profiles:
-        launch(
-            source, name, grid, block, args,
-            shared=shared, arch=arch, sanitize=sanitize, sample=sample, include=include,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "shared": shared,
+            "sanitize": sanitize,
+            "sample": sample,
+            "include": include,
+        }
+        launch(source, name, grid, block, args, arch=arch, **options)
     return profiles[0]
 
 
@@ -189,8 +183,6 @@ def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()
 def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
     if ".address_size" in source or ".entry" in source:
         return parse(source)
-    from gpu_ops.kernels.compiler.jit import compile_text
-
     compiled = compile_text(source, arch, options=tuple(f"-I{folder}" for folder in include))
     module = parse(compiled.ptx)
     module.sources = dict(compiled.sources)
@@ -209,11 +201,11 @@ def _launch(
     sample: Iterable[int] | None = None,
     together: bool = False,
 ) -> None:
-    grid, block = limits.triple("grid", grid), limits.triple("block", block)
-    limits.check(program, card.arch, grid, block, shared)
+    grid, block = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
+    arguments.check_launch(program, card.arch, grid, block, shared)
     threads = math.prod(block)
-    blocks = limits.chosen(sample, math.prod(grid))
-    args = arguments.checked(args)
+    blocks = arguments.block_ids(sample, math.prod(grid))
+    args = arguments.check_arguments(args)
     memory = Memory(program, arguments.buffers(args), shadowed=sanitize)
     data, offsets = arguments.pack(program.parameters, args, memory)
     start = memory.constant("kernel parameters", data)

@@ -1,7 +1,7 @@
 """Shifts and byte permutations; counts, searches and fields of bits.
 
-NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It takes the amount in
-the type of the value and a negative one for a large one, so a 32-bit amount can be viewed as signed.
+NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It takes the amount in the
+type of the value, and treats a negative amount as a large one, so a 32-bit amount can be viewed as signed.
 """
 
 from __future__ import annotations
@@ -12,44 +12,32 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Op, semantics, unknown
-from gpu_ops.emulator.types import BITS, DTYPE, Array
+from gpu_ops.emulator.instructions import Op, forms
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
-__all__: list[str] = []
-
-_ONES = np.uint32(0xFFFFFFFF)  # also what a search gives that finds no bit
-_SEARCHED = frozenset(("u32", "s32", "u64", "s64"))
-_UNTYPED = ("b16", "b32", "b64")
-_INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
+_ONES = np.uint32(0xFFFFFFFF)  # also the result of a search that finds no bit
+_LONG = "{u32,s32,u64,s64}"
 
 
 # Shifts and permutations
 
 
-@semantics("shl", "shr")
-def _shift(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case (ptx_type,) if ptx_type in _UNTYPED or (ptx_type in _INTEGERS and opcode == "shr"):
-            dtype, width = DTYPE[ptx_type], BITS[ptx_type]
-        case _:
-            raise unknown(opcode, modifiers)
+@forms("{shl,shr}.{b16,b32,b64}", "shr.{u16,u32,u64,s16,s32,s64}")
+def _shift(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
     shift: Callable[[Array, Array], Any] = np.left_shift if opcode == "shl" else np.right_shift
     run = shift
-    if width == 16:
+    if BITS[ptx_type] == 16:
         run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
     elif ptx_type == "s32":
         run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
     return Op((ptx_type,), (ptx_type, "u32"), run)
 
 
-@semantics("shf")
-def _funnel(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """Shift the pair high:low; left gives the high word of the result, right the low one."""
-    match modifiers:
-        case ("l" | "r" as direction, "clamp" | "wrap" as mode, "b32"):
-            left, wraps = direction == "l", mode == "wrap"
-        case _:
-            raise unknown(opcode, modifiers)
+@forms("shf.{l,r}.{clamp,wrap}.b32")
+def _funnel(opcode: str, direction: str, mode: str, ptx_type: str) -> Op:
+    """Shift the pair high:low. A left shift returns the high word of the result, a right shift the low word."""
+    left, wraps = direction == "l", mode == "wrap"
 
     def run(low: Array, high: Array, amount: Array) -> Any:
         pair = high.astype(np.uint64) << 32 | low
@@ -71,16 +59,13 @@ _SELECTORS = {
 }
 
 
-@semantics("prmt")
-def _permute(opcode: str, modifiers: tuple[str, ...]) -> Op:
+@forms("prmt.b32", f"prmt.b32.{{{','.join(_SELECTORS)}}}")
+def _permute(opcode: str, ptx_type: str, mode: str = "") -> Op:
     """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
-    match modifiers:
-        case ("b32",):
-            return Op(("b32",), ("b32",) * 3, _pick_bytes)
-        case ("b32", mode) if mode in _SELECTORS:
-            table = np.array(_SELECTORS[mode], np.uint32)
-            return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
-    raise unknown(opcode, modifiers)
+    if not mode:
+        return Op(("b32",), ("b32",) * 3, _pick_bytes)
+    table = np.array(_SELECTORS[mode], np.uint32)
+    return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
 
 
 def _pick_bytes(a: Array, b: Array, selector: Array) -> Any:
@@ -109,10 +94,7 @@ def _pick_same_bytes(a: Array, b: Array, selector: int) -> Any:
 
 @cache
 def _plan(selector: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """What puts the word of a selector together.
-
-    (source, shift to the left, mask) of the bytes that move alike; (source, sign bit, mask) of repeated signs.
-    """
+    """How to build the result of a selector: byte moves (source, left shift, mask) and signs (source, bit, mask)."""
     moves: dict[tuple[int, int], int] = {}
     signs: dict[tuple[int, int], int] = {}
     for i in range(4):
@@ -126,13 +108,9 @@ def _plan(selector: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, in
 # Counts and searches
 
 
-@semantics("popc", "clz", "brev")
-def _bits(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case ("b32" | "b64" as ptx_type,):
-            width = BITS[ptx_type]
-        case _:
-            raise unknown(opcode, modifiers)
+@forms("{popc,clz,brev}.{b32,b64}")
+def _bits(opcode: str, ptx_type: str) -> Op:
+    width = BITS[ptx_type]
     if opcode == "brev":
         return Op((ptx_type,), (ptx_type,), _reversal(width))
     if opcode == "popc":
@@ -141,7 +119,7 @@ def _bits(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _reversal(width: int) -> Callable[[Array], Any]:
-    """Reverses the bytes, then the nibbles of each, the pairs of each nibble, the bits of each pair."""
+    """Reverse the bytes, then the nibbles of each byte, the pairs of each nibble and the bits of each pair."""
     steps = [(4, 0x0F0F0F0F0F0F0F0F), (2, 0x3333333333333333), (1, 0x5555555555555555)]
 
     def run(a: Array) -> Any:
@@ -155,19 +133,17 @@ def _reversal(width: int) -> Callable[[Array], Any]:
 
 
 def _bit_length(a: Array) -> Any:
-    """Bits up to the highest set one, from the exponent of the value as a float64.
+    """The number of bits up to the highest set one, from the exponent of the value as a float64.
 
-    ``a & ~(a >> 1)`` has the same highest bit and a 0 below it, so that the conversion cannot round up.
+    ``a & ~(a >> 1)`` has the same highest bit and a 0 below it, so the conversion cannot round up.
     """
     return np.frexp((a & ~(a >> 1)).astype(np.float64))[1].astype(np.uint32)
 
 
-@semantics("bfind")
-def _find_highest(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """The highest bit that is not the sign; with ``.shiftamt`` the shift that brings it to the top."""
-    *shiftamt, ptx_type = modifiers or ("",)
-    if ptx_type not in _SEARCHED or shiftamt not in ([], ["shiftamt"]):
-        raise unknown(opcode, modifiers)
+@forms(f"bfind.{_LONG}", f"bfind.shiftamt.{_LONG}")
+def _find_highest(opcode: str, *modifiers: str) -> Op:
+    """The highest bit that differs from the sign; with ``.shiftamt`` the shift that brings it to the top."""
+    *shiftamt, ptx_type = modifiers
     width, unsigned = BITS[ptx_type], f"u{DTYPE[ptx_type].itemsize}"
 
     def run(a: Array) -> Any:
@@ -180,11 +156,9 @@ def _find_highest(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op(("u32",), (ptx_type,), run)
 
 
-@semantics("fns")
-def _find_nth(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """The n-th set bit counted from a base bit upwards, or downwards for a negative n; 0 tests the base."""
-    if modifiers != ("b32",):
-        raise unknown(opcode, modifiers)
+@forms("fns.b32")
+def _find_nth(opcode: str, ptx_type: str) -> Op:
+    """The n-th set bit, counted upwards from a base bit, or downwards for a negative n. 0 tests the base bit."""
     positions = np.arange(32, dtype=np.uint32)
 
     def run(mask: Array, base: Array, offset: Array) -> Array:
@@ -203,14 +177,10 @@ def _find_nth(opcode: str, modifiers: tuple[str, ...]) -> Op:
 # Fields
 
 
-@semantics("bfe")
-def _extract(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """The field of ``length`` bits from ``position``; past the top a signed operand goes on with its sign."""
-    match modifiers:
-        case (ptx_type,) if ptx_type in _SEARCHED:
-            dtype, width = DTYPE[ptx_type], BITS[ptx_type]
-        case _:
-            raise unknown(opcode, modifiers)
+@forms(f"bfe.{_LONG}")
+def _extract(opcode: str, ptx_type: str) -> Op:
+    """The field of ``length`` bits from ``position``. Above its top a signed operand continues with its sign."""
+    dtype, width = DTYPE[ptx_type], BITS[ptx_type]
 
     def run(a: Array, position: Array, length: Array) -> Any:
         unused = (width - np.minimum(length & 255, width)).astype(dtype)
@@ -219,14 +189,10 @@ def _extract(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op((ptx_type,), (ptx_type, "u32", "u32"), run)
 
 
-@semantics("bfi")
-def _insert(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case ("b32" | "b64" as ptx_type,):
-            dtype = DTYPE[ptx_type]
-            ones = np.array(-1).astype(dtype)
-        case _:
-            raise unknown(opcode, modifiers)
+@forms("bfi.{b32,b64}")
+def _insert(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+    ones = np.array(-1).astype(dtype)
 
     def run(a: Array, b: Array, position: Array, length: Array) -> Any:
         position, length = (position & 255).astype(dtype), (length & 255).astype(dtype)
@@ -236,15 +202,9 @@ def _insert(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op((ptx_type,), (ptx_type, ptx_type, "u32", "u32"), run)
 
 
-@semantics("szext", "bmsk")
-def _low_bits(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match opcode, modifiers:
-        case "szext", ("clamp" | "wrap" as mode, "u32" | "s32" as ptx_type):
-            dtype = DTYPE[ptx_type]
-        case "bmsk", ("clamp" | "wrap" as mode, "b32" as ptx_type):
-            pass
-        case _:
-            raise unknown(opcode, modifiers)
+@forms("szext.{clamp,wrap}.{u32,s32}", "bmsk.{clamp,wrap}.b32")
+def _low_bits(opcode: str, mode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
 
     def limited(count: Array) -> Array:
         return np.minimum(count, 32) if mode == "clamp" else np.bitwise_and(count, 31)

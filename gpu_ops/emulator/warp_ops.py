@@ -1,33 +1,28 @@
-"""Instructions of a whole warp: shuffles, votes, matrix fragments and products.
+"""Steps of instructions that a whole warp executes: shuffles, votes, matrix fragments and products.
 
-A lane runs one only when every other lane it names stands at it too; until then it is parked.
+A lane executes one only when every other lane that its mask names has arrived; until then it is parked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu_ops.emulator import compiled
-from gpu_ops.emulator.access import Access, locate
-from gpu_ops.emulator.instructions import Unknown, matrix, warp
-from gpu_ops.emulator.machine import WARP, Group, Step
-from gpu_ops.emulator.memory import GENERIC, SHARED
-from gpu_ops.emulator.operands import Reader, address, destinations, reader, writer
-from gpu_ops.emulator.syntax import Instruction, Operand, Vector
-from gpu_ops.emulator.types import Array
-
-if TYPE_CHECKING:
-    from gpu_ops.emulator.machine import Machine, Mask
-
-__all__ = ["BUILDERS", "syncwarp"]
+from gpu_ops.emulator import aot
+from gpu_ops.emulator.access import locate
+from gpu_ops.emulator.batch import WARP, Mask
+from gpu_ops.emulator.instructions import Unknown, matrix
+from gpu_ops.emulator.instructions import warp_ops as warp
+from gpu_ops.emulator.memory import GENERIC, SHARED, Access
+from gpu_ops.emulator.registers import Builder, Reader, address, destinations, reader, writer
+from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.syntax import Array, Instruction, Operand, Vector
 
 _FULL = np.array([0xFFFFFFFF], np.uint32)
 
 
-def _rows(m: Machine, value: Array) -> Array:
+def _rows(m: State, value: Array) -> Array:
     """A value per thread as ``[warps, 32]``."""
     if value.size == 1:
         return np.broadcast_to(value, (m.threads // WARP, WARP))
@@ -40,7 +35,7 @@ def _bits(lanes: Array) -> Array:
 
 
 def _together(here: Array, named: Array) -> Array:
-    """Per lane, the lanes that stand here with the same mask: others are here for another meeting."""
+    """For each lane, the lanes that are here with the same mask; lanes with other masks belong to other groups."""
     together = _bits(here)
     mixed = np.flatnonzero((named != named[:, :1]).any(axis=1))
     if mixed.size:
@@ -50,12 +45,10 @@ def _together(here: Array, named: Array) -> Array:
     return together
 
 
-def _collective(pc: int, members: Reader | None, run: Callable[[Machine, Array, Array, Mask], None]) -> Step:
-    """``run(machine, active [W, 32], members [W, 32], mask)`` for the lanes that are complete."""
+def _collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
+    """``run(active [W, 32], members [W, 32], mask)`` for the lanes whose partners have all arrived."""
 
-    def step(m: Machine, group: Group, active: Mask) -> int | None:
-        if active is m.none:
-            return group.pc + 1
+    def step(group: Group, active: Mask) -> int | None:
         here = m.full(active).reshape(-1, WARP)
         masks = _FULL if members is None else members()
         named = _rows(m, masks)
@@ -71,31 +64,29 @@ def _collective(pc: int, members: Reader | None, run: Callable[[Machine, Array, 
                 active = here.ravel()
         if m.sanitizer is not None and members is not None:
             m.sanitizer.named(pc, here, named)
-        run(m, here, named, active)
+        run(here, named, active)
         return following
 
     return Step(step, plain=False)
 
 
-def syncwarp(m: Machine, pc: int, instruction: Instruction) -> Step:
+def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
     """``bar.warp.sync``"""
     members = reader(m, instruction, instruction.operands[0], "u32")
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         if m.sanitizer is not None:
             m.sanitizer.warp_barrier(here)
 
-    return _collective(pc, members, run)
+    return _collective(m, pc, members, run)
 
 
 def _write_both(
-    m: Machine, instruction: Instruction, types: tuple[str, str]
+    m: State, instruction: Instruction, types: tuple[str, str]
 ) -> Callable[[tuple[Array, ...], Mask], None]:
     """Writers of ``d`` or ``d|p``."""
-    writers = [
-        writer(m, instruction, d, t)
-        for d, t in zip(destinations(instruction.operands[0]), types, strict=False)
-    ]
+    targets = destinations(instruction.operands[0])
+    writers = [writer(m, instruction, d, t) for d, t in zip(targets, types, strict=False)]
 
     def write(results: tuple[Array, ...], mask: Mask) -> None:
         for store, result in zip(writers, results, strict=False):
@@ -104,7 +95,7 @@ def _write_both(
     return write
 
 
-def _shfl(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _shfl(m: State, pc: int, instruction: Instruction) -> Step:
     if instruction.modifiers[:1] != ("sync",):
         raise Unknown(instruction.form)
     mode = instruction.modifiers[1]
@@ -112,17 +103,17 @@ def _shfl(m: Machine, pc: int, instruction: Instruction) -> Step:
     a, b, c, members = (reader(m, instruction, s, "b32") for s in sources)
     write = _write_both(m, instruction, ("b32", "pred"))
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         lane, distance, clamp = _rows(m, a()), _rows(m, b()), _rows(m, c())
         if m.sanitizer is not None:
             source, valid = warp.shfl_sources(mode, distance, clamp)
             m.sanitizer.shuffled(pc, here, named, source, valid)
         write(warp.shfl(mode, lane, distance, clamp, named, here), mask)
 
-    return _collective(pc, members, run)
+    return _collective(m, pc, members, run)
 
 
-def _vote(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _vote(m: State, pc: int, instruction: Instruction) -> Step:
     if instruction.modifiers[:1] != ("sync",):
         raise Unknown(instruction.form)
     mode, ptx_type = instruction.modifiers[1:3]
@@ -130,64 +121,63 @@ def _vote(m: Machine, pc: int, instruction: Instruction) -> Step:
     predicate = reader(m, instruction, source, "pred")
     write = _write_both(m, instruction, (ptx_type, "pred"))
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         write((warp.vote(mode, _rows(m, predicate()), named, here),), mask)
 
-    return _collective(pc, reader(m, instruction, mask_operand, "u32"), run)
+    return _collective(m, pc, reader(m, instruction, mask_operand, "u32"), run)
 
 
-def _match(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _match(m: State, pc: int, instruction: Instruction) -> Step:
     mode, _, ptx_type = instruction.modifiers
     _, source, mask_operand = instruction.operands
     value = reader(m, instruction, source, ptx_type)
     write = _write_both(m, instruction, ("b32", "pred"))
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         write(warp.match(mode, _rows(m, value()), named, here), mask)
 
-    return _collective(pc, reader(m, instruction, mask_operand, "u32"), run)
+    return _collective(m, pc, reader(m, instruction, mask_operand, "u32"), run)
 
 
-def _redux(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _redux(m: State, pc: int, instruction: Instruction) -> Step:
     _, operation, ptx_type = instruction.modifiers
     _, source, mask_operand = instruction.operands
     value = reader(m, instruction, source, ptx_type)
     write = _write_both(m, instruction, (ptx_type, "pred"))
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         write((warp.redux(operation, ptx_type, _rows(m, value()), named, here),), mask)
 
-    return _collective(pc, reader(m, instruction, mask_operand, "u32"), run)
+    return _collective(m, pc, reader(m, instruction, mask_operand, "u32"), run)
 
 
-def _elect(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _elect(m: State, pc: int, instruction: Instruction) -> Step:
     write = _write_both(m, instruction, ("b32", "pred"))
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         write(warp.elect(named, here), mask)
 
-    return _collective(pc, reader(m, instruction, instruction.operands[1], "u32"), run)
+    return _collective(m, pc, reader(m, instruction, instruction.operands[1], "u32"), run)
 
 
-def _activemask(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _activemask(m: State, pc: int, instruction: Instruction) -> Step:
     write = writer(m, instruction, instruction.operands[0], "b32")
 
-    def run(m: Machine, group: Group, active: Mask) -> int:
-        if active is not m.none:
-            write(warp.activemask(m.full(active).reshape(-1, WARP)).ravel(), active)
+    def run(group: Group, active: Mask) -> int:
+        write(warp.activemask(m.full(active).reshape(-1, WARP)).ravel(), active)
         return group.pc + 1
 
     return Step(run, plain=False)
 
 
-# -- matrices: all lanes of the warp take part ----------------------------------------------------
+# -- matrices: all lanes of a warp take part ------------------------------------------------------
 
 
 def _parts(operand: Operand) -> tuple[Operand, ...]:
     return operand.parts if isinstance(operand, Vector) else (operand,)
 
 
-def _spread(m: Machine, warps: Array, values: Array) -> Array:
+def _spread(m: State, warps: Array, values: Array) -> Array:
     """``[executing warps, 32]`` to one value per thread."""
     if len(values) == m.threads // WARP:
         return values.ravel()
@@ -196,7 +186,7 @@ def _spread(m: Machine, warps: Array, values: Array) -> Array:
     return full.ravel()
 
 
-def _mma(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _mma(m: State, pc: int, instruction: Instruction) -> Step:
     form = matrix.mma(instruction.modifiers)
     d, *sources = instruction.operands
     readers = [
@@ -205,7 +195,7 @@ def _mma(m: Machine, pc: int, instruction: Instruction) -> Step:
     ]
     writers = [writer(m, instruction, part, form.d[1]) for part in _parts(d)]
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         warps = np.flatnonzero(here.any(axis=1))
         whole = len(warps) == len(here)
 
@@ -220,11 +210,11 @@ def _mma(m: Machine, pc: int, instruction: Instruction) -> Step:
         if m.profiler is not None:
             m.profiler.multiplied(form.kind, form.macs * len(warps))
 
-    return _collective(pc, None, run)
+    return _collective(m, pc, None, run)
 
 
 def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
-    """(b8, matrices, transposed, space) of ldmatrix and stmatrix; their qualifiers come in any order."""
+    """(b8, matrices, transposed, space) of ldmatrix and stmatrix, whose modifiers come in any order."""
     words = set(instruction.modifiers)
     known = {"sync", "aligned", "m8n8", "m16n16", "m16n8", "x1", "x2", "x4", "trans", "b16", "b8"}
     spaces = {w for w in words if w.startswith("shared")}
@@ -234,13 +224,13 @@ def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
     return "b8" in words, count, "trans" in words, SHARED if spaces else GENERIC
 
 
-def _row_mask(m: Machine, here: Array, rows: int) -> tuple[Array, Array]:
-    """(mask of the lanes whose addresses count, executing warps)"""
+def _row_mask(m: State, here: Array, rows: int) -> tuple[Array, Array]:
+    """(mask of the lanes whose addresses are used, executing warps)"""
     mask = here & (np.arange(WARP) < rows)
     return mask.ravel(), np.flatnonzero(here.any(axis=1))
 
 
-def _ldmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     narrow, count, transposed, space = _matrix_form(instruction)
     rows = (16 if narrow else 8) * count
     target, source = instruction.operands
@@ -248,27 +238,27 @@ def _ldmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
     where = address(m, instruction, source)
     access = Access(pc, space, 16, read=True, write=False)
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         lanes, warps = _row_mask(m, here, rows)
         place = locate(m, access, lanes, where())
         words = np.empty((2, m.threads), np.uint64)
-        compiled.gather(place.host, place.lanes, words)
+        aot.gather(place.host, place.lanes, words)
         data = np.ascontiguousarray(words[:, place.lanes].T).view(np.uint8).reshape(len(warps), rows, 16)
         fragments = matrix.load_fragments_b8(data) if narrow else matrix.load_fragments(data, transposed)
         for write, fragment in zip(writers, fragments, strict=True):
             write(_spread(m, warps, fragment), mask)
 
-    return _collective(pc, None, run)
+    return _collective(m, pc, None, run)
 
 
-def _stmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     narrow, count, transposed, space = _matrix_form(instruction)
     target, source = instruction.operands
     readers = [reader(m, instruction, part, "b32") for part in _parts(source)]
     where = address(m, instruction, target)
     access = Access(pc, space, 16, read=False, write=True)
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         lanes, warps = _row_mask(m, here, 8 * count)
         place = locate(m, access, lanes, where())
         registers = [np.ascontiguousarray(_rows(m, read())[warps]) for read in readers]
@@ -277,22 +267,22 @@ def _stmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
         )
         words = np.empty((2, m.threads), np.uint64)
         words[:, place.lanes] = np.ascontiguousarray(data).view(np.uint64).reshape(-1, 2).T
-        compiled.scatter(place.host, place.lanes, words)
+        aot.scatter(place.host, place.lanes, words)
 
-    return _collective(pc, None, run)
+    return _collective(m, pc, None, run)
 
 
-def _movmatrix(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _movmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     target, source = instruction.operands
     read, write = reader(m, instruction, source, "b32"), writer(m, instruction, target, "b32")
 
-    def run(m: Machine, here: Array, named: Array, mask: Mask) -> None:
+    def run(here: Array, named: Array, mask: Mask) -> None:
         write(matrix.movmatrix(np.ascontiguousarray(_rows(m, read()))).ravel(), mask)
 
-    return _collective(pc, None, run)
+    return _collective(m, pc, None, run)
 
 
-BUILDERS: dict[str, Any] = {
+BUILDERS: dict[str, Builder] = {
     "shfl": _shfl,
     "vote": _vote,
     "match": _match,
