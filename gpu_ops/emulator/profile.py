@@ -294,7 +294,8 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+        text = column in ("most issued", "source")
+        table.add_column(column, justify="left" if text or not i else "right", no_wrap=not text)
     return table
 
 
@@ -323,7 +324,7 @@ def _mix(profile: Profile) -> Any:
         most = ", ".join(f"{form} {warps:,}" for warps, form in top[:3])
         share, lanes = f"{c.warps / issued:.1%}", f"{c.lanes / max(1, c.warps):.1f}"
         _add(table, name, f"{c.warps:,}", share, lanes, _shortened(most))
-    return _text_last(table)
+    return table
 
 
 def _hot_lines(profile: Profile) -> Any:
@@ -331,11 +332,6 @@ def _hot_lines(profile: Profile) -> Any:
     table = _table("Lines that cost most", "line", "warps", *costs, "source")
     for line in profile.lines()[:_LINES]:
         _add(table, line.where, f"{line.warps:,}", *_line_costs(line), _shortened(line.text))
-    return _text_last(table)
-
-
-def _text_last(table: Any) -> Any:
-    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     return table
 
 

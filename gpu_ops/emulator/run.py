@@ -27,8 +27,8 @@ from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.presets import DevicePreset
 
-_THREADS = 32_768  # run at a time: their registers stay in the CPU's caches
-_SHARED_BYTES = 1 << 24  # of a batch; the sanitizer keeps 16 times as much about them
+_THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
+_SHARED_BYTES = 1 << 24  # per batch; the sanitizer's state takes 16 times as much
 
 _recording: ContextVar[list[Profile] | None] = ContextVar("recording", default=None)
 
@@ -52,7 +52,7 @@ def launch(
     Parameters
     ----------
     source : str
-        CUDA C++, which is compiled, or PTX. Of a Numba kernel: the PTX that ``numba.cuda.compile`` makes of it.
+        CUDA C++, which is compiled, or PTX. For a Numba kernel, the PTX that ``numba.cuda.compile`` returns.
     name : str
         The entry; in CUDA C++ an ``extern "C" __global__`` function.
     grid, block : int or tuple of up to 3 ints
@@ -61,35 +61,37 @@ def launch(
         NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. A CUDA C++
         kernel takes an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
     shared : int
-        Dynamic shared memory of a block, in bytes: with the static one, as much as the architecture allows.
+        Dynamic shared memory of a block in bytes. With the static part it must fit the architecture.
     arch : str, optional
-        The card it stands for, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it,
-        its limits hold, a profile reckons with its L2 cache. Default: sm_80, and of PTX what its ``.target`` says.
+        The card to emulate, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it, its
+        limits apply, and a profile uses its L2 cache. The default is sm_80 for CUDA C++ and the ``.target`` for
+        PTX.
     sanitize : bool
-        False: do not look for races, reads of what nobody wrote, or wrong masks. Faster.
+        False does not check for races, uninitialised reads and wrong masks. Faster.
     sample : iterable of int, optional
-        Run these blocks only, by linear id.
+        Run only these blocks, by linear id.
     together : bool
-        Run all blocks at the same time, as a cooperative launch does: they may wait for each other. Otherwise as many
-        as the emulator finds handy, one after the other, in which a block must not count on another.
+        Run all blocks at the same time, like a cooperative launch, so that they may wait for each other. Otherwise
+        blocks run in batches, one after the other.
     include : sequence of folders
-        Where CUDA C++ finds headers beside the toolkit's. A header is read once per process.
+        Header folders for CUDA C++, besides the toolkit's. A header is read once per process.
 
     Raises
     ------
     SanitizerError
-        The kernel made a fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, the message names
-        block, thread, instruction and source line. What was written until then stays written.
+        The kernel is at fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, and the message names the
+        block, thread, instruction and source line. The arrays keep what was written before.
     PtxError, UnknownInstruction
-        The text is not understood, or has an instruction that the emulator does not have.
+        The text cannot be parsed, or contains an instruction that is not implemented.
     EmulatorError
-        No such kernel or card, arguments that do not fit the parameters, or more than a driver launches.
+        There is no such kernel or card, the arguments do not fit the parameters, or no driver would accept the
+        launch.
     KernelCompileError
         The CUDA C++ does not compile, or there is no compiler.
 
     Examples
     --------
-    Every thread doubles one element; the array has one too few.
+    Every thread doubles one element. The second launch has one thread too many.
 
     >>> from gpu_ops import emulator
     >>> ptx = '''
@@ -129,7 +131,7 @@ def launch(
     program = link_source(source, name, compiled_for, folders)
     if arch is None:
         _, card = arguments.select_card(program.module.target or "sm_80")
-    options: dict[str, Any] = {"shared": shared, "sanitize": sanitize, "sample": sample, "together": together}
+    options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, together=together)
     _launch(program, card, grid, block, args, **options)
 
 
@@ -146,21 +148,16 @@ def profile(
     sample: Iterable[int] | None = None,
     include: Sequence[str | PathLike[str]] = (),
 ) -> Profile:
-    """:func:`launch`, and what it did; ``print`` shows it."""
+    """Run :func:`launch` and return its profile, which ``print`` shows."""
     with record() as profiles:
-        options: dict[str, Any] = {
-            "shared": shared,
-            "sanitize": sanitize,
-            "sample": sample,
-            "include": include,
-        }
+        options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, include=include)
         launch(source, name, grid, block, args, arch=arch, **options)
     return profiles[0]
 
 
 @contextmanager
 def record() -> Iterator[list[Profile]]:
-    """A list that gets the profile of each launch inside the block, also of those that an op makes.
+    """A list that collects the profile of each launch inside the block, including the launches of ops.
 
     ``with emulator.record() as profiles: gpu_ops.rmsnorm(x, weight, device="emulator")``, then
     ``print(profiles[0])``.
@@ -198,8 +195,8 @@ def _launch(
     *,
     shared: int,
     sanitize: bool,
-    sample: Iterable[int] | None = None,
-    together: bool = False,
+    sample: Iterable[int] | None,
+    together: bool,
 ) -> None:
     grid, block = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
     arguments.check_launch(program, card.arch, grid, block, shared)
@@ -220,12 +217,8 @@ def _launch(
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))
     if together:
         batch = max(1, len(blocks))
-    with (
-        visible(
-            f"gpu_ops: emulating {program.title}, {several(len(blocks), 'block')} of {several(threads, 'thread')}"
-        ),
-        np.errstate(all="ignore"),
-    ):
+    size = f"{several(len(blocks), 'block')} of {several(threads, 'thread')}"
+    with visible(f"gpu_ops: emulating {program.title}, {size}"), np.errstate(all="ignore"):
         for first in range(0, len(blocks), batch):
             machine.run(blocks[first : first + batch])
     if len(blocks):

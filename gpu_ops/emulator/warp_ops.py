@@ -6,6 +6,7 @@ A lane executes one only when every other lane that its mask names has arrived; 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -81,10 +82,10 @@ def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
     return _collective(m, pc, members, run)
 
 
-def _write_both(
-    m: State, instruction: Instruction, types: tuple[str, str]
+def _write_all(
+    m: State, instruction: Instruction, types: tuple[str, ...]
 ) -> Callable[[tuple[Array, ...], Mask], None]:
-    """Writers of ``d`` or ``d|p``."""
+    """A function that writes the results of ``d`` or ``d|p``."""
     targets = destinations(instruction.operands[0])
     writers = [writer(m, instruction, d, t) for d, t in zip(targets, types, strict=False)]
 
@@ -101,7 +102,7 @@ def _shfl(m: State, pc: int, instruction: Instruction) -> Step:
     mode = instruction.modifiers[1]
     _, *sources = instruction.operands
     a, b, c, members = (reader(m, instruction, s, "b32") for s in sources)
-    write = _write_both(m, instruction, ("b32", "pred"))
+    write = _write_all(m, instruction, ("b32", "pred"))
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         lane, distance, clamp = _rows(m, a()), _rows(m, b()), _rows(m, c())
@@ -113,46 +114,45 @@ def _shfl(m: State, pc: int, instruction: Instruction) -> Step:
     return _collective(m, pc, members, run)
 
 
+def _exchange(
+    m: State,
+    pc: int,
+    instruction: Instruction,
+    source_type: str,
+    result_types: tuple[str, ...],
+    evaluate: Callable[[Array, Array, Array], tuple[Array, ...]],
+) -> Step:
+    """The step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``."""
+    _, source, members = instruction.operands
+    read = reader(m, instruction, source, source_type)
+    write = _write_all(m, instruction, result_types)
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        write(evaluate(_rows(m, read()), named, here), mask)
+
+    return _collective(m, pc, reader(m, instruction, members, "u32"), run)
+
+
 def _vote(m: State, pc: int, instruction: Instruction) -> Step:
     if instruction.modifiers[:1] != ("sync",):
         raise Unknown(instruction.form)
     mode, ptx_type = instruction.modifiers[1:3]
-    _, source, mask_operand = instruction.operands
-    predicate = reader(m, instruction, source, "pred")
-    write = _write_both(m, instruction, (ptx_type, "pred"))
-
-    def run(here: Array, named: Array, mask: Mask) -> None:
-        write((warp.vote(mode, _rows(m, predicate()), named, here),), mask)
-
-    return _collective(m, pc, reader(m, instruction, mask_operand, "u32"), run)
+    return _exchange(m, pc, instruction, "pred", (ptx_type,), lambda *a: (warp.vote(mode, *a),))
 
 
 def _match(m: State, pc: int, instruction: Instruction) -> Step:
     mode, _, ptx_type = instruction.modifiers
-    _, source, mask_operand = instruction.operands
-    value = reader(m, instruction, source, ptx_type)
-    write = _write_both(m, instruction, ("b32", "pred"))
-
-    def run(here: Array, named: Array, mask: Mask) -> None:
-        write(warp.match(mode, _rows(m, value()), named, here), mask)
-
-    return _collective(m, pc, reader(m, instruction, mask_operand, "u32"), run)
+    return _exchange(m, pc, instruction, ptx_type, ("b32", "pred"), partial(warp.match, mode))
 
 
 def _redux(m: State, pc: int, instruction: Instruction) -> Step:
     _, operation, ptx_type = instruction.modifiers
-    _, source, mask_operand = instruction.operands
-    value = reader(m, instruction, source, ptx_type)
-    write = _write_both(m, instruction, (ptx_type, "pred"))
-
-    def run(here: Array, named: Array, mask: Mask) -> None:
-        write((warp.redux(operation, ptx_type, _rows(m, value()), named, here),), mask)
-
-    return _collective(m, pc, reader(m, instruction, mask_operand, "u32"), run)
+    run = partial(warp.redux, operation, ptx_type)
+    return _exchange(m, pc, instruction, ptx_type, (ptx_type,), lambda *a: (run(*a),))
 
 
 def _elect(m: State, pc: int, instruction: Instruction) -> Step:
-    write = _write_both(m, instruction, ("b32", "pred"))
+    write = _write_all(m, instruction, ("b32", "pred"))
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         write(warp.elect(named, here), mask)

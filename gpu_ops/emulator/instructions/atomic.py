@@ -16,24 +16,14 @@ import numpy as np
 from gpu_ops.emulator.instructions import unknown
 from gpu_ops.emulator.syntax import DTYPE, Array
 
-_HALF: dict[str, Any] = {
-    "f16": np.float16,
-    "f16x2": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "bf16x2": ml_dtypes.bfloat16,
-}
-_INTEGERS = ("u32", "s32", "u64", "s64")
-_TYPES = {
+_HALF: dict[str, Any] = dict.fromkeys(("f16", "f16x2"), np.float16)
+_HALF |= dict.fromkeys(("bf16", "bf16x2"), ml_dtypes.bfloat16)
+_TYPES: dict[str, tuple[str, ...]] = {
     "add": ("u32", "s32", "u64", "f32", "f64", *_HALF),
-    "min": _INTEGERS,
-    "max": _INTEGERS,
-    "and": ("b32", "b64"),
-    "or": ("b32", "b64"),
-    "xor": ("b32", "b64"),
-    "exch": ("b32", "b64"),
+    **dict.fromkeys(("min", "max"), ("u32", "s32", "u64", "s64")),
+    **dict.fromkeys(("and", "or", "xor", "exch"), ("b32", "b64")),
     "cas": ("b16", "b32", "b64"),
-    "inc": ("u32",),
-    "dec": ("u32",),
+    **dict.fromkeys(("inc", "dec"), ("u32",)),
 }
 _UFUNCS = {
     "add": np.add,

@@ -117,20 +117,23 @@ def shfl(mode: str, a: Array, b: Array, c: Array, members: Array, active: Array)
     return value, np.broadcast_to(valid, a.shape).copy()
 
 
+#: Of the lanes of a group with a true and with a false predicate, as masks.
+_VOTES: dict[str, Callable[[Array, Array], Array]] = {
+    "ballot": lambda true, false: true,
+    "any": lambda true, false: true != 0,
+    "all": lambda true, false: false == 0,
+    "uni": lambda true, false: (true == 0) | (false == 0),
+}
+
+
 def vote(mode: str, predicate: Array, members: Array, active: Array) -> Array:
     """ballot returns the lanes whose predicate holds as uint32; any, all and uni return bool."""
-    evaluate: Callable[[Array], Array]
-    if mode == "ballot":
-        evaluate = lambda group: _bits(group & predicate)  # noqa: E731
-    elif mode == "any":
-        evaluate = lambda group: _bits(group & predicate) != 0  # noqa: E731
-    elif mode == "all":
-        evaluate = lambda group: _bits(group & ~predicate) == 0  # noqa: E731
-    elif mode == "uni":
-        evaluate = lambda group: (_bits(group & predicate) == 0) | (_bits(group & ~predicate) == 0)  # noqa: E731
-    else:
+    if mode not in _VOTES:
         raise unknown("vote", ("sync", mode))
-    return _per_group(members, active, evaluate)
+    result = _VOTES[mode]
+    return _per_group(
+        members, active, lambda group: result(_bits(group & predicate), _bits(group & ~predicate))
+    )
 
 
 def match(mode: str, value: Array, members: Array, active: Array) -> tuple[Array, Array]:
