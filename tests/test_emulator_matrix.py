@@ -1,4 +1,4 @@
-"""mma.sync against products of matrices whose elements are put into registers one by one."""
+"""mma.sync against matrix products, with registers filled element by element."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def types_of(text):
 
 
 def run(text, a_bits, b_bits, c):
-    """D of each warp, through registers filled from the matrices."""
+    """D of each warp, from registers filled with the matrices."""
     op, shape, width = form(text), text.split(".")[0], WIDTH[types_of(text)[0]]
     place_a, place_b = PLACES[shape, width]
     fragments = (
@@ -124,7 +124,7 @@ def test_integer_products_are_exact(text, rng):
     limits = np.iinfo(np.int32)
     c = rng.choice([0, 12345, -77, limits.max, limits.min, limits.max - 50, limits.min + 50], (3, m, n))
     want = a @ b + c
-    assert ((want > limits.max) | (want < limits.min)).any()  # or the next line shows nothing
+    assert ((want > limits.max) | (want < limits.min)).any()  # otherwise the next line tests nothing
     want = np.clip(want, limits.min, limits.max) if "satfinite" in text else (want + 2**31) % 2**32 - 2**31
     np.testing.assert_array_equal(run(text, a_bits, b_bits, c.astype(np.int32)), want)
 
@@ -169,7 +169,7 @@ def test_every_float8_code(name):
 
 
 def test_sums_have_no_intermediate_rounding():
-    """2^24 + 1 + ... + 1 - 2^24: lost in float32, and in the order of most sums."""
+    """2^24 + 1 + ... + 1 - 2^24: float32 loses the ones in most orders of summation."""
     text = "m16n8k16.row.col.f32.bf16.bf16.f32"
     a = np.ones((1, 16, 16), ml_dtypes.bfloat16)
     a[:, :, -1] = -(2.0**24)
@@ -213,7 +213,7 @@ def test_float16_results_overflow_to_infinity():
 def test_warps_do_not_depend_on_each_other(text, rng):
     op = form(text)
     dtype, bits = (np.float64, np.uint64) if op.kind == "f64" else (np.float32, np.uint32)
-    warps = 1500  # several chunks, the last one not whole
+    warps = 1500  # several chunks, the last one partial
 
     def registers(count):
         return [rng.standard_normal((warps, 32)).astype(dtype).view(bits) for _ in range(count)]
