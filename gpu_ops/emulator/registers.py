@@ -12,7 +12,7 @@ from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.errors import PtxError
 
 # Importing a family registers its forms.
-from gpu_ops.emulator.instructions import Unknown, bits, convert, floating, integer, logic, lookup  # noqa: F401
+from gpu_ops.emulator.instructions import Unknown, convert, floating, integer, logic, lookup  # noqa: F401
 from gpu_ops.emulator.program import immediate
 from gpu_ops.emulator.state import State, Step
 from gpu_ops.emulator.syntax import (

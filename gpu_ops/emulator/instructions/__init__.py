@@ -6,9 +6,8 @@ machine passes it one array per source operand, viewed in the type that the form
 same for all threads arrives as an array of one element.
 
 ===============  ===================================================================================
-``integer``      add ... dp4a on integers, carries
-``bits``         shifts, byte permutations, popc ... bfind, bit fields
-``logic``        and, or, xor, lop3; setp, set, selp, slct, testp
+``integer``      add ... dp4a on integers, carries; popc ... bfind, bit fields
+``logic``        and, or, xor, lop3, shifts, prmt; setp, set, selp, slct, testp
 ``floating``     add ... fma, div, rcp, sqrt, min, max; ex2, sin, ... with .approx or .full
 ``elements``     what the floating-point families share: packing, flushing, rounding
 ``convert``      cvt

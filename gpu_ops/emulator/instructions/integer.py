@@ -1,4 +1,4 @@
-"""Integer arithmetic: sums and carries, products, byte dot products, quotients, signs, minima.
+"""Integer arithmetic: sums and carries, products, byte dot products, quotients, minima; bit counts and bit fields.
 
 Integer arrays wrap around in NumPy as registers do, so the common forms are one or two ufuncs.
 """
@@ -18,6 +18,7 @@ _Binary = Callable[[Array, Array], Array]
 
 _WORDS = "{u16,u32,u64,s16,s32,s64}"
 _LONG = "{u32,s32,u64,s64}"
+_ONES = np.uint32(0xFFFFFFFF)  # also the result of a search that finds no bit
 _TWICE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 
@@ -195,3 +196,117 @@ def _extremum(opcode: str, *modifiers: str) -> Op:
     if ptx_type.endswith("x2"):
         run = _on_pairs(run, ptx_type)
     return Op((ptx_type,), (ptx_type, ptx_type), run)
+
+
+# Counts and searches
+
+
+@forms("{popc,clz,brev}.{b32,b64}")
+def _bits(opcode: str, ptx_type: str) -> Op:
+    width = BITS[ptx_type]
+    if opcode == "brev":
+        return Op((ptx_type,), (ptx_type,), _reversal(width))
+    if opcode == "popc":
+        return Op(("u32",), (ptx_type,), lambda a: np.bitwise_count(a).astype(np.uint32))
+    return Op(("u32",), (ptx_type,), lambda a: width - _bit_length(a))
+
+
+def _reversal(width: int) -> Callable[[Array], Any]:
+    """Reverse the bytes, then the nibbles of each byte, the pairs of each nibble and the bits of each pair."""
+    steps = [(4, 0x0F0F0F0F0F0F0F0F), (2, 0x3333333333333333), (1, 0x5555555555555555)]
+
+    def run(a: Array) -> Any:
+        bits = a.byteswap()
+        for shift, low in steps:
+            mask = low % (1 << width)
+            bits = (bits >> shift & mask) | (bits & mask) << shift
+        return bits
+
+    return run
+
+
+def _bit_length(a: Array) -> Any:
+    """The number of bits up to the highest set one, from the exponent of the value as a float64.
+
+    ``a & ~(a >> 1)`` has the same highest bit and a 0 below it, so the conversion cannot round up.
+    """
+    return np.frexp((a & ~(a >> 1)).astype(np.float64))[1].astype(np.uint32)
+
+
+@forms(f"bfind.{_LONG}", f"bfind.shiftamt.{_LONG}")
+def _find_highest(opcode: str, *modifiers: str) -> Op:
+    """The highest bit that differs from the sign; with ``.shiftamt`` the shift that brings it to the top."""
+    *shiftamt, ptx_type = modifiers
+    width, unsigned = BITS[ptx_type], f"u{DTYPE[ptx_type].itemsize}"
+
+    def run(a: Array) -> Any:
+        magnitude = (a ^ a >> width - 1).view(unsigned) if ptx_type[0] == "s" else a
+        length = _bit_length(magnitude)
+        if shiftamt:
+            return np.where(length == 0, _ONES, width - length)
+        return length - 1
+
+    return Op(("u32",), (ptx_type,), run)
+
+
+@forms("fns.b32")
+def _find_nth(opcode: str, ptx_type: str) -> Op:
+    """The n-th set bit, counted upwards from a base bit, or downwards for a negative n. 0 tests the base bit."""
+    positions = np.arange(32, dtype=np.uint32)
+
+    def run(mask: Array, base: Array, offset: Array) -> Array:
+        mask, base, offset = mask[:, np.newaxis], base[:, np.newaxis], offset[:, np.newaxis]
+        is_set = mask >> positions & 1 == 1
+        ahead = np.where(offset < 0, positions <= base, positions >= base) & is_set
+        ahead &= (offset != 0) | (positions == base)
+        upwards = ahead.cumsum(axis=1)
+        rank = np.where(offset < 0, upwards[:, -1:] - upwards + 1, upwards)
+        hit = ahead & (rank == np.maximum(np.abs(offset.astype(np.int64)), 1))
+        return np.where(hit.any(axis=1), hit.argmax(axis=1).astype(np.uint32), _ONES)
+
+    return Op(("b32",), ("b32", "b32", "s32"), run)
+
+
+# Fields
+
+
+@forms(f"bfe.{_LONG}")
+def _extract(opcode: str, ptx_type: str) -> Op:
+    """The field of ``length`` bits from ``position``. Above its top a signed operand continues with its sign."""
+    dtype, width = DTYPE[ptx_type], BITS[ptx_type]
+
+    def run(a: Array, position: Array, length: Array) -> Any:
+        unused = (width - np.minimum(length & 255, width)).astype(dtype)
+        return a >> (position & 255).astype(dtype) << unused >> unused
+
+    return Op((ptx_type,), (ptx_type, "u32", "u32"), run)
+
+
+@forms("bfi.{b32,b64}")
+def _insert(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+    ones = np.array(-1).astype(dtype)
+
+    def run(a: Array, b: Array, position: Array, length: Array) -> Any:
+        position, length = (position & 255).astype(dtype), (length & 255).astype(dtype)
+        mask = ~(ones << length) << position
+        return (b & ~mask) | (a << position & mask)
+
+    return Op((ptx_type,), (ptx_type, ptx_type, "u32", "u32"), run)
+
+
+@forms("szext.{clamp,wrap}.{u32,s32}", "bmsk.{clamp,wrap}.b32")
+def _low_bits(opcode: str, mode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+
+    def limited(count: Array) -> Array:
+        return np.minimum(count, 32) if mode == "clamp" else np.bitwise_and(count, 31)
+
+    def extend(a: Array, width: Array) -> Any:
+        unused = (32 - limited(width)).astype(dtype)
+        return a << unused >> unused
+
+    def mask(start: Array, width: Array) -> Any:
+        return ~(_ONES << limited(width)) << limited(start)
+
+    return Op((ptx_type,), (ptx_type, "u32"), extend if opcode == "szext" else mask)

@@ -1,4 +1,4 @@
-"""Bitwise logic, comparisons, selection, tests of floating-point classes."""
+"""Bitwise logic, shifts, byte permutations, comparisons, selection, tests of floating-point classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from gpu_ops.emulator.instructions import Op, family, forms, unknown
 from gpu_ops.emulator.instructions.elements import split
-from gpu_ops.emulator.syntax import DTYPE, Array
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 _Binary = Callable[[Array, Array], Any]
 
@@ -65,6 +65,94 @@ def _three_input(a: Array, b: Array, c: Array, table: Array) -> Array:
         terms.append(reduce(np.bitwise_and, present) if present else np.full(1, 0xFFFFFFFF, np.uint32))
     result = reduce(np.bitwise_xor, terms) if terms else np.zeros(1, np.uint32)
     return np.broadcast_to(result, shape)
+
+
+# Shifts and permutations. NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It
+# takes the amount in the type of the value, and treats a negative amount as a large one, so a 32-bit amount can be
+# viewed as signed.
+
+
+@forms("{shl,shr}.{b16,b32,b64}", "shr.{u16,u32,u64,s16,s32,s64}")
+def _shift(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+    shift: Callable[[Array, Array], Any] = np.left_shift if opcode == "shl" else np.right_shift
+    run = shift
+    if BITS[ptx_type] == 16:
+        run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
+    elif ptx_type == "s32":
+        run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
+    return Op((ptx_type,), (ptx_type, "u32"), run)
+
+
+@forms("shf.{l,r}.{clamp,wrap}.b32")
+def _funnel(opcode: str, direction: str, mode: str, ptx_type: str) -> Op:
+    """Shift the pair high:low. A left shift returns the high word of the result, a right shift the low word."""
+    left, wraps = direction == "l", mode == "wrap"
+
+    def run(low: Array, high: Array, amount: Array) -> Any:
+        pair = high.astype(np.uint64) << 32 | low
+        amount = np.bitwise_and(amount, 31) if wraps else np.minimum(amount, 32)
+        shifted = pair << amount >> 32 if left else pair >> amount
+        return shifted.astype(np.uint32)
+
+    return Op(("b32",), ("b32", "b32", "u32"), run)
+
+
+#: The selector of each mode for the four values of its control: one digit per byte, highest first.
+_SELECTORS = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
+
+
+@forms("prmt.b32", f"prmt.b32.{{{','.join(_SELECTORS)}}}")
+def _permute(opcode: str, ptx_type: str, mode: str = "") -> Op:
+    """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
+    if not mode:
+        return Op(("b32",), ("b32",) * 3, _pick_bytes)
+    table = np.array(_SELECTORS[mode], np.uint32)
+    return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
+
+
+def _pick_bytes(a: Array, b: Array, selector: Array) -> Any:
+    if selector.size == 1:  # nearly always an immediate
+        return _pick_same_bytes(a, b, int(selector[0]) & 0xFFFF)
+    pair = b.astype(np.uint64) << 32 | a
+    result = np.zeros(np.broadcast_shapes(pair.shape, selector.shape), np.uint32)
+    for i in range(4):
+        digit = selector >> 4 * i
+        byte = (pair >> ((digit & 7) << 3)).astype(np.uint8)
+        sign = (byte.view(np.int8) >> 7).view(np.uint8)
+        result |= np.where(digit & 8, sign, byte).astype(np.uint32) << 8 * i
+    return result
+
+
+def _pick_same_bytes(a: Array, b: Array, selector: int) -> Any:
+    result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.uint32)
+    moves, signs = _plan(selector)
+    for source, left, mask in moves:
+        word = b if source else a
+        result |= (word << left if left >= 0 else word >> -left) & mask
+    for source, sign, mask in signs:
+        result |= -((b if source else a) >> sign & 1) & mask
+    return result
+
+
+@cache
+def _plan(selector: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """How to build the result of a selector: byte moves (source, left shift, mask) and signs (source, bit, mask)."""
+    moves: dict[tuple[int, int], int] = {}
+    signs: dict[tuple[int, int], int] = {}
+    for i in range(4):
+        digit = selector >> 4 * i & 0xF
+        source, byte = divmod(digit & 7, 4)
+        table, number = (signs, 8 * byte + 7) if digit & 8 else (moves, 8 * (i - byte))
+        table[source, number] = table.get((source, number), 0) | 0xFF << 8 * i
+    return [(*key, mask) for key, mask in moves.items()], [(*key, mask) for key, mask in signs.items()]
 
 
 # Comparisons
