@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from emulator_forms import edges
 
-from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import combine, in_order
 from gpu_ops.emulator.syntax import BITS, DTYPE
 
@@ -188,20 +187,3 @@ def test_many_lanes_on_one_counter(rng):
     for value in values:
         total += value
     assert new[0] == total
-
-
-@pytest.mark.parametrize(
-    ("op", "ptx_type", "modifiers"),
-    [
-        ("max", "f32", ()),
-        ("add", "f16", ()),
-        ("add", "f32", ("noftz",)),
-        ("inc", "u64", ()),
-        ("mul", "u32", ()),
-    ],
-)
-def test_unknown_forms_are_named(op, ptx_type, modifiers):
-    name = ".".join(("atom", *modifiers, op, ptx_type))
-    for make in (combine, in_order):
-        with pytest.raises(Unknown, match=name):
-            make(op, ptx_type, modifiers)

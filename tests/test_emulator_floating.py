@@ -263,7 +263,7 @@ def extremum(opcode, flags, element):
         "{min3,max3}.f32",
     ),
 )
-def test_extremum(form, rng):
+def test_float_extremum(form, rng):
     opcode, flags, element, _ = parts(form)
     oracle = extremum(opcode[:3], flags, element)
     check_elements(form, with_flags(oracle, element, set(flags) & {"ftz"}), operands_of(form, rng, 200))
@@ -285,7 +285,7 @@ def test_extremum_gives_the_canonical_nan(form):
 @pytest.mark.parametrize(
     "form", expand("{abs,neg}.{f32,f64,f16,f16x2,bf16,bf16x2}", "{abs,neg}.ftz.{f32,f16,f16x2}")
 )
-def test_sign(form, rng):
+def test_float_sign(form, rng):
     opcode, flags, element, _ = parts(form)
     oracle = with_flags(lambda a: encode(element, abs(a) if opcode == "abs" else -a), element, flags)
     check_elements(form, oracle, [edges(form.split(".")[-1], rng, 400)])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from emulator_forms import expand, form_op
 
 from gpu_ops.emulator.instructions import Unknown, family, forms, lookup
+from gpu_ops.emulator.instructions.atomic import combine, in_order
+from gpu_ops.emulator.instructions.matrix import mma
+from gpu_ops.emulator.instructions.warp_ops import match, redux, shfl, vote
 
 # Patterns as the shell expands them.
 UNKNOWN = """
@@ -31,11 +35,56 @@ set.eq.f16.bf16 set.eq.ftz.bf16.f32 set.eq.bf16x2.f16x2 set.eq.u16.f32 set.eq.f6
 slct.b32.{u32,f64} slct.ftz.b32.s32 testp.f32 testp.zero.f32 testp.normal.f16 copysign.f16
 """
 
+UNKNOWN_ATOMICS = ("max.f32", "add.f16", "noftz.add.f32", "inc.u64", "mul.u32")
+
+UNKNOWN_MMAS = (
+    "m8n8k4.row.col.f32.f16.f16.f32",  # the layout of sm_70
+    "m16n8k16.col.row.f32.bf16.bf16.f32",
+    "m16n8k16.row.col.f32.f16.bf16.f32",
+    "m16n8k16.row.col.f16.f16.f16.f32",
+    "m16n8k16.row.col.f16.bf16.bf16.f16",
+    "m16n8k32.row.col.f32.bf16.bf16.f32",
+    "m16n8k16.row.col.satfinite.f32.bf16.bf16.f32",
+    "m16n8k256.row.col.s32.b1.b1.s32",
+    "m16n8k16.row.col.s32.s8.s8.s32.and.popc",
+    "m16n8k16.row.col.f32.bf16.bf16",
+)
+
+#: On arrays [1, 32]: x of uint32, and the active lanes.
+UNKNOWN_WARP_OPS = {
+    "shfl.sync.rotate": lambda x, on: shfl("rotate", x, x, x, x, on),
+    "vote.sync.none": lambda x, on: vote("none", on, x, on),
+    "match.some.sync": lambda x, on: match("some", x, x, on),
+    "redux.sync.mul.u32": lambda x, on: redux("mul", "u32", x, x, on),
+    "redux.sync.add.b32": lambda x, on: redux("add", "b32", x, x, on),
+    "redux.sync.and.u32": lambda x, on: redux("and", "u32", x, x, on),
+}
+
 
 @pytest.mark.parametrize("form", expand(*UNKNOWN.split()))
 def test_a_form_that_ptx_does_not_have(form):
     with pytest.raises(Unknown, match=re.escape(form)):
         form_op(form)
+
+
+@pytest.mark.parametrize("form", UNKNOWN_ATOMICS)
+@pytest.mark.parametrize("make", [combine, in_order])
+def test_an_unknown_atomic(form, make):
+    *modifiers, op, ptx_type = form.split(".")
+    with pytest.raises(Unknown, match=re.escape(f"atom.{form}")):
+        make(op, ptx_type, tuple(modifiers))
+
+
+@pytest.mark.parametrize("form", UNKNOWN_MMAS)
+def test_an_unknown_mma(form):
+    with pytest.raises(Unknown, match=re.escape(f"mma.sync.aligned.{form}")):
+        mma(("sync", "aligned", *form.split(".")))
+
+
+@pytest.mark.parametrize("form", UNKNOWN_WARP_OPS)
+def test_an_unknown_warp_op(form):
+    with pytest.raises(Unknown, match=re.escape(form)):
+        UNKNOWN_WARP_OPS[form](np.full((1, 32), 0xFFFFFFFF, np.uint32), np.ones((1, 32), np.bool_))
 
 
 def test_unknown_opcode():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from fragment_layout import PLACES, WIDTH, from_registers, place_c, to_registers
 
-from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.matrix import DECODE, mma
 
 RANGE = {"s8": (-128, 128), "u8": (0, 256), "s4": (-8, 8), "u4": (0, 16), "b1": (0, 2)}
@@ -243,23 +242,3 @@ def test_warps_do_not_depend_on_each_other(text, rng):
 def test_what_a_form_takes(text, a, b, c, macs, kind):
     op = form(text)
     assert (op.a, op.b, op.c, op.d, op.macs, op.kind) == (a, b, c, c, macs, kind)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "m8n8k4.row.col.f32.f16.f16.f32",  # sm_70's own layout
-        "m16n8k16.col.row.f32.bf16.bf16.f32",
-        "m16n8k16.row.col.f32.f16.bf16.f32",
-        "m16n8k16.row.col.f16.f16.f16.f32",
-        "m16n8k16.row.col.f16.bf16.bf16.f16",
-        "m16n8k32.row.col.f32.bf16.bf16.f32",
-        "m16n8k16.row.col.satfinite.f32.bf16.bf16.f32",
-        "m16n8k256.row.col.s32.b1.b1.s32",
-        "m16n8k16.row.col.s32.s8.s8.s32.and.popc",
-        "m16n8k16.row.col.f32.bf16.bf16",
-    ],
-)
-def test_unknown_forms_are_named(text):
-    with pytest.raises(Unknown, match=re.escape(f"mma.sync.aligned.{text}")):
-        form(text)

@@ -80,7 +80,7 @@ def test_asynchronous_copies():
     assert p.barriers == 1
 
 
-def test_local_memory():
+def test_local_bytes():
     p = profiled("indexed", 1, 32, (np.arange(8, dtype=np.int32), np.zeros(32, np.int32)))
     assert p.counts.local_bytes == 32 * (8 + 1) * 4
 

@@ -113,7 +113,7 @@ def test_in_place():
     assert p.dram_bytes == sum(p.moved(0)) == 2048
 
 
-def test_atomics():
+def test_sectors_of_atomics():
     x, counts = np.zeros(64, np.int32), np.zeros(8, np.int32)
     x[5] = 7
     p = profiled("histogram", 1, 64, (x, emulator.Buffer(counts, "counts")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.warp_ops import (
     UNDEFINED,
     activemask,
@@ -248,19 +247,3 @@ def test_many_warps(rng):
     assert p.all()
     total = redux("add", "u32", a, members, active)
     np.testing.assert_array_equal(total[:, 7], a.sum(axis=1) % 2**32)
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("shfl.sync.rotate", lambda x, on: shfl("rotate", x, x, x, x, on)),
-        ("vote.sync.none", lambda x, on: vote("none", on, x, on)),
-        ("match.some.sync", lambda x, on: match("some", x, x, on)),
-        ("redux.sync.mul.u32", lambda x, on: redux("mul", "u32", x, x, on)),
-        ("redux.sync.add.b32", lambda x, on: redux("add", "b32", x, x, on)),
-        ("redux.sync.and.u32", lambda x, on: redux("and", "u32", x, x, on)),
-    ],
-)
-def test_unknown_forms_are_named(name, call):
-    with pytest.raises(Unknown, match=name):
-        call(everywhere(1), all_active(1))

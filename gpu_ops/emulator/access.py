@@ -6,13 +6,12 @@ import numpy as np
 
 from gpu_ops.emulator import aot
 from gpu_ops.emulator.batch import Mask
-from gpu_ops.emulator.errors import PtxError
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import in_order
 from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, SPACES, Access, Place
-from gpu_ops.emulator.registers import Builder, address, reader, writer
+from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
 from gpu_ops.emulator.state import Group, State, Step
-from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Vector
+from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Operand
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
 _POLLS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
@@ -63,13 +62,17 @@ def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
     return space, count, ptx_type, bool(_POLLS & set(words))
 
 
+def _elements(instruction: Instruction, operand: Operand, count: int) -> tuple[Operand, ...]:
+    found = parts(operand)
+    if len(found) != count:
+        raise instruction.error(f"{instruction.form} wants {count} registers")
+    return found
+
+
 def _load(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, polls = _parse(instruction)
     target, source = instruction.operands
-    parts = target.parts if isinstance(target, Vector) else (target,)
-    if len(parts) != count:
-        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants {count} registers")
-    writers = [writer(m, instruction, part, ptx_type) for part in parts]
+    writers = [writer(m, instruction, part, ptx_type) for part in _elements(instruction, target, count)]
     assert isinstance(source, Address)
     dtype = DTYPE[ptx_type]
     bits = np.dtype(f"u{dtype.itemsize}")
@@ -77,7 +80,7 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
         space = GLOBAL  # the address of a __grid_constant__ parameter
     elif "param" in instruction.modifiers and source.base not in m.program.local:
         if source.base not in (p.name for p in m.program.parameters):
-            raise PtxError(f"PTX line {instruction.line}: no parameter {source.base}")
+            raise instruction.error(f"no parameter {source.base}")
 
         def parameter(mask: Mask) -> None:
             value = m.parameter(source.base, source.offset, count * dtype.itemsize).view(dtype)
@@ -113,11 +116,8 @@ def _load(m: State, pc: int, instruction: Instruction) -> Step:
 def _store(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, _ = _parse(instruction)
     target, source = instruction.operands
-    parts = source.parts if isinstance(source, Vector) else (source,)
-    if len(parts) != count:
-        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants {count} registers")
     bits = f"b{BITS[ptx_type]}"
-    readers = [reader(m, instruction, part, bits) for part in parts]
+    readers = [reader(m, instruction, part, bits) for part in _elements(instruction, source, count)]
     where = address(m, instruction, target)
     access = Access(pc, space, count * DTYPE[ptx_type].itemsize, read=False, write=True)
 
@@ -133,7 +133,7 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
 
 def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
     """``atom`` returns the old value, ``red`` does not. Lanes that meet at an address take turns in lane order."""
-    space, operation = GENERIC, ""
+    space = GENERIC
     *words, ptx_type = instruction.modifiers
     rest = []
     for word in words:
@@ -175,14 +175,14 @@ def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
 def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
     """``cp.async``: data moves at once. The sanitizer marks the bytes as pending until their thread waits."""
     words = set(instruction.modifiers)
-    if "bulk" in words or "mbarrier" in words or "reduce" in words:
+    if instruction.modifiers[:1] != ("async",) or words & {"bulk", "mbarrier", "reduce"}:
         raise Unknown(instruction.form)
     if words & {"commit_group", "wait_group", "wait_all"}:
         return _copy_group(m, instruction)
     target, source, size, *rest = instruction.operands
     total = int(reader(m, instruction, size, "u32")()[0])
-    ignore = rest and m.register(getattr(rest[0], "name", "")) is not None
-    predicate = bool(ignore) and m.dtypes[m.index[rest[0].name]] == np.bool_  # type: ignore[union-attr]
+    register = m.register(getattr(rest[0], "name", "")) if rest else None
+    predicate = register is not None and m.dtypes[register] == np.bool_  # ignore-src; otherwise a size
     limit = reader(m, instruction, rest[0], "pred" if predicate else "u32") if rest else None
     to, of = address(m, instruction, target), address(m, instruction, source)
     write = Access(pc, SHARED, total, read=False, write=True, asynchronous=True)
@@ -238,17 +238,11 @@ def _copy_group(m: State, instruction: Instruction) -> Step:
     return Step(run)
 
 
-def _cp(m: State, pc: int, instruction: Instruction) -> Step:
-    if instruction.modifiers[:1] != ("async",):
-        raise Unknown(instruction.form)
-    return _copy_async(m, pc, instruction)
-
-
 BUILDERS: dict[str, Builder] = {
     "ld": _load,
     "ldu": _load,
     "st": _store,
     "atom": _atomic,
     "red": _atomic,
-    "cp": _cp,
+    "cp": _copy_async,
 }

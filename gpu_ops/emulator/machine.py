@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu_ops.emulator import access, registers, warp_ops
 from gpu_ops.emulator.batch import NONE, WARP, Mask
-from gpu_ops.emulator.errors import PtxError, SanitizerError, UnknownInstruction
+from gpu_ops.emulator.errors import SanitizerError, UnknownInstruction
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.registers import Builder, Reader, Writer, reader, writer
@@ -28,7 +28,7 @@ _NO_LIMIT = 1 << 60
 
 def _target(m: State, instruction: Instruction, name: str) -> int:
     if name not in m.program.labels:
-        raise PtxError(f"PTX line {instruction.line}: no label {name}")
+        raise instruction.error(f"no label {name}")
     return m.program.labels[name]
 
 
@@ -182,20 +182,18 @@ def _steps(m: State) -> list[Step]:
     """The steps of the program; an error names the instruction and its line."""
     made = []
     for pc, instruction in enumerate(m.program.code):
-        line, form = f"PTX line {instruction.line}", instruction.form
-        text = m.program.module.source_line(instruction.line)
+        form, text = instruction.form, m.program.module.source_line(instruction.line)
         try:
             step = _BUILDERS.get(instruction.opcode, registers.arithmetic)(m, pc, instruction)
         except Unknown as error:
-            raise UnknownInstruction(
-                f"{line}: the emulator has no {form}: {text}{m.program.source(pc)}"
-            ) from error
+            what = f"the emulator has no {form}: {text}{m.program.source(pc)}"
+            raise UnknownInstruction(f"PTX line {instruction.line}: {what}") from error
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise PtxError(f"{line}: these operands make no {form}: {text}") from error
+            raise instruction.error(f"these operands make no {form}: {text}") from error
         if instruction.guard is not None:
             guard = m.register(instruction.guard.name)
             if guard is None:
-                raise PtxError(f"{line}: no predicate {instruction.guard.name}")
+                raise instruction.error(f"no predicate {instruction.guard.name}")
             step.guard, step.negated = guard, isinstance(instruction.guard, Negated)
         made.append(step)
     return made

@@ -218,11 +218,8 @@ class Memory:
         where = f"{near.name or 'a buffer'} ({near.bytes} bytes)"
         if offset < 0:
             return f"{-offset} bytes before {where}"
-        return (
-            f"{offset - near.bytes} bytes past the end of {where}"
-            if offset >= near.bytes
-            else f"byte {offset} of {where}"
-        )
+        past = offset - near.bytes
+        return f"{past} bytes past the end of {where}" if past >= 0 else f"byte {offset} of {where}"
 
 
 def _owner(array: Array) -> int:

@@ -159,12 +159,12 @@ class _Linker:
             )
             return
         if statement.guard is not None:
-            raise PtxError(f"PTX line {statement.line}: a predicated call is not supported")
+            raise statement.error("a predicated call is not supported")
         self.clones += 1
         formal = (*function.results, *function.parameters)
         actual = (*call.results, *call.arguments)
         if len(formal) != len(actual) or not all(isinstance(a, Name) for a in actual):
-            raise PtxError(f"PTX line {statement.line}: {call.callee} wants {len(formal)} .param variables")
+            raise statement.error(f"{call.callee} wants {len(formal)} .param variables")
         bound = {f.name: rename(a.name) for f, a in zip(formal, actual, strict=True) if isinstance(a, Name)}
         self.inline(function, f"{self.clones}:", bound, depth + 1)
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from gpu_ops.emulator import aot
 from gpu_ops.emulator.batch import Mask
-from gpu_ops.emulator.errors import PtxError
 
 # Importing a family registers its forms.
 from gpu_ops.emulator.instructions import Unknown, convert, floating, integer, logic, lookup  # noqa: F401
@@ -78,7 +77,7 @@ def reader(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
                 return total.astype(np.dtype(f"u{dtype.itemsize}")).view(dtype)
 
             return packed
-    raise PtxError(f"PTX line {instruction.line}: cannot read {operand} in {instruction.form}")
+    raise instruction.error(f"cannot read {operand} in {instruction.form}")
 
 
 def writer(m: State, instruction: Instruction, operand: Operand, ptx_type: str) -> Writer:
@@ -95,7 +94,7 @@ def writer(m: State, instruction: Instruction, operand: Operand, ptx_type: str) 
 
         return unpack
     if not isinstance(operand, Name):
-        raise PtxError(f"PTX line {instruction.line}: cannot write {operand} in {instruction.form}")
+        raise instruction.error(f"cannot write {operand} in {instruction.form}")
     if operand.name == "_":
         return lambda value, mask: None
     i = _register(m, instruction, operand.name)
@@ -124,10 +123,15 @@ def destinations(operand: Operand) -> list[Operand]:
     return [operand.first, operand.second] if isinstance(operand, Pair) else [operand]
 
 
+def parts(operand: Operand) -> tuple[Operand, ...]:
+    """The elements of a vector ``{a, b, ...}``, or the operand itself."""
+    return operand.parts if isinstance(operand, Vector) else (operand,)
+
+
 def address(m: State, instruction: Instruction, operand: Operand) -> Reader:
     """The address ``[base+offset]`` as uint64: one per thread, or one for all."""
     if not isinstance(operand, Address):
-        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants an address, not {operand}")
+        raise instruction.error(f"{instruction.form} wants an address, not {operand}")
     base, offset = operand
     if base and m.register(base) is not None:
         i = _register(m, instruction, base)
@@ -155,14 +159,14 @@ def _symbol(m: State, instruction: Instruction, operand: Name | Address) -> Read
             value = np.array([table[name] + offset], np.uint64)
             return lambda: value
     if name not in (v.name for v in (*program.globals, *program.parameters)):
-        raise PtxError(f"PTX line {instruction.line}: {name} is neither a register nor a variable")
+        raise instruction.error(f"{name} is neither a register nor a variable")
     return lambda: np.array([m.memory.symbols[name] + offset], np.uint64)  # each launch allocates anew
 
 
 def _register(m: State, instruction: Instruction, name: str) -> int:
     i = m.register(name)
     if i is None:
-        raise PtxError(f"PTX line {instruction.line}: {name} is not a register")
+        raise instruction.error(f"{name} is not a register")
     return i
 
 
@@ -187,10 +191,8 @@ def arithmetic(m: State, pc: int, instruction: Instruction) -> Step:
     reads, writes = list(op.reads), list(op.writes)
     carry_in, carry_out = reads[-1:] == ["cc"], writes[-1:] == ["cc"]
     if len(sources) != len(reads) - carry_in:
-        raise PtxError(
-            f"PTX line {instruction.line}: {instruction.form} wants {len(reads) - carry_in} sources, "
-            f"got {len(sources)}"
-        )
+        wanted = len(reads) - carry_in
+        raise instruction.error(f"{instruction.form} wants {wanted} sources, got {len(sources)}")
     readers = [reader(m, instruction, s, t) for s, t in zip(sources, reads, strict=False)]
     writers = [
         writer(m, instruction, d, t) for d, t in zip(destinations(target), writes, strict=False) if t != "cc"

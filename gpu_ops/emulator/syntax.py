@@ -124,6 +124,9 @@ class Instruction(NamedTuple):
     def form(self) -> str:
         return ".".join((self.opcode, *self.modifiers))
 
+    def error(self, what: str) -> PtxError:
+        return PtxError(f"PTX line {self.line}: {what}")
+
 
 class Label(NamedTuple):
     """A label in a function body."""

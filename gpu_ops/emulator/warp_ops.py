@@ -16,9 +16,9 @@ from gpu_ops.emulator.batch import WARP, Mask
 from gpu_ops.emulator.instructions import Unknown, matrix
 from gpu_ops.emulator.instructions import warp_ops as warp
 from gpu_ops.emulator.memory import GENERIC, SHARED, Access
-from gpu_ops.emulator.registers import Builder, Reader, address, destinations, reader, writer
+from gpu_ops.emulator.registers import Builder, Reader, address, destinations, parts, reader, writer
 from gpu_ops.emulator.state import Group, State, Step
-from gpu_ops.emulator.syntax import Array, Instruction, Operand, Vector
+from gpu_ops.emulator.syntax import Array, Instruction
 
 _FULL = np.array([0xFFFFFFFF], np.uint32)
 
@@ -118,14 +118,13 @@ def _exchange(
     m: State,
     pc: int,
     instruction: Instruction,
-    source_type: str,
-    result_types: tuple[str, ...],
-    evaluate: Callable[[Array, Array, Array], tuple[Array, ...]],
+    types: tuple[str, ...],
+    evaluate: Callable[..., tuple[Array, ...]],
 ) -> Step:
-    """The step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``."""
+    """The step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``; ``types`` of a, d, p."""
     _, source, members = instruction.operands
-    read = reader(m, instruction, source, source_type)
-    write = _write_all(m, instruction, result_types)
+    read = reader(m, instruction, source, types[0])
+    write = _write_all(m, instruction, types[1:])
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         write(evaluate(_rows(m, read()), named, here), mask)
@@ -137,18 +136,18 @@ def _vote(m: State, pc: int, instruction: Instruction) -> Step:
     if instruction.modifiers[:1] != ("sync",):
         raise Unknown(instruction.form)
     mode, ptx_type = instruction.modifiers[1:3]
-    return _exchange(m, pc, instruction, "pred", (ptx_type,), lambda *a: (warp.vote(mode, *a),))
+    return _exchange(m, pc, instruction, ("pred", ptx_type), lambda *a: (warp.vote(mode, *a),))
 
 
 def _match(m: State, pc: int, instruction: Instruction) -> Step:
     mode, _, ptx_type = instruction.modifiers
-    return _exchange(m, pc, instruction, ptx_type, ("b32", "pred"), partial(warp.match, mode))
+    return _exchange(m, pc, instruction, (ptx_type, "b32", "pred"), partial(warp.match, mode))
 
 
 def _redux(m: State, pc: int, instruction: Instruction) -> Step:
     _, operation, ptx_type = instruction.modifiers
     run = partial(warp.redux, operation, ptx_type)
-    return _exchange(m, pc, instruction, ptx_type, (ptx_type,), lambda *a: (run(*a),))
+    return _exchange(m, pc, instruction, (ptx_type, ptx_type), lambda *a: (run(*a),))
 
 
 def _elect(m: State, pc: int, instruction: Instruction) -> Step:
@@ -173,10 +172,6 @@ def _activemask(m: State, pc: int, instruction: Instruction) -> Step:
 # -- matrices: all lanes of a warp take part ------------------------------------------------------
 
 
-def _parts(operand: Operand) -> tuple[Operand, ...]:
-    return operand.parts if isinstance(operand, Vector) else (operand,)
-
-
 def _spread(m: State, warps: Array, values: Array) -> Array:
     """``[executing warps, 32]`` to one value per thread."""
     if len(values) == m.threads // WARP:
@@ -190,10 +185,10 @@ def _mma(m: State, pc: int, instruction: Instruction) -> Step:
     form = matrix.mma(instruction.modifiers)
     d, *sources = instruction.operands
     readers = [
-        [reader(m, instruction, part, ptx_type) for part in _parts(operand)]
+        [reader(m, instruction, part, ptx_type) for part in parts(operand)]
         for operand, (_, ptx_type) in zip(sources[:3], (form.a, form.b, form.c), strict=True)
     ]
-    writers = [writer(m, instruction, part, form.d[1]) for part in _parts(d)]
+    writers = [writer(m, instruction, part, form.d[1]) for part in parts(d)]
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         warps = np.flatnonzero(here.any(axis=1))
@@ -214,7 +209,7 @@ def _mma(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
-    """(b8, matrices, transposed, space) of ldmatrix and stmatrix, whose modifiers come in any order."""
+    """(b8, matrices, transposed, space) of ldmatrix and stmatrix; modifiers come in any order."""
     words = set(instruction.modifiers)
     known = {"sync", "aligned", "m8n8", "m16n16", "m16n8", "x1", "x2", "x4", "trans", "b16", "b8"}
     spaces = {w for w in words if w.startswith("shared")}
@@ -233,8 +228,9 @@ def _row_mask(m: State, here: Array, rows: int) -> tuple[Array, Array]:
 def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     narrow, count, transposed, space = _matrix_form(instruction)
     rows = (16 if narrow else 8) * count
+    load = matrix.load_fragments_b8 if narrow else partial(matrix.load_fragments, transposed=transposed)
     target, source = instruction.operands
-    writers = [writer(m, instruction, part, "b32") for part in _parts(target)]
+    writers = [writer(m, instruction, part, "b32") for part in parts(target)]
     where = address(m, instruction, source)
     access = Access(pc, space, 16, read=True, write=False)
 
@@ -244,8 +240,7 @@ def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
         words = np.empty((2, m.threads), np.uint64)
         aot.gather(place.host, place.lanes, words)
         data = np.ascontiguousarray(words[:, place.lanes].T).view(np.uint8).reshape(len(warps), rows, 16)
-        fragments = matrix.load_fragments_b8(data) if narrow else matrix.load_fragments(data, transposed)
-        for write, fragment in zip(writers, fragments, strict=True):
+        for write, fragment in zip(writers, load(data), strict=True):
             write(_spread(m, warps, fragment), mask)
 
     return _collective(m, pc, None, run)
@@ -253,18 +248,16 @@ def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
 
 def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     narrow, count, transposed, space = _matrix_form(instruction)
+    store = matrix.store_fragments_b8 if narrow else partial(matrix.store_fragments, transposed=transposed)
     target, source = instruction.operands
-    readers = [reader(m, instruction, part, "b32") for part in _parts(source)]
+    readers = [reader(m, instruction, part, "b32") for part in parts(source)]
     where = address(m, instruction, target)
     access = Access(pc, space, 16, read=False, write=True)
 
     def run(here: Array, named: Array, mask: Mask) -> None:
         lanes, warps = _row_mask(m, here, 8 * count)
         place = locate(m, access, lanes, where())
-        registers = [np.ascontiguousarray(_rows(m, read())[warps]) for read in readers]
-        data = (
-            matrix.store_fragments_b8(registers) if narrow else matrix.store_fragments(registers, transposed)
-        )
+        data = store([np.ascontiguousarray(_rows(m, read())[warps]) for read in readers])
         words = np.empty((2, m.threads), np.uint64)
         words[:, place.lanes] = np.ascontiguousarray(data).view(np.uint64).reshape(-1, 2).T
         aot.scatter(place.host, place.lanes, words)

@@ -35,23 +35,12 @@ _UFUNCS = {
 }
 
 
-def _exch(old: Array, operand: Array) -> Array:
-    return np.broadcast_to(operand, old.shape).copy()
-
-
-def _cas(old: Array, expected: Array, desired: Array) -> Array:
-    return np.asarray(np.where(old == expected, desired, old))
-
-
-def _inc(old: Array, limit: Array) -> Array:
-    return np.asarray(np.where(old >= limit, np.uint32(0), old + np.uint32(1)))
-
-
-def _dec(old: Array, limit: Array) -> Array:
-    return np.asarray(np.where((old == 0) | (old > limit), limit, old - np.uint32(1)))
-
-
-_OTHERS: dict[str, Callable[..., Array]] = {"exch": _exch, "cas": _cas, "inc": _inc, "dec": _dec}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "exch": lambda old, operand: np.broadcast_to(operand, old.shape).copy(),
+    "cas": lambda old, expected, desired: np.where(old == expected, desired, old),
+    "inc": lambda old, limit: np.where(old >= limit, np.uint32(0), old + np.uint32(1)),
+    "dec": lambda old, limit: np.where((old == 0) | (old > limit), limit, old - np.uint32(1)),
+}
 
 
 def _check(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
