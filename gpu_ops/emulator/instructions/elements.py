@@ -33,7 +33,7 @@ _NAN: dict[np.dtype[Any], Any] = {
 _MIN_NORMAL: dict[np.dtype[Any], Any] = {dtype: np.finfo(dtype).smallest_normal for dtype in _NAN}
 
 
-# -- packing --------------------------------------------------------------------------------------
+# -- elements -------------------------------------------------------------------------------------
 
 
 def split(words: Array, dtype: npt.DTypeLike) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator.instructions import Op, family, forms, unknown
-from gpu_ops.emulator.instructions.elements import split
+from gpu_ops.emulator.instructions.elements import flush_of, unpack
 from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 _Binary = Callable[[Array, Array], Any]
@@ -179,39 +179,32 @@ _FLOATING: dict[str, _Binary] = _SIGNED | {
     "nan": lambda a, b: (a != a) | (b != b),
 }
 
-#: How to view the one or two values of a floating-point operand as numbers that NumPy can compare.
-_VALUES: dict[str, tuple[Callable[[Array], Array], ...]] = {
-    "f16x2": (lambda x: split(x, np.float16)[:, 0], lambda x: split(x, np.float16)[:, 1]),
-    "bf16": (lambda x: (x.astype(np.uint32) << 16).view(np.float32),),
-    "bf16x2": (lambda x: (x << 16).view(np.float32), lambda x: (x & 0xFFFF0000).view(np.float32)),
-}
-
-
-def _flushed(x: Array) -> Any:
-    """Subnormals become zeros; the sign of a zero does not affect a comparison."""
-    return x * (np.abs(x) >= np.finfo(x.dtype).smallest_normal)
+_FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
+_flush = flush_of("f32")  # for f16 and f64 too
 
 
 def _comparisons(name: str, ptx_type: str, ftz: bool) -> tuple[_Binary, ...]:
     """The comparison of two operands, or the two of their low and high halves; () if unknown."""
-    if ptx_type in _BITS or ptx_type in _INTEGERS:
-        kinds = {"b": _EQUALITY, "s": _SIGNED, "u": _UNSIGNED}
-        known = {} if ftz else kinds[ptx_type[0]]
-    elif ptx_type in ("f16", "f32", "f64", *_VALUES):
+    if ptx_type in _FLOATS:
         known = _FLOATING if not ftz or ptx_type in ("f16", "f16x2", "f32") else {}
+        values = unpack(ptx_type, _flush if ftz else None)
+    elif ptx_type in _BITS or ptx_type in _INTEGERS:
+        known = {} if ftz else {"b": _EQUALITY, "s": _SIGNED, "u": _UNSIGNED}[ptx_type[0]]
+        values = None
     else:
-        known = {}
+        return ()
     if name not in known:
         return ()
     compare = known[name]
-    if ptx_type not in _VALUES and not ftz:
+    if values is None:
         return (compare,)
 
-    def through(value: Callable[[Array], Array]) -> _Binary:
-        see = (lambda x: _flushed(value(x))) if ftz else value
-        return lambda a, b: compare(see(a), see(b))
+    def half(i: int) -> _Binary:
+        return lambda a, b: compare(values(a)[:, i], values(b)[:, i])
 
-    return tuple(through(value) for value in _VALUES.get(ptx_type, (lambda x: x,)))
+    if ptx_type.endswith("x2"):
+        return half(0), half(1)
+    return (lambda a, b: compare(values(a), values(b)),)
 
 
 def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tuple[_Binary, ...], str | None]:
@@ -302,7 +295,7 @@ def _select_by_sign(opcode: str, *modifiers: str) -> Op:
     *ftz, ptx_type, sign = modifiers
     reads = (ptx_type, ptx_type, sign)
     if ftz:
-        return Op((ptx_type,), reads, lambda a, b, c: np.where(_flushed(c) >= 0, a, b))
+        return Op((ptx_type,), reads, lambda a, b, c: np.where(_flush(c) >= 0, a, b))
     return Op((ptx_type,), reads, lambda a, b, c: np.where(c >= 0, a, b))
 
 
