@@ -30,6 +30,8 @@ from gpu_ops.presets import DevicePreset
 _THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
 _SHARED_BYTES = 1 << 24  # per batch; the sanitizer's state takes 16 times as much
 
+Dimensions = tuple[int, int, int]
+
 _recording: ContextVar[list[Profile] | None] = ContextVar("recording", default=None)
 
 
@@ -56,23 +58,21 @@ def launch(
     name : str
         The entry; in CUDA C++ an ``extern "C" __global__`` function.
     grid, block : int or tuple of up to 3 ints
-        Blocks, and threads of a block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
+        Blocks, and threads per block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
-        NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. A CUDA C++
-        kernel takes an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
+        NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. CUDA C++
+        gets an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
     shared : int
         Dynamic shared memory of a block in bytes. With the static part it must fit the architecture.
     arch : str, optional
         The card to emulate, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it, its
-        limits apply, and a profile uses its L2 cache. The default is sm_80 for CUDA C++ and the ``.target`` for
-        PTX.
+        limits apply, and a profile uses its L2 cache. Default: sm_80 for CUDA C++, the ``.target`` for PTX.
     sanitize : bool
         False does not check for races, uninitialised reads and wrong masks. Faster.
     sample : iterable of int, optional
         Run only these blocks, by linear id.
     together : bool
-        Run all blocks at the same time, like a cooperative launch, so that they may wait for each other. Otherwise
-        blocks run in batches, one after the other.
+        Run all blocks at once, like a cooperative launch: they may wait for each other. Otherwise in batches.
     include : sequence of folders
         Header folders for CUDA C++, besides the toolkit's. A header is read once per process.
 
@@ -82,7 +82,7 @@ def launch(
         The kernel is at fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, and the message names the
         block, thread, instruction and source line. The arrays keep what was written before.
     PtxError, UnknownInstruction
-        The text cannot be parsed, or contains an instruction that is not implemented.
+        The text cannot be parsed, or has an instruction that is not implemented.
     EmulatorError
         There is no such kernel or card, the arguments do not fit the parameters, or no driver would accept the
         launch.
@@ -91,7 +91,7 @@ def launch(
 
     Examples
     --------
-    Every thread doubles one element. The second launch has one thread too many.
+    Every thread doubles one element. The second launch has a thread too many.
 
     >>> from gpu_ops import emulator
     >>> ptx = '''
@@ -126,13 +126,14 @@ def launch(
     """
     arguments.check_text("source", source, "CUDA C++ or PTX as a str")
     arguments.check_text("name", name, "the name of an entry")
-    compiled_for, card = arguments.select_card("sm_80" if arch is None else arch)
+    compiled_for, card = arguments.select_card(arch if arch is not None else "sm_80")
     folders = (include,) if isinstance(include, str) else tuple(fspath(folder) for folder in include)
     program = link_source(source, name, compiled_for, folders)
     if arch is None:
         _, card = arguments.select_card(program.module.target or "sm_80")
     options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, together=together)
-    _launch(program, card, grid, block, args, **options)
+    shape = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
+    _launch(program, card, shape, args, **options)
 
 
 def profile(
@@ -189,8 +190,7 @@ def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
 def _launch(
     program: Program,
     card: DevicePreset,
-    grid: int | tuple[int, ...],
-    block: int | tuple[int, ...],
+    shape: tuple[Dimensions, Dimensions],
     args: Sequence[Any],
     *,
     shared: int,
@@ -198,7 +198,7 @@ def _launch(
     sample: Iterable[int] | None,
     together: bool,
 ) -> None:
-    grid, block = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
+    grid, block = shape
     arguments.check_launch(program, card.arch, grid, block, shared)
     threads = math.prod(block)
     blocks = arguments.block_ids(sample, math.prod(grid))
