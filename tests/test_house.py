@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -66,8 +65,10 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(name: str) -> set[tuple[str, bool]]:
     """(module, whether for types only) of each import of one of our modules."""
+    found = set()
     tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
     for_types = {
         id(inside)
@@ -86,7 +87,8 @@ def imports(name: str) -> Iterator[tuple[str, bool]]:
             continue
         for target in targets:
             if target in modules() and target != name:
-                yield target, id(node) in for_types
+                found.add((target, id(node) in for_types))
+    return found
 
 
 def absolute(name: str, node: ast.ImportFrom) -> str:
