@@ -31,18 +31,14 @@ def packed(new: Maker, offsets: tuple[int, ...] | None = None) -> dict[str, Any]
         lengths = [(0, int(new.rng.integers(total // 2 - 1, total // 2 + 2)), total) for _ in range(2)]
     else:
         lengths = [(0, *sorted(int(i) for i in new.rng.integers(0, total + 1, 3)), total) for _ in range(2)]
-    arrays = new.normal(
-        q="total nheads head_dim", k="total nheads_kv head_dim", v="total nheads_kv head_dim"
-    )
+    arrays = new.normal(q="total nheads head_dim", k="total nheads_kv head_dim", v="total nheads_kv head_dim")
     cu_seqlens_q, cu_seqlens_k = (np.array(n, I32) for n in lengths)
     return {**arrays, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
 
 
 def backward(new: Maker, forward: str, arrays: dict[str, Any], **options: Any) -> Made:
     """The arguments of the backward after the reference's forward."""
-    out, lse = getattr(gpu_ops, forward)(
-        *arrays.values(), **options, return_lse=True, backend="reference"
-    )
+    out, lse = getattr(gpu_ops, forward)(*arrays.values(), **options, return_lse=True, backend="reference")
     q_axes = new.axes["q"]
     first = {name: arrays[name] for name in ("q", "k", "v")}
     lengths = {name: x for name, x in arrays.items() if name not in first}

@@ -83,4 +83,3 @@ VARIANTS: dict[str, Any] = {
     "swiglu_mlp gelu": lambda new: (mlp(new, axes="batch rows hidden"), {"activation": "gelu"}),
     "swiglu_mlp_backward": only(mlp, "dy"),
 }
-

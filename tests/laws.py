@@ -1,4 +1,4 @@
-"""What the laws of test_laws*.py share: sizes that cross vectors and tiles, views, results as bits, places for out."""
+"""Helpers of the laws in test_laws*.py and test_replay*.py: sizes, views, comparison of results, places for out."""
 
 from __future__ import annotations
 
@@ -163,7 +163,9 @@ def takes_one(one: Call) -> bool:
     return count == 1 or lacks_second or is_packed
 
 
-def outs_like(one: Call, found: Any, make: Callable[[Any], Any] = np.empty_like) -> list[np.ndarray[Any, Any]]:
+def outs_like(
+    one: Call, found: Any, make: Callable[[Any], Any] = np.empty_like
+) -> list[np.ndarray[Any, Any]]:
     """An array for each result that ``out`` takes. Scales and row sums of quantisation are contiguous."""
     count = 1 if takes_one(one) else OUT[one.op][1]
     contiguous = 1 if one.op == "rmsnorm_quant_int8" else count
@@ -191,3 +193,17 @@ def refused(one: Call, error: type[Exception], message: str) -> str:
     for now, then in before:
         np.testing.assert_array_equal(now, then, err_msg="an array was written to")
     return text
+
+
+def with_result(one: Call, outs: list[Any], i: int, x: Any) -> Call:
+    """The call with ``x`` in place of the result ``i``."""
+    return one.having(**given_out(one, [*outs[:i], x, *outs[i + 1 :]]))
+
+
+def sharing(x: Any, out: Any) -> tuple[Any, Any]:
+    """The two arrays in one block of memory: the last element of x lies in the first one of out."""
+    start = (x.nbytes - 1) // out.itemsize * out.itemsize
+    memory = np.zeros(start + out.nbytes, np.uint8)
+    moved = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
+    moved[...] = x
+    return moved, memory[start:].view(out.dtype).reshape(out.shape)

@@ -22,6 +22,7 @@ from tests.laws import (
     quick,
     runs,  # noqa: F401 - conftest.py asks it
     takes_one,
+    unaligned,
     viewed,
 )
 
@@ -41,14 +42,18 @@ def test_any_strides(name, dtype, backend):
     """Every view gives the bits of the contiguous array, and no input is written to."""
     one = law_call(name, dtype)
     want = outcome(one, **backend)
-    blas = one.op.startswith("swiglu_mlp") and backend["backend"] == "reference"  # its sums depend on alignment
+    blas = (
+        one.op.startswith("swiglu_mlp") and backend["backend"] == "reference"
+    )  # its sums depend on alignment
     for view in VIEWS:
+        if view is unaligned and backend["device"] != "cpu":
+            continue  # GPUs have no such arrays
         changed = viewed(one, view)
         try:
             found = outcome(changed, **backend)
         except DeviceError as error:
-            assert backend["backend"] == "raw"
-            assert "are not all multiples of 16 bytes" in str(error)
+            if backend["backend"] != "raw" or "are not all multiples of 16 bytes" not in str(error):
+                raise
             continue
         assert_same(found, want, view.__name__, ulps=16 if blas else 0)
         for key, x in changed.inputs.items():
@@ -123,7 +128,9 @@ EMPTY = {
 }
 
 
-WITH_EMPTY = [n for n in NAMES if n.split()[0] in EMPTY and n not in ("attention_varlen", "ternary_matmul both")]
+WITH_EMPTY = [
+    n for n in NAMES if n.split()[0] in EMPTY and n not in ("attention_varlen", "ternary_matmul both")
+]
 
 
 @pytest.mark.parametrize("name", WITH_EMPTY)
@@ -156,7 +163,9 @@ SLICED = {
     "ternary_matmul_backward": 1,
 }
 MIXED = ("attention_varlen", "ternary_quantize", "ternary_pack", "ternary_unpack")
-SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in ("rope_append_kv pages", "ternary_matmul both")]
+SEPARATE = [
+    n for n in NAMES if not n.startswith(MIXED) and n not in ("rope_append_kv pages", "ternary_matmul both")
+]
 
 
 @pytest.mark.parametrize("name", SEPARATE)

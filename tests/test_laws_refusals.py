@@ -21,8 +21,10 @@ from tests.laws import (
     outs_like,
     read_only,
     refused,
+    sharing,
     takes_one,
     unaligned,
+    with_result,
 )
 
 with_out = pytest.mark.parametrize("name", WITH_OUT)
@@ -34,20 +36,6 @@ def results_of(name):
     return one, outs_like(one, outcome(one), filled)
 
 
-def with_one(one, outs, i, x):
-    """The call with ``x`` in place of the result ``i``."""
-    return one.having(**given_out(one, [*outs[:i], x, *outs[i + 1 :]]))
-
-
-def sharing(x, out):
-    """The two arrays in one block of memory: the last element of x lies in the first one of out."""
-    start = (x.nbytes - 1) // out.itemsize * out.itemsize
-    memory = np.zeros(start + out.nbytes, np.uint8)
-    moved = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
-    moved[...] = x
-    return moved, memory[start:].view(out.dtype).reshape(out.shape)
-
-
 @with_out
 def test_out_shares_memory_with_an_input(name):
     """One element is enough, whichever input and whichever result. No input is allowed but by being out itself."""
@@ -55,7 +43,7 @@ def test_out_shares_memory_with_an_input(name):
     for i, out in enumerate(outs):
         for key, x in one.inputs.items():
             moved, overlapping = sharing(x, out)
-            wrong = with_one(one.having(**{key: moved}), outs, i, overlapping)
+            wrong = with_result(one.having(**{key: moved}), outs, i, overlapping)
             refused(wrong, ShapeError, "shares memory with")
 
 
@@ -66,10 +54,10 @@ def test_in_place_is_the_same_elements_in_the_same_order(name):
     for i, key in enumerate(keys):
         x = one.arrays[key]
         memory = np.concatenate([x, x[:1]])
-        shifted = with_one(one.having(**{key: memory[:-1]}), outs, i, memory[1:])
+        shifted = with_result(one.having(**{key: memory[:-1]}), outs, i, memory[1:])
         refused(shifted, ShapeError, "shares memory with")
         if x.ndim != 3:  # the rows of others have to follow each other
-            refused(with_one(one, outs, i, x[::-1]), ShapeError, "shares memory with")
+            refused(with_result(one, outs, i, x[::-1]), ShapeError, "shares memory with")
 
 
 @with_out
@@ -77,7 +65,7 @@ def test_results_share_memory_with_each_other(name):
     one, outs = results_of(name)
     for i in range(1, len(outs)):
         first, second = sharing(outs[i - 1], outs[i])
-        refused(with_one(with_one(one, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
+        refused(with_result(with_result(one, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
                 ShapeError, "shares memory with")  # fmt: skip
 
 
@@ -89,7 +77,7 @@ def test_out_overlaps_itself(name):
     assert rows
     for i in rows:
         shared = as_strided(outs[i], outs[i].shape, (0, *outs[i].strides[1:]))
-        refused(with_one(one, outs, i, shared), ShapeError, "share memory with each other")
+        refused(with_result(one, outs, i, shared), ShapeError, "share memory with each other")
 
 
 @with_out
@@ -107,7 +95,7 @@ def test_out_is_read_only_unaligned_or_of_another_kind(name):
         ):
             if out.itemsize == 1 and message == "is not aligned":
                 continue
-            refused(with_one(one, outs, i, wrong), error, message)
+            refused(with_result(one, outs, i, wrong), error, message)
 
 
 @pytest.mark.parametrize("mistake", [3, "out", 2.5, object()], ids=lambda x: type(x).__name__)
@@ -147,10 +135,7 @@ def test_arguments_that_are_written_are_checked_like_out(name):
 
 
 FLOATS = [
-    (op, name)
-    for op in OPS
-    for name, x in call(op).arrays.items()
-    if getattr(x, "dtype", None) == np.float32
+    (op, name) for op in OPS for name, x in call(op).arrays.items() if getattr(x, "dtype", None) == np.float32
 ]
 
 
@@ -187,5 +172,7 @@ def test_a_misspelt_option_is_pythons_own_error(op):
 
 
 def test_the_table_of_outs_is_complete():
-    takes_out = {op for op in OPS if {"out", "grads"} & set(inspect.signature(getattr(gpu_ops, op)).parameters)}
+    takes_out = {
+        op for op in OPS if {"out", "grads"} & set(inspect.signature(getattr(gpu_ops, op)).parameters)
+    }
     assert takes_out == set(OUT)
