@@ -16,12 +16,12 @@ CAUSAL = {"causal": True}
 
 def dense(new: Maker) -> dict[str, Any]:
     kv = "batch seqlen_k nheads_kv head_dim"
-    return new.normal(q="batch seqlen_q nheads head_dim", k=kv, v=kv)
+    return new.normal(q="batch seqlen_q nheads head_dim", k=kv, v=f"{kv}_v")
 
 
 def bhsd(new: Maker) -> dict[str, Any]:
     kv = "batch nheads_kv seqlen_k head_dim"
-    return new.normal(q="batch nheads seqlen_q head_dim", k=kv, v=kv)
+    return new.normal(q="batch nheads seqlen_q head_dim", k=kv, v=f"{kv}_v")
 
 
 def packed(new: Maker, offsets: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def block_mask(new: Maker) -> dict[str, Any]:
 
 def cache(new: Maker) -> Made:
     rows = "batch max_seqlen nheads_kv head_dim"
-    arrays = new.normal(q="batch 1 nheads head_dim", k_cache=rows, v_cache=rows)
-    return arrays, new.integers(0, new.sizes["max_seqlen"] + 1, I32, seqused_k="batch")
+    arrays = new.normal(q="batch 1 nheads head_dim", k_cache=rows, v_cache=f"{rows}_v")
+    return arrays, new.integers(1, new.sizes["max_seqlen"] + 1, I32, seqused_k="batch")
 
 
 def pages(new: Maker, used: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def paged_cache(new: Maker) -> Made:
     used = new.integers(0, new.sizes["max_seqlen"] + 1, I32, seqused_k="batch")
     table = pages(new, used["seqused_k"])
     rows = "num_pages page_size nheads_kv head_dim"
-    arrays = new.normal(q="batch 1 nheads head_dim", k_cache=rows, v_cache=rows)
+    arrays = new.normal(q="batch 1 nheads head_dim", k_cache=rows, v_cache=f"{rows}_v")
     return arrays, {**used, **table, **new.normal(F32, sinks="nheads")}
 
 
@@ -162,6 +162,7 @@ VARIANTS = {
         new.normal(q="seqlen nheads head_dim"),
         {**new.integers(-9, 9, np.int64, positions="seqlen"), "scaling": YARN},
     ),
+    "rope bhsd": lambda new: (new.normal(q="batch nheads seqlen head_dim"), {"layout": "bhsd"}),
     "rope llama3": lambda new: (rope(new, second=None), {"scaling": RopeScaling.llama3(8.0, 64)}),
     "rope_backward": lambda new: (rope(new, "dq", "dk"), {}),
     "rope_append_kv": append,

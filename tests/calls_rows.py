@@ -7,26 +7,26 @@ from typing import Any
 import gpu_ops
 from tests.call_maker import Maker
 
-ROWS = "batch rows cols"
+ROWS = "batch rows width"
 
 
 def rmsnorm(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
-    return new.normal(x=axes, weight="cols")
+    return new.normal(x=axes, weight=axes.split()[-1])
 
 
 def layernorm(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
-    return new.normal(x=axes, weight="cols", bias="cols")
+    return new.normal(x=axes, weight=axes.split()[-1], bias=axes.split()[-1])
 
 
 def rmsnorm_backward(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
-    arrays = new.normal(dy=axes, x=axes, weight="cols")
+    arrays = new.normal(dy=axes, x=axes, weight=axes.split()[-1])
     _, rstd = gpu_ops.rmsnorm(arrays["x"], arrays["weight"], return_rstd=True, backend="reference")
     new.axes["rstd"] = new.axes["x"][:-1]
     return {**arrays, "rstd": rstd}
 
 
 def layernorm_backward(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
-    arrays = new.normal(dy=axes, x=axes, weight="cols")
+    arrays = new.normal(dy=axes, x=axes, weight=axes.split()[-1])
     x, weight = arrays["x"], arrays["weight"]
     _, mean, rstd = gpu_ops.layernorm(x, weight, return_stats=True, backend="reference")
     new.axes["mean"] = new.axes["rstd"] = new.axes["x"][:-1]
@@ -47,11 +47,10 @@ def packed(new: Maker, backward: bool = False) -> dict[str, Any]:
     return {**(new.normal(dy="rows cols") if backward else {}), **new.normal(gate="rows packed")}
 
 
-def mlp(new: Maker, *gradient: str, axes: str = "rows hidden") -> dict[str, Any]:
-    wide, back = "ffn hidden", "hidden ffn"
+def mlp(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
     return {
-        **new.normal(**dict.fromkeys((*gradient, "x"), axes)),
-        **new.normal(w_gate=wide, w_up=wide, w_down=back),
+        **new.normal(**dict.fromkeys(gradient, f"{rows} hidden_out")),
+        **new.normal(x=f"{rows} hidden", w_gate="ffn hidden", w_up="ffn hidden", w_down="hidden_out ffn"),
     }
 
 
@@ -74,12 +73,13 @@ VARIANTS: dict[str, Any] = {
     "layernorm_backward": only(layernorm_backward),
     "layernorm_backward sum": lambda new: (layernorm_backward(new, ROWS), residual(new, "dresidual")),
     "swiglu": only(split, "gate", "up"),
+    "swiglu vector": lambda new: (split(new, "gate", "up", axes="cols"), {}),
     "swiglu packed": only(packed),
     "swiglu gelu": lambda new: (split(new, "gate", "up", axes=ROWS), {"activation": "gelu_tanh"}),
     "swiglu_backward": only(split, "dy", "gate", "up"),
     "swiglu_backward packed": only(packed, True),
     "swiglu_backward gelu": lambda new: (split(new, "dy", "gate", "up", axes=ROWS), {"activation": "gelu"}),
     "swiglu_mlp": only(mlp),
-    "swiglu_mlp gelu": lambda new: (mlp(new, axes="batch rows hidden"), {"activation": "gelu"}),
+    "swiglu_mlp gelu": lambda new: (mlp(new, rows="batch rows"), {"activation": "gelu"}),
     "swiglu_mlp_backward": only(mlp, "dy"),
 }

@@ -23,11 +23,14 @@ SIZES = {
     "seqlen_q": 21,
     "seqlen_k": 37,
     "head_dim": 24,
+    "head_dim_v": 16,
     "max_seqlen": 20,
     "total": 30,
     "rows": 5,
     "cols": 131,
+    "width": 136,
     "hidden": 40,
+    "hidden_out": 24,
     "ffn": 72,
     "N": 19,
     "K": 320,
@@ -80,6 +83,15 @@ def apart(x: np.ndarray[Any, Any], before: int = 1, after: int = 3) -> np.ndarra
     return wide[..., before : before + x.shape[-1]]
 
 
+def beside(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As one of three arrays that lie side by side along the second axis from the end, as q, k and v do."""
+    if x.ndim < 2:
+        return x
+    wide = np.full((*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]), SENTINEL, x.dtype)
+    wide[..., x.shape[-2] : 2 * x.shape[-2], :] = x
+    return wide[..., x.shape[-2] : 2 * x.shape[-2], :]
+
+
 def every_other(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     view = np.full([2 * n for n in x.shape], SENTINEL, x.dtype)[(slice(None, None, 2),) * x.ndim]
     view[...] = x
@@ -127,7 +139,7 @@ def subclass(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 View = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
-ROW_VIEWS: tuple[View, ...] = (apart, every_other_row, reversed_rows, turned)  # rows stay contiguous
+ROW_VIEWS: tuple[View, ...] = (apart, beside, every_other_row, reversed_rows, turned)  # rows stay contiguous
 VIEWS: tuple[View, ...] = (
     *ROW_VIEWS,
     every_other,
