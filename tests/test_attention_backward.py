@@ -209,6 +209,7 @@ def test_a_visible_nan_is_not_lost(which, dtype, backend):
 # ---- arrays as they come -------------------------------------------------------------------------------
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_against_torch(mask, dtype, backend):

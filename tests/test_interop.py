@@ -157,6 +157,7 @@ def torch_numpy(t):
     return t.view(torch.int16).numpy().view(BFLOAT16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     "dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=lambda d: np.dtype(d).name
 )
@@ -171,6 +172,7 @@ def test_torch_in_torch_out(op, dtype):
         assert torch_numpy(f).dtype == e.dtype
 
 
+@pytest.mark.peers
 def test_a_subclass_is_of_the_same_library():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
@@ -183,6 +185,7 @@ def test_a_subclass_is_of_the_same_library():
     assert np.array_equal(torch_numpy(found), one())
 
 
+@pytest.mark.peers
 def test_torch_out_is_written_in_place():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm", BFLOAT16)
@@ -191,6 +194,7 @@ def test_torch_out_is_written_in_place():
     assert np.array_equal(torch_numpy(out), one())
 
 
+@pytest.mark.peers
 def test_torch_views():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("attention")
@@ -198,6 +202,7 @@ def test_torch_views():
     assert np.array_equal(one.having(**swapped)().numpy(), one())
 
 
+@pytest.mark.peers
 def test_torch_that_requires_grad_is_refused_with_the_remedy():
     """Detaching silently would cut the graph where nobody sees it."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
@@ -208,6 +213,7 @@ def test_torch_that_requires_grad_is_refused_with_the_remedy():
             one.having(x=x, weight=torch.ones(16, dtype=dtype))()
 
 
+@pytest.mark.peers
 def test_torch_that_is_negated_lazily_is_refused_with_the_remedy():
     """Its memory holds the other sign."""
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
@@ -221,6 +227,7 @@ def test_torch_that_is_negated_lazily_is_refused_with_the_remedy():
     assert np.array_equal(one.having(x=x._neg_view().resolve_neg(), weight=weight)().numpy(), -one())
 
 
+@pytest.mark.peers
 def test_torch_meta_and_sparse_tensors_are_refused():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm")
@@ -230,6 +237,7 @@ def test_torch_meta_and_sparse_tensors_are_refused():
         one.having(x=torch.ones(3, 16).to_sparse())()
 
 
+@pytest.mark.peers
 def test_libraries_mix_and_the_first_array_decides():
     torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
     one = call("rmsnorm")
@@ -238,6 +246,7 @@ def test_libraries_mix_and_the_first_array_decides():
     assert isinstance(one.having(x=torch_tensor(x))(), torch.Tensor)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=lambda d: np.dtype(d).name)
 def test_jax_in_jax_out(dtype):
     jax = pytest.importorskip("jax", reason="needs JAX (pip install jax)")

@@ -185,6 +185,7 @@ def test_gradients_are_derivatives(rng):
             np.testing.assert_allclose(gradient[at], (above - below) / (2 * h), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.peers
 def test_torch_agrees():
     torch = pytest.importorskip(
         "torch", reason="torch is not installed: pip install torch (CPU build) runs this"

@@ -6,7 +6,6 @@ Every test has sizes of its own, so that its first call is the first of the proc
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.laws import (
     given_out,
     outcome,
     outs_like,
+    python_calls,
     quick,
     read_only,
     refused,
@@ -36,7 +36,7 @@ from tests.laws import (
 
 DEVICES = ("cpu", "emulator", "cuda")
 each_name = pytest.mark.parametrize("name", NAMES)
-AXES = ("batch", "seqlen", "seqlen_q", "seqlen_new", "total", "rows", "N")
+AXES = ("batch", "seqlen", "seqlen_q", "seqlen_new", "total", "rows", "cols", "N")
 
 
 def quick_on_emulator(raw):
@@ -72,22 +72,6 @@ def test_computes_what_a_first_call_does(name, dtype, backend, monkeypatch):
     assert same_memory_order(later, fresh)
     for found, want in zip(moved, (first, fresh), strict=False):
         assert_same(found, want, "behind a view")
-
-
-def python_calls(function):
-    """How many functions of Python a call enters: the same on every machine."""
-    count = 0
-
-    def profile(frame, event, argument):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @each_name

@@ -11,8 +11,7 @@ import gpu_ops
 from gpu_ops import BlockMask, RopeScaling
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from tests.calls import call
-from tests.laws import assert_same, outcome
-from tests.test_replay import python_calls
+from tests.laws import assert_same, outcome, python_calls
 
 SHORT = RopeScaling.dynamic(2.0, 4)
 LONG = RopeScaling.longrope([1.0] * 4, [2.0] * 4, original_max_position=6)

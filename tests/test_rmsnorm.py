@@ -210,6 +210,7 @@ def test_gradients_are_linear_in_dy(a, shape, seed):
         np.testing.assert_allclose(sum_, f + a * s, atol=1e-12 * scale)
 
 
+@pytest.mark.peers
 def test_torch_agrees():
     torch = pytest.importorskip(
         "torch", reason="torch is not installed: pip install torch (CPU build) runs this"

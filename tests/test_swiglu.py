@@ -169,6 +169,7 @@ def test_gelu_symmetry(backend, dtype, rng):
         np.testing.assert_allclose(plus - minus, gate.astype(np.float64), atol=8 * resolution)
 
 
+@pytest.mark.peers
 def test_torch_agrees():
     torch = pytest.importorskip(
         "torch", reason="torch is not installed: pip install torch (CPU build) runs this"

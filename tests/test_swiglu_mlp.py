@@ -226,6 +226,7 @@ def test_scratch_does_not_grow_with_the_tokens(dtype, rng, monkeypatch):
         assert peaks[1] - peaks[0] < extra + (1 << 20)
 
 
+@pytest.mark.peers
 def test_the_reference_and_torch_agree():
     torch = pytest.importorskip(
         "torch", reason="torch is not installed: pip install torch (CPU build) runs this"

@@ -237,6 +237,7 @@ def test_two_threads_at_once(rng):
     assert results == [True] * 80
 
 
+@pytest.mark.peers
 def test_torch_in_torch_out(rng):
     torch = pytest.importorskip("torch", reason="pip install torch tries its tensors")
     w = ternary_quantize(torch.from_numpy(random(rng, (20, 64), np.float32)))

@@ -77,7 +77,7 @@ def select_config(
     x = min(units, _THREADS)
     most_heads = max(nheads, nheads_kv)
     y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp has what lies side by side
-    z = min(max(1, _THREADS // (x * y)), tokens)
+    z = min(max(1, _THREADS // (x * y)), tokens, 64)  # 64: the most threads of a block along z
 
     threads = tokens * (nheads + nheads_kv) * units  # with a head each
     heads = min(_MOST_HEADS, -(-threads // (_RESIDENT * sms)))
