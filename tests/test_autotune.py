@@ -253,7 +253,9 @@ def test_a_candidate_that_the_driver_refuses_is_left_out(gpu):
 
 def test_if_no_candidate_runs_the_first_failure_is_told(gpu):
     gpu.times = dict.fromkeys((16, 32, 64, 128), RuntimeError("too many resources requested"))
-    with pytest.raises(DeviceError, match=r"no way to run attention works here.*too many resources requested"):
+    with pytest.raises(
+        DeviceError, match=r"no way to run attention works here.*too many resources requested"
+    ):
         gpu_ops.autotune("attention", *arrays())
     assert not gpu.folder.exists()
 
