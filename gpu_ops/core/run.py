@@ -92,9 +92,7 @@ class Prepared:
         self._finish, self._look = bound.finish, bound.look
         new = [o for o in bound.outputs if o.source is None]
         # no graph is captured on the CPU: what nobody asked for is allocated with the rest
-        on_host = (
-            self.device is devices.HOST
-        )
+        on_host = self.device is devices.HOST
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
         self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
         self._hidden = tuple(
