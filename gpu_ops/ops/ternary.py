@@ -340,7 +340,8 @@ def _on_device(x: Array, device: Any) -> Array:
         return x
     import cupy
 
-    copy: Array = cupy.asarray(x)
+    with device:
+        copy: Array = cupy.asarray(x, blocking=True)
     return copy
 
 
