@@ -6,17 +6,15 @@ Importing this package loads NumPy and no compiler: each op loads its kernels on
 from typing import TYPE_CHECKING
 
 from gpu_ops import errors
-
-# port: from gpu_ops.core.autotune import autotune
+from gpu_ops.core.autotune import autotune
 from gpu_ops.core.op import explain, workspace_size
-
 from gpu_ops.formats.block_mask import BlockMask
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-# port: from gpu_ops.ops.attention import attention, attention_backward
-# port: from gpu_ops.ops.attention_decode import attention_decode
-# port: from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.attention import attention, attention_backward
+from gpu_ops.ops.attention_decode import attention_decode
+from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
@@ -83,4 +81,3 @@ __all__ = [
     "ternary_unpack",
     "workspace_size",
 ]
-__all__ = [name for name in __all__ if name in globals()]  # port: goes

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from gpu_ops import emulator
 from gpu_ops.emulator import Profile
-from gpu_ops.emulator.traffic import SECTOR
+from gpu_ops.emulator.counts import SECTOR
 from gpu_ops.errors import GpuOpsError, KernelCompileError
 from gpu_ops.kernels.compiler import cubin, toolkit
 from gpu_ops.presets import select_preset

@@ -34,6 +34,13 @@ class On:
         self.change = change
 
 
+class Of:
+    """A view of another argument."""
+
+    def __init__(self, name, view):
+        self.name, self.view = name, view
+
+
 cast = {name: On(lambda x, name=name: x.astype(name)) for name in ("float64", "float16", "int32", "int64")}
 
 # op, what goes wrong, the error's type, a piece of its message, the changed arguments
@@ -178,6 +185,20 @@ CASES = [
     ("rope_append_kv", "one weight", OptionError, "k_weight is missing", {"q_weight": ones(8)}),
     ("rope_append_kv", "no cache", DTypeError, "k_cache is NoneType", {"k_cache": None}),
     # rmsnorm
+    ("rmsnorm", "weight of two axes", ShapeError, "weight has shape (1, 16)", {"weight": ones(1, 16)}),
+    ("rmsnorm", "integers", DTypeError, "x is int64", {"x": cast["int64"], "weight": cast["int64"]}),
+    (
+        "rmsnorm",
+        "residual of float64",
+        DTypeError,
+        "residual is float64",
+        {"residual": ones(3, 16, dtype=F64)},
+    ),
+    ("rmsnorm", "an eps below 0", OptionError, "eps must be finite and > 0", {"eps": -1e-6}),
+    ("rmsnorm", "eps is NaN", OptionError, "eps must be finite", {"eps": float("nan")}),
+    ("rmsnorm", "an infinite offset", OptionError, "weight_offset must be finite", {"weight_offset": np.inf}),
+    ("rmsnorm", "return_rstd is a number", OptionError, "return_rstd must be True or", {"return_rstd": 1}),
+    ("rmsnorm", "one row of residual", ShapeError, "residual has shape (1, 16)", {"residual": ones(1, 16)}),
     ("rmsnorm", "no axis", ShapeError, "x has shape ()", {"x": np.array(1.0, F32)}),
     ("rmsnorm", "an empty row", ShapeError, "must not be empty", {"x": ones(3, 0), "weight": ones(0)}),
     ("rmsnorm", "weight of another length", ShapeError, "expected exactly (16,)", {"weight": ones(15)}),
@@ -202,11 +223,22 @@ CASES = [
         {"weight_offset": float("nan")},
     ),
     ("rmsnorm", "out is a column view", ShapeError, "last axis of out", {"out": ones(16, 3).T}),
-    ("rmsnorm", "out lies in the weight", ShapeError, "shares memory", {"x": ones(1, 16), "out": "weight"}),
+    (
+        "rmsnorm",
+        "out lies in the weight",
+        ShapeError,
+        "shares memory",
+        {"x": ones(1, 16), "out": Of("weight", lambda x: x[None])},
+    ),
     ("rmsnorm_backward", "rstd of another shape", ShapeError, "rstd has shape (3, 1)", {"rstd": ones(3, 1)}),
     ("rmsnorm_backward", "rstd of float64", DTypeError, "rstd is float64", {"rstd": cast["float64"]}),
     ("rmsnorm_backward", "dy of float16", DTypeError, "dy is float16", {"dy": cast["float16"]}),
     # layernorm
+    ("layernorm", "weight of another length", ShapeError, "expected exactly (16,)", {"weight": ones(15)}),
+    ("layernorm", "one row of residual", ShapeError, "residual has shape (1, 16)", {"residual": ones(1, 16)}),
+    ("layernorm", "an eps of 0", OptionError, "eps must be finite and > 0", {"eps": 0.0}),
+    ("layernorm", "eps is NaN", OptionError, "eps must be finite", {"eps": float("nan")}),
+    ("layernorm", "return_stats is a number", OptionError, "return_stats must be True", {"return_stats": 1}),
     ("layernorm", "an empty row", ShapeError, "must not be empty", {"x": ones(3, 0), "weight": ones(0)}),
     ("layernorm", "bias of another length", ShapeError, "bias has shape (15,)", {"bias": ones(15)}),
     ("layernorm", "bias of float64", DTypeError, "bias is float64", {"bias": cast["float64"]}),
@@ -220,7 +252,46 @@ CASES = [
     ),
     ("layernorm_backward", "rstd of float64", DTypeError, "rstd is float64", {"rstd": cast["float64"]}),
     ("rmsnorm_quant_int8", "weight too long", ShapeError, "weight has shape (17,)", {"weight": ones(17)}),
+    (
+        "rmsnorm_quant_int8",
+        "an empty row",
+        ShapeError,
+        "must not be empty",
+        {"x": ones(3, 0), "weight": ones(0)},
+    ),
+    ("rmsnorm_quant_int8", "weight of float64", DTypeError, "weight is float64", {"weight": cast["float64"]}),
+    ("rmsnorm_quant_int8", "a row of residual", ShapeError, "residual has shape", {"residual": ones(16)}),
+    ("rmsnorm_quant_int8", "casting unknown", OptionError, "casting='int8'", {"casting": "int8"}),
+    ("rmsnorm_quant_int8", "an eps of 0", OptionError, "eps must be finite and > 0", {"eps": 0}),
+    ("rmsnorm_quant_int8", "out is one array", OptionError, "three arrays", {"out": ones(3, 16)}),
     # swiglu
+    ("swiglu", "no axes", ShapeError, "no axes", {"gate": ones(), "up": ones()}),
+    ("swiglu", "integers", DTypeError, "gate is int32", {"gate": cast["int32"], "up": cast["int32"]}),
+    ("swiglu", "a misspelt activation", OptionError, "did you mean 'silu'", {"activation": "silo"}),
+    ("swiglu", "no activation", OptionError, "activation=None", {"activation": None}),
+    ("swiglu packed", "out is packed too", ShapeError, "expected exactly (3, 16)", {"out": ones(3, 32)}),
+    (
+        "swiglu packed",
+        "out is half of it",
+        ShapeError,
+        "memory with gate",
+        {"out": Of("gate", lambda x: x[:, :16])},
+    ),
+    ("swiglu_backward", "a row of dy", ShapeError, "dy has shape (1, 16)", {"dy": ones(1, 16)}),
+    ("swiglu_backward", "out is one array", OptionError, "two arrays", {"out": ones(3, 16)}),
+    ("swiglu_mlp", "hidden differs", ShapeError, "expected (..., hidden=16)", {"x": ones(3, 15)}),
+    ("swiglu_mlp", "w_up too short", ShapeError, "w_up has shape (23, 16)", {"w_up": ones(23, 16)}),
+    ("swiglu_mlp", "w_gate of 3 axes", ShapeError, "w_gate has 3 axes", {"w_gate": ones(1, 24, 16)}),
+    (
+        "swiglu_mlp",
+        "w_down of float16",
+        DTypeError,
+        "w_down is float16 but x is",
+        {"w_down": cast["float16"]},
+    ),
+    ("swiglu_mlp", "an unknown activation", OptionError, "activation='gelu_erf'", {"activation": "gelu_erf"}),
+    ("swiglu_mlp_backward", "a row of dy", ShapeError, "dy has shape (1, 16)", {"dy": ones(1, 16)}),
+    ("swiglu_mlp_backward", "out is one array", OptionError, "four arrays", {"out": ones(3, 16)}),
     ("swiglu", "packed and odd", ShapeError, "gate", {"gate": ones(3, 15), "up": None}),
     ("swiglu", "shapes differ", ShapeError, "up has shape (3, 15)", {"up": ones(3, 15)}),
     ("swiglu", "an unknown activation", OptionError, "activation='relu'", {"activation": "relu"}),
@@ -249,6 +320,16 @@ CASES = [
     ),
     ("ternary_unpack", "a shape of one", ShapeError, "shape must be (N, K)", {"shape": (2048,)}),
     ("ternary_unpack", "a negative shape", OptionError, "shape must lie in", {"shape": (-8, 256)}),
+    ("ternary_matmul", "x of integers", DTypeError, "int32; allowed: float16", {"x": cast["int32"]}),
+    ("ternary_matmul", "K is named", ShapeError, "expected (..., K=256)", {"x": ones(3, 255)}),
+    ("ternary_matmul", "modes are named", OptionError, "'int8', 'native'", {"activations": "int4"}),
+    (
+        "ternary_matmul",
+        "how to make a matrix",
+        DTypeError,
+        "not a TernaryMatrix; make one with",
+        {"w": ones(8, 256)},
+    ),
     ("ternary_matmul", "K differs", ShapeError, "K=256", {"x": ones(3, 128)}),
     ("ternary_matmul", "w is an array", DTypeError, "TernaryMatrix", {"w": ones(8, 256)}),
     ("ternary_matmul", "an unknown mode", OptionError, "activations='int4'", {"activations": "int4"}),

@@ -1,109 +1,75 @@
-"""One small valid call per public op: what the tests that speak of all ops start from."""
+"""The table of calls: every public op, with variants of its options, for any dtype, sizes and seed.
+
+``call("attention")`` is a small valid call; ``call("attention mask", np.float64, seed=1, seqlen_q=40)`` another. The
+laws of test_laws*.py hold for every row of the table.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import gpu_ops
+from gpu_ops import TernaryMatrix
+from tests import calls_attention, calls_rows, calls_ternary
+from tests.call_maker import WRITTEN, Call, Maker
+
+__all__ = ["DTYPES", "IN_PLACE", "OPS", "OUT", "VARIANTS", "WRITTEN", "Call", "call", "results"]
 
 NO_OPS = ("__version__", "autotune", "errors", "explain", "quantize_model", "read_bitnet", "read_gguf")
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
+DTYPES = tuple(np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
+VARIANTS = {**calls_attention.VARIANTS, **calls_rows.VARIANTS, **calls_ternary.VARIANTS}
 
-WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
+# The argument that receives results, and how many arrays it takes.
+OUT = {
+    "attention": ("out", 1),
+    "attention_backward": ("grads", 3),
+    "attention_decode": ("out", 1),
+    "attention_varlen": ("out", 1),
+    "attention_varlen_backward": ("grads", 3),
+    "layernorm": ("out", 1),
+    "layernorm_backward": ("out", 1),
+    "rmsnorm": ("out", 1),
+    "rmsnorm_backward": ("out", 1),
+    "rmsnorm_quant_int8": ("out", 3),
+    "rope": ("out", 2),
+    "rope_append_kv": ("out", 1),
+    "rope_backward": ("out", 2),
+    "swiglu": ("out", 1),
+    "swiglu_backward": ("out", 2),
+    "swiglu_mlp": ("out", 1),
+    "swiglu_mlp_backward": ("out", 4),
+    "ternary_matmul": ("out", 1),
+    "ternary_matmul_backward": ("out", 2),
+}
 
-
-@dataclass(frozen=True)
-class Call:
-    """An op, its positional arrays by name, and its options."""
-
-    op: str
-    arrays: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, **more: Any) -> Any:
-        return getattr(gpu_ops, self.op)(*self.arrays.values(), **{**self.options, **more})
-
-    def having(self, **changes: Any) -> Call:
-        """The same call with arrays or options exchanged by name."""
-        arrays = {name: changes.pop(name, x) for name, x in self.arrays.items()}
-        return replace(self, arrays=arrays, options={**self.options, **changes})
-
-
-def call(op: str, dtype: Any = np.float32) -> Call:
-    """A valid call of ``op`` with arrays of ``dtype``; the same numbers every time."""
-    rng = np.random.default_rng(7)
-
-    def normal(*shape: int) -> np.ndarray[Any, Any]:
-        return rng.standard_normal(shape).astype(dtype)
-
-    if op.startswith("attention"):
-        return _attention(op, normal)
-    if op == "rope_append_kv":
-        new = {"q": normal(2, 3, 4, 8), "k": normal(2, 3, 2, 8), "v": normal(2, 3, 2, 8)}
-        caches = {"k_cache": normal(2, 16, 2, 8), "v_cache": normal(2, 16, 2, 8)}
-        return Call(op, {**new, **caches}, {"seqused_k": np.array([3, 13], np.int32)})
-    if op.startswith("rope"):
-        q, k = normal(2, 5, 4, 8), normal(2, 5, 2, 8)
-        return Call(op, {"q": q, "k": k} if op == "rope" else {"dq": q, "dk": k})
-    if op.startswith("rmsnorm"):
-        x, weight = normal(3, 16), normal(16)
-        if op == "rmsnorm_backward":
-            _, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, backend="reference")
-            return Call(op, {"dy": normal(3, 16), "x": x, "weight": weight, "rstd": rstd})
-        return Call(op, {"x": x, "weight": weight})
-    if op.startswith("layernorm"):
-        x, weight = normal(3, 16), normal(16)
-        if op == "layernorm_backward":
-            _, mean, rstd = gpu_ops.layernorm(x, weight, return_stats=True, backend="reference")
-            return Call(op, {"dy": normal(3, 16), "x": x, "weight": weight, "mean": mean, "rstd": rstd})
-        return Call(op, {"x": x, "weight": weight, "bias": normal(16)})
-    if op.startswith("swiglu_mlp"):
-        weights = {"w_gate": normal(24, 16), "w_up": normal(24, 16), "w_down": normal(16, 24)}
-        gradient = {"dy": normal(3, 16)} if op.endswith("backward") else {}
-        return Call(op, {**gradient, "x": normal(3, 16), **weights})
-    if op.startswith("swiglu"):
-        gradient = {"dy": normal(3, 16)} if op.endswith("backward") else {}
-        return Call(op, {**gradient, "gate": normal(3, 16), "up": normal(3, 16)})
-    return _ternary(op, normal, rng)
+# Arguments that the results may overwrite, in the order of the results.
+IN_PLACE = {
+    "layernorm": ("x",),
+    "layernorm_backward": ("dy",),
+    "rmsnorm": ("x",),
+    "rmsnorm_backward": ("dy",),
+    "rope": ("q", "k"),
+    "rope_append_kv": ("q",),
+    "rope_backward": ("dq", "dk"),
+    "swiglu": ("gate",),
+    "swiglu_backward": ("gate", "up"),
+}
 
 
-def _attention(op: str, normal: Any) -> Call:
-    if op == "attention_decode":
-        caches = {"k_cache": normal(2, 16, 2, 8), "v_cache": normal(2, 16, 2, 8)}
-        return Call(op, {"q": normal(2, 1, 4, 8), **caches}, {"seqused_k": np.array([3, 16], np.int32)})
-    if op.startswith("attention_varlen"):
-        inputs = {"q": normal(12, 4, 8), "k": normal(12, 2, 8), "v": normal(12, 2, 8)}
-        lengths = {name: np.array([0, 5, 12], np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    else:
-        inputs = {"q": normal(2, 5, 4, 8), "k": normal(2, 7, 2, 8), "v": normal(2, 7, 2, 8)}
-        lengths = {}
-    if not op.endswith("backward"):
-        return Call(op, {**inputs, **lengths}, {"causal": True})
-    forward = getattr(gpu_ops, op.removesuffix("_backward"))
-    out, lse = forward(*inputs.values(), *lengths.values(), causal=True, return_lse=True, backend="reference")
-    dout = normal(*out.shape)
-    return Call(op, {"dout": dout, **inputs, "out": out, "lse": lse, **lengths}, {"causal": True})
-
-
-def _ternary(op: str, normal: Any, rng: np.random.Generator) -> Call:
-    if op == "ternary_quantize":
-        return Call(op, {"w": normal(8, 256)})
-    if op.startswith("ternary_matmul"):
-        w = gpu_ops.ternary_quantize(rng.standard_normal((8, 256), dtype=np.float32))
-        gradient = {"dy": normal(3, 8)} if op.endswith("backward") else {}
-        return Call(op, {**gradient, "x": normal(3, 256), "w": w})
-    trits = rng.integers(-1, 2, (8, 256)).astype(np.int8)
-    if op == "ternary_pack":
-        return Call(op, {"trits": trits, "format": "base3"})
-    packed = gpu_ops.ternary_pack(trits, "base3")
-    return Call(op, {"packed": packed, "shape": (8, 256), "format": "base3"})
+def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Call:
+    """The call ``name`` of the table with arrays of ``dtype``; the same numbers for the same seed and sizes."""
+    new = Maker(dtype, seed, sizes)
+    arrays, options = VARIANTS[name](new)
+    return Call(name.split()[0], arrays, options, new.axes)
 
 
 def results(value: Any) -> tuple[Any, ...]:
-    """The arrays an op returned, as a tuple."""
-    if isinstance(value, gpu_ops.TernaryMatrix):
+    """The arrays that an op returned; those of a dict of further gradients come last."""
+    if isinstance(value, TernaryMatrix):
         return (value.codes, value.scale)
-    return value if isinstance(value, tuple) else (value,)
+    arrays = value if isinstance(value, tuple) else (value,)
+    return (*arrays[:-1], *arrays[-1].values()) if arrays and isinstance(arrays[-1], dict) else arrays

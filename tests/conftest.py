@@ -2,7 +2,7 @@
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
 Its ``quick_on_emulator(raw)``, if it has one, says of tests by name which levels of their parameters run there by
-default, None for none; the others are slow.
+default, None for none; the others are slow. Its ``runs(parameters)``, if it has one, says whether a test applies.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if _is_slow_on_emulator(item):
             item.add_marker(pytest.mark.slow)
-    dropped = [item for item in items if _is_raw_float64(item)]
+    dropped = [item for item in items if _is_raw_float64(item) or not _applies(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if not _is_raw_float64(item)]
+        left_out = set(map(id, dropped))
+        items[:] = [item for item in items if id(item) not in left_out]
     if cuda_missing():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -65,6 +66,12 @@ def _is_raw_float64(item):
     backend = given.get("backend")
     float64 = given.get("dtype") in (np.float64, "float64")
     return isinstance(backend, dict) and backend["backend"] == "raw" and float64
+
+
+def _applies(item):
+    rule = getattr(item.module, "runs", None)
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return rule is None or "backend" not in given or rule(given)
 
 
 def _is_slow_on_emulator(item):

@@ -1,7 +1,7 @@
-"""Small CUDA C++ kernels, each with one planted bug: what tests/test_emulator_sanitizer.py runs.
+"""Small CUDA C++ kernels with one planted bug each, for tests/test_emulator_sanitizer.py.
 
-The comment at the end of a line says which form the line is in and what it is: ``good`` and ``bad`` lines are in one
-form only, ``BUG`` is the line the sanitizer must name, ``OTHER`` the line of the other access or thread it must name.
+The comment at the end of a line marks it: ``good`` and ``bad`` lines are in one form only, ``BUG`` is the line that
+the sanitizer must name, and ``OTHER`` is the line of the other access or thread that it must name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from gpu_ops.emulator import Buffer
 
-Arguments = tuple[list[Any], dict[int, Any]]  # arguments, and what the good form leaves in some of them
+Arguments = tuple[list[Any], dict[int, Any]]  # arguments, and what the good form writes to some of them
 
 
 def row(good: Callable[[np.ndarray], Any] = lambda x: x[::-1], n: int = 64, outputs: int = 64) -> Callable:
-    """Arguments ``(x, y)`` of which the good form makes ``y = good(x)``."""
+    """Arguments ``(x, y)`` for a good form that computes ``y = good(x)``."""
 
     def arguments(rng: np.random.Generator) -> Arguments:
         x = rng.standard_normal(n).astype(np.float32)
@@ -29,7 +29,7 @@ def row(good: Callable[[np.ndarray], Any] = lambda x: x[::-1], n: int = 64, outp
 
 @dataclass(frozen=True)
 class Bug:
-    """``thread``: the block and thread that must be named; ``says``: other words of the message."""
+    """``thread``: the block and thread that must be named; ``says``: other parts of the message."""
 
     name: str
     kind: str
@@ -45,14 +45,14 @@ class Bug:
     sample: tuple[int, ...] | None = None
 
     def source(self, form: str) -> str:
-        """CUDA C++ of one form; the lines keep their numbers."""
+        """The CUDA C++ of one form; dropped lines become empty, so line numbers stay."""
         dropped = {"good": "bad", "bad": "good"}[form]
         head = f'extern "C" __global__ void k({self.parameters}) {{\n  int t = threadIdx.x;\n'
         text = f"{HELPERS}\n{head}{self.body}}}\n"
         return "\n".join("" if dropped in _comment(line) else line for line in text.split("\n"))
 
     def line(self, marker: str) -> int:
-        """The number of the line of the bad form that carries a marker."""
+        """The number of the line with a marker in the bad form."""
         (found,) = [i for i, line in enumerate(self.source("bad").split("\n"), 1) if marker in _comment(line)]
         return found
 
@@ -71,8 +71,6 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 #define WAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
 #define BARRIER(id, count) asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(count) : "memory")
 """
-
-RACE, ASYNC, OUT = "shared-memory race", "asynchronous copy not waited for", "out of bounds"
 
 
 def _padded(rng: np.random.Generator) -> Arguments:
@@ -120,7 +118,7 @@ def _in_place(rng: np.random.Generator) -> Arguments:
 
 
 def _huge(rng: np.random.Generator) -> Arguments:
-    """More than 2^31 bytes; only the pages that are touched exist."""
+    """More than 2^31 bytes; only touched pages use memory."""
     x = np.zeros((2049, 1 << 20), np.uint8)
     x[2048, :64] = rng.integers(0, 256, 64)
     return [x, np.zeros(64, np.uint8), 1 << 20], {1: x[2048, :64].copy()}
@@ -133,73 +131,142 @@ def _matrix(rng: np.random.Generator) -> Arguments:
 
 OUT = "out of bounds"
 
-#: Bugs of one access: where it points, and whether anything is there.
+#: Bugs of a single access: its address, and the contents there.
 BUGS = [
-    Bug("read past the end", OUT, """
+    Bug(
+        "read past the end",
+        OUT,
+        """
   int i = blockIdx.x * 64 + t;
   if (i < n)   // good
   if (i <= n)  // bad
     y[i < n ? i : 0] = 2 * x[i];  // BUG
-""", thread="block (1,0,0) thread (36,0,0)", says=("4-byte read", "0 bytes past the end of argument 0 (400 bytes)"),
-        args=_guarded, parameters="const float* x, float* y, int n", grid=2),
-    Bug("write past the end", OUT, """
+""",
+        thread="block (1,0,0) thread (36,0,0)",
+        says=("4-byte read", "0 bytes past the end of argument 0 (400 bytes)"),
+        args=_guarded,
+        parameters="const float* x, float* y, int n",
+        grid=2,
+    ),
+    Bug(
+        "write past the end",
+        OUT,
+        """
   int i = blockIdx.x * 64 + t;
   float v = i < n ? x[i] : 0.f;
   if (i < n)  // good
     y[i] = 2 * v;  // BUG
-""", thread="block (1,0,0) thread (36,0,0)", says=("4-byte write", "0 bytes past the end of argument 1"),
-        args=_guarded, parameters="const float* x, float* y, int n", grid=2),
-    Bug("negative index", OUT, """
+""",
+        thread="block (1,0,0) thread (36,0,0)",
+        says=("4-byte write", "0 bytes past the end of argument 1"),
+        args=_guarded,
+        parameters="const float* x, float* y, int n",
+        grid=2,
+    ),
+    Bug(
+        "negative index",
+        OUT,
+        """
   float before = t ? x[t - 1] : 0.f;  // good
   float before = x[t - 1];            // bad BUG
   y[t] = x[t] - before;
-""", says=("4 bytes before argument 0",), args=row(lambda x: np.diff(x, prepend=np.float32(0)))),
-    Bug("misaligned float4", "misaligned", """
+""",
+        says=("4 bytes before argument 0",),
+        args=row(lambda x: np.diff(x, prepend=np.float32(0))),
+    ),
+    Bug(
+        "misaligned float4",
+        "misaligned",
+        """
   if (t >= 8) return;
   float4 v = *(const float4*)(x + 8 * t);      // good
   float4 v = *(const float4*)(x + 8 * t + 2);  // bad BUG
   y[t] = v.x + v.w;
-""", says=("16-byte read", "byte 8 of argument 0"),
-        args=row(lambda x: x[::8] + x[3::8], outputs=8)),
-    Bug("input written", "write to a read-only argument", """
+""",
+        says=("16-byte read", "byte 8 of argument 0"),
+        args=row(lambda x: x[::8] + x[3::8], outputs=8),
+    ),
+    Bug(
+        "input written",
+        "write to a read-only argument",
+        """
   y[t] = 2 * x[t];         // good
   ((float*)x)[t] = y[t];   // bad BUG
-""", says=("4-byte write", "byte 0 of argument 0 (256 bytes)"), args=_read_only),
-    Bug("tail of a tile never filled", "uninitialised read", """
+""",
+        says=("4-byte write", "byte 0 of argument 0 (256 bytes)"),
+        args=_read_only,
+    ),
+    Bug(
+        "tail of a tile never filled",
+        "uninitialised read",
+        """
   __shared__ float s[64];
   if (t < n) s[t] = x[t];
   else s[t] = 0;  // good
   __syncthreads();
   y[t] = s[63 - t];  // BUG
-""", says=("no thread has written", "shared offset 252"), args=_tail,
-        parameters="const float* x, float* y, int n"),
-    Bug("element of a local array never filled", "uninitialised read", """
+""",
+        says=("no thread has written", "shared offset 252"),
+        args=_tail,
+        parameters="const float* x, float* y, int n",
+    ),
+    Bug(
+        "element of a local array never filled",
+        "uninitialised read",
+        """
   float a[8];
 #pragma unroll 1
   for (int i = 0; i < n / 8; i++)      // good
   for (int i = 0; i < n / 8 - 1; i++)  // bad
     a[i] = x[i];
   y[t] = a[t & 7];  // BUG
-""", thread="block (0,0,0) thread (7,0,0)", says=("local offset 28",), args=_eight,
-        parameters="const float* x, float* y, int n"),
-    Bug("result read before it is written", "uninitialised read", """
+""",
+        thread="block (0,0,0) thread (7,0,0)",
+        says=("local offset 28",),
+        args=_eight,
+        parameters="const float* x, float* y, int n",
+    ),
+    Bug(
+        "result read before it is written",
+        "uninitialised read",
+        """
   y[t] = 2 * x[t];   // good
   y[t] += 2 * x[t];  // bad BUG
-""", says=("byte 0 of y",), args=_result),
-    Bug("padding read", "poisoned read", """
+""",
+        says=("byte 0 of y",),
+        args=_result,
+    ),
+    Bug(
+        "padding read",
+        "poisoned read",
+        """
   y[t] = t < n ? x[t] : 0.f;  // good
   y[t] = x[t];                // bad BUG
-""", thread="block (0,0,0) thread (60,0,0)", says=("byte 240 of x",), args=_padded,
-        parameters="const float* x, float* y, int n"),
-    Bug("gap between rows read", OUT, """
+""",
+        thread="block (0,0,0) thread (60,0,0)",
+        says=("byte 240 of x",),
+        args=_padded,
+        parameters="const float* x, float* y, int n",
+    ),
+    Bug(
+        "gap between rows read",
+        OUT,
+        """
   if (t >= 48) return;  // good
   float a = 0;
 #pragma unroll 1
   for (int i = 0; i < 3; i++) a += x[i * stride + t];  // BUG
   y[t < 48 ? t : 0] = a;
-""", thread="block (0,0,0) thread (48,0,0)", says=("belongs to no argument", "byte 192 of argument 0"), args=_strided,
-        parameters="const float* x, float* y, int stride"),
-    Bug("ldmatrix past the tile", OUT, """
+""",
+        thread="block (0,0,0) thread (48,0,0)",
+        says=("belongs to no argument", "byte 192 of argument 0"),
+        args=_strided,
+        parameters="const float* x, float* y, int stride",
+    ),
+    Bug(
+        "ldmatrix past the tile",
+        OUT,
+        """
   __shared__ __align__(16) unsigned short s[16][8];
   for (int i = t; i < 128; i += 32) s[i / 8][i % 8] = x[i];
   __syncthreads();
@@ -207,36 +274,73 @@ BUGS = [
   unsigned v, at = (unsigned)__cvta_generic_to_shared(&s[9 + t % 8][0]);  // bad
   asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(v) : "r"(at));  // BUG
   y[t] = v;
-""", thread="block (0,0,0) thread (7,0,0)", says=("16-byte read", "shared offset 256 of 256 bytes"), args=_matrix,
-        parameters="const unsigned short* x, unsigned* y", block=32),
-    Bug("offset that overflows an int", OUT, """
+""",
+        thread="block (0,0,0) thread (7,0,0)",
+        says=("16-byte read", "shared offset 256 of 256 bytes"),
+        args=_matrix,
+        parameters="const unsigned short* x, unsigned* y",
+        block=32,
+    ),
+    Bug(
+        "offset that overflows an int",
+        OUT,
+        """
   long long at = (long long)blockIdx.x * stride + t;  // good
   int at = blockIdx.x * stride + t;                   // bad
   y[t] = x[at];  // BUG
-""", thread="block (2048,0,0) thread (0,0,0)", says=("2147483648 bytes before argument 0",), args=_huge,
-        parameters="const unsigned char* x, unsigned char* y, int stride", grid=2049, sample=(2048,)),
-    Bug("read-only load of what the launch writes", "read-only load of written data", """
+""",
+        thread="block (2048,0,0) thread (0,0,0)",
+        says=("2147483648 bytes before argument 0",),
+        args=_huge,
+        parameters="const unsigned char* x, unsigned char* y, int stride",
+        grid=2049,
+        sample=(2048,),
+    ),
+    Bug(
+        "read-only load of what the launch writes",
+        "read-only load of written data",
+        """
   y[t] = 2 * x[t];
   __syncthreads();
   float other = x[63 - t];         // good
   float other = __ldg(x + 63 - t);  // bad BUG
   __syncthreads();
   y[t] += other;
-""", says=("by ld.global.nc",), args=_in_place, ),
-    Bug("dynamic shared memory too small", OUT, """
+""",
+        says=("by ld.global.nc",),
+        args=_in_place,
+    ),
+    Bug(
+        "dynamic shared memory too small",
+        OUT,
+        """
   extern __shared__ float s[];
   s[t] = x[t];  // BUG
   __syncthreads();
   y[t] = s[63 - t];
-""", thread="block (0,0,0) thread (60,0,0)", says=("shared offset 240 of 240 bytes",), shared=(256, 240)),
-    Bug("trap", "trap", """
+""",
+        thread="block (0,0,0) thread (60,0,0)",
+        says=("shared offset 240 of 240 bytes",),
+        shared=(256, 240),
+    ),
+    Bug(
+        "trap",
+        "trap",
+        """
   if (x[t] > 10.f) __trap();  // good
   if (x[t] < 10.f) __trap();  // bad BUG
   y[t] = x[63 - t];
-""", says=("the kernel executed trap",)),
-    Bug("assertion that fails", "trap", """
+""",
+        says=("the kernel executed trap",),
+    ),
+    Bug(
+        "assertion that fails",
+        "trap",
+        """
   if (x[t] > 10.f) __assertfail("x < 10", "kernel.cu", 1, "k", 1);  // good
   if (x[t] < 10.f) __assertfail("x < 10", "kernel.cu", 1, "k", 1);  // bad BUG
   y[t] = x[63 - t];
-""", says=("__assertfail",)),
-]  # fmt: skip
+""",
+        says=("__assertfail",),
+    ),
+]

@@ -1,4 +1,4 @@
-"""More planted bugs for tests/test_emulator_sanitizer.py: threads that wait wrongly."""
+"""More planted bugs for tests/test_emulator_sanitizer.py: missing or wrong synchronisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _counts(rng: np.random.Generator) -> Arguments:
 
 
 def _tiles(rng: np.random.Generator) -> Arguments:
-    """Four tiles of 64 x 4, of which the kernel sums the rows in reverse."""
+    """Four tiles of 64 x 4; the kernel adds up their rows in reverse."""
     x = rng.standard_normal((4, 64, 4)).astype(np.float32)
     total = np.zeros(64, np.float32)
     for tile in x:
@@ -28,13 +28,22 @@ def _tiles(rng: np.random.Generator) -> Arguments:
 
 
 BUGS = [
-    Bug("missing __syncthreads", RACE, """
+    Bug(
+        "missing __syncthreads",
+        RACE,
+        """
   __shared__ float s[64];
   s[t] = x[t];       // OTHER
   __syncthreads();   // good
   y[t] = s[63 - t];  // BUG
-""", other="written by block (0,0,0) thread (63,0,0)", says=("4-byte read", "shared offset 252")),
-    Bug("missing __syncthreads at the end of a loop", RACE, """
+""",
+        other="written by block (0,0,0) thread (63,0,0)",
+        says=("4-byte read", "shared offset 252"),
+    ),
+    Bug(
+        "missing __syncthreads at the end of a loop",
+        RACE,
+        """
   __shared__ float s[64];
   float a = 0;
 #pragma unroll 1
@@ -45,21 +54,40 @@ BUGS = [
     __syncthreads();            // good
   }
   y[t] = a;
-""", other="read by block (0,0,0) thread (63,0,0)", says=("4-byte write",), args=_tiles),
-    Bug("two lanes store to one element", RACE, """
+""",
+        other="read by block (0,0,0) thread (63,0,0)",
+        says=("4-byte write",),
+        args=_tiles,
+    ),
+    Bug(
+        "two lanes store to one element",
+        RACE,
+        """
   __shared__ float s[64];
   s[t] = x[t];      // good
   s[t / 2] = x[t];  // bad BUG OTHER
   __syncthreads();
   y[t] = s[63 - t];
-""", thread="block (0,0,0) thread (1,0,0)", other="written by block (0,0,0) thread (0,0,0)"),
-    Bug("missing __syncwarp", RACE, """
+""",
+        thread="block (0,0,0) thread (1,0,0)",
+        other="written by block (0,0,0) thread (0,0,0)",
+    ),
+    Bug(
+        "missing __syncwarp",
+        RACE,
+        """
   __shared__ float s[64];
   s[t] = x[t];  // OTHER
   __syncwarp();         // good
   y[t] = s[t ^ 1];  // BUG
-""", other="thread (1,0,0)", args=row(lambda x: x.reshape(-1, 2)[:, ::-1].ravel())),
-    Bug("counts without atomics", RACE, """
+""",
+        other="thread (1,0,0)",
+        args=row(lambda x: x.reshape(-1, 2)[:, ::-1].ravel()),
+    ),
+    Bug(
+        "counts without atomics",
+        RACE,
+        """
   __shared__ int s[8];
   if (t < 8) s[t] = 0;
   __syncthreads();
@@ -67,18 +95,32 @@ BUGS = [
   s[x[t]] += 1;            // bad BUG OTHER
   __syncthreads();
   if (t < 8) y[t] = s[t];
-""", thread="block (0,0,0) thread (", other="read by block (0,0,0)", args=_counts,
-        parameters="const int* x, int* y"),
-    Bug("plain read among the atomics of others", RACE, """
+""",
+        thread="block (0,0,0) thread (",
+        other="read by block (0,0,0)",
+        args=_counts,
+        parameters="const int* x, int* y",
+    ),
+    Bug(
+        "plain read among the atomics of others",
+        RACE,
+        """
   __shared__ int s[8];
   if (t < 8) s[t] = 0;
   __syncthreads();
   atomicAdd(&s[x[t]], 1);  // OTHER
   __syncthreads();         // good
   if (t >= 56) y[t - 56] = s[t - 56];  // BUG
-""", thread="block (0,0,0) thread (", other="written by block (0,0,0)", args=_counts,
-        parameters="const int* x, int* y"),
-    Bug("barrier in some warps only", "barrier divergence", """
+""",
+        thread="block (0,0,0) thread (",
+        other="written by block (0,0,0)",
+        args=_counts,
+        parameters="const int* x, int* y",
+    ),
+    Bug(
+        "barrier in some warps only",
+        "barrier divergence",
+        """
   __shared__ float s[64];
   if (t < 64) {
     s[t] = x[t];
@@ -86,8 +128,15 @@ BUGS = [
   }
   __syncthreads();    // BUG
   if (t < 64) y[t] = s[63 - t];
-""", thread="block (0,0,0) thread (64,0,0)", other="thread (0,0,0) waits", block=128),
-    Bug("barriers of one warp in both branches", "barrier divergence", """
+""",
+        thread="block (0,0,0) thread (64,0,0)",
+        other="thread (0,0,0) waits",
+        block=128,
+    ),
+    Bug(
+        "barriers of one warp in both branches",
+        "barrier divergence",
+        """
   __shared__ float s[64];
   s[t] = x[t];           // good
   if (t & 1) {           // bad
@@ -99,15 +148,27 @@ BUGS = [
   }                      // bad
   __syncthreads();
   y[t] = s[63 - t];
-""", thread="block (0,0,0) thread (1,0,0)", other="thread (0,0,0)", says=("32 threads",)),
-    Bug("named barrier for more threads than come", "deadlock", """
+""",
+        thread="block (0,0,0) thread (1,0,0)",
+        other="thread (0,0,0)",
+        says=("32 threads",),
+    ),
+    Bug(
+        "named barrier for more threads than come",
+        "deadlock",
+        """
   __shared__ float s[64];
   s[t] = x[t];
   BARRIER(1, 64);  // good
   BARRIER(1, 96);  // bad BUG
   y[t] = s[63 - t];
-""", says=("64 threads", "waiting at barrier 1")),
-    Bug("two warps wait at different barriers", "deadlock", """
+""",
+        says=("64 threads", "waiting at barrier 1"),
+    ),
+    Bug(
+        "two warps wait at different barriers",
+        "deadlock",
+        """
   __shared__ float s[64];
   s[t] = x[t];
   BARRIER(1, 64);                // good
@@ -116,14 +177,27 @@ BUGS = [
     BARRIER(2, 64);              // bad OTHER
   }                              // bad
   y[t] = s[63 - t];
-""", other="first block (0,0,0) thread (32,0,0)", says=("waiting at barrier 1", "waiting at barrier 2")),
-    Bug("flag that nobody sets", "livelock", """
+""",
+        other="first block (0,0,0) thread (32,0,0)",
+        says=("waiting at barrier 1", "waiting at barrier 2"),
+    ),
+    Bug(
+        "flag that nobody sets",
+        "livelock",
+        """
   if (t == 63) *(volatile int*)x = 1;  // good
   while (*(volatile int*)x == 0) {     // BUG
   }
   y[t] = 1;
-""", says=("64 threads", "polling memory that nobody changes"), args=_flag, parameters="int* x, float* y"),
-    Bug("flags of two kinds that nobody sets", "livelock", """
+""",
+        says=("64 threads", "polling memory that nobody changes"),
+        args=_flag,
+        parameters="int* x, float* y",
+    ),
+    Bug(
+        "flags of two kinds that nobody sets",
+        "livelock",
+        """
   if (t == 63) *(volatile int*)x = 1;      // good
   if (t < 32) {
     while (*(volatile int*)x == 0) {       // BUG
@@ -133,45 +207,82 @@ BUGS = [
     }
   }
   y[t] = 1;
-""", other="first block (0,0,0) thread (32,0,0)", says=("32 threads",), args=_flag, parameters="int* x, float* y"),
-    Bug("lane that is not in its own mask", "warp mask", """
+""",
+        other="first block (0,0,0) thread (32,0,0)",
+        says=("32 threads",),
+        args=_flag,
+        parameters="int* x, float* y",
+    ),
+    Bug(
+        "lane that is not in its own mask",
+        "warp mask",
+        """
   float v = x[t];
   y[t] = __shfl_xor_sync(0xffffffff, v, 1);  // good
   y[t] = __shfl_xor_sync(0x0000ffff, v, 1);  // bad BUG
-""", thread="block (0,0,0) thread (16,0,0)", says=("lane 16 is not in its own member mask 0x0000ffff",),
-        args=row(lambda x: x.reshape(-1, 2)[:, ::-1].ravel())),
-    Bug("shuffle from a lane outside the mask", "warp mask", """
+""",
+        thread="block (0,0,0) thread (16,0,0)",
+        says=("lane 16 is not in its own member mask 0x0000ffff",),
+        args=row(lambda x: x.reshape(-1, 2)[:, ::-1].ravel()),
+    ),
+    Bug(
+        "shuffle from a lane outside the mask",
+        "warp mask",
+        """
   float v = x[t];
   if ((t & 31) < 16) {
     v = __shfl_sync(0xffff, v, (t & 15) ^ 1);   // good
     v = __shfl_sync(0xffff, v, (t & 15) + 16);  // bad BUG
   }
   y[t] = v;
-""", says=("lane 0 shuffles from lane 16",),
-        args=row(lambda x: np.where(np.arange(64) % 32 < 16, x[np.arange(64) ^ 1], x))),
-    Bug("shuffle from a lane that has ended", "warp mask", """
+""",
+        says=("lane 0 shuffles from lane 16",),
+        args=row(lambda x: np.where(np.arange(64) % 32 < 16, x[np.arange(64) ^ 1], x)),
+    ),
+    Bug(
+        "shuffle from a lane that has ended",
+        "warp mask",
+        """
   if (t >= 48) return;  // bad
   float v = x[t];
   y[t] = __shfl_down_sync(0xffffffff, v, 16);  // BUG
-""", thread="block (0,0,0) thread (32,0,0)", says=("lane 0 shuffles from lane 16, which has ended",),
-        args=row(lambda x: np.where(np.arange(64) % 32 < 16, np.roll(x, -16), x))),
-    Bug("copy read before it is waited for", ASYNC, """
+""",
+        thread="block (0,0,0) thread (32,0,0)",
+        says=("lane 0 shuffles from lane 16, which has ended",),
+        args=row(lambda x: np.where(np.arange(64) % 32 < 16, np.roll(x, -16), x)),
+    ),
+    Bug(
+        "copy read before it is waited for",
+        ASYNC,
+        """
   __shared__ float4 s[64];
   copy16(&s[t], x + 4 * t);  // OTHER
   COMMIT();
   WAIT(0);  // good
   __syncthreads();
   y[t] = s[63 - t].x;  // BUG
-""", other="the copy was issued by block (0,0,0) thread (63,0,0)", args=row(lambda x: x[::4][::-1], n=256)),
-    Bug("copy waited for without a barrier", RACE, """
+""",
+        other="the copy was issued by block (0,0,0) thread (63,0,0)",
+        args=row(lambda x: x[::4][::-1], n=256),
+    ),
+    Bug(
+        "copy waited for without a barrier",
+        RACE,
+        """
   __shared__ float4 s[64];
   copy16(&s[t], x + 4 * t);  // OTHER
   COMMIT();
   WAIT(0);
   __syncthreads();     // good
   y[t] = s[63 - t].x;  // BUG
-""", other="written by block (0,0,0) thread (63,0,0)", args=row(lambda x: x[::4][::-1], n=256)),
-    Bug("stage overwritten while it is read", RACE, """
+""",
+        other="written by block (0,0,0) thread (63,0,0)",
+        args=row(lambda x: x[::4][::-1], n=256),
+    ),
+    Bug(
+        "stage overwritten while it is read",
+        RACE,
+        """
   __shared__ float4 s[2][64];
   float a = 0;
   copy16(&s[0][t], x + 4 * t);
@@ -189,8 +300,15 @@ BUGS = [
     __syncthreads();          // good
   }
   y[t] = a;
-""", other="read by block (0,0,0) thread (63,0,0)", says=("16-byte write",), args=_tiles),
-    Bug("wait for too few groups", ASYNC, """
+""",
+        other="read by block (0,0,0) thread (63,0,0)",
+        says=("16-byte write",),
+        args=_tiles,
+    ),
+    Bug(
+        "wait for too few groups",
+        ASYNC,
+        """
   __shared__ float4 s[64];
   copy16(&s[t], x + 4 * t);  // OTHER
   COMMIT();
@@ -198,5 +316,8 @@ BUGS = [
   WAIT(1);  // bad
   __syncthreads();
   y[t] = s[63 - t].x;  // BUG
-""", other="the copy was issued by block (0,0,0) thread (63,0,0)", args=row(lambda x: x[::4][::-1], n=256)),
-]  # fmt: skip
+""",
+        other="the copy was issued by block (0,0,0) thread (63,0,0)",
+        args=row(lambda x: x[::4][::-1], n=256),
+    ),
+]

@@ -1,8 +1,8 @@
 """Instruction forms of the emulator by their PTX names, and operands for them.
 
-``run_form("mad.lo.s32", a, b, c)`` runs one form on arrays; ``edges("s32", rng, n)`` makes operands of any
-PTX type: the values at which definitions differ, mixed with random ones. ``check_form`` compares a form
-with its definition in Python integers.
+``run_form("mad.lo.s32", a, b, c)`` runs one form on arrays. ``edges("s32", rng, n)`` makes operands of any PTX type:
+the values at which definitions differ, mixed with random ones. ``check_form`` compares a form with its definition in
+Python integers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from emulator_kernels import run_kernel
 
 from gpu_ops.emulator.instructions import Op, lookup
-from gpu_ops.emulator.types import BITS, DTYPE, Array
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 #: (exponent bits, stored fraction bits, bits below the fraction) of each floating-point format.
 FORMATS = {
@@ -57,12 +57,11 @@ def bits_of(array: Array) -> Array:
 
 
 def run_form(form: str, *operands: Array) -> list[Array]:
-    """The results of one form, after checking that it keeps the rules between machine and instructions.
+    """The results of one form, after checking the contract between machine and instructions.
 
-    Operands have the dtypes that the form reads and T or 1 elements. The results must have the dtypes
-    that it writes and the common length, must not come from changing an operand, must be the same when an
-    operand that is equal for all threads arrives as one element, and must be what a kernel on the emulator
-    stores.
+    Operands have the dtypes that the form reads, and T elements or 1. Results must have the dtypes that the form
+    writes and the common length. Operands must not change, an operand that is equal for all threads may arrive as
+    one element, and a kernel on the emulator must store the same results.
     """
     op = form_op(form)
     assert len(operands) == len(op.reads), f"{form} reads {op.reads}"
@@ -81,7 +80,7 @@ def run_form(form: str, *operands: Array) -> list[Array]:
 
 
 def _evaluate(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
-    """Run ``op`` on operands that cannot be written to and check dtypes and shapes of what comes back."""
+    """Run ``op`` on read-only operands and check the dtypes and shapes of its results."""
     guarded = [operand.copy() for operand in operands]
     for operand in guarded:
         operand.flags.writeable = False
@@ -98,7 +97,7 @@ def _evaluate(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
 
 
 def _assert_same(what: str, got: Sequence[Array], want: Sequence[Array]) -> None:
-    """Equal bits; which NaN a floating-point result is may change."""
+    """Equal bits, except that any NaN equals any other."""
     for one, other in zip(got, want, strict=True):
         wide = np.broadcast_to(one, other.shape)
         same = bits_of(wide) == bits_of(other)
@@ -109,8 +108,8 @@ def _assert_same(what: str, got: Sequence[Array], want: Sequence[Array]) -> None
 def check_form(form: str, oracle: Callable[..., Any], operands: Sequence[Array]) -> None:
     """Compare one form with its definition in Python integers, element by element.
 
-    ``oracle`` gets integers for integer types, the bits for all others, and gives the same, one result or
-    a tuple; results wrap to the width of what the form writes.
+    ``oracle`` takes integers for integer types and bits for all others, and returns the same: one result or a tuple.
+    Results wrap to the width of the type that the form writes.
     """
     results = run_form(form, *operands)
     columns = [(bits_of(x) if x.dtype.kind == "f" else x).tolist() for x in np.broadcast_arrays(*operands)]
@@ -203,11 +202,17 @@ def _float_bits(exponent: int, fraction: int, below: int) -> list[int]:
     bias = (1 << exponent - 1) - 1
     one = bias << fraction
     infinity = ((1 << exponent) - 1) << fraction  # in e4m3 an ordinary number
-    positive = [
-        0, 1, 2, (1 << fraction) - 1,  # zero, the smallest and the largest subnormals
-        1 << fraction, (1 << fraction) + 1,  # the smallest normals
-        one - 1, one, one + 1, one + (1 << fraction - 1), one + (1 << fraction), one - (1 << fraction),
-        infinity - 1, infinity, infinity + 1, infinity + (1 << fraction - 1), infinity + (1 << fraction) - 1,
-    ]  # fmt: skip
+    last = (1 << fraction) - 1
+    positive = [0, 1, 2, last]  # zero, the smallest and the largest subnormals
+    positive += [last + 1, last + 2]  # the smallest normals
+    positive += [
+        one - 1,
+        one,
+        one + 1,
+        one + (1 << fraction - 1),
+        one + (1 << fraction),
+        one - (1 << fraction),
+    ]
+    positive += [infinity - 1, infinity, infinity + 1, infinity + (1 << fraction - 1), infinity + last]
     sign = 1 << exponent + fraction
     return [bits << below for value in positive for bits in (value, value | sign)]

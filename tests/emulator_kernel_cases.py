@@ -1,4 +1,4 @@
-"""Launches of the kernels of emulator_kernels.cu, and what NumPy says they leave in their arguments."""
+"""Launches of the kernels of emulator_kernels.cu, with their results computed in NumPy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ LANE = np.arange(32)
 
 @dataclass
 class Launch:
-    """``expected``: argument number to its contents afterwards."""
+    """``expected`` maps an argument number to its contents after the launch."""
 
     name: str
     grid: int | tuple[int, ...]
     block: int | tuple[int, ...]
     args: list[Any]
     expected: dict[int, Any]
+
+
+CASES: dict[str, Callable[[], Launch]] = {}
+
+
+def case(function):
+    CASES[function.__name__.strip("_")] = function
+    return function
 
 
 def ints(n, low=1, high=100):
@@ -33,10 +41,11 @@ def zeros(n, dtype=np.int32):
 
 
 def threads(function, *arrays):
-    """A function of one thread's values, for all of them."""
+    """Apply a function of one thread's values to all threads."""
     return np.array([function(*(int(v) for v in values)) for values in zip(*arrays, strict=True)])
 
 
+@case
 def nested_ifs():
     def one(v):
         if v & 1:
@@ -50,6 +59,7 @@ def nested_ifs():
     return Launch("nested_ifs", 1, 128, [x, zeros(128)], {1: v + v[np.arange(128) ^ 1]})
 
 
+@case
 def trip_counts():
     def one(v):
         steps = 0
@@ -61,19 +71,21 @@ def trip_counts():
     return Launch("trip_counts", 6, 64, [x, zeros(340), 333], {1: np.append(threads(one, x), zeros(7))})
 
 
+@case
 def early_return():
     x = ints(96)
     return Launch("early_return", 1, 96, [x, zeros(1)], {1: [x.sum()]})
 
 
+@case
 def jump_table():
     x, t = ints(96, 0, 9), np.arange(96)
-    choices = [
-        t * t, t - 5, t << 3, ~t, t // 7 + 1000, np.full(96, 1005), t % 7, np.bitwise_count(t), np.full(96, -1)
-    ]  # fmt: skip
+    choices = [t * t, t - 5, t << 3, ~t, t // 7 + 1000]
+    choices += [np.full(96, 1005), t % 7, np.bitwise_count(t), np.full(96, -1)]
     return Launch("jump_table", 1, 96, [x, zeros(96)], {1: np.choose(x, choices)})
 
 
+@case
 def do_while():
     def one(v):
         n = 0
@@ -105,6 +117,7 @@ def where_am_i(grid, block):
     return Launch("where_am_i", grid, block, [zeros(out.size)], {0: out.ravel()})
 
 
+@case
 def calls():
     x, t = ints(64), np.arange(64)
     n = t & 3
@@ -115,18 +128,21 @@ def calls():
     return Launch("calls", 1, 64, [x, zeros(64, np.float32)], {1: total + b})
 
 
+@case
 def local_array():
     x = ints((40, 9), 0, 16)
     counts = np.stack([np.bincount(row, minlength=16) for row in x])
     return Launch("local_array", 1, 40, [x, zeros(640), 9], {1: counts.ravel()})
 
 
+@case
 def globals_():
     t = np.arange(96)
     z = (t * t + 7)[::-1]
     return Launch("globals", 1, 96, [zeros(96, np.float32), zeros(96)], {0: TABLE[t & 7], 1: z})
 
 
+@case
 def generic_pointers():
     x, t = ints(64).astype(np.float32), np.arange(64)
     i = t & 3
@@ -134,12 +150,14 @@ def generic_pointers():
     return Launch("generic_pointers", 1, 64, [x, zeros(64, np.float32)], {1: y})
 
 
+@case
 def padding():
     t = np.arange(64)
     y = (t + 4) * 10000.0 + 5 + 2 * t - 4  # the last of three copies, and once more
     return Launch("padding", 1, 64, [zeros(64, np.float64), 5], {0: y})
 
 
+@case
 def by_value():
     dtype = np.dtype([("scale", "f4"), ("table", "i4", 6), ("tag", "i1")], align=True)
     s = np.array((0.5, ints(6), -3), dtype)
@@ -149,6 +167,7 @@ def by_value():
     return Launch("by_value", 1, 64, [s, c, -300, zeros(64, np.float32), 2], {3: y})
 
 
+@case
 def widths():
     x = RNG.integers(0, 256, (48, 64)).astype(np.uint8)
     x[:, 16:32] = RNG.integers(-(2**40), 2**40, (48, 2)).astype(np.float64).view(np.uint8)
@@ -169,29 +188,32 @@ def widths():
     ]
     s, u = part(2, 1, "i2")[0], part(2, 1, "u2")[0]
     ints32 = [a[0] ^ a[3], (a[1] * a[2] + 2**63) % 2**64 - 2**63]
-    y = [
-        *ints32, part(16, 2, "f8").sum(axis=0), c[0] - c[3], c[1] * c[2], d.sum(axis=0), e[0] - e[1], quotient,
-        [v % 2**64 >> 3 for v in f[0]], part(0, 1, "i1")[0], part(0, 1, "u1")[0], s * 65536 + u,
-    ]  # fmt: skip
+    y = [*ints32, part(16, 2, "f8").sum(axis=0), c[0] - c[3], c[1] * c[2], d.sum(axis=0), e[0] - e[1]]
+    y += [quotient, [v % 2**64 >> 3 for v in f[0]]]
+    y += [part(0, 1, "i1")[0], part(0, 1, "u1")[0], s * 65536 + u]
     expected = np.array([[int(v) for v in row] for row in y], np.int64).T.ravel()
     return Launch("widths", 1, 48, [x, zeros(expected.size, np.int64)], {1: expected})
 
 
+@case
 def spin_lock():
     return Launch("spin_lock", 5, 40, [zeros(1), zeros(1)], {0: [0], 1: [200]})
 
 
+@case
 def last_block():
     x = ints(1000).astype(np.float32)
     ticket, y = zeros(1, np.uint32), zeros(1, np.float32)
     return Launch("last_block", 6, 64, [x, zeros(6, np.float32), ticket, y, 1000], {2: [0], 3: [x.sum()]})
 
 
+@case
 def flags():
     y = 1000 * np.arange(1, 5)[:, np.newaxis] + LANE
     return Launch("flags", 1, 64, [zeros(2), zeros(32), zeros(128), 4], {2: y.ravel()})
 
 
+@case
 def end_while_polled():
     y = np.ones(64)
     y[:32] = 0
@@ -199,11 +221,13 @@ def end_while_polled():
     return Launch("end_while_polled", 1, 64, [zeros(2), zeros(64)], {1: y})
 
 
+@case
 def named_barriers():
     x = ints((7, 32)).astype(np.float32)
     return Launch("named_barriers", 3, 64, [x, zeros(224, np.float32), 7], {1: x[:, ::-1].ravel()})
 
 
+@case
 def counting_barriers():
     x = ints((5, 70))
     x[2, 3], x[4] = -1, ints(70, 1, 50)
@@ -211,6 +235,7 @@ def counting_barriers():
     return Launch("counting_barriers", 5, 70, [x, zeros(15)], {1: y.ravel()})
 
 
+@case
 def atomics():
     x = ints((3, 64), -100, 100)
     start = np.array([0, 0, 50, -50, 2**31 - 1, 1, -1, 0, 0, 0, 0, 5], np.int32)
@@ -233,6 +258,7 @@ def atomics():
     )
 
 
+@case
 def partial_masks():
     x = ints(64)
     y = np.zeros((64, 8), np.uint32)
@@ -256,29 +282,23 @@ def partial_masks():
     return Launch("partial_masks", 1, 64, [x, zeros(512, np.uint32)], {1: y.ravel()})
 
 
+@case
 def inline_scopes():
     x, t = ints(64), np.arange(64)
     return Launch("inline_scopes", 1, 64, [x, zeros(64)], {1: x ** (t & 3) - t**2})
 
 
+@case
 def predicated():
     x = ints(64)
     y = np.concatenate([np.where(x > 50, 1 + x, -6), x <= 50, np.where(x > 50, 0, -1)])
     return Launch("predicated", 1, 64, [x, zeros(192)], {1: y})
 
 
+@case
 def clocks():
     return Launch("clocks", 1, 32, [zeros(64, np.int64)], {0: np.append(LANE, np.ones(32))})
 
-
-CASES: dict[str, Callable[[], Launch]] = {
-    f.__name__.strip("_"): f
-    for f in (
-        nested_ifs, trip_counts, early_return, jump_table, do_while, calls, local_array, globals_, generic_pointers,
-        by_value, padding, widths, spin_lock, last_block, flags, end_while_polled, named_barriers, counting_barriers,
-        atomics, partial_masks, inline_scopes, predicated, clocks,
-    )
-}  # fmt: skip
 
 SHAPES = [
     ((1,), (1,)),

@@ -1,4 +1,4 @@
-"""One instruction form as a kernel on the emulator: each thread loads its operands, runs it, stores the results."""
+"""One instruction form as a kernel: each thread loads its operands, executes the form and stores the results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from gpu_ops.emulator import launch
 from gpu_ops.emulator.instructions import Op
-from gpu_ops.emulator.types import BITS, DTYPE, Array
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
-IMMEDIATE = {"lop3": 3}  # the operand that PTX takes only as a number
+IMMEDIATE = {"lop3": 3}  # the operand that must be an immediate
 BLOCK = 256
 
 
 def run_kernel(form: str, op: Op, operands: Sequence[Array]) -> list[Array]:
-    """The results of ``form`` in a kernel of a thread per element; one element is the same for all threads."""
+    """The results of ``form`` in a kernel with one thread per element; a single element is shared by all threads."""
     n = max(operand.size for operand in operands)
     results = [np.empty(n, DTYPE.get(ptx_type, np.bool_)) for ptx_type in op.writes]
     immediate = IMMEDIATE.get(form.split(".")[0])
@@ -50,7 +50,7 @@ def kernel_text(form: str, op: Op, operands: Sequence[Array]) -> str:
             continue
         body += address(f"a{i}", ptx_type, "%i" if operand.size > 1 else "0")
         if ptx_type == "cc":
-            # set the carry, or the borrow, by an instruction that overflows if the byte is 1
+            # Set the carry or the borrow by an instruction that overflows if the byte is 1.
             body += ["ld.global.u8 %byte, [%at];", "cvt.u32.u16 %carry, %byte;"]
             body.append(
                 "sub.cc.u32 %carry, 0, %carry;" if borrows else "add.cc.u32 %carry, %carry, 0xffffffff;"
@@ -77,14 +77,24 @@ def kernel_text(form: str, op: Op, operands: Sequence[Array]) -> str:
         value = "%byte" if ptx_type in ("pred", "cc") else f"%d{i}"
         stores.append(f"st.global.{_moved(ptx_type)} [%at], {value};")
 
-    return "\n".join([
-        ".version 8.8", ".target sm_90", ".address_size 64",
-        f".visible .entry form({', '.join(parameters)}, .param .u32 n)", "{",
-        ".reg .b64 %at; .reg .b32 %i, %x, %y, %carry; .reg .b16 %byte; .reg .pred %beyond;", *registers,
-        "mov.u32 %i, %ctaid.x; mov.u32 %x, %ntid.x; mov.u32 %y, %tid.x; mad.lo.u32 %i, %i, %x, %y;",
-        "ld.param.u32 %x, [n]; setp.ge.u32 %beyond, %i, %x;", "@%beyond ret;",
-        *body, f"{form} {'|'.join(targets)}, {', '.join(sources)};", *stores, "ret;", "}",
-    ])  # fmt: skip
+    newline = "\n"
+    return f"""
+.version 8.8
+.target sm_90
+.address_size 64
+.visible .entry form({", ".join(parameters)}, .param .u32 n)
+{{
+.reg .b64 %at; .reg .b32 %i, %x, %y, %carry; .reg .b16 %byte; .reg .pred %beyond;
+{newline.join(registers)}
+mov.u32 %i, %ctaid.x; mov.u32 %x, %ntid.x; mov.u32 %y, %tid.x; mad.lo.u32 %i, %i, %x, %y;
+ld.param.u32 %x, [n]; setp.ge.u32 %beyond, %i, %x;
+@%beyond ret;
+{newline.join(body)}
+{form} {"|".join(targets)}, {", ".join(sources)};
+{newline.join(stores)}
+ret;
+}}
+"""
 
 
 def _held(ptx_type: str) -> str:

@@ -1,6 +1,6 @@
-"""Floating-point formats in exact arithmetic: decode bits, round a rational number, compare a form with that.
+"""Floating-point formats in exact arithmetic: decode bits, round rational numbers, compare a form with the result.
 
-Values are Python floats, which hold every value of every format; exact results are Fractions. Results are
+Values are Python floats, which hold every value of every format. Exact results are Fractions. Rounded results are
 bits, with ``NAN`` for any NaN.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from emulator_forms import FORMATS, bits_of, form_op, run_form
 
-from gpu_ops.emulator.types import DTYPE, Array
+from gpu_ops.emulator.syntax import DTYPE, Array
 
 NAN = "NaN"
 
@@ -37,7 +37,7 @@ def decode(element: str, bits: int) -> float:
 
 
 def encode(element: str, value: float, mode: str = "rn") -> int | str:
-    """The bits of a value, rounded where the format does not have it."""
+    """The bits of a value, rounded if the format cannot represent it."""
     exponent, fraction, below = FORMATS[element]
     sign = int(math.copysign(1.0, value) < 0) << exponent + fraction
     if math.isnan(value):
@@ -90,7 +90,7 @@ def flushed_value(element: str, value: float) -> float:
 
 
 def clamped(element: str, bits: int | str, flags: Sequence[str]) -> int | str:
-    """What ``.sat`` or ``.relu``, if among the flags, make of a result."""
+    """A result after ``.sat`` or ``.relu``, if they are among the flags."""
     value = math.nan if bits == NAN else decode(element, bits)
     if "sat" in flags:
         return encode(element, min(value, 1.0) if value > 0 else 0.0)
@@ -100,7 +100,7 @@ def clamped(element: str, bits: int | str, flags: Sequence[str]) -> int | str:
 
 
 def elements(ptx_type: str, array: Array) -> list[int]:
-    """The bits of every element, both of each pair, lower one first."""
+    """The bits of every element, of pairs the lower one first."""
     words = bits_of(array)
     if ptx_type.endswith("x2"):
         return words.view(f"u{words.itemsize // 2}").tolist()
@@ -120,7 +120,7 @@ def is_nan(element: str, bits: int) -> bool:
 
 
 def check_elements(form: str, oracle: Callable[..., int | str], operands: Sequence[Array]) -> None:
-    """Compare a form that works element by element with ``oracle``, from values to bits (integers: numbers)."""
+    """Compare an elementwise form with ``oracle``, which maps values to bits (integers to integers)."""
     op = form_op(form)
     (result,) = run_form(form, *operands)
     rows = list(zip(*(values(t, x) for t, x in zip(op.reads, operands, strict=True)), strict=True))
@@ -130,7 +130,7 @@ def check_elements(form: str, oracle: Callable[..., int | str], operands: Sequen
 def compare(
     form: str, ptx_type: str, result: Array, wanted: Sequence[int | str], rows: Sequence[object]
 ) -> None:
-    """Fail with the first element that differs from what is wanted."""
+    """Fail on the first element that differs."""
     element = ptx_type.removesuffix("x2")
     got = elements(ptx_type, result) if element in FORMATS else result.tolist()
     assert len(got) == len(wanted) > 0
@@ -141,7 +141,7 @@ def compare(
 
 
 def bits_array(ptx_type: str, bits: Sequence[int]) -> Array:
-    """An operand from the bits of its elements; those of pairs lower one first."""
+    """An operand from the bits of its elements, of pairs the lower one first."""
     dtype = DTYPE[ptx_type]
     size = dtype.itemsize // (2 if ptx_type.endswith("x2") else 1)
     return np.array(bits, f"u{size}").view(dtype)

@@ -1,6 +1,6 @@
-"""Where the elements of tensor-core fragments lie, as the PTX document states it: one formula per shape.
+"""The layout of tensor-core fragments as in the PTX document: one formula per shape.
 
-The emulator uses one law for all shapes; the tests hold it against these.
+The emulator uses one rule for all shapes; the tests compare it with these formulas.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 #: Bits of an element in a register.
-WIDTH = {
-    "f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1
-}  # fmt: skip
+WIDTH = {"f64": 64, "tf32": 32, "b1": 1}
+WIDTH |= dict.fromkeys(("f16", "bf16"), 16) | dict.fromkeys(("e4m3", "e5m2", "s8", "u8"), 8)
+WIDTH |= dict.fromkeys(("s4", "u4"), 4)
 
 #: (shape, bits) -> places of element i of a lane's A fragment, (row, column), and of its B fragment, (k, n);
 #: g = lane / 4, t = lane % 4.

@@ -1,4 +1,4 @@
-"""Profiles of the kernels in cuda/profile.cu, and what is asked of them."""
+"""Profiles of the kernels in cuda/profile.cu, and lookups in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def profiled(name, grid, block, args, **options):
 
 
 def line_of(text):
-    """The number of the only line of SOURCE that has this text."""
+    """The number of the only line of SOURCE with this text."""
     (found,) = [n for n, line in enumerate(SOURCE.splitlines(), 1) if text in line]
     return found
 

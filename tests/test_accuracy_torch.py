@@ -75,6 +75,7 @@ CASES = {  # inputs, torch, ours
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_torch(name, rng):
     torch = pytest.importorskip("torch", reason="pip install torch (CPU) to compare with it")

@@ -141,6 +141,7 @@ def test_varlen_backward_equals_finite_differences():
 # ---- torch ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("seqlens", [(8, 8), (5, 9), (9, 5)])
 @pytest.mark.parametrize("kind", ["full", "causal", "band", "bias"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])

@@ -13,8 +13,10 @@ from gpu_ops.core.device import EmulatorDevice, compiler_missing
 from gpu_ops.kernels.compiler import toolkit
 from gpu_ops.kernels.compiler.jit import compile_kernel
 from gpu_ops.kernels.lower import attention as kernels
+from gpu_ops.kernels.program import Tensor
 from scripts.inspect_kernels import sass
 from scripts.inspect_loops import iterations
+from tests.programs import run_program
 
 if compiler_missing("raw"):
     pytest.skip(str(compiler_missing("raw")), allow_module_level=True)
@@ -29,13 +31,17 @@ class Sampler(EmulatorDevice):
         super().__init__()
         self.blocks = blocks
 
-    def launch(self, kernel, grid, block, args, *, shared=0):
-        compiled = compile_kernel(kernel, self.arch)
-        self.defines = dict(kernel.defines)
-        self.grid = grid
+    def _launch(self, launch, views):
+        compiled = compile_kernel(launch.kernel, self.limits.arch)
+        self.defines = dict(launch.kernel.defines)
+        self.grid = launch.grid
+        args = [views[a.name] if isinstance(a, Tensor) else a for a in launch.arguments]
         buffers = [self._buffer(a) if isinstance(a, np.ndarray) else a for a in args]
-        options = {"shared": shared, "arch": self.arch, "sample": [b % grid[0] for b in self.blocks]}
-        self.profile = emulator.profile(compiled.ptx, compiled.entry, grid, block, buffers, **options)
+        options = {"shared": launch.shared, "arch": self.limits.arch}
+        options["sample"] = [b % launch.grid[0] for b in self.blocks]
+        self.profile = emulator.profile(
+            compiled.ptx, compiled.entry, launch.grid, launch.block, buffers, **options
+        )
 
 
 def shared(one, batch, heads):
@@ -44,6 +50,15 @@ def shared(one, batch, heads):
     return np.lib.stride_tricks.as_strided(
         one, (batch, seqlen, heads, head_dim), (0, one.strides[1], 0, one.itemsize)
     )
+
+
+def run(device, arrays, **options):
+    """Only out, no lse."""
+    seqlens = {"max_seqlen_q": arrays["q"].shape[1], "max_seqlen_k": arrays["k"].shape[1]}
+    defaults = {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "layout": "bshd"}
+    scale = {"softmax_scale": arrays["q"].shape[3] ** -0.5}
+    options = {**defaults, **scale, **seqlens, **options}
+    run_program("attention", "raw", arrays, options, device=device)
 
 
 def sampled(blocks, seqlen, head_dim, dtype=BF16, *, causal=False, heads=16, batch=4):
@@ -56,9 +71,7 @@ def sampled(blocks, seqlen, head_dim, dtype=BF16, *, causal=False, heads=16, bat
         device.name(name, one)
         arrays[name] = np.broadcast_to(one, (batch, seqlen, heads, head_dim))
     out = shared(device.empty((1, seqlen, 1, head_dim), dtype, "out"), batch, heads)
-    sizes = {"max_seqlen_q": seqlen, "max_seqlen_k": seqlen, "softmax_scale": head_dim**-0.5}
-    more = {"right": 0} if causal else {}
-    kernels.forward(device, "raw", *arrays.values(), out, None, **sizes, **more)
+    run(device, arrays | {"out": out}, causal=causal)
     return device
 
 
@@ -149,8 +162,7 @@ def test_a_window_does_not_look_at_what_it_hides():
     arrays = dict.fromkeys(("q", "k", "v"), np.broadcast_to(x, (4, 4096, 16, 64)))
     device.name("qkv", x)
     out = shared(device.empty(x.shape, BF16, "out"), 4, 16)
-    sizes = {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "softmax_scale": 0.125}
-    kernels.forward(device, "raw", *arrays.values(), out, None, **sizes, left=64, right=0)
+    run(device, arrays | {"out": out}, window_size=(64, 0))
     (read,) = (b.bytes_read for b in device.profile.buffers if b.name == "qkv")
     block_m, block_n = device.defines["BLOCK_M"], device.defines["BLOCK_N"]
     keys = block_m + 64 + 2 * block_n
@@ -164,10 +176,8 @@ class Sparse(EmulatorDevice):
         super().__init__()
         self.memory = memory
 
-    def launch(self, kernel, grid, block, args, *, shared=0):
-        whole = {self.memory.ctypes.data: self.memory}
-        args = [whole.get(a.ctypes.data, a) if isinstance(a, np.ndarray) else a for a in args]
-        super().launch(kernel, grid, block, args, shared=shared)
+    def _buffer(self, array):
+        return super()._buffer(self.memory if array.ctypes.data == self.memory.ctypes.data else array)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +196,5 @@ def test_offsets_have_64_bits(which, far):
     far_away = near | {which: np.lib.stride_tricks.as_strided(memory, shape, [2 * n for n in strides])}
     far_away[which][...] = near[which]
     for device, arrays in ((Sparse(memory), far_away), (EmulatorDevice(), near)):
-        sizes = {"max_seqlen_q": shape[1], "max_seqlen_k": shape[1], "softmax_scale": 0.2, "right": 0}
-        kernels.forward(device, "raw", *arrays.values(), None, **sizes)
+        run(device, arrays, softmax_scale=0.2, causal=True)
     assert far_away["out"].tobytes() == near["out"].tobytes()

@@ -257,7 +257,8 @@ def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
 def test_two_processes_at_once(tmp_path):
     """Each writes the same file 300 times; readers meanwhile see a whole one of either."""
     code = (
-        "import sys; from gpu_ops.kernels.lower import tuning; from gpu_ops.kernels.lower.attention_tuning import SPACE\n"
+        "import sys; from gpu_ops.kernels.lower import tuning\n"
+        "from gpu_ops.kernels.lower.attention_tuning import SPACE\n"
         "from gpu_ops.kernels.lower.attention_config import DeviceLimits, Problem\n"
         "asked = tuning.Asked(SPACE, Problem(2, 1, 8, 8, 256, 256, 64, 64), DeviceLimits(56, 2**17), 'card', None)\n"
         "tuning.source_key = lambda *stems: 'sources'\n"

@@ -96,7 +96,7 @@ def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
 
 
 def test_the_emulators_ufuncs_are_loaded_by_a_process_that_compiles_nothing(tmp_path):
-    code = "from gpu_ops.emulator.instructions.fma import fma; print(fma(2.0, 3.0, 0.5))"
+    code = "from gpu_ops.emulator.instructions.elements import fma; print(fma(2.0, 3.0, 0.5))"
     for _ in range(2):
         assert finish(start(tmp_path, code))[0] == "6.5"
     assert len(entries(tmp_path)) == 2  # float32 and float64

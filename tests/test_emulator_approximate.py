@@ -1,4 +1,4 @@
-"""Approximate instructions of the emulator: the nearest value, and the special values of the documentation."""
+"""Approximate instructions return the nearest value, and special values as documented."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from emulator_forms import edges, expand, form_op, operands_of, run_form
+from emulator_forms import edges, expand, operands_of, run_form
 from emulator_rounding import NAN, check_elements, encode, flushed, flushed_value, rounded
-
-from gpu_ops.emulator.instructions import Unknown
 
 INF = math.inf
 
@@ -68,7 +66,7 @@ def check(form, function, operands):
 def test_nearest_value(form, rng):
     opcode, *_, ptx_type = form.split(".")
     operands = [edges(ptx_type, rng, 600)]
-    if ptx_type == "f32":  # random bits are mostly too large or too small for these functions
+    if ptx_type == "f32":  # most random bits are too large or too small for these functions
         operands[0] = np.concatenate([operands[0], rng.normal(0, 8, 400).astype(np.float32)])
     check(form, FUNCTIONS[opcode], operands)
 
@@ -89,7 +87,7 @@ def test_division(form, rng):
 
 
 def upper_word(function):
-    """Of the upper 32 bits, with 20 bits of fraction in the result."""
+    """The function of the upper 32 bits, with 20 fraction bits in the result."""
 
     def oracle(x):
         if math.isnan(x):
@@ -143,17 +141,7 @@ def test_special_values(form, operand, result):
 
 
 def test_quotients_that_float64_would_round_twice_have_the_nearest_value(rng):
-    """The oracle of the division relies on it: quotients of 24 bits are never that near to a tie."""
+    """The division oracle relies on this: quotients of 24-bit numbers are never that close to a tie."""
     a, b = (rng.integers(1 << 23, 1 << 24, 2000).tolist() for _ in range(2))
     for x, y in zip(a, b, strict=True):
         assert encode("f32", x / y) == rounded("f32", Fraction(x, y), "rn")
-
-
-@pytest.mark.parametrize(
-    "form",
-    ["ex2.f32", "ex2.approx.bf16", "ex2.approx.ftz.f16", "tanh.approx.ftz.f32", "sin.approx.f64", "rcp.approx.f64",
-     "div.approx.f64", "div.approx.full.f32", "sqrt.full.f32", "lg2.approx.f16", "rsqrt.rn.f32"],
-)  # fmt: skip
-def test_forms_that_ptx_has_not(form):
-    with pytest.raises(Unknown, match=form):
-        form_op(form)

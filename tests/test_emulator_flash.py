@@ -1,4 +1,4 @@
-"""A whole flash-attention kernel on tensor cores, as real ones are written, on the emulator."""
+"""A complete flash-attention kernel on tensor cores, written like production kernels."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_it_is_attention(rng, arch):
     q, k, v = (random(rng, (n, 64), BF16) for n in (512, 192, 192))
     out = np.empty_like(q)
     attention(q, k, v, emulator.Buffer(out, "out", written=False), arch=arch)
-    # P is rounded to bfloat16 before it meets V, the result once more: two half units of 2^-8, of values below 4.
+    # P and the result are rounded to bfloat16: two half units of 2^-8, for values below 4.
     np.testing.assert_allclose(out.astype(np.float64), exact(q, k, v), atol=2 * 2**-9 * 4, rtol=0)
 
 
-# Each line is one that a kernel writer may well forget.
+# Lines that are easy to forget.
 FAULTS = {
     "the barrier before tiles are overwritten": (
         "        __syncthreads();  // everybody is done with the last tiles\n",

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from emulator_forms import check_form, edges, expand, form_op, operands_of, pack, run_form
 
-from gpu_ops.emulator.instructions import Unknown, lookup, semantics
-from gpu_ops.emulator.types import BITS
+from gpu_ops.emulator.syntax import BITS
 
 WORDS = "{u16,u32,u64,s16,s32,s64}"
 LONG = "{u32,s32,u64,s64}"
@@ -28,7 +27,7 @@ def signed(value, width):
 
 
 def on_halves(function, is_signed):
-    """A definition on 16-bit values applied to both halves of 32-bit operands."""
+    """Apply a definition on 16-bit values to both halves of 32-bit operands."""
 
     def both(*words):
         low, high = (
@@ -115,7 +114,7 @@ def test_carry_of_product(form, rng):
 
 
 def test_carries_chain_to_wide_integers(rng):
-    """128-bit sums, differences and products from 32-bit instructions, as compilers write them."""
+    """128-bit sums, differences and products from 32-bit instructions, as compilers generate them."""
     a, b = ([int.from_bytes(rng.bytes(16), "little") for _ in range(200)] for _ in range(2))
     a[:3], b[:3] = [(1 << 128) - 1, 0, 1 << 64], [1, 1, (1 << 64) + 1]
 
@@ -133,7 +132,7 @@ def test_carries_chain_to_wide_integers(rng):
             words.append(word)
         assert value(words) == [(x + sign * y) % (1 << 128) for x, y in zip(a, b, strict=True)]
 
-    # a (4 limbs) times the lowest limb of b, added to b: one chain of low, one of high halves.
+    # a (4 limbs) times the lowest limb of b, added to b: a chain of low halves and a chain of high halves.
     factor, total = limbs(b)[0], [*limbs(b), pack("u32", [0] * len(b))]
     for part, offset in (("lo", 0), ("hi", 1)):
         carry = ()
@@ -300,36 +299,3 @@ def test_mask(form, rng):
         return sum(1 << i for i in range(32) if start <= i < start + min(width, 32))
 
     check_form(form, oracle, operands_of(form, rng))
-
-
-@pytest.mark.parametrize(
-    "form",
-    expand(
-        "add",
-        "add.{b32,cc.u16,sat.u32,sat.cc.s32}",
-        "sub.{u16x2,s16x2,sat.s64}",
-        "addc",
-        "addc.{u16,sat.s32}",
-    )
-    + expand(
-        "mul.u32", "mul.wide.{u64,s64}", "mul.hi.sat.s32", "mad.{lo.sat.s32,hi.sat.u32,cc.u32,wide.cc.u32}"
-    )
-    + expand("{mul24,mad24}.lo.u64", "mad24.lo.sat.s32", "madc.wide.u32", "sad.u16x2", "{div,rem}.u16x2")
-    + expand("{abs,neg}.{u32,s16x2}", "{min,max}.relu.{u32,s64,u16x2}", "min.b32", "dp4a.u32", "dp2a.u32.u32")
-    + expand("{popc,clz,brev}.{u32,b16}", "bfind", "bfind.{b32,u16}", "fns.u32", "bfe.{b32,u16}", "bfi.u32")
-    + expand("szext.u32", "szext.wrap.b32", "bmsk.b32", "bmsk.clamp.u32"),
-)
-def test_unknown_form(form):
-    opcode, *modifiers = form.split(".")
-    with pytest.raises(Unknown, match=opcode):
-        lookup(opcode, tuple(modifiers))
-
-
-def test_unknown_opcode():
-    with pytest.raises(Unknown, match=r"^frobnicate\.u32$"):
-        lookup("frobnicate", ("u32",))
-
-
-def test_two_factories_of_one_form_are_refused():
-    with pytest.raises(ValueError, match=r"add of type s32"):
-        semantics("add", types=("s32",))(lambda opcode, modifiers: lookup(opcode, modifiers))

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix and movmatrix against explicit loops, and feeding mma as a kernel does."""
+"""ldmatrix, stmatrix and movmatrix against explicit loops, and together with mma as in a kernel."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_stmatrix_of_bytes(count, rng):
 
 @pytest.mark.parametrize("b_is_kn", [False, True])
 def test_ldmatrix_feeds_mma_and_stmatrix_takes_its_result(b_is_kn, rng):
-    """A tile product as a kernel writes it: A [16, 16], B [16, 8] or [8, 16], D [16, 8] in float16."""
+    """A tile product as in a kernel: A [16, 16], B [16, 8] or [8, 16], D [16, 8] in float16."""
     a = rng.integers(-8, 8, (2, 16, 16)).astype(np.float16)
     b = rng.integers(-8, 8, (2, 16, 8)).astype(np.float16)
     # Lane i gives ldmatrix.x4 the row of A that starts at (i % 16, 8 (i / 16)).

@@ -1,4 +1,4 @@
-"""The emulator runs compiled CUDA C++ as CUDA says: parting and meeting threads, barriers, calls, memory."""
+"""The emulator runs compiled CUDA C++ as CUDA defines it: divergence, barriers, calls, memory, launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120
 
 
 def run(case, arch="sm_80", **options):
-    """Run a launch and compare everything it says about its arguments."""
+    """Run a launch and compare its arguments with the expected contents."""
     launch(SOURCE, case.name, case.grid, case.block, case.args, arch=arch, **options)
     for i, expected in case.expected.items():
         np.testing.assert_array_equal(
@@ -31,7 +31,7 @@ def run(case, arch="sm_80", **options):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel(name, arch):
-    """sm_100 and later are compiled by a newer NVVM, which writes PTX differently."""
+    """A newer NVVM compiles sm_100 and later, and generates different PTX."""
     run(CASES[name](), arch)
 
 
@@ -69,7 +69,7 @@ def test_sample_runs_chosen_blocks_only():
 
 
 def test_launches_leave_nothing_behind():
-    """Module variables and shared memory are fresh for each launch."""
+    """Each launch gets new module variables and shared memory."""
     for _ in range(2):
         run(CASES["globals"]())
 

@@ -18,7 +18,7 @@ THREADS = 64
 
 
 def reverse_blocks(x, y):
-    """Through shared memory; the last block is not full."""
+    """Reverses each block through shared memory; the last block is not full."""
     s = cuda.shared.array(THREADS, float32)
     t = cuda.threadIdx.x
     i = cuda.grid(1)
@@ -115,7 +115,7 @@ def test_local_memory(rng):
 
 
 def test_strided_arrays(rng):
-    """A view is read by its strides, and its gaps are not touched."""
+    """A view is read by its strides, and its gaps are not accessed."""
     x = rng.standard_normal((2 * 19, 3 * 11))[::-2, 1::3]
     y = np.zeros((11, 19), order="F")
     run(transpose, "void(float64[:,:], float64[:,:])", (3, 2), (8, 8), (x, y))
@@ -139,7 +139,7 @@ def test_shuffles(rng):
 
 
 def test_float64_functions(rng):
-    """As accurate as the libraries are: a few units in the last place."""
+    """As accurate as the libraries: a few units in the last place."""
     x = np.append(rng.uniform(-8, 8, 90), [0.0, -0.0, 1e-300, 700.0, -700.0, 1e5])
     y = np.zeros((6, x.size))
     run(functions, "void(float64[::1], float64[:,::1])", 2, 64, (x, y))

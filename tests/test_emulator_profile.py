@@ -1,4 +1,4 @@
-"""Work in the emulator's profile: exact counts of instructions and operations; recording and printing."""
+"""The emulator's profile: exact counts of instructions and operations; recording and printing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_asynchronous_copies():
     assert p.barriers == 1
 
 
-def test_local_memory():
+def test_local_bytes():
     p = profiled("indexed", 1, 32, (np.arange(8, dtype=np.int32), np.zeros(32, np.int32)))
     assert p.counts.local_bytes == 32 * (8 + 1) * 4
 
@@ -180,7 +180,7 @@ def test_a_guard_that_is_false_issues_for_no_lane():
     some, none = only(p, "mul.lo"), only(p, "mad.lo")
     assert (some.warps, some.lanes) == (2, 10)
     assert (none.warps, none.lanes) == (2, 0)
-    odd = only(p, "sub.s32")  # of those that have not returned
+    odd = only(p, "sub.s32")  # only lanes that have not returned
     assert (odd.warps, odd.lanes) == (1, 10)
 
 
@@ -193,7 +193,7 @@ def test_lanes_that_wait_for_others_count_once():
 
 def test_a_branch_of_several_ways():
     p = emulator.profile(PTX, "ways", 1, 64, ())
-    assert only(p, "brx").divergent == 2 * 3  # 0, 1, 2, 3 part three times
+    assert only(p, "brx").divergent == 2 * 3  # four targets split a warp three times
     assert {line.where for line in p.lines()} >= {f"PTX line {only(p, 'brx').ptx_line}"}
 
 
@@ -209,7 +209,7 @@ def test_a_mangled_name_is_read(name):
 def test_recording():
     x = np.ones(64, np.float32)
     with emulator.record() as outer:
-        profiled("in_place", 1, 64, (x,))  # keeps its profile to itself
+        profiled("in_place", 1, 64, (x,))  # records its profile separately
         emulator.launch(SOURCE, "in_place", 1, 64, (x,))
         with pytest.raises(emulator.SanitizerError):
             emulator.launch(SOURCE, "in_place", 2, 64, (x,))

@@ -1,4 +1,4 @@
-"""The race detector against brute force: random programs, and an oracle that keeps every access and vector clocks."""
+"""The race detector against brute force: random programs, and an oracle with every access and vector clocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ THREADS, LOCATIONS = 96, 3
 NONE, READ, WRITE, ATOMIC = range(4)
 BLOCK_BARRIER, WARP_BARRIER = 256, 512  # bits of a word beside kind and location
 
-# Each step a thread takes its word: the barriers it says, then the access. The locations exist from the start.
+# In each step a thread reads its word and executes the barriers in it, then the access. Locations are initialised
+# first.
 PTX = """
 .version 8.0
 .target sm_80
@@ -82,7 +83,7 @@ def conflict(a, b):
 
 def first_race(words):
     """(thread, kind, the accesses it races with) of the first access in execution order that races, or None."""
-    known = np.zeros((THREADS, THREADS), np.int64)  # what each thread knows of the others' clocks
+    known = np.zeros((THREADS, THREADS), np.int64)  # each thread's view of the others' clocks
     known[np.diag_indices(THREADS)] = 1
     past = [[] for _ in range(LOCATIONS)]
 
@@ -107,7 +108,7 @@ def first_race(words):
 
 
 def random_program(rng):
-    """Few threads touch few locations, with enough barriers that about half of the programs are clean."""
+    """Few threads access few locations, with enough barriers that about half of the programs have no race."""
     steps = int(rng.integers(2, 9))
     words = np.zeros((steps, THREADS), np.int32)
     barriers, writers = rng.choice([0.2, 0.5, 0.8]), rng.choice([0.1, 0.3, 0.5])
@@ -124,7 +125,7 @@ def random_program(rng):
 
 
 def report(words):
-    """What the sanitizer says, in the form of ``first_race``: the other access is one."""
+    """The sanitizer's report in the form of ``first_race``, with a single other access."""
     error = None
     try:
         launch(PTX, "k", 1, THREADS, (words, len(words)))
@@ -150,7 +151,7 @@ def test_no_false_alarm_and_none_missed(seed):
             racy += 1
             assert found[:2] == expected[:2]
             assert found[2] in expected[2], (words.tolist(), expected, found)
-    assert 30 <= racy <= 120  # both kinds of programs were tried
+    assert 30 <= racy <= 120  # programs with and without races
 
 
 def program(*steps):

@@ -1,4 +1,4 @@
-"""The sanitizer finds planted bugs, names their line and thread, and is silent about the kernels without them."""
+"""The sanitizer finds planted bugs, names their line and thread, and reports nothing for the corrected kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests import emulator_bugs, emulator_bugs_order
 pytest.importorskip("cuda.bindings.nvrtc")
 
 BUGS = [*emulator_bugs.BUGS, *emulator_bugs_order.BUGS]
-LINE = re.compile(r"kernel\.cu:(\d+)\)")  # of a chain of inlined calls the outermost
+LINE = re.compile(r"kernel\.cu:(\d+)\)")  # the outermost line of a chain of inlined calls
 
 
-# What the machine finds by itself; a gap in a strided array takes the sanitizer.
+# Faults that the machine finds itself; a gap in a strided array needs the sanitizer.
 ALWAYS = {"out of bounds", "misaligned", "write to a read-only argument", "deadlock", "livelock", "trap"}
 ALSO_ALWAYS, NOT_ALWAYS = {"barriers of one warp in both branches"}, {"gap between rows read"}
 
@@ -81,7 +81,7 @@ ADD = 'extern "C" __global__ void k(float* y) { atomicAdd(y, 1.f); }'
 )
 @pytest.mark.parametrize("memory", ["bytes", "file"])
 def test_what_is_read_only_stays_as_it_is(source, verb, memory, sanitize, tmp_path):
-    """An immutable object would change, a mapped file end the process."""
+    """A write would change an immutable object, or end the process for a mapped file."""
     given = bytes(256)
     y = np.frombuffer(given, np.float32)
     if memory == "file":
@@ -95,7 +95,7 @@ def test_what_is_read_only_stays_as_it_is(source, verb, memory, sanitize, tmp_pa
 
 
 def test_a_read_only_view_of_what_may_be_written():
-    """`out=x` where one of the two is a read-only view: the memory is not."""
+    """`out=x` where one of the two is a read-only view of writable memory."""
     y = np.zeros(64, np.float32)
     x = y[:]
     x.flags.writeable = False
@@ -119,7 +119,7 @@ extern "C" __global__ void k(volatile int* flag, int* y) {
 
 
 def test_a_loop_of_atomics_is_none(monkeypatch):
-    """Its rounds look alike, but registers change."""
+    """The rounds look alike, but registers change."""
     monkeypatch.setattr(machine, "_REPEATS", 2)
     source = """
 extern "C" __global__ void k(int* y, int n) {

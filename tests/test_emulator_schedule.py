@@ -1,4 +1,4 @@
-"""Lanes that meet in random parts of their warp, at several places, while others poll or end: nobody gets stuck."""
+"""Random subsets of a warp meet at several places while other lanes poll or end: no lane gets stuck."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gpu_ops.emulator import SanitizerError, launch
 
 THREADS = 96
 
-# Each lane goes through its own list of meetings. A meeting has the mask of its lanes and one of four places; a lane
-# that comes counts itself, and must find all of them counted when the meeting lets it go.
+# Each lane goes through its own list of meetings. A meeting has a mask of lanes and one of four places. A lane that
+# arrives increments a counter, and must find all lanes counted when the meeting releases it.
 PTX = """
 .version 8.0
 .target sm_80
@@ -58,7 +58,7 @@ MET:
 
 
 def meetings(rng, number):
-    """(lists of each lane, masks, how many meet), such that meeting after meeting all can come."""
+    """(meetings of each lane, masks, sizes), in an order in which every meeting can take place."""
     masks, sizes = np.zeros(number, np.uint32), np.zeros(number, np.int64)
     lists = [[] for _ in range(THREADS)]
     last = rng.integers(0, 2 * number, THREADS)  # the meeting from which on a lane has ended
@@ -67,7 +67,7 @@ def meetings(rng, number):
         lanes = np.flatnonzero(rng.random(32) < rng.choice([0.1, 0.5, 1.0]))
         ended = [lane for lane in lanes if last[32 * warp + lane] <= event]
         coming = [lane for lane in lanes if last[32 * warp + lane] > event]
-        named = coming + ended if rng.random() < 0.5 else coming  # one that has ended may be named
+        named = coming + ended if rng.random() < 0.5 else coming  # the mask may name lanes that have ended
         masks[event] = sum(1 << int(lane) for lane in named)
         sizes[event] = len(coming)
         for lane in coming:
@@ -90,7 +90,7 @@ def test_all_meet_and_nobody_is_stuck(seed):
 
 
 def test_a_lane_that_never_comes_is_reported():
-    """Lane 3 is named by a meeting that it does not go to, and waits for one that cannot happen."""
+    """A mask names lane 3, which never arrives because it waits for a meeting that cannot take place."""
     table = np.full((3, THREADS), -1, np.int32)
     table[0, :3], table[0, 3] = 0, 1
     table[1, 0] = 1

@@ -1,4 +1,4 @@
-"""Memory in the emulator's profile: sectors, footprints, bank conflicts, against counts known or made anew."""
+"""Memory in the emulator's profile: sectors, footprints and bank conflicts, against known or recomputed counts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def test_sectors_of_a_load_of_floats(stride, offset, sectors):
     assert line.sectors == 2 * (sectors + 4)
 
 
-@pytest.mark.parametrize(("name", "dtype", "width", "sectors"), [
-    ("gather2", np.int16, 1, 2),
-    ("gather4", np.float32, 1, 4),
-    ("gather8", np.float32, 2, 8),
-    ("gather16", np.float32, 4, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "width", "sectors"),
+    [
+        ("gather2", np.int16, 1, 2),
+        ("gather4", np.float32, 1, 4),
+        ("gather8", np.float32, 2, 8),
+        ("gather16", np.float32, 4, 16),
+    ],
+)
 def test_wide_loads_are_as_good(name, dtype, width, sectors):
     x, y = np.ones((64, width), dtype), np.zeros((64, width), dtype)
     p = profiled(name, 1, 64, (*named(x, y), np.arange(64, dtype=np.int32)))
@@ -110,7 +113,7 @@ def test_in_place():
     assert p.dram_bytes == sum(p.moved(0)) == 2048
 
 
-def test_atomics():
+def test_sectors_of_atomics():
     x, counts = np.zeros(64, np.int32), np.zeros(8, np.int32)
     x[5] = 7
     p = profiled("histogram", 1, 64, (x, emulator.Buffer(counts, "counts")))
@@ -143,21 +146,24 @@ def shared_load(name, index, count=2048):
 lane = np.arange(32)
 
 
-@pytest.mark.parametrize(("name", "index", "waves", "replays", "ideal"), [
-    ("shared4", lane, 1, 0, 1),
-    ("shared4", lane * 32, 32, 31, 1),  # a column of a tile of 32
-    ("shared4", lane * 33, 1, 0, 1),  # of a padded one
-    ("shared4", lane * 2, 2, 1, 1),
-    ("shared4", lane * 0, 1, 0, 1),  # broadcast
-    ("shared4", lane // 2 * 32, 16, 15, 1),  # pairs of lanes share words
-    ("shared1", lane, 1, 0, 1),  # four lanes in a word
-    ("shared8", lane, 2, 0, 2),
-    ("shared8", lane * 0, 2, 0, 2),
-    ("shared16", lane, 4, 0, 4),
-    ("shared16", lane * 8, 32, 28, 4),  # rows of 128 bytes
-    ("shared16", lane * 9, 4, 0, 4),  # of 144
-    ("shared16", lane * 8 + lane % 8, 4, 0, 4),  # swizzled
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "index", "waves", "replays", "ideal"),
+    [
+        ("shared4", lane, 1, 0, 1),
+        ("shared4", lane * 32, 32, 31, 1),  # a column of a tile of 32
+        ("shared4", lane * 33, 1, 0, 1),  # of a padded one
+        ("shared4", lane * 2, 2, 1, 1),
+        ("shared4", lane * 0, 1, 0, 1),  # broadcast
+        ("shared4", lane // 2 * 32, 16, 15, 1),  # pairs of lanes share words
+        ("shared1", lane, 1, 0, 1),  # four lanes in a word
+        ("shared8", lane, 2, 0, 2),
+        ("shared8", lane * 0, 2, 0, 2),
+        ("shared16", lane, 4, 0, 4),
+        ("shared16", lane * 8, 32, 28, 4),  # rows of 128 bytes
+        ("shared16", lane * 9, 4, 0, 4),  # of 144
+        ("shared16", lane * 8 + lane % 8, 4, 0, 4),  # swizzled
+    ],
+)
 def test_bank_conflicts(name, index, waves, replays, ideal):
     found = shared_load(name, index)
     assert (found.shared_requests, found.waves, found.replays, found.ideal_waves) == (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_ops.emulator.instructions import Unknown
-from gpu_ops.emulator.instructions.warp import (
+from gpu_ops.emulator.instructions.warp_ops import (
     UNDEFINED,
     activemask,
     elect,
@@ -40,7 +39,7 @@ def frozen(*arrays):
 
 
 def cuda_source(mode, lane, argument, width):
-    """Lane that __shfl_*_sync(..., argument, width) reads, or None: it keeps its own value."""
+    """The lane that __shfl_*_sync(..., argument, width) reads, or None if it keeps its own value."""
     first, place = lane // width * width, lane % width
     if mode == "up":
         return lane - argument if place >= argument else None
@@ -53,7 +52,7 @@ def cuda_source(mode, lane, argument, width):
 
 
 def ptx_source(mode, lane, b, c):
-    """The pseudocode of the PTX document, one lane: (source, in range)."""
+    """The pseudocode of the PTX document for one lane: (source, in range)."""
     bval, cval, mask = b & 0x1F, c & 0x1F, c >> 8 & 0x1F
     low = lane & mask
     high = (lane & mask) | (cval & ~mask)
@@ -97,7 +96,7 @@ def test_shfl_with_different_operands_in_every_lane(mode, rng):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("uniform", [True, False])
 def test_shfl_from_a_lane_that_takes_no_part_is_undefined(mode, uniform, rng):
-    """Lanes that do not execute, or that are not in the reading lane's mask."""
+    """Lanes that do not execute, or are not in the mask of the reading lane."""
     a, active = bits(rng, 6), rng.random((6, 32)) < 0.7
     members = rng.choice(bits(rng, 1)[0, :3], (6, 32)) | np.uint32(1) << np.arange(32, dtype=np.uint32)
     b = everywhere(6, 5) if uniform else bits(rng, 6)
@@ -127,7 +126,7 @@ def partitions(rng, warps):
 
 
 def cases(rng):
-    """(members, active): one mask for all, with lanes outside it that execute or not; several masks in a warp."""
+    """(members, active): one mask for all, with or without executing lanes outside it; several masks in a warp."""
     lanes = np.arange(32, dtype=np.uint32)
     yield everywhere(4), all_active(4)
     yield everywhere(4), rng.random((4, 32)) < 0.5
@@ -139,7 +138,7 @@ def cases(rng):
 
 
 def group_of(w, lane, members, active):
-    """The lanes that take part with this one: those that execute with the same mask."""
+    """The lanes in the group of this one: those that execute with the same mask."""
     return [
         i for i in range(32) if active[w, i] and members[w, i] == members[w, lane] and members[w, i] >> i & 1
     ]
@@ -241,26 +240,10 @@ def test_elect_and_activemask(rng):
 
 
 def test_many_warps(rng):
-    """As many as a large grid holds at once: the same as each by itself."""
+    """As many warps as a large batch has: the same as each warp by itself."""
     a, members, active = bits(rng, 2048), everywhere(2048), all_active(2048)
     d, p = shfl("bfly", a, everywhere(2048, 16), everywhere(2048, 0x1F), members, active)
     np.testing.assert_array_equal(d, np.roll(a, 16, axis=1))
     assert p.all()
     total = redux("add", "u32", a, members, active)
     np.testing.assert_array_equal(total[:, 7], a.sum(axis=1) % 2**32)
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("shfl.sync.rotate", lambda x, on: shfl("rotate", x, x, x, x, on)),
-        ("vote.sync.none", lambda x, on: vote("none", on, x, on)),
-        ("match.some.sync", lambda x, on: match("some", x, x, on)),
-        ("redux.sync.mul.u32", lambda x, on: redux("mul", "u32", x, x, on)),
-        ("redux.sync.add.b32", lambda x, on: redux("add", "b32", x, x, on)),
-        ("redux.sync.and.u32", lambda x, on: redux("and", "u32", x, x, on)),
-    ],
-)
-def test_unknown_forms_are_named(name, call):
-    with pytest.raises(Unknown, match=name):
-        call(everywhere(1), all_active(1))

@@ -26,16 +26,18 @@ def python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_import_is_quick_and_loads_nothing_heavy():
-    """0.05 s over NumPy's own 0.08 s on a 2026 server core. CPU time: a busy machine must not fail it."""
+def test_import_loads_few_modules_and_nothing_heavy():
+    """Beside NumPy's and our own, 25 small ones: what an import costs is the modules it executes."""
     code = (
-        "import sys, time, json, numpy; before = set(sys.modules); start = time.process_time(); import gpu_ops; "
-        "seconds = time.process_time() - start; "
-        "print(json.dumps([seconds, sorted({m.partition('.')[0] for m in set(sys.modules) - before})]))"
+        "import sys, json, numpy; before = set(sys.modules); import gpu_ops; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
-    runs = [json.loads(python(code)) for _ in range(5)]
-    assert min(seconds for seconds, _ in runs) < 0.15
-    assert not HEAVY & set(runs[0][1])
+    loaded = json.loads(python(code))
+    assert not HEAVY & {name.partition(".")[0] for name in loaded}
+    ours = [name for name in loaded if name.partition(".")[0] == "gpu_ops"]
+    assert len(loaded) - len(ours) <= 40, sorted(set(loaded) - set(ours))
+    # kernels are imported by the calls that need them
+    assert not [name for name in ours if name.startswith(("gpu_ops.kernels.numba", "gpu_ops.emulator"))]
 
 
 def test_looking_around_loads_nothing_heavy():
@@ -46,7 +48,9 @@ def test_looking_around_loads_nothing_heavy():
     assert not HEAVY & {name.partition(".")[0] for name in python(code).split()}
 
 
-@pytest.mark.parametrize("module", sorted(op for op in OPS if (ROOT / "gpu_ops" / "ops" / f"{op}.py").is_file()))
+@pytest.mark.parametrize(
+    "module", sorted(op for op in OPS if (ROOT / "gpu_ops" / "ops" / f"{op}.py").is_file())
+)
 @pytest.mark.parametrize(
     "how", ["import gpu_ops.ops.{0}", "from gpu_ops.ops.{0} import *", "from gpu_ops import {0}"]
 )

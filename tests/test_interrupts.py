@@ -63,25 +63,69 @@ def test_anywhere_in_a_launch():
 
 
 FIRST = """
-import signal, numpy as np, gpu_ops
+import sys, numpy as np, gpu_ops
 x = np.linspace(-1, 1, 128, dtype=np.float32).reshape(4, 32)
-signal.signal(signal.SIGALRM, signal.default_int_handler)
+left = COUNT
+
+def look(frame, event, argument):
+    \"\"\"Ctrl-C when the interpreter enters a function of a file for the COUNT-th time.\"\"\"
+    global left
+    if event == "call" and FILE in frame.f_code.co_filename:
+        left -= 1
+        if not left:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
 try:
-    signal.setitimer(signal.ITIMER_REAL, DELAY)
+    sys.setprofile(look)
     gpu_ops.swiglu(x, x)
-    signal.setitimer(signal.ITIMER_REAL, 0)
 except KeyboardInterrupt:
     pass
+finally:
+    sys.setprofile(None)
+assert left == 0, f"only {COUNT - left} of {COUNT} calls"
 np.testing.assert_allclose(gpu_ops.swiglu(x, x), gpu_ops.swiglu(x, x, backend="reference"), rtol=1e-5, atol=1e-6)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs SIGALRM (Linux, macOS)")
-@pytest.mark.parametrize("delay", [0.03, 0.1, 0.2, 0.3, 0.5])
-def test_during_the_first_call(delay, tmp_path, monkeypatch):
-    """While Numba is imported, fills its tables and compiles."""
+@pytest.mark.parametrize(
+    ("file", "count"),
+    [
+        ("threading.py", 5),  # another thread imports Numba
+        ("importlib._bootstrap>", 1000),  # the kernels are imported
+        ("numba/core/decorators.py", 20),  # and declared
+        ("llvmlite/binding", 500),
+        ("kernels/compiler/cache.py", 2),  # the compiled kernel is looked for on the disk
+        ("threading.py", 60),  # another thread compiles it
+    ],
+)
+def test_during_the_first_call(file, count, tmp_path, monkeypatch):
+    """Only in the main thread, which Ctrl-C reaches: Numba is imported and compiles in another one."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
-    run(FIRST.replace("DELAY", str(delay)))
+    run(FIRST.replace("COUNT", str(count)).replace("FILE", repr(file)))
+
+
+MAIN_THREAD = """
+import sys, threading, numpy as np, gpu_ops
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("numba.") and threading.current_thread() is threading.main_thread():
+            found.append(name)
+
+found = []
+sys.meta_path.insert(0, Finder())
+x = np.ones((4, 32), np.float32)
+gpu_ops.swiglu(x, x)
+gpu_ops.attention(x[None, None], x[None, None], x[None, None])
+print(*found)
+assert not found, found
+"""
+
+
+def test_the_main_thread_imports_nothing_of_numba():
+    """A module of Numba that an interrupt leaves half imported stays broken."""
+    run(MAIN_THREAD)
 
 
 OPS_AT_ONCE = """
@@ -105,7 +149,7 @@ def test_first_calls_of_different_ops_at_once():
 
 FORKED = """
 import os, signal, numpy as np, gpu_ops
-from gpu_ops import rope_tables
+from gpu_ops.ops import rope_tables
 q = np.ones((1, 4, 2, 8), np.float32)
 want = gpu_ops.rope(q)
 rope_tables._lock.acquire()  # as another thread may hold it

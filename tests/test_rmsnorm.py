@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from compare import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_cases import close, views
+from row_cases import close
 
 import gpu_ops
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.reference import rmsnorm as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -117,16 +114,6 @@ def test_llama_rounds_before_the_weight(backend, rng):
         assert dx.tobytes() == gpu_ops.rmsnorm_backward(xt, xt, gain, rstd, **given)[0].tobytes()
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 4)], ids=str)
-def test_no_rows(backend, dtype, shape):
-    x, weight = np.zeros(shape, dtype), np.ones(shape[-1], dtype)
-    y, s, rstd = gpu_ops.rmsnorm(x, weight, residual=x, return_rstd=True, **backend)
-    assert (y.shape, s.shape, rstd.shape) == (shape, shape, shape[:-1])
-    dx, dweight = gpu_ops.rmsnorm_backward(x, x, weight, rstd, **backend)
-    assert dx.shape == shape
-    np.testing.assert_array_equal(dweight, np.zeros(shape[-1]))
-
-
 def test_rows_of_zeros(backend, dtype):
     x, weight = np.zeros((3, 65), dtype), np.ones(65, dtype)
     y, rstd = gpu_ops.rmsnorm(x, weight, eps=1e-4, return_rstd=True, **backend)
@@ -173,51 +160,6 @@ def test_nan_and_infinity_stay_in_their_row(backend, dtype, rng):
     for r in (0, 2, 4):
         assert y[r].tobytes() == clean[r].tobytes()
         assert rstd[r] == clean_rstd[r]
-
-
-def test_any_strides(backend, dtype, rng):
-    x, residual, dy, ds = (random(rng, (4, 3, 130), dtype) for _ in range(4))
-    weight = random(rng, (130,), dtype)
-    forward = gpu_ops.rmsnorm(x, weight, residual=residual, return_rstd=True, **backend)
-    _, s, rstd = forward
-    backward = gpu_ops.rmsnorm_backward(dy, s, weight, rstd, dresidual=ds, **backend)
-    every = zip(views(x), views(residual), views(dy), views(ds), views(s), strict=True)
-    for (name, vx), (_, vr), (_, vdy), (_, vds), (_, vs) in every:
-        got = gpu_ops.rmsnorm(vx, weight, residual=vr, return_rstd=True, **backend)
-        assert [a.tobytes() for a in got] == [a.tobytes() for a in forward], name
-        got = gpu_ops.rmsnorm_backward(vdy, vs, weight, rstd, dresidual=vds, **backend)
-        assert [a.tobytes() for a in got] == [a.tobytes() for a in backward], name
-    strided_weight, strided_rstd = np.repeat(weight, 2)[::2], np.repeat(rstd, 2, axis=1)[:, ::2]
-    got = gpu_ops.rmsnorm_backward(dy, s, strided_weight, strided_rstd, dresidual=ds, **backend)
-    assert [a.tobytes() for a in got] == [a.tobytes() for a in backward]
-
-
-def test_out_and_in_place(backend, dtype, rng):
-    x, residual, dy = (random(rng, (6, 1001), dtype) for _ in range(3))
-    weight = random(rng, (1001,), dtype)
-    want, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, **backend)
-    buffer = np.full((6, 1200), 7, dtype)
-    for out in (np.empty_like(x), buffer[:, 100:1101]):
-        assert gpu_ops.rmsnorm(x, weight, out=out, **backend) is out
-        assert out.tobytes() == want.tobytes()
-    assert (buffer[:, :100] == 7).all()
-    assert (buffer[:, 1101:] == 7).all()
-    mine = x.copy()
-    y, again = gpu_ops.rmsnorm(mine, weight, out=mine[:], return_rstd=True, **backend)
-    assert mine.tobytes() == y.tobytes() == want.tobytes()
-    assert again.tobytes() == rstd.tobytes()
-
-    want_y, want_s = gpu_ops.rmsnorm(x, weight, residual=residual, **backend)
-    mine = x.copy()
-    y, s = gpu_ops.rmsnorm(mine, weight, residual=residual, out=mine, **backend)
-    assert y is mine
-    assert (y.tobytes(), s.tobytes()) == (want_y.tobytes(), want_s.tobytes())
-
-    want_dx, want_dweight = gpu_ops.rmsnorm_backward(dy, x, weight, rstd, dresidual=residual, **backend)
-    mine = dy.copy()
-    dx, dweight = gpu_ops.rmsnorm_backward(mine, x, weight, rstd, dresidual=residual, out=mine, **backend)
-    assert dx is mine
-    assert (dx.tobytes(), dweight.tobytes()) == (want_dx.tobytes(), want_dweight.tobytes())
 
 
 def test_residual_may_be_x_itself(backend, dtype, rng):
@@ -268,6 +210,7 @@ def test_gradients_are_linear_in_dy(a, shape, seed):
         np.testing.assert_allclose(sum_, f + a * s, atol=1e-12 * scale)
 
 
+@pytest.mark.peers
 def test_torch_agrees():
     torch = pytest.importorskip(
         "torch", reason="torch is not installed: pip install torch (CPU build) runs this"
@@ -286,58 +229,6 @@ def test_torch_agrees():
     torch.testing.assert_close(dweight, gain.grad, rtol=1e-11, atol=1e-12)
     y = gpu_ops.rmsnorm(x.bfloat16(), weight.bfloat16())
     assert y.dtype == torch.bfloat16
-
-
-X, W = np.ones((2, 4), np.float32), np.ones(4, np.float32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((X, np.ones(5, np.float32)), {}, ShapeError, r"weight has shape \(5,\), expected exactly \(4,\)"),
-        ((X, np.ones((1, 4), np.float32)), {}, ShapeError, r"weight has shape \(1, 4\)"),
-        ((np.ones((2, 0), np.float32), W[:0]), {}, ShapeError, "must not be empty"),
-        ((np.ones((), np.float32), W), {}, ShapeError, "must not be empty"),
-        ((X, W.astype(np.float16)), {}, DTypeError, "weight is float16 but x is float32"),
-        ((X.astype(int), W.astype(int)), {}, DTypeError, "x is int64"),
-        ((X, W), {"residual": X[:1]}, ShapeError, r"residual has shape \(1, 4\)"),
-        ((X, W), {"residual": X.astype(np.float64)}, DTypeError, "residual is float64"),
-        ((X, W), {"eps": 0.0}, OptionError, "eps"),
-        ((X, W), {"eps": -1e-6}, OptionError, "eps"),
-        ((X, W), {"eps": "1e-6"}, OptionError, "eps must be a number"),
-        ((X, W), {"eps": math.nan}, OptionError, "eps must be finite"),
-        ((X, W), {"weight_offset": math.inf}, OptionError, "weight_offset"),
-        ((X, W), {"casting": "lama"}, OptionError, "did you mean 'llama'"),
-        ((X, W), {"return_rstd": 1}, OptionError, "return_rstd must be True or False"),
-        ((X, W), {"out": np.zeros((2, 5), np.float32)}, ShapeError, r"out has shape \(2, 5\)"),
-        ((X, W), {"out": np.zeros((2, 4))}, DTypeError, "out is float64"),
-        ((X, W), {"out": np.zeros((2, 8), np.float32)[:, ::2]}, ShapeError, "not contiguous"),
-    ],
-)
-def test_mistakes(arguments, options, error, message):
-    out = options.get("out")
-    with pytest.raises(error, match=message):
-        gpu_ops.rmsnorm(*arguments, **options)
-    if out is not None:
-        np.testing.assert_array_equal(out, 0)
-
-
-def test_mistaken_overlaps_and_statistics():
-    x = np.ones((4, 8), np.float32)
-    weight = np.ones(8, np.float32)
-    with pytest.raises(ShapeError, match="shares memory with residual"):
-        gpu_ops.rmsnorm(x[:2], weight, residual=x[2:], out=x[2:])
-    with pytest.raises(ShapeError, match="shares memory with x"):
-        gpu_ops.rmsnorm(x[1:3], weight, out=x[:2])
-    with pytest.raises(ShapeError, match="shares memory with weight"):
-        gpu_ops.rmsnorm(np.ones((1, 8), np.float32), weight, out=weight[None])
-    with pytest.raises(ShapeError, match="rstd has shape"):
-        gpu_ops.rmsnorm_backward(x, x, weight, np.ones((4, 1), np.float32))
-    with pytest.raises(DTypeError, match="rstd is float64, expected float32"):
-        gpu_ops.rmsnorm_backward(x, x, weight, np.ones(4))
-    with pytest.raises(ShapeError, match="shares memory with x"):
-        gpu_ops.rmsnorm_backward(np.ones_like(x), x, weight, np.ones(4, np.float32), out=x)
-    np.testing.assert_array_equal(x, 1)
 
 
 def test_explain_tells_what_runs():

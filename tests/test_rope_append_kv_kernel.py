@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import RopeScaling, emulator, rope_append_kv
-from gpu_ops.core import device as devices
-from gpu_ops.core import dispatch
-from gpu_ops.core.device import EmulatorDevice
+from gpu_ops import emulator, rope_append_kv
 from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.lower import rope_append_kv as kernels
-from gpu_ops.ops.rope_tables import clear_rope_tables, frequencies
 from gpu_ops.presets import ARCHES
 from tests.test_rope_append_kv import make
 
@@ -42,9 +36,8 @@ def choices():
 
 def configure(head_dim, rotary_dim, interleaved, dtype, *, tokens=1, heads=(32, 8), alignment=16, sms=132):
     itemsize = np.dtype(dtype).itemsize
-    return kernels.select_config(
-        tokens, *heads, head_dim, rotary_dim, itemsize, interleaved=interleaved, alignment=alignment, sms=sms
-    )
+    shape = kernels.AppendShape(tokens, *heads, head_dim, rotary_dim, itemsize, interleaved)
+    return kernels.select_config(shape, alignment=alignment, sms=sms)
 
 
 def test_every_launch_covers_the_problem():
@@ -52,6 +45,7 @@ def test_every_launch_covers_the_problem():
         c = configure(*problem, tokens=tokens, heads=heads)
         x, y, z = c.block
         assert x * y * z in (32, 64, 128)
+        assert z <= 64
         assert 32 % x == 0, "a head lies in one warp, which adds up its squares"
         assert c.grid[0] * z >= tokens > (c.grid[0] - 1) * z
         assert 1 <= c.grid[1] <= -(-heads[0] // y) + 2 * -(-heads[1] // y) <= 65535
@@ -181,7 +175,7 @@ def test_a_residual_add_before_the_norm_is_not_another_pass(rng):
     ],
     ids=["rows", "pages", "past the pages", "slots"],
 )
-def test_what_lies_outside_the_cache_is_not_stored(place, change, by):
+def test_what_lies_outside_the_cache_is_not_stored(cupy, place, change, by):
     """The sanitizer would report a write elsewhere. The rotated q is there for every token."""
     (q, k, v, *caches), options = make(place=place, dims=(16, 16), norm=None)
     page_size = caches[0].shape[1]
@@ -197,72 +191,31 @@ def test_what_lies_outside_the_cache_is_not_stored(place, change, by):
     inside = (slots >= 0) & (slots < caches[0].shape[0] * page_size)
     assert 0 < inside.sum() < inside.size
     want = [cache.copy() for cache in caches]
-    inv_freq = RopeScaling("default").inv_freq(16, 10000.0, 0)
-    device = EmulatorDevice()
-    four_axes = [x if x.ndim == 4 else x[None] for x in (q, q.copy(), k, v)]
-    arguments = {
-        name: options.get(name) for name in ("seqused_k", "block_table", "slot_mapping", "positions")
-    }
-    arguments = {
-        n: x[None] if n in ("slot_mapping", "positions") and x is not None else x
-        for n, x in arguments.items()
-    }
-    for name, x in {"q": q, "k": k, "v": v, **arguments}.items():
-        if x is not None:
-            device.name(name, x)
-    kernels.append(
-        device, by, *four_axes, *caches, **arguments, q_weight=None, k_weight=None, eps=1e-6,
-        weight_offset=0.0, frequencies=frequencies(device, by, inv_freq), attention_factor=1.0, interleaved=False,
-    )  # fmt: skip
+    there = [FakeArray(x) for x in (q, k, v, *caches)]
+    given = {n: FakeArray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    got = rope_append_kv(*there, **given, backend=by)
     want[1][np.divmod(slots[inside], page_size)] = v[inside]
     assert caches[1].tobytes() == want[1].tobytes()
     changed = (caches[0].view(np.uint32) != want[0].view(np.uint32)).any(axis=(2, 3))
     expected = np.zeros_like(changed)
     expected[np.divmod(slots[inside], page_size)] = True
     np.testing.assert_array_equal(changed, expected)
-    assert not np.array_equal(four_axes[1], four_axes[0])
+    assert not np.array_equal(got.host, q)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("by", ["raw", "numba"])
-def test_pages_without_rows(by):
+def test_pages_without_rows(cupy, by):
     """Nothing is stored, and no page is looked up: the quotients by their size mean nothing."""
     (q, k, v, *_), options = make(place=4, dims=(16, 16), norm=None)
     cache = np.zeros((3, 0, 2, 16), np.float32)
-    device = EmulatorDevice()
-    given = {"seqused_k": options["seqused_k"], "block_table": options["block_table"]}
-    for name, x in {"q": q, "k": k, "v": v, **given}.items():
-        device.name(name, x)
-    inv_freq = RopeScaling("default").inv_freq(16, 10000.0, 0)
-    out = q.copy()
-    kernels.append(
-        device, by, q, out, k, v, cache, cache, **given, slot_mapping=None, positions=None, q_weight=None,
-        k_weight=None, eps=1e-6, weight_offset=0.0, frequencies=frequencies(device, by, inv_freq),
-        attention_factor=1.0, interleaved=False,
-    )  # fmt: skip
-    assert not np.array_equal(out, q)
+    there = [FakeArray(x) for x in (q, k, v, cache, cache)]
+    given = {n: FakeArray(options[n]) for n in ("seqused_k", "block_table")}
+    got = rope_append_kv(*there, **given, backend=by)
+    assert not np.array_equal(got.host, q)
 
 
 # ---- CUDA arrays ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy()
-    fake.cuda.get_current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
-    forget = (
-        devices.cuda_missing.cache_clear,
-        devices.cuda_device.cache_clear,
-        dispatch.unavailable.cache_clear,
-        clear_rope_tables,
-    )
-    for cached in forget:
-        cached()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
-    yield fake
-    for cached in forget:
-        cached()
 
 
 @needs_nvrtc

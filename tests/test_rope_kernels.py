@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
-import sys
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops import RopeScaling, emulator, rope
-from gpu_ops.core import device as devices
-from gpu_ops.core import dispatch
 from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.core.op import forget_calls
+from gpu_ops.errors import OptionError
 from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.lower import rope as kernels
-from gpu_ops.ops.rope_tables import clear_rope_tables, turns
+from gpu_ops.kernels.lower.rope_frequencies import turns
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference import rope as reference
 
@@ -34,7 +32,7 @@ def choose(tokens, nheads, nheads_kv, head_dim, card, *, itemsize=2, alignment=1
     rotary_dim = rotary_dim or head_dim // 2 * 2
     sizes = (tokens, nheads, nheads_kv, rotary_dim, head_dim - rotary_dim, itemsize)
     order = order or {"tokens_inner": False}
-    return kernels.select_config(*sizes, alignment=alignment, sms=card.sms, **order)
+    return kernels.select_config(kernels.RopeShape(*sizes), alignment=alignment, sms=card.sms, **order)
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------
@@ -49,6 +47,7 @@ def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
                 c = choose(tokens, nheads, nheads_kv, head_dim, card, tokens_inner=tokens_inner)
                 x, y, z = c.block
                 assert x * y * z <= 128
+                assert z <= 64
                 assert c.grid[0] <= 2**31 - 1
                 assert max(c.grid[1:]) <= 65535
                 assert (c.grid[0] - 1) * z < tokens <= c.grid[0] * z
@@ -151,13 +150,25 @@ def test_heads_that_share_a_thread(interleaved, layout, monkeypatch, rng):
     with emulator.record() as profiles:
         want = rope(q, k, **options)
         monkeypatch.setattr(kernels, "_RESIDENT", 1)
+        forget_calls()
         got = rope(q, k, **options)
+    forget_calls()
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(g, w)
     pairs = (q.size + k.size) // 2
     alone, shared = (p.counts.lanes / pairs for p in profiles)
     assert alone <= 72, "of the PTX, of which ptxas saves a part; measured: 64 to 71"
     assert shared <= 24, "measured: 18 to 22"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_heads_of_one_pair(layout, rng):
+    """A token is a thread, and a block has at most 64 along its last axis."""
+    x = random(rng, (1, 200, 2, 2), F32)
+    x = x if layout == "bshd" else x.swapaxes(1, 2).copy()
+    want = rope(x, layout=layout, backend="reference")
+    np.testing.assert_allclose(rope(x, layout=layout, **RAW), want, rtol=0, atol=1e-6)
 
 
 @needs_nvrtc
@@ -191,10 +202,8 @@ class Sparse(EmulatorDevice):
         super().__init__()
         self.memory = memory
 
-    def launch(self, kernel, grid, block, args, *, shared=0):
-        whole = {self.memory.ctypes.data: self.memory}
-        args = [whole.get(a.ctypes.data, a) if isinstance(a, np.ndarray) and a.ndim else a for a in args]
-        super().launch(kernel, grid, block, args, shared=shared)
+    def _buffer(self, array):
+        return super()._buffer(self.memory if array.ctypes.data == self.memory.ctypes.data else array)
 
 
 @needs_nvrtc
@@ -211,17 +220,12 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
     far_away = np.lib.stride_tricks.as_strided(memory, shape, [2 * n for n in strides])
     x = random(np.random.default_rng(0), shape, BF16)
     want = rope(x, **RAW)
-    run = functools.partial(
-        kernels.rope, Sparse(memory), "raw", positions=None, frequencies=turns(RopeScaling("default").inv_freq(16)),
-        first=0, interleaved=False, cos_scale=1.0, sin_scale=1.0,
-    )  # fmt: skip
+    monkeypatch.setattr("gpu_ops.core.device.EmulatorDevice", functools.partial(Sparse, memory))
     if which == "input":
         far_away[...] = x
-        got = np.empty_like(x)
-        run([far_away], [got])
+        got = rope(far_away, out=np.empty_like(x), **RAW)
     else:
-        run([x], [far_away])
-        got = far_away
+        got = rope(x, out=far_away, **RAW)
     np.testing.assert_array_equal(got, want)
 
 
@@ -231,7 +235,7 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
 def test_turns_of_one_radian():
     """1 / (2 pi) in base 16: .28BE60DB9391054A7F09D5F47D4D3770..., and a fast frequency without its whole turns."""
     digits = 0x28BE60DB9391054A7F09D5F47D4D3770
-    found = turns(np.array([1.0, 2.0**-40, 2.0**40, 7.0]))
+    found = turns(np.array([1.0, 2.0**-40, 2.0**40, 7.0]).tobytes())
     assert found.tolist() == [
         digits >> 64,
         (digits >> 104) + 1,
@@ -262,27 +266,6 @@ def test_angles_far_out(name, theta, rng):
 
 
 @pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy()
-    fake.waited = 0
-
-    def synchronize():
-        fake.waited += 1
-
-    fake.cuda.get_current_stream = lambda: SimpleNamespace(synchronize=synchronize)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    clear_rope_tables()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
-    yield fake
-    clear_rope_tables()
-    for cached in caches:
-        cached.cache_clear()
-
-
-@pytest.fixture
 def problem(rng):
     q, k = random(rng, (2, 7, 4, 32), np.float16), random(rng, (2, 7, 1, 32), np.float16)
     return q, k, rng.integers(0, 5000, (2, 7))
@@ -290,9 +273,11 @@ def problem(rng):
 
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, None], ids=["int32", "int64", "none"])
-def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype):
+def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkeypatch):
     """FakeArray has no max() and does not become NumPy."""
     q, k, positions = problem
+    waited, asarray = [], cupy.asarray
+    monkeypatch.setattr(cupy, "asarray", lambda x, blocking: waited.append(blocking) or asarray(x, blocking))
     positions = None if dtype is None else positions.astype(dtype)
     want = rope(q, k, positions=positions, **RAW)
     there = None if dtype is None else FakeArray(positions)
@@ -303,7 +288,36 @@ def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype):
             assert g is o
             np.testing.assert_array_equal(g.host, w)
     assert len(cupy.launched) == 3
-    assert cupy.waited == 1, "the frequencies are copied once"
+    assert waited == [True], "the frequencies are copied once"
+
+
+@needs_nvrtc
+def test_positions_of_other_integers_are_widened_on_the_device(cupy, problem, monkeypatch):
+    def astype(x, dtype, order):
+        return FakeArray(x.host.astype(dtype, order=order), x.device.id)
+
+    monkeypatch.setattr(FakeArray, "astype", astype, raising=False)
+    q, k, positions = problem
+    for dtype in (np.uint8, np.int16):
+        there = FakeArray(positions.astype(dtype))
+        want = rope(q, k, positions=positions.astype(dtype), **RAW)
+        for _ in range(2):
+            got = rope(FakeArray(q), FakeArray(k), positions=there, backend="raw")
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_array_equal(g.host, w)
+
+
+@needs_nvrtc
+def test_a_number_on_the_device_is_read_and_checked_every_time(cupy, problem):
+    q, k, _ = problem
+    for scaling in (None, RopeScaling.dynamic(2.0, 64)):
+        for first in (3, 0, np.int32(90), 100):
+            want = rope(q, k, positions=first, scaling=scaling, seqlen=int(first) + 7, **RAW)
+            got = rope(FakeArray(q), FakeArray(k), positions=first, scaling=scaling, backend="raw")
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_array_equal(g.host, w)
+        with pytest.raises(OptionError, match=r"2\*\*53"):
+            rope(FakeArray(q), FakeArray(k), positions=2**60, scaling=scaling, backend="raw")
 
 
 @needs_nvrtc

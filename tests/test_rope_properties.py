@@ -37,6 +37,7 @@ def test_is_complex_multiplication(interleaved, backend, rng):
     np.testing.assert_array_equal(got[..., 8:], q[..., 8:])  # the tail is copied, bit for bit
 
 
+@pytest.mark.peers
 def test_against_torch(backend, rng):
     """The formula that Hugging Face models run, in torch float32: cat(-x2, x1) * sin + x * cos."""
     torch = pytest.importorskip("torch", reason="pip install torch (CPU) to compare with it")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops import rope
-from gpu_ops.ops.rope_tables import clear_rope_tables, rope_tables
+from gpu_ops.ops.rope_tables import RopeTables, clear_rope_tables
 
 
 @pytest.mark.parametrize("computed", [np.float32, np.float64])
@@ -26,7 +26,7 @@ def test_tables_are_the_rounded_cosines_of_the_positions(computed):
         [range(9)],
     ):
         p = np.array(positions, np.int64)
-        cos, sin, rows = rope_tables(p, int(p.min()), int(p.max()), inv_freq, 1.25, computed)
+        cos, sin, rows = RopeTables(inv_freq, 1.25, computed)(p, int(p.min()), int(p.max()))
         assert rows.shape == p.shape
         assert cos.dtype == sin.dtype == computed
         angles = p[..., None] * inv_freq
@@ -38,12 +38,13 @@ def test_tables_are_the_rounded_cosines_of_the_positions(computed):
 def test_tables_are_kept_shared_and_bounded():
     clear_rope_tables()
     inv_freq = 10000.0 ** (-np.arange(64) / 64)
-    first = rope_tables(np.arange(100)[None], 0, 99, inv_freq, 1.0, np.float32)
-    again = rope_tables(np.array([[77]]), 77, 77, inv_freq, 1.0, np.float32)
+    first = RopeTables(inv_freq, 1.0, np.float32)(np.arange(100)[None], 0, 99)
+    again = RopeTables(inv_freq, 1.0, np.float32)(np.array([[77]]), 77, 77)
     assert again[0] is first[0]  # a decode step finds the prefill's table
-    assert rope_tables(np.arange(100)[None], 0, 99, inv_freq, 2.0, np.float32)[0] is not first[0]
+    assert RopeTables(inv_freq, 2.0, np.float32)(np.arange(100)[None], 0, 99)[0] is not first[0]
     for theta in range(2, 40):  # far more than the budget
-        rope_tables(np.arange(20000)[None], 0, 19999, float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
+        tables = RopeTables(float(theta) ** (-np.arange(64) / 64), 1.0, np.float32)
+        tables(np.arange(20000)[None], 0, 19999)
     from gpu_ops.ops import rope_tables as module
 
     assert sum(c.nbytes + s.nbytes for c, s in module._kept.values()) <= module._BUDGET

@@ -173,6 +173,7 @@ def test_equals_the_gguf_package(name, rng):
     np.testing.assert_array_equal(w.dequantize(), gguf.dequantize(packed, kind))
 
 
+@pytest.mark.peers
 def test_equals_the_transformers_package(rng):
     pytest.importorskip("torch", reason="pip install torch transformers compares with BitNet checkpoints")
     bitnet = pytest.importorskip(

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_ops.core.arrays import on_cuda
-from gpu_ops.core.dispatch import Plan, planner_of
+from gpu_ops.core.op import forget_calls, op_named
+from gpu_ops.core.run import Linked, Prepared
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
+from gpu_ops.kernels.lower import tuning
+from gpu_ops.kernels.program import lower
 
 __all__ = ["Tuning", "autotune"]
 
-_CHOOSING = ("attention", "attention_varlen", "attention_decode")  # ops that can be tuned
-_TIE = 1.01  # times the least time: what the measurement cannot tell apart, the model decides
-_NEAR = 1.5  # times the least of the first look: slower ones are not measured again
+_TUNABLE = ("attention", "attention_varlen", "attention_decode")
+_TIE = 1.01  # times the least time: closer than that, the model decides
+_NEAR = 1.5  # times the least time of the first measurement: slower candidates are not measured again
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 7, 30, 0.5  # of the fastest candidate
 
 
@@ -94,72 +96,82 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
     >>> import gpu_ops
     >>> print(gpu_ops.autotune("attention", q, k, v, causal=True))  # doctest: +SKIP
     """
-    planner = planner_of("autotune", op)
-    made = planner(*arrays, **options)
-    op, choice = made.op, made.choice
-    if op not in _CHOOSING:
+    found = op_named("autotune", op)
+    name, bound = found.name, found.binder(*arrays, **options)
+    if name not in _TUNABLE:
         raise OptionError(
-            f"autotune: {op} has nothing to choose: shapes decide its launch; {', '.join(_CHOOSING)} have"
+            f"autotune: {name} has nothing to choose: shapes decide its launch; {', '.join(_TUNABLE)} have"
         )
-    if choice.device == "emulator":
+    if bound.choice.device == "emulator":
         raise DeviceError(
-            f"autotune: {op} would run on the emulator, which counts what kernels do and has no times"
+            f"autotune: {name} would run on the emulator, which counts what kernels do and has no times"
         )
-    if choice.device != "cuda" or choice.copies:
+    if bound.cuda is None:
         raise DeviceError(
-            f"autotune: the arrays of {op} are in host memory; it measures on a GPU: copy them there first "
+            f"autotune: the arrays of {name} are in host memory; it measures on a GPU: copy them there first "
             "(cupy.asarray(q), q.cuda())"
         )
-    from gpu_ops.core.cuda_arrays import CudaArrays
-    from gpu_ops.kernels.lower import tuning
+    prepared = Prepared(bound, found.parameters)
+    limits = prepared.limits()
+    asked = lower(bound.spec, prepared.backend, limits)[1].asked
+    if not asked:
+        raise OptionError(
+            f"autotune: {name} with backend {prepared.backend!r} has nothing to choose: shapes decide its launch"
+        )
+    ways = asked[-1].candidates()
+    arguments = found.arguments(arrays, options)
 
-    first = next(x for x in (*arrays, *options.values()) if on_cuda(x))
-    call = CudaArrays("autotune", "the first array", first)
-    with call.active():  # the stream that the op takes: events are recorded there
-        with tuning.watched() as watch:
-            plan = planner(*arrays, **options)
-            plan.run()
-        if not watch.asked:
-            raise OptionError(
-                f"autotune: {op} with backend {choice.backend!r} has nothing to choose: shapes decide its launch"
-            )
-        asked = watch.asked[-1]
-        ways = asked.candidates()
-        seconds, failed = _measure(op, planner, arrays, options, list(ways))
+    def link(label: str) -> Linked:
+        return prepared.link(lower(bound.spec, prepared.backend, limits, label)[0])
+
+    def run(linked: Linked) -> None:
+        prepared.use(linked)
+        prepared.first(bound, arguments)
+
+    with bound.cuda.active():  # the stream that the op takes: events are recorded there
+        seconds, failed = _measure(name, list(ways), link, run)
+    if not seconds:
+        raise DeviceError(f"autotune: no way to run {name} works here; {_first_of(failed)}")
     fastest = min(seconds.values())
     winner = next(label for label in ways if seconds.get(label, math.inf) <= _TIE * fastest)
-    path = tuning.keep(asked, winner, {label: round(1e6 * s, 2) for label, s in seconds.items()})
-    model = next(label for label, config in ways.items() if config == asked.model())
-    problem = plan.problem if isinstance(plan.problem, str) else plan.problem()
-    return Tuning(op, problem, str(call.device), asked.bucket, seconds, failed, winner, model, path)
+    path = tuning.keep(asked[-1], winner, {label: round(1e6 * s, 2) for label, s in seconds.items()})
+    forget_calls()
+    model = next(label for label, config in ways.items() if config == asked[-1].model())
+    problem = bound.problem if isinstance(bound.problem, str) else bound.problem()
+    device = str(prepared.device)
+    return Tuning(name, problem, device, asked[-1].bucket, seconds, failed, winner, model, path)
+
+
+def _first_of(failed: Mapping[str, str]) -> str:
+    return next((f"{label}: {why}" for label, why in failed.items()), "there is none")
 
 
 def _measure(
-    op: str, planner: Callable[..., Plan], arrays: tuple[Any, ...], options: dict[str, Any], labels: list[str]
+    op: str, labels: list[str], link: Callable[[str], Linked], run: Callable[[Linked], None]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(seconds by candidate, why by candidate that cannot run)."""
     from gpu_ops.kernels.compiler.progress import steps
-    from gpu_ops.kernels.lower.tuning import watched
-
-    def timed(label: str) -> float:
-        run = planner(*arrays, **options).run  # a plan runs once
-        with watched(label):
-            return stopwatch(run)
 
     stopwatch = Stopwatch()
+    linked: dict[str, Linked] = {}
     first: dict[str, float] = {}
     failed: dict[str, str] = {}
+
+    def timed(label: str) -> float:
+        return stopwatch(lambda: run(linked[label]))
+
     with steps(f"gpu_ops: measuring {len(labels)} ways to run {op}", len(labels)) as advance:
         for label in labels:
             try:
-                timed(label)  # compiles it
+                linked[label] = link(label)  # compiles it
+                timed(label)
                 first[label] = min(timed(label) for _ in range(3))
             except (KernelCompileError, MemoryError) as error:
                 failed[label] = str(error).partition("\n")[0]
             advance()
-        fastest = min(first.values())
+        fastest = min(first.values(), default=math.inf)
         samples: dict[str, list[float]] = {
-            n: [] for n, seconds in first.items() if seconds <= _NEAR * fastest
+            label: [] for label, seconds in first.items() if seconds <= _NEAR * fastest
         }
         for _ in range(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(_SECONDS / fastest)))):
             for label, some in samples.items():

@@ -15,7 +15,7 @@ and addresses alone, and so alike on every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -120,6 +120,11 @@ class Call:
     def on_cuda(self) -> bool:
         """Whether the caller's arrays lie on a CUDA device."""
         return self._cuda is not None
+
+    @property
+    def views(self) -> Mapping[str, Array]:
+        """The arrays read so far, by name."""
+        return self._views
 
     def read(
         self, name: str, x: Any, axes: str | None = None, *, rows: bool = False, contiguous: bool = False
@@ -263,7 +268,7 @@ class Call:
         *,
         problem: str | Callable[[], str],
         lowered_as: str = "",
-        unsupported: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
+        unsupported: Mapping[str, str] | Callable[[Spec], Mapping[str, str]] | None = None,
         finish: Finish | None = None,
         look: Look | None = None,
         flops: float = 0.0,
@@ -271,8 +276,9 @@ class Call:
         """The call: device and backend chosen, the spec made.
 
         ``lowered_as``: the name under which kernels register its programs, if not the op's. ``unsupported``:
-        backends that cannot run this problem, and why. ``finish`` makes what is returned of the
-        arrays by name. ``look``: values that the program depends on, looked at in every call.
+        backends that cannot run this problem, and why; a function of the spec is called for GPU devices only.
+        ``finish`` makes what is returned of the arrays by name. ``look``: values that the program depends on, looked
+        at in every call.
         """
         for argument, names in self._items.items():
             if len(self._given[argument]) != len(names) or any(x is None for x in self._given[argument]):
@@ -281,19 +287,16 @@ class Call:
                     f"({', '.join(names)}); got a tuple of {len(self._given[argument])}"
                 )
         choice = choose(
-            self.op, self._device, self._backend, self.on_cuda, unsupported=unsupported,
+            self.op,
+            self._device,
+            self._backend,
+            self.on_cuda,
+            unsupported=self._unsupported(unsupported),
             work=(self._nbytes(), flops),
-        )  # fmt: skip
-        layouts = {name: self._layout(view, choice) for name, view in self._views.items()} | self._provided
-        aliases = {o.name: o.alias for o in self._outputs if o.alias}
-        for o in self._outputs:
-            view = self._written.get(o.name)
-            if o.name not in aliases:
-                layouts[o.name] = o.layout if view is None else self._layout(view, choice)
-                if view is None and o.axes is not None:
-                    layouts[o.name] = _permuted(o.layout, o.axes)
-        options = tuple(self._options.items())
-        spec = Spec(lowered_as or self.op, tuple(layouts.items()), options, tuple(aliases.items()))
+        )
+        spec = self._spec(choice.device != "cpu", choice.copies)
+        if lowered_as:
+            spec = replace(spec, op=lowered_as)
         views = {**self._views, **self._numbers, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
@@ -304,11 +307,30 @@ class Call:
         total = sum(view.nbytes for view in self._views.values())
         return int(total + sum(o.layout.nbytes for o in self._outputs if o.alias is None))
 
-    def _layout(self, view: Array, choice: Choice) -> Layout:
-        if choice.copies:  # the device's copy is contiguous and aligned
+    def _unsupported(
+        self, unsupported: Mapping[str, str] | Callable[[Spec], Mapping[str, str]] | None
+    ) -> Mapping[str, str] | Callable[[bool], Mapping[str, str]] | None:
+        """As :func:`choose` takes it."""
+        if not callable(unsupported):
+            return unsupported
+        return lambda copies: unsupported(self._spec(True, copies))
+
+    def _spec(self, on_gpu: bool, copies: bool) -> Spec:
+        layouts = {n: self._layout(view, on_gpu, copies) for n, view in self._views.items()} | self._provided
+        aliases = {o.name: o.alias for o in self._outputs if o.alias}
+        for o in self._outputs:
+            view = self._written.get(o.name)
+            if o.name not in aliases:
+                layouts[o.name] = o.layout if view is None else self._layout(view, on_gpu, copies)
+                if view is None and o.axes is not None:
+                    layouts[o.name] = _permuted(o.layout, o.axes)
+        return Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
+
+    def _layout(self, view: Array, on_gpu: bool, copies: bool) -> Layout:
+        if copies:  # the device's copy is contiguous and aligned
             return Layout.contiguous(view.shape, view.dtype)
         address = 0
-        if choice.device != "cpu" and view.size:
+        if on_gpu and view.size:
             address = view.__array_interface__["data"][0] if isinstance(view, np.ndarray) else view.data.ptr
         return Layout(tuple(view.shape), tuple(view.strides), view.dtype, address % 16)
 

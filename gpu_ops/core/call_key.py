@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "call_key", "describes", "extent"]
+__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "array_key", "call_key", "describes", "extent"]
 
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
@@ -63,19 +63,28 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
             if on_emulator:
                 inside = x if kind is tuple or kind is list else (x,)
                 key += [i.__array_interface__["data"][0] % 16 for i in inside if isinstance(i, np.ndarray)]
+    results = []
     for where in written:
         if type(where) is int:
             given = args[where] if where < len(args) else None
         else:
             given = kwargs.get(where)  # type: ignore[arg-type]
         if given is not None:
-            others = [x for i, x in enumerate(args) if i != where]
-            others += [x for name, x in kwargs.items() if name != where]
-            places = _places(given, others)
-            if places is None:
-                return None
-            key += places
+            results += given if type(given) is tuple else (given,)
+    if results:
+        places = _places(results, (*args, *kwargs.values()))
+        if places is None:
+            return None
+        key += places
     return tuple(key)
+
+
+def array_key(x: Any) -> tuple[Any, ...] | None:
+    """What tells an array apart that an argument holds; None: never remembered."""
+    if type(x) is np.ndarray:
+        return x.dtype, x.shape, x.strides
+    describe = _describe.get(type(x))
+    return None if describe is None else describe(x)
 
 
 def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
@@ -103,56 +112,52 @@ def _environment() -> tuple[Any, ...]:
     return tuple([found.get(name) for name in _ENVIRONMENT])
 
 
-def _places(given: Any, arguments: list[Any]) -> list[Any] | None:
-    """For each array that receives results, which other arguments it is.
+def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
+    """For each array that receives results, which of the arguments' arrays it is.
 
     None: it is no array, read-only or misaligned, or may share memory with an array that it is not.
     """
-    results = given if type(given) is tuple else (given,)
-    others: list[Any] = []
+    arrays: list[Any] = []
     for x in arguments:
         kind = type(x)
         if kind is np.ndarray:
-            others.append(x)
+            arrays.append(x)
         elif kind in PLAIN:
             continue
         elif kind is tuple or kind is list:
-            others += [i for i in x if type(i) not in INTEGERS]
+            arrays += [i for i in x if type(i) not in INTEGERS]
         elif (inside := getattr(x, "call_arrays", None)) is not None:
-            others += inside
+            arrays += inside
         else:
-            others.append(x)
+            arrays.append(x)
     places: list[Any] = []
-    for i, out in enumerate(results):
-        beside = [*others, *results[:i], *results[i + 1 :]] if len(results) > 1 else others
-        found = _on_host(out, beside) if type(out) is np.ndarray else _elsewhere(out, beside)
+    for out in results:
+        found = _on_host(out, arrays) if type(out) is np.ndarray else _elsewhere(out, arrays)
         if found is None:
             return None
         places.append(found)
     return places
 
 
-def _on_host(out: np.ndarray[Any, Any], others: list[Any]) -> Any:
+def _on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     flags = out.flags
     if not (flags.writeable and flags.aligned):
         return None
     owns = flags.owndata
-    for x in others:
+    same = []
+    for i, x in enumerate(arrays):
         if x is out:
-            continue
-        if not isinstance(x, np.ndarray):
+            same.append(i)
+        elif not isinstance(x, np.ndarray) or (not (owns and x.flags.owndata) and np.may_share_memory(out, x)):
             return None
-        # an array that owns its memory shares none with another that owns its own
-        if not (owns and x.flags.owndata) and np.may_share_memory(out, x):
-            return None
-    return tuple([x is out for x in others])
+    return tuple(same)
 
 
-def _elsewhere(out: Any, others: list[Any]) -> Any:
+def _elsewhere(out: Any, arrays: list[Any]) -> Any:
     if type(out) not in _describe:
         return None
     low, high = extent(out)
-    for x in others:
+    for x in arrays:
         if x is out:
             continue
         if type(x) not in _describe:
@@ -160,7 +165,7 @@ def _elsewhere(out: Any, others: list[Any]) -> Any:
         start, end = extent(x)
         if start < high and low < end:
             return None
-    return tuple([x is out for x in others])
+    return tuple([x is out for x in arrays])
 
 
 def extent(x: Any) -> tuple[int, int]:

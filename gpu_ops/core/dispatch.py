@@ -107,13 +107,14 @@ def choose(
     backend: str | None,
     on_cuda: bool = False,
     *,
-    unsupported: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
+    unsupported: Mapping[str, str] | Callable[[bool], Mapping[str, str]] | None = None,
     work: tuple[float, float] = (0.0, 0.0),
 ) -> Choice:
     """Pick device and backend.
 
     ``on_cuda``: the arrays are on a CUDA device. ``unsupported`` maps a backend, or a device and a backend as in
-    ``"cpu numba"``, to why it cannot run this problem; a function that does so is called for GPU devices only.
+    ``"cpu numba"``, to why it cannot run this problem; a function that does so is called for GPU devices only, with
+    whether the arrays will be copied to the device.
     ``work``: bytes and flops, for the estimate.
     """
     device_source, device = _setting("device", device)
@@ -125,7 +126,7 @@ def choose(
         device, estimate = _by_estimate(op, wanted, *work)
     device = one_of(op, device_source, device, BACKENDS, meant={"gpu": "cuda", "GPU": "cuda"})
     if callable(unsupported):
-        unsupported = unsupported() if device != "cpu" else {}
+        unsupported = unsupported(device == "cuda" and not on_cuda) if device != "cpu" else {}
     unsupported = unsupported or {}
     if device != "cpu":
         require_cuda_kernels(op, f"{device_source}={device!r}")

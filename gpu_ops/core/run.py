@@ -214,9 +214,13 @@ class Prepared:
         spec = replace(self.spec, options=(*self.spec.options, *values.items())) if values else self.spec
         return self._with_hidden(program_of(spec, self.backend, limits))
 
-    def use(self, program: Program) -> None:
-        """Take another program from now on: a candidate that is measured."""
-        self._linked = _NO_VALUES, Linked(self._with_hidden(program), self.device)
+    def link(self, program: Program) -> Linked:
+        """A program of another lowering of this call, ready to run: a candidate that is measured."""
+        return Linked(self._with_hidden(program), self.device)
+
+    def use(self, linked: Linked) -> None:
+        """Take another program from now on."""
+        self._linked = _NO_VALUES, linked
 
     def _with_hidden(self, program: Program) -> Program:
         if not self._hidden:

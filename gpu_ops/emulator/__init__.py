@@ -6,6 +6,13 @@ from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.run import launch, profile, record
 
 __all__ = [
-    "Buffer", "EmulatorError", "Profile", "PtxError", "SanitizerError", "UnknownInstruction", "launch", "profile",
+    "Buffer",
+    "EmulatorError",
+    "Profile",
+    "PtxError",
+    "SanitizerError",
+    "UnknownInstruction",
+    "launch",
+    "profile",
     "record",
-]  # fmt: skip
+]

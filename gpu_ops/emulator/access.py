@@ -2,86 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from gpu_ops.emulator import compiled
-from gpu_ops.emulator.errors import PtxError
+from gpu_ops.emulator import aot
+from gpu_ops.emulator.batch import Mask
 from gpu_ops.emulator.instructions import Unknown
 from gpu_ops.emulator.instructions.atomic import in_order
-from gpu_ops.emulator.machine import Group, Step
-from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, SPACES
-from gpu_ops.emulator.operands import address, reader, writer
-from gpu_ops.emulator.syntax import Address, Instruction, Vector
-from gpu_ops.emulator.types import BITS, DTYPE, Array
-
-if TYPE_CHECKING:
-    from gpu_ops.emulator.machine import Machine, Mask
-
-__all__ = ["BUILDERS", "Access", "Place"]
+from gpu_ops.emulator.memory import GENERIC, GLOBAL, LOCAL, SHARED, SPACES, Access, Place
+from gpu_ops.emulator.registers import Builder, address, parts, reader, writer
+from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.syntax import BITS, DTYPE, Address, Array, Instruction, Operand
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
 _POLLS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
-# Change no values: cache hints, and orders that lock-step execution keeps anyway.
-_IGNORED = {
-    "weak",
-    "nc",
-    "ca",
-    "cg",
-    "cs",
-    "lu",
-    "wb",
-    "wt",
-    "release",
-    "cta",
-    "gpu",
-    "sys",
-    "cluster",
-} | _POLLS
+# Modifiers that change no value: cache hints, and memory orders that lock-step execution always satisfies.
+_HINTS = {"nc", "ca", "cg", "cs", "lu", "wb", "wt"}
+_IGNORED = {"weak", "release", "cta", "gpu", "sys", "cluster"} | _HINTS | _POLLS
 
 
-@dataclass(frozen=True)
-class Access:
-    """What a memory instruction does, for the sanitizer and the profile."""
-
-    pc: int
-    space: int
-    size: int  # bytes per lane
-    read: bool
-    write: bool
-    element: int = 0  # bytes, of a load that must find something written in each; 0: it need not
-    atomic: bool = False
-    asynchronous: bool = False
-    constant: bool = False  # ld.global.nc: the data must not change during the launch
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the lanes of an access point: device addresses, host pointers, owners."""
-
-    lanes: Array
-    address: Array
-    host: Array
-    owner: Array
-
-
-def locate(m: Machine, access: Access, mask: Mask, where: Array) -> Place:
-    """Host pointers of the active lanes; a lane that misses every allocation is a fault."""
+def locate(m: State, access: Access, mask: Mask, where: Array) -> Place:
+    """The addresses of the active lanes; an invalid one raises."""
     lanes = m.active_lanes(mask)
     if len(where) > 1 and len(lanes) < len(where):
         where = where[lanes]
-    host, owner, kind, position = m.memory.resolve(
-        access.space, lanes, where, access.size, write=access.write
-    )
+    space, size = access.space, access.size
+    host, owner, kind, position = m.memory.resolve(space, lanes, where, size, write=access.write)
     if kind:
         at = int(where[0 if len(where) == 1 else position])
-        what = "misaligned" if kind == compiled.MISALIGNED else "out of bounds"
-        if what == "out of bounds" and access.write and m.memory.read_only(access.space, at, access.size):
+        what = "misaligned" if kind == aot.MISALIGNED else "out of bounds"
+        if what == "out of bounds" and access.write and m.memory.read_only(space, at, size):
             what = "write to a read-only argument"
         verb = "atomic" if access.atomic else "write" if access.write else "read"
-        extent = f"{access.size}-byte {verb} at {at:#x}, {m.memory.describe(access.space, at)}"
+        extent = f"{size}-byte {verb} at {at:#x}, {m.memory.describe(space, at)}"
         raise m.fault(what, access.pc, int(lanes[position]), extent)
     place = Place(lanes, where, host, owner)
     if m.sanitizer is not None:
@@ -92,7 +44,7 @@ def locate(m: Machine, access: Access, mask: Mask, where: Array) -> Place:
 
 
 def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
-    """(space, elements, type, polls) of the modifiers of a load or store."""
+    """(space, elements, type, whether it polls) of a load or store."""
     space, count = GENERIC, 1
     *words, ptx_type = instruction.modifiers
     for word in words:
@@ -110,13 +62,17 @@ def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
     return space, count, ptx_type, bool(_POLLS & set(words))
 
 
-def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _elements(instruction: Instruction, operand: Operand, count: int) -> tuple[Operand, ...]:
+    found = parts(operand)
+    if len(found) != count:
+        raise instruction.error(f"{instruction.form} wants {count} registers")
+    return found
+
+
+def _load(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, polls = _parse(instruction)
     target, source = instruction.operands
-    parts = target.parts if isinstance(target, Vector) else (target,)
-    if len(parts) != count:
-        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants {count} registers")
-    writers = [writer(m, instruction, part, ptx_type) for part in parts]
+    writers = [writer(m, instruction, part, ptx_type) for part in _elements(instruction, target, count)]
     assert isinstance(source, Address)
     dtype = DTYPE[ptx_type]
     bits = np.dtype(f"u{dtype.itemsize}")
@@ -124,7 +80,7 @@ def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
         space = GLOBAL  # the address of a __grid_constant__ parameter
     elif "param" in instruction.modifiers and source.base not in m.program.local:
         if source.base not in (p.name for p in m.program.parameters):
-            raise PtxError(f"PTX line {instruction.line}: no parameter {source.base}")
+            raise instruction.error(f"no parameter {source.base}")
 
         def parameter(mask: Mask) -> None:
             value = m.parameter(source.base, source.offset, count * dtype.itemsize).view(dtype)
@@ -134,39 +90,34 @@ def _load(m: Machine, pc: int, instruction: Instruction) -> Step:
         return Step(parameter, everyone=True)
     where = address(m, instruction, source)
     constant = "nc" in instruction.modifiers
-    # Arguments of a call come with the padding of their structs, which nobody writes.
+    # The arguments of a call include the padding of structs, which nothing writes.
     element = 0 if "param" in instruction.modifiers else dtype.itemsize
-    access = Access(
-        pc, space, count * dtype.itemsize, read=True, write=False, element=element, constant=constant
-    )
+    size = count * dtype.itemsize
+    access = Access(pc, space, size, read=True, write=False, element=element, constant=constant)
 
     def run(mask: Mask) -> None:
         place = locate(m, access, mask, where())
         out = np.empty((count, m.threads), bits)
-        compiled.gather(place.host, place.lanes, out)
+        aot.gather(place.host, place.lanes, out)
         for write, row in zip(writers, out, strict=True):
             write(row.view(dtype), mask)
 
     if not polls:
         return Step(run)
 
-    def poll(machine: Machine, group: Group, active: Mask) -> int:
-        if active is not machine.none:
-            run(active)
-            group.polled = True
+    def poll(group: Group, active: Mask) -> int:
+        run(active)
+        group.polled = True
         return group.pc + 1
 
     return Step(poll, plain=False)
 
 
-def _store(m: Machine, pc: int, instruction: Instruction) -> Step:
+def _store(m: State, pc: int, instruction: Instruction) -> Step:
     space, count, ptx_type, _ = _parse(instruction)
     target, source = instruction.operands
-    parts = source.parts if isinstance(source, Vector) else (source,)
-    if len(parts) != count:
-        raise PtxError(f"PTX line {instruction.line}: {instruction.form} wants {count} registers")
     bits = f"b{BITS[ptx_type]}"
-    readers = [reader(m, instruction, part, bits) for part in parts]
+    readers = [reader(m, instruction, part, bits) for part in _elements(instruction, source, count)]
     where = address(m, instruction, target)
     access = Access(pc, space, count * DTYPE[ptx_type].itemsize, read=False, write=True)
 
@@ -175,23 +126,23 @@ def _store(m: Machine, pc: int, instruction: Instruction) -> Step:
         values = np.empty((count, m.threads), DTYPE[bits])
         for row, read in zip(values, readers, strict=True):
             row[:] = read()
-        compiled.scatter(place.host, place.lanes, values)
+        aot.scatter(place.host, place.lanes, values)
 
     return Step(run)
 
 
-def _atomic(m: Machine, pc: int, instruction: Instruction) -> Step:
-    """``atom`` gives the old value, ``red`` does not; lanes that meet at an address go in lane order."""
-    space, operation = GENERIC, ""
+def _atomic(m: State, pc: int, instruction: Instruction) -> Step:
+    """``atom`` returns the old value, ``red`` does not. Lanes that meet at an address take turns in lane order."""
+    space = GENERIC
     *words, ptx_type = instruction.modifiers
     rest = []
     for word in words:
         base = word.partition("::")[0]
         if base in SPACES:
             space = SPACES[base]
-        elif word in _VECTOR or word == "v2":
+        elif word in _VECTOR:
             raise Unknown(instruction.form)
-        elif word not in _IGNORED and word not in ("acq_rel", "release") and base != "L2":
+        elif word not in _IGNORED and word != "acq_rel" and base != "L2":
             rest.append(word)
     operation, *modifiers = rest
     turns = in_order(operation, ptx_type, tuple(modifiers))
@@ -203,17 +154,15 @@ def _atomic(m: Machine, pc: int, instruction: Instruction) -> Step:
     bits = np.dtype(f"u{dtype.itemsize}")
     access = Access(pc, space, dtype.itemsize, read=True, write=True, atomic=True)
 
-    def run(machine: Machine, group: Group, active: Mask) -> int:
-        if active is machine.none:
-            return group.pc + 1
+    def run(group: Group, active: Mask) -> int:
         place = locate(m, access, active, where())
         values = [np.broadcast_to(read(), m.threads)[place.lanes] for read in readers]
         memory = np.zeros((1, m.threads), bits)
-        compiled.gather(place.host, place.lanes, memory)
+        aot.gather(place.host, place.lanes, memory)
         old, last, new = turns(place.host, memory[0, place.lanes].view(dtype), *values)
         lanes = place.lanes[last]
         memory[0, lanes] = new.view(bits)
-        compiled.scatter(np.ascontiguousarray(place.host[last]), lanes, memory)
+        aot.scatter(np.ascontiguousarray(place.host[last]), lanes, memory)
         if write is not None:
             memory[0, place.lanes] = old.view(bits)
             write(memory[0].view(dtype), active)
@@ -223,17 +172,17 @@ def _atomic(m: Machine, pc: int, instruction: Instruction) -> Step:
     return Step(run, plain=False)
 
 
-def _copy_async(m: Machine, pc: int, instruction: Instruction) -> Step:
-    """``cp.async``: data moves at once; the sanitizer marks the bytes as pending until the issuer waits."""
+def _copy_async(m: State, pc: int, instruction: Instruction) -> Step:
+    """``cp.async``: data moves at once. The sanitizer marks the bytes as pending until their thread waits."""
     words = set(instruction.modifiers)
-    if "bulk" in words or "mbarrier" in words or "reduce" in words:
+    if instruction.modifiers[:1] != ("async",) or words & {"bulk", "mbarrier", "reduce"}:
         raise Unknown(instruction.form)
     if words & {"commit_group", "wait_group", "wait_all"}:
         return _copy_group(m, instruction)
     target, source, size, *rest = instruction.operands
     total = int(reader(m, instruction, size, "u32")()[0])
-    ignore = rest and m.register(getattr(rest[0], "name", "")) is not None
-    predicate = bool(ignore) and m.dtypes[m.index[rest[0].name]] == np.bool_  # type: ignore[union-attr]
+    register = m.register(getattr(rest[0], "name", "")) if rest else None
+    predicate = register is not None and m.dtypes[register] == np.bool_  # ignore-src; otherwise a size
     limit = reader(m, instruction, rest[0], "pred" if predicate else "u32") if rest else None
     to, of = address(m, instruction, target), address(m, instruction, source)
     write = Access(pc, SHARED, total, read=False, write=True, asynchronous=True)
@@ -250,19 +199,19 @@ def _copy_async(m: Machine, pc: int, instruction: Instruction) -> Step:
         whole = valid == total
         if whole.all():
             origin = locate(m, read, mask, of()).host
-        else:  # bytes past the valid ones are not read, so they need not exist
+        else:  # bytes past the valid ones are not read and need not exist
             here = np.broadcast_to(of(), m.threads)
             for n in np.unique(valid[valid > 0]):
                 part = np.zeros(m.threads, np.bool_)
                 part[lanes[valid == n]] = True
                 origin[valid == n] = _host_of(m, pc, part, here, int(n))
-        compiled.copy(place.host, origin, valid.astype(np.int64), total)
+        aot.copy(place.host, origin, valid.astype(np.int64), total)
 
     return Step(run)
 
 
-def _host_of(m: Machine, pc: int, mask: Array, where: Array, size: int) -> Array:
-    """Host pointers of the first ``size`` bytes at each address: any number, so in pieces of 2^k bytes."""
+def _host_of(m: State, pc: int, mask: Array, where: Array, size: int) -> Array:
+    """Host pointers of the first ``size`` bytes at each address, resolved in pieces of 2^k bytes."""
     hosts, done = [], 0
     for piece in (16, 8, 4, 2, 1):
         if size & piece:
@@ -272,7 +221,7 @@ def _host_of(m: Machine, pc: int, mask: Array, where: Array, size: int) -> Array
     return hosts[0]
 
 
-def _copy_group(m: Machine, instruction: Instruction) -> Step:
+def _copy_group(m: State, instruction: Instruction) -> Step:
     words = set(instruction.modifiers)
     newest = 0
     if "wait_group" in words:
@@ -289,10 +238,11 @@ def _copy_group(m: Machine, instruction: Instruction) -> Step:
     return Step(run)
 
 
-def _cp(m: Machine, pc: int, instruction: Instruction) -> Step:
-    if instruction.modifiers[:1] != ("async",):
-        raise Unknown(instruction.form)
-    return _copy_async(m, pc, instruction)
-
-
-BUILDERS = {"ld": _load, "ldu": _load, "st": _store, "atom": _atomic, "red": _atomic, "cp": _cp}
+BUILDERS: dict[str, Builder] = {
+    "ld": _load,
+    "ldu": _load,
+    "st": _store,
+    "atom": _atomic,
+    "red": _atomic,
+    "cp": _copy_async,
+}

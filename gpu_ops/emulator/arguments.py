@@ -1,26 +1,107 @@
-"""Kernel arguments as the bytes of the parameter space."""
+"""Checks what a launch is given, and packs kernel arguments into the bytes of the parameter space."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.memory import Buffer, Memory
-from gpu_ops.emulator.syntax import Variable
-from gpu_ops.emulator.types import DTYPE, Array
+from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.syntax import DTYPE, Array, Variable
+from gpu_ops.errors import OptionError
+from gpu_ops.presets import PRESETS, Arch, DevicePreset, select_preset
 
-__all__ = ["buffers", "checked", "pack"]
+_GRID = (2**31 - 1, 65535, 65535)
+_BLOCK = (1024, 1024, 64)
+_THREADS = 1024
+
+
+def dimensions(what: str, size: int | Iterable[int]) -> tuple[int, int, int]:
+    """A grid or block as three numbers, each at least 1."""
+    try:
+        given = [operator.index(n) for n in (size if isinstance(size, Iterable) else (size,))]
+    except TypeError:
+        given = []
+    if not 1 <= len(given) <= 3 or min(given) < 1:
+        raise EmulatorError(f"{what} is {size!r}; pass 1 to 3 ints, each at least 1, such as 4 or (4, 2)")
+    x, y, z = (*given, 1, 1)[:3]
+    return x, y, z
+
+
+def check_text(what: str, given: Any, wanted: str) -> None:
+    if not isinstance(given, str):
+        raise EmulatorError(f"{what} is {type(given).__name__}; pass {wanted}")
+
+
+def block_ids(sample: Iterable[int] | None, count: int) -> npt.NDArray[np.int64]:
+    """The linear ids of the blocks that run."""
+    if sample is None:
+        return np.arange(count)
+    try:
+        ids = sorted({operator.index(i) for i in sample})
+    except TypeError as error:
+        raise EmulatorError(f"sample is {sample!r}; pass linear ids of blocks, such as [0, 17]") from error
+    if ids and not 0 <= ids[0] <= ids[-1] < count:
+        raise EmulatorError(f"sample names blocks outside the grid of {count}")
+    return np.array(ids, np.int64)
+
+
+def select_card(arch: str) -> tuple[str, DevicePreset]:
+    """(the architecture to compile for, the card to emulate) for the name of an architecture or a card."""
+    check_text("arch", arch, "an architecture such as 'sm_90', or a card's name")
+    real = re.fullmatch(r"sm_\d{2,3}[af]?", arch)
+    try:
+        preset = select_preset(arch)
+    except OptionError as error:
+        if not real:
+            cards = ", ".join(name for name, preset in PRESETS.items() if not preset.generic)
+            raise EmulatorError(
+                f"arch is {arch!r}; pass an architecture such as 'sm_90', or one of: {cards}"
+            ) from error
+        preset = PRESETS["sm_80"]  # for architectures without one, such as sm_52 in hand-written PTX
+    return arch if real else preset.arch.name, preset
+
+
+def check_launch(
+    program: Program, arch: Arch, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
+) -> None:
+    """Refuse a launch that no card of the architecture accepts, whatever the kernel is."""
+    title, static = program.title, program.shared_bytes
+    if _exceeds(grid, _GRID):
+        raise EmulatorError(f"{title}: a grid of {grid} blocks; at most {_GRID}")
+    if math.prod(block) > _THREADS:
+        raise EmulatorError(f"{title}: a block of {block} threads; a block has 1 to {_THREADS}")
+    if _exceeds(block, _BLOCK):
+        raise EmulatorError(f"{title}: a block of {block} threads; at most {_BLOCK}")
+    if not isinstance(shared, int | np.integer) or shared < 0:
+        raise EmulatorError(f"{title}: shared is {shared!r}; pass a number of bytes, 0 or more")
+    if static + shared > arch.smem_per_block_optin:
+        raise EmulatorError(
+            f"{title}: {shared} bytes of dynamic and {static} of static shared memory; "
+            f"a block of {arch.name} may have {arch.smem_per_block_optin}"
+        )
+
+
+def _exceeds(size: tuple[int, int, int], most: tuple[int, int, int]) -> bool:
+    return any(n > limit for n, limit in zip(size, most, strict=True))
+
+
+# -- kernel arguments -----------------------------------------------------------------------------
 
 _ALLOWED = (
     "NumPy arrays and Buffers of them, numbers, NumPy scalars, and structs as bytes; 0 is a null pointer"
 )
 
 
-def checked(args: Any) -> list[Any]:
-    """The arguments, each of a type that a kernel can get."""
+def check_arguments(args: Any) -> list[Any]:
+    """The arguments, each of a type that a kernel accepts."""
     if not isinstance(args, Sequence) or isinstance(args, str | bytes):
         raise EmulatorError(
             f"args is {_type(args)}; pass a sequence of the kernel's arguments, such as (x, y, n)"
@@ -41,7 +122,7 @@ def _type(value: Any) -> str:
 
 
 def buffers(args: Sequence[Any]) -> list[Buffer]:
-    """The arrays among the arguments, named for messages."""
+    """The arrays among the arguments, with names for messages."""
     found = []
     for i, arg in enumerate(args):
         if isinstance(arg, Buffer):
@@ -54,8 +135,8 @@ def buffers(args: Sequence[Any]) -> list[Buffer]:
 def pack(parameters: Sequence[Variable], args: Sequence[Any], memory: Memory) -> tuple[Array, dict[str, int]]:
     """(bytes, offset of each parameter by name).
 
-    A CUDA C++ kernel takes an array as a pointer, a Numba kernel as the fields of its array struct; which one it is
-    shows in the number of parameters.
+    A CUDA C++ kernel takes an array as a pointer, a Numba kernel as the fields of an array struct. The number of
+    parameters tells which of the two it is.
     """
     named = [(f"argument {i}", a.array if isinstance(a, Buffer) else a) for i, a in enumerate(args)]
     if len(parameters) != len(named):
@@ -97,7 +178,7 @@ def _bytes(name: str, parameter: Variable, value: Any, memory: Memory) -> bytes:
     data: bytes = value if isinstance(value, bytes) else np.asarray(value).tobytes()
     if len(data) != size:
         raise EmulatorError(f"{name} has {len(data)} bytes ({value!r}), the kernel's parameter {size}")
-    # The types of bits (b32) take both.
+    # Untyped parameters (b32) take both.
     floats, ints = parameter.type[0] == "f", parameter.type[0] in "us"
     given = "" if isinstance(value, bytes) else np.asarray(value).dtype.kind
     if (floats and given in ("b", "i", "u")) or (ints and given == "f"):

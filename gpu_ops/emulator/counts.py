@@ -1,4 +1,4 @@
-"""What is counted: per instruction, per source line, per buffer."""
+"""What a profile counts: classes of instructions, counts per instruction, per source line and per buffer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,84 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from gpu_ops.emulator.traffic import SECTOR
+from gpu_ops.emulator.instructions import FLOAT
+from gpu_ops.emulator.syntax import Instruction
 
-__all__ = ["BufferProfile", "Counts", "InstructionProfile", "LineProfile", "several", "total", "where"]
+SECTOR = 32  # bytes of global memory that move together
+
+# The classes of the instruction mix in the order in which they are shown, with their opcodes. The type or the state
+# space of an instruction decides the classes without opcodes.
+_OPCODES = {
+    "tensor core": "mma wgmma wmma",
+    "float": "",
+    "special": "ex2 lg2 sin cos tanh rsqrt rcp sqrt",
+    "integer": "",
+    "convert": "cvt",
+    "move": "mov cvta selp prmt isspacep",
+    "global": "",
+    "shared": "ldmatrix stmatrix",
+    "local": "",
+    "constant": "",
+    "generic": "",
+    "atomic": "atom red",
+    "cp.async": "cp",
+    "warp": "shfl vote match redux elect activemask movmatrix",
+    "barrier": "bar barrier mbarrier",
+    "control": "bra brx ret exit trap brkpt nanosleep",
+    "other": "membar fence prefetch prefetchu discard griddepcontrol setmaxnreg",
+}
+CLASSES = tuple(_OPCODES)
+_CLASS_OF = {opcode: name for name, opcodes in _OPCODES.items() for opcode in opcodes.split()}
+_SPACES = {"global": "global", "shared": "shared", "local": "local", "param": "constant", "const": "constant"}
+
+_FLOPS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "fma": 2, "mad": 2}
+_INTEGER_OPERATIONS = {"mad": 2, "mad24": 2, "madc": 2, "dp4a": 8, "dp2a": 4}
+_FLOAT_NAMES = {"f32": "fp32", "f64": "fp64", "f16": "fp16", "bf16": "bf16"}
+
+
+def classify(instruction: Instruction) -> str:
+    """One of :data:`CLASSES`."""
+    opcode, modifiers = instruction.opcode, instruction.modifiers
+    if opcode in ("ld", "ldu", "st"):
+        spaces = (_SPACES.get(word.partition("::")[0]) for word in modifiers)
+        return next((space for space in spaces if space), "generic")
+    if opcode in _CLASS_OF:
+        return _CLASS_OF[opcode]
+    return "float" if modifiers and modifiers[-1] in FLOAT else "integer"
+
+
+def operations(instruction: Instruction) -> tuple[str, int]:
+    """(fp16, bf16, fp32, fp64, int or "", operations per lane).
+
+    A fused multiply-add counts as two operations and a special function as one; comparisons, selections and moves
+    count as none. Every arithmetic, bit and logic instruction on integers counts, address arithmetic included.
+    Packed types do twice the work.
+    """
+    opcode, kind = instruction.opcode, classify(instruction)
+    if kind in ("float", "special"):
+        ptx_type = instruction.modifiers[-1]
+        packed = ptx_type.endswith("x2")
+        count = 1 if kind == "special" else _FLOPS.get(opcode, 0)
+        return _FLOAT_NAMES[ptx_type.removesuffix("x2")] if count else "", count * (1 + packed)
+    if kind == "integer" and opcode not in ("setp", "set"):
+        return "int", _INTEGER_OPERATIONS.get(opcode, 1)
+    return "", 0
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What is counted for each instruction, and added up over a source line, an opcode or the launch.
+    """Counts of one instruction, or the sum over a source line, an opcode or the launch.
 
-    A request is one instruction of one warp. Of shared memory: ``waves`` is what the requests take, ``phases`` what
-    they would take without bank conflicts, ``ideal_waves`` if each wave moved 128 bytes.
+    A request is one instruction of one warp. For shared memory, ``waves`` is what the requests take, ``phases``
+    what they would take without bank conflicts, and ``ideal_waves`` what they would take if each wave moved 128
+    bytes.
     """
 
     warps: int = 0  # issued
-    lanes: int = 0  # of them, those whose guard was true
-    divergent: int = 0  # times a branch sent the lanes of a warp two ways
+    lanes: int = 0  # those whose guard was true
+    divergent: int = 0  # times a branch split a warp
     global_requests: int = 0
-    global_bytes: int = 0  # asked for by lanes, here and below
+    global_bytes: int = 0  # requested by lanes; likewise below
     sectors: int = 0  # of 32 bytes, distinct per request
     shared_requests: int = 0
     shared_bytes: int = 0
@@ -45,7 +105,7 @@ class Counts:
 
     @property
     def sectors_per_128_bytes(self) -> float:
-        """4 is perfect; below: lanes read the same bytes; above: bytes move that no lane asked for."""
+        """4 is perfect. Below 4, lanes share bytes; above 4, bytes move that no lane requested."""
         return 128 * self.sectors / self.global_bytes if self.global_bytes else 0.0
 
 
@@ -64,7 +124,7 @@ _C = TypeVar("_C", bound=Counts)
 
 
 def total(parts: Iterable[Counts], kind: type[_C], **given: Any) -> _C:
-    """The sum of counts, as a class of counts with what identifies it."""
+    """The sum of counts, as an instance of ``kind`` with its other fields ``given``."""
     rows = [[getattr(part, name) for name in _NAMES] for part in parts]
     return kind(**given, **dict(zip(_NAMES, map(sum, zip(*rows, strict=True)), strict=False)))
 
@@ -77,19 +137,19 @@ class InstructionProfile(Counts):
     ptx_line: int
     ptx: str
     form: str  # "ld.global.v4.u32"
-    kind: str  # one of opclass.CLASSES
+    kind: str  # one of CLASSES
     places: tuple[tuple[str, int], ...]  # (file, line), innermost of inlined functions first; () if unknown
-    operations: tuple[str, int]  # of a lane: ("fp32", 2)
+    operations: tuple[str, int]  # per lane, such as ("fp32", 2)
 
     @property
     def place(self) -> tuple[str, int]:
-        """(file, line) in the kernel itself; of the PTX, with the file "", where there is no line information."""
+        """(file, line) in the kernel itself; ("", PTX line) without line information."""
         return self.places[-1] if self.places else ("", self.ptx_line)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineProfile(Counts):
-    """One line of the source, or of the PTX where there is no line information."""
+    """One line of the source, or of the PTX without line information."""
 
     file: str
     line: int
@@ -97,7 +157,7 @@ class LineProfile(Counts):
 
     @property
     def cost(self) -> int:
-        """Issue slots, sectors and waves: a rough order of lines, not a time."""
+        """Issue slots plus sectors plus waves: ranks lines roughly, and is not a time."""
         return self.warps + self.sectors + self.waves
 
     @property
@@ -113,13 +173,13 @@ class BufferProfile:
     name: str
     size: int  # bytes
     requests: int
-    bytes: int  # asked for by lanes; an atomic counts once here, and below as read and as written
+    bytes: int  # requested by lanes; an atomic counts once here, and below as a read and a write
     sectors: int
     bytes_read: int
     bytes_written: int
     sectors_read: int
     sectors_written: int
-    footprint: int  # distinct sectors, here and below
+    footprint: int  # distinct sectors; likewise below
     footprint_read: int
     footprint_written: int
     atomics: int  # lanes
@@ -135,12 +195,12 @@ class BufferProfile:
 
     @property
     def times_read(self) -> float:
-        """How often each sector that is read at all was asked for: 2 for a kernel of two passes over its input."""
+        """How often a sector was read on average: 2 for a kernel that makes two passes over its input."""
         return self.sectors_read / self.footprint_read if self.footprint_read else 0.0
 
     @property
     def least_bytes(self) -> int:
-        """Traffic if every sector moved once each way."""
+        """Traffic if every sector moved once in each direction."""
         return SECTOR * (self.footprint_read + self.footprint_written)
 
     @property

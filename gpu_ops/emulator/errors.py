@@ -1,10 +1,8 @@
-"""Errors of the emulator: a :class:`SanitizerError` is a fault of the kernel, the others of the call or the PTX."""
+"""Errors of the emulator: :class:`SanitizerError` reports a fault in the kernel, the others a bad call or bad PTX."""
 
 from __future__ import annotations
 
 from gpu_ops.errors import GpuOpsError
-
-__all__ = ["EmulatorError", "PtxError", "SanitizerError", "UnknownInstruction"]
 
 
 class EmulatorError(GpuOpsError, RuntimeError):
@@ -12,15 +10,15 @@ class EmulatorError(GpuOpsError, RuntimeError):
 
 
 class PtxError(EmulatorError):
-    """PTX text that is not understood; the message names the line."""
+    """The PTX text cannot be parsed; the message names the line."""
 
 
 class UnknownInstruction(PtxError):
-    """An instruction form the emulator does not have; the message names it and its line."""
+    """The emulator does not implement this instruction form; the message names the form and its line."""
 
 
 class SanitizerError(EmulatorError):
-    """A fault the kernel made. ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`."""
+    """A fault in the kernel. ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")

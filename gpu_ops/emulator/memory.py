@@ -1,4 +1,4 @@
-"""The address space of a launch: global allocations far apart, shared memory per block, local per thread.
+"""The address space of a launch: global allocations, shared memory per block, local memory per thread.
 
 ========  ==================================  ====================================================
 space     device address                      host memory
@@ -8,7 +8,7 @@ shared    offset from 0x400; generic + 2^56   ``(blocks, bytes)``, made for each
 local     offset from 0x100; generic + 2^57   ``(threads, bytes)``, likewise
 ========  ==================================  ====================================================
 
-The gaps make any address that misses its allocation a fault, also one that wrapped at 2^31 elements.
+Global allocations lie far apart, so an address that misses its allocation is a fault, even one that wrapped at 2^31.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator import compiled
-from gpu_ops.emulator.compiled import LOCAL_BASE, SHARED_BASE
+from gpu_ops.emulator import aot
+from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
 from gpu_ops.emulator.program import Program, initial_bytes
 from gpu_ops.emulator.shadow import OUTSIDE, POISONED, UNWRITTEN
-from gpu_ops.emulator.types import Array
-
-__all__ = [
-    "GENERIC", "GLOBAL", "LOCAL", "SHARED", "SPACES", "Allocation", "Buffer", "Memory",
-]  # fmt: skip
+from gpu_ops.emulator.syntax import Array, Variable
 
 GENERIC, GLOBAL, SHARED, LOCAL = range(4)
 SPACES = {"global": GLOBAL, "const": GLOBAL, "shared": SHARED, "local": LOCAL}
@@ -37,17 +33,17 @@ _SPACING = 1 << 36
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """An array argument with more to know about it than its bytes.
+    """An array argument with a name and the state of its contents.
 
     Parameters
     ----------
     array : numpy.ndarray
     name : str
-        For messages.
+        Shown in messages.
     written : bool
-        False: it holds nothing yet, and reading a byte before the kernel wrote it is a fault.
+        False for an array without contents: reading a byte before the kernel has written it is a fault.
     poison : bool array, optional
-        Broadcast to the array: True where an element is padding that must not be read.
+        Broadcast to the array. True marks padding that must not be read.
     """
 
     array: Array
@@ -56,15 +52,40 @@ class Buffer:
     poison: Array | None = None
 
 
+@dataclass(frozen=True)
+class Access:
+    """A memory instruction, as the sanitizer and the profiler see it."""
+
+    pc: int
+    space: int
+    size: int  # bytes per lane
+    read: bool
+    write: bool
+    element: int = 0  # bytes; each element of a load must have been written. 0: not checked
+    atomic: bool = False
+    asynchronous: bool = False
+    constant: bool = False  # ld.global.nc: the data must not change during the launch
+
+
+@dataclass(frozen=True)
+class Place:
+    """The addresses of one access: lanes, device addresses, host pointers, owners."""
+
+    lanes: Array
+    address: Array
+    host: Array
+    owner: Array
+
+
 @dataclass(eq=False)
 class Allocation:
-    """A range of global memory: one argument, or several that share memory; or a variable of the module."""
+    """A range of global memory: one argument, several that overlap, or a variable of the module."""
 
     name: str
     start: int
     bytes: int
     host: int
-    keep: Any  # what owns the host memory
+    keep: Any  # keeps the host memory alive
     writable: bool = True
     shadow: Array | None = None
 
@@ -75,7 +96,7 @@ class Allocation:
 
 @dataclass(eq=False)
 class _Range:
-    """Host bytes of one or several arguments that overlap."""
+    """The host bytes of one argument, or of several that overlap."""
 
     low: int
     high: int
@@ -83,7 +104,7 @@ class _Range:
 
 
 class Memory:
-    """Everything a launch can address. ``pointer(array)`` is the device address of an argument."""
+    """Everything that a launch can address."""
 
     def __init__(self, program: Program, buffers: Sequence[Buffer], *, shadowed: bool) -> None:
         self.program = program
@@ -103,7 +124,7 @@ class Memory:
         self.shared = self.local = np.zeros((0, 0), np.uint8)
 
     def _tabulate(self) -> None:
-        """What addresses are looked up in. For stores, a read-only allocation has no bytes: no access pays for it."""
+        """Make the lookup tables. For stores a read-only allocation is empty, so no access pays for the check."""
         rows = [
             [a.start, a.end, a.host, 0 if a.shadow is None else a.shadow.ctypes.data]
             for a in self.allocations
@@ -114,7 +135,7 @@ class Memory:
             if not allocation.writable:
                 row[1] = allocation.start
 
-    def _variable_bytes(self, variable: Any, data: Array) -> None:
+    def _variable_bytes(self, variable: Variable, data: Array) -> None:
         initial = bytes(initial_bytes(variable, self.symbols))
         data[: len(initial)] = np.frombuffer(initial, np.uint8)
 
@@ -127,7 +148,7 @@ class Memory:
 
     def _allocate_arguments(self, span: _Range) -> None:
         first = span.buffers[0].array
-        # A fresh device array is 256-byte aligned; a view keeps its distance from the start of its owner.
+        # A new device array is aligned to 256 bytes; a view keeps its distance from the start of its owner.
         skew = (span.low - _owner(first)) % 256
         name = " / ".join(dict.fromkeys(b.name for b in span.buffers if b.name))
         keep = [b.array for b in span.buffers]
@@ -147,22 +168,20 @@ class Memory:
         raise LookupError("not an argument of this launch")
 
     def constant(self, name: str, data: Array) -> int:
-        """Place bytes the host made (the kernel's parameters); must precede the first access."""
+        """Allocate bytes that the host made (the kernel's parameters). Call it before the first access."""
         allocation = self._allocate(name, data.ctypes.data, data.size, data)
         self._tabulate()
         return allocation.start
 
     def begin(self, blocks: int, threads: int, dynamic_shared: int) -> None:
-        """Fresh shared and local memory for a batch of blocks of ``threads`` (padded) threads."""
+        """Allocate shared and local memory for a batch of blocks of ``threads`` threads, padding lanes included."""
         shared = self.program.shared_bytes + dynamic_shared
         local = self.program.local_bytes
-        # 0xCD: what was never written should not look like a sensible zero.
+        # 0xCD, so that memory that was never written does not pass for zero.
         self.shared = np.full((blocks, -(-shared // 16) * 16), 0xCD, np.uint8)
         self.local = np.full((blocks * threads, -(-local // 16) * 16), 0xCD, np.uint8)
-        self.windows[:] = (
-            self.shared.ctypes.data, SHARED_BASE + shared, self.shared.shape[1], threads,
-            self.local.ctypes.data, LOCAL_BASE + local, self.local.shape[1],
-        )  # fmt: skip
+        self.windows[:4] = self.shared.ctypes.data, SHARED_BASE + shared, self.shared.shape[1], threads
+        self.windows[4:] = self.local.ctypes.data, LOCAL_BASE + local, self.local.shape[1]
 
     def resolve(
         self, space: int, lanes: Array, address: Array, size: int, *, write: bool
@@ -170,20 +189,20 @@ class Memory:
         """(host pointers, owners, fault kind or 0, position of the first fault) for each lane."""
         host, owner = np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32)
         table = self._store_table if write else self.table
-        kind, position = compiled.resolve(space, lanes, address, size, table, self.windows, host, owner)
+        kind, position = aot.resolve(space, lanes, address, size, table, self.windows, host, owner)
         return host, owner, kind, position
 
     def read_only(self, space: int, address: int, size: int) -> bool:
-        """Whether bytes that no store reaches could be loaded."""
+        """Whether these bytes, which no store may reach, can be loaded."""
         lane, at = np.zeros(1, np.int32), np.array([address], np.uint64)
         return not self.resolve(space, lane, at, size, write=False)[2]
 
     def describe(self, space: int, address: int) -> str:
-        """Where an address lies, for messages: in or beside which allocation."""
-        if space == GENERIC and address >= compiled.LOCAL_WINDOW:
-            return f"local offset {address - compiled.LOCAL_WINDOW - LOCAL_BASE}"
-        if space == GENERIC and address >= compiled.SHARED_WINDOW:
-            space, address = SHARED, address - compiled.SHARED_WINDOW
+        """The allocation that an address is in or next to, for messages."""
+        if space == GENERIC and address >= aot.LOCAL_WINDOW:
+            return f"local offset {address - aot.LOCAL_WINDOW - LOCAL_BASE}"
+        if space == GENERIC and address >= aot.SHARED_WINDOW:
+            space, address = SHARED, address - aot.SHARED_WINDOW
         if space == SHARED:
             return f"shared offset {address - SHARED_BASE} of {int(self.windows[1]) - SHARED_BASE} bytes"
         if space == LOCAL:
@@ -199,11 +218,8 @@ class Memory:
         where = f"{near.name or 'a buffer'} ({near.bytes} bytes)"
         if offset < 0:
             return f"{-offset} bytes before {where}"
-        return (
-            f"{offset - near.bytes} bytes past the end of {where}"
-            if offset >= near.bytes
-            else f"byte {offset} of {where}"
-        )
+        past = offset - near.bytes
+        return f"{past} bytes past the end of {where}" if past >= 0 else f"byte {offset} of {where}"
 
 
 def _owner(array: Array) -> int:
@@ -218,7 +234,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _merge(buffers: Sequence[Buffer]) -> list[_Range]:
-    """Arguments as disjoint ranges of host memory: views of one array that overlap share one."""
+    """Arguments as disjoint ranges of host memory; views that overlap share a range."""
     spans: list[_Range] = []
     for buffer in sorted((b for b in buffers if b.array.size), key=lambda b: _bounds(b.array)):
         low, high = _bounds(buffer.array)
@@ -231,13 +247,13 @@ def _merge(buffers: Sequence[Buffer]) -> list[_Range]:
 
 
 def _shadow(span: _Range) -> Array:
-    """A byte of state per byte: what no argument covers, such as the gaps between strided rows, is outside."""
+    """One byte of state per byte. Bytes of no argument, such as gaps between strided rows, are outside."""
     size = span.high - span.low
     only = span.buffers[0] if len(span.buffers) == 1 and span.buffers[0].array.flags.forc else None
     if only is not None and only.written and only.poison is None:
-        return np.zeros(size, np.uint8)  # untouched pages: a huge input costs nothing
+        return np.zeros(size, np.uint8)  # the pages stay untouched, so a huge input is free
     shadow = np.full(size, OUTSIDE, np.uint8)
-    # Results first: one that shares memory with an input (`out=x`) holds something from the start.
+    # Results first: a result that shares memory with an input (`out=x`) has contents from the start.
     for buffer in sorted(span.buffers, key=lambda b: b.written):
         array = buffer.array
         at = array.__array_interface__["data"][0] - span.low

@@ -1,17 +1,18 @@
-"""PTX text to a :class:`Module`: functions, variables and instructions, each with its line.
+"""Parses PTX text to a :class:`Module`: functions, variables and instructions, each with its line.
 
-One pass over a token stream. Names are resolved here as far as the text decides them: an inline-asm
-``{ }`` opens a scope for registers and labels, so names declared inside get a unique suffix.
+The parser makes one pass over the tokens and resolves names by scope: an inline-asm ``{ }`` opens a scope for
+registers and labels, so names declared inside get a unique suffix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpu_ops.emulator.scope import Scope
 from gpu_ops.emulator.syntax import (
+    DTYPE,
     Address,
     Call,
+    Cursor,
     Function,
     Immediate,
     Instruction,
@@ -22,13 +23,10 @@ from gpu_ops.emulator.syntax import (
     Negated,
     Operand,
     Pair,
+    Scope,
     Variable,
     Vector,
 )
-from gpu_ops.emulator.tokens import Cursor
-from gpu_ops.emulator.types import DTYPE
-
-__all__ = ["parse"]
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 _SPACES = {".global", ".const", ".shared", ".local", ".param"}
@@ -36,7 +34,7 @@ _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 
 
 def parse(text: str) -> Module:
-    """Parse a PTX file; :class:`PtxError` names the line that is not understood."""
+    """Parse a PTX file; a :class:`PtxError` names the line that cannot be parsed."""
     return _Parser(text).module()
 
 
@@ -45,9 +43,8 @@ class _Parser(Cursor):
         super().__init__(text)
         self.text = text
         self.location: Location | None = None
-        self.places: dict[
-            tuple[str, ...], Location
-        ] = {}  # by file, line and column: a caller may be inlined too
+        # By file, line and column, because a caller may be inlined too.
+        self.places: dict[tuple[str, ...], Location] = {}
         self.scopes = 0
 
     # -- module ---------------------------------------------------------------------------------
@@ -170,7 +167,7 @@ class _Parser(Cursor):
             self.accept(",")
 
     def body(self, function: Function, scope: Scope) -> None:
-        """Statements up to the closing brace, which is consumed."""
+        """Parse statements up to and including the closing brace."""
         self.collect(scope)
         while not self.accept("}"):
             if self.accept("{"):
@@ -180,7 +177,7 @@ class _Parser(Cursor):
             self.statement(function, scope)
 
     def collect(self, scope: Scope) -> None:
-        """Names this scope declares, read ahead: a branch may go to a label further down."""
+        """Read ahead for the names that this scope declares: a branch may go to a label further down."""
         depth, at = 1, self.at
         while depth:
             token = self.tokens[at]
@@ -228,7 +225,7 @@ class _Parser(Cursor):
             function.body.append(self.instruction(scope))
 
     def line_information(self) -> None:
-        """``.loc file line column {, function_name label, inlined_at file line column}``: it ends with its line."""
+        """``.loc file line column {, function_name label, inlined_at file line column}`` ends with its line."""
         first = self.at
         while self.tokens[self.at].line == self.tokens[first].line:
             self.at += 1

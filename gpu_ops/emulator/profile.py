@@ -1,23 +1,35 @@
-"""What a launch did, counted exactly: instructions, memory traffic, bank conflicts, tensor-core work, divergence.
+"""The profile of a launch: exact counts of instructions, traffic, bank conflicts, tensor-core work, divergence.
 
-Counts are of the PTX and of the launch's own addresses; nothing is timed. What they do not say: registers and spills
-(ptxas decides those: :mod:`gpu_ops.kernels.compiler.cubin`), cache hits in L1, and the order in which blocks run.
+The counts come from the PTX and from the addresses of the launch; nothing is timed. They do not cover registers and
+spills (see :mod:`gpu_ops.kernels.compiler.cubin`), L1 hits, or the order in which blocks run.
 """
 
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from io import StringIO
 from typing import Any
 
-from gpu_ops.emulator.counts import BufferProfile, Counts, InstructionProfile, LineProfile, several, total
-from gpu_ops.emulator.opclass import CLASSES
+from gpu_ops.emulator.counts import (
+    CLASSES,
+    SECTOR,
+    BufferProfile,
+    Counts,
+    InstructionProfile,
+    LineProfile,
+    several,
+    total,
+)
 from gpu_ops.emulator.program import plain_name
-from gpu_ops.emulator.traffic import SECTOR
 
-__all__ = ["Profile"]
+_LINES = 12  # hot lines that are shown
+_SPLITS = 4  # lines that split warps, likewise
+_WIDTH = 150
+_TEXT = 64  # characters of a column of text
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,22 +39,22 @@ class Profile:
     Attributes
     ----------
     kernel, arch : str
-        The entry; the architecture compiled for, such as ``"sm_80"``.
+        The entry, and the architecture it was compiled for, such as ``"sm_80"``.
     grid, block : tuple of int
     blocks : int
-        How many ran: fewer than the grid has when the launch was sampled. All counts are of these.
+        The number of blocks that ran, fewer than the grid has in a sampled launch. All counts cover these blocks.
     dynamic_shared_bytes : int
     card : str
+        The card that the launch's ``arch`` names, or the one that stands for an architecture.
     l2_bytes : int
-        The card whose L2 cache :attr:`dram_bytes` reckons with: the one that ``arch`` of the launch names, or the one
-        that stands for an architecture.
+        The size of its L2 cache, for :attr:`dram_bytes`.
     instructions : tuple of InstructionProfile
-        In program order; functions that were called are inlined.
+        In program order; called functions are inlined.
     buffers : tuple of BufferProfile
     multiply_adds : dict
         Of the tensor cores, by type: ``f16``, ``bf16``, ``tf32``, ``s8``, ...
     ptx : str
-        What ran, for instance to learn registers and spills from ptxas.
+        The program, for instance to get registers and spills from ptxas.
     """
 
     kernel: str
@@ -61,18 +73,18 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """The kernel's name as its source has it: Numba mangles it with its module and types."""
+        """The kernel's name as in its source."""
         return plain_name(self.kernel)
 
     # -- sums -----------------------------------------------------------------------------------
 
     @cached_property
     def counts(self) -> Counts:
-        """Over all instructions."""
+        """The sum over all instructions."""
         return total(self.instructions, Counts)
 
     def by(self, key: Callable[[InstructionProfile], Any]) -> dict[Any, Counts]:
-        """Counts of the instructions that ran, by any property of theirs, such as ``lambda i: i.form``."""
+        """Counts of the instructions that ran, grouped by a property such as ``lambda i: i.form``."""
         groups: dict[Any, list[Counts]] = {}
         for i in self.instructions:
             if i.warps:
@@ -81,32 +93,26 @@ class Profile:
 
     @cached_property
     def opcodes(self) -> dict[str, Counts]:
-        """By opcode, most issued first."""
+        """Counts by opcode, most issued first."""
         found = self.by(lambda i: i.form.partition(".")[0])
         return dict(sorted(found.items(), key=lambda item: -item[1].warps))
 
     @cached_property
     def classes(self) -> dict[str, Counts]:
-        """By class of instruction (:data:`~gpu_ops.emulator.opclass.CLASSES`)."""
+        """Counts by class of instruction (:data:`~gpu_ops.emulator.counts.CLASSES`)."""
         found = self.by(lambda i: i.kind)
         return {name: found[name] for name in CLASSES if name in found}
 
     def lines(self, *, inlined: bool = False) -> list[LineProfile]:
-        """By line of the source, most costly first: of the kernel, or ``inlined`` of what it calls as well."""
+        """Counts by source line, most costly first; with ``inlined``, lines of called functions count apart."""
         groups: dict[tuple[str, int], list[InstructionProfile]] = {}
         for i in self.instructions:
             if i.warps:
                 groups.setdefault(i.places[0] if inlined and i.places else i.place, []).append(i)
-        found = [
-            total(
-                group,
-                LineProfile,
-                file=file,
-                line=line,
-                text=self._text(file, line) if file else group[0].ptx,
-            )
-            for (file, line), group in groups.items()
-        ]
+        found = []
+        for (file, line), group in groups.items():
+            text = self._text(file, line) if file else group[0].ptx
+            found.append(total(group, LineProfile, file=file, line=line, text=text))
         return sorted(found, key=lambda line: -line.cost)
 
     def _text(self, file: str, line: int) -> str:
@@ -119,7 +125,7 @@ class Profile:
 
     @property
     def bytes_read(self) -> int:
-        """From global memory, as asked for by lanes."""
+        """Read from global memory, as requested by lanes."""
         return sum(b.bytes_read for b in self.buffers)
 
     @property
@@ -129,10 +135,10 @@ class Profile:
     def moved(self, l2_bytes: int | None = None) -> tuple[int, ...]:
         """Bytes that each buffer moves between the L2 cache and DRAM, by a simple model.
 
-        Of the buffers with sectors that are asked for more than once, the smallest stay in the cache, as many as fit
-        in it together; they move each sector once per direction. The others move every sector of every request.
-        So a large input read twice counts twice, which is the upper bound: a second pass that follows closely
-        finds some of it in the cache. ``l2_bytes=0`` leaves the cache out.
+        Among the buffers with sectors that are requested more than once, the smallest stay in the cache, as many as
+        fit together; they move each sector once in each direction. The others move every sector of every request. A
+        large input that is read twice therefore counts twice. That is an upper bound, because a second pass that
+        follows closely finds part of it in the cache. ``l2_bytes=0`` models no cache.
         """
         left = self.l2_bytes if l2_bytes is None else l2_bytes
         result = [b.most_bytes for b in self.buffers]
@@ -145,24 +151,24 @@ class Profile:
 
     @property
     def dram_bytes(self) -> int:
-        """:meth:`moved` by all buffers with the default cache."""
+        """The sum of :meth:`moved` with the default cache."""
         return sum(self.moved())
 
     @property
     def least_bytes(self) -> int:
-        """DRAM traffic if every sector moved once each way."""
+        """DRAM traffic if every sector moved once in each direction."""
         return sum(b.least_bytes for b in self.buffers)
 
     @property
     def cp_async_bytes(self) -> int:
-        """Read by ``cp.async``; bytes it fills with zeros are not read."""
+        """Read by ``cp.async``, without the bytes that it fills with zeros."""
         return sum(i.global_bytes for i in self.instructions if i.kind == "cp.async")
 
     # -- work -----------------------------------------------------------------------------------
 
     @cached_property
     def operations(self) -> dict[str, int]:
-        """Of all lanes outside the tensor cores, by type: fp16, bf16, fp32, fp64 (an fma is 2), int."""
+        """Operations of all lanes outside the tensor cores, by type: fp16, bf16, fp32, fp64 (an fma is 2), int."""
         found: dict[str, int] = {}
         for i in self.instructions:
             name, count = i.operations
@@ -172,7 +178,7 @@ class Profile:
 
     @property
     def barriers(self) -> int:
-        """Times a warp came to one."""
+        """Barriers that warps executed."""
         return self.classes["barrier"].warps if "barrier" in self.classes else 0
 
     @property
@@ -189,22 +195,13 @@ class Profile:
             ratios = ("replays", "sectors_per_request", "sectors_per_128_bytes")
             return asdict(found) | {name: getattr(found, name) for name in ratios}
 
+        names = ["kernel", "arch", "blocks", "card", "l2_bytes", "bytes_read", "bytes_written", "dram_bytes"]
+        names += ["least_bytes", "cp_async_bytes", "barriers", "operations"]
         return {
-            "kernel": self.kernel,
-            "arch": self.arch,
+            **{name: getattr(self, name) for name in names},
             "grid": list(self.grid),
             "block": list(self.block),
-            "blocks": self.blocks,
-            "card": self.card,
-            "l2_bytes": self.l2_bytes,
             **counts(self.counts),
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "dram_bytes": self.dram_bytes,
-            "least_bytes": self.least_bytes,
-            "cp_async_bytes": self.cp_async_bytes,
-            "barriers": self.barriers,
-            "operations": self.operations,
             "multiply_adds": dict(self.multiply_adds),
             "buffers": [
                 asdict(b) | {"sectors_per_128_bytes": b.sectors_per_128_bytes, "moved": moved}
@@ -220,11 +217,132 @@ class Profile:
         return f"<Profile of {self.name}: {ran} of {several(self.blocks, 'block')}>"
 
     def __rich__(self) -> Any:
-        from gpu_ops.emulator.profile_tables import render
-
-        return render(self)
+        return _render(self)
 
     def __str__(self) -> str:
-        from gpu_ops.emulator.profile_tables import plain
+        """The tables as text without colours."""
+        from rich.console import Console
 
-        return plain(self)
+        text = StringIO()
+        Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(_render(self))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _render(profile: Profile) -> Any:
+    """The tables as a rich object."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts = [Text(_title(profile), style="bold"), *(Text("  " + line) for line in _summary(profile))]
+    parts += [_buffers(profile), _mix(profile), _hot_lines(profile)]
+    return Group(*parts)
+
+
+def _title(profile: Profile) -> str:
+    grid = " x ".join(map(str, profile.grid))
+    block = " x ".join(map(str, profile.block))
+    of = math.prod(profile.grid)
+    ran = "" if profile.blocks == of else f", {profile.blocks} of {of} blocks ran"
+    return f"{profile.name}: grid {grid}, block {block}{ran}"
+
+
+def _size(count: float) -> str:
+    """``1.5 MiB``"""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _summary(profile: Profile) -> list[str]:
+    c = profile.counts
+    lines = [
+        f"global memory: {_size(profile.bytes_read)} read, {_size(profile.bytes_written)} written by lanes; "
+        f"{_size(SECTOR * c.sectors)} in sectors, {c.sectors_per_128_bytes:.2f} per 128 B (4 is perfect)",
+        f"DRAM: {_size(profile.dram_bytes)} with {_size(profile.l2_bytes)} of L2 ({profile.card}); "
+        f"{_size(profile.least_bytes)} if every sector moved once",
+    ]
+    if c.shared_requests:
+        lines.append(
+            f"shared memory: {several(c.shared_requests, 'request')}, {_size(c.shared_bytes)}; "
+            f"{several(c.waves, 'wave')}, {c.ideal_waves:,} ideal, {several(c.replays, 'bank-conflict replay')}"
+        )
+    work = [f"{count:,} {name}" for name, count in sorted(profile.operations.items())]
+    work += [f"{2 * macs:,} {kind} in tensor cores" for kind, macs in sorted(profile.multiply_adds.items())]
+    if work:
+        lines.append("operations: " + ", ".join(work))
+    counted = (
+        (profile.cp_async_bytes, f"cp.async: {_size(profile.cp_async_bytes)}"),
+        (c.local_bytes, f"local memory: {_size(c.local_bytes)}"),
+        (c.atomics, f"atomics: {several(c.atomics, 'lane')}"),
+        (profile.barriers, f"barriers: {several(profile.barriers, 'warp')}"),
+    )
+    other = [text for count, text in counted if count]
+    if other:
+        lines.append("; ".join(other))
+    split = sorted((line for line in profile.lines() if line.divergent), key=lambda line: -line.divergent)
+    if split:
+        places = ", ".join(f"{line.divergent:,} at {line.where}" for line in split[:_SPLITS])
+        lines.append(f"divergence: {several(c.divergent, 'time')} a warp split: {places}")
+    return lines
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        text = column in ("most issued", "source")
+        table.add_column(column, justify="left" if text or not i else "right", no_wrap=not text)
+    return table
+
+
+def _add(table: Any, *cells: str) -> None:
+    from rich.text import Text  # a str is markup, in which brackets disappear
+
+    table.add_row(*map(Text, cells))
+
+
+def _buffers(profile: Profile) -> Any:
+    ratios = ("times read", "sectors/req", "per 128 B")
+    table = _table("Buffers", "", "size", "read", "written", "touched", *ratios, "DRAM")
+    for b, moved in zip(profile.buffers, profile.moved(), strict=True):
+        sizes = map(_size, (b.size, b.bytes_read, b.bytes_written, SECTOR * b.footprint))
+        values = (b.times_read, b.sectors_per_request, b.sectors_per_128_bytes)
+        _add(table, b.name, *sizes, *(f"{value:.2f}" for value in values), _size(moved))
+    return table
+
+
+def _mix(profile: Profile) -> Any:
+    table = _table("Instructions", "class", "warps", "share", "lanes/warp", "most issued")
+    issued = max(1, profile.counts.warps)
+    forms = profile.by(lambda i: (i.kind, i.form))
+    for name, c in profile.classes.items():
+        top = sorted(((f.warps, form) for (kind, form), f in forms.items() if kind == name), reverse=True)
+        most = ", ".join(f"{form} {warps:,}" for warps, form in top[:3])
+        share, lanes = f"{c.warps / issued:.1%}", f"{c.lanes / max(1, c.warps):.1f}"
+        _add(table, name, f"{c.warps:,}", share, lanes, _shortened(most))
+    return table
+
+
+def _hot_lines(profile: Profile) -> Any:
+    costs = ("sectors", "per 128 B", "replays", "splits")
+    table = _table("Lines that cost most", "line", "warps", *costs, "source")
+    for line in profile.lines()[:_LINES]:
+        _add(table, line.where, f"{line.warps:,}", *_line_costs(line), _shortened(line.text))
+    return table
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+
+
+def _line_costs(line: LineProfile) -> tuple[str, str, str, str]:
+    return (
+        f"{line.sectors:,}" if line.sectors else "",
+        f"{line.sectors_per_128_bytes:.2f}" if line.sectors else "",
+        f"{line.replays:,}" if line.replays else "",
+        f"{line.divergent:,}" if line.divergent else "",
+    )

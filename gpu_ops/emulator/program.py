@@ -1,23 +1,25 @@
-"""An entry of a module as one flat program: calls inlined, labels resolved, variables laid out.
+"""Links an entry of a module into one flat program: calls inlined, labels resolved, variables laid out.
 
-A device function is cloned at each call, its parameters bound to the caller's ``.param`` variables,
-which become per-thread memory. So the machine knows neither stack nor scopes: a call is nothing, a
-return is a branch.
+A device function is cloned at each call, and its parameters are bound to the caller's ``.param`` variables, which
+become per-thread memory. The machine therefore needs no stack and no scopes: a call disappears and a return is a
+branch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.compiled import LOCAL_BASE, SHARED_BASE
+from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
 from gpu_ops.emulator.errors import EmulatorError, PtxError
 from gpu_ops.emulator.syntax import (
+    DTYPE,
     Address,
+    Array,
     Call,
     Function,
     Immediate,
@@ -31,16 +33,15 @@ from gpu_ops.emulator.syntax import (
     Variable,
     Vector,
 )
-from gpu_ops.emulator.types import DTYPE, Array
 
-__all__ = ["Program", "immediate", "link", "plain_name"]
+_Rename = Callable[[str], str]
 
-_DEPTH = 64  # of nested calls: deeper is recursion
+_DEPTH = 64  # nested calls; deeper is taken for recursion
 
 
 @dataclass
 class Program:
-    """What the machine runs: ``code[pc]``, and where everything lies."""
+    """What the machine runs: ``code[pc]``, and the address of every variable."""
 
     name: str
     module: Module
@@ -52,27 +53,27 @@ class Program:
     shared: dict[str, int] = field(default_factory=dict)  # name -> window offset
     local: dict[str, int] = field(default_factory=dict)
     globals: list[Variable] = field(default_factory=list)
-    shared_bytes: int = 0  # static part, alignment of the dynamic part included
+    shared_bytes: int = 0  # the static part, padded to the alignment of the dynamic part
     local_bytes: int = 0
-    idle: list[Any] = field(default_factory=list, repr=False)  # machines that ran it, for the next launch
+    idle: list[Any] = field(default_factory=list, repr=False)  # machines of past launches, for reuse
 
     @property
     def title(self) -> str:
         return plain_name(self.name)
 
     def where(self, pc: int) -> str:
-        """``rmsnorm.ptx:120 ld.global.f32 ... (rmsnorm.cu:35)``: for messages."""
+        """``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)``, for messages."""
         instruction = self.code[pc]
         text = f"PTX line {instruction.line}: {self.module.source_line(instruction.line)}"
         return f"{text}{self.source(pc)}"
 
     def source(self, pc: int) -> str:
-        """`` (reduce.cuh:12, inlined at kernel.cu:35)`` if the program has line information, else nothing."""
+        """`` (reduce.cuh:12, inlined at kernel.cu:35)``, or nothing without line information."""
         places = [f"{file}:{line}" for file, line in self.places(pc)]
         return f" ({', inlined at '.join(places)})" if places else ""
 
     def places(self, pc: int) -> Iterator[tuple[str, int]]:
-        """(file, line) of an instruction, then of where its function was inlined, and so on."""
+        """(file, line) of an instruction, then of the line at which its function was inlined, and so on."""
         location = self.code[pc].location
         while location is not None and location.file in self.module.files:
             yield self.module.files[location.file], location.line
@@ -80,7 +81,7 @@ class Program:
 
 
 def plain_name(name: str) -> str:
-    """A kernel's name as its source has it: Numba mangles it with its module and types."""
+    """A kernel's name as in its source: Numba mangles it with its module and types."""
     plain, rest = name, name.removeprefix("_ZN" if name.startswith("_ZN") else "_Z")
     while rest != name and (found := re.match(r"\d+", rest)):
         end = found.end() + int(found.group())
@@ -89,7 +90,7 @@ def plain_name(name: str) -> str:
 
 
 def link(module: Module, name: str) -> Program:
-    """The program of an entry; :class:`EmulatorError` names the entries there are."""
+    """The program of an entry; the :class:`EmulatorError` for an unknown name lists the entries."""
     entry = module.functions.get(name)
     if entry is None or not entry.entry:
         entries = [f.name for f in module.functions.values() if f.entry]
@@ -127,7 +128,7 @@ class _Linker:
         for name, targets in function.tables.items():
             program.tables[prefix + name] = [rename(t) for t in targets]
         for variable in function.variables:
-            self.variables.append(_renamed(variable, rename(variable.name)))
+            self.variables.append(replace(variable, name=rename(variable.name)))
         end = f"{prefix}end of {function.name}"
         for statement in function.body:
             if isinstance(statement, Label):
@@ -136,10 +137,10 @@ class _Linker:
                 self.call(statement, rename, depth)
             else:
                 operands = tuple(_rename(o, rename) for o in statement.operands)
-                guard = None if statement.guard is None else statement.guard._replace(
-                    name=rename(statement.guard.name)
-                )  # fmt: skip
-                placed = statement._replace(operands=operands, guard=guard)
+                placed = statement._replace(operands=operands)
+                if statement.guard is not None:
+                    guard = statement.guard._replace(name=rename(statement.guard.name))
+                    placed = placed._replace(guard=guard)
                 if statement.opcode == "ret" and not function.entry:
                     placed = placed._replace(opcode="bra", modifiers=(), operands=(Name(end),))
                 program.code.append(placed)
@@ -148,10 +149,9 @@ class _Linker:
             line = program.code[-1].line if program.code else 1
             program.code.append(Instruction(line, None, None, "ret", (), ()))
 
-    def call(self, statement: Instruction, rename: object, depth: int) -> None:
+    def call(self, statement: Instruction, rename: _Rename, depth: int) -> None:
         call = statement.operands[0]
         assert isinstance(call, Call)
-        assert callable(rename)
         function = self.module.functions.get(call.callee)
         if function is None or function.declared_only:
             self.program.code.append(
@@ -159,17 +159,17 @@ class _Linker:
             )
             return
         if statement.guard is not None:
-            raise PtxError(f"PTX line {statement.line}: a predicated call is not supported")
+            raise statement.error("a predicated call is not supported")
         self.clones += 1
         formal = (*function.results, *function.parameters)
         actual = (*call.results, *call.arguments)
         if len(formal) != len(actual) or not all(isinstance(a, Name) for a in actual):
-            raise PtxError(f"PTX line {statement.line}: {call.callee} wants {len(formal)} .param variables")
+            raise statement.error(f"{call.callee} wants {len(formal)} .param variables")
         bound = {f.name: rename(a.name) for f, a in zip(formal, actual, strict=True) if isinstance(a, Name)}
         self.inline(function, f"{self.clones}:", bound, depth + 1)
 
     def lay_out(self) -> None:
-        """Static variables in order, then the dynamic shared memory, whose symbols all name one address."""
+        """Static variables in order, then dynamic shared memory; all its symbols name one address."""
         program = self.program
         shared, local, dynamic = SHARED_BASE, LOCAL_BASE, []
         for variable in (*self.module.variables.values(), *self.variables):
@@ -197,14 +197,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // max(1, multiple)) * max(1, multiple)
 
 
-def _renamed(variable: Variable, name: str) -> Variable:
-    return Variable(
-        name, variable.space, variable.type, variable.align, variable.bytes, variable.initial, variable.extern
-    )
-
-
-def _rename(operand: Operand, rename: object) -> Operand:
-    assert callable(rename)
+def _rename(operand: Operand, rename: _Rename) -> Operand:
     match operand:
         case Name(name):
             return Name(rename(name))
@@ -220,7 +213,7 @@ def _rename(operand: Operand, rename: object) -> Operand:
 
 
 def immediate(operand: Immediate, ptx_type: str) -> Array:
-    """A literal as an array of one element of the type; too wide ones are truncated, as PTX does."""
+    """A literal as an array of one element; PTX truncates a literal that is too wide."""
     text, dtype = operand.text, DTYPE[ptx_type]
     body = text.lstrip("-").rstrip("U")
     if body[:2].lower() in ("0f", "0d"):
@@ -241,7 +234,7 @@ def immediate(operand: Immediate, ptx_type: str) -> Array:
 
 
 def initial_bytes(variable: Variable, addresses: dict[str, int]) -> Iterator[int]:
-    """The bytes a global or constant variable starts with."""
+    """The bytes with which a global or constant variable starts."""
     for part in variable.initial:
         if isinstance(part, Immediate):
             yield from immediate(part, variable.type).tobytes()

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator import arguments, limits
+from gpu_ops.emulator import arguments
+from gpu_ops.emulator.batch import WARP
 from gpu_ops.emulator.counts import several
-from gpu_ops.emulator.machine import WARP, Machine
+from gpu_ops.emulator.machine import Machine
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
 from gpu_ops.emulator.profile import Profile
@@ -22,13 +23,14 @@ from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import Program, link
 from gpu_ops.emulator.sanitizer import Sanitizer
 from gpu_ops.emulator.syntax import Module
+from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.presets import DevicePreset
 
-__all__ = ["launch", "profile", "record"]
+_THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
+_SHARED_BYTES = 1 << 24  # per batch; the sanitizer's state takes 16 times as much
 
-_THREADS = 32_768  # run at a time: their registers stay in the CPU's caches
-_SHARED_BYTES = 1 << 24  # of a batch; the sanitizer keeps 16 times as much about them
+Dimensions = tuple[int, int, int]
 
 _recording: ContextVar[list[Profile] | None] = ContextVar("recording", default=None)
 
@@ -52,44 +54,44 @@ def launch(
     Parameters
     ----------
     source : str
-        CUDA C++, which is compiled, or PTX. Of a Numba kernel: the PTX that ``numba.cuda.compile`` makes of it.
+        CUDA C++, which is compiled, or PTX. For a Numba kernel, the PTX that ``numba.cuda.compile`` returns.
     name : str
         The entry; in CUDA C++ an ``extern "C" __global__`` function.
     grid, block : int or tuple of up to 3 ints
-        Blocks, and threads of a block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
+        Blocks, and threads per block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
-        NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. A CUDA C++
-        kernel takes an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
+        NumPy arrays and :class:`Buffer`, used in place; numbers; structs as bytes or structured scalars. CUDA C++
+        gets an array as a pointer to its first element, a Numba kernel as an array with shape and strides.
     shared : int
-        Dynamic shared memory of a block, in bytes: with the static one, as much as the architecture allows.
+        Dynamic shared memory of a block in bytes. With the static part it must fit the architecture.
     arch : str, optional
-        The card it stands for, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it,
-        its limits hold, a profile reckons with its L2 cache. Default: sm_80, and of PTX what its ``.target`` says.
+        The card to emulate, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it, its
+        limits apply, and a profile uses its L2 cache. Default: sm_80 for CUDA C++, the ``.target`` for PTX.
     sanitize : bool
-        False: do not look for races, reads of what nobody wrote, or wrong masks. Faster.
+        False does not check for races, uninitialised reads and wrong masks. Faster.
     sample : iterable of int, optional
-        Run these blocks only, by linear id.
+        Run only these blocks, by linear id.
     together : bool
-        Run all blocks at the same time, as a cooperative launch does: they may wait for each other. Otherwise as many
-        as the emulator finds handy, one after the other, in which a block must not count on another.
+        Run all blocks at once, like a cooperative launch: they may wait for each other. Otherwise in batches.
     include : sequence of folders
-        Where CUDA C++ finds headers beside the toolkit's. A header is read once per process.
+        Header folders for CUDA C++, besides the toolkit's. A header is read once per process.
 
     Raises
     ------
     SanitizerError
-        The kernel made a fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, the message names
-        block, thread, instruction and source line. What was written until then stays written.
+        The kernel is at fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, and the message names the
+        block, thread, instruction and source line. The arrays keep what was written before.
     PtxError, UnknownInstruction
-        The text is not understood, or has an instruction that the emulator does not have.
+        The text cannot be parsed, or has an instruction that is not implemented.
     EmulatorError
-        No such kernel or card, arguments that do not fit the parameters, or more than a driver launches.
+        There is no such kernel or card, the arguments do not fit the parameters, or no driver would accept the
+        launch.
     KernelCompileError
         The CUDA C++ does not compile, or there is no compiler.
 
     Examples
     --------
-    Every thread doubles one element; the array has one too few.
+    Every thread doubles one element. The second launch has a thread too many.
 
     >>> from gpu_ops import emulator
     >>> ptx = '''
@@ -122,24 +124,16 @@ def launch(
       kernel twice, block (0,0,0) thread (4,0,0)
       at PTX line 14: ld.global.f32 %f0, [%rd0];
     """
-    limits.text("source", source, "CUDA C++ or PTX as a str")
-    limits.text("name", name, "the name of an entry")
-    compiled_for, card = limits.card("sm_80" if arch is None else arch)
+    arguments.check_text("source", source, "CUDA C++ or PTX as a str")
+    arguments.check_text("name", name, "the name of an entry")
+    compiled_for, card = arguments.select_card(arch if arch is not None else "sm_80")
     folders = (include,) if isinstance(include, str) else tuple(fspath(folder) for folder in include)
     program = link_source(source, name, compiled_for, folders)
     if arch is None:
-        _, card = limits.card(program.module.target or "sm_80")
-    _launch(
-        program,
-        card,
-        grid,
-        block,
-        args,
-        shared=shared,
-        sanitize=sanitize,
-        sample=sample,
-        together=together,
-    )
+        _, card = arguments.select_card(program.module.target or "sm_80")
+    options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, together=together)
+    shape = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
+    _launch(program, card, shape, args, **options)
 
 
 def profile(
@@ -155,18 +149,16 @@ def profile(
     sample: Iterable[int] | None = None,
     include: Sequence[str | PathLike[str]] = (),
 ) -> Profile:
-    """:func:`launch`, and what it did; ``print`` shows it."""
+    """Run :func:`launch` and return its profile, which ``print`` shows."""
     with record() as profiles:
-        launch(
-            source, name, grid, block, args,
-            shared=shared, arch=arch, sanitize=sanitize, sample=sample, include=include,
-        )  # fmt: skip
+        options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, include=include)
+        launch(source, name, grid, block, args, arch=arch, **options)
     return profiles[0]
 
 
 @contextmanager
 def record() -> Iterator[list[Profile]]:
-    """A list that gets the profile of each launch inside the block, also of those that an op makes.
+    """A list that collects the profile of each launch inside the block, including the launches of ops.
 
     ``with emulator.record() as profiles: gpu_ops.rmsnorm(x, weight, device="emulator")``, then
     ``print(profiles[0])``.
@@ -189,8 +181,6 @@ def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()
 def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
     if ".address_size" in source or ".entry" in source:
         return parse(source)
-    from gpu_ops.kernels.compiler.jit import compile_text
-
     compiled = compile_text(source, arch, options=tuple(f"-I{folder}" for folder in include))
     module = parse(compiled.ptx)
     module.sources = dict(compiled.sources)
@@ -200,20 +190,19 @@ def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
 def _launch(
     program: Program,
     card: DevicePreset,
-    grid: int | tuple[int, ...],
-    block: int | tuple[int, ...],
+    shape: tuple[Dimensions, Dimensions],
     args: Sequence[Any],
     *,
     shared: int,
     sanitize: bool,
-    sample: Iterable[int] | None = None,
-    together: bool = False,
+    sample: Iterable[int] | None,
+    together: bool,
 ) -> None:
-    grid, block = limits.triple("grid", grid), limits.triple("block", block)
-    limits.check(program, card.arch, grid, block, shared)
+    grid, block = shape
+    arguments.check_launch(program, card.arch, grid, block, shared)
     threads = math.prod(block)
-    blocks = limits.chosen(sample, math.prod(grid))
-    args = arguments.checked(args)
+    blocks = arguments.block_ids(sample, math.prod(grid))
+    args = arguments.check_arguments(args)
     memory = Memory(program, arguments.buffers(args), shadowed=sanitize)
     data, offsets = arguments.pack(program.parameters, args, memory)
     start = memory.constant("kernel parameters", data)
@@ -228,12 +217,8 @@ def _launch(
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))
     if together:
         batch = max(1, len(blocks))
-    with (
-        visible(
-            f"gpu_ops: emulating {program.title}, {several(len(blocks), 'block')} of {several(threads, 'thread')}"
-        ),
-        np.errstate(all="ignore"),
-    ):
+    size = f"{several(len(blocks), 'block')} of {several(threads, 'thread')}"
+    with visible(f"gpu_ops: emulating {program.title}, {size}"), np.errstate(all="ignore"):
         for first in range(0, len(blocks), batch):
             machine.run(blocks[first : first + batch])
     if len(blocks):

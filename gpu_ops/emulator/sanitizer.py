@@ -1,31 +1,26 @@
-"""Watches a run for faults that lock-step execution would hide: races, reads of what nobody wrote, wrong masks.
+"""Finds faults that lock-step execution hides: races, uninitialised reads, wrong warp masks.
 
-Accesses out of bounds or misaligned, writes to read-only arguments, barrier divergence and deadlock are found by the
-machine itself, always.
+The machine itself always finds out-of-bounds and misaligned accesses, writes to read-only arguments, deadlocks, and
+lanes of one warp that wait at different barriers.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpu_ops.emulator import shadow
-from gpu_ops.emulator.compiled import SHARED_BASE
+from gpu_ops.emulator.aot import SHARED_BASE
+from gpu_ops.emulator.batch import WARP, Batch
 from gpu_ops.emulator.errors import SanitizerError
+from gpu_ops.emulator.memory import Access, Place
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
-from gpu_ops.emulator.types import BITS, Array
+from gpu_ops.emulator.syntax import BITS, Array
 
-if TYPE_CHECKING:
-    from gpu_ops.emulator.access import Access, Place
-    from gpu_ops.emulator.machine import Machine
-
-__all__ = ["KINDS", "Sanitizer"]
-
-#: Every kind of fault a :class:`~gpu_ops.emulator.errors.SanitizerError` may name.
+#: Every kind of fault a :class:`~gpu_ops.emulator.errors.SanitizerError` can name.
 KINDS = (
     "out of bounds",
     "misaligned",
@@ -52,12 +47,12 @@ _GLOBAL = {
 
 @dataclass(eq=False)
 class _Copies:
-    """Asynchronous copies of one instruction that nobody has waited for yet."""
+    """Pending asynchronous copies of one instruction."""
 
     lanes: Array
     host: Array
     size: int
-    group: Array  # per lane: the number of its commit_group that closes it
+    group: Array  # per lane: the number of the commit_group that covers the copy
 
 
 class Sanitizer:
@@ -66,20 +61,22 @@ class Sanitizer:
     def __init__(self, program: Program) -> None:
         self.granule = _granule(program)
 
-    def begin(self, m: Machine) -> None:
+    def begin(self, m: Batch) -> None:
+        """Start a batch of blocks."""
         blocks, stride = m.memory.shared.shape
         self.m = m
         self.state = np.zeros((blocks * stride // self.granule, shadow.COLUMNS), np.int32)
         self.epochs = np.ones(blocks, np.int32)
-        self.warp_epochs = np.ones(m.threads // 32, np.int32)
+        self.warp_epochs = np.ones(m.threads // WARP, np.int32)
         self.written = np.zeros(m.memory.local.shape, np.uint8)
         self.committed = np.zeros(m.threads, np.int32)
         self.copies: list[_Copies] = []
+        self.tables = m.memory.windows, self.granule, self.state, self.epochs, self.warp_epochs
 
     # -- memory -----------------------------------------------------------------------------------
 
     def access(self, access: Access, place: Place) -> None:
-        """An access that is about to happen."""
+        """Check an access before it happens."""
         owners = place.owner
         if len(owners) == 0:
             return
@@ -96,10 +93,10 @@ class Sanitizer:
 
     def _global(self, access: Access, place: Place) -> None:
         wrong = OUTSIDE | POISONED | UNWRITTEN | (STORED if access.constant else 0)
+        table, wrong = self.m.memory.table, wrong * EACH_BYTE
         bits, position, byte = shadow.check_global(
-            place.host, place.owner, self.m.memory.table, access.size,
-            wrong * EACH_BYTE, access.read, access.write,
-        )  # fmt: skip
+            place.host, place.owner, table, access.size, wrong, access.read, access.write
+        )
         if bits:
             kind, what = next(text for bit, text in _GLOBAL.items() if bits & bit)
             address = int(place.address[0 if len(place.address) == 1 else position]) + byte
@@ -119,11 +116,8 @@ class Sanitizer:
             raise self.m.fault("uninitialised read", access.pc, lane, what)
 
     def _shared(self, access: Access, lanes: Array, host: Array) -> None:
-        m = self.m
-        kind, position, row = shadow.check_shared(
-            host, lanes, m.memory.windows, access.size, self.granule, self.state, self.epochs,
-            self.warp_epochs, access.pc, access.read, access.write, access.atomic, access.asynchronous,
-        )  # fmt: skip
+        flags = access.read, access.write, access.atomic, access.asynchronous
+        kind, position, row = shadow.check_shared(host, lanes, access.size, *self.tables, access.pc, *flags)
         if kind:
             raise self._shared_fault(access, kind, int(lanes[position]), int(row))
         if access.asynchronous:
@@ -145,7 +139,7 @@ class Sanitizer:
             return m.fault("uninitialised read", access.pc, lane, f"{what}, which no thread has written")
         if kind in (shadow.PENDING_READ, shadow.PENDING_WRITE):
             copy = other(int(s[shadow.PENDING]) - 1, int(s[shadow.PENDING_PC]), "the copy was issued")
-            what = f"{what}, where an asynchronous copy is still on its way; {copy}"
+            what = f"{what}, where an asynchronous copy is pending; {copy}"
             return m.fault("asynchronous copy not waited for", access.pc, lane, what)
         wrote = kind == shadow.RACE_WRITE
         last = other(*_rival(s, wrote, lane % m.padded, access.atomic), "written" if wrote else "read")
@@ -154,8 +148,10 @@ class Sanitizer:
     # -- order ------------------------------------------------------------------------------------
 
     def barrier(self, blocks: Array) -> None:
-        """A barrier opened in these blocks. One for part of a block orders all of it here: races between its
-        threads and the others may be missed, none is invented."""
+        """A barrier opened in these blocks.
+
+        A barrier for part of a block orders the whole block here, which may hide races but never invents one.
+        """
         self.epochs[blocks] += 1
 
     def warp_barrier(self, here: Array) -> None:
@@ -175,10 +171,7 @@ class Sanitizer:
             if newest >= 0:
                 done &= c.group < self.committed[c.lanes] - newest
             if done.any():
-                shadow.finish_copies(
-                    c.host[done], c.lanes[done], self.m.memory.windows, c.size, self.granule, self.state,
-                    self.epochs, self.warp_epochs,
-                )  # fmt: skip
+                shadow.finish_copies(c.host[done], c.lanes[done], c.size, *self.tables)
             if not done.all():
                 rest = ~done
                 kept.append(_Copies(c.lanes[rest], c.host[rest], c.size, c.group[rest]))
@@ -187,18 +180,17 @@ class Sanitizer:
     # -- warps ------------------------------------------------------------------------------------
 
     def named(self, pc: int, here: Array, named: Array) -> None:
-        """Lanes that run a warp instruction must be in their own mask."""
-        lane = np.arange(32, dtype=np.uint32)
+        """A lane that runs a warp instruction must be in its own mask."""
+        lane = np.arange(WARP, dtype=np.uint32)
         absent = here & ((named >> lane) & 1 == 0)
         if absent.any():
             at = int(np.flatnonzero(absent.ravel())[0])
             mask = int(named.ravel()[at])
-            raise self.m.fault(
-                "warp mask", pc, at, f"lane {at % 32} is not in its own member mask {mask:#010x}"
-            )
+            what = f"lane {at % WARP} is not in its own member mask {mask:#010x}"
+            raise self.m.fault("warp mask", pc, at, what)
 
     def shuffled(self, pc: int, here: Array, named: Array, source: Array, valid: Array) -> None:
-        """A lane must not read from one that takes no part."""
+        """A lane must not read from a lane that takes no part."""
         source = np.broadcast_to(source, here.shape).astype(np.intp)
         there = np.take_along_axis(here, source, axis=1)
         member = (named >> source.astype(np.uint32)) & 1 != 0
@@ -207,11 +199,11 @@ class Sanitizer:
             at = int(np.flatnonzero(wrong.ravel())[0])
             of = int(source.ravel()[at])
             why = "has ended or is elsewhere" if not there.ravel()[at] else "is not in the mask"
-            raise self.m.fault("warp mask", pc, at, f"lane {at % 32} shuffles from lane {of}, which {why}")
+            raise self.m.fault("warp mask", pc, at, f"lane {at % WARP} shuffles from lane {of}, which {why}")
 
 
 def _granule(program: Program) -> int:
-    """The smallest access that may touch shared memory: alignment makes every other a multiple of it."""
+    """The size of the smallest access that may touch shared memory; every other size is a multiple of it."""
     smallest = 16
     for instruction in program.code:
         words = set(instruction.modifiers)
@@ -224,19 +216,19 @@ def _granule(program: Program) -> int:
 
 
 def _rival(state: Array, of_write: bool, thread: int, atomic: bool) -> tuple[int, int]:
-    """(thread, pc) of the access in a row of the state that races with one of ``thread``."""
+    """(thread, pc) of the access in a row of the state that races with an access of ``thread``."""
     first = shadow.W_FLAGS if of_write else shadow.R_FLAGS
     flags, _, kept, _, pc, other = (int(v) for v in state[first : first + 6])
-    if atomic and flags & shadow.ATOMIC:  # not with the atomics, but with what was there before them
+    if atomic and flags & shadow.ATOMIC:  # it races with the write before them
         return shadow.unpacked(int(state[shadow.W_PLAIN]))
     known = [(kept, pc)]
     if flags & (shadow.MULTI_LANE | shadow.MULTI_WARP):
         known.append(shadow.unpacked(other))
-    return min(known, key=lambda k: (k[0] // 32 == thread // 32, k[0] == thread))
+    return min(known, key=lambda k: (k[0] // WARP == thread // WARP, k[0] == thread))
 
 
 def _variable(program: Program, offset: int) -> str:
-    """`` (tile+64)``: which variable an offset is in."""
+    """`` (tile+64)``, the variable that an offset is in."""
     found = [(at, name) for name, at in program.shared.items() if at <= offset + SHARED_BASE]
     if not found:
         return ""
@@ -245,7 +237,7 @@ def _variable(program: Program, offset: int) -> str:
 
 
 def _plain(name: str) -> str:
-    """The variable of a function as the source names it: ``s`` for ``_ZZ10block_sumsE1s``."""
+    """The source's name of a function's variable: ``s`` for ``_ZZ10block_sumsE1s``."""
     for length, rest in re.findall(r"E(?=(\d+)(\w+)$)", name):
         if len(rest) == int(length):
             return str(rest)

@@ -1,55 +1,56 @@
-"""State of every byte the sanitizer watches, and the compiled checks of accesses against it.
+"""The sanitizer's shadow memory, and the compiled checks of accesses against it.
 
-Global memory has a byte of bits per byte (:mod:`.memory` makes them). Shared memory has a row of state per
-*granule*, the smallest access of the program: who wrote it last, who read it last, when. Time in a block is its
-*epoch*, the barriers passed; inside an epoch a warp has its own, counted by ``__syncwarp``.
+Global memory has a byte of flags per byte (:mod:`.memory` makes them). Shared memory has a row of state per
+*granule*, the smallest access of the program: the last writer, the last reader, and when. Time in a block is its
+*epoch*, the number of barriers passed. Inside an epoch each warp has its own epoch, counted by ``__syncwarp``.
 
-Two accesses of one granule by different threads race when nothing orders them: same block epoch, and not the same
-warp in a later warp epoch; but atomics do not race with each other. One write and one read are kept. One that would
-be forgotten is either ordered before the one kept, or remembered by a flag and as the *other* thread.
+Two accesses to one granule by different threads race when nothing orders them: they are in the same block epoch,
+and not in one warp with a later warp epoch. Atomics do not race with each other. Each row keeps one write and one
+read. An access that the next one replaces is either ordered before it, or recorded by a flag and as the *other*
+thread.
 """
 
 from __future__ import annotations
 
 from numba.core import types
 
-from gpu_ops.emulator.ahead import loop
-from gpu_ops.emulator.compiled import peek, poke
+from gpu_ops.emulator.aot import loop, peek, poke
 
-__all__ = [
-    "COLUMNS", "EACH_BYTE", "OUTSIDE", "PENDING_READ", "PENDING_WRITE", "POISONED", "RACE_READ", "RACE_WRITE",
-    "STORED", "UNINITIALISED", "UNWRITTEN", "check_global", "check_local", "check_shared", "finish_copies",
-    "unpacked",
-]  # fmt: skip
-
-# Columns of a granule's row: the last write, the last read, an asynchronous copy on its way here.
+# Columns of a granule's row: the last write, the last read, a pending asynchronous copy.
 W_FLAGS, W_EPOCH, W_THREAD, W_WARP_EPOCH, W_PC, W_OTHER, W_PLAIN = range(7)
 R_FLAGS, R_EPOCH, R_THREAD, R_WARP_EPOCH, R_PC, R_OTHER = range(7, 13)
 PENDING, PENDING_PC = 13, 14  # PENDING: the thread + 1
-_THREAD_BITS = 10  # W_OTHER, W_PLAIN and R_OTHER hold a thread and a pc above it: see `unpacked`
+_THREAD_BITS = 10  # W_OTHER, W_PLAIN and R_OTHER pack a pc above a thread: see `unpacked`
 COLUMNS = 16  # a cache line of int32
 
-MULTI_LANE, MULTI_WARP = 1, 2  # there are more than the one kept: lanes of its warp epoch, other warps
+MULTI_LANE, MULTI_WARP = 1, 2  # besides the access kept: other lanes in its warp epoch, other warps
 WRITTEN, ATOMIC = 4, 8
 PLAIN_BEFORE = 16  # the warp wrote without an atomic, in an earlier warp epoch
 
-UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(1, 6)  # RACE_: with an earlier one
+UNINITIALISED, RACE_WRITE, RACE_READ, PENDING_READ, PENDING_WRITE = range(
+    1, 6
+)  # RACE_: with an earlier access
 
-# Shadow bits of a byte of global memory; 0 is a byte that may be read and written.
-OUTSIDE, UNWRITTEN, POISONED, STORED = 1, 2, 4, 8  # STORED: by this launch; ld.global.nc must not read it
-EACH_BYTE = 0x0101010101010101  # times a bit: that bit in all bytes of a word
+# Shadow bits of a byte of global memory; a byte with 0 may be read and written.
+OUTSIDE, UNWRITTEN, POISONED, STORED = (
+    1,
+    2,
+    4,
+    8,
+)  # STORED: written by this launch, so ld.global.nc must not read it
+EACH_BYTE = 0x0101010101010101  # times a bit: the bit in every byte of a word
 
 
 def unpacked(packed: int) -> tuple[int, int]:
-    """(thread, pc) of a column that holds both."""
+    """(thread, pc) of a column that packs both."""
     return packed & (1 << _THREAD_BITS) - 1, packed >> _THREAD_BITS
 
 
 @loop("UniTuple(int64,3)(int64[::1], int32[::1], int64[:,::1], int64, int64, boolean, boolean)")
 def check_global(host, owner, table, size, wrong, reads, writes):  # type: ignore[no-untyped-def]
-    """(shadow bits of the first wrong byte or 0, position, byte) of accesses; stores leave their mark.
+    """Check accesses and mark what they store: (shadow bits of the first bad byte or 0, position, byte).
 
-    ``wrong``: the bits that a read must not find, in each byte of a word.
+    ``wrong``: the bits that a read must not find, repeated in each byte of a word.
     """
     word, octet = types.uint64(0), types.uint8(0)
     for i in range(len(host)):
@@ -76,9 +77,10 @@ def check_global(host, owner, table, size, wrong, reads, writes):  # type: ignor
 
 @loop("int64(int64[::1], int32[::1], int64, int64, uint8[:,::1], int64, int64)")
 def check_local(host, lanes, base, stride, written, size, element):  # type: ignore[no-untyped-def]
-    """Position of the first read of a local element that its thread has not written, or -1; ``element`` 0: a write.
+    """The position of the first read of a local element that its thread has not written, or -1.
 
-    One written byte is enough: compilers copy structs with their padding.
+    ``element`` 0 is a write. One written byte per element is enough, because compilers copy structs with their
+    padding.
     """
     for i in range(len(host)):
         offset = host[i] - base - lanes[i] * stride
@@ -92,15 +94,15 @@ def check_local(host, lanes, base, stride, written, size, element):  # type: ign
 
 
 @loop(
-    "UniTuple(int64,3)(int64[::1], int32[::1], int64[::1], int64, int64, int32[:,::1], int32[::1], int32[::1], "
+    "UniTuple(int64,3)(int64[::1], int32[::1], int64, int64[::1], int64, int32[:,::1], int32[::1], int32[::1], "
     "int64, boolean, boolean, boolean, boolean)"
 )
 def check_shared(  # type: ignore[no-untyped-def]
-    host, lanes, windows, size, granule, state, epochs, warp_epochs, pc, reads, writes, atomic, pends
+    host, lanes, size, windows, granule, state, epochs, warp_epochs, pc, reads, writes, atomic, pends
 ):
-    """(kind or 0, position, row of the state) of accesses to shared memory, in lane order.
+    """Check accesses to shared memory in lane order: (kind or 0, position, row of the state).
 
-    ``pends``: the write of an asynchronous copy, which stays on its way until its thread waits.
+    ``pends``: the write of an asynchronous copy, which is pending until its thread waits for it.
     """
     per_block = windows[2] // granule
     for i in range(len(host)):
@@ -137,7 +139,9 @@ def check_shared(  # type: ignore[no-untyped-def]
                 elif not (atomic and same_epoch):
                     s[W_FLAGS] = WRITTEN | ATOMIC if atomic else WRITTEN
                     s[W_EPOCH], s[W_THREAD], s[W_WARP_EPOCH], s[W_PC] = epoch, thread, warp_epoch, pc
-                elif s[W_FLAGS] & ATOMIC == 0:  # by this warp: conflicts with more than the atomic does
+                elif (
+                    s[W_FLAGS] & ATOMIC == 0
+                ):  # by this warp: a plain write conflicts with more than an atomic does
                     if s[W_WARP_EPOCH] < warp_epoch:
                         s[W_PLAIN] = s[W_PC] << _THREAD_BITS | s[W_THREAD]
                         s[W_FLAGS] = WRITTEN | ATOMIC | PLAIN_BEFORE
@@ -169,9 +173,9 @@ def check_shared(  # type: ignore[no-untyped-def]
     return 0, 0, 0
 
 
-@loop("void(int64[::1], int32[::1], int64[::1], int64, int64, int32[:,::1], int32[::1], int32[::1])")
-def finish_copies(host, lanes, windows, size, granule, state, epochs, warp_epochs):  # type: ignore[no-untyped-def]
-    """Asynchronous copies their threads have waited for: from now on a write of theirs like any other."""
+@loop("void(int64[::1], int32[::1], int64, int64[::1], int64, int32[:,::1], int32[::1], int32[::1])")
+def finish_copies(host, lanes, size, windows, granule, state, epochs, warp_epochs):  # type: ignore[no-untyped-def]
+    """Turn asynchronous copies that their threads have waited for into ordinary writes."""
     per_block = windows[2] // granule
     for i in range(len(host)):
         lane = lanes[i]

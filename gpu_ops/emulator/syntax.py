@@ -1,18 +1,60 @@
-"""What a PTX file says, as data: a :class:`Module` of functions, variables and instructions."""
+"""PTX as data: types, tokens, and a :class:`Module` of functions, variables and instructions.
+
+A register holds bits: an unsigned array, or ``bool`` for a predicate. An instruction views them in the type it names.
+bfloat16, tf32, float8 and the packed types stay bits, because NumPy has no arithmetic for them; the instructions that
+compute with them unpack them.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = [
-    "Address", "Call", "Function", "Immediate", "Instruction", "Label", "Location", "Module", "Name", "Negated",
-    "Operand", "Pair", "Variable", "Vector",
-]  # fmt: skip
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.emulator.errors import PtxError
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_DTYPES = {
+    np.bool_: "pred",
+    np.int8: "s8",
+    np.int16: "s16",
+    np.int32: "s32",
+    np.int64: "s64",
+    np.uint8: "b8 u8",
+    np.uint16: "b16 u16 bf16 e4m3x2 e5m2x2",
+    np.uint32: "b32 u32 tf32 f16x2 bf16x2 u16x2 s16x2",
+    np.uint64: "b64 u64 f32x2",
+    np.float16: "f16",
+    np.float32: "f32",
+    np.float64: "f64",
+}
+
+#: The NumPy dtype in which an instruction sees an operand of a PTX type.
+DTYPE: dict[str, np.dtype[Any]] = {
+    name: np.dtype(dtype) for dtype, names in _DTYPES.items() for name in names.split()
+}
+
+#: The width of each type in bits; a predicate has one.
+BITS: dict[str, int] = {name: 1 if name == "pred" else 8 * dtype.itemsize for name, dtype in DTYPE.items()}
+
+
+def register_dtype(ptx_type: str) -> np.dtype[Any]:
+    """The dtype that holds a register declared with this type: unsigned, at least 16 bits."""
+    if ptx_type == "pred":
+        return np.dtype(np.bool_)
+    return np.dtype(f"u{max(2, DTYPE[ptx_type].itemsize)}")
+
+
+# -- operands and instructions -------------------------------------------------------------------
 
 
 class Location(NamedTuple):
-    """A line of the source the PTX was compiled from; ``caller``: where its function was inlined."""
+    """A source line; ``caller`` is the line at which its function was inlined."""
 
     file: int
     line: int
@@ -32,13 +74,13 @@ class Negated(NamedTuple):
 
 
 class Immediate(NamedTuple):
-    """A literal; its bits depend on the type of the instruction that uses it."""
+    """A literal. Its bits depend on the type of the instruction that uses it."""
 
     text: str
 
 
 class Address(NamedTuple):
-    """``[base+offset]``; an absolute address has no base."""
+    """``[base+offset]``; the base of an absolute address is empty."""
 
     base: str
     offset: int
@@ -69,7 +111,7 @@ Operand = Name | Negated | Immediate | Address | Vector | Pair | Call
 
 
 class Instruction(NamedTuple):
-    """One instruction as written."""
+    """One instruction as it is written."""
 
     line: int
     location: Location | None
@@ -82,16 +124,19 @@ class Instruction(NamedTuple):
     def form(self) -> str:
         return ".".join((self.opcode, *self.modifiers))
 
+    def error(self, what: str) -> PtxError:
+        return PtxError(f"PTX line {self.line}: {what}")
+
 
 class Label(NamedTuple):
-    """A place in a body."""
+    """A label in a function body."""
 
     name: str
 
 
 @dataclass
 class Variable:
-    """A variable in a state space: its bytes, or those of ``initial``, zero beyond."""
+    """A variable in a state space. It starts with the bytes of ``initial``, then zeros."""
 
     name: str
     space: str
@@ -126,7 +171,120 @@ class Module:
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
     files: dict[int, str] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)  # text of the files that the caller knows
+    sources: dict[str, str] = field(default_factory=dict)  # text of files that are not on disk
 
     def source_line(self, line: int) -> str:
         return self.text.splitlines()[line - 1].strip()
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+_PATTERN = re.compile(
+    r"""
+    (?P<skip>[ \t\r]+|//[^\n]*|/\*.*?\*/)
+  | (?P<newline>\n)
+  | (?P<string>"(?:\\.|[^"\\])*")
+  | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
+  | (?P<word>(?:[A-Za-z_$%.])(?:[\w$%.]|::)*)
+  | (?P<punctuation>[-+{}\[\]();,:|!@=<>])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+class Token(NamedTuple):
+    kind: str
+    text: str
+    line: int
+
+
+def _tokens(text: str) -> Iterator[Token]:
+    line, position = 1, 0
+    while position < len(text):
+        match = _PATTERN.match(text, position)
+        if match is None:
+            if not text[position:].strip("\0 \n\t"):  # compilers end the text with NUL
+                return
+            raise PtxError(f"PTX line {line}: unexpected {text[position : position + 20]!r}")
+        kind = match.lastgroup or ""
+        if kind not in ("skip", "newline"):
+            yield Token(kind, match.group(), line)
+        line += match.group().count("\n")
+        position = match.end()
+
+
+class Cursor:
+    """The tokens of a text, and a position among them."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens = list(_tokens(text))
+        self.tokens.append(Token("end", "", self.tokens[-1].line if self.tokens else 1))
+        self.at = 0
+
+    def peek(self) -> str:
+        return self.tokens[self.at].text
+
+    def next(self) -> str:
+        token = self.tokens[self.at]
+        if token.kind == "end":
+            raise self.error("the text ends too early")
+        self.at += 1
+        return token.text
+
+    def accept(self, text: str) -> bool:
+        if self.peek() == text:
+            self.at += 1
+            return True
+        return False
+
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            raise self.error(f"expected {text!r}, found {self.peek()!r}")
+
+    def error(self, what: str) -> PtxError:
+        line = self.tokens[min(self.at, len(self.tokens) - 1)].line
+        return PtxError(f"PTX line {line}: {what}")
+
+    def integer(self) -> int:
+        sign = -1 if self.accept("-") else 1
+        try:
+            return sign * int(self.next().rstrip("U"), 0)
+        except ValueError:
+            self.at -= 1
+            raise self.error(f"expected a number, found {self.peek()!r}") from None
+
+    def skip_braces(self) -> None:
+        self.expect("{")
+        depth = 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(self.next(), 0)
+
+    def skip_parentheses(self) -> None:
+        self.expect("(")
+        while not self.accept(")"):
+            self.next()
+
+    def skip_statement(self) -> None:
+        while not self.accept(";"):
+            self.next()
+
+
+class Scope:
+    """The names declared in one ``{ }``.
+
+    An inline-asm block may declare registers and labels that the function has too, so each scope has a suffix that
+    makes its names unique.
+    """
+
+    def __init__(self, outer: Scope | None, suffix: str) -> None:
+        self.outer, self.suffix = outer, suffix
+        self.names: set[str] = set()
+
+    def resolve(self, name: str) -> str:
+        """The name with the suffix of the innermost scope that declares it."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return name + scope.suffix
+            scope = scope.outer
+        return name

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.call_key import array_key
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats import block_patterns
 
@@ -81,11 +82,15 @@ class BlockMask:
             object.__setattr__(self, name, block_patterns.block_size(name, getattr(self, name)))
 
     @property
-    def kind_of_call(self) -> tuple[Any, ...] | None:
-        """What decides how a call with this mask is checked and run, beside what it shows; None of a GPU's."""
-        if type(self.visible) is not np.ndarray:
-            return None
-        return BlockMask, self.visible.shape, self.visible.strides, self.block_q, self.block_k
+    def call_key(self) -> tuple[Any, ...] | None:
+        """What decides how a call with this mask is validated and run; what it shows is no part of it."""
+        visible = array_key(self.visible)
+        return None if visible is None else (visible, self.block_q, self.block_k)
+
+    @property
+    def call_arrays(self) -> tuple[Any, ...]:
+        """The arrays it holds, which results may not overlap."""
+        return (self.visible,)
 
     def num_blocks(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """Blocks of queries and of keys that cover the two lengths."""

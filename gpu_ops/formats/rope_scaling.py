@@ -1,10 +1,10 @@
-"""RopeScaling: how rotary frequencies stretch to longer contexts, made by hand or from a model's config."""
+"""RopeScaling: scaled rotary frequencies for longer contexts, from parameters or a model's config."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from gpu_ops.core.checks import flag, integer, number, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.reference import rope_scaling as maths
 
-__all__ = ["KINDS", "RopeScaling"]
+__all__ = ["BY_LENGTH", "KINDS", "RopeScaling"]
 
 KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
+BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the length of the sequence
 
 _WHO = "RopeScaling"
 _NEEDS_ORIGINAL = ("dynamic", "yarn", "longrope", "llama3")
@@ -26,7 +27,7 @@ _NEEDS_ORIGINAL = ("dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of :func:`gpu_ops.rope` are scaled. Make one with a constructor below, not by hand.
+    """How the frequencies of :func:`gpu_ops.rope` are scaled. Create it with one of the constructors below.
 
     =========================  ==============================================================================
     ``linear(factor)``         all frequencies divided by ``factor`` (position interpolation)
@@ -35,29 +36,29 @@ class RopeScaling:
     ``yarn(factor, n)``        ``NTK by parts``, and an attention factor on cos and sin
     ``longrope(short, long)``  one divisor per frequency, another set beyond the original length
     ``llama3(factor, n)``      long wavelengths divided by ``factor``, short ones kept, a blend between
-    ``from_hf(config)``        whichever of these a Hugging Face config asks for
+    ``from_hf(config)``        the one that a Hugging Face config names
     =========================  ==============================================================================
 
-    ``theta`` and ``partial_rotary_factor`` are what ``from_hf`` found in a config, else None; ``rope`` uses
-    them where its own ``theta`` and ``rotary_dim`` are not given. The object is immutable and hashable.
+    ``theta`` and ``partial_rotary_factor`` are set by ``from_hf`` where a config has them, else None; ``rope`` uses
+    them when its own ``theta`` and ``rotary_dim`` are not given. The object is immutable and hashable.
 
     Parameters
     ----------
     factor : float
-        New context length over the one the model was trained with; at least 1, but for ``linear``.
+        New context length divided by the trained one; at least 1, except for ``linear``.
     original_max_position : int
-        The length it was trained with.
+        The context length the model was trained with.
     attention_factor, long_attention_factor : float, optional
-        What cos and sin are multiplied by; ``longrope``: the second beyond ``original_max_position``.
+        Multiplies cos and sin. ``longrope`` uses the second one beyond ``original_max_position``.
     beta_fast, beta_slow : float
         ``yarn``: frequencies with more than ``beta_fast`` turns in the original length stay, those with fewer than
-        ``beta_slow`` are divided by ``factor``, between them goes a ramp; ``truncate`` (bool) rounds its ends to
-        whole dimensions.
+        ``beta_slow`` are divided by ``factor``, and a ramp blends the ones between. ``truncate`` (bool) rounds the
+        ends of the ramp to whole dimensions.
     low_freq_factor, high_freq_factor : float
         ``llama3``: wavelengths beyond ``original_max_position / low_freq_factor`` are divided by ``factor``, those
-        below ``original_max_position / high_freq_factor`` stay, between them goes a ramp.
+        below ``original_max_position / high_freq_factor`` stay, and a ramp blends the ones between.
     short_factor, long_factor : iterable of float
-        ``longrope``: a divisor for each of the ``rotary_dim / 2`` frequencies.
+        ``longrope``: one divisor for each of the ``rotary_dim / 2`` frequencies.
 
     Raises
     ------
@@ -178,9 +179,14 @@ class RopeScaling:
         if attention_factor is None:
             attention_factor = maths.yarn_attention_factor(factor, m, m_all)
         return cls(
-            "yarn", factor, original_max_position, attention_factor,
-            beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate,
-        )  # fmt: skip
+            "yarn",
+            factor,
+            original_max_position,
+            attention_factor,
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            truncate=truncate,
+        )
 
     @classmethod
     def longrope(
@@ -204,10 +210,14 @@ class RopeScaling:
             original = integer(f"{_WHO}.longrope", "original_max_position", original_max_position, low=2)
             attention_factor = maths.longrope_attention_factor(factor, original)
         return cls(
-            "longrope", factor, original_max_position, attention_factor, long_attention_factor,
+            "longrope",
+            factor,
+            original_max_position,
+            attention_factor,
+            long_attention_factor,
             short_factor=_divisors(f"{_WHO}.longrope", "short_factor", short_factor),
             long_factor=_divisors(f"{_WHO}.longrope", "long_factor", long_factor),
-        )  # fmt: skip
+        )
 
     @classmethod
     def llama3(
@@ -220,9 +230,12 @@ class RopeScaling:
     ) -> RopeScaling:
         """The rule of Llama 3.1 (factor 8) and 3.2 (factor 32)."""
         return cls(
-            "llama3", factor, original_max_position,
-            low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
-        )  # fmt: skip
+            "llama3",
+            factor,
+            original_max_position,
+            low_freq_factor=low_freq_factor,
+            high_freq_factor=high_freq_factor,
+        )
 
     @classmethod
     def from_hf(cls, config: Any, *, layer_type: str | None = None) -> RopeScaling:
@@ -273,10 +286,11 @@ class RopeScaling:
         return self.attention_factor if long is None or not self._is_long(seqlen) else long
 
     def effective_seqlen(self, seqlen: int) -> int:
-        """A stand-in for ``seqlen``, equal where the frequencies are equal: the key for a cache of tables."""
+        """A length with the frequencies and the attention factor of ``seqlen``, the same for all that share them."""
+        original = self.original_max_position or 0
         if self.kind == "dynamic":
-            return max(seqlen, self.original_max_position or 0)
-        return seqlen if self.kind == "longrope" and self._is_long(seqlen) else 0
+            return max(seqlen, original)
+        return original + 1 if self.kind == "longrope" and seqlen > original else 0
 
     def _is_long(self, seqlen: int) -> bool:
         return self.original_max_position is not None and seqlen > self.original_max_position
@@ -285,42 +299,39 @@ class RopeScaling:
 PLAIN.add(RopeScaling)
 
 
+# How each kind computes its frequencies, and from which fields.
+_INV_FREQ: dict[str, tuple[Callable[..., npt.NDArray[np.float64]], tuple[str, ...]]] = {
+    "default": (maths.default_inv_freq, ()),
+    "linear": (maths.linear_inv_freq, ("factor",)),
+    "ntk": (maths.ntk_inv_freq, ("factor",)),
+    "dynamic": (maths.dynamic_inv_freq, ("factor", "original_max_position")),
+    "yarn": (
+        maths.yarn_inv_freq,
+        ("factor", "original_max_position", "beta_fast", "beta_slow", "truncate"),
+    ),
+    "longrope": (maths.longrope_inv_freq, ("short_factor", "long_factor", "original_max_position")),
+    "llama3": (
+        maths.llama3_inv_freq,
+        ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    ),
+}
+
+
 @functools.lru_cache(maxsize=64)
 def _inv_freq(s: RopeScaling, rotary_dim: int, theta: float, seqlen: int) -> npt.NDArray[np.float64]:
-    original = s.original_max_position or 0  # validated where a kind needs it
-    if s.kind == "linear":
-        result = maths.linear_inv_freq(rotary_dim, theta, factor=s.factor)
-    elif s.kind == "ntk":
-        result = maths.ntk_inv_freq(rotary_dim, theta, factor=s.factor)
-    elif s.kind == "dynamic":
-        result = maths.dynamic_inv_freq(
-            rotary_dim, theta, factor=s.factor, original_max_position=original, seqlen=seqlen
+    if s.kind == "yarn" and theta <= 1.0:
+        raise OptionError(f"{_WHO}.yarn: theta must be > 1, got {theta:g}")
+    if s.kind == "longrope" and len(s.short_factor) != rotary_dim // 2:
+        raise OptionError(
+            f"{_WHO}.longrope: short_factor and long_factor have {len(s.short_factor)} entries, but "
+            f"rotary_dim={rotary_dim} needs {rotary_dim // 2}; if the model rotates only a part of each "
+            f"head, pass rotary_dim={2 * len(s.short_factor)}"
         )
-    elif s.kind == "yarn":
-        if theta <= 1.0:
-            raise OptionError(f"{_WHO}.yarn: theta must be > 1, got {theta:g}")
-        result = maths.yarn_inv_freq(
-            rotary_dim, theta, factor=s.factor, original_max_position=original,
-            beta_fast=s.beta_fast, beta_slow=s.beta_slow, truncate=s.truncate,
-        )  # fmt: skip
-    elif s.kind == "longrope":
-        if len(s.short_factor) != rotary_dim // 2:
-            raise OptionError(
-                f"{_WHO}.longrope: short_factor and long_factor have {len(s.short_factor)} entries, but "
-                f"rotary_dim={rotary_dim} needs {rotary_dim // 2}; if the model rotates only a part of each "
-                f"head, pass rotary_dim={2 * len(s.short_factor)}"
-            )
-        result = maths.longrope_inv_freq(
-            rotary_dim, theta, short_factor=s.short_factor, long_factor=s.long_factor,
-            original_max_position=original, seqlen=seqlen,
-        )  # fmt: skip
-    elif s.kind == "llama3":
-        result = maths.llama3_inv_freq(
-            rotary_dim, theta, factor=s.factor, original_max_position=original,
-            low_freq_factor=s.low_freq_factor, high_freq_factor=s.high_freq_factor,
-        )  # fmt: skip
-    else:
-        result = maths.default_inv_freq(rotary_dim, theta)
+    compute, fields = _INV_FREQ[s.kind]
+    options = {name: getattr(s, name) for name in fields}
+    if s.kind in BY_LENGTH:
+        options["seqlen"] = seqlen
+    result = compute(rotary_dim, theta, **options)
     result.flags.writeable = False  # it is shared through the cache
     return result
 

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays
-from gpu_ops.core.dispatch import Plan, choose, op
-from gpu_ops.ops import attention_launch
-from gpu_ops.ops.attention_problem import Problem, expect, options, sequences, swap
+from gpu_ops.core.arrays import store
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.attention_options import (
+    describe,
+    forward_flops,
+    raw_unsupported,
+    read_inputs,
+    read_options,
+    reference_options,
+    store_results,
+    write_forward,
+)
 
-__all__ = ["attention", "attention_backward"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "read_results",
+    "returned_gradients",
+    "store_gradients",
+    "write_gradients",
+]
 
 LAYOUTS = ("bshd", "bhsd")
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="attention")
 def attention(
     q: Any,
     k: Any,
@@ -35,7 +52,8 @@ def attention(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """Attention ``out = softmax(s) v`` with ``s = softmax_scale * q k^T``, in O(N) memory.
 
     The order is: scale, softcap, + ALiBi + bias, masks (-inf), softmax.
@@ -70,6 +88,8 @@ def attention(
         Receives the result; may not share memory with an input.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -96,46 +116,31 @@ def attention(
     >>> gpu_ops.attention(q, k, v, causal=True).shape
     (1, 128, 4, 64)
     """
-    name = "attention"
-    arrays = Arrays(name)
-    layout = checks.one_of(name, "layout", layout, LAYOUTS)
-    problem = _problem(
-        name, arrays, q, k, v, layout,
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes, bias=bias, block_mask=block_mask,
-    )  # fmt: skip
-    return_lse = checks.flag(name, "return_lse", return_lse)
-    shape = _out_shape(problem, layout)
-    out_ = arrays.write("out", out, shape, problem.q.dtype)
-    given = None if out_ is None else swap(out_, layout)
-    choice = choose(name, device, backend, arrays, cannot=lambda: attention_launch.cannot(problem, given))
-
-    def by_reference() -> Any:
-        from gpu_ops.reference import attention as reference
-
-        return reference.attention(
-            swap(problem.q, layout), swap(problem.k, layout), swap(problem.v, layout),
-            **problem.options.given(dense=True), layout=layout, return_lse=True,
-        )  # fmt: skip
-
-    return attention_launch.plan(
-        arrays, problem, choice, by_reference,
-        shape=shape, lse_shape=(problem.batch, problem.nheads, problem.seqlen_q),
-        as_bshd=lambda x: swap(x, layout), out=out, view=out_, return_lse=return_lse,
-        again=lambda call: _again(call, (problem.batch, problem.seqlen_q, problem.seqlen_k)),
-    )  # fmt: skip
+    call = Call("attention", device, backend, workspace)
+    layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
+    dtype = _read_inputs(call, layout, q, k, v)
+    options = read_options(
+        call,
+        dtype,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        block_mask=block_mask,
+    )
+    shape, lse_shape, seqlens = _result_shapes(call, layout)
+    write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
+    return call.bind(
+        problem=lambda: describe(call, dtype, seqlens, options),
+        unsupported=raw_unsupported,
+        flops=forward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], causal),
+    )
 
 
-def _again(call: Callable[..., Any], sizes: tuple[int, int, int]) -> Callable[..., Any]:
-    lengths, table = sizes[1:], sequences(*sizes)
-
-    def again(q: Array, k: Array, v: Array, *, out: Array | None = None, **options: Any) -> Any:
-        return call(lengths, table, q, k, v, out, options)
-
-    return again
-
-
-@op
+@op(kernels="attention_backward")
 def attention_backward(
     dout: Any,
     q: Any,
@@ -158,7 +163,7 @@ def attention_backward(
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+) -> Bound:
     """Gradients of :func:`attention` with respect to q, k and v.
 
     With P the probabilities, recomputed from lse, and delta = sum(dout * out) over head_dim_v:
@@ -206,100 +211,113 @@ def attention_backward(
     >>> round(float(dv[..., 0, 0].sum()), 6)  # each of the 16 queries hands out a weight of 1
     16.0
     """
-    name = "attention_backward"
-    arrays = Arrays(name)
-    layout = checks.one_of(name, "layout", layout, LAYOUTS)
-    dout_ = arrays.read("dout", dout)
-    problem = _problem(
-        name, arrays, q, k, v, layout,
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes, bias=bias, block_mask=block_mask,
-    )  # fmt: skip
-    out_, lse_ = arrays.read("out", out), arrays.read("lse", lse)
-    for label, x in (("dout", dout_), ("out", out_)):
-        checks.exactly(name, label, x, _out_shape(problem, layout), problem.q.dtype)
-    statistics = (problem.batch, problem.nheads, problem.seqlen_q)
-    checks.exactly(name, "lse", lse_, statistics, problem.lse_dtype)
-    checks.flag(name, "deterministic", deterministic)
-    return_extra = checks.flag(name, "return_extra", return_extra)
-    inputs = [swap(x, layout) for x in (problem.q, problem.k, problem.v)]
-    grads_ = write_grads(arrays, grads, inputs)
-    choice = choose(name, device, backend)
-
-    def run() -> Any:
-        views = grads_ or [arrays.new(x.shape, x.dtype) for x in inputs]
-        if choice.backend == "reference":
-            from gpu_ops.reference import attention_backward as reference
-
-            q_, k_, v_ = inputs
-            *computed, extra = reference.attention_backward(
-                dout_, q_, k_, v_, out_, lse_,
-                **problem.options.given(dense=True), layout=layout, return_extra=True,
-            )  # fmt: skip
-            for view, gradient in zip(views, computed, strict=True):
-                view[...] = gradient
-        else:
-            swapped = [swap(g, layout) for g in views]
-            extra = attention_launch.backward(
-                problem, swap(dout_, layout), swap(out_, layout), lse_, swapped, return_extra
-            )
-        results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
-        return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
-
-    def again() -> Callable[..., Any]:
-        sizes = problem.batch, problem.seqlen_q, problem.seqlen_k
-        call = attention_launch.backward_again(
-            name, problem, [x.shape for x in inputs], lambda x: swap(x, layout), return_extra
-        )
-        return _backward_again(call, sizes)
-
-    return Plan(
-        name, choice, problem.__str__, lambda: attention_launch.backward_config(choice, problem), run,
-        again=again if choice.compiled else None,
-    )  # fmt: skip
-
-
-def _backward_again(call: Callable[..., Any], sizes: tuple[int, int, int]) -> Callable[..., Any]:
-    lengths, table = sizes[1:], sequences(*sizes)
-
-    def again(
-        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
-        grads: tuple[Array, ...] | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
-        return call(lengths, table, (dout, q, k, v, out), lse, grads, options)
-
-    return again
-
-
-def write_grads(arrays: Arrays, grads: Any, inputs: list[Array]) -> list[Array]:
-    """Checked views of the caller's ``grads``, or an empty list."""
-    like = {n: (x.shape, x.dtype) for n, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
-    return arrays.write_each("grads", grads, like)
-
-
-def _problem(op: str, arrays: Arrays, q: Any, k: Any, v: Any, layout: str, **given: Any) -> Problem:
-    q_, k_, v_ = (arrays.read(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    axes = checks.Axes(op)
-    queries, keys = "seqlen_q nheads", "seqlen_k nheads_kv"
-    if layout == "bhsd":
-        queries, keys = "nheads seqlen_q", "nheads_kv seqlen_k"
-    axes.bind("q", q_, f"batch {queries} head_dim")
-    axes.bind("k", k_, f"batch {keys} head_dim")
-    axes.bind("v", v_, f"batch {keys} head_dim_v")
-    expect(op, axes)
-    dtype = checks.float_dtype(op, q=q_, k=k_, v=v_)
-    return Problem(
-        q=swap(q_, layout),
-        k=swap(k_, layout),
-        v=swap(v_, layout),
-        options=options(op, arrays, q_, axes, **given),
-        dtype=dtype,
-        batch=axes["batch"],
-        seqlen_q=axes["seqlen_q"],
-        seqlen_k=axes["seqlen_k"],
+    call = Call("attention_backward", device, backend)
+    layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
+    call.read("dout", dout)
+    dtype = _read_inputs(call, layout, q, k, v)
+    options = read_options(
+        call,
+        dtype,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        block_mask=block_mask,
+    )
+    shape, lse_shape, seqlens = _result_shapes(call, layout)
+    read_results(call, dtype, out, lse, shape, lse_shape)
+    checks.flag(call.op, "deterministic", deterministic)
+    extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
+    return call.bind(
+        problem=lambda: describe(call, dtype, seqlens, options),
+        finish=returned_gradients(extra) if return_extra else None,
     )
 
 
-def _out_shape(p: Problem, layout: str) -> tuple[int, ...]:
-    middle = (p.seqlen_q, p.nheads) if layout == "bshd" else (p.nheads, p.seqlen_q)
-    return (p.batch, *middle, p.v.shape[3])
+def _read_inputs(call: Call, layout: str, q: Any, k: Any, v: Any) -> str:
+    queries, keys = ("seqlen_q nheads", "seqlen_k nheads_kv")
+    if layout == "bhsd":
+        queries, keys = ("nheads seqlen_q", "nheads_kv seqlen_k")
+    dtype = read_inputs(
+        call,
+        q=(q, f"batch {queries} head_dim"),
+        k=(k, f"batch {keys} head_dim"),
+        v=(v, f"batch {keys} head_dim_v"),
+    )
+    call.option(layout=layout, max_seqlen_q=call.axes["seqlen_q"], max_seqlen_k=call.axes["seqlen_k"])
+    return dtype
+
+
+def _result_shapes(call: Call, layout: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:
+    """Of out and of lse; and the lengths of the sequences."""
+    axes = call.axes
+    batch, heads, seqlen_q = axes["batch"], axes["nheads"], axes["seqlen_q"]
+    middle = (seqlen_q, heads) if layout == "bshd" else (heads, seqlen_q)
+    return (batch, *middle, axes["head_dim_v"]), (batch, heads, seqlen_q), (seqlen_q, axes["seqlen_k"])
+
+
+def read_results(
+    call: Call, dtype: str, out: Any, lse: Any, shape: tuple[int, ...], lse_shape: tuple[int, ...]
+) -> None:
+    """What the forward pass returned; ``dout`` has been read."""
+    out_, lse_ = call.read("out", out), call.read("lse", lse)
+    for name, x in (("dout", call.views["dout"]), ("out", out_)):
+        checks.exactly(call.op, name, x, shape, checks.FLOAT_DTYPES[dtype])
+    checks.exactly(call.op, "lse", lse_, lse_shape, checks.computing_dtype(dtype))
+
+
+def write_gradients(call: Call, dtype: str, grads: Any, return_extra: bool) -> list[str]:
+    """dq, dk and dv, and with ``return_extra`` the gradients of options: the names of these."""
+    like = {f"d{name}": (call.views[name].shape, call.views[name].dtype) for name in ("q", "k", "v")}
+    call.write_each(like, grads, argument="grads")
+    extra = [name for name in ("bias", "sinks") if return_extra and name in call.views]
+    for name in extra:
+        x = call.views[name]
+        call.write(f"d{name}", x.shape, x.dtype if name == "bias" else checks.computing_dtype(dtype))
+    return extra
+
+
+def returned_gradients(extra: list[str]) -> Callable[..., tuple[Any, ...]]:
+    """dq, dk, dv, and a dict of the gradients of options by name."""
+
+    def finish(views: dict[str, Any], device: Any, give: Callable[[str], Any]) -> tuple[Any, ...]:
+        return (*map(give, ("dq", "dk", "dv")), {name: give(f"d{name}") for name in extra})
+
+    return finish
+
+
+@lowers("attention", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.attention import attention
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("q", "k", "v")]
+        found = attention(*arrays, layout=spec["layout"], return_lse=True, **reference_options(spec, views))
+        store_results(views, found)
+
+    on.call(run, "NumPy, float64")
+
+
+@lowers("attention_backward", "reference")
+def _reference_backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.attention_backward import attention_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("dout", "q", "k", "v", "out", "lse")]
+        *gradients, extra = attention_backward(
+            *arrays, layout=spec["layout"], return_extra=True, **reference_options(spec, views)
+        )
+        store_gradients(views, gradients, extra)
+
+    on.call(run, "NumPy, float64")
+
+
+def store_gradients(views: Mapping[str, Any], gradients: list[Any], extra: Mapping[str, Any]) -> None:
+    """What the reference returned; the gradients of options only where there are arrays for them."""
+    store(views, ("dq", "dk", "dv"), gradients)
+    for name, x in extra.items():
+        if f"d{name}" in views:
+            views[f"d{name}"][...] = x

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays
-from gpu_ops.core.dispatch import Plan, choose, op
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Bound, Call, Look
+from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError
-from gpu_ops.ops import attention_launch
-from gpu_ops.ops.attention_problem import INT32, Problem, expect, options
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.attention_options import (
+    INT32,
+    describe,
+    forward_flops,
+    raw_unsupported,
+    read_inputs,
+    read_options,
+    reference_options,
+    store_results,
+    write_forward,
+)
 
 __all__ = ["attention_decode"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="attention")
 def attention_decode(
     q: Any,
     k_cache: Any,
@@ -36,7 +48,8 @@ def attention_decode(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """:func:`attention` over the used part of a cache: the last query sits on the last used key.
 
     Parameters
@@ -56,6 +69,8 @@ def attention_decode(
         As in :func:`attention`, with seqlen_k = seqused_k[b].
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -76,111 +91,88 @@ def attention_decode(
     >>> gpu_ops.attention_decode(q, k, v, seqused_k=np.array([300, 17], np.int32)).shape
     (2, 1, 8, 64)
     """
-    name = "attention_decode"
-    arrays = Arrays(name)
-    problem = _problem(
-        name, arrays, q, k_cache, v_cache, seqused_k, block_table,
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    num_splits = checks.integer(name, "num_splits", num_splits, low=0, high=1024)
-    return_lse = checks.flag(name, "return_lse", return_lse)
-    shape = (problem.batch, problem.seqlen_q, problem.nheads, problem.v.shape[3])
-    out_ = arrays.write("out", out, shape, problem.q.dtype)
-    choice = choose(name, device, backend, arrays, cannot=lambda: attention_launch.cannot(problem, out_))
-
-    def by_reference() -> Any:
-        from gpu_ops.reference import attention as reference
-
-        return reference.attention_decode(
-            problem.q, problem.k, problem.v, seqused_k=problem.sequences[:, 3],
-            block_table=problem.block_table, **problem.options.given(dense=False), return_lse=True,
-        )  # fmt: skip
-
-    lse_shape = (problem.batch, problem.nheads, problem.seqlen_q)
-    return attention_launch.plan(
-        arrays, problem, choice, by_reference,
-        shape=shape, lse_shape=lse_shape, as_bshd=lambda x: x,
-        out=out, view=out_, return_lse=return_lse, num_splits=num_splits,
-        again=lambda call: _again(call, problem.like),
-    )  # fmt: skip
-
-
-def _again(call: Callable[..., Any], like: Problem) -> Callable[..., Any]:
-    """Which keys are used, and the pages they are in, may change from call to call."""
-    from gpu_ops.kernels.numba_cpu.lengths import cached
-
-    name, seqlen_q = "attention_decode", like.seqlen_q
-    num_pages, page_size = like.k.shape[:2]
-    capacity = page_size * (1 if like.block_table is None else like.block_table.shape[1])
-    found_of = cached(seqlen_q=seqlen_q, new=0, page_size=page_size, num_pages=num_pages)
-
-    def again(
-        q: Array,
-        k_cache: Array,
-        v_cache: Array,
-        *,
-        seqused_k: Array,
-        out: Array | None = None,
-        **options: Any,
-    ) -> Any:
-        table = options.get("block_table")
-        found = found_of(seqused_k, table)
-        _, longest, sound, _ = found[-1].tolist()
-        if not sound:  # it has to say where
-            _longest(name, seqused_k, capacity)
-            assert table is not None
-            _pages_exist(name, table, seqused_k, page_size, num_pages)
-        return call((seqlen_q, longest), found[:-1], q, k_cache, v_cache, out, options)
-
-    return again
-
-
-def _problem(
-    op: str,
-    arrays: Arrays,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    seqused_k: Any,
-    block_table: Any,
-    **given: Any,
-) -> Problem:
-    q_ = arrays.read("q", q)
-    k_, v_ = arrays.read("k_cache", k_cache), arrays.read("v_cache", v_cache)
-    axes = checks.Axes(op)
-    axes.bind("q", q_, "batch seqlen_q nheads head_dim")
+    call = Call("attention_decode", device, backend, workspace)
     rows = "batch max_seqlen" if block_table is None else "num_pages page_size"
-    axes.bind("k_cache", k_, f"{rows} nheads_kv head_dim")
-    axes.bind("v_cache", v_, f"{rows} nheads_kv head_dim_v")
-    expect(op, axes)
-    dtype = checks.float_dtype(op, q=q_, k_cache=k_, v_cache=v_)
-    used = arrays.read("seqused_k", seqused_k)
-    checks.exactly(op, "seqused_k", used, (axes["batch"],), INT32)
-    table = None if block_table is None else arrays.read("block_table", block_table)
+    dtype = read_inputs(
+        call,
+        q=(q, "batch seqlen_q nheads head_dim"),
+        k_cache=(k_cache, f"{rows} nheads_kv head_dim"),
+        v_cache=(v_cache, f"{rows} nheads_kv head_dim_v"),
+    )
+    seqlen_q = call.axes["seqlen_q"]
+    seqlen_k, look = _read_lengths(call, seqused_k, block_table)
+    options = read_options(
+        call,
+        dtype,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
+    call.option(
+        layout="bshd",
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=seqlen_k,
+        num_splits=checks.integer(call.op, "num_splits", num_splits, low=0, high=1024),
+    )
+    return_lse = checks.flag(call.op, "return_lse", return_lse)
+    batch, heads = call.axes["batch"], call.axes["nheads"]
+    shape, lse_shape = (batch, seqlen_q, heads, call.axes["head_dim_v"]), (batch, heads, seqlen_q)
+    write_forward(call, dtype, shape, lse_shape, out, return_lse)
+    return call.bind(
+        problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), options),
+        unsupported=raw_unsupported,
+        look=look,
+        flops=forward_flops(call, batch * seqlen_q, seqlen_k),
+    )
+
+
+def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Look | None]:
+    """How many keys the longest sequence uses, and what looks at the lengths and pages in every call.
+
+    Those on a GPU are taken on trust, since looking would wait for it: all that the cache holds.
+    """
+    axes = call.axes
+    used = call.read("seqused_k", seqused_k)
+    checks.exactly(call.op, "seqused_k", used, (axes["batch"],), INT32)
+    table = call.optional("block_table", block_table)
     if table is None:
-        capacity = axes["max_seqlen"]
+        num_pages, page_size, capacity = axes["batch"], axes["max_seqlen"], axes["max_seqlen"]
     else:
         axes.bind("block_table", table, "batch max_pages")
-        checks.exactly(op, "block_table", table, table.shape, INT32)
-        capacity = axes["max_pages"] * axes["page_size"]
-    longest = capacity  # a bound: what lies on a GPU is taken on trust, since looking would wait for it
-    if not arrays.on_cuda:
+        checks.exactly(call.op, "block_table", table, table.shape, INT32)
+        num_pages, page_size = axes["num_pages"], axes["page_size"]
+        capacity = axes["max_pages"] * page_size
+    if call.on_cuda:
+        return capacity, None
+    look = _look(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
+    longest: int = look(dict(call.views), "")[0]["max_seqlen_k"]
+    return longest, look
+
+
+def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int) -> Look:
+    def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        used, table = views["seqused_k"], views.get("block_table")
+        if backend == "cpu":
+            found = _sequences(seqlen_q, num_pages, page_size)(used, table)
+            _, longest, sound, _ = found[-1].tolist()
+            if sound:
+                return {"max_seqlen_k": longest}, {"sequences": found[:-1]}
         longest = _longest(op, used, capacity)
         if table is not None:
-            _pages_exist(op, table, used, axes["page_size"], axes["num_pages"])
-    return Problem(
-        q=q_,
-        k=k_,
-        v=v_,
-        options=options(op, arrays, q_, axes, **given),
-        dtype=dtype,
-        batch=axes["batch"],
-        seqlen_q=axes["seqlen_q"],
-        seqlen_k=longest,
-        seqused_k=used,
-        block_table=table,
-    )
+            _pages_exist(op, table, used, page_size, num_pages)
+        return {"max_seqlen_k": longest}, {}
+
+    return look
+
+
+@functools.lru_cache(256)
+def _sequences(seqlen_q: int, num_pages: int, page_size: int) -> Callable[[Array, Array | None], Array]:
+    from gpu_ops.kernels.numba_cpu.lengths import cached
+
+    return cached(seqlen_q=seqlen_q, new=0, page_size=page_size, num_pages=num_pages)
 
 
 def _longest(op: str, used: Array, capacity: int) -> int:
@@ -205,3 +197,21 @@ def _pages_exist(op: str, table: Array, used: Array, page_size: int, num_pages: 
             f"{op}: block_table[{b}, {page}] is {int(table[b, page])}, not a page in [0, {num_pages}), "
             f"but seqused_k[{b}] = {int(used[b])} needs it"
         )
+
+
+@lowers("attention_decode", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.attention import attention_decode
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("q", "k_cache", "v_cache")]
+        found = attention_decode(
+            *arrays,
+            seqused_k=views["seqused_k"],
+            block_table=views.get("block_table"),
+            return_lse=True,
+            **reference_options(spec, views),
+        )
+        store_results(views, found)
+
+    on.call(run, "NumPy, float64")

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array, Arrays
-from gpu_ops.core.dispatch import Plan, choose, op
-from gpu_ops.errors import OptionError, ShapeError
-from gpu_ops.ops import attention_launch
-from gpu_ops.ops.attention import write_grads
-from gpu_ops.ops.attention_problem import Problem, cu_seqlens, expect, longest_of, options
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Bound, Call, Look
+from gpu_ops.core.op import op
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
+from gpu_ops.ops.attention_options import (
+    INT32,
+    describe,
+    forward_flops,
+    raw_unsupported,
+    read_inputs,
+    read_options,
+    reference_options,
+    store_results,
+    write_forward,
+)
 
 __all__ = ["attention_varlen", "attention_varlen_backward"]
 
 
-@op(cuda=True)
+@op(cuda=True, kernels="attention")
 def attention_varlen(
     q: Any,
     k: Any,
@@ -38,7 +51,8 @@ def attention_varlen(
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+    workspace: Any = None,
+) -> Bound:
     """:func:`attention` of each sequence of a packed batch.
 
     Parameters
@@ -56,6 +70,8 @@ def attention_varlen(
         As in :func:`attention`; causal is bottom-right aligned within each sequence.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -75,46 +91,31 @@ def attention_varlen(
     >>> gpu_ops.attention_varlen(q, k, v, lengths, lengths, causal=True).shape
     (10, 2, 8)
     """
-    name = "attention_varlen"
-    arrays = Arrays(name)
-    problem = _problem(
-        name, arrays, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    return_lse = checks.flag(name, "return_lse", return_lse)
-    total, heads = problem.q.shape[1], problem.nheads
-    shape = (total, heads, problem.v.shape[3])
-    out_ = arrays.write("out", out, shape, problem.q.dtype)
-    given = None if out_ is None else out_[None]
-    choice = choose(name, device, backend, arrays, cannot=lambda: attention_launch.cannot(problem, given))
-
-    def by_reference() -> Any:
-        from gpu_ops.reference import attention as reference
-
-        return reference.attention_varlen(
-            problem.q[0], problem.k[0], problem.v[0], *problem.offsets,
-            **problem.options.given(dense=False), return_lse=True,
-        )  # fmt: skip
-
-    return attention_launch.plan(
-        arrays, problem, choice, by_reference,
-        shape=shape, lse_shape=(heads, total), as_bshd=_packed, out=out, view=out_,
-        return_lse=return_lse, again=lambda call: _again(call, _lengths(name, problem)),
-    )  # fmt: skip
+    call = Call("attention_varlen", device, backend, workspace)
+    dtype = _read_inputs(call, q, k, v)
+    starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    options = read_options(
+        call,
+        dtype,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
+    shape, lse_shape = _result_shapes(call)
+    write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
+    return call.bind(
+        problem=lambda: describe(call, dtype, seqlens, options),
+        unsupported=raw_unsupported,
+        look=look,
+        flops=forward_flops(call, shape[0], seqlens[1], causal),
+    )
 
 
-def _again(call: Callable[..., Any], lengths_of: Callable[..., Any]) -> Callable[..., Any]:
-    def again(
-        q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, *, out: Array | None = None,
-        **options: Any,
-    ) -> Any:  # fmt: skip
-        return call(*lengths_of(cu_seqlens_q, cu_seqlens_k, **options), q, k, v, out, options)
-
-    return again
-
-
-@op
+@op(kernels="attention_backward")
 def attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -138,7 +139,7 @@ def attention_varlen_backward(
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
-) -> Plan:
+) -> Bound:
     """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
 
     Parameters
@@ -173,154 +174,153 @@ def attention_varlen_backward(
     >>> dv.shape
     (10, 2, 8)
     """
-    name = "attention_varlen_backward"
-    arrays = Arrays(name)
-    dout_ = arrays.read("dout", dout)
-    problem = _problem(
-        name, arrays, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    out_, lse_ = arrays.read("out", out), arrays.read("lse", lse)
-    total, heads = problem.q.shape[1], problem.nheads
-    for label, x in (("dout", dout_), ("out", out_)):
-        checks.exactly(name, label, x, (total, heads, problem.v.shape[3]), problem.q.dtype)
-    checks.exactly(name, "lse", lse_, (heads, total), problem.lse_dtype)
-    checks.flag(name, "deterministic", deterministic)
-    return_extra = checks.flag(name, "return_extra", return_extra)
-    inputs = [x[0] for x in (problem.q, problem.k, problem.v)]
-    grads_ = write_grads(arrays, grads, inputs)
-    choice = choose(name, device, backend)
-
-    def run() -> Any:
-        views = grads_ or [arrays.new(x.shape, x.dtype) for x in inputs]
-        if choice.backend == "reference":
-            from gpu_ops.reference import attention_backward as reference
-
-            q_, k_, v_ = inputs
-            *computed, extra = reference.attention_varlen_backward(
-                dout_, q_, k_, v_, out_, lse_, *problem.offsets,
-                **problem.options.given(dense=False), return_extra=True,
-            )  # fmt: skip
-            for view, gradient in zip(views, computed, strict=True):
-                view[...] = gradient
-        else:
-            packed = [g[None] for g in views]
-            extra = attention_launch.backward(
-                problem, dout_[None], out_[None], lse_[None], packed, return_extra
-            )
-        results = tuple(arrays.give(g) for g in views) if grads is None else tuple(grads)
-        return (*results, {key: arrays.give(g) for key, g in extra.items()}) if return_extra else results
-
-    def again() -> Callable[..., Any]:
-        shapes = [x.shape for x in inputs]
-        call = attention_launch.backward_again(name, problem, shapes, _packed, return_extra)
-        return _backward_again(call, _lengths(name, problem))
-
-    return Plan(
-        name, choice, problem.__str__, lambda: attention_launch.backward_config(choice, problem), run,
-        again=again if choice.compiled else None,
-    )  # fmt: skip
+    call = Call("attention_varlen_backward", device, backend)
+    call.read("dout", dout)
+    dtype = _read_inputs(call, q, k, v)
+    starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    options = read_options(
+        call,
+        dtype,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
+    read_results(call, dtype, out, lse, *_result_shapes(call))
+    checks.flag(call.op, "deterministic", deterministic)
+    extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
+    return call.bind(
+        problem=lambda: describe(call, dtype, seqlens, options),
+        look=look,
+        finish=returned_gradients(extra) if return_extra else None,
+    )
 
 
-def _backward_again(call: Callable[..., Any], lengths_of: Callable[..., Any]) -> Callable[..., Any]:
-    def again(
-        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, cu_seqlens_q: Array,
-        cu_seqlens_k: Array, *, grads: tuple[Array, ...] | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
-        found = lengths_of(cu_seqlens_q, cu_seqlens_k, **options)
-        return call(*found, (dout, q, k, v, out), lse[None], grads, options)
-
-    return again
-
-
-def _packed(x: Array) -> Array:
-    return x[None]
+def _read_inputs(call: Call, q: Any, k: Any, v: Any) -> str:
+    call.option(layout="thd")
+    return read_inputs(
+        call,
+        q=(q, "total_q nheads head_dim"),
+        k=(k, "total_k nheads_kv head_dim"),
+        v=(v, "total_k nheads_kv head_dim_v"),
+    )
 
 
-def _lengths(op: str, problem: Problem) -> Callable[..., tuple[tuple[int, int], Array]]:
-    """The lengths of the longest sequences and the table of all: of each call, after the checks of values."""
-    from gpu_ops.kernels.numba_cpu.lengths import packed
-
-    totals = problem.q.shape[1], problem.k.shape[1]
-    found_of = packed(*totals)
-
-    def lengths(
-        starts_q: Array, starts_k: Array, *,
-        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **_: Any,
-    ) -> tuple[tuple[int, int], Array]:  # fmt: skip
-        found = found_of(starts_q, starts_k)
-        longest_q, longest_k, sound, _ = found[-1].tolist()
-        if not sound:  # it has to say where
-            longest_of(op, "cu_seqlens_q", starts_q, totals[0])
-            longest_of(op, "cu_seqlens_k", starts_k, totals[1])
-        _bounded(op, "max_seqlen_q", max_seqlen_q, longest_q)
-        _bounded(op, "max_seqlen_k", max_seqlen_k, longest_k)
-        return (longest_q, longest_k), found[:-1]
-
-    return lengths
+def _result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of out and of lse."""
+    total, heads = call.axes["total_q"], call.axes["nheads"]
+    return (total, heads, call.axes["head_dim_v"]), (heads, total)
 
 
-def _problem(
-    op: str,
-    arrays: Arrays,
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    **given: Any,
-) -> Problem:
-    q_, k_, v_ = (arrays.read(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    axes = checks.Axes(op)
-    axes.bind("q", q_, "total_q nheads head_dim")
-    axes.bind("k", k_, "total_k nheads_kv head_dim")
-    axes.bind("v", v_, "total_k nheads_kv head_dim_v")
-    expect(op, axes)
-    dtype = checks.float_dtype(op, q=q_, k=k_, v=v_)
-    sides = [
-        cu_seqlens(op, arrays, "cu_seqlens_q", cu_seqlens_q, axes["total_q"]),
-        cu_seqlens(op, arrays, "cu_seqlens_k", cu_seqlens_k, axes["total_k"]),
-    ]
-    if sides[0].size != sides[1].size:
+def _read_lengths(
+    call: Call, starts: dict[str, Any], given: dict[str, int | None]
+) -> tuple[tuple[int, int], Look | None]:
+    """The lengths of the longest sequences, and what looks at them in every call.
+
+    Those on a GPU are taken on trust, since looking would wait for it: the caller's bounds, or the totals.
+    """
+    op, totals = call.op, (call.axes["total_q"], call.axes["total_k"])
+    longest = [_read_starts(call, *item, total) for item, total in zip(starts.items(), totals, strict=True)]
+    batches = [call.views[name].size - 1 for name in starts]
+    if batches[0] != batches[1]:
         raise ShapeError(
-            f"{op}: cu_seqlens_q and cu_seqlens_k describe {sides[0].size - 1} and {sides[1].size - 1} "
+            f"{op}: cu_seqlens_q and cu_seqlens_k describe {batches[0]} and {batches[1]} "
             "sequences; both need batch + 1 entries"
         )
-    longest = (
-        _longest(op, arrays, "max_seqlen_q", max_seqlen_q, sides[0], axes["total_q"]),
-        _longest(op, arrays, "max_seqlen_k", max_seqlen_k, sides[1], axes["total_k"]),
-    )
-    batch = sides[0].size - 1
-    axes.set("batch", batch, "cu_seqlens_q")
-    return Problem(
-        q=q_[None],
-        k=k_[None],
-        v=v_[None],
-        options=options(op, arrays, q_, axes, **given),
-        dtype=dtype,
-        batch=batch,
-        seqlen_q=longest[0],
-        seqlen_k=longest[1],
-        offsets=tuple(sides),
-    )
+    bounds = [None if n is None else checks.integer(op, name, n, low=0) for name, n in given.items()]
+    if call.on_cuda:
+        longest = [total if n is None else min(n, total) for n, total in zip(bounds, totals, strict=True)]
+    else:
+        _check_bounds(op, bounds, longest)
+    call.axes.set("batch", batches[0], "cu_seqlens_q")
+    call.option(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    return (longest[0], longest[1]), None if call.on_cuda else _look(op, totals, bounds)
 
 
-def _longest(op: str, arrays: Arrays, name: str, bound: int | None, offsets: Array, total: int) -> int:
-    """The longest sequence; where the lengths lie on a GPU, the caller's bound of it, or the total."""
-    if bound is not None:
-        bound = checks.integer(op, name, bound, low=0)
-    if arrays.on_cuda:
-        return total if bound is None else min(bound, total)
-    longest = int(np.diff(offsets).max(initial=0))
-    _bounded(op, name, bound, longest)
-    return longest
+def _look(op: str, totals: tuple[int, int], bounds: list[int | None]) -> Look:
+    def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        starts_q, starts_k = views["cu_seqlens_q"], views["cu_seqlens_k"]
+        sound, found = False, {}
+        if backend == "cpu":
+            table = _table(*totals)(starts_q, starts_k)
+            *longest, sound, _ = table[-1].tolist()
+            found["sequences"] = table[:-1]
+        if not sound:  # says where, on the CPU
+            longest = [
+                _longest(op, "cu_seqlens_q", starts_q, totals[0]),
+                _longest(op, "cu_seqlens_k", starts_k, totals[1]),
+            ]
+        _check_bounds(op, bounds, longest)
+        return {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}, found
+
+    return look
 
 
-def _bounded(op: str, name: str, bound: int | None, longest: int) -> None:
-    if bound is not None and bound < longest:
-        raise OptionError(
-            f"{op}: {name}={bound}, but the longest sequence has {longest} tokens; omit it or raise it"
+@functools.lru_cache(256)
+def _table(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
+    from gpu_ops.kernels.numba_cpu.lengths import packed
+
+    return packed(total_q, total_k)
+
+
+def _check_bounds(op: str, bounds: list[int | None], longest: list[int]) -> None:
+    for name, bound, n in zip(("max_seqlen_q", "max_seqlen_k"), bounds, longest, strict=True):
+        if bound is not None and bound < n:
+            raise OptionError(
+                f"{op}: {name}={bound}, but the longest sequence has {n} tokens; omit it or raise it"
+            )
+
+
+def _read_starts(call: Call, name: str, x: Any, total: int) -> int:
+    """Starts of sequences that lie end to end: int32, from 0, never falling, to ``total`` exactly.
+
+    The length of the longest; ``total`` where they lie on a GPU.
+    """
+    starts = call.read(name, x)
+    if starts.dtype != INT32:
+        raise DTypeError(
+            f"{call.op}: {name} is {starts.dtype}, expected int32; cast it: {name}.astype('int32')"
         )
+    if starts.ndim != 1 or starts.size == 0:
+        raise ShapeError(f"{call.op}: {name} has shape {starts.shape}, expected (batch + 1,)")
+    return total if call.on_cuda else _longest(call.op, name, starts, total)
+
+
+def _longest(op: str, name: str, offsets: Array, total: int) -> int:
+    """The length of the longest sequence; all offsets are checked."""
+    starts = offsets.tolist()  # as there are mostly few, Python is faster than NumPy
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] != total or min(lengths, default=0) < 0:
+        raise OptionError(
+            f"{op}: {name} must start at 0, never fall, and end at the total {total}; "
+            f"got {np.array2string(offsets, threshold=8)}"
+        )
+    return max(lengths, default=0)
+
+
+@lowers("attention_varlen", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.attention import attention_varlen
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays = [views[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+        store_results(views, attention_varlen(*arrays, return_lse=True, **reference_options(spec, views)))
+
+    on.call(run, "NumPy, float64")
+
+
+@lowers("attention_varlen_backward", "reference")
+def _reference_backward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference.attention_backward import attention_varlen_backward
+
+    def run(views: Mapping[str, Any]) -> None:
+        names = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")
+        *gradients, extra = attention_varlen_backward(
+            *(views[name] for name in names), return_extra=True, **reference_options(spec, views)
+        )
+        store_gradients(views, gradients, extra)
+
+    on.call(run, "NumPy, float64")

@@ -51,31 +51,31 @@ def rope(
         3 axes, (total, nheads, head_dim). float16, bfloat16, float32 or float64, the same for both.
     positions
         Integers: (seqlen,), or (batch, seqlen) where batch may be 1; packed: (total,). Or one number, the
-        position of the first token, from which they count up along the sequence (packed: along all of it).
-        Default 0. Negative ones are allowed.
+        position of the first token: positions count up from it along the sequence (packed: along all tokens).
+        Default 0. They may be negative.
     theta
-        The base. Default: the scaling's own where ``RopeScaling.from_hf`` found one, else 10000.
+        The base. Default: that of the scaling if ``RopeScaling.from_hf`` found one, else 10000.
     rotary_dim
-        Components that rotate, even; the others are copied. Default: head_dim, times the scaling's
-        partial_rotary_factor where ``RopeScaling.from_hf`` found one.
+        How many components rotate, an even number; the others are copied. Default: head_dim, times the scaling's
+        partial_rotary_factor if ``RopeScaling.from_hf`` found one.
     interleaved
         Pair components ``2i, 2i + 1`` (GPT-J, Llama's own code) instead of ``i, i + rotary_dim / 2``
         (GPT-NeoX, Llama in Hugging Face).
     scaling
-        A :class:`gpu_ops.RopeScaling` for contexts longer than the model was trained with.
+        A :class:`gpu_ops.RopeScaling`, for contexts longer than the one the model was trained with.
     seqlen
-        The length that the dynamic and longrope scalings go by. Default ``max(positions) + 1``, for which a
-        call with those scalings waits if positions lie on a GPU; no other call does.
+        The sequence length, on which the dynamic and longrope scalings depend. Default ``max(positions) + 1``: with
+        these scalings a call waits for positions on a GPU. No other call waits.
     conjugate
-        Rotate by the opposite angle: the inverse while the scaling's attention factor is 1.
+        Rotate by the opposite angle: the inverse, if the scaling's attention factor is 1.
     layout
         ``"bhsd"``: axes 1 and 2 swapped, (batch, nheads, seqlen, head_dim). No copy is made.
     out
-        An array for the result, or a pair with ``k``; may be ``q`` (and ``k``) itself: in place.
+        An array for the result, or a pair with ``k``. ``q`` (and ``k``) itself works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
-        Taken for the sake of a common signature; this op needs none: see :func:`workspace_size`.
+        Scratch memory for calls that a CUDA graph captures; this op needs none.
 
     Returns
     -------
@@ -88,10 +88,10 @@ def rope(
 
     Notes
     -----
-    Su et al., "RoFormer", arXiv 2104.09864, equation 34. Angles have the accuracy of float64, so that positions
-    of millions lose nothing. cos and sin are rounded to float32 (CUDA C++ kernels: off by 8e-8 at most; float64 for
-    float64 inputs), the maths is float32 (float64) and each result is rounded once. Moves each element once in and
-    once out.
+    Su et al., "RoFormer", arXiv 2104.09864, equation 34. Angles have the accuracy of float64, so positions in the
+    millions lose none. cos and sin are rounded to float32 (float64 for float64 inputs; in the CUDA C++ kernels they
+    are off by at most 8e-8), the maths is float32 (float64) and each result is rounded once. Moves each element once
+    in and once out.
 
     Examples
     --------
@@ -127,21 +127,21 @@ def rope_backward(
 ) -> Bound:
     """Gradients of :func:`rope` with respect to its inputs, given those of its outputs.
 
-    The map is linear, so this is its transpose: the opposite rotation with the same attention factor (with a
-    factor other than 1, not the inverse). Nothing of the forward pass need be kept.
+    The map is linear, so this is its transpose: the opposite rotation with the same attention factor. With a factor
+    other than 1 that is not the inverse. Nothing of the forward pass has to be kept.
 
     Parameters
     ----------
     dq, dk
-        Gradients of the rotated q and, if it took part, k; shapes and dtypes as there.
+        Gradients of the rotated q and, if given there, k; same shapes and dtypes.
     positions, theta, rotary_dim, interleaved, scaling, seqlen, conjugate, layout
         As in the forward call.
     out
-        An array for the result, or a pair with ``dk``; may be ``dq`` (and ``dk``) itself: in place.
+        An array for the result, or a pair with ``dk``. ``dq`` (and ``dk``) itself works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
-        Taken for the sake of a common signature; this op needs none: see :func:`workspace_size`.
+        Scratch memory for calls that a CUDA graph captures; this op needs none.
 
     Returns
     -------

@@ -50,10 +50,9 @@ def rope_append_kv(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """QK-norm, rotary embedding and the cache write in one pass, from the projections to what attention reads.
+    """QK-norm, rotary embedding and the cache write in one pass.
 
-    Per token, with :func:`rmsnorm` over each head (only with weights) and :func:`rope`, but nothing rounded
-    between them::
+    Per token, :func:`rmsnorm` over each head (only with weights) and :func:`rope`, with one rounding at the end::
 
         out           = rope(rmsnorm(q, q_weight))
         k_cache[slot] = rope(rmsnorm(k, k_weight))
@@ -64,20 +63,20 @@ def rope_append_kv(
     Parameters
     ----------
     q : array (batch, seqlen, nheads, head_dim)
-        The new tokens. float16, bfloat16, float32 or float64, as all other arrays. q, k and v may be views of one
+        The new tokens. float16, bfloat16, float32 or float64, the same for all arrays. q, k and v may be views of one
         packed projection: ``qkv.reshape(batch, seqlen, -1, head_dim)[:, :, :nheads]``. With ``slot_mapping``
         (total, nheads, head_dim): tokens of any sequences.
     k, v : arrays (batch, seqlen, nheads_kv, head_dim), or (total, nheads_kv, head_dim)
     k_cache, v_cache : arrays (batch, max_seqlen, nheads_kv, head_dim)
-        Changed in place: the rows of the new tokens, nothing else. With ``block_table`` or ``slot_mapping``:
-        pages, (num_pages, page_size, nheads_kv, head_dim).
+        Changed in place: only the rows of the new tokens. With ``block_table`` or ``slot_mapping``: pages,
+        (num_pages, page_size, nheads_kv, head_dim). They may not share memory with each other or any other array.
     seqused_k : int32 array (batch,)
-        Keys of each sequence that are in its cache already: token i becomes key ``seqused_k[b] + i``.
+        Keys of each sequence already in its cache: token i becomes key ``seqused_k[b] + i``.
     block_table : int32 array (batch, max_pages), optional
         Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries that no new token needs are
         ignored and may be -1. No two new tokens may share a row of a page.
     slot_mapping : int64 array (total,), instead of seqused_k
-        Where each token goes: page * page_size + row. Negative: nowhere, for padding. No two tokens may share one.
+        The slot of each token: page * page_size + row. Negative: not stored (padding). No two tokens may share one.
     q_weight, k_weight : arrays (head_dim,), optional
         Weights of the norms of q's and k's heads; both or neither. Neither: no norm.
     eps, weight_offset
@@ -87,9 +86,11 @@ def rope_append_kv(
     theta, rotary_dim, interleaved, scaling, seqlen
         As in :func:`rope`.
     out : array like q, optional
-        Receives the rotated q; may be ``q`` itself: in place.
+        Receives the rotated q. ``out=q`` works in place.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory for calls that a CUDA graph captures; this op needs none.
 
     Returns
     -------
@@ -98,14 +99,14 @@ def rope_append_kv(
     Raises
     ------
     ShapeError, DTypeError, OptionError, DeviceError
-        Before anything is written. What ``seqused_k``, ``block_table`` and ``slot_mapping`` say is checked for arrays
-        in host memory. On a GPU that would wait for it: there a token whose place is outside the cache is not stored,
-        and of two with one place, either is.
+        Before anything is written. The values of ``seqused_k``, ``block_table`` and ``slot_mapping`` are checked for
+        arrays in host memory. On a GPU the check would have to wait for it: there a token whose place is outside the
+        cache is not stored, and of two tokens with one place, either is.
 
     Notes
     -----
-    Moves each element once in and once out, where a norm, a rotation and two copies move those of q and k twice
-    or three times. The maths is float32 (float64 for float64) with one rounding at the end.
+    Moves each element once in and once out. A norm, a rotation and two copies move q and k two or three times. The
+    maths is float32 (float64 for float64).
 
     Examples
     --------

@@ -11,12 +11,11 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError
-from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.formats.rope_scaling import BY_LENGTH, RopeScaling
 from gpu_ops.ops.rope_tables import RopeTables
 
 __all__ = ["Frequencies", "RotaryArguments", "Rotation"]
 
-_BY_LENGTH = ("dynamic", "longrope")  # scalings whose frequencies depend on the longest position
 _PLAIN = RopeScaling("default")
 
 
@@ -76,15 +75,17 @@ class Frequencies:
 
     def __init__(self, op: str, rotation: Rotation, dtype: np.dtype[Any], seqlen: int | None) -> None:
         self.op, self.rotation = op, rotation
-        self.by_length = seqlen is None and rotation.scaling.kind in _BY_LENGTH
+        self.by_length = seqlen is None and rotation.scaling.kind in BY_LENGTH
         self._dtype = dtype  # of the tables of cos and sin
         self._last = self._at(seqlen or 0)
 
     def at(self, last: int) -> _AtLength:
         """For positions up to ``last``."""
         found = self._last  # other threads may replace it
-        if self.by_length and found.seqlen != max(last + 1, 0):
-            self._last = found = self._at(max(last + 1, 0))
+        if self.by_length:
+            seqlen = self.rotation.scaling.effective_seqlen(max(last + 1, 0))
+            if found.seqlen != seqlen:
+                self._last = found = self._at(seqlen)
         return found
 
     def look(

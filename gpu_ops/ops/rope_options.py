@@ -41,7 +41,7 @@ _READ_BY_KERNELS = (np.dtype(np.int32), np.dtype(np.int64))
 
 def bind_axes(call: Call, inputs: Mapping[str, Array], layout: Any) -> str:
     """Check axis lengths; the layout: "bshd", "bhsd" or "packed"."""
-    layout = checks.one_of(call.op, "layout", layout, ("bshd", "bhsd"))
+    found = checks.one_of(call.op, "layout", layout, ("bshd", "bhsd"))
     first, x = next(iter(inputs.items()))
     if x.ndim not in (3, 4):
         raise ShapeError(
@@ -49,14 +49,14 @@ def bind_axes(call: Call, inputs: Mapping[str, Array], layout: Any) -> str:
             f"packed (total, nheads, head_dim)"
         )
     if x.ndim == 3:
-        if layout == "bhsd":
+        if found == "bhsd":
             raise OptionError(
                 f"{call.op}: layout='bhsd' is for 4 axes; packed {first} is (total, nheads, head_dim)"
             )
-        layout = "packed"
+        found = "packed"
     for (name, array), heads in zip(inputs.items(), ("nheads", "nheads_kv"), strict=False):
-        call.axes.bind(name, array, _AXES[layout].format(heads))
-    return layout
+        call.axes.bind(name, array, _AXES[found].format(heads))
+    return found
 
 
 def read_positions(call: Call, positions: Any, layout: str) -> Array | None:
@@ -148,7 +148,9 @@ def widens(positions: Array | None) -> bool:
 
 def widened(positions: Array | None) -> dict[str, Array]:
     """Positions as int64 where kernels do not read theirs."""
-    return {"positions": positions.astype(np.int64, order="C")} if widens(positions) else {}
+    if positions is None or not widens(positions):
+        return {}
+    return {"positions": positions.astype(np.int64, order="C")}
 
 
 def _check_bounds(op: str, first: int, last: int) -> None:

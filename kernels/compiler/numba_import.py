@@ -55,4 +55,5 @@ class Once:
 
 @Once
 def import_numba() -> None:
-    import numba.core.registry  # noqa: F401  # the targets too
+    import numba.core.registry  # the targets too
+    import numba.np.arrayobj  # noqa: F401  # what kernels import beside it

@@ -19,14 +19,15 @@ from gpu_ops.kernels.lower.arguments import DTYPES, heads_alignment, same_memory
 from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
 from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
 
-__all__ = ["RopeConfig", "select_config", "variants"]
+__all__ = ["RopeConfig", "RopeShape", "select_config", "variants"]
 
 _THREADS = 128  # of a block at most: __launch_bounds__ of rope.cu
+_MAX_BLOCK_Z = 64
 _RESIDENT = 10 * _THREADS  # threads that an SM has registers for
 _MAX_GRID, _MAX_GRID_Y = 2**31 - 1, 65535
 
-# Heads per thread: they share the 25 instructions of each angle, where a pair takes about 8. As many as it takes to
-# have all threads on the device at once; more than this gain little.
+# Heads per thread. They share an angle, which costs 25 instructions where a pair costs about 8. As few as put all
+# threads on the device at once; more than this gains little.
 _MOST_HEADS = 16
 
 _HEAD_STRIDES = np.dtype([("batch", "i8"), ("seqlen", "i8"), ("head", "i8")], align=True)
@@ -55,31 +56,35 @@ class RopeConfig:
     q_blocks: int  # of grid[1]
 
 
-def select_config(
-    tokens: int,
-    nheads: int,
-    nheads_kv: int,
-    rotary_dim: int,
-    tail: int,
-    itemsize: int,
-    *,
-    alignment: int,
-    tokens_inner: bool,
-    sms: int,
-) -> RopeConfig:
-    """The launch for a problem with at least one element.
+@dataclass(frozen=True)
+class RopeShape:
+    """The sizes of a problem with at least one element."""
 
-    ``tail``: components to copy behind rotary_dim. ``alignment``: bytes that divide every address and stride.
-    ``tokens_inner``: tokens, not heads, are side by side in memory.
+    tokens: int
+    nheads: int
+    nheads_kv: int
+    rotary_dim: int
+    tail: int
+    """Components to copy behind rotary_dim."""
+    itemsize: int
+
+
+def select_config(shape: RopeShape, *, alignment: int, tokens_inner: bool, sms: int) -> RopeConfig:
+    """The launch for a problem.
+
+    ``alignment``: bytes that divide every address and stride. ``tokens_inner``: tokens, not heads, are neighbours in
+    memory.
     """
+    tokens, nheads, nheads_kv = shape.tokens, shape.nheads, shape.nheads_kv
+    rotary_dim, tail, itemsize = shape.rotary_dim, shape.tail, shape.itemsize
     vec = math.gcd(16, alignment, rotary_dim // 2 * itemsize, tail * itemsize) // itemsize
     units = rotary_dim // (2 * vec) + -(-tail // (2 * vec))
     x = min(units, _THREADS)
     most_heads = max(nheads, nheads_kv)
-    y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp has what lies side by side
-    z = min(max(1, _THREADS // (x * y)), tokens)
+    y = 1 if tokens_inner else max(1, min(32 // x, most_heads))  # a warp reads side by side
+    z = min(max(1, _THREADS // (x * y)), tokens, _MAX_BLOCK_Z)
 
-    threads = tokens * (nheads + nheads_kv) * units  # with a head each
+    threads = tokens * (nheads + nheads_kv) * units  # one head each
     heads = min(_MOST_HEADS, -(-threads // (_RESIDENT * sms)))
     heads = max(heads, -(-2 * most_heads // (y * (_MAX_GRID_Y - 1))))
     q_blocks, k_blocks = (-(-n // (y * heads)) for n in (nheads, nheads_kv))
@@ -141,12 +146,7 @@ def _raw(spec: Spec, on: Builder) -> None:
     arrays = {"q": p.q, "k": p.k, "q_out": p.q_out, "k_out": p.k_out}
     nheads, nheads_kv = p.q.shape[2], p.k.shape[2]
     config = select_config(
-        p.tokens,
-        nheads,
-        nheads_kv,
-        p.rotary_dim,
-        p.tail,
-        p.q.itemsize,
+        RopeShape(p.tokens, nheads, nheads_kv, p.rotary_dim, p.tail, p.q.itemsize),
         alignment=heads_alignment(arrays.values()),
         tokens_inner=_tokens_inner(p.q if nheads else p.k),
         sms=on.sms,
@@ -234,9 +234,8 @@ def variants(arch: str) -> Iterator[Variant]:
     for dtype, itemsize in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
         for size, interleaved in itertools.product((16, 8, 4, 2), (False, True)):
             if size >= itemsize:
-                config = select_config(
-                    2**20, 32, 8, 128, 0, itemsize, alignment=size, tokens_inner=False, sms=1
-                )
+                shape = RopeShape(2**20, 32, 8, 128, 0, itemsize)
+                config = select_config(shape, alignment=size, tokens_inner=False, sms=1)
                 yield Variant(_kernel(config, dtype, interleaved), math.prod(config.block))
 
 

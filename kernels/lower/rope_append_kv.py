@@ -20,11 +20,12 @@ from gpu_ops.kernels.lower.arguments import DTYPES, epsilon, float32, heads_alig
 from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["AppendConfig", "raw_cannot", "select_config", "variants"]
+__all__ = ["AppendConfig", "AppendShape", "raw_cannot", "select_config", "variants"]
 
 _THREADS = 128  # of a block: __launch_bounds__ of rope_append_kv.cu
 _BLOCKS = 9  # that an SM has registers for
 _WARP = 32
+_MAX_BLOCK_Z = 64
 _MAX_GRID = 2**31 - 1
 
 _SHAPE = np.dtype(
@@ -56,32 +57,35 @@ class AppendConfig:
     grid: tuple[int, int, int]
 
 
-def select_config(
-    tokens: int,
-    nheads: int,
-    nheads_kv: int,
-    head_dim: int,
-    rotary_dim: int,
-    itemsize: int,
-    *,
-    interleaved: bool,
-    alignment: int,
-    sms: int,
-) -> AppendConfig:
-    """The launch for a problem with at least one token.
+@dataclass(frozen=True)
+class AppendShape:
+    """The sizes of a problem with at least one token, and how components pair."""
 
-    ``alignment``: bytes that divide every address and stride. It decides how vectors are fetched, never who owns
-    them, so that the same numbers give the same bits wherever they lie.
+    tokens: int
+    nheads: int
+    nheads_kv: int
+    head_dim: int
+    rotary_dim: int
+    itemsize: int
+    interleaved: bool
+
+
+def select_config(shape: AppendShape, *, alignment: int, sms: int) -> AppendConfig:
+    """The launch for a problem.
+
+    ``alignment``: bytes that divide every address and stride. It decides how vectors are fetched, never which thread
+    owns them: the same numbers give the same bits wherever they lie in memory.
     """
-    vec, units, rotary_units = _units(head_dim, rotary_dim, itemsize, interleaved)
-    access = vec if alignment % (vec * itemsize) == 0 else 1
+    tokens, nheads, nheads_kv = shape.tokens, shape.nheads, shape.nheads_kv
+    vec, units, rotary_units = _units(shape.head_dim, shape.rotary_dim, shape.itemsize, shape.interleaved)
+    access = vec if alignment % (vec * shape.itemsize) == 0 else 1
     x = min(_WARP, _power_of_two(units))
     # A tile is heads of one kind, so as many as every kind fills; the rest of the block is further tokens.
     y = min(_THREADS // x, math.gcd(_power_of_two(nheads), _power_of_two(nheads_kv)))
-    z = min(_THREADS, max(_WARP, x * y * _power_of_two(tokens))) // (x * y)
+    z = min(_MAX_BLOCK_Z, min(_THREADS, max(_WARP, x * y * _power_of_two(tokens))) // (x * y))
     tiles = -(-nheads // y) + 2 * -(-nheads_kv // y)
     columns = -(-tokens // z)
-    # Heads of a token share its angles, a third of the work: they part only where blocks are too few for the device.
+    # Heads of a token share its angles, a third of the work. Blocks split them only where there are too few blocks.
     parts = min(tiles, max(1, _BLOCKS * sms // columns))
     return AppendConfig(vec, access, units, rotary_units, -(-units // x), (x, y, z), (columns, parts, 1))
 
@@ -174,17 +178,8 @@ def _raw(spec: Spec, on: Builder) -> None:
     if o.is_empty:
         return
     nheads, head_dim = o.q.shape[2:]
-    config = select_config(
-        o.tokens,
-        nheads,
-        o.k.shape[2],
-        head_dim,
-        spec["rotary_dim"],
-        o.q.itemsize,
-        interleaved=interleaved,
-        alignment=o.alignment,
-        sms=on.sms,
-    )
+    sizes = (o.tokens, nheads, o.k.shape[2], head_dim, spec["rotary_dim"], o.q.itemsize)
+    config = select_config(AppendShape(*sizes, interleaved), alignment=o.alignment, sms=on.sms)
     args = (*(np.uint64(0) if a is None else a for a in o.in_order), _shape(spec, o, config))
     on.launch(_kernel(config, o.q.dtype.name, interleaved), config.grid, config.block, args)
 
@@ -289,10 +284,8 @@ def variants(arch: str) -> Iterator[Variant]:
     ):
         itemsize = 4 if dtype == "float32" else 2
         if raw_cannot(dtype, head_dim, rotary_dim, 1, interleaved=interleaved) is None:
-            config = select_config(
-                1, 32, 8, head_dim, rotary_dim, itemsize,
-                interleaved=interleaved, alignment=16 if aligned else itemsize, sms=1,
-            )  # fmt: skip
+            shape = AppendShape(1, 32, 8, head_dim, rotary_dim, itemsize, interleaved)
+            config = select_config(shape, alignment=16 if aligned else itemsize, sms=1)
             kernel = _kernel(config, dtype, interleaved)
             if kernel not in seen:
                 seen.add(kernel)

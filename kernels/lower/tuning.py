@@ -1,28 +1,27 @@
 """Measured choices: what ``gpu_ops.autotune`` found out, kept between processes, and looked up by a launch.
 
-An op that can run a problem in several ways says so in a :class:`Space` and asks :func:`choose`. The answer is the
-way that was measured to be the fastest for such a problem on this card with these kernels; where nothing was
-measured, or what was measured is not possible, the op's own model. A measured choice is a file of JSON in the folder
-``tuning`` of the cache. It is read once per process, when its first problem comes; delete it to forget it.
+An op that can run a problem in several ways describes them in a :class:`Space`, and its lowering calls
+:func:`choose`. The answer is the fastest way measured for such a problem on this card with these kernels. Where
+nothing was measured, or the measured way is not possible, it is the choice of the op's own model. A measured choice
+is a JSON file in the folder ``tuning`` of the cache, read once per process; delete it to forget it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, write_whole
 from gpu_ops.kernels.compiler.jit import source_key
+from gpu_ops.kernels.program import Builder
 
-__all__ = ["Asked", "Space", "Watch", "choose", "forget", "keep", "watched"]
+__all__ = ["Asked", "Space", "choose", "forget", "keep"]
 
 _FOLDER = "tuning"
 
@@ -44,7 +43,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Asked:
-    """A choice that a call came to."""
+    """A choice that the lowering of a call made."""
 
     space: Space
     problem: Any
@@ -64,37 +63,20 @@ class Asked:
         return self.space.model(self.problem, self.limits)
 
 
-@dataclass
-class Watch:
-    """Hears what is asked, and answers with the candidate ``label`` if it has one."""
-
-    label: str | None = None
-    asked: list[Asked] = field(default_factory=list)
-
-
-_watch: ContextVar[Watch | None] = ContextVar("gpu_ops.tuning", default=None)
 _winners: dict[tuple[str, str, str], str | None] = {}  # by (space, card, bucket): what was read, or found
 
 
-@contextlib.contextmanager
-def watched(label: str | None = None) -> Iterator[Watch]:
-    """The calls of this thread, while it is on, tell what they ask and take the candidate ``label``."""
-    watch = Watch(label)
-    token = _watch.set(watch)
-    try:
-        yield watch
-    finally:
-        _watch.reset(token)
+def choose(on: Builder, space: Space, problem: Any, limits: Any) -> Any:
+    """How to run a problem: the candidate that is being measured, else what was measured, else the model's choice.
 
-
-def choose(space: Space, problem: Any, limits: Any, card: str) -> Any:
-    """How to run a problem. ``card``: the device's name; empty where no measurement can apply."""
-    config, measured = _choose(space, problem, limits, card)
-    watch = _watch.get()
-    if watch is not None:
-        watch.asked.append(Asked(space, problem, limits, card, measured))
-        if watch.label is not None:
-            return space.candidates(problem, limits)[watch.label]
+    What was asked is appended to ``on.asked``.
+    """
+    config, measured = _choose(space, problem, limits, on.card)
+    on.asked.append(Asked(space, problem, limits, on.card, measured))
+    if on.candidate is not None:
+        return space.candidates(problem, limits)[on.candidate]
+    if measured is not None:
+        on.note(f"tuned: {measured}, the fastest that autotune() measured")
     return config
 
 

@@ -1,7 +1,7 @@
-"""What atom and red do to a value in memory, and what each lane finds when several hit one address.
+"""What atom and red do to a value in memory, and the old value for each lane when several hit one address.
 
-Such lanes take turns in lane order (silicon promises no order). :func:`combine` is the operation on
-values; :func:`in_order` evaluates all turns at once and stays fast with thousands of lanes on one address.
+Such lanes take turns in lane order (silicon promises no order). :func:`combine` is the operation on values;
+:func:`in_order` evaluates all turns at once, and stays fast with thousands of lanes on one address.
 """
 
 from __future__ import annotations
@@ -14,28 +14,16 @@ import ml_dtypes
 import numpy as np
 
 from gpu_ops.emulator.instructions import unknown
-from gpu_ops.emulator.types import DTYPE, Array
+from gpu_ops.emulator.syntax import DTYPE, Array
 
-__all__ = ["combine", "in_order"]
-
-_HALF: dict[str, Any] = {
-    "f16": np.float16,
-    "f16x2": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "bf16x2": ml_dtypes.bfloat16,
-}
-_INTEGERS = ("u32", "s32", "u64", "s64")
-_TYPES = {
+_HALF: dict[str, Any] = dict.fromkeys(("f16", "f16x2"), np.float16)
+_HALF |= dict.fromkeys(("bf16", "bf16x2"), ml_dtypes.bfloat16)
+_TYPES: dict[str, tuple[str, ...]] = {
     "add": ("u32", "s32", "u64", "f32", "f64", *_HALF),
-    "min": _INTEGERS,
-    "max": _INTEGERS,
-    "and": ("b32", "b64"),
-    "or": ("b32", "b64"),
-    "xor": ("b32", "b64"),
-    "exch": ("b32", "b64"),
+    **dict.fromkeys(("min", "max"), ("u32", "s32", "u64", "s64")),
+    **dict.fromkeys(("and", "or", "xor", "exch"), ("b32", "b64")),
     "cas": ("b16", "b32", "b64"),
-    "inc": ("u32",),
-    "dec": ("u32",),
+    **dict.fromkeys(("inc", "dec"), ("u32",)),
 }
 _UFUNCS = {
     "add": np.add,
@@ -47,27 +35,16 @@ _UFUNCS = {
 }
 
 
-def _exch(old: Array, operand: Array) -> Array:
-    return np.broadcast_to(operand, old.shape).copy()
-
-
-def _cas(old: Array, expected: Array, desired: Array) -> Array:
-    return np.asarray(np.where(old == expected, desired, old))
-
-
-def _inc(old: Array, limit: Array) -> Array:
-    return np.asarray(np.where(old >= limit, np.uint32(0), old + np.uint32(1)))
-
-
-def _dec(old: Array, limit: Array) -> Array:
-    return np.asarray(np.where((old == 0) | (old > limit), limit, old - np.uint32(1)))
-
-
-_OTHERS: dict[str, Callable[..., Array]] = {"exch": _exch, "cas": _cas, "inc": _inc, "dec": _dec}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "exch": lambda old, operand: np.broadcast_to(operand, old.shape).copy(),
+    "cas": lambda old, expected, desired: np.where(old == expected, desired, old),
+    "inc": lambda old, limit: np.where(old >= limit, np.uint32(0), old + np.uint32(1)),
+    "dec": lambda old, limit: np.where((old == 0) | (old > limit), limit, old - np.uint32(1)),
+}
 
 
 def _check(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
-    """Of the modifiers only .noftz matters, which half types must have; order and scope change no value."""
+    """Half types need .noftz, others must not have it; memory order and scope do not affect the value."""
     if ptx_type not in _TYPES.get(op, ()) or ("noftz" in modifiers) != (ptx_type in _HALF):
         raise unknown("atom", tuple(dict.fromkeys((*modifiers, op, ptx_type))))
 
@@ -100,9 +77,9 @@ def combine(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[...,
 
 
 def _by_address(addresses: Array) -> tuple[Array, Array, Array] | None:
-    """Lanes sorted by address, then lane; where each address starts among them; how often it occurs.
+    """Lanes sorted by address, then lane; the start of each address among them; its number of lanes.
 
-    None when no address occurs twice.
+    None if no address occurs twice.
     """
     if (addresses[1:] > addresses[:-1]).all():
         return None
@@ -114,13 +91,13 @@ def _by_address(addresses: Array) -> tuple[Array, Array, Array] | None:
     return order, starts, np.diff(starts, append=len(addresses))
 
 
-# The functions below take lanes sorted by address: `begin`, the value of each address; `starts` and `counts`
-# of its lanes; their operands. They give what each lane finds and what is left at each address.
+# The functions below take lanes sorted by address: the first value at each address, `starts` and `counts` of its
+# lanes, and the operands of the lanes. They return the old value for each lane and the last value at each address.
 _Turns = Callable[..., tuple[Array, Array]]
 
 
 def _rounds(function: Callable[..., Array]) -> _Turns:
-    """One step per turn, for all addresses at a time."""
+    """One step per turn, for all addresses at once."""
 
     def run(begin: Array, starts: Array, counts: Array, *operands: Array) -> tuple[Array, Array]:
         found, value = np.empty_like(operands[0]), begin.copy()
@@ -135,7 +112,7 @@ def _rounds(function: Callable[..., Array]) -> _Turns:
 
 
 def _accumulated(ufunc: np.ufunc, function: Callable[..., Array], ptx_type: str) -> _Turns:
-    """One step per address where addresses are fewer than turns: at most sqrt(lanes) steps either way."""
+    """One step per address if there are fewer addresses than turns; at most sqrt(lanes) steps either way."""
     rounds = _rounds(function)
 
     def run(begin: Array, starts: Array, counts: Array, operand: Array) -> tuple[Array, Array]:
@@ -159,7 +136,7 @@ def _exchanges(begin: Array, starts: Array, counts: Array, operand: Array) -> tu
 
 
 def _compares(begin: Array, starts: Array, counts: Array, *operands: Array) -> tuple[Array, Array]:
-    """One step per successful swap: in a loop around cas, most lanes fail."""
+    """One step per successful swap, because in a loop around cas most lanes fail."""
     expected, desired = operands
     lanes, none = np.arange(len(expected)), len(expected)
     value, waiting = begin.copy(), np.ones(len(expected), np.bool_)
@@ -179,8 +156,8 @@ def _compares(begin: Array, starts: Array, counts: Array, *operands: Array) -> t
 def in_order(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> Callable[..., tuple[Array, Array, Array]]:
     """All turns at once: ``run(addresses, before, *operands) -> (old, last, new)``.
 
-    ``before`` is what memory holds at each lane's address. Lane i finds ``old[i]``; then memory at
-    ``addresses[last]`` is to become ``new``, where ``last`` are the lanes whose turn is an address's last.
+    ``before`` is the value in memory at each lane's address. Lane i reads ``old[i]``; then memory at
+    ``addresses[last]`` becomes ``new``, where ``last`` are the lanes with the last turn at their address.
     """
     function = combine(op, ptx_type, modifiers)
     if op == "exch":

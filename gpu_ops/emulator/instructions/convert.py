@@ -1,8 +1,8 @@
-"""cvt: conversions between integers and floating-point types, and the packed ones.
+"""cvt: conversions between integer and floating-point types, also packed ones.
 
-A floating-point result is made as everywhere: the value, clamped (``.sat``, ``.relu``, ``.satfinite``),
-rounded once. An integer result is the value rounded to an integer, clamped to the range of the type. In
-packed results the first operand is the upper element.
+A floating-point result is the value, clamped (``.sat``, ``.relu``, ``.satfinite``) and rounded once. An integer
+result is the value rounded to an integer and clamped to the range of the type. In packed results the first operand
+is the upper element.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ from functools import partial
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Op, semantics, unknown
+from gpu_ops.emulator.instructions import Op, family, unknown
 from gpu_ops.emulator.instructions.elements import (
+    MODES,
     canonical,
     chain,
     element_of,
     flush_of,
-    relu,
-    saturate,
-    unpack,
-)
-from gpu_ops.emulator.instructions.lanes import join, split
-from gpu_ops.emulator.instructions.rounding import (
-    MODES,
     halves,
+    join,
     nearest_bits,
+    relu,
     round_to,
+    saturate,
+    split,
     step,
     to_odd,
     two_sum,
+    unpack,
 )
-from gpu_ops.emulator.types import BITS, DTYPE, Array
-
-__all__: list[str] = []
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 Step = Callable[[Array], Array]
 
@@ -46,7 +43,7 @@ _LARGEST = {"f16": 65504.0, "bf16": 255 * 2.0**120, "tf32": 2047 * 2.0**117}
 _FLOAT8 = {"e4m3x2": (3, 7, 448.0), "e5m2x2": (2, 15, 57344.0)}  # fraction bits, bias, largest value
 
 
-@semantics("cvt")
+@family("cvt")
 def _convert(opcode: str, modifiers: tuple[str, ...]) -> Op:
     op = None
     if modifiers[:2] == ("pack", "sat"):
@@ -62,7 +59,7 @@ def _convert(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _select(flags: frozenset[str], to: str, source: str) -> Op | None:
-    """The form with these flags, or None if PTX has none."""
+    """The form with these flags, or None if it does not exist."""
     if to in _INTEGERS:
         if source in _INTEGERS:
             return _resize(to, source, "sat" in flags) if flags <= {"sat"} else None
@@ -83,7 +80,7 @@ def _select(flags: frozenset[str], to: str, source: str) -> Op | None:
 
 
 def _resize(to: str, source: str, clamps: bool) -> Op:
-    """Extended by its own sign, or cut off; ``.sat`` clamps to the range of the result."""
+    """Extend by the sign of the source, or truncate; ``.sat`` clamps to the range of the result."""
     dtype, ours, theirs = DTYPE[to], np.iinfo(DTYPE[to]), np.iinfo(DTYPE[source])
     low, high = max(ours.min, theirs.min), min(ours.max, theirs.max)
     if clamps and (low, high) != (theirs.min, theirs.max):
@@ -93,7 +90,7 @@ def _resize(to: str, source: str, clamps: bool) -> Op:
 
 def _to_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
     modes = flags & set(_TO_INTEGRAL)
-    # Out-of-range values are clamped anyway, so that .sat changes nothing.
+    # Out-of-range values are always clamped, so .sat changes nothing.
     if len(modes) != 1 or not flags <= modes | {"ftz", "sat"} or ("ftz" in flags and source != "f32"):
         return None
     (mode,) = modes
@@ -103,7 +100,7 @@ def _to_integer(flags: frozenset[str], to: str, source: str) -> Op | None:
     of_nan = 1 << bits - 1 if source == "f64" or bits == 64 else 0
     nan = np.array(of_nan, f"u{dtype.itemsize}").view(dtype)[()]
     values_of = unpack(source, flush_of("f32") if "ftz" in flags else None)
-    exact_limit = np.float64(info.max) < end  # else the largest integer is no float64
+    exact_limit = np.float64(info.max) < end  # otherwise the largest integer is not a float64
 
     def run(operand: Array) -> Array:
         values = operand if values_of is None else values_of(operand)
@@ -168,7 +165,7 @@ def _between_floats(flags: frozenset[str], to: str, source: str) -> Op | None:
 
 
 def _clamp(flags: frozenset[str], to: str) -> Step | None:
-    """What ``.sat``, ``.relu`` and ``.satfinite`` do to the value before it is rounded."""
+    """The step that ``.sat``, ``.relu`` and ``.satfinite`` apply to a value before it is rounded."""
     steps: list[Step] = [{"sat": saturate, "relu": relu}[flag] for flag in ("sat", "relu") if flag in flags]
     if "satfinite" in flags:
         largest = _LARGEST[to]
@@ -177,7 +174,7 @@ def _clamp(flags: frozenset[str], to: str) -> Step | None:
 
 
 def _to_pair(flags: frozenset[str], to: str) -> Op | None:
-    """``cvt.rn.bf16x2.f32``: two operands, the first to the upper half."""
+    """``cvt.rn.bf16x2.f32`` converts two operands; the first becomes the upper half."""
     modes = flags & {"rn", "rz"}
     if len(modes) != 1 or not flags <= modes | {"relu", "satfinite"}:
         return None
@@ -196,7 +193,7 @@ def _pair(upper: Array, lower: Array, dtype: np.dtype[np.unsignedinteger]) -> Ar
 
 
 def _to_tf32(flags: frozenset[str]) -> Op | None:
-    """Bits of a float32 whose last 13 are zero. ``.rna``: ties away from zero."""
+    """The bits of a float32 with the last 13 bits zero. ``.rna`` rounds ties away from zero."""
     modes = flags & {"rna", "rn", "rz"}
     fine = len(modes) == 1 and flags <= modes | {"satfinite", "relu"}
     if not fine or {"rna", "relu"} <= flags:
@@ -215,7 +212,7 @@ def _to_tf32(flags: frozenset[str]) -> Op | None:
 
 
 def _to_float8(flags: frozenset[str], to: str, source: str) -> Op | None:
-    """Too large values become the largest, so that only NaN gives NaN."""
+    """Values that are too large become the largest finite value, so only NaN gives NaN."""
     if not {"rn", "satfinite"} <= flags <= {"rn", "satfinite", "relu"}:
         return None
     encode = chain(relu if "relu" in flags else None, partial(_encode_float8, *_FLOAT8[to]))
@@ -243,7 +240,7 @@ def _from_float8(flags: frozenset[str], source: str) -> Op | None:
     codes = np.arange(256, dtype=np.uint16)
     if source == "e5m2x2":  # the upper byte of a float16
         table = (codes << 8).view(np.float16)
-    else:  # the fraction and exponent bits of a float16 whose bias is larger by 8; all ones is NaN
+    else:  # the bits of a float16 with a bias larger by 8; all ones is NaN
         table = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).view(np.float16) * np.float16(256)
         table[[0x7F, 0xFF]] = np.nan
     table = canonical(table)
@@ -253,7 +250,7 @@ def _from_float8(flags: frozenset[str], source: str) -> Op | None:
 
 
 def _pack_integers(*types: str) -> Op | None:
-    """``cvt.pack.sat``: clamped a above clamped b; the narrow types put c above both."""
+    """``cvt.pack.sat`` packs clamped a above clamped b; the narrow types also put c above both."""
     match types:
         case ("u16" | "s16" as to, "s32"):
             reads: tuple[str, ...] = ("s32", "s32")

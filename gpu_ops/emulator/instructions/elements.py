@@ -1,26 +1,27 @@
-"""Operands as floating-point values, and the shape that all elementwise floating-point forms have.
+"""The elements of floating-point operands: packing, flushing, clamping, fused multiply-add, rounding.
 
-The values of f16 and bf16 are float32; packed types get a last axis of two elements, low half first. A form
-unpacks its operands, flushes subnormals (``.ftz``), computes, clamps (``.sat``, ``.relu``), rounds,
-flushes again, packs.
+The values of f16 and bf16 are float32; packed types get a last axis of two elements, low half first. A form unpacks
+its operands, flushes subnormals (``.ftz``), computes, clamps (``.sat``, ``.relu``), rounds, flushes again and
+packs. PTX promises neither the sign nor the payload of a NaN; forms that promise the canonical NaN return it.
 
-The sign and payload of a NaN are not PTX's promise; forms that promise the canonical NaN give it.
+A value wider than the result is exact or *rounded to odd*: truncated, with the last bit set if that lost anything.
+Rounding such a value to a format with at least two bits less gives what rounding the exact value would give (Boldo
+and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on Computers 57(4), 2008).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from numba.extending import intrinsic
 
+from gpu_ops.emulator.aot import ufunc
 from gpu_ops.emulator.instructions import Op
-from gpu_ops.emulator.instructions.lanes import join, split
-from gpu_ops.emulator.types import DTYPE, Array
-
-__all__ = [
-    "canonical", "chain", "element_of", "elementwise", "flush_of", "relu", "saturate", "unpack",
-]  # fmt: skip
+from gpu_ops.emulator.syntax import DTYPE, Array
 
 Step = Callable[[Array], Array]
 
@@ -32,6 +33,19 @@ _NAN: dict[np.dtype[Any], Any] = {
 _MIN_NORMAL: dict[np.dtype[Any], Any] = {dtype: np.finfo(dtype).smallest_normal for dtype in _NAN}
 
 
+# -- elements -------------------------------------------------------------------------------------
+
+
+def split(words: Array, dtype: npt.DTypeLike) -> Array:
+    """The narrow values of every word, shape (T, values), lowest first: a view (GPU and host are little-endian)."""
+    return words[:, np.newaxis].view(dtype)
+
+
+def join(lanes: Array, dtype: npt.DTypeLike) -> Array:
+    """The words that hold these values: the inverse of :func:`split`."""
+    return np.ascontiguousarray(lanes).view(dtype)[:, 0]
+
+
 def elementwise(
     ptx_type: str,
     operands: int,
@@ -41,7 +55,7 @@ def elementwise(
     ftz: bool = False,
     clamp: Step | None = None,
 ) -> Op:
-    """The form of this type that computes each element of the result from those of its operands."""
+    """The form of this type that computes each element of its result from the elements of its operands."""
     flushing = flush_of(element_of(ptx_type)) if ftz else None
     prepare = unpack(ptx_type, flushing)
     finish = chain(clamp, rounding, flushing, _pack(ptx_type))
@@ -55,7 +69,7 @@ def elementwise(
 
 
 def chain(*steps: Step | None) -> Step | None:
-    """The given steps one after the other; None is no step."""
+    """The given steps in sequence, without those that are None."""
     taken = tuple(step for step in steps if step is not None)
     if len(taken) < 2:
         return taken[0] if taken else None
@@ -69,12 +83,12 @@ def chain(*steps: Step | None) -> Step | None:
 
 
 def element_of(ptx_type: str) -> str:
-    """The type of one element: ``f16`` of ``f16x2``."""
+    """The type of one element: ``f16`` for ``f16x2``."""
     return ptx_type.removesuffix("x2")
 
 
 def unpack(ptx_type: str, flushing: Step | None = None) -> Step | None:
-    """From operands to values; ``flushing`` is for their elements."""
+    """The step from operands to values; ``flushing`` applies to their elements."""
     element = element_of(ptx_type)
     dtype = DTYPE[element]
     lanes: Step | None = (lambda words: split(words, dtype)) if ptx_type != element else None
@@ -82,7 +96,7 @@ def unpack(ptx_type: str, flushing: Step | None = None) -> Step | None:
 
 
 def _pack(ptx_type: str) -> Step | None:
-    """From rounded elements (bf16: bits) to the result."""
+    """The step from rounded elements (bf16: bits) to the result."""
     dtype = DTYPE[ptx_type]
     return (lambda elements: join(elements, dtype)) if ptx_type.endswith("x2") else None
 
@@ -97,7 +111,7 @@ def _widen_bfloat16(bits: Array) -> Array:
 
 
 def flush_of(element: str) -> Step:
-    """Subnormal elements (bf16: bits) become zero of their sign."""
+    """The step that flushes subnormal elements (bf16: bits) to zeros of their sign."""
     return _flush_bfloat16 if element == "bf16" else _flush
 
 
@@ -124,8 +138,153 @@ def relu(values: Array) -> Array:
 
 
 def canonical(values: Array) -> Array:
-    """Every NaN becomes the one that PTX calls canonical."""
+    """Replace every NaN by the one that PTX calls canonical."""
     nan = values != values
     if np.count_nonzero(nan):
         return np.where(nan, _NAN[values.dtype], values)
     return values
+
+
+# -- fused multiply-add ---------------------------------------------------------------------------
+
+MODE = {name: np.uint8(number) for number, name in enumerate(("odd", "rz", "rm", "rp"))}
+_ODD, _DOWN, _UP = 0, 2, 3
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _llvm_fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return a(a, b, c), codegen
+
+
+@ufunc("float32(float32, float32, float32)", "float64(float64, float64, float64)")
+def fma(a, b, c):  # type: ignore[no-untyped-def]
+    """``a * b + c`` of float32 or float64, rounded to nearest even."""
+    return _llvm_fma(a, b, c)
+
+
+@ufunc("float32(float32, float32, float32, uint8)")
+def fma32(a, b, c, mode):  # type: ignore[no-untyped-def]
+    """``a * b + c`` of float32, rounded as ``mode`` says.
+
+    The product is exact in float64, and the error of the float64 sum is a float64 too (Knuth's TwoSum), so the
+    nearest float32 moves by one where the sign of the error says so.
+    """
+    product = np.float64(a) * np.float64(b)
+    term = np.float64(c)
+    total = product + term
+    part = total - product
+    rest = (product - (total - part)) + (term - part)  # NaN if total is not finite
+    result = np.float32(total)
+    # Has the sign of exact - result: what rounding to float32 lost is 0 or outweighs the rest.
+    error = (total - np.float64(result)) + rest
+    bits = np.int64(result.view(np.uint32))
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    inexact = np.int64((error < 0) | (error > 0))
+    # An inexact result, even 0, has the sign of the exact one. Branches would be mispredicted, so there are none.
+    magnitude -= inexact & np.int64((error > 0) == (sign == 1)) & np.int64(magnitude != 0)  # truncated
+    outward = np.int64(mode == _DOWN) & sign | np.int64(mode == _UP) & (sign ^ 1)
+    magnitude += inexact & outward
+    magnitude |= inexact & np.int64(mode == _ODD)
+    # In mode rm an exact zero is -0 unless both terms are +0.
+    negative_term = np.int64(np.signbit(product)) | np.int64(np.signbit(term))
+    sign |= np.int64(mode == _DOWN) & np.int64(magnitude == 0) & (inexact ^ 1) & negative_term
+    return np.uint32(sign << 31 | magnitude).view(np.float32)
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+#: To nearest even, toward zero, down, up.
+MODES = frozenset(("rn", "rz", "rm", "rp"))
+
+_TOWARD = {"rz": 0.0, "rm": -np.inf, "rp": np.inf}
+
+
+def round_to(element: str, mode: str) -> Callable[[Array], Array]:
+    """The step that rounds values, exact or rounded to odd, to f16, bf16 (as bits), f32 or f64."""
+    if element == "bf16":
+        return partial(_round_bfloat16, mode=mode)
+    dtype = DTYPE[element]
+
+    def nearest(values: Array) -> Array:
+        return values.astype(dtype, copy=False)
+
+    def directed(values: Array) -> Array:
+        rounded = nearest(values)
+        return step(rounded, values - rounded, mode)
+
+    rounding = nearest if mode == "rn" else directed
+    return (lambda values: canonical(rounding(values))) if element == "f16" else rounding
+
+
+def step(nearest: Array, error: Array, mode: str) -> Array:
+    """Move the nearest value to the one that ``mode`` asks for; ``error`` has the sign of exact - nearest."""
+    if mode == "rn":
+        return nearest
+    if mode == "rz":
+        wrong = np.where(nearest > 0, error < 0, error > 0)
+    else:
+        wrong = error < 0 if mode == "rm" else error > 0
+    return np.where(wrong, np.nextafter(nearest, nearest.dtype.type(_TOWARD[mode])), nearest)
+
+
+def _round_bfloat16(values: Array, mode: str) -> Array:
+    """The upper half of a float32, plus one where the lower half and the mode require it."""
+    if values.dtype == np.float64:
+        bits = _float32_to_odd(values)
+    else:
+        bits = values.astype(np.float32, copy=False).view(np.uint32)
+    if mode == "rn":
+        rounded = nearest_bits(bits, 16)
+    elif mode == "rz":
+        rounded = bits
+    else:
+        sign = bits >> np.uint32(31)
+        rounded = bits + (sign if mode == "rm" else sign ^ np.uint32(1)) * np.uint32(0xFFFF)
+    result = (rounded >> np.uint32(16)).astype(np.uint16)
+    nan = values != values
+    if np.count_nonzero(nan):
+        result[nan] = 0x7FFF
+    return result
+
+
+def nearest_bits(bits: Array, dropped: int) -> Array:
+    """float32 bits, rounded to nearest even above the ``dropped`` bits, which remain to be cut off."""
+    rounded: Array = bits >> np.uint32(dropped)
+    rounded &= np.uint32(1)
+    rounded += np.uint32((1 << dropped - 1) - 1)
+    rounded += bits
+    return rounded
+
+
+def _float32_to_odd(values: Array) -> Array:
+    """The bits of float64 values as float32, rounded to odd."""
+    nearest = values.astype(np.float32)
+    bits: Array = nearest.view(np.uint32) - (np.abs(nearest) > np.abs(values))  # truncated
+    bits |= nearest != values
+    return bits
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The float64 nearest to ``a + b``, and the rest, which is NaN where the sum is not finite."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def to_odd(nearest: Array, error: Array) -> Array:
+    """``nearest + error`` rounded to odd, from the results of :func:`two_sum`."""
+    bits = nearest.view(np.int64)
+    outward = (error > 0) == (nearest > 0)
+    inexact = (error != 0) & (error == error)
+    odd: Array = bits + (inexact & (bits & 1 == 0)) * np.where(outward, 1, -1)
+    return odd.view(np.float64)
+
+
+def halves(integers: Array) -> tuple[Array, Array]:
+    """64-bit integers as pairs of float64 whose exact sums they are."""
+    kind = integers.dtype.type
+    low = (integers & kind(0xFFFFFFFF)).astype(np.float64)
+    return (integers >> kind(32)).astype(np.float64) * 2.0**32, low

@@ -1,9 +1,12 @@
-"""Floating-point arithmetic: add, sub, mul, mad, fma, div, rcp, sqrt, abs, neg, min, max.
+"""Floating-point arithmetic: add, sub, mul, mad, fma, div, rcp, sqrt, abs, neg, min, max; approximate functions.
 
-To nearest, NumPy computes the results of float32 and float64. f16 and bf16 are computed in float32 and rounded
-to them from there; where a float32 may not have enough bits for that it is rounded to odd (see ``fma``). In
-the other modes sums and products are fma's, and of the rest the nearest result moves by one where the sign of
-its error says so.
+To nearest, NumPy computes the results of float32 and float64. f16 and bf16 are computed in float32 and rounded from
+there; where a float32 may have too few bits for that it is rounded to odd (see ``elements``). In the other modes sums
+and products use fma, and any other result moves from the nearest value by one where the sign of its error says so.
+
+ex2, lg2, rsqrt, sin, cos, tanh, and div, rcp and sqrt with ``.approx`` or ``.full`` may be off on silicon by the
+error bounds of the PTX document. Here the value is the nearest one: computed in float64 and rounded once. Special
+values are as documented.
 """
 
 from __future__ import annotations
@@ -16,20 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import FLOAT, Op, semantics, unknown
-from gpu_ops.emulator.instructions.approximate import approximation
-from gpu_ops.emulator.instructions.elements import canonical, element_of, elementwise, relu, saturate
-from gpu_ops.emulator.instructions.fma import MODE, fma, fma32
-from gpu_ops.emulator.instructions.rounding import MODES, round_to, step
-from gpu_ops.emulator.types import Array
-
-__all__: list[str] = []
+from gpu_ops.emulator.instructions import FLOAT, Op, family, unknown
+from gpu_ops.emulator.instructions.elements import (
+    MODE,
+    MODES,
+    canonical,
+    element_of,
+    elementwise,
+    flush_of,
+    fma,
+    fma32,
+    relu,
+    round_to,
+    saturate,
+    step,
+)
+from gpu_ops.emulator.syntax import Array
 
 Compute = Callable[..., Array]
 
 _OPERANDS = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "rcp": 1, "sqrt": 1}
 
-#: What NumPy rounds correctly to nearest in the type of its operands.
+#: Functions that NumPy rounds correctly to nearest in the type of the operands.
 _NEAREST: dict[str, Compute] = {
     "fma": fma,
     "add": np.add,
@@ -40,7 +51,7 @@ _NEAREST: dict[str, Compute] = {
     "sqrt": np.sqrt,
 }
 
-#: float32 sums and products as operands of an fma. The term added to a product leaves a zero's sign alone.
+#: float32 sums and products as operands of an fma. The term added to a product keeps the sign of a zero.
 _FUSED: dict[str, Callable[..., tuple[Any, Any, Any]]] = {
     "add": lambda mode, a, b: (a, np.float32(1), b),
     "sub": lambda mode, a, b: (b, np.float32(-1), a),
@@ -48,8 +59,8 @@ _FUSED: dict[str, Callable[..., tuple[Any, Any, Any]]] = {
     "fma": lambda mode, a, b, c: (a, b, c),
 }
 
-#: The sign of exact - r for a nearest result r: of Fractions, and for the last three of float32 in float64,
-#: where the product is exact and a difference of two exact numbers has the right sign.
+#: The sign of exact - r for a nearest result r. The operands are Fractions; for the last three also float32 in
+#: float64, where products are exact and the difference of two exact numbers has the right sign.
 _ERROR: dict[str, Callable[..., Any]] = {
     "add": lambda r, a, b: a + b - r,
     "sub": lambda r, a, b: a - b - r,
@@ -61,12 +72,12 @@ _ERROR: dict[str, Callable[..., Any]] = {
 }
 
 
-@semantics(*_OPERANDS, types=FLOAT)
+@family(*_OPERANDS, types=FLOAT)
 def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
     *rest, ptx_type = modifiers
     flags = set(rest)
     if opcode in ("div", "rcp", "sqrt") and flags & {"approx", "full"}:
-        return approximation(opcode, modifiers)
+        return _approximation(opcode, modifiers)
     element = element_of(ptx_type)
     modes = flags & MODES
     clamps = flags & {"sat", "relu"}
@@ -75,7 +86,7 @@ def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
         raise unknown(opcode, modifiers)
     operation = "fma" if opcode == "mad" else opcode
     basic = operation in ("add", "sub", "mul", "fma")
-    # add, sub and mul round to nearest when nothing is said; the others have to say.
+    # add, sub and mul round to nearest by default; the others must name a mode.
     fine = len(modes) == 1 or (not modes and operation in ("add", "sub", "mul"))
     fine &= basic or ptx_type in ("f32", "f64")
     fine &= modes <= {"rn"} or not half
@@ -87,7 +98,7 @@ def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
         raise unknown(opcode, modifiers)
     (mode,) = modes or {"rn"}
     compute, rounding = _compute(operation, element, mode)
-    if ptx_type == "f32x2":  # which NaN comes out must not depend on how many threads there are
+    if ptx_type == "f32x2":  # the NaN must not depend on the number of threads
         rounding = canonical
     clamp = saturate if "sat" in flags else relu if "relu" in flags else None
     operands = _OPERANDS[opcode]
@@ -95,10 +106,11 @@ def _arithmetic(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _compute(operation: str, element: str, mode: str) -> tuple[Compute, Callable[[Array], Array] | None]:
-    """How to compute, and how to round what that gives, unless it is rounded."""
+    """The function, and the rounding of its result if that is not rounded yet."""
     nearest = _NEAREST[operation]
     if element in ("f16", "bf16"):
-        # float32 has twice their bits and two more: a sum may round twice, a product that matters is exact.
+        # float32 has twice their bits plus two: rounding a sum twice is harmless, and a product that matters is
+        # exact.
         return (partial(_fused, operation, "odd") if operation == "fma" else nearest), round_to(element, "rn")
     if mode == "rn":
         return nearest, None
@@ -120,7 +132,7 @@ def _directed32(operation: str, mode: str, *operands: Array) -> Array:
 
 
 def _directed64(operation: str, nearest: Compute, mode: str, *operands: Array) -> Array:
-    """float64 by rational numbers, one at a time: exact for every operand, and rare."""
+    """float64 in rational numbers, one element at a time: exact for every operand, and rarely used."""
     operands = np.broadcast_arrays(*operands)
     result = nearest(*operands)
     rows = zip(result.tolist(), *(x.tolist() for x in operands), strict=True)
@@ -130,7 +142,7 @@ def _directed64(operation: str, nearest: Compute, mode: str, *operands: Array) -
         *factors, term = operands
         first = np.multiply(*factors) if operation == "fma" else factors[0]
         second = -term if operation == "sub" else term
-        # An exact zero rounded down is -0 unless both terms are +0.
+        # In mode rm an exact zero is -0 unless both terms are +0.
         negative = (result == 0) & (error == 0) & (np.signbit(first) | np.signbit(second))
         return np.where(negative, -0.0, stepped)
     return stepped
@@ -147,7 +159,7 @@ def _error_sign(operation: str, result: float, *operands: float) -> int:
     return int(exact > 0) - int(exact < 0)
 
 
-@semantics("abs", "neg", types=FLOAT)
+@family("abs", "neg", types=FLOAT)
 def _sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
     *flags, ptx_type = modifiers
     element = element_of(ptx_type)
@@ -158,7 +170,7 @@ def _sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return elementwise(ptx_type, 1, compute, rounding=rounding, ftz=bool(flags))
 
 
-@semantics("min", "max", types=FLOAT)
+@family("min", "max", types=FLOAT)
 def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
     *rest, ptx_type = modifiers
     flags = set(rest)
@@ -174,9 +186,9 @@ def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return elementwise(ptx_type, 2, compute, rounding=rounding, ftz="ftz" in flags)
 
 
-@semantics("min3", "max3", types=("f32",))
+@family("min3", "max3", types=("f32",))
 def _extremum_of_three(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """``min`` and ``max`` with three sources (sm_100); PTX gives them the name of the others."""
+    """``min`` and ``max`` with three sources (sm_100); in PTX the opcodes are the same."""
     *rest, _ = modifiers
     flags = set(rest)
     if not flags <= {"ftz", "NaN", "abs"} or len(flags) < len(rest):
@@ -192,7 +204,7 @@ def _extremum_of_three(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _extremum_of(opcode: str, propagates_nan: bool) -> Compute:
-    """-0 is less than +0, whichever comes first; a NaN gives way to the other operand, or is the result."""
+    """-0 is less than +0 in either order. The result of one NaN is the other operand, or a NaN if it propagates."""
     choose, of_zeros = (np.minimum, np.bitwise_or) if opcode == "min" else (np.maximum, np.bitwise_and)
 
     def compute(a: Array, b: Array) -> Array:
@@ -212,10 +224,83 @@ def _extremum_of(opcode: str, propagates_nan: bool) -> Compute:
 
 
 def _with_xor_of_signs(compute: Compute) -> Compute:
-    """``.xorsign.abs``: of the magnitudes, with the product of the signs."""
+    """``.xorsign.abs``: the extremum of the magnitudes with the product of the signs."""
 
     def run(a: Array, b: Array) -> Array:
         sign = np.where(np.signbit(a) ^ np.signbit(b), a.dtype.type(-1), a.dtype.type(1))
         return canonical(np.copysign(compute(np.abs(a), np.abs(b)), sign))
+
+    return run
+
+
+# -- approximate functions ------------------------------------------------------------------------
+
+_flush = flush_of("f64")  # for float32 too
+_MAX_DIVISOR = np.float32(2.0**126)
+
+
+def _divide(a: Array, b: Array) -> Array:
+    """``div.approx`` takes the reciprocal of a divisor above 2^126, which is subnormal, as zero."""
+    return np.where(np.abs(b) > _MAX_DIVISOR, a * np.copysign(np.float32(0), b), a / b)
+
+
+#: On float64 values.
+_FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+    "rsqrt": lambda a: 1 / np.sqrt(a),
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+}
+
+_HALVES = frozenset(("f16", "f16x2", "bf16", "bf16x2"))
+
+
+@family("ex2", "lg2", "rsqrt", "sin", "cos", "tanh", types=FLOAT)
+def _approximation(opcode: str, modifiers: tuple[str, ...]) -> Op:
+    """The form of one function; :func:`_arithmetic` passes on div, rcp and sqrt."""
+    *flags, ptx_type = modifiers
+    ftz = flags[1:] == ["ftz"]
+    element = element_of(ptx_type)
+    fine = bool(flags) and (ftz or not flags[1:])
+    if opcode == "div":
+        if not fine or flags[0] not in ("approx", "full") or ptx_type != "f32":
+            raise unknown(opcode, modifiers)
+        return elementwise("f32", 2, _divide if flags[0] == "approx" else np.divide, ftz=ftz)
+    fine &= flags[:1] == ["approx"]
+    function = _FUNCTIONS[opcode]
+    if ptx_type == "f64":
+        if not fine or not (opcode == "rsqrt" or (opcode == "rcp" and ftz)):
+            raise unknown(opcode, modifiers)
+        return Op(("f64",), ("f64",), _upper_words(function) if ftz else function)
+    if opcode == "ex2":
+        fine &= ptx_type == "f32" or (ptx_type in _HALVES and ftz == (element == "bf16"))
+    elif opcode == "tanh":
+        fine &= not ftz and (ptx_type == "f32" or ptx_type in _HALVES)
+    else:
+        fine &= ptx_type == "f32"
+    if not fine:
+        raise unknown(opcode, modifiers)
+
+    def compute(values: Array) -> Array:
+        # The sine flushes subnormal arguments even without .ftz.
+        return function((_flush(values) if opcode == "sin" else values).astype(np.float64))
+
+    rounding = round_to(element, "rn")
+    return elementwise(ptx_type, 1, compute, rounding=rounding, ftz=ftz)
+
+
+def _upper_words(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """``.approx.ftz.f64`` reads the upper word of its operand, with 20 fraction bits, and writes an upper word."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(0x80000000)
+
+    def run(a: Array) -> Array:
+        argument = np.where(a == a, (a.view(np.uint64) & ~low).view(np.float64), a)
+        result = _flush(function(_flush(argument)))
+        upper = ((result.view(np.uint64) + half) & ~low).view(np.float64)
+        return np.where(result == result, upper, result)
 
     return run

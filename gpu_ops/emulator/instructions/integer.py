@@ -1,6 +1,6 @@
-"""Integer arithmetic: sums and carries, products, byte dot products, quotients, signs, minima.
+"""Integer arithmetic: sums and carries, products, byte dot products, quotients, minima; bit counts and bit fields.
 
-Integer arrays wrap around in NumPy as registers do, so that the common forms are one or two ufuncs.
+Integer arrays wrap around in NumPy as registers do, so the common forms are one or two ufuncs.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import INTEGER, Op, semantics, unknown
-from gpu_ops.emulator.instructions.lanes import join, split
-from gpu_ops.emulator.types import BITS, DTYPE, Array
-
-__all__: list[str] = []
+from gpu_ops.emulator.instructions import Op, forms
+from gpu_ops.emulator.instructions.elements import join, split
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 _Binary = Callable[[Array, Array], Array]
 
-_WORDS = frozenset(("u16", "u32", "u64", "s16", "s32", "s64"))
-_PAIRS = {"u16x2": np.dtype(np.uint16), "s16x2": np.dtype(np.int16)}
-_LONG = frozenset(("u32", "s32", "u64", "s64"))
+_WORDS = "{u16,u32,u64,s16,s32,s64}"
+_LONG = "{u32,s32,u64,s64}"
+_ONES = np.uint32(0xFFFFFFFF)  # also the result of a search that finds no bit
 _TWICE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 
-def _on_pairs(function: Callable[..., Array], dtype: np.dtype[Any]) -> Callable[..., Array]:
+def _on_pairs(function: Callable[..., Array], ptx_type: str) -> Callable[..., Array]:
     """``function`` on both 16-bit halves of its operands."""
+    dtype = DTYPE[ptx_type.removesuffix("x2")]
     return lambda *words: join(function(*(split(word, dtype) for word in words)), np.uint32)
 
 
@@ -36,34 +35,32 @@ def _saturated(wide: Array) -> Array:
 # Sums
 
 
-@semantics("add", "sub", types=INTEGER)
-def _sum(opcode: str, modifiers: tuple[str, ...]) -> Op:
+@forms(f"{{add,sub}}.{_WORDS}", "add.{u16x2,s16x2}")
+def _sum(opcode: str, ptx_type: str) -> Op:
     ufunc = np.add if opcode == "add" else np.subtract
-    match modifiers:
-        case (ptx_type,) if ptx_type in _WORDS:
-            return Op((ptx_type,), (ptx_type, ptx_type), ufunc)
-        case ("u16x2" | "s16x2" as ptx_type,) if opcode == "add":
-            return Op((ptx_type,), (ptx_type, ptx_type), _on_pairs(ufunc, _PAIRS[ptx_type]))
-        case ("sat", "s32"):
-            return Op(("s32",), ("s32", "s32"), lambda a, b: _saturated(ufunc(a, b, dtype=np.int64)))
-        case ("cc", ptx_type) if ptx_type in _LONG:
-            return _with_carry(opcode, modifiers)
-    raise unknown(opcode, modifiers)
+    run = _on_pairs(ufunc, ptx_type) if ptx_type.endswith("x2") else ufunc
+    return Op((ptx_type,), (ptx_type, ptx_type), run)
 
 
-@semantics("addc", "subc", "madc")
-def _with_carry(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """add.cc, addc, addc.cc, and the same of sub and mad: the carry (sub: the borrow) goes in, out or both."""
-    *qualifiers, ptx_type = modifiers or ("",)
-    takes = opcode in ("addc", "subc", "madc")
-    gives = qualifiers[-1:] == ["cc"]
-    part = qualifiers[:-1] if gives else qualifiers
-    is_mad = opcode in ("mad", "madc")
-    if ptx_type not in _LONG or part not in ([["lo"], ["hi"]] if is_mad else [[]]):
-        raise unknown(opcode, modifiers)
+@forms("{add,sub}.sat.s32")
+def _saturated_sum(opcode: str, _: str, ptx_type: str) -> Op:
+    ufunc = np.add if opcode == "add" else np.subtract
+    return Op(("s32",), ("s32", "s32"), lambda a, b: _saturated(ufunc(a, b, dtype=np.int64)))
+
+
+@forms(
+    f"{{add,addc,sub,subc}}.cc.{_LONG}",
+    f"{{addc,subc}}.{_LONG}",
+    f"{{mad,madc}}.{{lo,hi}}.cc.{_LONG}",
+    f"madc.{{lo,hi}}.{_LONG}",
+)
+def _with_carry(opcode: str, *modifiers: str) -> Op:
+    """Sums and products that read the carry (addc, subc, madc), write it (.cc), or both. sub: the borrow."""
+    ptx_type = modifiers[-1]
+    takes, gives = opcode in ("addc", "subc", "madc"), "cc" in modifiers
     dtype = DTYPE[ptx_type]
     unsigned = f"u{dtype.itemsize}"
-    product = _product(part[0], ptx_type) if is_mad else None
+    product = _product(modifiers[0], ptx_type) if opcode in ("mad", "madc") else None
     subtracts = opcode in ("sub", "subc")
 
     def run(*operands: Array) -> Array | tuple[Array, Array]:
@@ -80,65 +77,44 @@ def _with_carry(opcode: str, modifiers: tuple[str, ...]) -> Op:
             out = (result < x) | (carry & (result == x))
         return (result.view(dtype), out) if gives else result.view(dtype)
 
-    reads = (ptx_type,) * (3 if is_mad else 2) + ("cc",) * takes
+    reads = (ptx_type,) * (2 if product is None else 3) + ("cc",) * takes
     return Op((ptx_type, *("cc",) * gives), reads, run)
 
 
-@semantics("sad")
-def _sum_of_distances(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case (ptx_type,) if ptx_type in _WORDS:
-            return Op((ptx_type,), (ptx_type,) * 3, lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c)
-    raise unknown(opcode, modifiers)
+@forms(f"sad.{_WORDS}")
+def _sum_of_distances(opcode: str, ptx_type: str) -> Op:
+    return Op((ptx_type,), (ptx_type,) * 3, lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c)
 
 
 # Products
 
 
-@semantics("mul", "mad", types=INTEGER)
-def _multiply(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case ("lo" | "hi" as part, ptx_type) if ptx_type in _WORDS:
-            return _product_op(opcode, _product(part, ptx_type), ptx_type, ptx_type)
-        case ("wide", ptx_type) if ptx_type in _TWICE:
-            wide = DTYPE[_TWICE[ptx_type]]
-            run: _Binary = lambda a, b: np.multiply(a, b, dtype=wide)  # noqa: E731
-            return _product_op(opcode, run, ptx_type, _TWICE[ptx_type])
-        case ("hi", "sat", "s32") if opcode == "mad":
-            return _saturated_mad(_product("hi", "s32"))
-        case ("lo" | "hi", "cc", ptx_type) if opcode == "mad" and ptx_type in _LONG:
-            return _with_carry(opcode, modifiers)
-    raise unknown(opcode, modifiers)
-
-
-@semantics("mul24", "mad24")
-def _multiply_24(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """Products of the low 24 bits: ``lo`` is bits 31:0, ``hi`` bits 47:16."""
-    match modifiers:
-        case ("lo" | "hi" as part, "u32" | "s32" as ptx_type):
-            return _product_op(opcode, _product_24(part, ptx_type), ptx_type, ptx_type)
-        case ("hi", "sat", "s32") if opcode == "mad24":
-            return _saturated_mad(_product_24("hi", "s32"))
-    raise unknown(opcode, modifiers)
-
-
-def _product_op(opcode: str, product: _Binary, factor: str, result: str) -> Op:
+@forms(
+    f"{{mul,mad}}.{{lo,hi}}.{_WORDS}", "{mul,mad}.wide.{u16,u32,s16,s32}", "{mul24,mad24}.{lo,hi}.{u32,s32}"
+)
+def _multiply(opcode: str, part: str, ptx_type: str) -> Op:
+    product = _product_24(part, ptx_type) if opcode.endswith("24") else _product(part, ptx_type)
+    result = _TWICE[ptx_type] if part == "wide" else ptx_type
     if opcode.startswith("mul"):
-        return Op((result,), (factor, factor), product)
-    return Op((result,), (factor, factor, result), lambda a, b, c: product(a, b) + c)
+        return Op((result,), (ptx_type, ptx_type), product)
+    return Op((result,), (ptx_type, ptx_type, result), lambda a, b, c: product(a, b) + c)
 
 
-def _saturated_mad(product: _Binary) -> Op:
+@forms("{mad,mad24}.hi.sat.s32")
+def _saturated_multiply(opcode: str, *_: str) -> Op:
+    product = _product_24("hi", "s32") if opcode == "mad24" else _product("hi", "s32")
     return Op(("s32",), ("s32",) * 3, lambda a, b, c: _saturated(np.add(product(a, b), c, dtype=np.int64)))
 
 
 def _product(part: str, ptx_type: str) -> _Binary:
-    """The low or the high half of the product, in the type of the factors."""
+    """The low or the high half of the product in the type of the factors, or the whole product."""
     if part == "lo":
         return np.multiply
     if BITS[ptx_type] == 64:
         return _high_unsigned if ptx_type == "u64" else _high_signed
     bits, dtype, wide = BITS[ptx_type], DTYPE[ptx_type], DTYPE[_TWICE[ptx_type]]
+    if part == "wide":
+        return lambda a, b: np.multiply(a, b, dtype=wide)
     return lambda a, b: (np.multiply(a, b, dtype=wide) >> bits).astype(dtype)
 
 
@@ -152,27 +128,24 @@ def _high_unsigned(a: Array, b: Array) -> Any:
 
 
 def _high_signed(a: Array, b: Array) -> Any:
-    """A negative factor is its unsigned view less 2^64, so the other one is taken off the high half."""
+    """A negative factor is its unsigned view minus 2^64, so the other factor is subtracted from the high half."""
     high = _high_unsigned(a.view(np.uint64), b.view(np.uint64)).view(np.int64)
     return high - (a >> 63 & b) - (b >> 63 & a)
 
 
 def _product_24(part: str, ptx_type: str) -> _Binary:
+    """Of the product of the low 24 bits, ``lo`` is bits 31:0 and ``hi`` bits 47:16."""
     dtype, wide, shift = DTYPE[ptx_type], DTYPE[_TWICE[ptx_type]], 16 if part == "hi" else 0
-
     return lambda a, b: (np.multiply(a << 8 >> 8, b << 8 >> 8, dtype=wide) >> shift).astype(dtype)
 
 
-@semantics("dp4a", "dp2a")
-def _dot(opcode: str, modifiers: tuple[str, ...]) -> Op:
+@forms("dp4a.{u32,s32}.{u32,s32}", "dp2a.{lo,hi}.{u32,s32}.{u32,s32}")
+def _dot(opcode: str, *modifiers: str) -> Op:
     """c plus the dot product of four bytes, or of two 16-bit halves of a with two bytes of b."""
-    match opcode, modifiers:
-        case "dp4a", ("u32" | "s32" as a_type, "u32" | "s32" as b_type):
-            bytes_of_a, used = 1, slice(None)
-        case "dp2a", ("lo" | "hi" as half, "u32" | "s32" as a_type, "u32" | "s32" as b_type):
-            bytes_of_a, used = 2, slice(0, 2) if half == "lo" else slice(2, 4)
-        case _:
-            raise unknown(opcode, modifiers)
+    a_type, b_type = modifiers[-2:]
+    bytes_of_a, used = (1, slice(None)) if opcode == "dp4a" else (2, slice(0, 2))
+    if modifiers[0] == "hi":
+        used = slice(2, 4)
     result = "u32" if a_type == b_type == "u32" else "s32"
     a_dtype, b_dtype = f"{DTYPE[a_type].kind}{bytes_of_a}", f"{DTYPE[b_type].kind}1"
     dtype = DTYPE[result]
@@ -186,14 +159,9 @@ def _dot(opcode: str, modifiers: tuple[str, ...]) -> Op:
 # Quotients, signs, order
 
 
-@semantics("div", "rem", types=INTEGER)
-def _divide(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """Rounded toward zero. By zero both give all ones, as NVIDIA's assembler folds them."""
-    match modifiers:
-        case (ptx_type,) if ptx_type in _WORDS:
-            pass
-        case _:
-            raise unknown(opcode, modifiers)
+@forms(f"{{div,rem}}.{_WORDS}")
+def _divide(opcode: str, ptx_type: str) -> Op:
+    """Rounded toward zero. Division by zero gives all ones for both, as NVIDIA's assembler folds it."""
     dtype, width = DTYPE[ptx_type], BITS[ptx_type]
     unsigned = f"u{dtype.itemsize}"
 
@@ -213,23 +181,132 @@ def _divide(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op((ptx_type,), (ptx_type, ptx_type), run)
 
 
-@semantics("abs", "neg", types=INTEGER)
-def _sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case ("s16" | "s32" | "s64" as ptx_type,):
-            return Op((ptx_type,), (ptx_type,), np.abs if opcode == "abs" else np.negative)
-    raise unknown(opcode, modifiers)
+@forms("{abs,neg}.{s16,s32,s64}")
+def _sign(opcode: str, ptx_type: str) -> Op:
+    return Op((ptx_type,), (ptx_type,), np.abs if opcode == "abs" else np.negative)
 
 
-@semantics("min", "max", types=INTEGER)
-def _extremum(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    *relu, ptx_type = modifiers
-    if relu and (relu != ["relu"] or ptx_type not in ("s32", "s16x2")):
-        raise unknown(opcode, modifiers)
-    run: Callable[..., Array] = np.minimum if opcode == "min" else np.maximum
-    if relu:
-        plain = run
+@forms(f"{{min,max}}.{_WORDS}", "{min,max}.{u16x2,s16x2,relu.s32,relu.s16x2}")
+def _extremum(opcode: str, *modifiers: str) -> Op:
+    ptx_type = modifiers[-1]
+    plain: Callable[..., Array] = np.minimum if opcode == "min" else np.maximum
+    run = plain
+    if "relu" in modifiers:
         run = lambda a, b: np.maximum(plain(a, b), 0)  # noqa: E731
-    if ptx_type in _PAIRS:
-        run = _on_pairs(run, _PAIRS[ptx_type])
+    if ptx_type.endswith("x2"):
+        run = _on_pairs(run, ptx_type)
     return Op((ptx_type,), (ptx_type, ptx_type), run)
+
+
+# Counts and searches
+
+
+@forms("{popc,clz,brev}.{b32,b64}")
+def _bits(opcode: str, ptx_type: str) -> Op:
+    width = BITS[ptx_type]
+    if opcode == "brev":
+        return Op((ptx_type,), (ptx_type,), _reversal(width))
+    if opcode == "popc":
+        return Op(("u32",), (ptx_type,), lambda a: np.bitwise_count(a).astype(np.uint32))
+    return Op(("u32",), (ptx_type,), lambda a: width - _bit_length(a))
+
+
+def _reversal(width: int) -> Callable[[Array], Any]:
+    """Reverse the bytes, then the nibbles of each byte, the pairs of each nibble and the bits of each pair."""
+    steps = [(4, 0x0F0F0F0F0F0F0F0F), (2, 0x3333333333333333), (1, 0x5555555555555555)]
+
+    def run(a: Array) -> Any:
+        bits = a.byteswap()
+        for shift, low in steps:
+            mask = low % (1 << width)
+            bits = (bits >> shift & mask) | (bits & mask) << shift
+        return bits
+
+    return run
+
+
+def _bit_length(a: Array) -> Any:
+    """The number of bits up to the highest set one, from the exponent of the value as a float64.
+
+    ``a & ~(a >> 1)`` has the same highest bit and a 0 below it, so the conversion cannot round up.
+    """
+    return np.frexp((a & ~(a >> 1)).astype(np.float64))[1].astype(np.uint32)
+
+
+@forms(f"bfind.{_LONG}", f"bfind.shiftamt.{_LONG}")
+def _find_highest(opcode: str, *modifiers: str) -> Op:
+    """The highest bit that differs from the sign; with ``.shiftamt`` the shift that brings it to the top."""
+    *shiftamt, ptx_type = modifiers
+    width, unsigned = BITS[ptx_type], f"u{DTYPE[ptx_type].itemsize}"
+
+    def run(a: Array) -> Any:
+        magnitude = (a ^ a >> width - 1).view(unsigned) if ptx_type[0] == "s" else a
+        length = _bit_length(magnitude)
+        if shiftamt:
+            return np.where(length == 0, _ONES, width - length)
+        return length - 1
+
+    return Op(("u32",), (ptx_type,), run)
+
+
+@forms("fns.b32")
+def _find_nth(opcode: str, ptx_type: str) -> Op:
+    """The n-th set bit, counted upwards from a base bit, or downwards for a negative n. 0 tests the base bit."""
+    positions = np.arange(32, dtype=np.uint32)
+
+    def run(mask: Array, base: Array, offset: Array) -> Array:
+        mask, base, offset = mask[:, np.newaxis], base[:, np.newaxis], offset[:, np.newaxis]
+        is_set = mask >> positions & 1 == 1
+        ahead = np.where(offset < 0, positions <= base, positions >= base) & is_set
+        ahead &= (offset != 0) | (positions == base)
+        upwards = ahead.cumsum(axis=1)
+        rank = np.where(offset < 0, upwards[:, -1:] - upwards + 1, upwards)
+        hit = ahead & (rank == np.maximum(np.abs(offset.astype(np.int64)), 1))
+        return np.where(hit.any(axis=1), hit.argmax(axis=1).astype(np.uint32), _ONES)
+
+    return Op(("b32",), ("b32", "b32", "s32"), run)
+
+
+# Fields
+
+
+@forms(f"bfe.{_LONG}")
+def _extract(opcode: str, ptx_type: str) -> Op:
+    """The field of ``length`` bits from ``position``. Above its top a signed operand continues with its sign."""
+    dtype, width = DTYPE[ptx_type], BITS[ptx_type]
+
+    def run(a: Array, position: Array, length: Array) -> Any:
+        unused = (width - np.minimum(length & 255, width)).astype(dtype)
+        return a >> (position & 255).astype(dtype) << unused >> unused
+
+    return Op((ptx_type,), (ptx_type, "u32", "u32"), run)
+
+
+@forms("bfi.{b32,b64}")
+def _insert(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+    ones = np.array(-1).astype(dtype)
+
+    def run(a: Array, b: Array, position: Array, length: Array) -> Any:
+        position, length = (position & 255).astype(dtype), (length & 255).astype(dtype)
+        mask = ~(ones << length) << position
+        return (b & ~mask) | (a << position & mask)
+
+    return Op((ptx_type,), (ptx_type, ptx_type, "u32", "u32"), run)
+
+
+@forms("szext.{clamp,wrap}.{u32,s32}", "bmsk.{clamp,wrap}.b32")
+def _low_bits(opcode: str, mode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+
+    def limited(count: Array) -> Array:
+        return np.minimum(count, 32) if mode == "clamp" else np.bitwise_and(count, 31)
+
+    def extend(a: Array, width: Array) -> Any:
+        unused = (32 - limited(width)).astype(dtype)
+        return a << unused >> unused
+
+    def mask(start: Array, width: Array) -> Any:
+        return ~(_ONES << limited(width)) << limited(start)
+
+    return Op((ptx_type,), (ptx_type, "u32"), extend if opcode == "szext" else mask)

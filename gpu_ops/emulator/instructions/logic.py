@@ -1,4 +1,4 @@
-"""Bitwise logic, comparisons, selection, tests of floating-point classes."""
+"""Bitwise logic, shifts, byte permutations, comparisons, selection, tests of floating-point classes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.instructions import Op, semantics, unknown
-from gpu_ops.emulator.instructions.lanes import split
-from gpu_ops.emulator.types import DTYPE, Array
-
-__all__: list[str] = []
+from gpu_ops.emulator.instructions import Op, family, forms, unknown
+from gpu_ops.emulator.instructions.elements import flush_of, unpack
+from gpu_ops.emulator.syntax import BITS, DTYPE, Array
 
 _Binary = Callable[[Array, Array], Any]
 
@@ -24,13 +22,9 @@ _COMBINE: dict[str, _Binary] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor
 # Bitwise
 
 
-@semantics("and", "or", "xor", "not", "cnot")
-def _bitwise(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case (ptx_type,) if ptx_type in _BITS or (ptx_type == "pred" and opcode != "cnot"):
-            dtype = DTYPE[ptx_type]
-        case _:
-            raise unknown(opcode, modifiers)
+@forms("{and,or,xor,not}.{pred,b16,b32,b64}", "cnot.{b16,b32,b64}")
+def _bitwise(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
     if opcode == "not":
         return Op((ptx_type,), (ptx_type,), np.invert)
     if opcode == "cnot":
@@ -38,30 +32,27 @@ def _bitwise(opcode: str, modifiers: tuple[str, ...]) -> Op:
     return Op((ptx_type,), (ptx_type, ptx_type), _COMBINE[opcode])
 
 
-@semantics("lop3")
-def _lop3(opcode: str, modifiers: tuple[str, ...]) -> Op:
+@forms("lop3.{b32,or.b32,and.b32}")
+def _lop3(opcode: str, *modifiers: str) -> Op:
     """Any function of three bits. Its truth table is an immediate operand, hence one element."""
     operands = ("b32",) * 4
-    match modifiers:
-        case ("b32",):
-            return Op(("b32",), operands, _three_input)
-        case ("or" | "and" as name, "b32"):
-            combine = _COMBINE[name]
+    if modifiers == ("b32",):
+        return Op(("b32",), operands, _three_input)
+    combine = _COMBINE[modifiers[0]]
 
-            def run(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
-                result = _three_input(a, b, c, table)
-                return result, combine(result != 0, q)
+    def run(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
+        result = _three_input(a, b, c, table)
+        return result, combine(result != 0, q)
 
-            return Op(("b32", "pred"), (*operands, "pred"), run)
-    raise unknown(opcode, modifiers)
+    return Op(("b32", "pred"), (*operands, "pred"), run)
 
 
 @cache
 def _monomials(table: int) -> list[int]:
     """The function as an exclusive or of products (its algebraic normal form).
 
-    A product is a set of factors: 4 for a, 2 for b, 1 for c. It is there if the function is 1 at an odd
-    number of the points that lie within the set.
+    A product is a set of factors: 4 for a, 2 for b, 1 for c. It is part of the function if that is 1 at an odd
+    number of the points within the set.
     """
     return [m for m in range(8) if sum(table >> i & 1 for i in range(8) if i & m == i) % 2]
 
@@ -76,6 +67,94 @@ def _three_input(a: Array, b: Array, c: Array, table: Array) -> Array:
     return np.broadcast_to(result, shape)
 
 
+# Shifts and permutations. NumPy defines a shift by the width or more as PTX does: zeros, or copies of the sign. It
+# takes the amount in the type of the value, and treats a negative amount as a large one, so a 32-bit amount can be
+# viewed as signed.
+
+
+@forms("{shl,shr}.{b16,b32,b64}", "shr.{u16,u32,u64,s16,s32,s64}")
+def _shift(opcode: str, ptx_type: str) -> Op:
+    dtype = DTYPE[ptx_type]
+    shift: Callable[[Array, Array], Any] = np.left_shift if opcode == "shl" else np.right_shift
+    run = shift
+    if BITS[ptx_type] == 16:
+        run = lambda a, b: shift(a, np.minimum(b, 16).astype(dtype))  # noqa: E731
+    elif ptx_type == "s32":
+        run = lambda a, b: shift(a, b.view(dtype))  # noqa: E731
+    return Op((ptx_type,), (ptx_type, "u32"), run)
+
+
+@forms("shf.{l,r}.{clamp,wrap}.b32")
+def _funnel(opcode: str, direction: str, mode: str, ptx_type: str) -> Op:
+    """Shift the pair high:low. A left shift returns the high word of the result, a right shift the low word."""
+    left, wraps = direction == "l", mode == "wrap"
+
+    def run(low: Array, high: Array, amount: Array) -> Any:
+        pair = high.astype(np.uint64) << 32 | low
+        amount = np.bitwise_and(amount, 31) if wraps else np.minimum(amount, 32)
+        shifted = pair << amount >> 32 if left else pair >> amount
+        return shifted.astype(np.uint32)
+
+    return Op(("b32",), ("b32", "b32", "u32"), run)
+
+
+#: The selector of each mode for the four values of its control: one digit per byte, highest first.
+_SELECTORS = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
+
+
+@forms("prmt.b32", f"prmt.b32.{{{','.join(_SELECTORS)}}}")
+def _permute(opcode: str, ptx_type: str, mode: str = "") -> Op:
+    """Four of the eight bytes of b:a. A digit of 8 or more repeats the sign of its byte."""
+    if not mode:
+        return Op(("b32",), ("b32",) * 3, _pick_bytes)
+    table = np.array(_SELECTORS[mode], np.uint32)
+    return Op(("b32",), ("b32",) * 3, lambda a, b, c: _pick_bytes(a, b, table[c & 3]))
+
+
+def _pick_bytes(a: Array, b: Array, selector: Array) -> Any:
+    if selector.size == 1:  # nearly always an immediate
+        return _pick_same_bytes(a, b, int(selector[0]) & 0xFFFF)
+    pair = b.astype(np.uint64) << 32 | a
+    result = np.zeros(np.broadcast_shapes(pair.shape, selector.shape), np.uint32)
+    for i in range(4):
+        digit = selector >> 4 * i
+        byte = (pair >> ((digit & 7) << 3)).astype(np.uint8)
+        sign = (byte.view(np.int8) >> 7).view(np.uint8)
+        result |= np.where(digit & 8, sign, byte).astype(np.uint32) << 8 * i
+    return result
+
+
+def _pick_same_bytes(a: Array, b: Array, selector: int) -> Any:
+    result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.uint32)
+    moves, signs = _plan(selector)
+    for source, left, mask in moves:
+        word = b if source else a
+        result |= (word << left if left >= 0 else word >> -left) & mask
+    for source, sign, mask in signs:
+        result |= -((b if source else a) >> sign & 1) & mask
+    return result
+
+
+@cache
+def _plan(selector: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """How to build the result of a selector: byte moves (source, left shift, mask) and signs (source, bit, mask)."""
+    moves: dict[tuple[int, int], int] = {}
+    signs: dict[tuple[int, int], int] = {}
+    for i in range(4):
+        digit = selector >> 4 * i & 0xF
+        source, byte = divmod(digit & 7, 4)
+        table, number = (signs, 8 * byte + 7) if digit & 8 else (moves, 8 * (i - byte))
+        table[source, number] = table.get((source, number), 0) | 0xFF << 8 * i
+    return [(*key, mask) for key, mask in moves.items()], [(*key, mask) for key, mask in signs.items()]
+
+
 # Comparisons
 
 
@@ -84,13 +163,10 @@ def _less_or_greater(a: Array, b: Array) -> Any:
 
 
 _EQUALITY: dict[str, _Binary] = {"eq": np.equal, "ne": np.not_equal}
-_SIGNED: dict[str, _Binary] = _EQUALITY | {
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-}  # fmt: skip
-_UNSIGNED: dict[str, _Binary] = _SIGNED | {
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-}  # fmt: skip
-#: Of the first six ``ne`` too is false when an operand is NaN; the next six are true then.
+_ORDER: tuple[_Binary, ...] = (np.less, np.less_equal, np.greater, np.greater_equal)
+_SIGNED = _EQUALITY | dict(zip(("lt", "le", "gt", "ge"), _ORDER, strict=True))
+_UNSIGNED = _SIGNED | dict(zip(("lo", "ls", "hi", "hs"), _ORDER, strict=True))
+#: When an operand is NaN the first six are false, ``ne`` included, and the next six are true.
 _FLOATING: dict[str, _Binary] = _SIGNED | {
     "ne": _less_or_greater,
     "equ": lambda a, b: ~_less_or_greater(a, b),
@@ -103,43 +179,36 @@ _FLOATING: dict[str, _Binary] = _SIGNED | {
     "nan": lambda a, b: (a != a) | (b != b),
 }
 
-#: How to see the one or two values of a floating-point operand as numbers that NumPy compares.
-_VALUES: dict[str, tuple[Callable[[Array], Array], ...]] = {
-    "f16x2": (lambda x: split(x, np.float16)[:, 0], lambda x: split(x, np.float16)[:, 1]),
-    "bf16": (lambda x: (x.astype(np.uint32) << 16).view(np.float32),),
-    "bf16x2": (lambda x: (x << 16).view(np.float32), lambda x: (x & 0xFFFF0000).view(np.float32)),
-}
-
-
-def _flushed(x: Array) -> Any:
-    """Subnormals as zeros; the sign of a zero makes no difference to a comparison."""
-    return x * (np.abs(x) >= np.finfo(x.dtype).smallest_normal)
+_FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
+_flush = flush_of("f32")  # for f16 and f64 too
 
 
 def _comparisons(name: str, ptx_type: str, ftz: bool) -> tuple[_Binary, ...]:
-    """The comparison of two operands of a type, or of their low and of their high halves; () if unknown."""
-    if ptx_type in _BITS or ptx_type in _INTEGERS:
-        kinds = {"b": _EQUALITY, "s": _SIGNED, "u": _UNSIGNED}
-        known = {} if ftz else kinds[ptx_type[0]]
-    elif ptx_type in ("f16", "f32", "f64", *_VALUES):
+    """The comparison of two operands, or the two of their low and high halves; () if unknown."""
+    if ptx_type in _FLOATS:
         known = _FLOATING if not ftz or ptx_type in ("f16", "f16x2", "f32") else {}
+        values = unpack(ptx_type, _flush if ftz else None)
+    elif ptx_type in _BITS or ptx_type in _INTEGERS:
+        known = {} if ftz else {"b": _EQUALITY, "s": _SIGNED, "u": _UNSIGNED}[ptx_type[0]]
+        values = None
     else:
-        known = {}
+        return ()
     if name not in known:
         return ()
     compare = known[name]
-    if ptx_type not in _VALUES and not ftz:
+    if values is None:
         return (compare,)
 
-    def through(value: Callable[[Array], Array]) -> _Binary:
-        see = (lambda x: _flushed(value(x))) if ftz else value
-        return lambda a, b: compare(see(a), see(b))
+    def half(i: int) -> _Binary:
+        return lambda a, b: compare(values(a)[:, i], values(b)[:, i])
 
-    return tuple(through(value) for value in _VALUES.get(ptx_type, (lambda x: x,)))
+    if ptx_type.endswith("x2"):
+        return half(0), half(1)
+    return (lambda a, b: compare(values(a), values(b)),)
 
 
 def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tuple[_Binary, ...], str | None]:
-    """The comparisons of ``CmpOp[.BoolOp][.ftz].type`` and the name of the operation with a predicate."""
+    """The comparisons of ``CmpOp[.BoolOp][.ftz].type``, and the name of the operation with a predicate."""
     name, *rest = qualifiers or ("",)
     combine = rest.pop(0) if rest and rest[0] in _COMBINE else None
     compared = _comparisons(name, ptx_type, rest == ["ftz"]) if rest in ([], ["ftz"]) else ()
@@ -148,9 +217,9 @@ def _parse(opcode: str, qualifiers: tuple[str, ...], ptx_type: str) -> tuple[tup
     return compared, combine
 
 
-@semantics("setp")
+@family("setp")
 def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """p from the comparison, q from its complement; for packed types p from the low, q from the high halves."""
+    """p is the comparison and q its complement; of packed types, p compares the low halves and q the high ones."""
     *qualifiers, ptx_type = modifiers or ("",)
     compared, name = _parse(opcode, tuple(qualifiers), ptx_type)
 
@@ -170,11 +239,11 @@ def _set_predicate(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 #: What ``set`` writes for true: all ones, or 1.0.
-_TRUE = {"u16": 0xFFFF, "s16": 0xFFFF, "u32": 0xFFFFFFFF, "s32": 0xFFFFFFFF, "f32": 0x3F800000, "f16": 0x3C00,
-         "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}  # fmt: skip
+_TRUE = dict.fromkeys(("u16", "s16"), 0xFFFF) | dict.fromkeys(("u32", "s32"), 0xFFFFFFFF)
+_TRUE |= {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}
 
 
-@semantics("set")
+@family("set")
 def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
     match modifiers:
         case (*qualifiers, result, source) if result in _set_results(source, "ftz" in qualifiers):
@@ -201,7 +270,7 @@ def _set(opcode: str, modifiers: tuple[str, ...]) -> Op:
 
 
 def _set_results(source: str, ftz: bool) -> tuple[str, ...]:
-    """The types that ``set`` can write for a source type; bf16 goes with no ``.ftz`` and becomes no f16."""
+    """The types that ``set`` can write for a source type. bf16 excludes ``.ftz`` and f16."""
     if source.endswith("x2"):
         return (source, "u32", "s32")
     floats = ("f16",) * (source != "bf16") + ("bf16",) * (not ftz)
@@ -212,27 +281,22 @@ def _set_results(source: str, ftz: bool) -> tuple[str, ...]:
 
 # Selection and floating-point bits
 
-_SELECTED = (*_BITS, *_INTEGERS, "f32", "f64")
+_SELECTED = "{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32,f64}"
 
 
-@semantics("selp")
-def _select(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case (ptx_type,) if ptx_type in _SELECTED:
-            return Op((ptx_type,), (ptx_type, ptx_type, "pred"), lambda a, b, p: np.where(p, a, b))
-    raise unknown(opcode, modifiers)
+@forms(f"selp.{_SELECTED}")
+def _select(opcode: str, ptx_type: str) -> Op:
+    return Op((ptx_type,), (ptx_type, ptx_type, "pred"), lambda a, b, p: np.where(p, a, b))
 
 
-@semantics("slct")
-def _select_by_sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    """a if c >= 0, else (as for NaN) b; with ``.ftz`` a negative subnormal counts as -0."""
-    match modifiers:
-        case (ptx_type, "s32" | "f32" as sign) if ptx_type in _SELECTED:
-            return Op((ptx_type,), (ptx_type, ptx_type, sign), lambda a, b, c: np.where(c >= 0, a, b))
-        case ("ftz", ptx_type, "f32") if ptx_type in _SELECTED:
-            reads = (ptx_type, ptx_type, "f32")
-            return Op((ptx_type,), reads, lambda a, b, c: np.where(_flushed(c) >= 0, a, b))
-    raise unknown(opcode, modifiers)
+@forms(f"slct.{_SELECTED}.{{s32,f32}}", f"slct.ftz.{_SELECTED}.f32")
+def _select_by_sign(opcode: str, *modifiers: str) -> Op:
+    """a if c >= 0; otherwise, and for NaN, b. With ``.ftz`` a negative subnormal counts as -0."""
+    *ftz, ptx_type, sign = modifiers
+    reads = (ptx_type, ptx_type, sign)
+    if ftz:
+        return Op((ptx_type,), reads, lambda a, b, c: np.where(_flush(c) >= 0, a, b))
+    return Op((ptx_type,), reads, lambda a, b, c: np.where(c >= 0, a, b))
 
 
 def _is_subnormal(x: Array) -> Any:
@@ -249,18 +313,12 @@ _CLASSES: dict[str, Callable[[Array], Any]] = {
 }
 
 
-@semantics("testp")
-def _test_class(opcode: str, modifiers: tuple[str, ...]) -> Op:
-    match modifiers:
-        case (name, "f32" | "f64" as ptx_type) if name in _CLASSES:
-            return Op(("pred",), (ptx_type,), _CLASSES[name])
-    raise unknown(opcode, modifiers)
+@forms(f"testp.{{{','.join(_CLASSES)}}}.{{f32,f64}}")
+def _test_class(opcode: str, name: str, ptx_type: str) -> Op:
+    return Op(("pred",), (ptx_type,), _CLASSES[name])
 
 
-@semantics("copysign")
-def _copy_sign(opcode: str, modifiers: tuple[str, ...]) -> Op:
+@forms("copysign.{f32,f64}")
+def _copy_sign(opcode: str, ptx_type: str) -> Op:
     """The magnitude of the second operand with the sign of the first."""
-    match modifiers:
-        case ("f32" | "f64" as ptx_type,):
-            return Op((ptx_type,), (ptx_type, ptx_type), lambda a, b: np.copysign(b, a))
-    raise unknown(opcode, modifiers)
+    return Op((ptx_type,), (ptx_type, ptx_type), lambda a, b: np.copysign(b, a))

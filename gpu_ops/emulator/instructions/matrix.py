@@ -1,16 +1,16 @@
 """Tensor-core products (``mma.sync``) and the instructions that move their fragments.
 
-One law lays out every fragment. Lane ``L`` has a group ``g = L / 4`` and a place ``t = L % 4`` in it, and
-a register holds ``E`` neighbouring elements of a row. Seen as matrices of whole registers ("words"),
+One rule lays out every fragment. Lane ``L`` is in group ``g = L / 4`` at place ``t = L % 4``, and a register holds
+``E`` neighbouring elements of a row. In matrices of whole registers ("words"),
 
-* register r of A lies at row ``g + 8 (r % (M/8))``, word ``t + 4 (r / (M/8))``; of B, transposed, at row
-  ``n = g``, word ``t + 4 r``; so it is with 64-bit registers (f64);
-* a C or D of 32- or 64-bit elements has two registers per pair of columns: element ``r % 2`` of word
-  ``t`` in row ``g + 8 (r / 2)``; an f16 one has a word per pair, register r in row ``g + 8 r``.
+* register r of A is at row ``g + 8 (r % (M/8))``, word ``t + 4 (r / (M/8))``; register r of B, transposed, is at row
+  ``n = g``, word ``t + 4 r``; the same holds for 64-bit registers (f64);
+* C and D of 32- or 64-bit elements have two registers per pair of columns: element ``r % 2`` of word ``t`` in row
+  ``g + 8 (r / 2)``; of f16 they have one word per pair, register r in row ``g + 8 r``.
 
-Hence gathering a matrix is a copy of each register into one strided block, after which the bytes are the
-matrix in row-major order, whatever its element type. The products are exact in float64, are summed there
-with C, and are rounded once to D; silicon promises less (about float32, truncated).
+Gathering a matrix therefore copies each register into one strided block. The bytes are then the matrix in row-major
+order, whatever its element type. Products are exact in float64, are summed there with C, and are rounded once to D.
+Silicon promises less (about float32, truncated).
 """
 
 from __future__ import annotations
@@ -24,35 +24,21 @@ import ml_dtypes
 import numpy as np
 
 from gpu_ops.emulator.instructions import unknown
-from gpu_ops.emulator.types import Array
+from gpu_ops.emulator.syntax import Array
 
-__all__ = [
-    "DECODE",
-    "ELEMENT_BITS",
-    "Mma",
-    "accumulate",
-    "gather",
-    "load_fragments",
-    "load_fragments_b8",
-    "mma",
-    "movmatrix",
-    "store_fragments",
-    "store_fragments_b8",
-]
-
-Registers = tuple[int, str]  # how many, and the PTX type of one
+Registers = tuple[int, str]  # the number of registers, and the PTX type of one
 
 
 @dataclass(frozen=True)
 class Mma:
-    """One form of mma.sync. ``run(a, b, c)`` takes and gives lists of registers, each ``[W, 32]`` bits."""
+    """One form of mma.sync. ``run(a, b, c)`` takes and returns lists of registers, each ``[W, 32]`` bits."""
 
     a: Registers
     b: Registers
     c: Registers
     d: Registers
     macs: int  # multiply-adds per warp instruction
-    kind: str  # f64, tf32, f16, bf16, f8, s8, s4, b1: which peak it counts against
+    kind: str  # the peak it counts against: f64, tf32, f16, bf16, f8, s8, s4, b1
     run: Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], list[Array]]
 
 
@@ -72,8 +58,8 @@ def _bf16(words: Array) -> Array:
     return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-#: Element type -> function from a matrix of words ``[..., n]`` to its values ``[..., n E]``. Sums of products of
-#: these integers are below 2^24, so that float32 holds them exactly.
+#: Element type -> function from a matrix of words ``[..., n]`` to its values ``[..., n E]``. Sums of products of the
+#: integers are below 2^24, so float32 holds them exactly.
 DECODE: dict[str, Callable[[Array], Array]] = {
     "f64": lambda words: words.view(np.float64),
     "tf32": lambda words: (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64),
@@ -88,15 +74,14 @@ DECODE: dict[str, Callable[[Array], Array]] = {
     "b1": lambda words: np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").astype(np.float32),
 }
 
-#: Bits that an element takes in a register: a tf32 is a float32 whose low bits do not count.
-ELEMENT_BITS = {
-    "f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1
-}  # fmt: skip
+_WIDTHS = {64: "f64", 32: "tf32", 16: "f16 bf16", 8: "e4m3 e5m2 s8 u8", 4: "s4 u4", 1: "b1"}
+#: Bits that an element takes in a register: a tf32 is a float32 whose low bits are ignored.
+ELEMENT_BITS = {name: width for width, names in _WIDTHS.items() for name in names.split()}
 
 _WIDE = {"f64": np.float64, "f32": np.float32, "s32": np.int32}  # one element of C per register
 _ACCUMULATORS = {**_WIDE, "f16": np.float16}
 
-_CHUNK = 1 << 14  # elements of A at a time: their float64 stay in the L2 cache and in reused memory
+_CHUNK = 1 << 14  # elements of A at a time, so that their float64 values stay in the L2 cache
 
 _FLOAT8, _INT8, _INT4 = ("e4m3", "e5m2"), ("s8", "u8"), ("s4", "u4")
 # (types that A and B may mix, types of C and D, kind, shapes)
@@ -113,7 +98,7 @@ _FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], ...
 
 
 def gather(registers: Sequence[Array], rows: int) -> Array:
-    """Words ``[W, rows, n]`` of the operand whose registers these are (B: transposed, ``rows`` = 8)."""
+    """The words ``[W, rows, n]`` of an operand from its registers (B: transposed, ``rows`` = 8)."""
     groups = rows // 8
     warps = registers[0].shape[0]
     words = np.empty((warps, groups, 8, len(registers) // groups, 4), registers[0].dtype)
@@ -207,7 +192,7 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
         return list(d)
 
     word = "f64" if kind == "f64" else "b32"
-    words = k * ELEMENT_BITS[a_type] // (4 * word_bits)  # of a row of A that one lane holds
+    words = k * ELEMENT_BITS[a_type] // (4 * word_bits)  # that one lane holds of a row of A
     result = (m // 8, "b32") if c_type == "f16" else (m // 4, c_type)
     return Mma((words * m // 8, word), (words, word), result, result, m * n * k, kind, run)
 

@@ -1,9 +1,8 @@
-"""What the lanes of a warp tell each other: shfl, vote, match, redux, elect, activemask.
+"""Exchange between the lanes of a warp: shfl, vote, match, redux, elect, activemask.
 
-Arrays are ``[W, 32]``: one row per warp that executes. ``active`` says which lanes execute; ``members`` is
-the mask that each lane passed. Lanes with the same mask form a group; a warp may hold several groups, each
-on its own. What the instruction gives to a lane outside its own mask is undefined in PTX, and unspecified
-here.
+Arrays are ``[W, 32]``, one row per executing warp. ``active`` marks the lanes that execute; ``members`` is the mask
+that each lane passed. Lanes with the same mask form a group, and a warp may hold several independent groups. The
+result for a lane outside its own mask is undefined in PTX and unspecified here.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from functools import lru_cache
 import numpy as np
 
 from gpu_ops.emulator.instructions import unknown
-from gpu_ops.emulator.types import DTYPE, Array
-
-__all__ = ["UNDEFINED", "activemask", "elect", "match", "redux", "shfl", "shfl_sources", "vote"]
+from gpu_ops.emulator.syntax import DTYPE, Array
 
 _LANE = np.arange(32, dtype=np.uint32)
 _FULL = np.uint32(0xFFFFFFFF)
 
-#: What shfl reads from a lane that takes no part: undefined in PTX, here NaN as float32, so that it shows.
+#: What shfl reads from a lane that takes no part. PTX leaves it undefined; here it is a float32 NaN, which is
+#: visible.
 UNDEFINED = np.uint32(0x7FFFFFFF)
 
 
@@ -31,7 +29,7 @@ def _bits(lanes: Array) -> Array:
 
 
 def _collapse(values: Array) -> Array:
-    """``[1, 1]`` when every lane of every warp has the same value, the usual case of a mask or a distance."""
+    """``[1, 1]`` if every lane of every warp has the same value, as most masks and distances do."""
     corner = values[:1, :1]
     return corner if (values == corner).all() else values
 
@@ -45,7 +43,7 @@ def _contains(members: Array, lanes: Array) -> Array:
 
 
 def _groups(members: Array, active: Array) -> Iterator[Array]:
-    """The lanes of each group, bool ``[W, 32]``; a warp with fewer groups than others gives empty ones."""
+    """The lanes of each group, bool ``[W, 32]``; warps with fewer groups than others yield empty ones."""
     members = _collapse(members)
     inside = active if _all_lanes(members) else active & _contains(members, _LANE)
     if members.size == 1:
@@ -62,17 +60,17 @@ def _groups(members: Array, active: Array) -> Iterator[Array]:
 
 
 def _per_group(members: Array, active: Array, evaluate: Callable[[Array], Array]) -> Array:
-    """``evaluate(group)`` of the group that each lane is in; evaluate gives ``[W, 32]`` or ``[W, 1]``."""
+    """For each lane, ``evaluate(group)`` of its group; evaluate returns ``[W, 32]`` or ``[W, 1]``."""
     result = None
     for group in _groups(members, active):
         value = evaluate(group)
         result = np.where(group, value, value if result is None else result)
-    assert result is not None  # there is always a first group, if an empty one
+    assert result is not None  # there is always a first group, though it may be empty
     return result
 
 
 def shfl_sources(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
-    """The lane each lane reads and whether that is in range; out of range a lane reads itself.
+    """The lane that each lane reads, and whether it is in range; out of range a lane reads itself.
 
     ``b`` and ``c`` may be ``[1, 1]``; the results are then ``[1, 32]``.
     """
@@ -104,7 +102,7 @@ def _pattern(mode: str, b: int, c: int) -> tuple[Array, Array]:
 
 
 def shfl(mode: str, a: Array, b: Array, c: Array, members: Array, active: Array) -> tuple[Array, Array]:
-    """``d|p``: the value of ``a`` in the source lane, and whether that lane was in range."""
+    """``d|p``: the value of ``a`` in the source lane, and whether that lane is in range."""
     b, c, members = _collapse(b), _collapse(c), _collapse(members)
     if b.size == c.size == 1:
         source, valid = _pattern(mode, int(b[0, 0]), int(c[0, 0]))
@@ -119,20 +117,23 @@ def shfl(mode: str, a: Array, b: Array, c: Array, members: Array, active: Array)
     return value, np.broadcast_to(valid, a.shape).copy()
 
 
+#: Of the lanes of a group with a true and with a false predicate, as masks.
+_VOTES: dict[str, Callable[[Array, Array], Array]] = {
+    "ballot": lambda true, false: true,
+    "any": lambda true, false: true != 0,
+    "all": lambda true, false: false == 0,
+    "uni": lambda true, false: (true == 0) | (false == 0),
+}
+
+
 def vote(mode: str, predicate: Array, members: Array, active: Array) -> Array:
-    """ballot gives uint32, the lanes whose predicate holds; any, all and uni give bool."""
-    evaluate: Callable[[Array], Array]
-    if mode == "ballot":
-        evaluate = lambda group: _bits(group & predicate)  # noqa: E731
-    elif mode == "any":
-        evaluate = lambda group: _bits(group & predicate) != 0  # noqa: E731
-    elif mode == "all":
-        evaluate = lambda group: _bits(group & ~predicate) == 0  # noqa: E731
-    elif mode == "uni":
-        evaluate = lambda group: (_bits(group & predicate) == 0) | (_bits(group & ~predicate) == 0)  # noqa: E731
-    else:
+    """ballot returns the lanes whose predicate holds as uint32; any, all and uni return bool."""
+    if mode not in _VOTES:
         raise unknown("vote", ("sync", mode))
-    return _per_group(members, active, evaluate)
+    result = _VOTES[mode]
+    return _per_group(
+        members, active, lambda group: result(_bits(group & predicate), _bits(group & ~predicate))
+    )
 
 
 def match(mode: str, value: Array, members: Array, active: Array) -> tuple[Array, Array]:

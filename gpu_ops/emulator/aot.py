@@ -1,36 +1,86 @@
-"""The loops over lanes that touch memory, compiled: addresses to host pointers, gather, scatter, copy.
+"""Functions compiled ahead of time and cached on disk, and the loops over lanes that access host memory.
 
-Everything else the emulator does is NumPy; these are scalar work per lane (a search, a branch, a load).
+The rest of the emulator is NumPy. These loops do scalar work per lane: a search, a branch, a load.
 
-``table`` has a row per allocation, sorted by start: start, end (device addresses), host pointer, host pointer of the
-shadow bytes or 0. ``windows``: see :class:`~gpu_ops.emulator.memory.Memory`.
+``table`` has one row per allocation, sorted by start: start, end (device addresses), host pointer, and the host
+pointer of the shadow bytes or 0. ``windows`` describes shared and local memory: host pointer, limit, bytes per
+block and threads per block of shared memory; host pointer, limit and stride of local memory.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba.core import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from gpu_ops.emulator.ahead import loop
-
-__all__ = ["MISALIGNED", "OUT_OF_BOUNDS", "copy", "gather", "peek", "poke", "resolve", "scatter"]
+from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.numba_cpu.jit import DiskCache
+from gpu_ops.kernels.numba_cpu.part import KernelCompiler
 
 OUT_OF_BOUNDS, MISALIGNED = 1, 2
 
-# Columns of the windows array: shared (host, limit, bytes per block, threads per block), local (host, limit, stride)
-
-# The first byte of a window. On sm_90 the system owns the first KiB of shared memory; here too on older
-# architectures, so that a null pointer into shared memory is always a fault.
+# The first byte of a window. On sm_90 the system owns the first KiB of shared memory. The emulator keeps that on
+# older architectures too, so that a null pointer into shared memory is always a fault.
 SHARED_BASE, LOCAL_BASE = 0x400, 0x100
 SHARED_WINDOW, LOCAL_WINDOW, WINDOW_BYTES = 1 << 56, 1 << 57, 1 << 32
 
 
+def loop(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a function for these signatures at its first call."""
+
+    def build(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(nogil=True, error_model="numpy", pipeline_class=KernelCompiler)(function)
+        for i, signature in enumerate(signatures):
+            dispatcher._cache = _on_disk(function, i)
+            dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        return dispatcher
+
+    return lambda function: _at_first_call(function, build)
+
+
+def ufunc(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a scalar function to a NumPy ufunc at its first call."""
+
+    def build(function: Callable[..., Any]) -> Any:
+        cpu_target.target_context.refresh()  # the wrapper is compiled even if the function is cached
+        made = numba.vectorize(function)
+        for i, signature in enumerate(signatures):
+            made._dispatcher.cache = _on_disk(function, i)
+            made.add(signature)
+        made.disable_compile()
+        return made
+
+    return lambda function: _at_first_call(function, build)
+
+
+def _at_first_call(function: Callable[..., Any], build: Callable[..., Any]) -> Callable[..., Any]:
+    @cache
+    def compiled() -> Any:
+        with visible(f"gpu_ops: compiling the emulator's {function.__name__} for this CPU (once)"):
+            return build(function)
+
+    return lambda *arguments: compiled()(*arguments)
+
+
+def _on_disk(function: Callable[..., Any], i: int) -> DiskCache:
+    """The disk cache of one signature, keyed by a hash of the sources its code comes from."""
+    files = {Path(function.__code__.co_filename), Path(__file__)}
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
+    return DiskCache(f"emulator-{function.__name__}-{i}-{digest}")
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def peek(typingctx: Any, pointer: Any, like: Any) -> Any:
-    """The value of ``like``'s type at a host pointer; any alignment."""
+    """Load a value of ``like``'s type from a host pointer of any alignment."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address = builder.inttoptr(arguments[0], context.get_value_type(like).as_pointer())
@@ -43,7 +93,7 @@ def peek(typingctx: Any, pointer: Any, like: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def poke(typingctx: Any, pointer: Any, value: Any) -> Any:
-    """Store a value at a host pointer; any alignment."""
+    """Store a value at a host pointer of any alignment."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address = builder.inttoptr(arguments[0], context.get_value_type(value).as_pointer())
@@ -58,9 +108,9 @@ def poke(typingctx: Any, pointer: Any, value: Any) -> Any:
     "UniTuple(int64,2)(int64, int32[::1], uint64[::1], int64, int64[:,::1], int64[::1], int64[::1], int32[::1])"
 )
 def resolve(space, lanes, address, size, table, windows, host, owner):  # type: ignore[no-untyped-def]
-    """Host pointers of ``size`` bytes at each lane's address: (fault kind, position), kind 0 if all are good.
+    """Fill in each lane's host pointer and owner; return (fault kind, position), kind 0 if all addresses are valid.
 
-    ``space``: 0 generic, 1 global, 2 shared, 3 local. ``owner``: the allocation's row, -1 shared, -2 local.
+    ``space``: 0 generic, 1 global, 2 shared, 3 local. ``owner``: the allocation's row, -1 for shared, -2 for local.
     """
     last = 0
     rows = table.shape[0]
@@ -104,7 +154,7 @@ def resolve(space, lanes, address, size, table, windows, host, owner):  # type: 
 
 @loop(*(f"void(int64[::1], int32[::1], uint{bits}[:,::1])" for bits in (8, 16, 32, 64)))
 def gather(host, lanes, out):  # type: ignore[no-untyped-def]
-    """``out[c, lane]`` = element c at the lane's pointer."""
+    """Load element c at each lane's pointer into ``out[c, lane]``."""
     step = out.itemsize
     like = out.dtype.type(0)
     for c in range(out.shape[0]):
@@ -114,7 +164,7 @@ def gather(host, lanes, out):  # type: ignore[no-untyped-def]
 
 @loop(*(f"void(int64[::1], int32[::1], uint{bits}[:,::1])" for bits in (8, 16, 32, 64)))
 def scatter(host, lanes, values):  # type: ignore[no-untyped-def]
-    """Store ``values[c, lane]`` at the lane's pointer; in lane order, so that the last lane wins."""
+    """Store ``values[c, lane]`` at each lane's pointer, in lane order: the last lane wins."""
     step = values.itemsize
     for i in range(len(lanes)):
         for c in range(values.shape[0]):
@@ -123,7 +173,7 @@ def scatter(host, lanes, values):  # type: ignore[no-untyped-def]
 
 @loop("void(int64[::1], int64[::1], int64[::1], int64)")
 def copy(target, source, valid, size):  # type: ignore[no-untyped-def]
-    """``size`` bytes per lane, of which the first ``valid`` come from the source and the rest are zero."""
+    """Copy ``valid`` bytes per lane and fill the rest of its ``size`` bytes with zeros."""
     like = types.uint8(0)
     for i in range(len(target)):
         for b in range(size):

@@ -1,0 +1,289 @@
+"""Steps of instructions that a whole warp executes: shuffles, votes, matrix fragments and products.
+
+A lane executes one only when every other lane that its mask names has arrived; until then it is parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from gpu_ops.emulator import aot
+from gpu_ops.emulator.access import locate
+from gpu_ops.emulator.batch import WARP, Mask
+from gpu_ops.emulator.instructions import Unknown, matrix
+from gpu_ops.emulator.instructions import warp_ops as warp
+from gpu_ops.emulator.memory import GENERIC, SHARED, Access
+from gpu_ops.emulator.registers import Builder, Reader, address, destinations, parts, reader, writer
+from gpu_ops.emulator.state import Group, State, Step
+from gpu_ops.emulator.syntax import Array, Instruction
+
+_FULL = np.array([0xFFFFFFFF], np.uint32)
+
+
+def _rows(m: State, value: Array) -> Array:
+    """A value per thread as ``[warps, 32]``."""
+    if value.size == 1:
+        return np.broadcast_to(value, (m.threads // WARP, WARP))
+    return value.reshape(-1, WARP)
+
+
+def _bits(lanes: Array) -> Array:
+    """Bool ``[W, 32]`` to a mask per lane."""
+    return np.repeat(np.packbits(lanes, axis=1, bitorder="little").view(np.uint32), WARP, axis=1)
+
+
+def _together(here: Array, named: Array) -> Array:
+    """For each lane, the lanes that are here with the same mask; lanes with other masks belong to other groups."""
+    together = _bits(here)
+    mixed = np.flatnonzero((named != named[:, :1]).any(axis=1))
+    if mixed.size:
+        masks = named[mixed]
+        same = (masks[:, :, np.newaxis] == masks[:, np.newaxis, :]) & here[mixed, np.newaxis, :]
+        together[mixed] = np.packbits(same, axis=2, bitorder="little").view(np.uint32)[:, :, 0]
+    return together
+
+
+def _collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
+    """``run(active [W, 32], members [W, 32], mask)`` for the lanes whose partners have all arrived."""
+
+    def step(group: Group, active: Mask) -> int | None:
+        here = m.full(active).reshape(-1, WARP)
+        masks = _FULL if members is None else members()
+        named = _rows(m, masks)
+        following: int | None = group.pc + 1
+        if active is not None or masks.size > 1:
+            missing = named & _bits(m.alive.reshape(-1, WARP)) & ~_together(here, named)
+            late = here & (missing != 0)
+            if late.any():
+                following = m.park(group, late.ravel())
+                here = here & ~late
+                if not here.any():
+                    return following
+                active = here.ravel()
+        if m.sanitizer is not None and members is not None:
+            m.sanitizer.named(pc, here, named)
+        run(here, named, active)
+        return following
+
+    return Step(step, plain=False)
+
+
+def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
+    """``bar.warp.sync``"""
+    members = reader(m, instruction, instruction.operands[0], "u32")
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        if m.sanitizer is not None:
+            m.sanitizer.warp_barrier(here)
+
+    return _collective(m, pc, members, run)
+
+
+def _write_all(
+    m: State, instruction: Instruction, types: tuple[str, ...]
+) -> Callable[[tuple[Array, ...], Mask], None]:
+    """A function that writes the results of ``d`` or ``d|p``."""
+    targets = destinations(instruction.operands[0])
+    writers = [writer(m, instruction, d, t) for d, t in zip(targets, types, strict=False)]
+
+    def write(results: tuple[Array, ...], mask: Mask) -> None:
+        for store, result in zip(writers, results, strict=False):
+            store(np.ascontiguousarray(np.broadcast_to(result, (m.threads // WARP, WARP))).ravel(), mask)
+
+    return write
+
+
+def _shfl(m: State, pc: int, instruction: Instruction) -> Step:
+    if instruction.modifiers[:1] != ("sync",):
+        raise Unknown(instruction.form)
+    mode = instruction.modifiers[1]
+    _, *sources = instruction.operands
+    a, b, c, members = (reader(m, instruction, s, "b32") for s in sources)
+    write = _write_all(m, instruction, ("b32", "pred"))
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        lane, distance, clamp = _rows(m, a()), _rows(m, b()), _rows(m, c())
+        if m.sanitizer is not None:
+            source, valid = warp.shfl_sources(mode, distance, clamp)
+            m.sanitizer.shuffled(pc, here, named, source, valid)
+        write(warp.shfl(mode, lane, distance, clamp, named, here), mask)
+
+    return _collective(m, pc, members, run)
+
+
+def _exchange(
+    m: State,
+    pc: int,
+    instruction: Instruction,
+    types: tuple[str, ...],
+    evaluate: Callable[..., tuple[Array, ...]],
+) -> Step:
+    """The step of ``d{|p}, a, members``, with the results ``evaluate(a, members, active)``; ``types`` of a, d, p."""
+    _, source, members = instruction.operands
+    read = reader(m, instruction, source, types[0])
+    write = _write_all(m, instruction, types[1:])
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        write(evaluate(_rows(m, read()), named, here), mask)
+
+    return _collective(m, pc, reader(m, instruction, members, "u32"), run)
+
+
+def _vote(m: State, pc: int, instruction: Instruction) -> Step:
+    if instruction.modifiers[:1] != ("sync",):
+        raise Unknown(instruction.form)
+    mode, ptx_type = instruction.modifiers[1:3]
+    return _exchange(m, pc, instruction, ("pred", ptx_type), lambda *a: (warp.vote(mode, *a),))
+
+
+def _match(m: State, pc: int, instruction: Instruction) -> Step:
+    mode, _, ptx_type = instruction.modifiers
+    return _exchange(m, pc, instruction, (ptx_type, "b32", "pred"), partial(warp.match, mode))
+
+
+def _redux(m: State, pc: int, instruction: Instruction) -> Step:
+    _, operation, ptx_type = instruction.modifiers
+    run = partial(warp.redux, operation, ptx_type)
+    return _exchange(m, pc, instruction, (ptx_type, ptx_type), lambda *a: (run(*a),))
+
+
+def _elect(m: State, pc: int, instruction: Instruction) -> Step:
+    write = _write_all(m, instruction, ("b32", "pred"))
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        write(warp.elect(named, here), mask)
+
+    return _collective(m, pc, reader(m, instruction, instruction.operands[1], "u32"), run)
+
+
+def _activemask(m: State, pc: int, instruction: Instruction) -> Step:
+    write = writer(m, instruction, instruction.operands[0], "b32")
+
+    def run(group: Group, active: Mask) -> int:
+        write(warp.activemask(m.full(active).reshape(-1, WARP)).ravel(), active)
+        return group.pc + 1
+
+    return Step(run, plain=False)
+
+
+# -- matrices: all lanes of a warp take part ------------------------------------------------------
+
+
+def _spread(m: State, warps: Array, values: Array) -> Array:
+    """``[executing warps, 32]`` to one value per thread."""
+    if len(values) == m.threads // WARP:
+        return values.ravel()
+    full = np.zeros((m.threads // WARP, WARP), values.dtype)
+    full[warps] = values
+    return full.ravel()
+
+
+def _mma(m: State, pc: int, instruction: Instruction) -> Step:
+    form = matrix.mma(instruction.modifiers)
+    d, *sources = instruction.operands
+    readers = [
+        [reader(m, instruction, part, ptx_type) for part in parts(operand)]
+        for operand, (_, ptx_type) in zip(sources[:3], (form.a, form.b, form.c), strict=True)
+    ]
+    writers = [writer(m, instruction, part, form.d[1]) for part in parts(d)]
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        warps = np.flatnonzero(here.any(axis=1))
+        whole = len(warps) == len(here)
+
+        def fragment(read: Reader) -> Array:
+            value = read()
+            rows = _rows(m, value.view(np.dtype(f"u{value.dtype.itemsize}")))
+            return np.ascontiguousarray(rows if whole else rows[warps])
+
+        results = form.run(*([fragment(read) for read in group] for group in readers))
+        for write, result in zip(writers, results, strict=True):
+            write(_spread(m, warps, result), mask)
+        if m.profiler is not None:
+            m.profiler.multiplied(form.kind, form.macs * len(warps))
+
+    return _collective(m, pc, None, run)
+
+
+def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
+    """(b8, matrices, transposed, space) of ldmatrix and stmatrix; modifiers come in any order."""
+    words = set(instruction.modifiers)
+    known = {"sync", "aligned", "m8n8", "m16n16", "m16n8", "x1", "x2", "x4", "trans", "b16", "b8"}
+    spaces = {w for w in words if w.startswith("shared")}
+    if words - known - spaces or not words & {"b16", "b8"}:
+        raise Unknown(instruction.form)
+    count = 4 if "x4" in words else 2 if "x2" in words else 1
+    return "b8" in words, count, "trans" in words, SHARED if spaces else GENERIC
+
+
+def _row_mask(m: State, here: Array, rows: int) -> tuple[Array, Array]:
+    """(mask of the lanes whose addresses are used, executing warps)"""
+    mask = here & (np.arange(WARP) < rows)
+    return mask.ravel(), np.flatnonzero(here.any(axis=1))
+
+
+def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
+    narrow, count, transposed, space = _matrix_form(instruction)
+    rows = (16 if narrow else 8) * count
+    load = matrix.load_fragments_b8 if narrow else partial(matrix.load_fragments, transposed=transposed)
+    target, source = instruction.operands
+    writers = [writer(m, instruction, part, "b32") for part in parts(target)]
+    where = address(m, instruction, source)
+    access = Access(pc, space, 16, read=True, write=False)
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        lanes, warps = _row_mask(m, here, rows)
+        place = locate(m, access, lanes, where())
+        words = np.empty((2, m.threads), np.uint64)
+        aot.gather(place.host, place.lanes, words)
+        data = np.ascontiguousarray(words[:, place.lanes].T).view(np.uint8).reshape(len(warps), rows, 16)
+        for write, fragment in zip(writers, load(data), strict=True):
+            write(_spread(m, warps, fragment), mask)
+
+    return _collective(m, pc, None, run)
+
+
+def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
+    narrow, count, transposed, space = _matrix_form(instruction)
+    store = matrix.store_fragments_b8 if narrow else partial(matrix.store_fragments, transposed=transposed)
+    target, source = instruction.operands
+    readers = [reader(m, instruction, part, "b32") for part in parts(source)]
+    where = address(m, instruction, target)
+    access = Access(pc, space, 16, read=False, write=True)
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        lanes, warps = _row_mask(m, here, 8 * count)
+        place = locate(m, access, lanes, where())
+        data = store([np.ascontiguousarray(_rows(m, read())[warps]) for read in readers])
+        words = np.empty((2, m.threads), np.uint64)
+        words[:, place.lanes] = np.ascontiguousarray(data).view(np.uint64).reshape(-1, 2).T
+        aot.scatter(place.host, place.lanes, words)
+
+    return _collective(m, pc, None, run)
+
+
+def _movmatrix(m: State, pc: int, instruction: Instruction) -> Step:
+    target, source = instruction.operands
+    read, write = reader(m, instruction, source, "b32"), writer(m, instruction, target, "b32")
+
+    def run(here: Array, named: Array, mask: Mask) -> None:
+        write(matrix.movmatrix(np.ascontiguousarray(_rows(m, read()))).ravel(), mask)
+
+    return _collective(m, pc, None, run)
+
+
+BUILDERS: dict[str, Builder] = {
+    "shfl": _shfl,
+    "vote": _vote,
+    "match": _match,
+    "redux": _redux,
+    "elect": _elect,
+    "activemask": _activemask,
+    "mma": _mma,
+    "ldmatrix": _ldmatrix,
+    "stmatrix": _stmatrix,
+    "movmatrix": _movmatrix,
+}

@@ -1,0 +1,192 @@
+"""Checks that the attention functions share: inputs, and the options that decide the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.call import Call
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.kernels.program import Spec
+
+__all__ = [
+    "INT32",
+    "describe",
+    "forward_flops",
+    "raw_unsupported",
+    "read_inputs",
+    "read_options",
+    "reference_options",
+    "store_results",
+    "write_forward",
+]
+
+INT32 = np.dtype(np.int32)
+
+
+def read_inputs(call: Call, **inputs: tuple[Any, str]) -> str:
+    """Read q, k and v, each with the names of its axes; the name of their dtype."""
+    views = {name: call.read(name, x) for name, (x, _) in inputs.items()}
+    for name, (_, axes) in inputs.items():
+        call.axes.bind(name, views[name], axes)
+    heads, heads_kv = call.axes["nheads"], call.axes["nheads_kv"]
+    if heads_kv == 0 or heads == 0 or heads % heads_kv:
+        raise ShapeError(
+            f"{call.op}: nheads={heads} of q must be a positive multiple of nheads_kv={heads_kv} of k and v"
+        )
+    for name in ("head_dim", "head_dim_v"):
+        if call.axes[name] == 0:
+            raise ShapeError(f"{call.op}: {name} is 0; it must be at least 1")
+    return checks.float_dtype(call.op, **views)
+
+
+def read_options(
+    call: Call,
+    dtype: str,
+    *,
+    causal: Any,
+    window_size: Any,
+    softmax_scale: Any,
+    softcap: Any,
+    sinks: Any,
+    alibi_slopes: Any,
+    bias: Any = None,
+    block_mask: Any = None,
+) -> str:
+    """Check what decides the scores, and make it part of the call; its words for ``explain``."""
+    op, axes = call.op, call.axes
+    if softmax_scale is None:
+        softmax_scale = axes["head_dim"] ** -0.5
+    sinks_ = call.optional("sinks", sinks)
+    if sinks_ is not None:
+        checks.exactly(op, "sinks", sinks_, (axes["nheads"],), np.dtype(np.float32))
+    slopes = call.optional("alibi_slopes", alibi_slopes)
+    if slopes is not None:
+        shape = (axes["batch"], axes["nheads"]) if slopes.ndim == 2 else (axes["nheads"],)
+        checks.exactly(op, "alibi_slopes", slopes, shape, np.dtype(np.float32))
+    causal = checks.flag(op, "causal", causal)
+    window_size = checks.window(op, window_size)
+    softmax_scale = _computable(op, "softmax_scale", checks.number(op, "softmax_scale", softmax_scale), dtype)
+    softcap = _computable(op, "softcap", checks.number(op, "softcap", softcap, low=0.0), dtype, inverse=True)
+    call.option(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap)
+    if bias is not None:
+        _read_bias(call, bias, checks.FLOAT_DTYPES[dtype])
+    if block_mask is not None:
+        _read_block_mask(call, block_mask)
+    words = [f"scale {softmax_scale:.4g}"]
+    words += ["causal"] if causal else []
+    words += [f"window {window_size}"] if window_size != (-1, -1) else []
+    words += [f"softcap {softcap:g}"] if softcap else []
+    given = {"sinks": sinks, "ALiBi": alibi_slopes, "bias": bias, "block mask": block_mask}
+    return ", ".join([*words, *(word for word, x in given.items() if x is not None)])
+
+
+def reference_options(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as keyword arguments of the reference."""
+    options: dict[str, Any] = {
+        "causal": spec["causal"],
+        "window_size": spec["window_size"],
+        "softmax_scale": spec["softmax_scale"],
+        "softcap": spec["softcap"],
+        "sinks": views.get("sinks"),
+        "alibi_slopes": views.get("alibi_slopes"),
+    }
+    if "bias" in views:
+        options["bias"] = views["bias"]
+    if "block_mask.visible" in views:
+        visible = views["block_mask.visible"]
+        options["block_mask"] = BlockMask(visible, spec["block_q"], spec["block_k"])
+    return options
+
+
+def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
+    """The reference's out and lse; lse where it is wanted."""
+    views["out"][...] = found[0]
+    if "lse" in views:
+        views["lse"][...] = found[1]
+
+
+def write_forward(
+    call: Call, dtype: str, shape: tuple[int, ...], lse_shape: tuple[int, ...], out: Any, return_lse: bool
+) -> None:
+    """The results of a forward pass: ``out`` and, where it is wanted, ``lse``."""
+    call.write("out", shape, checks.FLOAT_DTYPES[dtype], out)
+    if return_lse:
+        call.write("lse", lse_shape, checks.computing_dtype(dtype))
+
+
+def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> str:
+    """The problem, for ``explain``. ``seqlens``: of the longest sequences."""
+    axes = call.axes
+    return (
+        f"batch {axes['batch']}, seqlen {seqlens[0]} x {seqlens[1]}, heads {axes['nheads']}/{axes['nheads_kv']}, "
+        f"head_dim {axes['head_dim']}/{axes['head_dim_v']}, {dtype}, {options}"
+    )
+
+
+def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
+    """``queries``: of all sequences."""
+    pairs = call.axes["nheads"] * queries * seqlen_k * (0.5 if causal else 1.0)
+    return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
+
+
+def raw_unsupported(spec: Spec) -> Mapping[str, str]:
+    """Why the CUDA C++ kernels cannot run this call."""
+    from gpu_ops.kernels.lower.attention import raw_unsupported
+
+    why = raw_unsupported(spec)
+    return {"raw": why} if why else {}
+
+
+def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool = False) -> float:
+    """An option that kernels take to float32 (or its inverse too), where float64 is not what they compute in."""
+    least = 1e-38 if inverse else 0.0
+    if value and dtype != "float64" and not least <= abs(value) <= 1e38:
+        bounds = f"0 or between {least:g} and 1e+38" if inverse else "at most 1e+38 in size"
+        raise OptionError(f"{op}: {name} must be {bounds}, for {dtype} is computed in float32; got {value:g}")
+    return value
+
+
+def _read_bias(call: Call, bias: Any, dtype: np.dtype[Any]) -> None:
+    bias_ = call.read("bias", bias)
+    if bias_.dtype not in (dtype, np.float32):
+        allowed = "float32, as q is" if dtype == np.float32 else f"q's {dtype} or float32"
+        cast = "cast it: bias.astype('float32')"
+        if bias_.dtype == np.bool_:
+            cast = "make one of a mask (True: visible) by np.where(mask, 0, -np.inf).astype('float32')"
+        raise DTypeError(f"{call.op}: bias is {bias_.dtype}, expected {allowed}; {cast}")
+    axes = call.axes
+    full = (axes["batch"], axes["nheads"], axes["seqlen_q"], axes["seqlen_k"])
+    if not _broadcasts(bias_, full):
+        raise ShapeError(
+            f"{call.op}: bias has shape {bias_.shape}, not broadcastable to "
+            f"(batch, nheads, seqlen_q, seqlen_k) = {full}"
+        )
+
+
+def _read_block_mask(call: Call, mask: Any) -> None:
+    op, axes = call.op, call.axes
+    if not isinstance(mask, BlockMask):
+        raise DTypeError(
+            f"{op}: block_mask is {type(mask).__name__}; pass gpu_ops.BlockMask(visible, block_q, block_k)"
+        )
+    full = (axes["batch"], axes["nheads"], *mask.num_blocks(axes["seqlen_q"], axes["seqlen_k"]))
+    if not _broadcasts(mask.visible, full):
+        raise ShapeError(
+            f"{op}: block_mask.visible has shape {mask.visible.shape}, expected (batch, nheads, "
+            f"ceil(seqlen_q / {mask.block_q}), ceil(seqlen_k / {mask.block_k})) = {full}; "
+            "any of them may be 1, batch and nheads may be left out"
+        )
+    call.read("block_mask.visible", mask.visible)
+    call.option(block_q=mask.block_q, block_k=mask.block_k)
+
+
+def _broadcasts(x: Array, to: tuple[int, ...]) -> bool:
+    if x.ndim > len(to):
+        return False
+    return all(n in (1, m) for n, m in zip(reversed(x.shape), reversed(to), strict=False))

@@ -1,0 +1,109 @@
+"""Attention on the CPU, forward: tiles, and the arguments of ``numba_cpu/attention.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
+from gpu_ops.kernels.program import Builder, Spec
+
+__all__ = ["forward", "optional_arrays", "optional_tensors"]
+
+Array = np.ndarray[Any, Any]
+
+
+def forward(spec: Spec, on: Builder) -> None:
+    from gpu_ops.kernels.numba_cpu import attention as kernels
+    from gpu_ops.kernels.numba_cpu.attention_config import select_config
+    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
+
+    a = Attention.of(spec)
+    left, right = a.window(UNLIMITED)
+    inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
+    config = select_config(
+        a.batch,
+        a.nheads,
+        a.nheads_kv,
+        a.seqlen_q,
+        a.seqlen_k,
+        a.num_splits,
+        decode=a.bias is None and a.visible is None,
+        dtype=a.q.dtype,
+        dims=a.head_dim + a.head_dim_v,
+    )
+    attend = kernels.prepare(
+        *inputs,
+        a.batch,
+        config=config,
+        max_seqlen_q=a.seqlen_q,
+        max_seqlen_k=a.seqlen_k,
+        left=left,
+        right=right,
+        softmax_scale=a.softmax_scale,
+        softcap=a.softcap,
+        block_q=a.block_q,
+        block_k=a.block_k,
+        packed=a.packed,
+        given=optional_tensors(a),
+    )
+    if a.lse is None:
+        on.empty(a.lse_shape, a.lse_dtype, "lse")
+    if a.known_lengths:
+        on.constant(sequence_table(a), "sequences")
+    layout, k, v = spec["layout"], a.k.name, a.v.name
+
+    def run(views: Mapping[str, Any]) -> None:
+        lse = views["lse"]
+        attend(
+            as_bshd(views["q"], layout),
+            as_bshd(views[k], layout),
+            as_bshd(views[v], layout),
+            as_bshd(views["out"], layout),
+            lse if lse.ndim == 3 else lse[None],
+            views["sequences"],
+            optional_arrays(a, views),
+        )
+
+    on.call(run, str(config))
+
+
+def optional_tensors(a: Attention) -> dict[str, Any]:
+    """The arrays that a call has beside q, k and v, by the names of the CPU's kernels."""
+    tensors = {
+        "block_table": a.block_table,
+        "sinks": a.sinks,
+        "alibi_slopes": a.alibi_slopes,
+        "bias": a.bias,
+        "visible": a.visible,
+    }
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
+    """The same arrays of one call, as those kernels take them."""
+    given = {}
+    if a.block_table is not None:
+        given["block_table"] = views["block_table"]
+    if a.sinks is not None:
+        given["sinks"] = views["sinks"].astype(np.float64)
+    if a.alibi_slopes is not None:
+        given["alibi_slopes"] = _broadcast(views["alibi_slopes"].astype(np.float64), (a.batch, a.nheads))
+    if a.bias is not None:
+        # Kernels need unit stride on the last axis: only that axis is written out, the others stay broadcast.
+        bias = views["bias"] if a.bias.ndim else views["bias"][None]
+        if bias.shape[-1] != a.seqlen_k or bias.strides[-1] != bias.itemsize:
+            bias = np.ascontiguousarray(np.broadcast_to(bias, (*bias.shape[:-1], a.seqlen_k)))
+        given["bias"] = _broadcast(bias, (a.batch, a.nheads, a.seqlen_q, a.seqlen_k))
+    if a.visible is not None:
+        blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
+        given["visible"] = _broadcast(views["block_mask.visible"], (a.batch, a.nheads, *blocks))
+    return given
+
+
+def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
+    """NumPy's function takes 2 us also where it only adds axes."""
+    x = x[(None,) * (len(shape) - x.ndim)]
+    return x if x.shape == shape else np.broadcast_to(x, shape)

@@ -1,0 +1,120 @@
+"""Attention by the Numba kernels for GPUs, the readable twins of the CUDA C++ kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from gpu_ops.kernels.compiler.jit import Variant
+from gpu_ops.kernels.lower.attention_problem import Attention, sequence_table
+from gpu_ops.kernels.program import Builder, Spec, Tensor
+
+__all__ = ["UNLIMITED", "attend", "forward", "numba_variants"]
+
+UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three lengths still fit in 31 bits
+
+
+def forward(spec: Spec, on: Builder) -> None:
+    a = Attention.of(spec)
+    if a.batch * a.seqlen_q:
+        attend(a, on, _sequences(a, on))
+
+
+def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
+    """``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length."""
+    from gpu_ops.kernels.numba_cuda.attention import forward_kernel
+    from gpu_ops.kernels.numba_cuda.attention_combine import combine_kernel
+    from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS, count_splits, select_config
+
+    left, right = a.window(UNLIMITED)
+    rows = a.nheads // a.nheads_kv * a.seqlen_q
+    config = select_config(
+        a.q.dtype.name,
+        a.head_dim,
+        a.head_dim_v,
+        rows,
+        bias="" if a.bias is None else a.bias.dtype.name,
+        masked=left < UNLIMITED or right < UNLIMITED,
+        softcap=a.softcap > 0,
+        alibi=a.alibi_slopes is not None,
+        block_mask=a.visible is not None,
+        paged=a.block_table is not None,
+    )
+    blocks = -(-rows // config.block_m) * a.batch * a.nheads_kv * -(-a.head_dim_v // config.slab)
+    wanted = 1 if a.packed else a.num_splits  # parts lie in batch entries, one sequence each
+    parts = min(wanted or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
+    config = replace(config, split=parts > 1, sinks=a.sinks is not None and parts == 1)
+
+    lse = on.empty(a.lse_shape, a.lse_dtype, "lse") if a.lse is None else a.lse
+    target, target_lse = a.out, lse
+    if config.split:
+        wide = np.float64 if config.itemsize == 8 else np.float32
+        target = on.empty((parts * a.batch, *a.out.shape[1:]), wide, "parts of out")
+        target_lse = on.empty((2 * parts * a.batch, *lse.shape[1:]), wide, "maxima and sums of parts")
+    arguments = (
+        a.q,
+        a.k,
+        a.v,
+        target,
+        target_lse,
+        sequences,
+        *_optional(a, config.sinks),
+        a.softmax_scale if config.in_powers_of_e else a.softmax_scale * LOG2E,
+        a.softcap,
+        left,
+        right,
+        a.block_q,
+        a.block_k,
+        parts,
+    )
+    on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
+    if config.split:
+        kernel = combine_kernel(a.q.dtype.name, a.sinks is not None)
+        grid = (a.batch * a.seqlen_q * a.nheads,)
+        sinks = 0 if a.sinks is None else a.sinks
+        on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
+
+
+def _sequences(a: Attention, on: Builder) -> Tensor:
+    """The table of sequences: a constant, or written by a kernel from lengths that only the device knows."""
+    if a.known_lengths:
+        return on.constant(sequence_table(a), "sequences")
+    from gpu_ops.kernels.numba_cuda.attention_sequences import THREADS, packed_kernel, used_kernel
+
+    table = on.empty((a.batch, 4), np.int64, "sequences")
+    grid = (-(-a.batch // THREADS),)
+    if a.packed:
+        on.launch(packed_kernel(), grid, (THREADS,), (*a.cu_seqlens, table))
+    else:
+        on.launch(used_kernel(), grid, (THREADS,), (a.seqused_k, a.seqlen_q, table))
+    return table
+
+
+def _optional(a: Attention, with_sinks: bool) -> list[Tensor | int]:
+    """Block table, slopes, sinks, bias and visible blocks, written out by strides of 0; 0 for what there is not."""
+    slopes, bias, visible = a.alibi_slopes, a.bias, a.visible
+    if slopes is not None:
+        slopes = slopes.broadcast_to((a.batch, a.nheads))
+    if bias is not None:
+        bias = bias.broadcast_to((a.batch, a.nheads, a.seqlen_q, a.seqlen_k))
+    if visible is not None:
+        blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
+        visible = visible.broadcast_to((a.batch, a.nheads, *blocks)).view(np.uint8)
+    arrays = (a.block_table, slopes, a.sinks if with_sinks else None, bias, visible)
+    return [0 if x is None else x for x in arrays]
+
+
+def numba_variants() -> Iterator[Variant]:
+    """The commonest of the kernels."""
+    from gpu_ops.kernels.numba_cuda.attention import forward_kernel
+    from gpu_ops.kernels.numba_cuda.attention_combine import combine_kernel
+    from gpu_ops.kernels.numba_cuda.attention_config import THREADS, select_config
+
+    for config in (
+        select_config("bfloat16", 128, 128, rows=4096, masked=True),  # 254 registers: none has more
+        select_config("float16", 128, 128, rows=4, paged=True, split=True),
+    ):
+        yield Variant(forward_kernel(config), THREADS)
+    yield Variant(combine_kernel("float16", False), THREADS)

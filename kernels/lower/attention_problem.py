@@ -1,0 +1,142 @@
+"""An attention call as its kernels see it: :class:`Attention`, which the lowerings for the CPU and for GPUs read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.program import Spec, Tensor
+
+__all__ = ["Attention", "as_bshd", "sequence_table"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of an attention function, forward or backward.
+
+    q, k, v and out are views of shape (batch, seqlen, nheads, head_dim) whatever the layout of the caller; of
+    sequences that lie end to end ("thd") the batch axis has length 1. lse is (batch, nheads, seqlen_q).
+    """
+
+    q: Tensor
+    k: Tensor
+    """With ``block_table``: pages, (num_pages, page_size, nheads_kv, head_dim). As ``v``."""
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None
+    batch: int
+    seqlen_q: int
+    """Of the longest sequence, or a bound; as ``seqlen_k``."""
+    seqlen_k: int
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float
+    softcap: float
+    """0: none."""
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    """(nheads,) or (batch, nheads)."""
+    bias: Tensor | None
+    """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), as the blocks of ``visible``."""
+    visible: Tensor | None
+    block_q: int
+    block_k: int
+    cu_seqlens: tuple[Tensor, ...]
+    """Of q and k, where their sequences lie end to end."""
+    seqused_k: Tensor | None
+    """How many keys of a cache are in use."""
+    block_table: Tensor | None
+    num_splits: int
+    """Parts of the keys; 0: chosen."""
+
+    @classmethod
+    def of(cls, spec: Spec) -> Attention:
+        options = dict(spec.options)
+        layout = options["layout"]
+        k, v = ("k", "v") if spec.get("k_cache") is None else ("k_cache", "v_cache")
+        q_, k_, v_, out = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, "out"))
+        lse = spec.get("lse")
+        cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]
+        return cls(
+            q=q_,
+            k=k_,
+            v=v_,
+            out=out,
+            lse=lse[None] if lse is not None and lse.ndim == 2 else lse,
+            batch=len(cu_seqlens[0]) - 1 if cu_seqlens else q_.shape[0],
+            seqlen_q=options["max_seqlen_q"],
+            seqlen_k=options["max_seqlen_k"],
+            causal=options["causal"],
+            window_size=options["window_size"],
+            softmax_scale=options["softmax_scale"],
+            softcap=options["softcap"],
+            sinks=spec.get("sinks"),
+            alibi_slopes=spec.get("alibi_slopes"),
+            bias=spec.get("bias"),
+            visible=spec.get("block_mask.visible"),
+            block_q=options.get("block_q", 0),
+            block_k=options.get("block_k", 0),
+            cu_seqlens=tuple(cu_seqlens),
+            seqused_k=spec.get("seqused_k"),
+            block_table=spec.get("block_table"),
+            num_splits=options.get("num_splits", 0),
+        )
+
+    @property
+    def nheads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def nheads_kv(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def lse_dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float64 if self.q.dtype == np.float64 else np.float32)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.q.shape[0], self.nheads, self.q.shape[1]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences lie end to end."""
+        return bool(self.cu_seqlens)
+
+    @property
+    def known_lengths(self) -> bool:
+        """Whether shapes alone say how long each sequence is."""
+        return not self.cu_seqlens and self.seqused_k is None
+
+    def window(self, unlimited: int) -> tuple[int, int]:
+        """Keys visible to the left and to the right of the diagonal; ``unlimited``: all."""
+        left, right = (unlimited if side < 0 else min(side, unlimited) for side in self.window_size)
+        if self.causal:
+            right = min(right, 0)
+        if self.seqlen_q == 1 and right >= 0:
+            right = unlimited  # the only query sits on the last key
+        return left, right
+
+
+def as_bshd(x: Any, layout: str) -> Any:
+    """A view (batch, seqlen, nheads, head_dim) of a tensor or an array."""
+    if layout == "bshd":
+        return x
+    return x[None] if layout == "thd" else x.swapaxes(1, 2)
+
+
+def sequence_table(a: Attention) -> np.ndarray[Any, Any]:
+    """int64 (batch, 4): q start, q length, k start, k length of each sequence, where shapes say them."""
+    table = np.zeros((a.batch, 4), np.int64)
+    table[:, 1], table[:, 3] = a.seqlen_q, a.seqlen_k
+    return table

@@ -1,0 +1,92 @@
+"""Calls as values: an op with its arrays and options by name, and arrays made from the names of their axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+import gpu_ops
+
+Array = np.ndarray[Any, Any]
+Made = tuple[dict[str, Any], dict[str, Any]]  # arrays, options
+
+WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
+
+SIZES = {
+    "batch": 2,
+    "seqlen": 5,
+    "seqlen_q": 5,
+    "seqlen_k": 7,
+    "seqlen_new": 3,
+    "nheads": 4,
+    "nheads_kv": 2,
+    "head_dim": 8,
+    "head_dim_v": 8,
+    "max_seqlen": 16,
+    "page_size": 4,
+    "total": 12,
+    "rows": 3,
+    "cols": 16,
+    "width": 16,
+    "hidden": 16,
+    "hidden_out": 16,
+    "ffn": 24,
+    "N": 8,
+    "K": 256,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op, its positional arrays by name, its options, and the names of the axes of arrays."""
+
+    op: str
+    arrays: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __call__(self, **more: Any) -> Any:
+        return getattr(gpu_ops, self.op)(*self.arrays.values(), **{**self.options, **more})
+
+    def having(self, **changes: Any) -> Call:
+        """The same call with arrays or options exchanged by name."""
+        arrays = {name: changes.pop(name, x) for name, x in self.arrays.items()}
+        return replace(self, arrays=arrays, options={**self.options, **changes})
+
+    @property
+    def written(self) -> dict[str, Array]:
+        """The arguments that the op changes in place."""
+        return {name: self.arrays[name] for name in WRITTEN.get(self.op, ())}
+
+    @property
+    def inputs(self) -> dict[str, Array]:
+        """The NumPy arrays among arguments and options that the op only reads."""
+        named = {**self.arrays, **self.options}
+        return {n: x for n, x in named.items() if isinstance(x, np.ndarray) and n not in self.written}
+
+
+class Maker:
+    """Makes arrays of standard normal numbers or integers whose axes are given by name."""
+
+    def __init__(self, dtype: Any, seed: int, sizes: dict[str, int]) -> None:
+        self.dtype = np.dtype(dtype)
+        self.rng = np.random.default_rng(seed)
+        self.sizes = {**SIZES, **sizes}
+        self.axes: dict[str, tuple[str, ...]] = {}
+
+    def _shapes(self, axes: dict[str, str]) -> dict[str, tuple[int, ...]]:
+        self.axes |= {name: tuple(named.split()) for name, named in axes.items()}
+        return {
+            name: tuple(int(a) if a.isdigit() else self.sizes[a] for a in self.axes[name]) for name in axes
+        }
+
+    def normal(self, dtype: Any = None, /, **axes: str) -> dict[str, Array]:
+        """Arrays by name; of the call's dtype unless another is given."""
+        shapes = self._shapes(axes)
+        return {n: self.rng.standard_normal(s).astype(dtype or self.dtype) for n, s in shapes.items()}
+
+    def integers(self, low: int, high: int, dtype: Any, /, **axes: str) -> dict[str, Array]:
+        """Integers in [low, high)."""
+        return {n: self.rng.integers(low, high, s).astype(dtype) for n, s in self._shapes(axes).items()}

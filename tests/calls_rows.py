@@ -1,0 +1,85 @@
+"""Rows of the table of calls (calls.py): norms, SwiGLU, the gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu_ops
+from tests.call_maker import Maker
+
+ROWS = "batch rows width"
+
+
+def rmsnorm(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
+    return new.normal(x=axes, weight=axes.split()[-1])
+
+
+def layernorm(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
+    return new.normal(x=axes, weight=axes.split()[-1], bias=axes.split()[-1])
+
+
+def rmsnorm_backward(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
+    arrays = new.normal(dy=axes, x=axes, weight=axes.split()[-1])
+    _, rstd = gpu_ops.rmsnorm(arrays["x"], arrays["weight"], return_rstd=True, backend="reference")
+    new.axes["rstd"] = new.axes["x"][:-1]
+    return {**arrays, "rstd": rstd}
+
+
+def layernorm_backward(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
+    arrays = new.normal(dy=axes, x=axes, weight=axes.split()[-1])
+    x, weight = arrays["x"], arrays["weight"]
+    _, mean, rstd = gpu_ops.layernorm(x, weight, return_stats=True, backend="reference")
+    new.axes["mean"] = new.axes["rstd"] = new.axes["x"][:-1]
+    return {**arrays, "mean": mean, "rstd": rstd}
+
+
+def residual(new: Maker, name: str = "residual", **options: Any) -> dict[str, Any]:
+    return {**new.normal(**{name: ROWS}), **options}
+
+
+def split(new: Maker, *names: str, axes: str = "rows cols") -> dict[str, Any]:
+    return new.normal(**dict.fromkeys(names, axes))
+
+
+def packed(new: Maker, backward: bool = False) -> dict[str, Any]:
+    """Gate and up side by side in one array."""
+    new.sizes["packed"] = 2 * new.sizes["cols"]
+    return {**(new.normal(dy="rows cols") if backward else {}), **new.normal(gate="rows packed")}
+
+
+def mlp(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
+    return {
+        **new.normal(**dict.fromkeys(gradient, f"{rows} hidden_out")),
+        **new.normal(x=f"{rows} hidden", w_gate="ffn hidden", w_up="ffn hidden", w_down="hidden_out ffn"),
+    }
+
+
+def only(make: Any, *arguments: Any, **options: Any) -> Any:
+    """A row of the table with options that are no arrays."""
+    return lambda new: (make(new, *arguments), options)
+
+
+VARIANTS: dict[str, Any] = {
+    "rmsnorm": only(rmsnorm),
+    "rmsnorm sum": lambda new: (rmsnorm(new, ROWS), residual(new, return_rstd=True)),
+    "rmsnorm alone": lambda new: (rmsnorm(new, ROWS), residual(new, return_sum=False)),
+    "rmsnorm llama": only(rmsnorm, casting="llama", weight_offset=1.0, return_rstd=True),
+    "rmsnorm_backward": only(rmsnorm_backward),
+    "rmsnorm_backward sum": lambda new: (rmsnorm_backward(new, ROWS), residual(new, "dresidual")),
+    "rmsnorm_quant_int8": only(rmsnorm),
+    "rmsnorm_quant_int8 sum": lambda new: (rmsnorm(new, ROWS), residual(new)),
+    "layernorm": only(layernorm),
+    "layernorm sum": lambda new: (layernorm(new, ROWS), residual(new, return_stats=True)),
+    "layernorm_backward": only(layernorm_backward),
+    "layernorm_backward sum": lambda new: (layernorm_backward(new, ROWS), residual(new, "dresidual")),
+    "swiglu": only(split, "gate", "up"),
+    "swiglu vector": lambda new: (split(new, "gate", "up", axes="cols"), {}),
+    "swiglu packed": only(packed),
+    "swiglu gelu": lambda new: (split(new, "gate", "up", axes=ROWS), {"activation": "gelu_tanh"}),
+    "swiglu_backward": only(split, "dy", "gate", "up"),
+    "swiglu_backward packed": only(packed, True),
+    "swiglu_backward gelu": lambda new: (split(new, "dy", "gate", "up", axes=ROWS), {"activation": "gelu"}),
+    "swiglu_mlp": only(mlp),
+    "swiglu_mlp gelu": lambda new: (mlp(new, rows="batch rows"), {"activation": "gelu"}),
+    "swiglu_mlp_backward": only(mlp, "dy"),
+}

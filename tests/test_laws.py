@@ -1,0 +1,198 @@
+"""Laws that hold for every op: any strides, ``out``, in place, empty arrays, NaN that stays where it belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gpu_ops.errors import DeviceError
+from tests.calls import DTYPES, IN_PLACE
+from tests.laws import (
+    NAMES,
+    SENTINEL,
+    VIEWS,
+    WITH_OUT,
+    apart,
+    assert_same,
+    filled,
+    given_out,
+    law_call,
+    outcome,
+    outs_like,
+    quick,
+    runs,  # noqa: F401 - conftest.py asks it
+    takes_one,
+    unaligned,
+    viewed,
+)
+
+DEVICES = ("cpu", "emulator", "cuda")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+def quick_on_emulator(raw):
+    laws = ("any_strides", "out", "in_place", "empty", "nan_stays_in_its_slice")
+    return {f"test_{law}": quick(raw) for law in laws}
+
+
+@each_name
+@each_dtype
+def test_any_strides(name, dtype, backend):
+    """Every view gives the bits of the contiguous array, and no input is written to."""
+    one = law_call(name, dtype)
+    want = outcome(one, **backend)
+    blas = (
+        one.op.startswith("swiglu_mlp") and backend["backend"] == "reference"
+    )  # its sums depend on alignment
+    for view in VIEWS:
+        if view is unaligned and backend["device"] != "cpu":
+            continue  # GPUs have no such arrays
+        changed = viewed(one, view)
+        try:
+            found = outcome(changed, **backend)
+        except DeviceError as error:
+            if backend["backend"] != "raw" or "are not all multiples of 16 bytes" not in str(error):
+                raise
+            continue
+        assert_same(found, want, view.__name__, ulps=16 if blas else 0)
+        for key, x in changed.inputs.items():
+            assert np.array_equal(x, one.inputs[key]), f"{view.__name__}: {key} was written to"
+
+
+# Numba sums the squares of a head in another order where the rows of out lie apart.
+REORDERED = ("rope_append_kv pages",)
+
+
+@pytest.mark.parametrize("name", WITH_OUT)
+@each_dtype
+def test_out(name, dtype, backend):
+    """Results go into the arrays given, whole ones and columns of wider ones, and nowhere else."""
+    one = law_call(name, dtype)
+    want = outcome(one, **backend)
+    for place in (filled, lambda x: apart(filled(x), 8, 8)):
+        outs = outs_like(one, want, place)
+        found = outcome(one, **given_out(one, outs), **backend)
+        assert_same(found, want, ulps=8 if name in REORDERED and backend["backend"] == "numba" else 0)
+        assert all(f is x for f, x in zip(found, outs, strict=False)), "out is returned"
+        for x in outs:
+            if x.base is not None:
+                x[...] = SENTINEL
+                assert (x.base == SENTINEL).all(), "written beside out"
+    outs = outs_like(one, want)
+    if len(outs) == 2 and outs[0].shape[:-1] == outs[1].shape[:-1]:  # the two halves of one array
+        halves = np.concatenate(outs, axis=-1)
+        outs = np.split(halves, [outs[0].shape[-1]], axis=-1)
+        assert_same(outcome(one, **given_out(one, outs), **backend), want)
+        assert_same(outs, want)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.split()[0] in IN_PLACE and n != "swiglu packed"])
+@each_dtype
+def test_in_place(name, dtype, backend):
+    """``out`` may be the input itself or another view of it; other inputs stay as they are."""
+    one = law_call(name, dtype)
+    want = outcome(one, **backend)
+    shared = [key for key in IN_PLACE[one.op] if key in one.arrays]
+    for view in (lambda x: x, lambda x: x[:]):
+        mine = one.having(**{key: one.arrays[key].copy() for key in shared})
+        outs = [view(mine.arrays[key]) for key in shared]
+        found = outcome(mine, **given_out(one, outs), **backend)
+        assert_same(found, want, "in place")
+        assert_same(outs, want[: len(outs)])
+        if takes_one(one):
+            continue
+        mine = one.having(**{key: one.arrays[key].copy() for key in shared})
+        fresh = outs_like(one, want)
+        outcome(mine, **given_out(one, [view(mine.arrays[shared[0]]), *fresh[1:]]), **backend)
+        assert_same([mine.arrays[shared[0]], *fresh[1:]], want, "the first in place")
+        for key, x in mine.inputs.items():
+            assert key == shared[0] or np.array_equal(x, one.inputs[key]), f"{key} was written to"
+
+
+NORM = ("batch", "rows")
+ATTENTION = ("batch", "seqlen_q", "seqlen_k")
+MLP = ("rows", "hidden", "hidden_out", "ffn")
+GATED = ("batch", "rows", "cols", "width")
+EMPTY = {
+    "attention": ATTENTION,
+    "attention_backward": ATTENTION,
+    "attention_decode": ("batch",),
+    "attention_varlen": ("total",),
+    "layernorm": NORM,
+    "layernorm_backward": NORM,
+    "rmsnorm": NORM,
+    "rmsnorm_backward": NORM,
+    "rmsnorm_quant_int8": NORM,
+    "rope": ("batch", "seqlen", "nheads"),
+    "rope_append_kv": ("batch", "seqlen_new"),
+    "rope_backward": ("batch", "seqlen", "nheads"),
+    "swiglu": GATED,
+    "swiglu_backward": GATED,
+    "swiglu_mlp": MLP,
+    "swiglu_mlp_backward": MLP,
+    "ternary_matmul": ("rows", "N", "K"),
+    "ternary_matmul_backward": ("rows", "N", "K"),
+}
+
+
+WITH_EMPTY = [
+    n for n in NAMES if n.split()[0] in EMPTY and n not in ("attention_varlen", "ternary_matmul both")
+]
+
+
+@pytest.mark.parametrize("name", WITH_EMPTY)
+@each_dtype
+def test_empty(name, dtype, backend):
+    """An axis without elements: the shapes and dtypes of the reference; a sum of nothing is 0, its log -inf."""
+    full = law_call(name, dtype)
+    axes = EMPTY[full.op] if name != "rope_append_kv slots" else ("total",)
+    axes = [axis for axis in axes if any(axis in named for named in full.axes.values())]
+    if getattr(full.arrays.get("w"), "group_size", None):
+        axes.remove("K")  # no groups of nothing
+    for empty in (*((axis,) for axis in axes), axes):
+        one = law_call(name, dtype, **dict.fromkeys(empty, 0))
+        found, want = outcome(one, **backend), outcome(one, backend="reference")
+        for f, w in zip(found, want, strict=True):
+            assert (f.dtype, f.shape) == (w.dtype, w.shape), empty
+        assert_same(found[len(found) - len(one.written) :], list(one.written.values()))
+        if "nheads" in empty or "scores" in name:
+            continue  # k is rotated; a sink is a logit of its own
+        for x in found[: len(found) - len(one.written)]:
+            assert ((x == 0) | (x == -np.inf)).all(), empty
+
+
+# How many results have the first axis of the first array; all where no number is given.
+SLICED = {
+    "attention_backward": 3,
+    "layernorm_backward": 1,
+    "rmsnorm_backward": 1,
+    "swiglu_mlp_backward": 1,
+    "ternary_matmul_backward": 1,
+}
+MIXED = ("attention_varlen", "ternary_quantize", "ternary_pack", "ternary_unpack")
+SEPARATE = [
+    n for n in NAMES if not n.startswith(MIXED) and n not in ("rope_append_kv pages", "ternary_matmul both")
+]
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+@each_dtype
+def test_nan_stays_in_its_slice(name, dtype, backend):
+    """A NaN in a sequence of the batch or in a row shows there, and changes no bit elsewhere."""
+    one = law_call(name, dtype)
+    axis = next(iter(one.axes.values()))[0]
+    clean = outcome(one, **backend)
+    poisoned = {}
+    for key, x in one.arrays.items():
+        if one.axes.get(key, ("",))[0] == axis:
+            poisoned[key] = x.copy()
+            poisoned[key][(1, *(n // 2 for n in x.shape[1:]))] = np.nan
+    with np.errstate(invalid="ignore"):
+        found = outcome(one.having(**poisoned), **backend)
+    sliced = [r for r in range(len(clean))][: SLICED.get(one.op, len(clean))]
+    for r in sliced:
+        others = [i for i in range(len(clean[r])) if i != 1]
+        np.testing.assert_array_equal(found[r][others], clean[r][others], err_msg=f"result {r}")
+    floats = [found[r] for r in sliced if found[r].dtype.kind not in "iu"]
+    assert any(np.isnan(x[1].astype(np.float64)).any() for x in floats), "the NaN is lost"
