@@ -160,7 +160,7 @@ def _elsewhere(out: Any, arrays: list[Any]) -> Any:
     for x in arrays:
         if x is out:
             continue
-        if type(x) not in _describe:
+        if type(x) is not np.ndarray and type(x) not in _describe:
             return None
         start, end = extent(x)
         if start < high and low < end:
@@ -169,10 +169,12 @@ def _elsewhere(out: Any, arrays: list[Any]) -> Any:
 
 
 def extent(x: Any) -> tuple[int, int]:
-    """The addresses that an array of CuPy's or torch's lies within."""
+    """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
         steps = [stride * itemsize for stride in x.stride()]
+    elif type(x) is np.ndarray:
+        address, itemsize, steps = x.__array_interface__["data"][0], x.itemsize, x.strides
     else:
         address, itemsize, steps = x.data.ptr, x.itemsize, x.strides
     if 0 in x.shape:
