@@ -153,7 +153,10 @@ def _place_on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
 
 
 def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None:
-    if not all([type(x) in _describe for x in arrays]):
+    """``arrays`` may include some in host memory, which arguments hold."""
+    if not all([type(x) in _describe for x in results]):
+        return None
+    if not all([type(x) in _describe or type(x) is np.ndarray for x in arrays]):
         return None
     extents = [extent(x) for x in arrays]
     places: list[Any] = []
@@ -170,10 +173,12 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
 
 
 def extent(x: Any) -> tuple[int, int]:
-    """The addresses that an array of CuPy's or torch's lies within."""
+    """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
         steps = [stride * itemsize for stride in x.stride()]
+    elif type(x) is np.ndarray:
+        address, itemsize, steps = x.__array_interface__["data"][0], x.itemsize, x.strides
     else:
         address, itemsize, steps = x.data.ptr, x.itemsize, x.strides
     low, high = address, address + itemsize
