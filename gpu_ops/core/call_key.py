@@ -174,6 +174,7 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
 
 def extent(x: Any) -> tuple[int, int]:
     """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
+    steps: Sequence[int]
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
         steps = [stride * itemsize for stride in x.stride()]
