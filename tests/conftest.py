@@ -2,7 +2,8 @@
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
 Its ``quick_on_emulator(raw)``, if it has one, says of tests by name, ``"*"`` for all others, which levels of their
-parameters run there by default, None for none; the rest is slow. Its ``runs(parameters)``, if it has one, says whether a test applies.
+parameters run there by default, None for none; the rest is slow. Its ``runs(parameters)``, if it has one, says
+whether a test applies.
 """
 
 from __future__ import annotations
