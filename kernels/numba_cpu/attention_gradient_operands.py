@@ -17,11 +17,10 @@ from __future__ import annotations
 import numpy as np
 from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like, load
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import STEPS
+from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
@@ -36,11 +35,6 @@ def _pairs(a):
 def packing(a):
     """Elements in a word of operand ``a``."""
     return 2 if _pairs(a) else 1
-
-
-def put_row(a, j, source, dim):
-    """Row ``j`` of operand ``a`` = source[:dim]."""
-    raise TypeError("compiled code only")
 
 
 def scale_floats(a, m, n, factor):
@@ -76,18 +70,6 @@ def pair_tile(target, source, rows, width):
 def pair_tile_keys(target, source, rows, width):
     """Round a (keys, queries) tile to words of neighbouring keys."""
     raise TypeError("compiled code only")
-
-
-@overload(put_row)
-def _put_row(a, j, source, dim):
-    def widen(a, j, source, dim):
-        row = a[j]
-        for d in range(dim):
-            row[d] = load(source, d)
-
-    if _pairs(a) or a.dtype == source.dtype:
-        return lambda a, j, source, dim: copy_row(a[j], source, dim)
-    return widen
 
 
 @overload(scale_floats)
@@ -169,7 +151,8 @@ def _pair_tile_keys(target, source, rows, width):
 @uncounted
 def product_words(a, dim):
     """Words of a row of ``dim`` elements that a product takes; they are zero from there on."""
-    return round_up((dim + packing(a) - 1) // packing(a), TILE if in_tiles(a) else STEPS)
+    words = (dim + packing(a) - 1) // packing(a)
+    return round_up(words, TILE) if in_tiles(a) else words
 
 
 @uncounted

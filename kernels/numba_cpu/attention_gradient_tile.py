@@ -24,13 +24,12 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     packing,
     pair_rows,
     product_words,
-    put_row,
     row_pairs,
     row_words,
     scale_floats,
     unscaled,
 )
-from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
+from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, put_row, transpose, turned
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     make_terms,
     place_lanes,
@@ -196,8 +195,8 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, bi
     for c in range(n):
         at, h = q_start + w.query[c], w.head[c]
         gradient = read_row(dout, (ob, at, h))
-        put_row(w.q, c, read_row(q, (ob, at, h)), call.head_dim)
-        put_row(w.do, c, gradient, call.head_dim_v)
+        put_row(w.q[c], read_row(q, (ob, at, h)), call.head_dim)
+        put_row(w.do[c], gradient, call.head_dim_v)
         row_lse = np.float64(lse[ob, h, at])
         total = dot_float64(gradient, read_row(out, (ob, at, h)), call.head_dim_v)
         delta[ob, h, at] = total
@@ -249,8 +248,8 @@ def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     """K and V of a tile. True if all is finite."""
     kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, key_step(w.k))
     for j in range(n_keys):
-        put_row(w.k, j, read_row(k, (kb, start + j, head_kv)), call.head_dim)
-        put_row(w.v, j, read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
+        put_row(w.k[j], read_row(k, (kb, start + j, head_kv)), call.head_dim)
+        put_row(w.v[j], read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
     clear(w.k, n_keys, rows)
     clear(w.v, n_keys, rows)
     pair_rows(w.k_pairs, w.k, rows)

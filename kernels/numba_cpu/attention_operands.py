@@ -22,15 +22,13 @@ from numba.core import types
 from gpu_ops.kernels.numba_cpu.dtype import float32_of_bfloat16, load, read_row
 from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
 from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row_asking, prefetch_row
+from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
 from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
 from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
 from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
 from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
 from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
 from gpu_ops.kernels.numba_cpu.panels import steps
-
-AHEAD = 16  # rows: so much later than it was asked for, a row of K or V is packed
 
 
 class Keys(NamedTuple):
@@ -65,14 +63,13 @@ def element(x, step, column):
     raise TypeError("compiled code only")
 
 
-def put_row(to, row, later, dim):
-    """to = row, ``dim`` elements along the steps; rows of an odd number of pairs end in a zero. ``later`` is the row
-    to ask for meanwhile."""
+def put_row(to, row, dim):
+    """to = row, ``dim`` elements along the steps. An odd number of bfloat16 is followed by a zero."""
     raise TypeError("compiled code only")
 
 
-def put_values(to, j, row, later, dim):
-    """Row j of V; in pairs with the one before, for an odd j. ``later`` as in :func:`put_row`."""
+def put_values(to, j, row, dim):
+    """Row j of V; in pairs with the one before, for an odd j."""
     raise TypeError("compiled code only")
 
 
@@ -116,27 +113,25 @@ def _element(x, step, column):
 
 
 @overload(put_row)
-def _put_row(to, row, later, dim):
+def _put_row(to, row, dim):
     if to.dtype == row.dtype:
-        return lambda to, row, later, dim: copy_row_asking(to, row, later, dim)
+        return lambda to, row, dim: copy_row(to, row, dim)
 
-    def widen(to, row, later, dim):
-        prefetch_row(later, dim)
+    def widen(to, row, dim):
         for d in range(dim):
             to[d] = load(row, d)
 
-    def pairs(to, row, later, dim):
+    def pairs(to, row, dim):
         if dim % 2 == 1:
             to[dim // 2] = 0
-        copy_row_asking(to, row, later, dim)
+        copy_row(to, row, dim)
 
     return pairs if to.dtype == types.uint32 else widen
 
 
 @overload(put_values)
-def _put_values(to, j, row, later, dim):
-    def pairs(to, j, row, later, dim):
-        prefetch_row(later, dim)
+def _put_values(to, j, row, dim):
+    def pairs(to, j, row, dim):
         words = to[j // 2]
         if j % 2 == 0:
             for d in range(dim):
@@ -145,9 +140,7 @@ def _put_values(to, j, row, later, dim):
             for d in range(dim):
                 words[d] |= np.uint32(row[d]) << np.uint32(16)
 
-    return (
-        pairs if to.dtype == types.uint32 else lambda to, j, row, later, dim: put_row(to[j], row, later, dim)
-    )
+    return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
 
 
 @overload(transpose_queries)
@@ -229,9 +222,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     kb = 0 if call.packed else b
     for c in range(0, n, width):
         for i in range(c, smaller(c + width, n)):
-            j = smaller(i + width, n - 1)
-            later = read_row(q, (kb, q_start + query[j], head[j]))
-            put_row(rows[i - c], read_row(q, (kb, q_start + query[i], head[i])), later, call.head_dim)
+            put_row(rows[i - c], read_row(q, (kb, q_start + query[i], head[i])), call.head_dim)
         rows[smaller(n - c, width) :] = 0
         at = c // nr * depth * nr + c % nr
         for d in range(0, depth, width):
@@ -245,8 +236,7 @@ def pack_keys(kt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            later = read_row(keys.k, (entry, row + i + AHEAD, keys.head))
-            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), later, call.head_dim)
+            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
         j += run
 
 
@@ -257,7 +247,6 @@ def pack_values(vt, keys, call, first, n):
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            later = read_row(keys.v, (entry, row + i + AHEAD, keys.head))
-            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), later, call.head_dim_v)
+            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
         j += run
     return finite(vt, steps(vt, n), vt.shape[1])

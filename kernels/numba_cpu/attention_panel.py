@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_late import add_late
 from gpu_ops.kernels.numba_cpu.attention_operands import (
     element,
     is_pairs,
@@ -65,7 +64,6 @@ class Work(NamedTuple):
     o_rows: Any  # and out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
-    total: Any  # (NR) of a chunk's weights (attention_late.py)
     alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / row_sum
     head: Any  # (m) and so on: see place_lanes
     query: Any
@@ -99,7 +97,6 @@ def make_work(memory, call, k, wide):
         carve(memory, (lanes(s), dim_v), wide),
         carve(memory, m, wide),
         carve(memory, m, wide),
-        carve(memory, nr, wide),
         carve(memory, m, wide),
         carve(memory, m, np.int64(0)),
         carve(memory, m, np.int64(0)),
@@ -170,10 +167,6 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
             continue
         rows, width = round_up(count, group), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
         changed, factor = count < rows, scale
-        if finite and add_late(
-            w, call, b, panel, n, start, skip, count, here, width, plain, scale, bias, visible
-        ):
-            continue
         restart(w, lane, width)
         gemm_rows_largest(
             w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, lane * depth, nr, rows, width, ldk, w.alpha, lane

@@ -39,6 +39,7 @@ def _turn_values(vd, vt, n):
 def _add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
     def tiles(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
         ld, rows, depth = vd.shape[1], round_up(dim, TILE), round_up(steps(vt, count), TILE)
+        rescale(ot, at // nr, dim, width, alpha[lane : lane + width])
         gemm_rows(ot, at, nr, vd, steps(vt, skip), ld, p, 0, nr, rows, width, depth, True)
 
     def vectors(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):

@@ -21,7 +21,7 @@ from llvmlite.binding import Linkage
 from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompilerBase
-from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.compiler_machinery import PassManager
 from numba.core.typed_passes import (
     AnnotateTypes,
     IRLegalization,
@@ -37,8 +37,6 @@ from numba.core.untyped_passes import (
     ReconstructSSA,
     TranslateByteCode,
 )
-
-from gpu_ops.kernels.numba_cpu.lowering import PartLower
 
 __all__ = ["ApartCompiler", "KernelCompiler", "PartCompiler", "part"]
 
@@ -108,15 +106,6 @@ class _Apart(_Part):
         super().add_ir_module(module)
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _Lowering(NativeLowering):
-    _name = "part_lowering"
-
-    @property
-    def lowering_class(self) -> type[PartLower]:
-        return PartLower
-
-
 class _Passes(PassManager):
     """Without the checks of what each pass leaves."""
 
@@ -133,8 +122,7 @@ _FRONT = (
     NopythonTypeInference,
     PreLowerStripPhis,
 )
-_COUNTED = IRLegalization, AnnotateTypes, NativeLowering, NoPythonBackend
-_UNCOUNTED = AnnotateTypes, _Lowering, NoPythonBackend
+_BACK = AnnotateTypes, NativeLowering, NoPythonBackend
 
 
 class PartCompiler(CompilerBase):
@@ -147,7 +135,8 @@ class PartCompiler(CompilerBase):
 
     def define_pipelines(self) -> Any:
         passes = _Passes("part")
-        for each in _FRONT + (_COUNTED if self.state.flags.nrt else _UNCOUNTED):
+        # IRLegalization inserts the deletions that release references
+        for each in (*_FRONT, *([IRLegalization] if self.state.flags.nrt else []), *_BACK):
             passes.add_pass(each, each.__name__)
         passes.finalize()
         return [passes]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu import swiglu_mlp_few, swiglu_mlp_small
+from gpu_ops.kernels.numba_cpu import swiglu_mlp_few
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.gemm import matmul, tile_shape
@@ -39,8 +39,6 @@ def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool 
     """``hidden``: of gradients, the larger one of x and y."""
     if not gradients and _few(tokens, hidden, ffn):
         return "one pass over the weights, all tokens at once"
-    if gradients and swiglu_mlp_small.is_small(tokens, hidden, ffn):
-        return "row by row, on one thread"
     step, block = _steps(tokens, ffn, _kept(tokens, hidden, dtype) if gradients else 1)
     rows, columns = tile_shape(block, step, packed(dtype.name))
     return f"blocks of {step} tokens x {block} of ffn, tiles of {columns} x {rows}"
@@ -127,9 +125,6 @@ def backward(
     if tokens == 0 or ffn == 0 or hidden == 0 or len(w_down) == 0:
         for gradient in (dx, *dweights):
             gradient[...] = 0
-        return
-    if swiglu_mlp_small.is_small(tokens, max(hidden, len(w_down)), ffn):
-        swiglu_mlp_small.backward(dy, x, weights, dx, dweights, activation=activation)
         return
     step, block = _steps(tokens, ffn, _kept(tokens, max(hidden, len(w_down)), x.dtype))
     kind = packed(x.dtype.name)

@@ -43,7 +43,6 @@ from gpu_ops.kernels.numba_cpu.parallel import (
     launch_here,
     thread_count,
 )
-from gpu_ops.kernels.numba_cpu.swiglu_mlp_small import add, finish
 from gpu_ops.kernels.numba_cpu.ternary_tokens import absmax_of
 
 Array = np.ndarray[Any, Any]
@@ -96,6 +95,19 @@ def backward(
 def _used(dtype: str) -> str:
     """In what xq is multiplied."""
     return dtype if packed(dtype, dtype) == "uint32" else compute(dtype).name
+
+
+@inner
+def add(to, factor, row):
+    """to += factor * row"""
+    for i in range(len(row)):
+        to[i] += factor * load(row, i)
+
+
+@inner
+def finish(to, row):
+    for i in range(len(to)):
+        store(to, i, row[i])
 
 
 @inner

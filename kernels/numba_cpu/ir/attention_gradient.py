@@ -38,7 +38,6 @@ from gpu_ops.kernels.numba_cpu.ir.held import Held, field
 from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES
 
 PANEL = 2 * MAX_LANES  # queries of a tile
-STEPS = 4  # words of head_dim in one round of a product
 
 _INT, _FLOAT = ir.VectorType(ir.IntType(32), MAX_LANES), ir.VectorType(ir.FloatType(), MAX_LANES)
 _TILE = [(m, n) for m in range(MR) for n in range(2)]
@@ -86,7 +85,7 @@ class _Fields:
 
 
 def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, steps: Any) -> list[Any]:
-    """Sums over ``steps`` words (a multiple of STEPS) of rows[row + m] times columns[:, lane...]."""
+    """Sums over ``steps`` > 0 words of rows[row + m] times columns[:, lane...]."""
     pairs = w.dtype(columns) == types.uint32
     multiply_add, kind = (dot_bfloat16, _INT) if pairs else (fma, _FLOAT)
     length, zero = w.length(columns), number(0)
@@ -97,14 +96,11 @@ def _product(b: Any, w: _Fields, rows: str, columns: str, row: Any, lane: Any, s
     b.position_at_end(loop)
     step = b.phi(ir.IntType(64))
     sums = [b.phi(_FLOAT) for _ in _TILE]
-    totals = list(sums)
-    for i in range(STEPS):
-        here = b.add(step, number(i))
-        at = b.gep(start, [b.mul(here, length)])
-        factors = [load_vector(b, b.gep(at, [number(n * MAX_LANES)]), kind) for n in range(2)]
-        splats = [splat(b, b.load(b.gep(pointer, [here])), MAX_LANES) for pointer in starts]
-        totals = [multiply_add(b, splats[m], factors[n], x) for (m, n), x in zip(_TILE, totals, strict=True)]
-    following = b.add(step, number(STEPS))
+    at = b.gep(start, [b.mul(step, length)])
+    factors = [load_vector(b, b.gep(at, [number(n * MAX_LANES)]), kind) for n in range(2)]
+    splats = [splat(b, b.load(b.gep(pointer, [step])), MAX_LANES) for pointer in starts]
+    totals = [multiply_add(b, splats[m], factors[n], x) for (m, n), x in zip(_TILE, sums, strict=True)]
+    following = b.add(step, number(1))
     zeros = (zero, *[every(_FLOAT, 0.0)] * len(_TILE))
     for phi, first, next_ in zip((step, *sums), zeros, (following, *totals), strict=True):
         phi.add_incoming(first, entry)
@@ -167,7 +163,7 @@ def score_tile(typingctx, w, row, lane, key, masked, scale, steps, steps_v):
     """Fill w.p and w.ds for keys row ... row + MR - 1 of the tile and PANEL lanes from ``lane``.
 
     ``key``: number of the first key in its sequence; ``masked``: some lane may not see some key;
-    ``steps``, ``steps_v``: words of head_dim and head_dim_v, multiples of STEPS; rows are zero to there.
+    ``steps``, ``steps_v``: words of head_dim and head_dim_v.
     """
 
     def codegen(context, b, sig, args):

@@ -7,8 +7,8 @@
     |   ...       |  over the scores, and its sum.
     +-------------+
 
-The product that makes the scores finds the largest of each lane as well (``gemm_rows_largest``); where they change
-after that, :func:`largest_scores` does. Where tile registers multiply, the maximum moves late: :func:`late_weights`.
+The product that makes the scores also finds the largest of each lane (``gemm_rows_largest``); where they change
+after that, :func:`largest_scores` does.
 
 Weights are floats in place of the scores, or (a target array of uint32) pairs of bfloat16, as ``ir.gemm`` takes them:
 row j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
@@ -37,8 +37,6 @@ from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
 from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
-# How far, in powers of two, scores may rise above the maximum before it moves, where O is not scaled for free
-LATE = 8.0
 _STEP = 4  # rows that are weighed in one round
 
 
@@ -88,59 +86,6 @@ def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha,
     return types.void(s, i, i, i, p, s.dtype, row_max, row_sum, alpha, i), codegen
 
 
-@intrinsic
-def late_weights(typingctx, s, at, ld, rows, p, to, factor, row_max, alpha, lane, total, column):
-    """Weights to ``p[to]``, with ``row_max`` as it is: of use if that need not move (:func:`rises`).
-
-    ``alpha`` [lane] becomes the largest of ``row_max`` and the scores, ``total`` [column] the sum of the weights.
-    """
-
-    def codegen(context, b, sig, args):
-        top_at, alpha_at = (address(context, b, sig.args[i], args[i], args[9]) for i in (7, 8))
-        vector, scale = _lanes(b, s, args[6])
-        scores = address(context, b, sig.args[0], args[0], args[1])
-        weights = address(context, b, sig.args[4], args[4], args[5])
-        top = load_vector(b, top_at, vector)
-        largest = cgutils.alloca_once(b, vector)
-        b.store(top, largest)
-        sum_ = _weigh(b, scores, weights, args[2], args[3], top, scale, _polynomial(s, p), largest)
-        store_vector(b, sum_, address(context, b, sig.args[10], args[10], args[11]))
-        store_vector(b, b.load(largest), alpha_at)
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(s, i, i, i, p, i, s.dtype, row_max, alpha, i, total, i), codegen
-
-
-@intrinsic
-def rises(typingctx, row_max, alpha, lane, factor):
-    """Whether the largest scores ``alpha`` [lane] are, in any lane, so high above ``row_max`` that it has to move."""
-
-    def codegen(context, b, sig, args):
-        old, new, scale = _largest(context, b, sig, args)
-        lanes = b.bitcast(_over(b, old, new, scale), ir.IntType(new.type.count))
-        return b.icmp_unsigned("!=", lanes, lanes.type(0))
-
-    return types.boolean(row_max, alpha, types.int64, row_max.dtype), codegen
-
-
-@intrinsic
-def move_up(typingctx, row_max, alpha, lane, factor, row_sum):
-    """Moves ``row_max`` [lane] where it has to; ``alpha`` becomes the factor for what was summed before, or 1."""
-
-    def codegen(context, b, sig, args):
-        old, new, scale = _largest(context, b, sig, args)
-        new = b.select(_over(b, old, new, scale), new, old)
-        rescale = _rescale(b, old, new, scale, PAIRS)
-        top_at, alpha_at, sum_at = (address(context, b, sig.args[i], args[i], args[2]) for i in (0, 1, 4))
-        store_vector(b, new, top_at)
-        store_vector(b, rescale, alpha_at)
-        store_vector(b, b.fmul(load_vector(b, sum_at, new.type), rescale), sum_at)
-        return context.get_dummy_value()
-
-    return types.void(row_max, alpha, types.int64, row_max.dtype, row_sum), codegen
-
-
 def _polynomial(s: Any, p: Any) -> tuple[float, ...]:
     return PAIRS if p.dtype == types.uint32 else FLOAT32 if s.dtype == types.float32 else FLOAT64
 
@@ -149,18 +94,6 @@ def _lanes(b: Any, s: Any, factor: Any) -> tuple[ir.VectorType, Any]:
     size = s.dtype.bitwidth // 8
     vector = ir.VectorType(ir.FloatType() if size == 4 else ir.DoubleType(), VECTOR_BYTES // size)
     return vector, splat(b, factor, vector.count)
-
-
-def _largest(context: Any, b: Any, sig: Any, args: Any) -> tuple[Any, Any, Any]:
-    """row_max, the largest scores and the factor of a vector of lanes."""
-    vector, scale = _lanes(b, sig.args[0], args[3])
-    old, new = (load_vector(b, address(context, b, sig.args[i], args[i], args[2]), vector) for i in (0, 1))
-    return old, new, scale
-
-
-def _over(b: Any, old: Any, new: Any, scale: Any) -> Any:
-    """Not of -inf over -inf, where nothing has been seen."""
-    return b.fcmp_ordered(">", b.fmul(b.fsub(new, old), scale), every(new.type, LATE))
 
 
 def _seen(b: Any, top: Any) -> Any:
@@ -183,7 +116,6 @@ def _weigh(
     top: Any,
     scale: Any,
     polynomial: tuple[float, ...],
-    largest: Any = None,
 ) -> Any:
     """Scores become weights; their sum, a tile's by itself: its small terms keep their digits."""
     pairs, vector = polynomial is PAIRS, top.type
@@ -197,8 +129,6 @@ def _weigh(
     with cgutils.for_range(b, b.sdiv(rows, number(_STEP))) as loop:
         first = b.mul(loop.index, number(_STEP))
         found = [load_vector(b, row(scores, first, i), vector) for i in range(_STEP)]
-        if largest is not None:
-            b.store(maximum(b, [*found, b.load(largest)]), largest)
         found = [fma(b, x, scale, shift) if pairs else b.fadd(x, shift) for x in found]
         found = [exp2(b, x, polynomial) for x in found]
         if pairs:

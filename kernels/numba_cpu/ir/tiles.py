@@ -125,7 +125,7 @@ def _micro(down: int, across: int) -> Any:
     return micro
 
 
-_micro_1_1, _micro_1_2, micro_2_1, micro_2_2 = (_micro(i, j) for i in (1, 2) for j in (1, 2))
+_micro_1_1, _micro_1_2, _micro_2_1, _micro_2_2 = (_micro(i, j) for i in (1, 2) for j in (1, 2))
 
 
 def later(ahead, count):
@@ -153,11 +153,11 @@ def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulat
             at_c, at_a = c0 + i * ldc + j, a0 + i * lda
             if n - j > TILE:
                 if m - i > TILE:
-                    micro_2_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
+                    _micro_2_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
                 else:
                     _micro_1_2(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
             elif m - i > TILE:
-                micro_2_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
+                _micro_2_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
             else:
                 _micro_1_1(c, at_c, ldc, a, at_a, lda, b, at_b, ldb, k, accumulate, ahead)
             ahead = later(ahead, k // TILE)
