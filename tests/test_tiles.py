@@ -17,9 +17,9 @@ pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 import numba
 
 import gpu_ops
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_rows
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, multiply_tiles, open_tiles
 
 pytestmark = pytest.mark.skipif(
     not TILES, reason="needs an x86 CPU with AMX (Sapphire Rapids or later), on Linux"
@@ -145,10 +145,14 @@ def test_a_fork_may_use_them():
 
 
 REFUSED = """
-from gpu_ops.kernels.numba_cpu import permission
-permission.tiles_allowed = lambda: False
+import ctypes
+import types
+import numba
 import numpy as np
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
+load = ctypes.CDLL
+refuse = types.SimpleNamespace(syscall=lambda *_: -1)
+ctypes.CDLL = lambda name, *more, **options: refuse if name is None else load(name, *more, **options)
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES
 from gpu_ops.kernels.numba_cpu.jit import build_id
 from tests.test_tiles import attend
 assert not TILES

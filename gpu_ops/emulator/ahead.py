@@ -12,8 +12,8 @@ import numba
 from numba.core.registry import cpu_target
 
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.numba_cpu.codegen.numba_pipeline import KernelCompiler
 from gpu_ops.kernels.numba_cpu.jit import DiskCache
-from gpu_ops.kernels.numba_cpu.part import KernelCompiler
 
 __all__ = ["loop", "ufunc"]
 

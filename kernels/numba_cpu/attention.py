@@ -37,15 +37,14 @@ from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
 from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
 from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility, lse_of
-from gpu_ops.kernels.numba_cpu.attention_values import turn_values
+from gpu_ops.kernels.numba_cpu.attention_values import transpose_v
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena, arena_size, by_reference
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.gemm import in_tiles
+from gpu_ops.kernels.numba_cpu.codegen.memory import larger, smaller
+from gpu_ops.kernels.numba_cpu.codegen.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, device_function, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
@@ -156,21 +155,21 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def attention_forward(
     state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_sums
 ):  # fmt: skip
-    memory, options = tally(), held(call)
+    memory, options = arena_size(), by_reference(call)
     make_work(memory, options, k, part_out.dtype.type(0))  # counts the bytes
     attend(
-        state, n_tasks, room(memory[0]), options, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+        state, n_tasks, arena(memory[0]), options, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
         part_out, part_sums,
     )  # fmt: skip
 
 
-@uncounted
+@device_function
 def attend(
     state, n_tasks, memory, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
     part_out, part_sums,
 ):  # fmt: skip
     wide = part_out.dtype.type(0)
-    w = held(make_work(memory, call, k, wide))
+    w = by_reference(make_work(memory, call, k, wide))
     w.vt[:] = 0  # the columns beyond head_dim_v stay so
     if in_tiles(w.kt):
         w.kt[:] = 0  # and those beyond head_dim
@@ -193,7 +192,7 @@ def attend(
             task = claim(state)
             continue
         n, first, last = start_block(w, call, b, group, block, q_len, k_len, alibi, bias)
-        keys = held(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
+        keys = by_reference(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
         w.alpha[:] = scale
         pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, w.alpha)
         if call.n_splits > 1:
@@ -210,7 +209,7 @@ def attend(
             if seen > 0:
                 pack_keys(w.kt, keys, call, first, n_keys)
                 finite = pack_values(w.vt, keys, call, first, n_keys)
-                turn_values(w.vd, w.vt, n_keys)
+                transpose_v(w.vd, w.vt, n_keys)
                 add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible)
             first += n_keys
         finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_sums)

@@ -44,13 +44,13 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import operand
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, is_plain
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena, arena_size, by_reference
+from gpu_ops.kernels.numba_cpu.codegen.attention_gradient import PANEL
+from gpu_ops.kernels.numba_cpu.codegen.memory import round_up
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.target import TILES, VECTOR_BYTES, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, device_function, kernel, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -178,22 +178,22 @@ def attention_backward(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
     dq, dk, dv, delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
-    memory, options, wide = tally(), held(call), dk_parts.dtype.type(0)
+    memory, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
     make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
     make_sums(memory, options, dk_parts, dv_parts)
     backward_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
+        state, n_tasks, arena(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
         dq, dk, dv, delta, dk_parts, dv_parts, starts,
     )  # fmt: skip
 
 
-@uncounted
+@device_function
 def backward_tasks(
     state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, dq, dk, dv,
     delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
     wide = dk_parts.dtype.type(0)
-    w = held(make_scratch(memory, call, operand(q, wide), wide))
+    w = by_reference(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
     open_tiles()
     own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
@@ -254,7 +254,7 @@ def backward_tasks(
     close_tiles()
 
 
-@uncounted
+@device_function
 def store_row(target, index, source, dim, scale):
     row = write_row(target, index)
     for d in range(dim):

@@ -14,14 +14,13 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     next_tile,
 )
 from gpu_ops.kernels.numba_cpu.attention_operands import operand
-from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena, arena_size, by_reference
+from gpu_ops.kernels.numba_cpu.codegen.tiles import close_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.jit import compute, device_function, kernel, types
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 
-@uncounted
+@device_function
 def add_bias_tile(dbias, w, n, first, n_keys):
     """Add a tile of dS; an axis along which bias was broadcast is summed in float64 first."""
     queries, keys = dbias.shape
@@ -55,22 +54,22 @@ def attention_backward_bias(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
 ):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    memory, options, wide = tally(), held(call), dbias.dtype.type(0)
+    memory, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
     make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
     bias_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
+        state, n_tasks, arena(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
         delta, dbias,
     )  # fmt: skip
 
 
-@uncounted
+@device_function
 def bias_tasks(
     state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta, dbias
 ):  # fmt: skip
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
     owned, wide = (blocks if queries > 1 else 1), dbias.dtype.type(0)
-    w = held(make_scratch(memory, call, operand(q, wide), wide))
+    w = by_reference(make_scratch(memory, call, operand(q, wide), wide))
     clear_rows(w)
     open_tiles()
     task = claim(state)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from gpu_ops.kernels.numba_cpu.codegen.bias import add_square
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import chunk_elements
+from gpu_ops.kernels.numba_cpu.codegen.memory import lanes, smaller
 from gpu_ops.kernels.numba_cpu.dtype import read_row
-from gpu_ops.kernels.numba_cpu.ir.bias import add_square
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import lanes
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function
 
 
-@uncounted
+@device_function
 def place_bias(starts, b, n, head, query, bias):
     """The address of each lane's row; beyond, of rows that are asked for in vain."""
     for c in range(len(starts)):
@@ -18,7 +17,7 @@ def place_bias(starts, b, n, head, query, bias):
         starts[c] = read_row(bias, (b, head[lane], query[lane])).ctypes.data
 
 
-@uncounted
+@device_function
 def add_bias(s, first, n, lane, n_lanes, factor, starts, bias):
     """On ``n`` keys from ``first`` on; ``lane``: of the block, the first. Leaves scores in base 2."""
     step, wide, ld = lanes(s), chunk_elements(bias), s.shape[1]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call
+from gpu_ops.kernels.numba_cpu.codegen.memory import round_up
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, MAX_LANES
 from gpu_ops.kernels.numba_cpu.dtype import bits
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, round_up
 from gpu_ops.kernels.numba_cpu.jit import compute, read, types
 from gpu_ops.kernels.numba_cpu.parallel import launcher, thread_count
 

@@ -41,15 +41,14 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     weigh_block,
 )
 from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, lse_of, place_lanes
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena, arena_array, arena_size, by_reference
+from gpu_ops.kernels.numba_cpu.codegen.decode import ADDED_KEYS
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import chunk_elements, from_slots, query_type, to_query
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.memory import lanes, larger, round_up, smaller
+from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
-from gpu_ops.kernels.numba_cpu.ir.decode import ADDED_KEYS
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, device_function, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
@@ -129,21 +128,21 @@ def attention_decode(
     part_out,
     part_sums,
 ):
-    memory, options = tally(), held(call)
+    memory, options = arena_size(), by_reference(call)
     work(memory, options, tile, heads_kv, q, part_out)  # counts the bytes
     decode_tasks(
-        state, n_tasks, room(memory[0]), tile, options, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
+        state, n_tasks, arena(memory[0]), tile, options, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
         sinks, part_out, part_sums,
     )  # fmt: skip
 
 
-@uncounted
+@device_function
 def decode_tasks(
     state, n_tasks, memory, tile, call, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi, sinks,
     part_out, part_sums,
 ):  # fmt: skip
     rows = len(tile)
-    w = held(work(memory, call, tile, heads_kv, q, part_out))
+    w = by_reference(work(memory, call, tile, heads_kv, q, part_out))
     groups = call.nheads_kv // heads_kv
     task = claim(state)
     while task < n_tasks:
@@ -209,7 +208,7 @@ def decode_tasks(
         task = claim(state)
 
 
-@uncounted
+@device_function
 def work(memory, call, tile, heads_kv, q, part_out):
     """Scratch for one thread, carved out of memory."""
     zero = part_out.dtype.type(0)
@@ -218,21 +217,21 @@ def work(memory, call, tile, heads_kv, q, part_out):
     chunk = chunk_elements(q)
     tiles = rows // len(tile)
     return Work(
-        carve(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
-        carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
-        carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
-        carve(memory, (tiles, call.block_n * len(tile) + width), zero),
-        carve(memory, (tiles, width), zero),
-        carve(memory, (tiles, width), zero),
-        carve(memory, 3 * call.block_n, np.int64(0)),
-        carve(memory, call.block_m, np.int64(0)),
-        carve(memory, call.block_m, np.int64(0)),
-        carve(memory, call.block_m, np.int32(0)),
-        carve(memory, call.block_m, np.int32(0)),
+        arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
+        arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        arena_array(memory, (tiles, call.block_n * len(tile) + width), zero),
+        arena_array(memory, (tiles, width), zero),
+        arena_array(memory, (tiles, width), zero),
+        arena_array(memory, 3 * call.block_n, np.int64(0)),
+        arena_array(memory, call.block_m, np.int64(0)),
+        arena_array(memory, call.block_m, np.int64(0)),
+        arena_array(memory, call.block_m, np.int32(0)),
+        arena_array(memory, call.block_m, np.int32(0)),
     )
 
 
-@uncounted
+@device_function
 def pack_queries(w, q, call, heads_kv, b, q_start, n):
     """Row r of w.q = q of row r as score_keys takes it; zero where nothing is."""
     w.q[:] = 0
@@ -242,7 +241,7 @@ def pack_queries(w, q, call, heads_kv, b, q_start, n):
             to_query(q, w.q[kv * call.block_m + r], source, call.head_dim)
 
 
-@uncounted
+@device_function
 def attend(
     w, tile, call, heads_kv, ahead, k, v, table, alibi, b, first_kv, n, sequences, first, last, careful
 ):

@@ -5,13 +5,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.attention_tile import TINY, score_scale
+from gpu_ops.kernels.numba_cpu.codegen.decode import (
+    add_values,
+    added_keys,
+    score_keys,
+    scored_keys,
+    weigh_scores,
+)
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import slot
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.memory import larger, smaller
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.ir.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function
 
 
 class Work(NamedTuple):
@@ -30,7 +36,7 @@ class Work(NamedTuple):
     high: Any
 
 
-@uncounted
+@device_function
 def place_rows(at, x, table, call, b, start, head_kv, first, n):
     """at[j] = address of the row of key first + j; the last one fills the rest of the block."""
     address = np.int64(x.ctypes.data) + head_kv * x.strides[2]
@@ -52,7 +58,7 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
         at[j] = at[n - 1]
 
 
-@uncounted
+@device_function
 def score_block(w, tile, k, call, heads_kv, padded, ahead):
     """s = scale Q K^T for all KV heads, in the order of memory."""
     scale = like(w.s[0, 0], score_scale(call))
@@ -62,7 +68,7 @@ def score_block(w, tile, k, call, heads_kv, padded, ahead):
         score_keys(tile, keys, k, w.places, j, later, sizes, w.q, call.head_dim, w.s, j * len(tile), scale)
 
 
-@uncounted
+@device_function
 def asked_for(x, ahead, keys, heads_kv):
     """What ``score_keys`` asks for while it reads ``keys`` rows of each KV head: as many rows that lie ``ahead``, in
     the order of memory where the rows of all heads lie side by side."""
@@ -71,7 +77,7 @@ def asked_for(x, ahead, keys, heads_kv):
     return ahead, x.strides[2], x.strides[1]
 
 
-@uncounted
+@device_function
 def weigh_block(w, tile, padded):
     """Scores become weights, and the sums of weights grow."""
     for t in range(w.s.shape[0]):
@@ -80,7 +86,7 @@ def weigh_block(w, tile, padded):
         )
 
 
-@uncounted
+@device_function
 def sum_values(w, tile, v, call, heads_kv, padded, ahead):
     """part = p V for all KV heads, in the order of memory."""
     keys, sizes = added_keys(tile, v), (heads_kv, call.block_m // len(tile))
@@ -91,7 +97,7 @@ def sum_values(w, tile, v, call, heads_kv, padded, ahead):
         add_values(tile, keys, v, w.places, first, later, sizes, w.s, j * len(tile), w.part, call.head_dim_v)
 
 
-@uncounted
+@device_function
 def add_block(w, rows, padded):
     """O = O * alpha + part."""
     for row in range(w.o.shape[0]):
@@ -100,7 +106,7 @@ def add_block(w, rows, padded):
             total[i] = total[i] * alpha + part[i]
 
 
-@uncounted
+@device_function
 def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
     """softcap and ALiBi; leaves scores in base 2."""
     tiles = call.block_m // rows
@@ -119,7 +125,7 @@ def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
                     row[j * rows + r - first_row] -= like(row[0], slope * abs(position - j))
 
 
-@uncounted
+@device_function
 def mask_scores(w, call, rows, first, n_keys, padded, n):
     """-inf where a row does not see a key."""
     tiles = call.block_m // rows
@@ -134,7 +140,7 @@ def mask_scores(w, call, rows, first, n_keys, padded, n):
         row[n_keys * rows : padded * rows] = -np.inf
 
 
-@uncounted
+@device_function
 def values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, first, n_keys, n):
     """part = p V over visible keys only, none with weight 0, so that what is not finite in V shows."""
     tiles = call.block_m // rows

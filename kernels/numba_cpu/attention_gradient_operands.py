@@ -7,7 +7,7 @@ A product sums along one axis of its operands; of bfloat16, a 32-bit word holds 
     [ab] [cd]       [ab] [ef]       [ae] [bf] [cg] [dh]
     [ef] [gh]       [cd] [gh]
 
-Where tile registers multiply pairs (ir/tiles.py), keys come in whole tiles, and the row pairs of dS are transposed.
+Where tile registers multiply pairs (codegen/tiles.py), keys come in whole tiles, and the row pairs of dS are transposed.
 
 For floats a word is one element: rows and row pairs are then the same array.
 """
@@ -15,16 +15,14 @@ For floats a word is one element: rows and row pairs are then the same array.
 from __future__ import annotations
 
 import numpy as np
-from numba.core import types
 
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array, as_type
+from gpu_ops.kernels.numba_cpu.codegen.gemm import in_tiles
+from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, lanes, round_up, smaller
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, like
-from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
+from gpu_ops.kernels.numba_cpu.jit import constant, device_function, generic, noinline_function
 
 
 def _pairs(a):
@@ -37,43 +35,10 @@ def packing(a):
     return 2 if _pairs(a) else 1
 
 
+@generic
 def scale_floats(a, m, n, factor):
     """a *= factor; pairs of bfloat16 stay as they are."""
-    raise TypeError("compiled code only")
 
-
-def unscaled(a, factor):
-    """What is left of ``factor`` to multiply products of operands like ``a`` by."""
-    raise TypeError("compiled code only")
-
-
-def row_pairs(memory, rows, m, n):
-    """Room for the row pairs of ``rows``: m rows of n words in all."""
-    raise TypeError("compiled code only")
-
-
-def float_tile(memory, a, m, n, wide):
-    """``a`` itself if it is of floats, else room for m rows of n of them."""
-    raise TypeError("compiled code only")
-
-
-def pair_rows(pairs, rows, n):
-    """Fill the row pairs of the first n rows (an even number)."""
-    raise TypeError("compiled code only")
-
-
-def pair_tile(target, source, rows, width):
-    """Round a (keys, queries) tile to words of neighbouring queries."""
-    raise TypeError("compiled code only")
-
-
-def pair_tile_keys(target, source, rows, width):
-    """Round a (keys, queries) tile to words of neighbouring keys."""
-    raise TypeError("compiled code only")
-
-
-@overload(scale_floats)
-def _scale_floats(a, m, n, factor):
     def scale(a, m, n, factor):
         x = like(a[0, 0], factor)
         for i in range(m):
@@ -84,26 +49,29 @@ def _scale_floats(a, m, n, factor):
     return (lambda a, m, n, factor: None) if _pairs(a) else scale
 
 
-@overload(unscaled)
-def _unscaled(a, factor):
+@generic
+def unscaled(a, factor):
+    """What is left of ``factor`` to multiply products of operands like ``a`` by."""
     return (lambda a, factor: factor) if _pairs(a) else (lambda a, factor: 1.0)
 
 
-@overload_array(row_pairs)
-def _row_pairs(memory, rows, m, n):
+@generic(refcount=True)
+def row_pairs(memory, rows, m, n):
+    """Room for the row pairs of ``rows``: m rows of n words in all."""
     if _pairs(rows):
-        return lambda memory, rows, m, n: carve(memory, (m // 2, n + SKEW), np.uint32(0))
+        return lambda memory, rows, m, n: arena_array(memory, (m // 2, n + SKEW), np.uint32(0))
     return lambda memory, rows, m, n: rows
 
 
-@overload_array(float_tile)
-def _float_tile(memory, a, m, n, wide):
+@generic(refcount=True)
+def float_tile(memory, a, m, n, wide):
+    """``a`` itself if it is of floats, else room for m rows of n of them."""
     if _pairs(a):
-        return lambda memory, a, m, n, wide: carve(memory, (m, n + SKEW), wide)
+        return lambda memory, a, m, n, wide: arena_array(memory, (m, n + SKEW), wide)
     return lambda memory, a, m, n, wide: a
 
 
-@alone
+@noinline_function
 def _interleave(pairs, rows, n):
     zero = np.uint16(0)
     for i in range(n // 2):
@@ -112,14 +80,15 @@ def _interleave(pairs, rows, n):
             to[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
 
 
-@overload(pair_rows)
-def _pair_rows(pairs, rows, n):
+@generic
+def pair_rows(pairs, rows, n):
+    """Fill the row pairs of the first n rows (an even number)."""
     return (
         (lambda pairs, rows, n: _interleave(pairs, rows, n)) if _pairs(rows) else lambda pairs, rows, n: None
     )
 
 
-@alone
+@noinline_function
 def _narrow(target, source, rows, width):
     for j in range(rows):
         row, to = source[j], as_type(target[j], np.uint16(0))
@@ -127,8 +96,9 @@ def _narrow(target, source, rows, width):
             to[c] = bfloat16_of_float32(row[c])
 
 
-@overload(pair_tile)
-def _pair_tile(target, source, rows, width):
+@generic
+def pair_tile(target, source, rows, width):
+    """Round a (keys, queries) tile to words of neighbouring queries."""
     return (
         (lambda target, source, rows, width: _narrow(target, source, rows, width))
         if _pairs(target)
@@ -136,8 +106,10 @@ def _pair_tile(target, source, rows, width):
     )
 
 
-@overload(pair_tile_keys)
-def _pair_tile_keys(target, source, rows, width):
+@generic
+def pair_tile_keys(target, source, rows, width):
+    """Round a (keys, queries) tile to words of neighbouring keys."""
+
     def narrow(target, source, rows, width):
         for i in range(rows // 2):
             low, high, to = source[2 * i], source[2 * i + 1], target[i]
@@ -148,14 +120,14 @@ def _pair_tile_keys(target, source, rows, width):
     return narrow if _pairs(target) else lambda target, source, rows, width: None
 
 
-@uncounted
+@device_function
 def product_words(a, dim):
     """Words of a row of ``dim`` elements that a product takes; they are zero from there on."""
     words = (dim + packing(a) - 1) // packing(a)
     return round_up(words, TILE) if in_tiles(a) else words
 
 
-@uncounted
+@device_function
 def row_words(a, dim):
     """Words of a row of ``dim`` elements: whole vectors, so that it can be transposed."""
     return round_up((dim + packing(a) - 1) // packing(a), lanes(a))

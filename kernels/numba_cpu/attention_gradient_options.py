@@ -15,26 +15,21 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
     multiply_scores,
     next_tile,
 )
-from gpu_ops.kernels.numba_cpu.attention_operands import key_step
+from gpu_ops.kernels.numba_cpu.attention_operands import k_unroll
 from gpu_ops.kernels.numba_cpu.attention_scores import weigh_visible
-from gpu_ops.kernels.numba_cpu.attention_tile import (
-    finish_scores,
-    is_plain,
-    mask_scores,
-    score_scale,
-)
+from gpu_ops.kernels.numba_cpu.attention_tile import finish_scores, is_plain, mask_scores, score_scale
+from gpu_ops.kernels.numba_cpu.codegen.attention_gradient import PANEL
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.memory import round_up
 from gpu_ops.kernels.numba_cpu.dtype import like
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.target import round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function, noinline_function
 
 
-@uncounted
+@device_function
 def any_scores(w, call, n, first, n_keys, bias):
     """S^T in base 2, masked, into w.s, and dP^T."""
-    width, rows = round_up(n, PANEL), round_up(n_keys, key_step(w.p))
+    width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
     words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
     multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
     factor = like(w.lse2[0], unscaled(w.q, score_scale(call)))
@@ -45,7 +40,7 @@ def any_scores(w, call, n, first, n_keys, bias):
     mask_scores(w.s, first, n_keys, width, w.low, w.top)
 
 
-@uncounted
+@device_function
 def scale_scores(s, n, width, factor):
     if factor != 1:
         for j in range(n):
@@ -53,7 +48,7 @@ def scale_scores(s, n, width, factor):
                 s[j, c] *= factor
 
 
-@uncounted
+@device_function
 def split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible):
     """Of rows with a coarse lse: w.lse2 the largest score, and w.rest the log2 of the sum of the weights beside it.
 
@@ -79,7 +74,7 @@ def split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias,
         w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
 
 
-@alone
+@noinline_function
 def sum_weights(w, c, n_keys):
     top, total = w.lse2[c], w.rest[c]
     for j in range(n_keys):
@@ -91,10 +86,10 @@ def sum_weights(w, c, n_keys):
     w.lse2[c], w.rest[c] = top, total
 
 
-@uncounted
+@device_function
 def any_gradients(w, call, n, first, n_keys, finite, bias):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
-    width, rows = round_up(n, PANEL), round_up(n_keys, key_step(w.p))
+    width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
     any_scores(w, call, n, first, n_keys, bias)
     if not finite:
         weigh_visible(w.s, w.lse2, n_keys, width)
@@ -116,10 +111,10 @@ def any_gradients(w, call, n, first, n_keys, finite, bias):
     clear(w.dp, n_keys, rows)
 
 
-@uncounted
+@device_function
 def pair_gradients(w, width, n_keys):
     """The operands of the products from P^T and dS^T in floats."""
-    rows = round_up(n_keys, key_step(w.p))
+    rows = round_up(n_keys, k_unroll(w.p))
     pair_tile(w.p, w.s, rows, width)
     pair_tile(w.ds, w.dp, rows, width)
     pair_tile_keys(w.ds_keys, w.dp, rows, width)

@@ -6,16 +6,15 @@ panel, the keys that some lane of it sees. Neighbours with the same range go tog
 
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import packing
 from gpu_ops.kernels.numba_cpu.attention_gradient_tile import KEY_GROUP
-from gpu_ops.kernels.numba_cpu.attention_operands import key_step, transpose
+from gpu_ops.kernels.numba_cpu.attention_operands import k_unroll, transpose
+from gpu_ops.kernels.numba_cpu.codegen.attention_gradient import PANEL
+from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_columns, gemm_rows, takes_tiles
+from gpu_ops.kernels.numba_cpu.codegen.memory import round_up, smaller
 from gpu_ops.kernels.numba_cpu.dtype import load, read_row
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns, gemm_rows, takes_tiles
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, overload, uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function, generic, noinline_function
 
 
-@uncounted
+@device_function
 def panels_of(w, panels, key):
     """First and last + 1 of the panels that see a key of the group from row ``key``."""
     first, last = panels, 0
@@ -25,10 +24,10 @@ def panels_of(w, panels, key):
     return first, last
 
 
-@uncounted
+@device_function
 def add_products(w, width, dk, dv, at, n_keys):
     """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
-    rows, panels, pack = round_up(n_keys, key_step(w.p)), width // PANEL, packing(w.p)
+    rows, panels, pack = round_up(n_keys, k_unroll(w.p)), width // PANEL, packing(w.p)
     dim, dim_v = dk.shape[1], dv.shape[1]
     key = 0
     while key < rows:
@@ -56,13 +55,10 @@ def add_products(w, width, dk, dv, at, n_keys):
         i = stop
 
 
+@generic
 def add_queries(w, ds, lane, m, key, k, dim):
     """dQ += dS K of ``m`` lanes and ``k`` steps from ``key`` on; ``ds`` is ``w.ds_keys``."""
-    raise TypeError("compiled code only")
 
-
-@overload(add_queries)
-def _add_queries(w, ds, lane, m, key, k, dim):
     def tiles(w, ds, lane, m, key, k, dim):
         ld, ld_ds, ld_dq, ld_k = w.ds_rows.shape[1], ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
         at_dq, at = lane * ld_dq, lane * ld + key
@@ -77,7 +73,7 @@ def _add_queries(w, ds, lane, m, key, k, dim):
     return tiles if takes_tiles(ds) else vectors
 
 
-@uncounted
+@device_function
 def add_products_carefully(w, call, b, head_kv, n, dk, dv, at, first, n_keys, dout, q, k, sequences):
     """The same without the terms whose weight is 0: there the other factor may be NaN or infinite."""
     kb = 0 if call.packed else b
@@ -94,7 +90,7 @@ def add_products_carefully(w, call, b, head_kv, n, dk, dv, at, first, n_keys, do
                 add_row(w.dq[c], ds, key, call.head_dim)
 
 
-@alone
+@noinline_function
 def add_row(total, weight, row, dim):
     for d in range(dim):
         total[d] += weight * load(row, d)

@@ -17,7 +17,6 @@ panels of PANEL; a panel works on the keys that some lane of it sees, and the re
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     float_tile,
@@ -29,22 +28,17 @@ from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
     scale_floats,
     unscaled,
 )
-from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, put_row, transpose, turned
-from gpu_ops.kernels.numba_cpu.attention_tile import (
-    make_terms,
-    place_lanes,
-    place_terms,
-    score_scale,
-)
+from gpu_ops.kernels.numba_cpu.attention_operands import finite, k_unroll, put_row, transpose, turned
+from gpu_ops.kernels.numba_cpu.attention_tile import make_terms, place_lanes, place_terms, score_scale
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array
+from gpu_ops.kernels.numba_cpu.codegen.attention_gradient import PANEL, score_tile
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_rows, in_tiles
+from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, larger, round_up, smaller
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
+from gpu_ops.kernels.numba_cpu.codegen.target import MR
 from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, score_tile
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows, in_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function, generic, inner, noinline_function
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
 RESOLUTION = 2.0**-12  # lse in base 2 is too large to hold the sum of a row where adding this is lost
@@ -85,76 +79,78 @@ class Scratch(NamedTuple):
     rows: Any  # (panels, 2) rows of the tile on which a panel works: first and last + 1
 
 
-@uncounted
+@device_function
 def make_scratch(memory, call, x, wide):
     """Carved out of memory. ``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
-    one = carve(memory, (0, 0), x)
-    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, key_step(one))
+    one = arena_array(memory, (0, 0), x)
+    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, k_unroll(one))
     words, words_v = row_words(one, call.head_dim), row_words(one, call.head_dim_v)
     dim, dim_v, width = words * packing(one), words_v * packing(one), m // packing(one)
-    q, do = carve(memory, (m, words + SKEW), x), carve(memory, (m, words_v + SKEW), x)
+    q, do = arena_array(memory, (m, words + SKEW), x), arena_array(memory, (m, words_v + SKEW), x)
     k, p, ds = (
-        carve(memory, (n, words + SKEW), x),
-        carve(memory, (n, width + SKEW), x),
-        carve(memory, (n, width + SKEW), x),
+        arena_array(memory, (n, words + SKEW), x),
+        arena_array(memory, (n, width + SKEW), x),
+        arena_array(memory, (n, width + SKEW), x),
     )
-    v = carve(memory, (n, words_v + SKEW), x)
+    v = arena_array(memory, (n, words_v + SKEW), x)
     dp, ds_keys = float_tile(memory, ds, n, m, wide), row_pairs(memory, ds, n, m)
     return Scratch(
         q,
-        carve(memory, (words, m + SKEW), x),
+        arena_array(memory, (words, m + SKEW), x),
         row_pairs(memory, q, m, dim),
         do,
-        carve(memory, (words_v, m + SKEW), x),
+        arena_array(memory, (words_v, m + SKEW), x),
         row_pairs(memory, do, m, dim_v),
         k,
         row_pairs(memory, k, n, dim),
         v,
-        carve(memory, (m, dim + SKEW), wide),
+        arena_array(memory, (m, dim + SKEW), wide),
         p,
         ds,
         ds_keys,
         turned(memory, ds_keys),
         float_tile(memory, p, n, m, wide),
         dp,
-        carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
-        carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
-        carve(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int32(0)),
-        carve(memory, m, np.int32(0)),
+        arena_array(memory, (n if in_tiles(one) else 0, PANEL), wide),
+        arena_array(memory, (n if in_tiles(one) else 0, PANEL), wide),
+        arena_array(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, np.int64(0)),
+        arena_array(memory, m, np.int64(0)),
+        arena_array(memory, m, np.int32(0)),
+        arena_array(memory, m, np.int32(0)),
         make_terms(memory, n if call.softcap > 0 else 0, m + SKEW, wide),
-        carve(memory, m, np.int32(0)),
-        carve(memory, (m // PANEL, 4), np.int64(0)),
-        carve(memory, (m // PANEL, 2), np.int64(0)),
+        arena_array(memory, m, np.int32(0)),
+        arena_array(memory, (m // PANEL, 4), np.int64(0)),
+        arena_array(memory, (m // PANEL, 2), np.int64(0)),
     )
 
 
-@uncounted
+@device_function
 def make_sums(memory, call, dk_parts, dv_parts):
     """dK and dV of a key head that has one part."""
     keys, wide = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
-    return carve(memory, (keys, dk_parts.shape[3]), wide), carve(memory, (keys, dv_parts.shape[3]), wide)
+    return arena_array(memory, (keys, dk_parts.shape[3]), wide), arena_array(
+        memory, (keys, dv_parts.shape[3]), wide
+    )
 
 
-@uncounted
+@device_function
 def clear_rows(w):
     """What lies behind head_dim in a row stays 0."""
     for a in (w.q, w.do, w.k, w.v):
         clear(a, 0, a.shape[0])
 
 
-@alone
+@noinline_function
 def clear(a, first, last):
     """Whole rows."""
     clear_columns(a, first, last, 0, a.shape[1])
 
 
-@uncounted
+@device_function
 def clear_columns(a, first, last, start, stop):
     for j in range(first, last):
         row = a[j]
@@ -170,7 +166,7 @@ def dot_float64(x, y, n):
     return total
 
 
-@alone
+@noinline_function
 def extremes(x, start, stop):
     least = most = np.int64(x[start])
     for c in range(start + 1, stop):
@@ -178,7 +174,7 @@ def extremes(x, start, stop):
     return least, most
 
 
-@uncounted
+@device_function
 def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, bias, delta):
     """Lanes, Q, dO, lse and delta of one block of queries.
 
@@ -223,12 +219,12 @@ def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, bi
     return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v), coarse
 
 
-@uncounted
+@device_function
 def is_coarse(lse):
     return lse + like(lse, RESOLUTION) == lse and abs(lse) != np.inf
 
 
-@uncounted
+@device_function
 def next_tile(w, call, b, n, first, last, visible):
     """(keys of the tile from ``first``, whether a block mask lets any lane see it)."""
     n_keys = smaller(call.block_n, last + 1 - first)
@@ -243,10 +239,10 @@ def next_tile(w, call, b, n, first, last, visible):
     return n_keys, seen
 
 
-@uncounted
+@device_function
 def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     """K and V of a tile. True if all is finite."""
-    kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, key_step(w.k))
+    kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, k_unroll(w.k))
     for j in range(n_keys):
         put_row(w.k[j], read_row(k, (kb, start + j, head_kv)), call.head_dim)
         put_row(w.v[j], read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
@@ -257,7 +253,7 @@ def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
     return finite(w.k, n_keys, words) and finite(w.v, n_keys, words_v)
 
 
-@uncounted
+@device_function
 def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
     """S^T and dP^T in floats, of keys row ... row + n - 1 and ``width`` lanes, into the first columns of s and dp."""
     ld, k, v = s.shape[1], w.k.shape[1], w.v.shape[1]
@@ -266,15 +262,12 @@ def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
     gemm_rows(dp, at, ld, w.v, row * v, v, w.dot, lane, w.dot.shape[1], n, width, words_v, False)
 
 
+@generic
 def plain_gradients(w, call, width, first, n_keys):
     """P^T and dS^T of finite numbers without softcap, ALiBi or bias. False for float64: nothing done."""
-    raise TypeError("compiled code only")
 
-
-@overload(plain_gradients)
-def _plain_gradients(w, call, width, first, n_keys):
     def by_panels(w, call, width, first, n_keys):
-        step = key_step(w.p)
+        step = k_unroll(w.p)
         rows = round_up(n_keys, step)
         words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
         scale = np.float32(unscaled(w.q, score_scale(call)))

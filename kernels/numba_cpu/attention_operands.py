@@ -6,7 +6,7 @@
     ot  [panel, d, lane]   accumulates O^T
 
 Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFLOAT16``): two steps of a product are
-then one uint32, the pair of bfloat16 that ``ir.gemm`` takes. Which of the two shows in the arrays' type alone.
+then one uint32, the pair of bfloat16 that ``codegen.gemm`` takes. Which of the two shows in the arrays' type alone.
 
 Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
 would find 8 of its columns in one set of the L1 cache.
@@ -17,18 +17,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
 
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array, as_type
+from gpu_ops.kernels.numba_cpu.codegen.gemm import (
+    copy_transposed,
+    copy_transposed_scaled,
+    in_tiles,
+    takes_tiles,
+)
+from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, copy_row, lanes, round_up, smaller
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
+from gpu_ops.kernels.numba_cpu.codegen.softmax import ROWS
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE
 from gpu_ops.kernels.numba_cpu.dtype import float32_of_bfloat16, load, read_row
-from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
-from gpu_ops.kernels.numba_cpu.panels import steps
+from gpu_ops.kernels.numba_cpu.jit import constant, device_function, generic, noinline_function
+from gpu_ops.kernels.numba_cpu.packing import steps
 
 
 class Keys(NamedTuple):
@@ -42,69 +46,32 @@ class Keys(NamedTuple):
     head: int
 
 
-def operand(x, wide):
-    """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
-    raise TypeError("compiled code only")
-
-
 @constant
 def is_pairs(packed):
     """Whether array ``packed`` holds pairs of bfloat16."""
     return packed.dtype == types.uint32
 
 
-def weights(packed, s):
-    """The array in which the softmax leaves the weights of the scores ``s``: the same memory."""
-    raise TypeError("compiled code only")
-
-
-def element(x, step, column):
-    """Element ``step`` of a product, widened, in an operand whose first axis counts the steps."""
-    raise TypeError("compiled code only")
-
-
-def put_row(to, row, dim):
-    """to = row, ``dim`` elements along the steps. An odd number of bfloat16 is followed by a zero."""
-    raise TypeError("compiled code only")
-
-
-def put_values(to, j, row, dim):
-    """Row j of V; in pairs with the one before, for an odd j."""
-    raise TypeError("compiled code only")
-
-
-def transpose_queries(qt, at, nr, rows, d, factor):
-    """A square of ``rows`` from column ``d`` on, times ``factor``, to ``qt[at]``; pairs of bfloat16 take its sign."""
-    raise TypeError("compiled code only")
-
-
-def finite(a, m, n):
-    """Whether ``n`` words of each of the first ``m`` rows of an operand are."""
-    raise TypeError("compiled code only")
-
-
-def turned(memory, a):
-    """Room for the transpose of operand ``a``, where tile registers multiply: their left operand lies in rows. Else
-    ``a`` itself."""
-    raise TypeError("compiled code only")
-
-
-@overload(operand)
-def _operand(x, wide):
+@generic
+def operand(x, wide):
+    """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x, wide: np.uint32(0)
     return lambda x, wide: wide
 
 
-@overload_array(weights)
-def _weights(packed, s):
+@generic(refcount=True)
+def weights(packed, s):
+    """The array in which the softmax leaves the weights of the scores ``s``: the same memory."""
     if packed.dtype == types.uint32:
         return lambda packed, s: as_type(s, np.uint32(0))
     return lambda packed, s: s
 
 
-@overload(element)
-def _element(x, step, column):
+@generic
+def element(x, step, column):
+    """Element ``step`` of a product, widened, in an operand whose first axis counts the steps."""
+
     def of_pair(x, step, column):
         word = x[step // 2, column]
         return float32_of_bfloat16(word >> np.uint32(16 * (step % 2)) & np.uint32(0xFFFF))
@@ -112,8 +79,9 @@ def _element(x, step, column):
     return of_pair if x.dtype == types.uint32 else (lambda x, step, column: x[step, column])
 
 
-@overload(put_row)
-def _put_row(to, row, dim):
+@generic
+def put_row(to, row, dim):
+    """to = row, ``dim`` elements along the steps. An odd number of bfloat16 is followed by a zero."""
     if to.dtype == row.dtype:
         return lambda to, row, dim: copy_row(to, row, dim)
 
@@ -129,8 +97,10 @@ def _put_row(to, row, dim):
     return pairs if to.dtype == types.uint32 else widen
 
 
-@overload(put_values)
-def _put_values(to, j, row, dim):
+@generic
+def put_values(to, j, row, dim):
+    """Row j of V; in pairs with the one before, for an odd j."""
+
     def pairs(to, j, row, dim):
         words = to[j // 2]
         if j % 2 == 0:
@@ -143,8 +113,10 @@ def _put_values(to, j, row, dim):
     return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
 
 
-@overload(transpose_queries)
-def _transpose_queries(qt, at, nr, rows, d, factor):
+@generic
+def transpose_queries(qt, at, nr, rows, d, factor):
+    """A square of ``rows`` from column ``d`` on, times ``factor``, to ``qt[at]``; pairs of bfloat16 take its sign."""
+
     def pairs(qt, at, nr, rows, d, factor):
         if factor[0] < 0:
             for row in rows:
@@ -158,22 +130,25 @@ def _transpose_queries(qt, at, nr, rows, d, factor):
     return pairs if rows.dtype == types.uint32 else floats
 
 
-@overload_array(turned)
-def _turned(memory, a):
+@generic(refcount=True)
+def turned(memory, a):
+    """Room for the transpose of operand ``a``, where tile registers multiply: their left operand lies in rows. Else
+    ``a`` itself."""
+
     def room(memory, a):
         steps, columns = a.shape
-        return carve(memory, (columns, round_up(steps, TILE) + SKEW), np.uint32(0))
+        return arena_array(memory, (columns, round_up(steps, TILE) + SKEW), np.uint32(0))
 
     return room if takes_tiles(a) else lambda memory, a: a
 
 
-@uncounted
-def key_step(a):
+@device_function
+def k_unroll(a):
     """Keys that go into products of operands like ``a`` together: a whole tile of pairs, or the rows of a round."""
     return 2 * TILE if in_tiles(a) else ROWS
 
 
-@uncounted
+@device_function
 def transpose(to, to0, ldt, source, source0, lds, m, n):
     """to[j, i] = source[i, j] for m rows of n words, both whole vectors, from offsets to0 and source0."""
     step = lanes(source)
@@ -182,8 +157,9 @@ def transpose(to, to0, ldt, source, source0, lds, m, n):
             copy_transposed(to, to0 + j * ldt + i, ldt, source, source0 + i * lds + j, lds)
 
 
-@overload(finite)
-def _finite(a, m, n):
+@generic
+def finite(a, m, n):
+    """Whether ``n`` words of each of the first ``m`` rows of an operand are."""
     # an exponent of ones carries into the bit above it
     if a.dtype == types.float64:
         word, ones, one, above = np.uint64, 0x7FF << 52, 1 << 52, 1 << 63
@@ -204,7 +180,7 @@ def _finite(a, m, n):
     return check
 
 
-@alone
+@noinline_function
 def key_run(keys, call, key, n):
     """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
     if call.page_size > 0:
@@ -213,7 +189,7 @@ def key_run(keys, call, key, n):
     return 0 if call.packed else keys.b, keys.start + key, n
 
 
-@alone
+@noinline_function
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
     """Fill the panels of ``n`` lanes, times the vector ``factor``; zero in lanes without a query. ``rows`` holds a
     vector's rows on their way."""
@@ -229,7 +205,7 @@ def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
             transpose_queries(qt, at + d * nr, nr, rows, d, factor)
 
 
-@alone
+@noinline_function
 def pack_keys(kt, keys, call, first, n):
     """Rows first..first + n - 1 of K."""
     j = 0
@@ -240,7 +216,7 @@ def pack_keys(kt, keys, call, first, n):
         j += run
 
 
-@alone
+@noinline_function
 def pack_values(vt, keys, call, first, n):
     """The same of V. Returns whether all are finite."""
     j = 0

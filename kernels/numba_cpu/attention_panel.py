@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_operands import (
-    element,
-    is_pairs,
-    key_step,
-    operand,
-    turned,
-    weights,
-)
+from gpu_ops.kernels.numba_cpu.attention_operands import element, is_pairs, k_unroll, operand, turned, weights
 from gpu_ops.kernels.numba_cpu.attention_scores import all_visible, finish_panel
 from gpu_ops.kernels.numba_cpu.attention_tile import (
     TINY_LOG2,
@@ -34,20 +27,20 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     score_scale,
 )
 from gpu_ops.kernels.numba_cpu.attention_values import add_values, rescale
-from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import (
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.gemm import (
     copy_transposed_scaled,
     copy_vector,
     gemm_rows_largest,
     in_tiles,
 )
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores, softmax_step
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
-from gpu_ops.kernels.numba_cpu.panels import steps
+from gpu_ops.kernels.numba_cpu.codegen.memory import lanes, larger, round_up, smaller
+from gpu_ops.kernels.numba_cpu.codegen.softmax import largest_scores, softmax_step
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES
+from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
+from gpu_ops.kernels.numba_cpu.jit import device_function, noinline_function
+from gpu_ops.kernels.numba_cpu.packing import steps
 
 
 class Work(NamedTuple):
@@ -73,41 +66,41 @@ class Work(NamedTuple):
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
 
-@uncounted
+@device_function
 def make_work(memory, call, k, wide):
     unit = operand(k, wide)
-    sample = carve(memory, (0, 0), unit)
-    nr = 2 * lanes(carve(memory, (0, 0), wide))
-    keys = round_up(call.block_n, key_step(sample))
+    sample = arena_array(memory, (0, 0), unit)
+    nr = 2 * lanes(arena_array(memory, (0, 0), wide))
+    keys = round_up(call.block_n, k_unroll(sample))
     panels = (call.block_m + nr - 1) // nr
     depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
     depth = padded if in_tiles(sample) else depth
     dim_v = round_up(call.head_dim_v, MAX_LANES)
     m = panels * nr
-    vt, s = carve(memory, (steps(sample, keys), dim_v), unit), carve(memory, (keys, nr), wide)
+    vt, s = arena_array(memory, (steps(sample, keys), dim_v), unit), arena_array(memory, (keys, nr), wide)
     return Work(
-        carve(memory, (panels * padded, nr), unit),
-        carve(memory, (keys, depth), unit),
+        arena_array(memory, (panels * padded, nr), unit),
+        arena_array(memory, (keys, depth), unit),
         vt,
         turned(memory, vt),
         s,
         weights(vt, s),
-        carve(memory, (panels * dim_v, nr), wide),
-        carve(memory, (lanes(sample), padded), unit),
-        carve(memory, (lanes(s), dim_v), wide),
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int32(0)),
-        carve(memory, m, np.int32(0)),
+        arena_array(memory, (panels * dim_v, nr), wide),
+        arena_array(memory, (lanes(sample), padded), unit),
+        arena_array(memory, (lanes(s), dim_v), wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, np.int64(0)),
+        arena_array(memory, m, np.int64(0)),
+        arena_array(memory, m, np.int32(0)),
+        arena_array(memory, m, np.int32(0)),
         make_terms(memory, 0, m, wide),
-        carve(memory, (panels, 4), np.int64(0)),
+        arena_array(memory, (panels, 4), np.int64(0)),
     )
 
 
-@uncounted
+@device_function
 def start_block(w, call, b, group, block, q_len, k_len, alibi, bias):
     """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
@@ -128,7 +121,7 @@ def start_block(w, call, b, group, block, q_len, k_len, alibi, bias):
     return n, first, last
 
 
-@uncounted
+@device_function
 def factors(call, p):
     """softmax_scale in two parts: what Q is multiplied by, and the scores in the softmax.
 
@@ -141,7 +134,7 @@ def factors(call, p):
     return scale, 1.0
 
 
-@uncounted
+@device_function
 def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
     """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
 
@@ -149,7 +142,7 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
     """
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
-    ldk, group = w.kt.shape[1], key_step(w.vt)
+    ldk, group = w.kt.shape[1], k_unroll(w.vt)
     scale, here = like(w.s[0, 0], factors(call, w.p)[1]), seen
     for panel in range((n + nr - 1) // nr):
         lane = panel * nr
@@ -194,14 +187,14 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
             add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 
 
-@uncounted
+@device_function
 def restart(w, lane, width):
     """The largest scores are those of the tiles before."""
     for c in range(0, width, lanes(w.s)):
         copy_vector(w.alpha, lane + c, 0, w.row_max, lane + c, 0)
 
 
-@uncounted
+@device_function
 def keep_visible(s, n, width, factor, row_max):
     """No visible key gets weight 0: its non-finite value must show."""
     for c in range(width):
@@ -214,7 +207,7 @@ def keep_visible(s, n, width, factor, row_max):
                 s[j, c] = least
 
 
-@uncounted
+@device_function
 def add_carefully(ot, vt, p, dim, width, n):
     """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
     for j in range(n):
@@ -225,7 +218,7 @@ def add_carefully(ot, vt, p, dim, width, n):
                     ot[d, c] += element(vt, j, d) * weight
 
 
-@uncounted
+@device_function
 def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_sums):
     """O and lse of the block's lanes, or of its part of the keys."""
     factor = factors(call, w.p)[1] if is_plain(call) else 1.0
@@ -261,7 +254,7 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
                 put_output(write_row(out, (ob, q_start + i, h)), w.o_rows[c])
 
 
-@alone
+@noinline_function
 def put_output(to, row):
     for d in range(len(to)):
         store(to, d, row[d])

@@ -9,18 +9,18 @@ from gpu_ops.kernels.numba_cpu.attention_tile import (
     mask_block,
     mask_scores,
 )
+from gpu_ops.kernels.numba_cpu.codegen.memory import larger, smaller
 from gpu_ops.kernels.numba_cpu.dtype import like
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function, noinline_function
 
 
-@uncounted
+@device_function
 def all_visible(w, panel, first, n_keys):
     """Whether every lane of the panel sees the keys."""
     return w.seen[panel, 2] <= first and first + n_keys - 1 <= w.seen[panel, 3]
 
 
-@uncounted
+@device_function
 def finish_panel(w, s, call, b, panel, n, first, n_keys, seen, width, factor, bias, visible):
     """Whatever turns the products ``s`` of ``n_keys`` keys from ``first`` on into scores, and masks."""
     start = panel * w.s.shape[1]
@@ -38,7 +38,7 @@ def finish_panel(w, s, call, b, panel, n, first, n_keys, seen, width, factor, bi
         mask_block(s, visible, call, b, first, n_keys, stop - start, head, query)
 
 
-@alone
+@noinline_function
 def weigh_visible(s, lse, n_keys, width):
     """A visible key never weighs exactly 0, so that its NaN shows; ``s`` and ``lse`` in base 2."""
     for j in range(n_keys):

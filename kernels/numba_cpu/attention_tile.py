@@ -20,17 +20,17 @@ masked.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
 
 from gpu_ops.kernels.numba_cpu.attention_bias import add_bias, place_bias
+from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array
+from gpu_ops.kernels.numba_cpu.codegen.bias import PANEL
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.memory import larger, smaller
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES
 from gpu_ops.kernels.numba_cpu.dtype import like
 from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.ir.bias import PANEL
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
+from gpu_ops.kernels.numba_cpu.jit import device_function, noinline_function
 
 LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
@@ -69,19 +69,19 @@ _TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
 CALL = types.NamedTuple([_TYPE[kind] for kind in Call.__annotations__.values()], Call)
 
 
-@uncounted
+@device_function
 def is_plain(call):
     """Whether scores are q.k times softmax_scale and nothing else."""
     return call.softcap == 0 and not call.has_alibi and not call.has_bias
 
 
-@uncounted
+@device_function
 def score_scale(call):
     """What q.k is multiplied by: scores are in base 2, but in natural units before softcap."""
     return call.scale if call.softcap > 0 else call.scale * LOG2E
 
 
-@uncounted
+@device_function
 def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     """Fill the lanes of a row block; returns (lanes used, first and last key that any lane sees).
 
@@ -107,13 +107,13 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     return n, first, last
 
 
-@uncounted
+@device_function
 def lse_of(top, total):
     """From the largest score and the sum of the weights beside it."""
     return -np.inf if total == 0 else (top + np.log2(total)) * LN2
 
 
-@uncounted
+@device_function
 def cap_scores(s, softcap, n, width, factor, slope, keep_slope):
     """log2(e) * softcap * tanh(factor * s / softcap); on request its slope 1 - tanh^2 too, for the gradient."""
     cap = like(s[0, 0], softcap * LOG2E)
@@ -136,17 +136,17 @@ class Terms(NamedTuple):
     cap_slope: Any  # (n, m) for gradients, the slope of softcap
 
 
-@uncounted
+@device_function
 def make_terms(memory, n, m, wide):
     return Terms(
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m + PANEL * MAX_LANES, np.int64(0)),
-        carve(memory, (n, m), wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m + PANEL * MAX_LANES, np.int64(0)),
+        arena_array(memory, (n, m), wide),
     )
 
 
-@uncounted
+@device_function
 def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
     """Fill the lanes of a row block; the last query sits on key ``offset`` + its number."""
     if call.has_bias:
@@ -159,7 +159,7 @@ def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
             terms.slope[c] = terms.position[c] = 0
 
 
-@uncounted
+@device_function
 def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_slope, bias):
     """softcap, ALiBi and bias; leaves scores in base 2. ``factor``: what is missing of score_scale. ``lane``: of the
     block, the first."""
@@ -177,7 +177,7 @@ def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_s
         add_bias(s, first, n, lane, n_lanes, factor, terms.starts, bias)
 
 
-@alone
+@noinline_function
 def mask_scores(s, first, n, width, low, high):
     """-inf where lane c does not see key first + j."""
     for j in range(n):
@@ -188,7 +188,7 @@ def mask_scores(s, first, n, width, low, high):
             row[c] = row[c] if seen else -np.inf
 
 
-@uncounted
+@device_function
 def block_visibility(visible, call, b, key, lanes, head, query):
     """How a block mask treats one block of keys: 0 no lane sees it, 1 some lanes, 2 all."""
     first = visible[b, head[0], query[0] // call.block_q, key // call.block_k]
@@ -198,7 +198,7 @@ def block_visibility(visible, call, b, key, lanes, head, query):
     return 2 if first else 0
 
 
-@uncounted
+@device_function
 def mask_block(s, visible, call, b, key, n, lanes, head, query):
     for c in range(lanes):
         if not visible[b, head[c], query[c] // call.block_q, key // call.block_k]:

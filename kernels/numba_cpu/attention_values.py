@@ -7,25 +7,18 @@ vd  [d, key]    where tile registers multiply, V^T: their left operand lies in r
 from __future__ import annotations
 
 from gpu_ops.kernels.numba_cpu.attention_operands import transpose
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_columns_scaled, gemm_rows, takes_tiles
-from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import alone, overload
-from gpu_ops.kernels.numba_cpu.panels import steps
+from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_columns_scaled, gemm_rows, takes_tiles
+from gpu_ops.kernels.numba_cpu.codegen.memory import round_up
+from gpu_ops.kernels.numba_cpu.codegen.target import MR
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE
+from gpu_ops.kernels.numba_cpu.jit import generic, noinline_function
+from gpu_ops.kernels.numba_cpu.packing import steps
 
 
-def turn_values(vd, vt, n):
+@generic
+def transpose_v(vd, vt, n):
     """V^T of ``n`` keys, zeros up to a whole group."""
-    raise TypeError("compiled code only")
 
-
-def add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
-    """A panel of ``width`` lanes at ``ot[at]`` and ``p``: keys skip..skip + count - 1 of the tile; all are finite."""
-    raise TypeError("compiled code only")
-
-
-@overload(turn_values)
-def _turn_values(vd, vt, n):
     def turn(vd, vt, n):
         full = round_up(steps(vt, n), TILE)
         for j in range(steps(vt, n), full):
@@ -35,8 +28,10 @@ def _turn_values(vd, vt, n):
     return turn if takes_tiles(vt) else lambda vd, vt, n: None
 
 
-@overload(add_values)
-def _add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+@generic
+def add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+    """A panel of ``width`` lanes at ``ot[at]`` and ``p``: keys skip..skip + count - 1 of the tile; all are finite."""
+
     def tiles(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
         ld, rows, depth = vd.shape[1], round_up(dim, TILE), round_up(steps(vt, count), TILE)
         rescale(ot, at // nr, dim, width, alpha[lane : lane + width])
@@ -51,7 +46,7 @@ def _add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
     return tiles if takes_tiles(vt) else vectors
 
 
-@alone
+@noinline_function
 def rescale(ot, first, n, width, alpha):
     changed = False
     for c in range(width):

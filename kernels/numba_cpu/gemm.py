@@ -1,11 +1,11 @@
-"""Matrix products of the CPU backend: ``C (+)= op(A) op(B)`` on the micro-kernels of ir/gemm.py, for every dtype.
+"""Matrix products of the CPU backend: ``C (+)= op(A) op(B)`` on the micro-kernels of codegen/gemm.py, for every dtype.
 
 A task is one tile of C, which stays in the L2 cache as float32 (float64 for float64) while it adds up over
 blocks of K:
 
                         columns: panels of NR                 per block of K:
                       +-------+-------+----                     A  rows x block, packed by the task, in L1 and L2
-        block of B    | panel | panel |                         B  panels that all tasks share (panels.py), in L2
+        block of B    | panel | panel |                         B  panels that all tasks share (packing.py), in L2
                       +-------+-------+----                     next A asked for from memory meanwhile: a line
     rows x block      |   C   |   C   |                            every few steps, in the micro-kernel's loop
     of A              +-------+-------+----                   at the end C is rounded once and stored
@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import as_type
-from gpu_ops.kernels.numba_cpu.ir.gemm import (
+from gpu_ops.kernels.numba_cpu.codegen.arena import as_type
+from gpu_ops.kernels.numba_cpu.codegen.gemm import (
     ROUND,
     columns_1,
     columns_2,
@@ -34,12 +33,20 @@ from gpu_ops.kernels.numba_cpu.ir.gemm import (
     rows_2,
     takes_tiles,
 )
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, SKEW, row_address, scratch
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, XEON, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import counted, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import (
+from gpu_ops.kernels.numba_cpu.codegen.memory import (
+    LINE_BYTES,
+    SKEW,
+    lanes,
+    round_up,
+    row_address,
+    scratch,
+    smaller,
+)
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES, MR, XEON
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
+from gpu_ops.kernels.numba_cpu.jit import device_function, generic, kernel, read, types, write
+from gpu_ops.kernels.numba_cpu.packing import (
     IN_PLACE,
     Panels,
     elements,
@@ -120,14 +127,14 @@ def _even(length: int, most: int, step: int) -> int:
     return max(step, -(-length // (parts * step)) * step)
 
 
-@uncounted
+@device_function
 def tile_size(index, tile, length):
     """Where tile ``index`` starts and its size."""
     start = index * tile
     return start, max(0, min(tile, length - start))
 
 
-@uncounted
+@device_function
 def region(packed, trans, m0, m, k0, k):
     """Where a block of A lies in memory: first row, rows, first column, columns."""
     if trans:
@@ -135,7 +142,7 @@ def region(packed, trans, m0, m, k0, k):
     return m0, m, elements(packed, k0), elements(packed, k)
 
 
-@uncounted
+@device_function
 def place(ahead, r0, c0, columns, at, advance):
     """What the micro-kernels are to ask for, from ``at`` bytes into the region on."""
     length, stride = max(1, columns * ahead.itemsize), ahead.strides[0]
@@ -143,7 +150,7 @@ def place(ahead, r0, c0, columns, at, advance):
 
 
 def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
-    @uncounted
+    @device_function
     def multiply(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
         """C (+)= A B; meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
         ldc, nr = c.shape[1], 2 * lanes(c)
@@ -172,13 +179,10 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
 _multiply_rows, _multiply_columns = _multiply(rows_2, rows_1, False), _multiply(columns_2, columns_1, True)
 
 
+@generic
 def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
     """C (+)= A B of words from offset a0, as ``pack_a`` leaves them or as they lay, B from panel ``first`` on."""
-    raise TypeError("compiled code only")
 
-
-@overload(products)
-def _products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
     def vectors(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
         if trans:
             _multiply_columns(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
@@ -211,12 +215,6 @@ def _products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r
     return tiles if takes_tiles(panels) else vectors
 
 
-def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
-    """C (+)= op(A) B: m rows of op(A) from m0 and k steps from k0, B from panel ``first`` on; ``room`` is for what of
-    A is packed. While that is multiplied, rows x columns of ``ahead`` from r0, c0 are asked for."""
-    raise TypeError("compiled code only")
-
-
 def _widest_in_place(a: types.Array, panels: types.Array) -> int:
     """Up to how many columns A is multiplied where it lies. That takes, of the time with packed A, on a Xeon: float32
     0.82 (16 columns), 0.88 (64), 1.0 (1024); bfloat16 in tiles, whose loads wait for memory, 0.68, 0.80, 1.02 (96).
@@ -226,10 +224,10 @@ def _widest_in_place(a: types.Array, panels: types.Array) -> int:
     return 1 << 62 if XEON and a.dtype == panels.dtype else 0
 
 
-@overload(multiply)
-def _multiply_any(
-    c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns
-):
+@generic
+def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
+    """C (+)= op(A) B: m rows of op(A) from m0 and k steps from k0, B from panel ``first`` on; ``room`` is for what of
+    A is packed. While that is multiplied, rows x columns of ``ahead`` from r0, c0 are asked for."""
     widest, step = _widest_in_place(a, panels), TILE if takes_tiles(panels) else MR
 
     def packed(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
@@ -307,7 +305,7 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
     close_tiles()
 
 
-@counted
+@device_function(refcount=True)
 def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
     """Adds what there is of the sum, and stores C there or, rounded, in ``out``."""
     if trans_out:
@@ -323,7 +321,7 @@ def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
             finish_row(c[i], m0 + i, n0, n, out, total, add, last)
 
 
-@uncounted
+@device_function
 def finish_row(row, r, start, length, out, total, add, last):
     if add:
         so_far = read_row(total, (r,))[start : start + length]

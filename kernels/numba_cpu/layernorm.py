@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen import norm
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import chunk_elements
+from gpu_ops.kernels.numba_cpu.codegen.memory import scratch
+from gpu_ops.kernels.numba_cpu.codegen.stream import fence, stays_in_cache
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, device_function, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import (
     SHORT_SUM,
@@ -114,7 +114,7 @@ def backward(
 _squares = short_sums(norm.squared_deviations, norm.exact_squares, TINY)
 
 
-@uncounted
+@device_function
 def moments(x):
     """The mean, and the sum of the squares of what numbers differ from it, float64.
 
@@ -136,7 +136,7 @@ def moments(x):
     return mean, sum_of_squares(x, mean) if around < 0.25 * squares else around
 
 
-@uncounted
+@device_function
 def sum_of_squares(x, mean):
     """Around the mean's rounding, which is put right then."""
     near = like(load(x, 0), mean)

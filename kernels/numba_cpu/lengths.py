@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.jit import inner, kernel, read, types
-from gpu_ops.kernels.numba_cpu.parallel import launch_here
+from gpu_ops.kernels.numba_cpu.parallel import launch_inline
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +35,7 @@ def packed(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
 
     def found_of(starts_q: Array, starts_k: Array) -> Array:
         found = np.empty((len(starts_q), 4), np.int64)
-        launch_here(look, 1, starts_q, starts_k, total_q, total_k, found)
+        launch_inline(look, 1, starts_q, starts_k, total_q, total_k, found)
         return found
 
     return found_of
@@ -53,7 +53,7 @@ def cached(
     def found_of(used: Array, table: Array | None) -> Array:
         found = np.empty((len(used) + 1, 4), np.int64)
         pages, capacity = (_NO_TABLE, page_size) if table is None else (table, page_size * table.shape[1])
-        launch_here(look, 1, used, pages, seqlen_q, new, page_size, num_pages, capacity, found)
+        launch_inline(look, 1, used, pages, seqlen_q, new, page_size, num_pages, capacity, found)
         return found
 
     return found_of
@@ -66,7 +66,7 @@ def apart(new: int, page_size: int) -> Callable[[Array, Array], bool]:
 
     def differ(used: Array, table: Array) -> bool:
         found = np.empty(1, np.int64)
-        launch_here(look, 1, used, table, new, page_size, found)
+        launch_inline(look, 1, used, table, new, page_size, found)
         return bool(found[0])
 
     return differ
@@ -78,7 +78,7 @@ def mapped(num_slots: int) -> Callable[[Array], bool]:
 
     def differ(slots: Array) -> bool:
         found = np.empty(1, np.int64)
-        launch_here(look, 1, slots, num_slots, found)
+        launch_inline(look, 1, slots, num_slots, found)
         return bool(found[0])
 
     return differ

@@ -9,7 +9,7 @@ short sums in the computing type where these are in its range, so that no finite
 float64 partial per task, added up in order: the same result every time, whatever thread ran which task. It grows by
 a few rows at a time, whose sum is in the computing type, before their dx, which may be dy's memory.
 
-Forward (passes in ``ir/norm.py``; results too large for a cache go past it)::
+Forward (passes in ``codegen/norm.py``; results too large for a cache go past it)::
 
     x        | row r | row r + 1 ...         row r + 1 is fetched while y is stored
     residual | row r | row r + 1 ...
@@ -21,17 +21,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from gpu_ops.kernels.numba_cpu.codegen import norm
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import chunk_elements
+from gpu_ops.kernels.numba_cpu.codegen.memory import place_of, scratch
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import njit
+from gpu_ops.kernels.numba_cpu.codegen.rows import UNROLLED
+from gpu_ops.kernels.numba_cpu.codegen.stream import fence, stays_in_cache
+from gpu_ops.kernels.numba_cpu.codegen.sums import TOGETHER
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import place_of, scratch
-from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
-from gpu_ops.kernels.numba_cpu.ir.sums import TOGETHER
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import compute, device_function, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -115,12 +115,12 @@ def backward(
 def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
     """A function (operands, scalars, wide): the float64 sum over rows, of short sums in the computing type.
 
-    ``short`` and ``exact`` are passes of ir/norm.py. Where the size of a sum is not between ``least`` and infinity,
+    ``short`` and ``exact`` are passes of codegen/norm.py. Where the size of a sum is not between ``least`` and infinity,
     ``exact`` takes the same numbers, with the scalars ``wide``, in float64. ``uncounted``, not ``inner``: reordered,
     a sum of differences from a number would be the difference of two large sums.
     """
 
-    @uncounted
+    @device_function
     def add_up(operands, scalars, wide):
         total, length = 0.0, len(operands[0])
         for start in range(0, length, SHORT_SUM):
@@ -137,7 +137,7 @@ def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
 _squares = short_sums(norm.squares, norm.exact_squares, TINY)
 
 
-@uncounted
+@device_function
 def sum_of_squares(x):
     return _squares((x,), (), (0.0,))
 
@@ -148,7 +148,7 @@ def together(rows, cols):
     return max(1, min(TOGETHER, CACHED // max(1, cols), rows))
 
 
-@uncounted
+@device_function
 def shared_chunks(lines, of, result, r, first, stop):
     """For a pass over row r of the rows from ``first`` to ``stop`` of a result."""
     joined = result.strides[0] == result.shape[1] * result.itemsize

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen import norm
 from gpu_ops.kernels.numba_cpu.dtype import (
     bits,
     like,
@@ -24,7 +25,6 @@ from gpu_ops.kernels.numba_cpu.dtype import (
     rounded,
     write_row,
 )
-from gpu_ops.kernels.numba_cpu.ir import norm
 from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import sum_of_squares

@@ -4,7 +4,7 @@ Per token: ``2 * (nheads + nheads_kv) * head_dim`` elements read or written and 
 tables read, which the heads of the token share. Memory bound: 6 flops per pair.
 
 Results too large for a cache are stored past it, unless they are in place: heads gather in a block of BLOCK_BYTES
-as long as they are neighbours in memory (``ir/stream.py``)::
+as long as they are neighbours in memory (``codegen/stream.py``)::
 
     x     | head | head | head | ...     read; as much of what comes next is fetched while a block is stored
     line  | head | head | head |         rotated
@@ -16,17 +16,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, place_of, scratch
-from gpu_ops.kernels.numba_cpu.ir.rotate import (
+from gpu_ops.kernels.numba_cpu.codegen.memory import copy_row, from_beginning, place_of, scratch
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import njit
+from gpu_ops.kernels.numba_cpu.codegen.rotate import (
     rotate_halves,
     rotate_halves_each,
     rotate_pairs,
     rotate_pairs_each,
 )
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
+from gpu_ops.kernels.numba_cpu.codegen.stream import fence, finish, put, stays_in_cache
+from gpu_ops.kernels.numba_cpu.dtype import all_bits, read_row, write_row
 from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 

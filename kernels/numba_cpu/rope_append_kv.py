@@ -3,7 +3,7 @@
 All heads of a token go together where their halves are whole vectors and their results neighbours in memory::
 
     x      | head | head | ...     read; as much of the next token's is fetched while results are stored
-    line   | head | head |         x * (offset + weight) / rms, rotated (ir/rotate.py)
+    line   | head | head |         x * (offset + weight) / rms, rotated (codegen/rotate.py)
     out    | head | head | ...     past the caches, if too large for them; else line is not needed
 
 Others one by one, by way of ``head``, in the computing type. Values are copied.
@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen import norm
+from gpu_ops.kernels.numba_cpu.codegen.memory import LINE_BYTES, copy_row, from_beginning, scratch
+from gpu_ops.kernels.numba_cpu.codegen.rotate import rotate_halves
+from gpu_ops.kernels.numba_cpu.codegen.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, copy_row, from_beginning, scratch
-from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, device_function, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, sum_of_squares
 from gpu_ops.kernels.numba_cpu.rope import rotate
@@ -121,7 +121,7 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
     )
 
 
-@uncounted
+@device_function
 def find_scales(scales, x, b, s, eps, normalise):
     """1 / rms of each head of a token, or 1. All before the first is needed: each takes a while to come."""
     for h in range(x.shape[2]):
@@ -155,7 +155,7 @@ def widen(gain, weight, offset):
         gain[i] = offset + load(weight, i)
 
 
-@uncounted
+@device_function
 def append_heads(
     x, b, s, y, page, row, together, scales, head, line, waits, where, gain, eps, cos, sin, rotary_dim, interleaved,
     normalise, streaming,
@@ -176,7 +176,7 @@ def append_heads(
             rotated(head, write_row(y, (page, row, h)), cos, sin, rotary_dim, interleaved)
 
 
-@uncounted
+@device_function
 def go_together(y, rotary_dim, interleaved):
     """Whether the heads of a token of y can be rotated, and stored, at once."""
     neighbours = y.strides[2] == y.shape[3] * y.itemsize

@@ -6,7 +6,7 @@ backward   gate, up and dh = dy @ w_down tile by tile, from them dgate, dup and 
 
 gate, up and dh exist as tiles only, and h, dgate and dup as blocks: TOKENS tokens by a block of ffn columns are
 in flight, in the order in which the products read them; y or dx adds up over the blocks. Everything between the
-first read and the last write is float32, or what panels.py says: where the CPU multiplies bfloat16, h, dgate and
+first read and the last write is float32, or what packing.py says: where the CPU multiplies bfloat16, h, dgate and
 dup are rounded to it once. A few tokens are bound by reading the weights: see swiglu_mlp_few.py.
 """
 
@@ -22,7 +22,7 @@ from gpu_ops.kernels.numba_cpu import swiglu_mlp_few
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
 from gpu_ops.kernels.numba_cpu.dtype import bits
 from gpu_ops.kernels.numba_cpu.gemm import matmul, tile_shape
-from gpu_ops.kernels.numba_cpu.panels import Panels, pack, packed
+from gpu_ops.kernels.numba_cpu.packing import Panels, pack, packed
 from gpu_ops.kernels.numba_cpu.parallel import launch
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, mlp_hidden, mlp_hidden_backward
 

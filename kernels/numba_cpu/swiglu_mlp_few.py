@@ -6,7 +6,7 @@ at a time, and the next ones are asked for meanwhile; gate and up meet at the en
     addresses of a task's rows    gate 0..15 | up 0..15 | gate 16..31 | up 16..31 | ...     (fewer rows per group
     per group and four tokens     sums[row, token] of one vector                              for four tokens)
 
-Tokens are widened once per thread, in the order in which ir/decode_rows.py widens 16-bit weights. All sums and h are
+Tokens are widened once per thread, in the order in which codegen/decode_rows.py widens 16-bit weights. All sums and h are
 float32 (float64 for float64).
 """
 
@@ -18,12 +18,20 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
+from gpu_ops.kernels.numba_cpu.codegen.decode import score_keys
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import to_slots
+from gpu_ops.kernels.numba_cpu.codegen.memory import lanes, round_up, row_address, scratch
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES, VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.decode import score_keys
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
-from gpu_ops.kernels.numba_cpu.ir.memory import row_address, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import compute, counted, kernel, overload, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import (
+    compute,
+    device_function,
+    generic,
+    kernel,
+    read,
+    types,
+    write,
+)
 from gpu_ops.kernels.numba_cpu.parallel import claim, launcher, thread_count
 from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
 
@@ -54,7 +62,7 @@ def rows_per_task(rows: int) -> int:
     return max(1, min(4, even // MAX_LANES)) * MAX_LANES
 
 
-@counted
+@device_function(refcount=True)
 def widened(x, w):
     """The rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
     tokens, depth = x.shape
@@ -66,27 +74,23 @@ def widened(x, w):
     return wide
 
 
+@generic
 def few(sums):
     """Two tuples: of four, or of as many lanes as a vector of sums has; and of the rows that fill it with those."""
-    raise TypeError("compiled code only")
-
-
-@overload(few)
-def _few(sums):
     width = VECTOR_BYTES * 8 // sums.dtype.bitwidth
     four = (0,) * min(AT_ONCE, width)
     rows = (0,) * (width // len(four))
     return lambda sums: (four, rows)
 
 
-@uncounted
+@device_function
 def list_rows(addresses, at, w, first, stop, n):
     """Addresses of rows of w, as many as there are; the last repeats."""
     for j in range(n):
         addresses[at + j] = row_address(w, min(first + j, stop), 0)
 
 
-@counted
+@device_function(refcount=True)
 def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
     depth, one = w.shape[1], sum_of(w) + 1

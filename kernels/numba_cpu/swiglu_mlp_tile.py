@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen import glu
+from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, lanes, round_up, scratch
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES
+from gpu_ops.kernels.numba_cpu.codegen.tiles import close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
 from gpu_ops.kernels.numba_cpu.gemm import multiply, tile_size
-from gpu_ops.kernels.numba_cpu.ir import gated
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import elements, packed, put_rows, room_a, steps
+from gpu_ops.kernels.numba_cpu.jit import (
+    compute,
+    device_function,
+    generic,
+    kernel,
+    read,
+    types,
+    write,
+)
+from gpu_ops.kernels.numba_cpu.packing import elements, packed, put_rows, room_a, steps
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-_silu, _gelu, _gelu_tanh = (gated.forward[name] for name in ACTIVATIONS)
-_silu_backward, _gelu_backward, _gelu_tanh_backward = (gated.backward_hidden[name] for name in ACTIVATIONS)
+_silu, _gelu, _gelu_tanh = (glu.forward[name] for name in ACTIVATIONS)
+_silu_backward, _gelu_backward, _gelu_tanh_backward = (glu.backward_hidden[name] for name in ACTIVATIONS)
 
 
-@uncounted
+@device_function
 def activate(activation, h, gate, up):
     """One row; h may be gate."""
     if activation == 0:
@@ -34,7 +42,7 @@ def activate(activation, h, gate, up):
         _gelu_tanh((h,), (gate, up), (), (), (), False)
 
 
-@uncounted
+@device_function
 def gate_tile_backward(activation, gate, up, dh, m, n):
     """gate, up and dh become dgate, dup and h."""
     for i in range(m):
@@ -47,7 +55,7 @@ def gate_tile_backward(activation, gate, up, dh, m, n):
             _gelu_tanh_backward(results, operands, (), (), (), False)
 
 
-@uncounted
+@device_function
 def put(to, tile, f0, m, t0, n):
     for i in range(m):
         row = write_row(to, (f0 + i,))[t0 : t0 + n]
@@ -56,13 +64,9 @@ def put(to, tile, f0, m, t0, n):
             store(row, j, source[j])
 
 
+@generic
 def sum_of(packed):
     """A zero of the type in which products of ``packed`` add up."""
-    raise TypeError("compiled code only")
-
-
-@overload(sum_of)
-def _sum_of(packed):
     zero = np.float64(0) if packed.dtype == types.float64 else np.float32(0)
     return lambda packed: zero
 

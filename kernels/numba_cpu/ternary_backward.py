@@ -1,7 +1,7 @@
 """Gradients of the ternary matmul on the CPU: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
 Sums are float32 (float64 for float64). dw is a product like others. A task of dx is some tokens x columns, and some
-rows of W at a time exist in its caches, as words (panels.py) of which a row is what one step of the product takes:
+rows of W at a time exist in its caches, as words (packing.py) of which a row is what one step of the product takes:
 
                           columns of dx
                        +----------------+
@@ -26,21 +26,28 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
+from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, lanes, prefetch_row, round_up, scratch, smaller
+from gpu_ops.kernels.numba_cpu.codegen.ternary import WORD, unpack_pairs, unpack_row
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, like, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.gemm import matmul, products, tile_size
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, prefetch_row, scratch
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.ternary import WORD, unpack_pairs, unpack_row
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, steps
+from gpu_ops.kernels.numba_cpu.jit import (
+    compute,
+    device_function,
+    generic,
+    inner,
+    kernel,
+    read,
+    types,
+    write,
+)
+from gpu_ops.kernels.numba_cpu.packing import elements, pack_a, packed, put_rows, steps
 from gpu_ops.kernels.numba_cpu.parallel import (
     TASKS_PER_THREAD,
     claim,
     items_per_task,
     launch,
-    launch_here,
+    launch_inline,
     thread_count,
 )
 from gpu_ops.kernels.numba_cpu.ternary_tokens import absmax_of
@@ -79,7 +86,7 @@ def backward(
     rounding = activations == "int8"
     if tokens * n * k <= SMALL:
         arrays = bits(dy), bits(x), codes, scale, bits(dx), dw
-        launch_here(ternary_small_backward[x.dtype], 1, rounding, *arrays)
+        launch_inline(ternary_small_backward[x.dtype], 1, rounding, *arrays)
         return
     used, word = x, packed(x.dtype.name, x.dtype.name)
     if rounding:
@@ -118,7 +125,7 @@ def scale_groups(to, scale, group, first):
             to[i - first] *= scale[g]
 
 
-@uncounted
+@device_function
 def round_tokens(to, row, zero):
     """What the forward multiplies of one token: rounded to int8, in the units of its scale."""
     absmax = absmax_of(row, zero)
@@ -129,12 +136,7 @@ def round_tokens(to, row, zero):
         store(to, i, q * unit)
 
 
-def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
-    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if there are some by row."""
-    raise TypeError("compiled code only")
-
-
-@uncounted
+@device_function
 def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group):
     span = round_up(width, WORD)
     first, last = k0 // 4, (k0 + span) // 4
@@ -149,8 +151,10 @@ def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group
         put_rows(panels, 1, some, r0, rows, 0, span)
 
 
-@overload(unpack)
-def _unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+@generic
+def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if there are some by row."""
+
     def pairs(panels, some, codes, n0, count, k0, width, scale, per_row, group):
         if (count % 2 > 0) | (per_row & (group % WORD > 0)):
             unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group)

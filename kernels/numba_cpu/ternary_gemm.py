@@ -3,19 +3,27 @@
 A task is PANEL_ROWS rows of weights x up to ``block_m`` tokens. Along K it unpacks BLOCK_K codes of its
 rows into a panel that stays in L1 and multiplies all its tokens by it, TILE_M at a time: two vector
 sums per token, each step two loads from the panel and TILE_M broadcasts; where the CPU has tile registers, they
-multiply (ir/tiles.py). Scales come in when a group of k ends.
+multiply (codegen/tiles.py). Scales come in when a group of k ends.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES
+from gpu_ops.kernels.numba_cpu.codegen.ternary import tile, unpack_panel
+from gpu_ops.kernels.numba_cpu.codegen.ternary_codes import CHUNK, LANES, PANEL_ROWS, TILE_M
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, multiply_tiles, open_tiles
 from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.codes import CHUNK, LANES, PANEL_ROWS, TILE_M
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.ir.ternary import tile, unpack_panel
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
+from gpu_ops.kernels.numba_cpu.jit import (
+    compute,
+    device_function,
+    generic,
+    kernel,
+    read,
+    types,
+    write,
+)
 from gpu_ops.kernels.numba_cpu.parallel import claim
 
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
@@ -25,19 +33,16 @@ SUM_K = 64  # floats summed in a row; then such sums in float32 per block, and b
 SPAN = 2**22  # codes whose int32 sums cannot overflow: 3 * 128 * SPAN < 2^31
 
 
-@uncounted
+@device_function
 def multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, first, m):
     for t in range(first, m, TILE_M):
         tile(TILE_M, panel, p0, x, x0 + t * x_stride, x_stride, steps, acc, a0 + t * PANEL_ROWS)
 
 
+@generic
 def multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
     """acc[m, PANEL_ROWS] += x[m, steps] @ panel[steps, PANEL_ROWS]; a step is four int8."""
-    raise TypeError("compiled code only")
 
-
-@overload(multiply)
-def _multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
     def vectors(panel, p0, x, x0, x_stride, steps, acc, a0, m):
         multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, 0, m)
 

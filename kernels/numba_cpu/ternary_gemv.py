@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen.ternary import dot_float32, dot_int8
 from gpu_ops.kernels.numba_cpu.dtype import store, write_row
-from gpu_ops.kernels.numba_cpu.ir.ternary import dot_float32, dot_int8
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import TASKS_PER_THREAD, claim, thread_count
 

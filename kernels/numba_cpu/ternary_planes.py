@@ -13,11 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import intrinsic, njit, signature
 from gpu_ops.kernels.numba_cpu.dtype import read_row, write_row
 from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launcher

@@ -22,14 +22,10 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import address, asking, call, number
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
+from gpu_ops.kernels.numba_cpu.codegen.build import address, asking, call, number
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES
+from gpu_ops.kernels.numba_cpu.jit import device_function, generic
 
 TILE = 16  # rows of a tile, and words of a row
 _I8, _VOID = ir.IntType(8), ir.VoidType()
@@ -128,13 +124,10 @@ def _micro(down: int, across: int) -> Any:
 _micro_1_1, _micro_1_2, _micro_2_1, _micro_2_2 = (_micro(i, j) for i in (1, 2) for j in (1, 2))
 
 
+@generic
 def later(ahead, count):
     """What to ask for after ``count`` times."""
-    raise TypeError("compiled code only")
 
-
-@overload(later)
-def _later(ahead, count):
     def rows(ahead, count):
         row, inside, advance, length, stride = ahead
         inside += count * advance
@@ -143,7 +136,7 @@ def _later(ahead, count):
     return rows if len(ahead) else lambda ahead, count: ahead
 
 
-@uncounted
+@device_function
 def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulate, ahead):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0, all in whole tiles, k > 0. B lies in panels of two
     tiles' columns, ``panel`` elements from one to the next. Meanwhile asks for ``ahead``."""

@@ -17,45 +17,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
 
+from gpu_ops.kernels.numba_cpu.codegen.build import call, load_vector, shuffle, splat
+from gpu_ops.kernels.numba_cpu.codegen.memory import copy_row
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir, types
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, FEATURES, VECTOR_BYTES
 from gpu_ops.kernels.numba_cpu.dtype import like, load, store
-from gpu_ops.kernels.numba_cpu.ir.build import call, load_vector, shuffle, splat
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, FEATURES, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.jit import overload
+from gpu_ops.kernels.numba_cpu.jit import generic
 
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
 
-def slot(x, d):
-    """Where element ``d`` of a row of array ``x`` is once it is in vectors."""
-    raise TypeError("compiled code only")
-
-
-def to_slots(x, dst, row, n, factor):
-    """dst = factor * row, ``n`` elements in the order of the vectors of array ``x``."""
-    raise TypeError("compiled code only")
-
-
-def from_slots(x, dst, src, n, factor):
-    """dst = factor * src, back from that order and rounded to the dtype of ``dst``."""
-    raise TypeError("compiled code only")
-
-
+@generic
 def query_type(x):
     """A zero of the type in which ``score_keys`` takes queries to rows of ``x``: words of two, or as it computes."""
-    raise TypeError("compiled code only")
-
-
-def to_query(x, dst, row, n):
-    """dst = row, ``n`` elements, as ``score_keys`` takes it."""
-    raise TypeError("compiled code only")
-
-
-@overload(query_type)
-def _query_type(x):
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x: np.uint32(0)
     if x.dtype == types.float64:
@@ -63,23 +38,26 @@ def _query_type(x):
     return lambda x: np.float32(0)
 
 
-@overload(to_query)
-def _to_query(x, dst, row, n):
+@generic
+def to_query(x, dst, row, n):
+    """dst = row, ``n`` elements, as ``score_keys`` takes it."""
     if dst.dtype == types.uint32:
         return lambda x, dst, row, n: copy_row(dst, row, n)
     return lambda x, dst, row, n: to_slots(x, dst, row, n, like(dst[0], 1.0))
 
 
-@overload(slot)
-def _slot(x, d):
+@generic
+def slot(x, d):
+    """Where element ``d`` of a row of array ``x`` is once it is in vectors."""
     if x.dtype != types.uint16:
         return lambda x, d: d
     chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
     return lambda x, d: d // chunk * chunk + d % 2 * half + d % chunk // 2
 
 
-@overload(to_slots)
-def _to_slots(x, dst, row, n, factor):
+@generic
+def to_slots(x, dst, row, n, factor):
+    """dst = factor * row, ``n`` elements in the order of the vectors of array ``x``."""
     chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
 
     def in_order(x, dst, row, n, factor):
@@ -97,8 +75,9 @@ def _to_slots(x, dst, row, n, factor):
     return apart if x.dtype == types.uint16 else in_order
 
 
-@overload(from_slots)
-def _from_slots(x, dst, src, n, factor):
+@generic
+def from_slots(x, dst, src, n, factor):
+    """dst = factor * src, back from that order and rounded to the dtype of ``dst``."""
     chunk, half = VECTOR_BYTES // 2, VECTOR_BYTES // 4
 
     def in_order(x, dst, src, n, factor):
@@ -116,13 +95,9 @@ def _from_slots(x, dst, src, n, factor):
     return together if x.dtype == types.uint16 else in_order
 
 
+@generic
 def chunk_elements(x):
     """Elements of array ``x`` in one chunk."""
-    raise TypeError("compiled code only")
-
-
-@overload(chunk_elements)
-def _chunk_elements(x):
     elements = VECTOR_BYTES * 8 // x.dtype.bitwidth
     return lambda x: elements
 

@@ -1,4 +1,4 @@
-"""The passes of the norms over rows, as LLVM IR (ir/rows.py, ir/sums.py).
+"""The passes of the norms over rows, as LLVM IR (codegen/rows.py, codegen/sums.py).
 
 =====================  ====================================  ==============================================
 pass                   operands                              scalars
@@ -27,8 +27,8 @@ layer_gradient         dy, x, weight[, dresidual]            mean, rstd, mean of
 
 from __future__ import annotations
 
-from gpu_ops.kernels.numba_cpu.ir.rows import Chunk, fold_rows, map_rows
-from gpu_ops.kernels.numba_cpu.ir.sums import sum_rows
+from gpu_ops.kernels.numba_cpu.codegen.rows import Chunk, fold_rows, map_rows
+from gpu_ops.kernels.numba_cpu.codegen.sums import sum_rows
 
 Chunks = list[Chunk]
 

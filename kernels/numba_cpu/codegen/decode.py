@@ -11,11 +11,7 @@ by them.
 
 from __future__ import annotations
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     address,
     dot_bfloat16,
     every,
@@ -29,10 +25,11 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, exp2
-from gpu_ops.kernels.numba_cpu.ir.target import NEAR, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.jit import overload
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import FLOAT32, FLOAT64, exp2
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, types
+from gpu_ops.kernels.numba_cpu.codegen.target import NEAR, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.jit import generic
 
 # Keys of 16-bit elements at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB are a
 # page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for values
@@ -73,29 +70,21 @@ def _row_of(context, b, array_type, array, index, at=None):
     return b.gep(matrix.data, [start if at is None else b.add(start, at)])
 
 
-def scored_keys(rows, x):
-    """As many keys of a cache like ``x`` as ``score_keys`` takes at a time, as a tuple."""
-    raise TypeError("compiled code only")
-
-
-def added_keys(rows, x):
-    """The same of ``add_values``."""
-    raise TypeError("compiled code only")
-
-
 def _keys(rows, x, narrow):
     row = Rows(x.dtype)
     return (0,) * (min(narrow, row.lanes // rows.count) if row.parts == 2 else 1)
 
 
-@overload(scored_keys)
-def _scored_keys(rows, x):
+@generic
+def scored_keys(rows, x):
+    """As many keys of a cache like ``x`` as ``score_keys`` takes at a time, as a tuple."""
     keys = _keys(rows, x, SCORED_KEYS)
     return lambda rows, x: keys
 
 
-@overload(added_keys)
-def _added_keys(rows, x):
+@generic
+def added_keys(rows, x):
+    """The same of ``add_values``."""
     keys = _keys(rows, x, ADDED_KEYS)
     return lambda rows, x: keys
 

@@ -1,4 +1,4 @@
-"""Operands of a matrix product in the order in which the micro-kernels of ir/gemm.py read them.
+"""Operands of a matrix product in the order in which the micro-kernels of codegen/gemm.py read them.
 
 B lies in *panels*, packed once per product and shared by its tasks: NR columns (two vectors) of a block of K,
 
@@ -20,21 +20,20 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
+from gpu_ops.kernels.numba_cpu.codegen.gemm import copy_transposed, in_tiles
+from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, lanes, larger, round_up, scratch, smaller
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, MAX_LANES, MR, TILES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE
 from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, in_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import (
-    DOT_BFLOAT16,
-    MAX_LANES,
-    MR,
-    TILES,
-    VECTOR_BYTES,
-    lanes,
-    round_up,
+from gpu_ops.kernels.numba_cpu.jit import (
+    FLOATS,
+    device_function,
+    generic,
+    kernel,
+    read,
+    types,
+    write,
 )
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, counted, kernel, overload, read, types, uncounted, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, launch
 
 Array = np.ndarray[Any, Any]
@@ -120,7 +119,7 @@ def pack_panels(state, n_tasks, b, trans, panels, blocks, depth):
         task = claim(state)
 
 
-@uncounted
+@device_function
 def transpose(to, rows, k):
     """Rows [NR, k] to a panel."""
     width = lanes(to)
@@ -137,42 +136,26 @@ def transpose(to, rows, k):
 # --- elements on their way: widened, or paired ----------------------------------------------------------
 
 
+@generic
 def steps(packed, depth):
     """Steps of K in ``depth`` elements, with operands like array ``packed``."""
-    raise TypeError("compiled code only")
-
-
-def elements(packed, k):
-    """Elements of K in ``k`` steps."""
-    raise TypeError("compiled code only")
-
-
-def take_rows(to, x, r0, m, k0, k):
-    """to[:m, :k] = rows of x from r0, steps of K from k0."""
-    raise TypeError("compiled code only")
-
-
-def take_columns(to, x, k0, k, c0, n):
-    """to[:k, :n] = steps of K from k0, made of rows of x, columns from c0; columns from n on are zero."""
-    raise TypeError("compiled code only")
-
-
-@overload(steps)
-def _steps(packed, depth):
     if packed.dtype == types.uint32:
         return lambda packed, depth: (depth + 1) // 2
     return lambda packed, depth: depth
 
 
-@overload(elements)
-def _elements(packed, k):
+@generic
+def elements(packed, k):
+    """Elements of K in ``k`` steps."""
     if packed.dtype == types.uint32:
         return lambda packed, k: 2 * k
     return lambda packed, k: k
 
 
-@overload(take_rows)
-def _take_rows(to, x, r0, m, k0, k):
+@generic
+def take_rows(to, x, r0, m, k0, k):
+    """to[:m, :k] = rows of x from r0, steps of K from k0."""
+
     def widen(to, x, r0, m, k0, k):
         for i in range(m):
             target, row = to[i], read_row(x, (r0 + i,))[k0 : k0 + k]
@@ -191,8 +174,10 @@ def _take_rows(to, x, r0, m, k0, k):
     return pair if to.dtype == types.uint32 else widen
 
 
-@overload(take_columns)
-def _take_columns(to, x, k0, k, c0, n):
+@generic
+def take_columns(to, x, k0, k, c0, n):
+    """to[:k, :n] = steps of K from k0, made of rows of x, columns from c0; columns from n on are zero."""
+
     def widen(to, x, k0, k, c0, n):
         for kk in range(k):
             target, row = to[kk], read_row(x, (k0 + kk,))[c0 : c0 + n]
@@ -216,13 +201,10 @@ def _take_columns(to, x, k0, k, c0, n):
     return pair if to.dtype == types.uint32 else widen
 
 
+@generic
 def put_rows(panels, blocks, c, f0, m, t0, n):
     """Rows of a result tile become steps of K from f0, columns from t0 (a whole panel's), of another product's B."""
-    raise TypeError("compiled code only")
 
-
-@overload(put_rows)
-def _put_rows(panels, blocks, c, f0, m, t0, n):
     def widen(panels, blocks, c, f0, m, t0, n):
         nr = 2 * lanes(panels)
         across, block = panels.shape[0] // blocks, panels.shape[1] // nr
@@ -255,7 +237,7 @@ def _put_rows(panels, blocks, c, f0, m, t0, n):
 # --- A: one tile and block of K -------------------------------------------------------------------------
 
 
-@counted
+@device_function(refcount=True)
 def room_a(panels, rows, block, trans):
     """For such a block. Tile registers take (m, k) alone: the last rows are then for what is to be transposed."""
     if in_tiles(panels):
@@ -264,7 +246,7 @@ def room_a(panels, rows, block, trans):
     return scratch(block, rows + SKEW, panels[0, 0]) if trans else scratch(rows, block + SKEW, panels[0, 0])
 
 
-@uncounted
+@device_function
 def pack_a(to, a, trans, m0, m, k0, k):
     """op(a)[m0 : m0 + m], k steps from k0, as it lies, (m, k) or (k, m); zeros up to a multiple of MR rows."""
     if not trans:

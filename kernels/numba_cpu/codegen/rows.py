@@ -7,7 +7,7 @@
     y of row r      ... | chunk | te         rows that follow each other share a chunk: what the first has of it waits
     y of row r + 1              xt | chunk   in ``shared`` for the second, and it goes past the caches whole
 
-``map_rows`` writes rows, ``fold_rows`` adds up over one (``sum_rows`` of ir/sums.py over several). All operands of a
+``map_rows`` writes rows, ``fold_rows`` adds up over one (``sum_rows`` of codegen/sums.py over several). All operands of a
 chunk are read before its results are stored, so a result may be an operand's memory.
 """
 
@@ -17,12 +17,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from llvmlite import ir
-from numba import njit
-from numba.core import cgutils, types
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     address,
     every,
     load_vector,
@@ -32,10 +27,11 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows, chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
-from gpu_ops.kernels.numba_cpu.ir.stream import past_line
-from gpu_ops.kernels.numba_cpu.ir.target import NEAR, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.convert import narrow
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows, chunk_elements
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, njit, types
+from gpu_ops.kernels.numba_cpu.codegen.stream import past_line
+from gpu_ops.kernels.numba_cpu.codegen.target import NEAR, VECTOR_BYTES
 
 UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
 DOUBLE = ir.DoubleType()

@@ -19,13 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.typing import signature
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import address as element_pointer
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     call,
     fma,
     lane_sum,
@@ -34,9 +29,10 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     prefetch,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.build import number as i64
-from gpu_ops.kernels.numba_cpu.ir.build import splat as splat_any
-from gpu_ops.kernels.numba_cpu.ir.codes import (
+from gpu_ops.kernels.numba_cpu.codegen.build import number as i64
+from gpu_ops.kernels.numba_cpu.codegen.build import splat as splat_any
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
+from gpu_ops.kernels.numba_cpu.codegen.ternary_codes import (
     CHUNK,
     FLOAT,
     I32,

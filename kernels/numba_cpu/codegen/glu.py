@@ -1,4 +1,4 @@
-"""Activations of gated layers on vectors, as LLVM IR: act(g) = g * c(g), where c rises from 0 to 1.
+"""Gated linear units as LLVM IR: ``y = act(gate) * up`` and its gradient, with act(g) = g * c(g), c from 0 to 1.
 
 Infinities take their limits, act(-inf) = -0 and act'(inf) = 1: where ``inf * 0`` would appear, a factor is clamped
 first. NaN stays NaN. Each formula is the same instructions for every element of every row, so results do not depend
@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import ir
-
-from gpu_ops.kernels.numba_cpu.ir.build import call, fma
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.build import call, fma
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir, types
+from gpu_ops.kernels.numba_cpu.codegen.rows import Chunk, Step, map_rows
+from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,44 @@ def _erfc(b: Any, x: Lanes) -> Any:
     return result
 
 
-FORWARD: dict[str, Callable[[Lanes], Lanes]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
-BACKWARD: dict[str, Callable[[Lanes], tuple[Lanes, Lanes]]] = {
+_FORWARD: dict[str, Callable[[Lanes], Lanes]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+_BACKWARD: dict[str, Callable[[Lanes], tuple[Lanes, Lanes]]] = {
     "silu": silu_backward,
     "gelu": gelu_backward,
     "gelu_tanh": gelu_tanh_backward,
 }
+
+
+def _by_lanes(step: Callable[[list[Lanes]], tuple[Lanes, ...]]) -> Step:
+    """A step on vectors as one on chunks."""
+
+    def on_chunks(operands: list[Chunk], _: list[Chunk]) -> tuple[Chunk, ...]:
+        b, row = operands[0].b, operands[0].row
+        kind = DOUBLE if row.dtype == types.float64 else HALF if row.dtype.bitwidth == 16 else SINGLE
+        parts = zip(*(chunk.parts for chunk in operands), strict=True)
+        results = [step([Lanes(b, x, kind) for x in part]) for part in parts]
+        return tuple(Chunk(b, row, [y.value for y in result]) for result in zip(*results, strict=True))
+
+    return on_chunks
+
+
+def _forward(act: Callable[[Lanes], Lanes]) -> Step:
+    """y = act(gate) * up"""
+    return _by_lanes(lambda operands: (act(operands[0]) * operands[1],))
+
+
+def _backward(act: Callable[[Lanes], tuple[Lanes, Lanes]], *, hidden: bool) -> Step:
+    """dgate = dy * up * act'(gate), dup = dy * act(gate), and h = act(gate) * up where asked."""
+
+    def step(operands: list[Lanes]) -> tuple[Lanes, ...]:
+        dy, gate, up = operands
+        value, slope = act(gate)
+        # dy * up could be infinite where the slope is 0
+        return dy * slope * up, dy * value, *((value * up,) if hidden else ())
+
+    return _by_lanes(step)
+
+
+forward = {name: map_rows(_forward(act)) for name, act in _FORWARD.items()}
+backward = {name: map_rows(_backward(act, hidden=False), streamed=2) for name, act in _BACKWARD.items()}
+backward_hidden = {name: map_rows(_backward(act, hidden=True), streamed=3) for name, act in _BACKWARD.items()}

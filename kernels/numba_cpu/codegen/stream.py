@@ -16,26 +16,22 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import address, number, prefetch
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, place_of
-from gpu_ops.kernels.numba_cpu.ir.target import NEAR
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from gpu_ops.kernels.numba_cpu.codegen.build import address, number, prefetch
+from gpu_ops.kernels.numba_cpu.codegen.memory import LINE_BYTES, place_of
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
+from gpu_ops.kernels.numba_cpu.codegen.target import NEAR
+from gpu_ops.kernels.numba_cpu.jit import device_function
 
 _LINE = ir.VectorType(ir.IntType(32), LINE_BYTES // 4).as_pointer()
 
 
-@uncounted
+@device_function
 def past_line(row):
     """Elements from the line's beginning to the row's."""
     return (place_of(row) & (LINE_BYTES - 1)) // row.itemsize
 
 
-@uncounted
+@device_function
 def put(source, target, waits, where, following, start):
     """Copy as much of ``source`` as ``target`` has, past the caches.
 
@@ -63,7 +59,7 @@ def put(source, target, waits, where, following, start):
     where[0], where[1] = place + count * target.itemsize, count - last
 
 
-@uncounted
+@device_function
 def finish(waits, where):
     """Store what waits, through a cache."""
     if where[1] > 0:

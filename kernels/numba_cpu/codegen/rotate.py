@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba.core import cgutils, types
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import address, fma, number, shuffle, splat, store_vector
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
+from gpu_ops.kernels.numba_cpu.codegen.build import address, fma, number, shuffle, splat, store_vector
+from gpu_ops.kernels.numba_cpu.codegen.convert import narrow
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, types
 
 
 def _rotation(*, pairs: bool, shared: bool) -> Any:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import types
-
-from gpu_ops.kernels.numba_cpu.ir.build import round_bfloat16, shuffle
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, FEATURES
+from gpu_ops.kernels.numba_cpu.codegen.build import round_bfloat16, shuffle
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir, types
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, FEATURES
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 

@@ -17,12 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.arena import ByReference, field
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     dot_bfloat16,
     every,
     fma,
@@ -33,9 +29,9 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, PAIRS, exp2
-from gpu_ops.kernels.numba_cpu.ir.held import Held, field
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, TILES
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import FLOAT32, PAIRS, exp2
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
+from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES, MR, TILES
 
 PANEL = 2 * MAX_LANES  # queries of a tile
 
@@ -44,12 +40,14 @@ _TILE = [(m, n) for m in range(MR) for n in range(2)]
 
 
 class _Fields:
-    """The arrays of a held tuple inside an intrinsic."""
+    """The arrays of a by_reference tuple inside an intrinsic."""
 
-    def __init__(self, context: Any, b: Any, held: Held, pointer: Any) -> None:
-        self.b, self.held = b, held
+    def __init__(self, context: Any, b: Any, by_reference: ByReference, pointer: Any) -> None:
+        self.b, self.by_reference = b, by_reference
         self.arrays = {
-            name: context.make_array(held.type_of(name))(context, b, field(b, held, pointer, name))
+            name: context.make_array(by_reference.type_of(name))(
+                context, b, field(b, by_reference, pointer, name)
+            )
             for name in (
                 "k",
                 "qt",
@@ -68,7 +66,7 @@ class _Fields:
         }
 
     def dtype(self, name: str) -> Any:
-        return self.held.type_of(name).dtype
+        return self.by_reference.type_of(name).dtype
 
     def pointer(self, name: str, row: Any, column: Any) -> Any:
         """Of an element; ``row`` is None for arrays of one axis."""

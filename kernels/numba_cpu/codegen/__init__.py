@@ -6,8 +6,8 @@ build               small helpers on an IR builder: loads, splats, shuffles, fus
 memory, scalar      scratch arrays on cache-line boundaries, rows fetched ahead; smaller and larger
 stream              stores past the caches
 rows, norm, sums    a function of rows, vector by vector; the sums of norms and of their gradients
-carve               the arrays of a thread in one piece of memory
-held                named tuples passed as one pointer
+arena_array               the arrays of a thread in one piece of memory
+by_reference                named tuples passed as one pointer
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
 tiles               the same in tile registers
 exp2                powers of two of vectors

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     address,
     every,
     fma,
@@ -24,10 +19,11 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import transpose_vectors
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
+from gpu_ops.kernels.numba_cpu.codegen.gemm import transpose_vectors
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import intrinsic, ir, signature, types
+from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
 
 PANEL = 2  # vectors of lanes that meet the same keys one after the other
 # A very negative finite bias is not a mask: scores in base 2 stay finite.

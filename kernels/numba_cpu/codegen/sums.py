@@ -13,11 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     address,
     every,
     load_vector,
@@ -26,9 +22,10 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.ir.rows import DOUBLE, Chunk, everywhere, over_lanes
-from gpu_ops.kernels.numba_cpu.ir.target import NEAR
+from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, types
+from gpu_ops.kernels.numba_cpu.codegen.rows import DOUBLE, Chunk, everywhere, over_lanes
+from gpu_ops.kernels.numba_cpu.codegen.target import NEAR
 
 TOGETHER = 4  # rows at most
 SHORT = 16  # chunks

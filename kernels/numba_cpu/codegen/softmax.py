@@ -10,7 +10,7 @@
 The product that makes the scores also finds the largest of each lane (``gemm_rows_largest``); where they change
 after that, :func:`largest_scores` does.
 
-Weights are floats in place of the scores, or (a target array of uint32) pairs of bfloat16, as ``ir.gemm`` takes them:
+Weights are floats in place of the scores, or (a target array of uint32) pairs of bfloat16, as ``codegen.gemm`` takes them:
 row j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
 """
 
@@ -18,11 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     address,
     every,
     fma,
@@ -32,9 +28,10 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
-from gpu_ops.kernels.numba_cpu.ir.narrow import narrow
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.convert import narrow
+from gpu_ops.kernels.numba_cpu.codegen.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, types
+from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
 _STEP = 4  # rows that are weighed in one round

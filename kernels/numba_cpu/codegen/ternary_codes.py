@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils
-
-from gpu_ops.kernels.numba_cpu.ir import build
-from gpu_ops.kernels.numba_cpu.ir.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.ir.build import call
-from gpu_ops.kernels.numba_cpu.ir.build import number as i64
-from gpu_ops.kernels.numba_cpu.ir.target import FEATURES, XEON
+from gpu_ops.kernels.numba_cpu.codegen import build
+from gpu_ops.kernels.numba_cpu.codegen.build import address as element_pointer
+from gpu_ops.kernels.numba_cpu.codegen.build import call
+from gpu_ops.kernels.numba_cpu.codegen.build import number as i64
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, ir
+from gpu_ops.kernels.numba_cpu.codegen.target import FEATURES, XEON
 
 LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba.core.cgutils import alloca_once, get_or_insert_function, unpack_tuple
-
-from gpu_ops.kernels.numba_cpu.ir.target import NEAR
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import alloca_once, get_or_insert_function, ir, unpack_tuple
+from gpu_ops.kernels.numba_cpu.codegen.target import NEAR
 
 _I64 = ir.IntType(64)
 

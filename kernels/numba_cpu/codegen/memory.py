@@ -1,16 +1,21 @@
-"""Scratch memory of compiled code, rows and where they are."""
+"""Scratch memory and rows in compiled code, and the integers that size them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
-
-from gpu_ops.kernels.numba_cpu.ir.build import number, prefetch
+from gpu_ops.kernels.numba_cpu.codegen.build import number, prefetch
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
+    cgutils,
+    intrinsic,
+    ir,
+    make_array,
+    populate_array,
+    signature,
+    types,
+)
+from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.jit import constant, device_function
 
 # Elements added to the rows of a scratch tile: rows of a power of two of bytes would share a few sets of the
 # first cache, and a panel of 256 of them would not stay in it (attention, seqlen 2048: 41 ms against 38).
@@ -127,3 +132,37 @@ def place_of(typingctx, row):
         return builder.ptrtoint(data, ir.IntType(64))
 
     return signature(types.int64, row), codegen
+
+
+@constant
+def lanes(x):
+    """Elements of array ``x`` in one vector."""
+    return VECTOR_BYTES // (x.dtype.bitwidth // 8)
+
+
+@device_function
+def round_up(n, step):
+    return (n + step - 1) // step * step
+
+
+def _select(sign: str) -> Any:
+    """``min`` or ``max`` of two numbers as one instruction: Numba's are function calls."""
+
+    @intrinsic
+    def choose(typingctx, x, y):
+        kind = typingctx.unify_types(types.unliteral(x), types.unliteral(y))
+
+        def codegen(context, builder, sig, args):
+            x, y = args
+            if isinstance(kind, types.Float):
+                second = builder.fcmp_ordered(sign, y, x)
+            else:
+                second = (builder.icmp_signed if kind.signed else builder.icmp_unsigned)(sign, y, x)
+            return builder.select(second, y, x)
+
+        return signature(kind, kind, kind), codegen
+
+    return choose
+
+
+smaller, larger = _select("<"), _select(">")

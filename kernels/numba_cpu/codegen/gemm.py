@@ -13,19 +13,14 @@ Two forms differ in where A's elements lie, so that no operand is ever transpose
 
 float32 and float64, and bfloat16 where the CPU multiplies it (``target.DOT_BFLOAT16``): A and B are then uint32
 arrays whose element k is the pair of bfloat16 of steps 2k (low half) and 2k + 1, and C is float32. Where the CPU has
-tile registers (``target.TILES``) whole tiles of such a product by rows are multiplied there (ir/tiles.py).
+tile registers (``target.TILES``) whole tiles of such a product by rows are multiplied there (codegen/tiles.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
-
-from gpu_ops.kernels.numba_cpu.ir.build import (
+from gpu_ops.kernels.numba_cpu.codegen.build import (
     address,
     asking,
     dot_bfloat16,
@@ -39,10 +34,12 @@ from gpu_ops.kernels.numba_cpu.ir.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores
-from gpu_ops.kernels.numba_cpu.ir.target import MR, TILES, VECTOR_BYTES, lanes
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, multiply_tiles
-from gpu_ops.kernels.numba_cpu.jit import constant, overload, uncounted
+from gpu_ops.kernels.numba_cpu.codegen.memory import lanes
+from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
+from gpu_ops.kernels.numba_cpu.codegen.softmax import largest_scores
+from gpu_ops.kernels.numba_cpu.codegen.target import MR, TILES, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, multiply_tiles
+from gpu_ops.kernels.numba_cpu.jit import constant, device_function, generic
 
 ROUND = 4  # steps of k between two looks at the end: a loop of 16 rounds, not of 64, ends as the CPU foresaw
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
@@ -234,13 +231,10 @@ def takes_tiles(a: Any) -> bool:
 in_tiles = constant(takes_tiles)
 
 
+@generic
 def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
-    raise TypeError("compiled code only")
 
-
-@overload(gemm_rows)
-def _gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
         rows, depth = m // TILE * TILE, k // TILE * TILE
         if depth > 0:
@@ -254,7 +248,7 @@ def _gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     return tiles if takes_tiles(a) else _vector_rows.py_func
 
 
-@uncounted
+@device_function
 def _vector_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     width = lanes(c)
     wide = n - n % (2 * width)
@@ -266,13 +260,10 @@ def _vector_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
             rows_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, accumulate, ())
 
 
+@generic
 def gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     """C[m, n] = A[m, k] B[k, n] from offsets c0, a0, b0, and top[n] the largest of the column and of itself."""
-    raise TypeError("compiled code only")
 
-
-@overload(gemm_rows_largest)
-def _gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
         gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, False)
         for j in range(0, n, lanes(c)):
@@ -281,7 +272,7 @@ def _gemm_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     return tiles if takes_tiles(a) else _vector_rows_largest.py_func
 
 
-@uncounted
+@device_function
 def _vector_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0):
     width = lanes(c)
     wide = n - n % (2 * width)
@@ -293,7 +284,7 @@ def _vector_rows_largest(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, top, top0)
             _largest_1(c, c0 + i * ldc + j, ldc, a, a0 + i * lda, lda, b, b0 + j, ldb, k, top, top0 + j)
 
 
-@uncounted
+@device_function
 def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     """C[m, n] (+)= A[k, m] B[k, n] from offsets c0, a0, b0. m in steps of MR, n of one vector."""
     width = lanes(c)
@@ -306,7 +297,7 @@ def gemm_columns(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
             columns_1(c, c0 + i * ldc + j, ldc, a, a0 + i, lda, b, b0 + j, ldb, k, accumulate, ())
 
 
-@uncounted
+@device_function
 def gemm_columns_scaled(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, factor, factor0):
     """C[m, n] = C[m, n] factor[n] + A[k, m] B[k, n], where gemm_columns adds to C as it is."""
     width = lanes(c)
