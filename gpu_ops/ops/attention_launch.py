@@ -248,7 +248,7 @@ def _with_extra(
     bias: Array | None,
 ) -> dict[str, Array]:
     """What ``run`` fills, and the gradients of bias and sinks: those that there are."""
-    from gpu_ops.kernels.numba_cpu.attention_gradient_sinks import sinks_gradient
+    from gpu_ops.kernels.numba_cpu.attention_backward_bias import sinks_gradient
 
     lse = arrays[5]
     dbias = None if bias is None else np.zeros(bias.shape, lse.dtype)

@@ -6,7 +6,7 @@
     ot  [panel, d, lane]   accumulates O^T
 
 Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFLOAT16``): two steps of a product are
-then one uint32, the pair of bfloat16 that ``codegen.gemm`` takes. Which of the two shows in the arrays' type alone.
+then one uint32, the pair of bfloat16 that ``codegen.gemm`` takes. Functions tell the two apart by the array's dtype.
 
 Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
 would find 8 of its columns in one set of the L1 cache.
@@ -18,21 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array, as_type
-from gpu_ops.kernels.numba_cpu.codegen.gemm import (
-    copy_transposed,
-    copy_transposed_scaled,
-    in_tiles,
-    takes_tiles,
-)
-from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, copy_row, lanes, round_up, smaller
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
-from gpu_ops.kernels.numba_cpu.codegen.softmax import ROWS
-from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16
-from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE
-from gpu_ops.kernels.numba_cpu.dtype import float32_of_bfloat16, load, read_row
-from gpu_ops.kernels.numba_cpu.jit import constant, device_function, generic, noinline_function
-from gpu_ops.kernels.numba_cpu.packing import steps
+from .codegen.arena import arena_array, as_type
+from .codegen.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
+from .codegen.memory import SKEW, copy_row, lanes, round_up, smaller
+from .codegen.numba_api import types
+from .codegen.softmax import ROWS
+from .codegen.target import DOT_BFLOAT16
+from .codegen.tiles import TILE
+from .dtype import float32_of_bfloat16, load, read_row
+from .jit import constant, device_function, generic, noinline_function
+from .packing import steps
 
 
 class Keys(NamedTuple):
@@ -132,7 +127,7 @@ def transpose_queries(qt, at, nr, rows, d, factor):
 
 @generic(refcount=True)
 def turned(memory, a):
-    """Room for the transpose of operand ``a``, where tile registers multiply: their left operand lies in rows. Else
+    """Memory for the transpose of operand ``a`` where tile registers multiply, whose left operand lies in rows; else
     ``a`` itself."""
 
     def room(memory, a):
@@ -144,7 +139,7 @@ def turned(memory, a):
 
 @device_function
 def k_unroll(a):
-    """Keys that go into products of operands like ``a`` together: a whole tile of pairs, or the rows of a round."""
+    """Keys per step of a product of operands like ``a``: a tile of pairs, or the rows that the softmax unrolls."""
     return 2 * TILE if in_tiles(a) else ROWS
 
 
@@ -158,8 +153,21 @@ def transpose(to, to0, ldt, source, source0, lds, m, n):
 
 
 @generic
+def transpose_v(vd, vt, n):
+    """vd = V^T of ``n`` keys, zero up to a whole tile, where tile registers multiply: they take rows of V^T."""
+
+    def turn(vd, vt, n):
+        full = round_up(steps(vt, n), TILE)
+        for j in range(steps(vt, n), full):
+            vt[j] = 0
+        transpose(vd, 0, vd.shape[1], vt, 0, vt.shape[1], full, vt.shape[1])
+
+    return turn if takes_tiles(vt) else lambda vd, vt, n: None
+
+
+@generic
 def finite(a, m, n):
-    """Whether ``n`` words of each of the first ``m`` rows of an operand are."""
+    """Whether the first ``n`` words of each of the first ``m`` rows of an operand are finite."""
     # an exponent of ones carries into the bit above it
     if a.dtype == types.float64:
         word, ones, one, above = np.uint64, 0x7FF << 52, 1 << 52, 1 << 63
@@ -182,7 +190,7 @@ def finite(a, m, n):
 
 @noinline_function
 def key_run(keys, call, key, n):
-    """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
+    """The batch entry (or page) and row of ``key``, and how many of the ``n`` rows from there on follow it there."""
     if call.page_size > 0:
         row = key % call.page_size
         return np.int64(keys.table[keys.b, key // call.page_size]), row, smaller(n, call.page_size - row)
@@ -191,8 +199,8 @@ def key_run(keys, call, key, n):
 
 @noinline_function
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
-    """Fill the panels of ``n`` lanes, times the vector ``factor``; zero in lanes without a query. ``rows`` holds a
-    vector's rows on their way."""
+    """Fill the panels of ``n`` lanes with Q times the vector ``factor``; lanes without a query are zero. ``rows`` is
+    scratch for a vector of rows."""
     width, depth = rows.shape[0], rows.shape[1]
     nr = qt.shape[1]
     kb = 0 if call.packed else b
@@ -218,7 +226,7 @@ def pack_keys(kt, keys, call, first, n):
 
 @noinline_function
 def pack_values(vt, keys, call, first, n):
-    """The same of V. Returns whether all are finite."""
+    """The same for V. Returns whether all are finite."""
     j = 0
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)

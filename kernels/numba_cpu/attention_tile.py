@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_bias import add_bias, place_bias
-from gpu_ops.kernels.numba_cpu.codegen.arena import arena_array
-from gpu_ops.kernels.numba_cpu.codegen.bias import PANEL
-from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.codegen.memory import larger, smaller
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
-from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.dtype import like
-from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.jit import device_function, noinline_function
+from .codegen.arena import arena_array
+from .codegen.bias import PANEL, add_square
+from .codegen.decode_rows import chunk_elements
+from .codegen.exp2 import LOG2E
+from .codegen.memory import lanes, larger, smaller
+from .codegen.numba_api import types
+from .codegen.target import MAX_LANES
+from .dtype import like, read_row
+from .fastmath import tanh
+from .jit import device_function, noinline_function
 
 LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
@@ -77,7 +77,7 @@ def is_plain(call):
 
 @device_function
 def score_scale(call):
-    """What q.k is multiplied by: scores are in base 2, but in natural units before softcap."""
+    """The factor of q.k: scores are in base 2, but in natural units before softcap."""
     return call.scale if call.softcap > 0 else call.scale * LOG2E
 
 
@@ -109,7 +109,7 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
 
 @device_function
 def lse_of(top, total):
-    """From the largest score and the sum of the weights beside it."""
+    """From the largest score and the sum of the weights relative to it."""
     return -np.inf if total == 0 else (top + np.log2(total)) * LN2
 
 
@@ -128,7 +128,7 @@ def cap_scores(s, softcap, n, width, factor, slope, keep_slope):
 
 
 class Terms(NamedTuple):
-    """What ALiBi, bias and softcap need."""
+    """Scratch of ALiBi, bias and softcap."""
 
     slope: Any  # (m) what a score loses, in base 2, per key between it and the lane's position
     position: Any  # (m) of the query on the axis of keys
@@ -147,6 +147,25 @@ def make_terms(memory, n, m, wide):
 
 
 @device_function
+def place_bias(starts, b, n, head, query, bias):
+    """Fill ``starts`` with the address of each lane's row; lanes past ``n`` repeat the last (only prefetched)."""
+    for c in range(len(starts)):
+        lane = smaller(c, n - 1)
+        starts[c] = read_row(bias, (b, head[lane], query[lane])).ctypes.data
+
+
+@device_function
+def add_bias(s, first, n, lane, n_lanes, factor, starts, bias):
+    """s = factor * s + bias in base 2: ``n`` keys from ``first``, ``n_lanes`` lanes of the block from ``lane``."""
+    step, wide, ld = lanes(s), chunk_elements(bias), s.shape[1]
+    for c in range(0, n_lanes, step):
+        for j in range(0, n, wide):
+            keys, queries = smaller(wide, n - j), smaller(step, n_lanes - c)
+            offset = (first + j) * bias.itemsize
+            add_square(s, j * ld + c, ld, keys, queries, starts, lane + c, offset, bias, factor)
+
+
+@device_function
 def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
     """Fill the lanes of a row block; the last query sits on key ``offset`` + its number."""
     if call.has_bias:
@@ -161,8 +180,10 @@ def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
 
 @device_function
 def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_slope, bias):
-    """softcap, ALiBi and bias; leaves scores in base 2. ``factor``: what is missing of score_scale. ``lane``: of the
-    block, the first."""
+    """softcap, ALiBi and bias; leaves scores in base 2.
+
+    ``factor``: the part of score_scale that is not applied yet. ``lane``: the first lane, counted in the block.
+    """
     if call.softcap > 0:
         cap_scores(s, call.softcap, n, width, factor, terms.cap_slope if keep_slope else s, keep_slope)
         factor = like(factor, 1.0)
@@ -190,7 +211,7 @@ def mask_scores(s, first, n, width, low, high):
 
 @device_function
 def block_visibility(visible, call, b, key, lanes, head, query):
-    """How a block mask treats one block of keys: 0 no lane sees it, 1 some lanes, 2 all."""
+    """Visibility of one block of keys in a block mask: 0 no lane sees it, 1 some lanes, 2 all."""
     first = visible[b, head[0], query[0] // call.block_q, key // call.block_k]
     for c in range(1, lanes):
         if visible[b, head[c], query[c] // call.block_q, key // call.block_k] != first:
