@@ -35,7 +35,7 @@ def whole_tiles(c, a, b, k, accumulate):
     ldb = b.shape[1]
     m, n = c.shape[0] // TILE * TILE, c.shape[1] // TILE * TILE
     panel = 2 * TILE * 4 // b.itemsize  # a matrix: the next two tiles of a row
-    multiply_tiles(c, 0, c.shape[1], a, 0, a.shape[1], b, 0, ldb, panel, m, n, k, accumulate, ())
+    multiply_tiles(c, 0, c.shape[1], a, 0, a.shape[1], b, 0, ldb, panel, (m, n, k), accumulate, ())
     close_tiles()
 
 

@@ -1,4 +1,4 @@
-"""Elements and rows: how kernels read and write every dtype and any strides.
+"""Elements and rows of every dtype and any strides: how kernels read and write them.
 
 ========  ================  ===================
 dtype     enters a kernel   computed in
@@ -16,24 +16,20 @@ constant in the computing type (a bare Python constant would widen float32 maths
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
-    intrinsic,
-    ir,
-    make_array,
-    populate_array,
-    signature,
-    types,
-    unpack_tuple,
-)
-from gpu_ops.kernels.numba_cpu.codegen.target import FEATURES, TRIPLE
-from gpu_ops.kernels.numba_cpu.jit import device_function, generic
+from gpu_ops.memory_pool import POOL
 
+from .codegen.numba_api import intrinsic, ir, make_array, populate_array, signature, types, unpack_tuple
+from .codegen.target import FEATURES, TRIPLE
+from .jit import device_function, generic
+
+SMALL_BYTES = 1 << 12
 _BITS = {np.dtype(np.float16): np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16)}
 
 
@@ -47,6 +43,19 @@ def all_bits(*arrays: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
     """:func:`bits` of arrays of one dtype, which is looked up once."""
     as_integer = _BITS.get(arrays[0].dtype)
     return arrays if as_integer is None else [x.view(as_integer) for x in arrays]
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Like np.empty, on a cache line and in reused memory if it is large (finding a line takes 1 us).
+
+    A vector, or a row of a tile register, that straddles two lines costs twice.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size <= SMALL_BYTES:
+        return np.empty(shape, dtype)
+    raw = POOL.empty((size + 64,), np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _row(x: Any, index: Any, readonly: bool) -> Any:

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import types
-from gpu_ops.kernels.numba_cpu.dtype import as_float32, as_float64, as_int64, as_uint32
-from gpu_ops.kernels.numba_cpu.jit import device_function, generic
+from .codegen.exp2 import LOG2E
+from .codegen.numba_api import types
+from .dtype import as_float32, as_float64, as_int64, as_uint32
+from .jit import device_function, generic
 
 _ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
 _ROUND64 = 1.5 * 2.0**52

@@ -29,7 +29,8 @@ import numpy as np
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.numba_import import uninterrupted
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
+
+from .codegen.numba_api import (
     VERSIONS,
     Cache,
     CompileResult,
@@ -43,35 +44,8 @@ from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
     target,
     types,
 )
-from gpu_ops.kernels.numba_cpu.codegen.numba_pipeline import (
-    DeviceCompiler,
-    KernelCompiler,
-    NoinlineCompiler,
-    njit_once,
-)
-from gpu_ops.kernels.numba_cpu.codegen.target import request_amx
-
-__all__ = [
-    "CONTRACT",
-    "FLOATS",
-    "KERNELS",
-    "REASSOC",
-    "Kernel",
-    "all_variants",
-    "build_id",
-    "cache_dir",
-    "compute",
-    "constant",
-    "device_function",
-    "generic",
-    "inner",
-    "kernel",
-    "noinline_function",
-    "read",
-    "scalar",
-    "types",
-    "write",
-]
+from .codegen.numba_pipeline import DeviceCompiler, KernelCompiler, NoinlineCompiler, njit_once
+from .codegen.target import request_amx
 
 # Reductions vectorise only when additions may be reordered; NaN and inf keep their meaning.
 REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
@@ -93,14 +67,14 @@ def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
 def device_function(function: Any = None, *, refcount: bool = False) -> Any:
     """Decorate a function that only compiled code calls; it is compiled as a part of each kernel that does.
 
-    ``refcount``: it makes arrays. Without, arrays that it is given are borrowed: counting their references (atomic,
-    11 arrays per call) took a third of decoding's time.
+    ``refcount``: it makes arrays, or returns some to a caller that counts references. Without, arrays are borrowed:
+    counting their references (atomic, 11 arrays per call) took a third of decoding's time.
     """
     decorate = njit_once(**_device_options(refcount))
     return decorate if function is None else decorate(function)
 
 
-# A device function that is never inlined: for long loops that several places call, each of which would get its own copy.
+# A device function that is never inlined: for long loops that several places call, each of which would get a copy.
 noinline_function = njit_once(**_device_options(False, pipeline_class=NoinlineCompiler))
 
 

@@ -1,4 +1,4 @@
-"""Operands of a matrix product in the order in which the micro-kernels of codegen/gemm.py read them.
+"""Operands of a matrix product, packed in the order in which the micro-kernels of codegen/gemm.py read them.
 
 B lies in *panels*, packed once per product and shared by its tasks: NR columns (two vectors) of a block of K,
 
@@ -6,10 +6,9 @@ B lies in *panels*, packed once per product and shared by its tasks: NR columns 
 
 A lies as (m, k) or (k, m), one tile and block of K at a time, per thread.
 
-One step of K is one element in the computing type, into which narrower ones are widened on their way; or, where
-the CPU multiplies them (``target.DOT_BFLOAT16``), two bfloat16 in one word, the first in the lower half. Two
-neighbours of a row are such a word as they lie; neighbours of a column are interleaved. An odd K ends with a
-zero.
+One step of K is one element, widened to the computing type; or, where the CPU multiplies bfloat16
+(``target.DOT_BFLOAT16``), two of them in one word, the first in the lower half. Two neighbours in a row already are
+such a word; neighbours in a column are interleaved. An odd K ends with a zero.
 """
 
 from __future__ import annotations
@@ -19,22 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.codegen.gemm import copy_transposed, in_tiles
-from gpu_ops.kernels.numba_cpu.codegen.memory import SKEW, lanes, larger, round_up, scratch, smaller
-from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, MAX_LANES, MR, TILES, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE
-from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.jit import (
-    FLOATS,
-    device_function,
-    generic,
-    kernel,
-    read,
-    types,
-    write,
-)
-from gpu_ops.kernels.numba_cpu.parallel import claim, launch
+from .codegen.gemm import copy_transposed, in_tiles
+from .codegen.memory import SKEW, lanes, larger, round_up, scratch, smaller, span
+from .codegen.target import DOT_BFLOAT16, MAX_LANES, MR, TILES, VECTOR_BYTES
+from .codegen.tiles import TILE
+from .dtype import aligned_empty, bfloat16_of_float32, bits, load, read_row, write_row
+from .jit import FLOATS, device_function, generic, kernel, read, types, write
+from .parallel import claim, launch
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +36,7 @@ GROUP = 4  # panels that one task packs
 
 
 def packed(*dtypes: str) -> str:
-    """What one step of K is, by the dtypes of A and B."""
+    """The type of one step of K for these dtypes of A and B."""
     if set(dtypes) == {"bfloat16"} and DOT_BFLOAT16:
         return "uint32"
     return "float64" if "float64" in dtypes else "float32"
@@ -115,7 +105,7 @@ def pack_panels(state, n_tasks, b, trans, panels, blocks, depth):
                 on_way[width:] = 0
                 transpose(to, on_way, k)
             else:
-                take_columns(to.reshape(block, nr), b, k0, k, p * nr, width)
+                take_columns(to.reshape(block, nr), b, k0, k, p * nr, width, nr)
         task = claim(state)
 
 
@@ -133,7 +123,7 @@ def transpose(to, rows, k):
             to[kk * nr + j] = rows[j, kk]
 
 
-# --- elements on their way: widened, or paired ----------------------------------------------------------
+# --- steps of K: widened elements, or pairs --------------------------------------------------------------
 
 
 @generic
@@ -158,7 +148,7 @@ def take_rows(to, x, r0, m, k0, k):
 
     def widen(to, x, r0, m, k0, k):
         for i in range(m):
-            target, row = to[i], read_row(x, (r0 + i,))[k0 : k0 + k]
+            target, row = to[i], span(read_row(x, (r0 + i,)), k0, k)
             for kk in range(k):
                 target[kk] = load(row, kk)
 
@@ -175,35 +165,38 @@ def take_rows(to, x, r0, m, k0, k):
 
 
 @generic
-def take_columns(to, x, k0, k, c0, n):
-    """to[:k, :n] = steps of K from k0, made of rows of x, columns from c0; columns from n on are zero."""
+def take_columns(to, x, k0, k, c0, n, width):
+    """to[:k, :n] = steps of K from k0, made of rows of x, columns from c0; columns from n to ``width`` are zero."""
 
-    def widen(to, x, k0, k, c0, n):
+    def widen(to, x, k0, k, c0, n, width):
         for kk in range(k):
-            target, row = to[kk], read_row(x, (k0 + kk,))[c0 : c0 + n]
+            target, row = to[kk], span(read_row(x, (k0 + kk,)), c0, n)
             for j in range(n):
                 target[j] = load(row, j)
-            target[n:] = 0
+            for j in range(n, width):
+                target[j] = 0
 
-    def pair(to, x, k0, k, c0, n):
+    def pair(to, x, k0, k, c0, n, width):
         for kk in range(k):
             r = 2 * (k0 + kk)
-            target, low = to[kk], read_row(x, (r,))[c0 : c0 + n]
+            target, low = to[kk], span(read_row(x, (r,)), c0, n)
             if r + 1 < len(x):
-                high = read_row(x, (r + 1,))[c0 : c0 + n]
+                high = span(read_row(x, (r + 1,)), c0, n)
                 for j in range(n):
                     target[j] = np.uint32(low[j]) | np.uint32(high[j]) << np.uint32(16)
             else:
                 for j in range(n):
                     target[j] = low[j]
-            target[n:] = 0
+            for j in range(n, width):
+                target[j] = 0
 
     return pair if to.dtype == types.uint32 else widen
 
 
 @generic
 def put_rows(panels, blocks, c, f0, m, t0, n):
-    """Rows of a result tile become steps of K from f0, columns from t0 (a whole panel's), of another product's B."""
+    """Store a result tile as B of another product: its rows are steps of K from f0, its columns begin at t0, the
+    first of a panel."""
 
     def widen(panels, blocks, c, f0, m, t0, n):
         nr = 2 * lanes(panels)
@@ -211,8 +204,8 @@ def put_rows(panels, blocks, c, f0, m, t0, n):
         for i in range(m):
             index, kk = (f0 + i) // block, (f0 + i) % block
             for j in range(0, n, nr):
-                target = write_row(panels, (index * across + (t0 + j) // nr,))[kk * nr : (kk + 1) * nr]
-                source = c[i, j : j + nr]
+                target = span(write_row(panels, (index * across + (t0 + j) // nr,)), kk * nr, nr)
+                source = span(c[i], j, nr)
                 for lane in range(nr):
                     target[lane] = source[lane]
 
@@ -225,8 +218,8 @@ def put_rows(panels, blocks, c, f0, m, t0, n):
             step = (f0 + i) // 2
             index, kk = step // block, step % block
             for j in range(0, n, nr):
-                target = write_row(panels, (index * across + (t0 + j) // nr,))[kk * nr : (kk + 1) * nr]
-                low, high = c[i, j : j + nr], c[i + 1, j : j + nr]
+                target = span(write_row(panels, (index * across + (t0 + j) // nr,)), kk * nr, nr)
+                low, high = span(c[i], j, nr), span(c[i + 1], j, nr)
                 for lane in range(nr):
                     pair = np.uint32(bfloat16_of_float32(high[lane])) << np.uint32(16)
                     target[lane] = pair | np.uint32(bfloat16_of_float32(low[lane]))
@@ -239,7 +232,7 @@ def put_rows(panels, blocks, c, f0, m, t0, n):
 
 @device_function(refcount=True)
 def room_a(panels, rows, block, trans):
-    """For such a block. Tile registers take (m, k) alone: the last rows are then for what is to be transposed."""
+    """Scratch for such a block. Tile registers take only (m, k): the last rows are scratch for the transposition."""
     if in_tiles(panels):
         rows = round_up(rows, TILE)
         return scratch(rows + TILE, round_up(larger(rows, block), TILE) + SKEW, panels[0, 0])
@@ -257,8 +250,8 @@ def pack_a(to, a, trans, m0, m, k0, k):
         ld, last = to.shape[1], len(to) - TILE
         for kk in range(0, k, TILE):
             steps = smaller(TILE, k - kk)
-            take_columns(to[last:, : round_up(m, TILE)], a, k0 + kk, steps, m0, m)
+            take_columns(to[last:], a, k0 + kk, steps, m0, m, round_up(m, TILE))
             for c in range(0, m, TILE):
                 copy_transposed(to, c * ld + kk, ld, to, last * ld + c, ld)
     else:
-        take_columns(to[:, : round_up(m, MR)], a, k0, k, m0, m)
+        take_columns(to, a, k0, k, m0, m, round_up(m, MR))

@@ -1,26 +1,27 @@
-"""Vector micro-kernels, emitted as LLVM IR through Numba intrinsics: what Numba's loops cannot express.
+"""Code generation for the CPU kernels: LLVM IR through Numba intrinsics, for what Numba's loops cannot express.
 
 ==================  =================================================================================
-target              what Numba's target offers: vector width, native bfloat16 and int8 dot products
+numba_api           everything that is imported from Numba and llvmlite
+numba_pipeline      compilers for kernels and for the device functions that are linked into them
+target              the CPU that Numba compiles for: vector width, bfloat16 and int8 products, AMX
 build               small helpers on an IR builder: loads, splats, shuffles, fused multiply-adds
-memory, scalar      scratch arrays on cache-line boundaries, rows fetched ahead; smaller and larger
-stream              stores past the caches
-rows, norm, sums    a function of rows, vector by vector; the sums of norms and of their gradients
-arena_array               the arrays of a thread in one piece of memory
-by_reference                named tuples passed as one pointer
+memory              scratch arrays on cache lines, copies and prefetch of rows, round_up, min and max
+arena               all scratch of a thread in one allocation; named tuples passed by reference
+stream              non-temporal stores
+rows, norm, sums    functions of rows, chunk by chunk; the passes of the norms and their sums
 gemm                C (+)= A B with C in registers, A by rows or by columns, of floats or bfloat16 pairs
-tiles               the same in tile registers
+tiles               the same in AMX tile registers
 exp2                powers of two of vectors
-softmax             scores of a tile of keys become weights, maximum and sum move along
+softmax             a tile of scores becomes weights; maximum and sum are updated
 attention_gradient  S and dP of a tile of keys become P and dS in registers
 bias                bias of scores: squares of it transposed in registers, and added
 decode              attention over a cache: scores, maxima, sums, weighted rows
-decode_rows         how 16-bit rows become vectors there; narrow: and vectors rows
+decode_rows         rows of any element type to vectors; convert: vectors to rows
 rotate              halves of heads, rotated: of all heads of a token, or of tokens of a head
-activations, gated  gated activations of vectors, and of rows
-codes, ternary      2-bit codes times int8 or floats
+glu                 gated activations of vectors and of rows
+ternary_codes       vectors of 2-bit codes; ternary: their products with int8 or floats
 ==================  =================================================================================
 
-One generator serves 64, 32 and 16 byte vectors; a target that Numba names otherwise (ARM) gets 16 bytes of
+One generator serves vectors of 64, 32 and 16 bytes; a CPU that Numba names otherwise (ARM) gets 16 bytes of
 generic IR. The disk cache hashes these files too: an edited generator makes new machine code.
 """

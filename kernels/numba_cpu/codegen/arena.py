@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import number
-from gpu_ops.kernels.numba_cpu.codegen.memory import LINE_BYTES, allocate
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
+from .build import number
+from .memory import LINE_BYTES, allocate
+from .numba_api import (
     AttributeTemplate,
     PrimitiveModel,
     cgutils,
@@ -101,7 +101,7 @@ def arena_array(typingctx, memory, shape, of):
 
 @intrinsic
 def as_type(typingctx, x, of):
-    """The memory of ``x`` (rows contiguous) as an array of the type of ``of``; a wider type drops a partial element."""
+    """The memory of ``x`` (rows contiguous) as elements of the type of ``of``; a partial one is dropped."""
     array = x.copy(dtype=of, layout="A" if of.bitwidth > x.dtype.bitwidth else x.layout)
 
     def codegen(context, builder, sig, args):

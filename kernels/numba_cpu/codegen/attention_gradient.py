@@ -17,21 +17,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.arena import ByReference, field
-from gpu_ops.kernels.numba_cpu.codegen.build import (
-    dot_bfloat16,
-    every,
-    fma,
-    load_vector,
-    number,
-    round_bfloat16,
-    shuffle,
-    splat,
-    store_vector,
-)
-from gpu_ops.kernels.numba_cpu.codegen.exp2 import FLOAT32, PAIRS, exp2
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.numba_cpu.codegen.target import MAX_LANES, MR, TILES
+from .arena import ByReference, field
+from .build import dot_bfloat16, every, fma, load_vector, number, round_bfloat16, shuffle, splat, store_vector
+from .exp2 import FLOAT32, PAIRS, exp2
+from .numba_api import cgutils, intrinsic, ir, signature, types
+from .target import MAX_LANES, MR, TILES
 
 PANEL = 2 * MAX_LANES  # queries of a tile
 

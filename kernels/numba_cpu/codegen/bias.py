@@ -8,22 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import (
-    address,
-    every,
-    fma,
-    load_vector,
-    number,
-    prefetch,
-    shuffle,
-    splat,
-    store_vector,
-)
-from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.codegen.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.codegen.gemm import transpose_vectors
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import intrinsic, ir, signature, types
-from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
+from .build import address, every, fma, load_vector, number, prefetch, shuffle, splat, store_vector
+from .decode_rows import Rows
+from .exp2 import LOG2E
+from .gemm import transpose_vectors
+from .numba_api import intrinsic, ir, signature, types
+from .target import VECTOR_BYTES
 
 PANEL = 2  # vectors of lanes that meet the same keys one after the other
 # A very negative finite bias is not a mask: scores in base 2 stay finite.
@@ -35,7 +25,7 @@ def add_square(typingctx, s, at, ld, keys, queries, starts, lane, offset, bias, 
     """s = factor * s + log2(e) * bias for a vector of lanes from ``s[at]`` on and a chunk of keys, rows ``ld`` apart.
 
     ``starts[lane]`` and so on are addresses of rows of ``bias``, ``offset`` bytes before the chunk; rows of the next
-    panel are asked for. What lies beyond ``keys`` and ``queries`` is not read, and counts as 0. -inf is a mask: from
+    panel are prefetched. Elements beyond ``keys`` and ``queries`` are not read, and count as 0. -inf is a mask: from
     the bias alone, then also for a NaN score, or from the score alone.
     """
     wide = ir.DoubleType() if s.dtype == types.float64 else ir.FloatType()

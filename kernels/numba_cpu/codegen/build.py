@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import alloca_once, get_or_insert_function, ir, unpack_tuple
-from gpu_ops.kernels.numba_cpu.codegen.target import NEAR
+from .numba_api import alloca_once, get_or_insert_function, ir, unpack_tuple
+from .target import NEAR
 
 _I64 = ir.IntType(64)
 
@@ -57,7 +57,7 @@ def fma(b: Any, x: Any, y: Any, total: Any) -> Any:
 
 
 def maximum(b: Any, vectors: list[Any]) -> Any:
-    """The largest per lane; a NaN is found, or not: whoever needs it looks at the numbers."""
+    """The largest per lane; a NaN may be lost."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=False)
         larger = [b.select(b.fcmp_ordered(">", x, y), x, y) for x, y in pairs]
@@ -93,7 +93,7 @@ def round_bfloat16(b: Any, low: Any, high: Any) -> Any:
 
 
 def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
-    """Ask for the cache line of ``pointer``; any address will do, also one that does not exist.
+    """Prefetch the cache line of ``pointer``, which need not be a valid address.
 
     ``near`` 3: into the first cache; 2 into the second alone, which on a Zen core makes loops that read from L2 a
     fifth slower, and from memory a tenth.
@@ -103,11 +103,11 @@ def prefetch(b: Any, pointer: Any, near: int = 3) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), b.bitcast(pointer, ir.IntType(8).as_pointer()), *flags)
 
 
-def asking(b: Any, ahead: Any, count: int) -> Callable[[], None]:
-    """A function that asks for the next ``count`` places of rows.
+def prefetcher(b: Any, ahead: Any, count: int) -> Callable[[], None]:
+    """A function that prefetches the next ``count`` places of rows.
 
-    ``ahead``: the first row's address, bytes into it, bytes to ask for each time (0: nothing), bytes of a row, bytes
-    from a row to the next; or (), nothing ever.
+    ``ahead``: the first row's address, bytes into it, bytes to prefetch each time (0: nothing), bytes of a row, bytes
+    from a row to the next; or () for no prefetch at all.
     """
     if not ahead.type.elements:
         return lambda: None
@@ -131,7 +131,7 @@ def asking(b: Any, ahead: Any, count: int) -> Callable[[], None]:
 
 
 def hidden(b: Any, value: Any) -> Any:
-    """The same value, where LLVM cannot see where it comes from."""
+    """The same value, whose origin LLVM cannot see."""
     return b.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import round_bfloat16, shuffle
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir, types
-from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, FEATURES
+from .build import round_bfloat16, shuffle
+from .numba_api import ir, types
+from .target import DOT_BFLOAT16, FEATURES
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 

@@ -11,7 +11,8 @@ by them.
 
 from __future__ import annotations
 
-from gpu_ops.kernels.numba_cpu.codegen.build import (
+from ..jit import generic
+from .build import (
     address,
     dot_bfloat16,
     every,
@@ -25,11 +26,10 @@ from gpu_ops.kernels.numba_cpu.codegen.build import (
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.codegen.exp2 import FLOAT32, FLOAT64, exp2
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, types
-from gpu_ops.kernels.numba_cpu.codegen.target import NEAR, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.jit import generic
+from .decode_rows import Rows
+from .exp2 import FLOAT32, FLOAT64, exp2
+from .numba_api import cgutils, intrinsic, ir, types
+from .target import NEAR, VECTOR_BYTES
 
 # Keys of 16-bit elements at a time, so that a vector of a query, or of O, serves them all. Two rows of 2 KB are a
 # page of 4 KB: to go back and forth between more costs a fifth of what memory gives. That is worth it for values
@@ -43,9 +43,9 @@ _SIZE = types.intp
 def _each_tile(context, b, x_type, x, places, later, sizes, count, step):
     """``step(n, rows)`` for each tile n of query rows, all ``sizes`` = (KV heads, tiles of one), head after head.
 
-    ``rows``: pointers to the head's ``count`` rows, whose addresses for the first head are at ``places``, and to
-    what is asked for meanwhile: ``later`` = (how many places on; from there, how far for each head and for each row).
-    All tiles of a head ask for the same: again is free, as these lines are on their way.
+    ``rows``: pointers to the head's ``count`` rows, whose addresses for the first head are at ``places``, and to what
+    is prefetched meanwhile: ``later`` = (how many places on; from there, how far for each head and for each row).
+    All tiles of a head prefetch the same lines: repeats are free.
     """
     strides = context.make_array(x_type)(context, b, x).strides
     head_stride = b.extract_value(strides, 2) if x_type.ndim == 4 else number(0)  # a matrix is one head
@@ -111,7 +111,7 @@ def _each_chunk(b, row, dim, step):
 def score_keys(typingctx, rows, keys, x, places, first, later, sizes, q, dim, s, at, scale):
     """s[tile, at:] = scale * q[row] . x[key] for all ``keys``, whose addresses are ``places[first:]``, and all tiles.
 
-    Meanwhile as much is asked for elsewhere: see :func:`_each_tile`. Where q holds words of two bfloat16, one
+    As much is prefetched elsewhere: see :func:`_each_tile`. Where q holds words of two bfloat16, one
     instruction multiplies them with those of x; else both are in the order of the vectors.
     """
     n_rows, n_keys, pairs = rows.count, keys.count, q.dtype == types.uint32

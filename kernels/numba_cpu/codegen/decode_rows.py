@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.codegen.build import call, load_vector, shuffle, splat
-from gpu_ops.kernels.numba_cpu.codegen.memory import copy_row
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir, types
-from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16, FEATURES, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.dtype import like, load, store
-from gpu_ops.kernels.numba_cpu.jit import generic
+from ..dtype import like, load, store
+from ..jit import generic
+from .build import call, load_vector, shuffle, splat
+from .memory import copy_row
+from .numba_api import ir, types
+from .target import DOT_BFLOAT16, FEATURES, VECTOR_BYTES
 
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import call, every, fma
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir
-from gpu_ops.kernels.numba_cpu.codegen.target import SCALEF
+from .build import call, every, fma
+from .numba_api import ir
+from .target import SCALEF
 
 LOG2E = 1.4426950408889634
 # 2^f = 1 + f * polynomial for f in [0, 1), highest power first; 2^0 is exactly 1. Largest relative errors 3.3e-6,

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import (
+from ..jit import constant, device_function, generic
+from .build import (
     address,
-    asking,
     dot_bfloat16,
     every,
     fma,
@@ -30,16 +30,16 @@ from gpu_ops.kernels.numba_cpu.codegen.build import (
     load_vector,
     maximum,
     number,
+    prefetcher,
     shuffle,
     splat,
     store_vector,
 )
-from gpu_ops.kernels.numba_cpu.codegen.memory import lanes
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.numba_cpu.codegen.softmax import largest_scores
-from gpu_ops.kernels.numba_cpu.codegen.target import MR, TILES, VECTOR_BYTES
-from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, multiply_tiles
-from gpu_ops.kernels.numba_cpu.jit import constant, device_function, generic
+from .memory import lanes
+from .numba_api import cgutils, intrinsic, ir, signature, types
+from .softmax import largest_scores
+from .target import MR, TILES, VECTOR_BYTES
+from .tiles import TILE, multiply_tiles
 
 ROUND = 4  # steps of k between two looks at the end: a loop of 16 rounds, not of 64, ends as the CPU foresaw
 _IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: ir.IntType(32)}
@@ -94,7 +94,7 @@ def _micro(columns: bool, nv: int, scaled: bool = False, largest: bool = False) 
 
         rounds = builder.sdiv(k_, number(ROUND))
         # a round of half a panel takes half the time, for as much of A
-        ask = (lambda: None) if scaled or largest else asking(builder, args[11], 4 // nv)
+        ask = (lambda: None) if scaled or largest else prefetcher(builder, args[11], 4 // nv)
         with cgutils.for_range(builder, rounds) as loop:
             ask()
             first = builder.mul(loop.index, number(ROUND))
@@ -238,7 +238,8 @@ def gemm_rows(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
     def tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, m, n, k, accumulate):
         rows, depth = m // TILE * TILE, k // TILE * TILE
         if depth > 0:
-            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, 2 * TILE, rows, n, depth, accumulate, ())
+            sizes = rows, n, depth
+            multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, 2 * TILE, sizes, accumulate, ())
         if (depth < k) | (k == 0):  # a sum of nothing is written too
             after, more = b0 + depth * ldb, accumulate | (depth > 0)
             _vector_rows(c, c0, ldc, a, a0 + depth, lda, b, after, ldb, rows, n, k - depth, more)

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import call, fma
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import ir, types
-from gpu_ops.kernels.numba_cpu.codegen.rows import Chunk, Step, map_rows
-from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
+from .build import call, fma
+from .numba_api import ir, types
+from .rows import Chunk, Step, map_rows
+from .target import VECTOR_BYTES
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ layer_gradient         dy, x, weight[, dresidual]            mean, rstd, mean of
 
 from __future__ import annotations
 
-from gpu_ops.kernels.numba_cpu.codegen.rows import Chunk, fold_rows, map_rows
-from gpu_ops.kernels.numba_cpu.codegen.sums import sum_rows
+from .rows import Chunk, fold_rows, map_rows
+from .sums import sum_rows
 
 Chunks = list[Chunk]
 

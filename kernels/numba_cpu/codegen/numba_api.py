@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """The parts of Numba and llvmlite that this package builds on: the one place to look when a release moves them.
 
 Numba documents ``njit``, ``intrinsic``, ``overload`` and ``register_model``. The rest is internal and may change with
@@ -42,53 +43,6 @@ from numba.core.untyped_passes import (
 )
 from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array, populate_array
-
-__all__ = [
-    "VERSIONS",
-    "AnnotateTypes",
-    "AttributeTemplate",
-    "Cache",
-    "CompileResult",
-    "CompileResultCacheImpl",
-    "Compiler",
-    "CompilerBase",
-    "FixupArgs",
-    "GenericRewrites",
-    "IRLegalization",
-    "IRProcessing",
-    "JITCodeLibrary",
-    "Linkage",
-    "NativeLowering",
-    "NoPythonBackend",
-    "NopythonTypeInference",
-    "PassManager",
-    "PreLowerStripPhis",
-    "PrimitiveModel",
-    "ReconstructSSA",
-    "TranslateByteCode",
-    "alloca_once",
-    "cgutils",
-    "config",
-    "dumps",
-    "get_or_insert_function",
-    "global_compiler_lock",
-    "impl_ret_borrowed",
-    "infer_getattr",
-    "intrinsic",
-    "ir",
-    "llvm_version_info",
-    "lower_getattr_generic",
-    "make_array",
-    "njit",
-    "overload",
-    "populate_array",
-    "register_model",
-    "rtsys",
-    "signature",
-    "target",
-    "types",
-    "unpack_tuple",
-]
 
 VERSIONS = numba.__version__, llvmlite.__version__
 

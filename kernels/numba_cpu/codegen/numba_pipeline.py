@@ -5,10 +5,10 @@ linked into its caller and compiled there once more. For a kernel made of fifty 
 half of the compile time. A *device function* stays LLVM IR: the IR of all that a kernel reaches is linked into the
 kernel, and compiled once.
 
-Numba tells functions of the same name and signature apart by a number, counted per process. Machine code from the disk
-cache comes from several processes, and of two functions with one symbol the first that is loaded would serve both:
-silu in a kernel that is to compute gelu. So what a kernel calls is internal to it, and kernels have names of their own
-(jit.py).
+Numba tells functions of the same name and signature apart by a number, counted per process. Machine code from the
+disk cache comes from several processes, and of two functions with one symbol the first that is loaded would serve
+both: silu in a kernel that is to compute gelu. So what a kernel calls is internal to it, and kernels have names of
+their own (jit.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
+from .numba_api import (
     AnnotateTypes,
     Compiler,
     CompilerBase,
@@ -36,8 +36,6 @@ from gpu_ops.kernels.numba_cpu.codegen.numba_api import (
     njit,
     types,
 )
-
-__all__ = ["DeviceCompiler", "KernelCompiler", "NoinlineCompiler", "njit_once"]
 
 
 class KernelLibrary(JITCodeLibrary):

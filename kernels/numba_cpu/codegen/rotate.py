@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import address, fma, number, shuffle, splat, store_vector
-from gpu_ops.kernels.numba_cpu.codegen.convert import narrow
-from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, types
+from .build import address, fma, number, shuffle, splat, store_vector
+from .convert import narrow
+from .decode_rows import Rows
+from .numba_api import cgutils, intrinsic, types
 
 
 def _rotation(*, pairs: bool, shared: bool) -> Any:

@@ -7,8 +7,8 @@
     y of row r      ... | chunk | te         rows that follow each other share a chunk: what the first has of it waits
     y of row r + 1              xt | chunk   in ``shared`` for the second, and it goes past the caches whole
 
-``map_rows`` writes rows, ``fold_rows`` adds up over one (``sum_rows`` of codegen/sums.py over several). All operands of a
-chunk are read before its results are stored, so a result may be an operand's memory.
+``map_rows`` writes rows, ``fold_rows`` sums over one, ``sum_rows`` of sums.py over several. All operands of a chunk
+are read before its results are stored, so a result may be an operand's memory.
 """
 
 from __future__ import annotations
@@ -17,21 +17,12 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import (
-    address,
-    every,
-    load_vector,
-    number,
-    prefetch,
-    shuffle,
-    splat,
-    store_vector,
-)
-from gpu_ops.kernels.numba_cpu.codegen.convert import narrow
-from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows, chunk_elements
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, njit, types
-from gpu_ops.kernels.numba_cpu.codegen.stream import past_line
-from gpu_ops.kernels.numba_cpu.codegen.target import NEAR, VECTOR_BYTES
+from .build import address, every, load_vector, number, prefetch, shuffle, splat, store_vector
+from .convert import narrow
+from .decode_rows import Rows, chunk_elements
+from .numba_api import cgutils, intrinsic, ir, njit, types
+from .stream import past_line
+from .target import NEAR, VECTOR_BYTES
 
 UNROLLED = 4  # chunks with sums of their own: an addition waits for the one before
 DOUBLE = ir.DoubleType()
@@ -95,8 +86,8 @@ def map_rows(step: Step, *, streamed: int = 1) -> Any:
     """A compiled function (results, operands, scalars, following, shared, streaming).
 
     results = step(operands, scalars): tuples of rows of one type and length, and of scalars in the computing type.
-    Where ``streaming``, the first ``streamed`` results go past the caches, and the cache fetches as much of the rows
-    ``following`` meanwhile. ``shared``: (), or memory for two chunks of each of these results, whether the last
+    Where ``streaming``, the first ``streamed`` results go past the caches, and as much of the rows ``following`` is
+    prefetched meanwhile. ``shared``: (), or memory for two chunks of each of these results, whether the last
     call's results end where this one's begin, and whether the next one's begin where these end.
     """
 

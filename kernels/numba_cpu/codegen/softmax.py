@@ -10,28 +10,19 @@
 The product that makes the scores also finds the largest of each lane (``gemm_rows_largest``); where they change
 after that, :func:`largest_scores` does.
 
-Weights are floats in place of the scores, or (a target array of uint32) pairs of bfloat16, as ``codegen.gemm`` takes them:
-row j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
+Weights are floats in place of the scores, or, in a target array of uint32, pairs of bfloat16 for codegen/gemm.py: row
+j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import (
-    address,
-    every,
-    fma,
-    load_vector,
-    maximum,
-    number,
-    splat,
-    store_vector,
-)
-from gpu_ops.kernels.numba_cpu.codegen.convert import narrow
-from gpu_ops.kernels.numba_cpu.codegen.exp2 import FLOAT32, FLOAT64, PAIRS, exp2
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, types
-from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
+from .build import address, every, fma, load_vector, maximum, number, splat, store_vector
+from .convert import narrow
+from .exp2 import FLOAT32, FLOAT64, PAIRS, exp2
+from .numba_api import cgutils, intrinsic, ir, types
+from .target import VECTOR_BYTES
 
 ROWS = 8  # scores come in multiples of so many rows
 _STEP = 4  # rows that are weighed in one round

@@ -1,8 +1,7 @@
-"""Results past the caches, by whole lines.
+"""Non-temporal stores, by whole cache lines.
 
-A line takes a store in a cache, where it first has to be read from memory: a third of the traffic of a copy, and in
-vain. Whole lines that go past the caches are not read. Who needs them next finds them in none, so this is for results
-that would not stay there.
+A cached store first reads its line (write-allocate): a third of a copy's traffic. Non-temporal stores of whole lines
+avoid it; use them for results too large to stay cached.
 
     target    | ... a | a a a a | a a b | b b b b | b ...    pieces that follow each other share a line: what the
                                                              first has of it *waits* for the second (``put``)
@@ -16,11 +15,11 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from gpu_ops.kernels.numba_cpu.codegen.build import address, number, prefetch
-from gpu_ops.kernels.numba_cpu.codegen.memory import LINE_BYTES, place_of
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.numba_cpu.codegen.target import NEAR
-from gpu_ops.kernels.numba_cpu.jit import device_function
+from ..jit import device_function
+from .build import address, number, prefetch
+from .memory import LINE_BYTES, place_of
+from .numba_api import cgutils, intrinsic, ir, signature, types
+from .target import NEAR
 
 _LINE = ir.VectorType(ir.IntType(32), LINE_BYTES // 4).as_pointer()
 
@@ -120,7 +119,7 @@ def _fetch(typingctx, rows, i):
 
 @intrinsic
 def fence(typingctx):
-    """What has been streamed is there for other threads: before the end of a task."""
+    """Make streamed results visible to other threads: before the end of a task."""
 
     def codegen(context, builder, sig, args):
         builder.fence("seq_cst")
@@ -130,7 +129,7 @@ def fence(typingctx):
 
 
 def stays_in_cache(size: int) -> bool:
-    """Whether results of so many bytes, beside operands, would be in the last cache when somebody reads them.
+    """Whether results of ``size`` bytes, beside the operands, would still be in the last cache when they are read.
 
     RMSNorm and then a pass over its result, last cache of 32 MiB: 16 MiB 1.45 ms streamed and 1.69 not, 8 MiB 0.73
     and 0.49. With one of 480 MiB, which a server's cores share, 1.51 and 1.84, 1.06 and 1.05: no more counts.

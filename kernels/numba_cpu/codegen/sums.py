@@ -13,19 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import (
-    address,
-    every,
-    load_vector,
-    number,
-    prefetch,
-    splat,
-    store_vector,
-)
-from gpu_ops.kernels.numba_cpu.codegen.decode_rows import Rows
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, types
-from gpu_ops.kernels.numba_cpu.codegen.rows import DOUBLE, Chunk, everywhere, over_lanes
-from gpu_ops.kernels.numba_cpu.codegen.target import NEAR
+from .build import address, every, load_vector, number, prefetch, splat, store_vector
+from .decode_rows import Rows
+from .numba_api import cgutils, intrinsic, ir, types
+from .rows import DOUBLE, Chunk, everywhere, over_lanes
+from .target import NEAR
 
 TOGETHER = 4  # rows at most
 SHORT = 16  # chunks
@@ -86,8 +78,8 @@ def sum_rows(term: Term) -> Any:
 
     ``sums``: float64 arrays = the sums of each row. ``totals``: float64 rows += the sums of each column, in the
     computing type. ``operands``: the first row of each; ``strides``: bytes from a row to the next; ``shared``: a row
-    that goes with all. ``scalars``: arrays of a number per row, then ``constants``. The cache fetches as many of the
-    rows that come next meanwhile, and not in a pass that stores past it: LayerNorm's took a fifth longer.
+    that goes with all. ``scalars``: arrays of a number per row, then ``constants``. As many of the following rows are
+    prefetched here, not in the pass that streams its stores: there LayerNorm took a fifth longer.
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from functools import cache
 
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import llvm_version_info, target
+from .numba_api import llvm_version_info, target
 
 TRIPLE, CPU_NAME, _FEATURES = target()
 FEATURES = frozenset(_FEATURES.split(","))
@@ -15,8 +15,8 @@ XEON = VECTOR_BYTES == 64 and not CPU_NAME.startswith("znver")
 """Of the two makes with vectors of 64 bytes: they differ in where it is best to prefetch."""
 
 NEAR = 2 if XEON else 3
-"""Into which cache (3 the first, 2 the second) a loop prefetches what it reads soon. A Xeon reads K and V rows into its
-second at 84 to 91 % of memory bandwidth, into its first at 72 to 78 %; RMSNorm and SwiGLU gain 5 to 12 %."""
+"""Into which cache (3 the first, 2 the second) a loop prefetches what it reads soon. A Xeon reads K and V rows into
+its second at 84 to 91 % of memory bandwidth, into its first at 72 to 78 %; RMSNorm and SwiGLU gain 5 to 12 %."""
 
 MAX_LANES = VECTOR_BYTES // 4
 MR = 8 if VECTOR_BYTES == 64 else 4  # MR * 2 accumulators: half of the registers each width has

@@ -19,20 +19,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.codegen.build import (
-    call,
-    fma,
-    lane_sum,
-    lane_sums,
-    load_vector,
-    prefetch,
-    store_vector,
-)
-from gpu_ops.kernels.numba_cpu.codegen.build import number as i64
-from gpu_ops.kernels.numba_cpu.codegen.build import splat as splat_any
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.numba_cpu.codegen.ternary_codes import (
+from .build import address as element_pointer
+from .build import call, fma, lane_sum, lane_sums, load_vector, prefetch, store_vector
+from .build import number as i64
+from .build import splat as splat_any
+from .numba_api import cgutils, intrinsic, ir, signature, types
+from .ternary_codes import (
     CHUNK,
     FLOAT,
     I32,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen import build
-from gpu_ops.kernels.numba_cpu.codegen.build import address as element_pointer
-from gpu_ops.kernels.numba_cpu.codegen.build import call
-from gpu_ops.kernels.numba_cpu.codegen.build import number as i64
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, ir
-from gpu_ops.kernels.numba_cpu.codegen.target import FEATURES, XEON
+from ..codegen import build
+from .build import address as element_pointer
+from .build import call
+from .build import number as i64
+from .numba_api import cgutils, ir
+from .target import FEATURES, XEON
 
 LANES = 16 if "+avx512vnni" in FEATURES and "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 VNNI = LANES == 16 or (LANES == 8 and "+avxvnni" in FEATURES)
@@ -22,7 +22,7 @@ CHUNK = 16 * LANES  # codes in one vector of words
 
 I8, I32 = ir.IntType(8), ir.IntType(32)
 INT = ir.VectorType(I32, LANES)
-# How near codes that are read a single time are asked for: into the first cache alone, where a Xeon would read them
+# Into which cache codes that are read once are prefetched: the first alone, where a Xeon would read them
 # at little more than half the speed.
 ONCE = 3 if XEON else 0
 FLOAT = {"float32": ir.FloatType(), "float64": ir.DoubleType()}

@@ -22,10 +22,10 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from gpu_ops.kernels.numba_cpu.codegen.build import address, asking, call, number
-from gpu_ops.kernels.numba_cpu.codegen.numba_api import cgutils, intrinsic, ir, signature, types
-from gpu_ops.kernels.numba_cpu.codegen.target import TILES
-from gpu_ops.kernels.numba_cpu.jit import device_function, generic
+from ..jit import device_function, generic
+from .build import address, call, number, prefetcher
+from .numba_api import cgutils, intrinsic, ir, signature, types
+from .target import TILES
 
 TILE = 16  # rows of a tile, and words of a row
 _I8, _VOID = ir.IntType(8), ir.VoidType()
@@ -38,7 +38,7 @@ _PRODUCTS = {types.uint32: "llvm.x86.tdpbf16ps", types.int8: "llvm.x86.tdpbsud"}
 
 @intrinsic
 def open_tiles(typingctx):
-    """All tile registers hold TILE rows of TILE words. Nothing where there are none."""
+    """Configure all tile registers as TILE rows of TILE words. Does nothing without AMX."""
 
     def codegen(context, b, sig, args):
         if TILES:
@@ -52,7 +52,7 @@ def open_tiles(typingctx):
 
 @intrinsic
 def close_tiles(typingctx):
-    """The thread has no tiles to be saved any more."""
+    """Release the tile registers, so that they are no longer saved."""
 
     def codegen(context, b, sig, args):
         if TILES:
@@ -69,7 +69,7 @@ def _move(b: Any, name: str, tile: int, pointer: Any, stride: Any) -> None:
 def _micro(down: int, across: int) -> Any:
     """C (+)= A B for ``down`` by ``across`` tiles, k > 0 steps; offsets and leading dimensions count elements.
 
-    Once per 16 steps it asks for the next place of ``ahead`` (``build.asking``).
+    Prefetches the next place of ``ahead`` once per 16 steps (``build.prefetcher``).
     """
     tile = [(i, j) for i in range(down) for j in range(across)]
 
@@ -93,7 +93,7 @@ def _micro(down: int, across: int) -> Any:
                     base, [builder.add(builder.mul(stride, number(i * TILE)), number(j * _ROW))]
                 )
 
-            ask = asking(builder, args[11], 1)
+            ask = prefetcher(builder, args[11], 1)
             with builder.if_else(args[10]) as (add, replace):
                 with add:
                     for i, j in tile:
@@ -126,7 +126,7 @@ _micro_1_1, _micro_1_2, _micro_2_1, _micro_2_2 = (_micro(i, j) for i in (1, 2) f
 
 @generic
 def later(ahead, count):
-    """What to ask for after ``count`` times."""
+    """``ahead`` after ``count`` prefetches."""
 
     def rows(ahead, count):
         row, inside, advance, length, stride = ahead
@@ -137,9 +137,13 @@ def later(ahead, count):
 
 
 @device_function
-def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, m, n, k, accumulate, ahead):
-    """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0, all in whole tiles, k > 0. B lies in panels of two
-    tiles' columns, ``panel`` elements from one to the next. Meanwhile asks for ``ahead``."""
+def multiply_tiles(c, c0, ldc, a, a0, lda, b, b0, ldb, panel, sizes, accumulate, ahead):
+    """C[m, n] (+)= A[m, k] B[k, n] from offsets c0, a0, b0; ``sizes`` = (m, n, k) in whole tiles, k > 0.
+
+    B lies in panels of two tiles' columns, ``panel`` elements from one to the next. ``ahead``: see
+    ``build.prefetcher``.
+    """
+    m, n, k = sizes
     for j in range(0, n, 2 * TILE):
         at_b = b0 + j // (2 * TILE) * panel
         for i in range(0, m, 2 * TILE):
