@@ -1,4 +1,4 @@
-"""LayerNorm on the CPU, forward and backward (loops over rows in norm.py).
+"""LayerNorm on the CPU, forward and backward (what both norms share: norm.py).
 
 forward    s = x + residual,  rstd = 1 / sqrt(mean((s - mean)^2) + eps),  y = (s - mean) * rstd * weight + bias
 backward   n = (x - mean) * rstd,  m = dy * weight,  dx = rstd * (m - n * mean(m * n) - mean(m)) + dresidual
@@ -10,27 +10,18 @@ costs no digits.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
 
 from .codegen import norm
-from .codegen.arena import by_reference
-from .codegen.stream import stays_in_cache
+from .codegen.decode_rows import chunk_elements
+from .codegen.memory import scratch
+from .codegen.stream import fence, stays_in_cache
 from .dtype import all_bits, bits, like, load, read_row, write_row
 from .jit import compute, device_function, kernel, read, types, write
-from .norm import (
-    SHORT_SUM,
-    TINY,
-    backward_rows,
-    backward_scratch,
-    config,
-    forward_rows,
-    forward_scratch,
-    short_sums,
-)
-from .parallel import items_per_task, launch
+from .norm import SHORT_SUM, TINY, add_residual, config, shared_chunks, short_sums, together
+from .parallel import claim, items_per_task, launch
 
 __all__ = ["backward", "config", "forward"]
 
@@ -118,25 +109,6 @@ def sum_of_squares(x, mean):
     return 0.0 if total < 0.0 else total
 
 
-Forward = namedtuple("Forward", "w b mean rstd eps")
-Backward = namedtuple("Backward", "mean rstd")
-
-
-@device_function
-def _normalise(r, row, out, given, following, shared, streaming):
-    w, b = given.w, given.b
-    exact, squares = moments(row)
-    given.mean[r] = center = like(load(w, 0), exact)
-    given.rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / len(row) + given.eps))
-    if len(b) > 0:
-        norm.layer_scale((out,), (row, w, b), (center, scale), following, shared, streaming)
-    else:
-        norm.layer_scale((out,), (row, w), (center, scale), following, shared, streaming)
-
-
-_forward = forward_rows(_normalise)
-
-
 @kernel(
     lambda t: (
         *(types.int64, read(t, 2), read(t, 1), read(t, 1), read(t, 2), write(t, 2), write(t, 2)),
@@ -147,29 +119,33 @@ _forward = forward_rows(_normalise)
 def layernorm_forward(
     state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_residual, streaming
 ):
-    w = read_row(weight, ())
-    given = by_reference(Forward(w, read_row(bias, ()), mean, rstd, eps))
-    sums, lines = forward_scratch(x, w, has_residual)
-    _forward(state, n_tasks, chunk, x, residual, y, s, sums, lines, given, streaming)
-
-
-@device_function
-def _add_sums(sums, partial, task, starts, strides, w, given, first, n):
-    mean, rstd = given.mean, given.rstd
-    totals, cols = (write_row(partial, (2 * task,)), write_row(partial, (2 * task + 1,))), partial.shape[1]
-    norm.layer_sums(sums, totals, starts, strides, (w,), (mean[first:], rstd[first:]), (), n, cols)
-
-
-@device_function
-def _scalars(operands, sums, i, r, given):
-    mean, rstd, cols = given.mean, given.rstd, len(operands[0])
-    product, gradient = sums[0][i], sums[1][i]
-    if not abs(product) + abs(gradient) < np.inf:
-        product, gradient = norm.exact_layer_sums(operands, (mean[r], rstd[r]), 0, cols)
-    return mean[r], rstd[r], like(mean[r], product / cols), like(mean[r], gradient / cols)
-
-
-_backward = backward_rows(_add_sums, _scalars, norm.layer_gradient)
+    rows, cols = x.shape
+    w, b = read_row(weight, ()), read_row(bias, ())
+    sums, lines = (
+        scratch(1, cols if has_residual else 0, weight[0]),
+        scratch(2, 2 * chunk_elements(w), weight[0]),
+    )
+    task = claim(state)
+    while task < n_tasks:
+        first, stop = task * chunk, min(rows, (task + 1) * chunk)
+        for r in range(first, stop):
+            after = min(r + 1, rows - 1)
+            row, out = read_row(x, (r,)), write_row(y, (r,))
+            following = (read_row(x, (after,)),)
+            if has_residual:
+                shared = shared_chunks(lines, 1, s, r, first, stop)
+                add_residual(sums, s, row, residual, r, after, out, shared, streaming)
+                row = read_row(sums, (0,))
+            (exact, squares), shared = moments(row), shared_chunks(lines, 0, y, r, first, stop)
+            mean[r] = center = like(load(w, 0), exact)
+            rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
+            if len(b) > 0:
+                norm.layer_scale((out,), (row, w, b), (center, scale), following, shared, streaming)
+            else:
+                norm.layer_scale((out,), (row, w), (center, scale), following, shared, streaming)
+        if streaming:
+            fence()
+        task = claim(state)
 
 
 @kernel(
@@ -182,6 +158,34 @@ _backward = backward_rows(_add_sums, _scalars, norm.layer_gradient)
 def layernorm_backward(
     state, n_tasks, chunk, dy, x, weight, mean, rstd, dresidual, dx, partial, has_dresidual, streaming
 ):
-    given, flags, w = by_reference(Backward(mean, rstd)), (has_dresidual, streaming), read_row(weight, ())
-    work = backward_scratch(chunk, w)
-    _backward(state, n_tasks, chunk, dy, x, w, dresidual, dx, partial, work, given, flags)
+    rows, cols = x.shape
+    w = read_row(weight, ())
+    step = together(chunk, cols)
+    products, gradients = np.empty(step), np.empty(step)
+    strides, lines = (dy.strides[0], x.strides[0]), scratch(1, 2 * chunk_elements(w), weight[0])
+    task = claim(state)
+    while task < n_tasks:
+        totals = write_row(partial, (2 * task,)), write_row(partial, (2 * task + 1,))
+        begin, stop = task * chunk, min(rows, (task + 1) * chunk)
+        for first in range(begin, stop, step):
+            n = min(step, stop - first)
+            starts = read_row(dy, (first,)), read_row(x, (first,))
+            given = mean[first:], rstd[first:]
+            norm.layer_sums((products, gradients), totals, starts, strides, (w,), given, (), n, cols)
+            for i in range(n):
+                r = first + i
+                operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
+                product, gradient = products[i], gradients[i]
+                if not abs(product) + abs(gradient) < np.inf:
+                    product, gradient = norm.exact_layer_sums(operands, (mean[r], rstd[r]), 0, cols)
+                shared = shared_chunks(lines, 0, dx, r, begin, stop)
+                means = like(mean[r], product / cols), like(mean[r], gradient / cols)
+                scalars = mean[r], rstd[r], means[0], means[1]
+                if has_dresidual:
+                    more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
+                    norm.layer_gradient(result, more, scalars, (), shared, streaming)
+                else:
+                    norm.layer_gradient(result, operands, scalars, (), shared, streaming)
+        if streaming:
+            fence()
+        task = claim(state)

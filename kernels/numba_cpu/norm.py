@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm share on the CPU: the loops over rows, forward and backward, and sums over a row.
+"""What RMSNorm and LayerNorm share on the CPU: sums over a row, the residual, and how rows meet the caches.
 
 A task is a run of rows. Each row is read from memory once: later passes over it find it in the cache. Sums over a row
 are float64 sums of short sums in the computing type, where these are in its range, so that no finite input overflows.
@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 
 from .codegen import norm
-from .codegen.decode_rows import chunk_elements
-from .codegen.memory import place_of, scratch, smaller
+from .codegen.memory import place_of
+from .codegen.numba_api import njit
 from .codegen.rows import UNROLLED
-from .codegen.stream import fence
 from .codegen.sums import TOGETHER
 from .codegen.target import MAX_LANES
 from .dtype import read_row, write_row
 from .jit import device_function, inner
-from .parallel import claim, items_per_task
+from .parallel import items_per_task
 
 SHORT_SUM = 16 * UNROLLED * MAX_LANES  # numbers that add up in the computing type: 16 in a lane
 CACHED = 1 << 16  # elements in all
@@ -82,7 +81,7 @@ def shared_chunks(lines, of, result, r, first, stop):
     return write_row(lines, (of,)), joined and r > first, joined and r + 1 < stop
 
 
-@device_function
+@njit
 def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
     """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
     total, copy = write_row(sums, (0,)), write_row(s, (r,))
@@ -91,82 +90,3 @@ def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
         norm.add_up((total,), operands, (), coming, (), streaming)
     else:
         norm.add((copy, total), operands, (), coming, shared, streaming)
-
-
-def forward_rows(normalise: Any) -> Any:
-    """A device function (state, n_tasks, chunk, x, residual, y, s, sums, lines, given, streaming) that runs the tasks
-    of a forward kernel. sums and lines are scratch as :func:`forward_scratch` makes it; ``normalise`` is called as
-    (r, row, out, given, following, shared, streaming)."""
-
-    @device_function
-    def run(state, n_tasks, chunk, x, residual, y, s, sums, lines, given, streaming):
-        rows = x.shape[0]
-        task = claim(state)
-        while task < n_tasks:
-            first, stop = task * chunk, smaller(rows, (task + 1) * chunk)
-            for r in range(first, stop):
-                after = smaller(r + 1, rows - 1)
-                row, out = read_row(x, (r,)), write_row(y, (r,))
-                following = (read_row(x, (after,)),)
-                if sums.shape[1] > 0:
-                    shared = shared_chunks(lines, 1, s, r, first, stop)
-                    add_residual(sums, s, row, residual, r, after, out, shared, streaming)
-                    row = read_row(sums, (0,))
-                shared = shared_chunks(lines, 0, y, r, first, stop)
-                normalise(r, row, out, given, following, shared, streaming)
-            if streaming:
-                fence()
-            task = claim(state)
-
-    return run
-
-
-@device_function(refcount=True)
-def forward_scratch(x, w, has_residual):
-    """A row of s, of no columns without a residual; and lines that rows of s and y share."""
-    return scratch(1, x.shape[1] if has_residual else 0, w[0]), scratch(2, 2 * chunk_elements(w), w[0])
-
-
-def backward_rows(add_sums: Any, scalars_of: Any, gradient: Any) -> Any:
-    """A device function (state, n_tasks, chunk, dy, x, w, dresidual, dx, partial, work, given, flags) that runs the
-    tasks of a backward kernel; work is of :func:`backward_scratch`, flags are has_dresidual and streaming.
-
-    ``add_sums`` (sums, partial, task, starts, strides, w, given, first, n): sums of each of the ``n`` rows from
-    ``first`` on, and those over rows added to ``partial``. ``scalars_of`` (operands, sums, i, r, given): the scalars
-    of the pass ``gradient`` for row r, of which sums has the i-th.
-    """
-
-    @device_function
-    def run(state, n_tasks, chunk, dy, x, w, dresidual, dx, partial, work, given, flags):
-        rows, step = x.shape[0], len(work[0])
-        has_dresidual, streaming = flags
-        sums, lines, strides = (work[0], work[1]), work[2], (dy.strides[0], x.strides[0])
-        task = claim(state)
-        while task < n_tasks:
-            begin, stop = task * chunk, smaller(rows, (task + 1) * chunk)
-            for first in range(begin, stop, step):
-                n = smaller(step, stop - first)
-                starts = read_row(dy, (first,)), read_row(x, (first,))
-                add_sums(sums, partial, task, starts, strides, w, given, first, n)
-                for i in range(n):
-                    r = first + i
-                    operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
-                    scalars = scalars_of(operands, sums, i, r, given)
-                    shared = shared_chunks(lines, 0, dx, r, begin, stop)
-                    if has_dresidual:
-                        more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
-                        gradient(result, more, scalars, (), shared, streaming)
-                    else:
-                        gradient(result, operands, scalars, (), shared, streaming)
-            if streaming:
-                fence()
-            task = claim(state)
-
-    return run
-
-
-@device_function(refcount=True)
-def backward_scratch(chunk, w):
-    """Two sums per row, of as many rows as are summed together; and a line that rows of dx share."""
-    step = together(chunk, len(w))
-    return np.empty(step), np.empty(step), scratch(1, 2 * chunk_elements(w), w[0])

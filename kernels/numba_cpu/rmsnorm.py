@@ -1,4 +1,4 @@
-"""RMSNorm on the CPU, forward and backward (loops over rows in norm.py).
+"""RMSNorm on the CPU, forward and backward (what both norms share: norm.py).
 
 forward    s = x + residual,  rstd = 1 / sqrt(mean(s^2) + eps),  y = (s * rstd) * (offset + weight)
 backward   n = x * rstd,  m = dy * (offset + weight),  dx = rstd * (m - n * mean(m * n)) + dresidual
@@ -7,18 +7,18 @@ backward   n = x * rstd,  m = dy * (offset + weight),  dx = rstd * (m - n * mean
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
 
 from .codegen import norm
-from .codegen.arena import by_reference
-from .codegen.stream import stays_in_cache
+from .codegen.decode_rows import chunk_elements
+from .codegen.memory import scratch
+from .codegen.stream import fence, stays_in_cache
 from .dtype import all_bits, bits, like, read_row, write_row
-from .jit import compute, device_function, kernel, read, types, write
-from .norm import backward_rows, backward_scratch, config, forward_rows, forward_scratch, sum_of_squares
-from .parallel import items_per_task, launch
+from .jit import compute, kernel, read, types, write
+from .norm import add_residual, config, shared_chunks, sum_of_squares, together
+from .parallel import claim, items_per_task, launch
 
 __all__ = ["backward", "config", "forward"]
 
@@ -71,24 +71,6 @@ def backward(
     dweight[...] = partial.sum(axis=0)
 
 
-Forward = namedtuple("Forward", "w rstd eps weight_offset llama")
-Backward = namedtuple("Backward", "rstd weight_offset llama")
-
-
-@device_function
-def _normalise(r, row, out, given, following, shared, streaming):
-    w, weight_offset = given.w, given.weight_offset
-    scale = like(weight_offset, 1.0 / np.sqrt(sum_of_squares(row) / len(row) + given.eps))
-    given.rstd[r] = scale
-    if given.llama:
-        norm.rms_scale_llama((out,), (row, w), (scale, weight_offset), following, shared, streaming)
-    else:
-        norm.rms_scale((out,), (row, w), (scale, weight_offset), following, shared, streaming)
-
-
-_forward = forward_rows(_normalise)
-
-
 @kernel(
     lambda t: (
         *(types.int64, read(t, 2), read(t, 1), read(t, 2), write(t, 2), write(t, 2)),
@@ -99,31 +81,33 @@ _forward = forward_rows(_normalise)
 def rmsnorm_forward(
     state, n_tasks, chunk, x, weight, residual, y, s, rstd, eps, weight_offset, has_residual, llama, streaming
 ):
+    rows, cols = x.shape
     w = read_row(weight, ())
-    given = by_reference(Forward(w, rstd, eps, weight_offset, llama))
-    sums, lines = forward_scratch(x, w, has_residual)
-    _forward(state, n_tasks, chunk, x, residual, y, s, sums, lines, given, streaming)
-
-
-@device_function
-def _add_sums(sums, partial, task, starts, strides, w, given, first, n):
-    weight_offset, scales = given.weight_offset, (given.rstd[first:],)
-    totals, cols = (write_row(partial, (task,)),), partial.shape[1]
-    if given.llama:
-        norm.rms_sums_llama(sums[:1], totals, starts, strides, (w,), scales, (weight_offset,), n, cols)
-    else:
-        norm.rms_sums(sums[:1], totals, starts, strides, (w,), scales, (weight_offset,), n, cols)
-
-
-@device_function
-def _scalars(operands, sums, i, r, given):
-    rstd, weight_offset, total, cols = given.rstd, given.weight_offset, sums[0][i], len(operands[0])
-    if not abs(total) < np.inf:
-        total = norm.exact_rms_sum(operands, (rstd[r], weight_offset), 0, cols)
-    return rstd[r], weight_offset, like(rstd[r], total / cols)
-
-
-_backward = backward_rows(_add_sums, _scalars, norm.rms_gradient)
+    sums, lines = (
+        scratch(1, cols if has_residual else 0, weight[0]),
+        scratch(2, 2 * chunk_elements(w), weight[0]),
+    )
+    task = claim(state)
+    while task < n_tasks:
+        first, stop = task * chunk, min(rows, (task + 1) * chunk)
+        for r in range(first, stop):
+            after = min(r + 1, rows - 1)
+            row, out = read_row(x, (r,)), write_row(y, (r,))
+            following = (read_row(x, (after,)),)
+            if has_residual:
+                shared = shared_chunks(lines, 1, s, r, first, stop)
+                add_residual(sums, s, row, residual, r, after, out, shared, streaming)
+                row = read_row(sums, (0,))
+            scale = like(weight_offset, 1.0 / np.sqrt(sum_of_squares(row) / cols + eps))
+            rstd[r] = scale
+            shared = shared_chunks(lines, 0, y, r, first, stop)
+            if llama:
+                norm.rms_scale_llama((out,), (row, w), (scale, weight_offset), following, shared, streaming)
+            else:
+                norm.rms_scale((out,), (row, w), (scale, weight_offset), following, shared, streaming)
+        if streaming:
+            fence()
+        task = claim(state)
 
 
 @kernel(
@@ -149,7 +133,33 @@ def rmsnorm_backward(
     llama,
     streaming,
 ):
-    given = by_reference(Backward(rstd, weight_offset, llama))
-    flags, w = (has_dresidual, streaming), read_row(weight, ())
-    work = backward_scratch(chunk, w)
-    _backward(state, n_tasks, chunk, dy, x, w, dresidual, dx, partial, work, given, flags)
+    rows, cols = x.shape
+    w = read_row(weight, ())
+    step = together(chunk, cols)
+    sums, strides = np.empty(step), (dy.strides[0], x.strides[0])
+    lines = scratch(1, 2 * chunk_elements(w), weight[0])
+    task = claim(state)
+    while task < n_tasks:
+        dw, begin, stop = write_row(partial, (task,)), task * chunk, min(rows, (task + 1) * chunk)
+        for first in range(begin, stop, step):
+            n = min(step, stop - first)
+            starts, scales = (read_row(dy, (first,)), read_row(x, (first,))), (rstd[first:],)
+            if llama:
+                norm.rms_sums_llama((sums,), (dw,), starts, strides, (w,), scales, (weight_offset,), n, cols)
+            else:
+                norm.rms_sums((sums,), (dw,), starts, strides, (w,), scales, (weight_offset,), n, cols)
+            for i in range(n):
+                r = first + i
+                operands, result = (read_row(dy, (r,)), read_row(x, (r,)), w), (write_row(dx, (r,)),)
+                if not abs(sums[i]) < np.inf:
+                    sums[i] = norm.exact_rms_sum(operands, (rstd[r], weight_offset), 0, cols)
+                scalars = rstd[r], weight_offset, like(rstd[r], sums[i] / cols)
+                shared = shared_chunks(lines, 0, dx, r, begin, stop)
+                if has_dresidual:
+                    more = (operands[0], operands[1], w, read_row(dresidual, (r,)))
+                    norm.rms_gradient(result, more, scalars, (), shared, streaming)
+                else:
+                    norm.rms_gradient(result, operands, scalars, (), shared, streaming)
+        if streaming:
+            fence()
+        task = claim(state)
