@@ -18,7 +18,7 @@ __all__ = ["backward"]
 @lowers("attention_varlen_backward", "cpu")
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention_backward as kernels
-    from gpu_ops.kernels.numba_cpu.attention_gradient_sinks import sinks_gradient
+    from gpu_ops.kernels.numba_cpu.attention_backward_bias import sinks_gradient
     from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
 
     a = Attention.of(spec)
