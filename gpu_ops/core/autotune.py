@@ -13,7 +13,6 @@ from typing import Any
 from gpu_ops.core.op import forget_calls, op_named
 from gpu_ops.core.run import Linked, Prepared
 from gpu_ops.errors import DeviceError, OptionError
-from gpu_ops.kernels.lower import tuning
 from gpu_ops.kernels.program import lower
 
 __all__ = ["Tuning", "autotune"]
@@ -97,6 +96,8 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
     >>> import gpu_ops
     >>> print(gpu_ops.autotune("attention", q, k, v, causal=True))  # doctest: +SKIP
     """
+    from gpu_ops.kernels.lower import tuning
+
     found = op_named("autotune", op)
     name, bound = found.name, found.binder(*arrays, **options)
     if name not in _TUNABLE:
