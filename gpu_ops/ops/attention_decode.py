@@ -149,7 +149,7 @@ def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Lo
     if call.on_cuda:
         return capacity, None
     look = _look(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
-    longest: int = look(dict(call.views), "")[0]["max_seqlen_k"]
+    longest: int = look(dict(call.views), "reference")[0]["max_seqlen_k"]
     return longest, look
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensors
+from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensors, prepared
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
@@ -19,25 +19,10 @@ __all__ = ["backward"]
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention_backward as kernels
     from gpu_ops.kernels.numba_cpu.attention_backward_bias import sinks_gradient
-    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
 
     a = Attention.of(spec)
-    left, right = a.window(UNLIMITED)
+    differentiate = prepared(kernels.prepare, a)
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
-    differentiate = kernels.prepare(
-        *inputs,
-        a.batch,
-        max_seqlen_q=a.seqlen_q,
-        max_seqlen_k=a.seqlen_k,
-        given=optional_tensors(a),
-        left=left,
-        right=right,
-        softmax_scale=a.softmax_scale,
-        softcap=a.softcap,
-        block_q=a.block_q,
-        block_k=a.block_k,
-        packed=a.packed,
-    )
     if a.known_lengths:
         on.constant(sequence_table(a), "sequences")
     layout = spec["layout"]
