@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel
 from gpu_ops.kernels.tensor import Layout, Tensor
 
 __all__ = [
