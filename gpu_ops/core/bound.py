@@ -12,7 +12,7 @@ from gpu_ops.kernels.program import Layout, Spec
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Finish", "Look", "Output", "Source"]
+__all__ = ["Bound", "Finish", "Look", "Output", "Source", "as_integer"]
 
 Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 """A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
@@ -71,3 +71,8 @@ class Bound:
     library: str | None
     cuda: CudaArrays | None
     workspace: Any
+
+
+def as_integer(value: Any, device: Any) -> int:
+    """What :meth:`Call.number` makes of an argument; a later call may pass on the argument itself."""
+    return int(value)

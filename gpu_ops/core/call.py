@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.aliasing import is_row_major, overlap, overlaps_itself, same_memory
 from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
-from gpu_ops.core.bound import Bound, Finish, Look, Output, Source
+from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, as_integer
 from gpu_ops.core.checks import Axes
 from gpu_ops.core.dispatch import choose, require_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -55,7 +55,6 @@ class Call:
         self._options: dict[str, Any] = {}
         self._cuda: CudaArrays | None = None
         self._provided: dict[str, Layout] = {}
-        self._numbers: dict[str, int] = {}
         self._held: list[tuple[str, Array]] = []
         self._items: dict[str, list[str]] = {}
 
@@ -111,10 +110,9 @@ class Call:
         if layout is not None:
             self._provided[name] = layout
 
-    def number(self, name: str, value: int, argument: str) -> None:
+    def number(self, name: str, argument: str) -> None:
         """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
-        self._sources[name] = Source(argument, make=_as_integer)
-        self._numbers[name] = value
+        self._sources[name] = Source(argument, make=as_integer)
 
     def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
         """A writable view of an argument that the op changes in place, such as a cache."""
@@ -240,7 +238,7 @@ class Call:
         spec = self._spec(choice.device != "cpu", choice.copies)
         if lowered_as:
             spec = replace(spec, op=lowered_as)
-        views = {**self._views, **self._numbers, **self._written}
+        views = {**self._views, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
             tuple(self._updated), self._given, problem, finish, look, self._library, self._cuda, self._workspace,
@@ -364,10 +362,6 @@ class Call:
             self._cuda = CudaArrays(self.op, name, x)
         view: Array = self._cuda.view(name, x)
         return view
-
-
-def _as_integer(value: Any, device: Any) -> int:
-    return int(value)
 
 
 def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:

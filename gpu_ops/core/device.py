@@ -97,12 +97,6 @@ def _placeholder(a: Any) -> Any:
     return 0 if isinstance(a, Tensor) else a
 
 
-def _by_value(a: Dynamic, views: Views) -> Any:
-    """CuPy passes a structure as an array of one element."""
-    value = dynamic_value(a, views)
-    return value if a.struct is None else np.asarray(value)
-
-
 class CudaDevice:
     """A CUDA device, used through CuPy on its current stream."""
 
@@ -195,7 +189,7 @@ class CudaDevice:
         made: list[tuple[int, Callable[[Views], Any]]] = []
         for i, a in enumerate(launch.arguments):
             if isinstance(a, Dynamic):
-                made.append((i, functools.partial(_by_value, a)))
+                made.append((i, functools.partial(dynamic_value, a)))
             elif isinstance(a, Tensor):
                 if a.is_whole or (by_pointer and not a.offset):
                     whole.append((i, a.name))
