@@ -9,8 +9,18 @@ import numpy as np
 
 #: Bits of an element in a register.
 WIDTH = {
-    "f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1
-}  # fmt: skip
+    "f64": 64,
+    "tf32": 32,
+    "f16": 16,
+    "bf16": 16,
+    "e4m3": 8,
+    "e5m2": 8,
+    "s8": 8,
+    "u8": 8,
+    "s4": 4,
+    "u4": 4,
+    "b1": 1,
+}
 
 #: (shape, bits) -> places of element i of a lane's A fragment, (row, column), and of its B fragment, (k, n);
 #: g = lane / 4, t = lane % 4.

@@ -26,8 +26,27 @@ from tests.test_rope_append_kv import make
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 # head_dim and rotary_dim: of models, and of every remainder
-DIMS = [(64, 64), (64, 16), (80, 20), (80, 32), (96, 24), (96, 96), (128, 128), (128, 64), (192, 64), (256, 256),
-        (256, 64), (512, 512), (1, 0), (2, 2), (7, 6), (60, 44), (100, 50), (127, 126), (200, 132)]  # fmt: skip
+DIMS = [
+    (64, 64),
+    (64, 16),
+    (80, 20),
+    (80, 32),
+    (96, 24),
+    (96, 96),
+    (128, 128),
+    (128, 64),
+    (192, 64),
+    (256, 256),
+    (256, 64),
+    (512, 512),
+    (1, 0),
+    (2, 2),
+    (7, 6),
+    (60, 44),
+    (100, 50),
+    (127, 126),
+    (200, 132),
+]
 HEADS = [(32, 8), (32, 32), (28, 4), (40, 8), (9, 3), (1, 1), (71, 1), (0, 2), (8, 0)]
 
 
@@ -211,9 +230,19 @@ def test_what_lies_outside_the_cache_is_not_stored(place, change, by):
         if x is not None:
             device.name(name, x)
     kernels.append(
-        device, by, *four_axes, *caches, **arguments, q_weight=None, k_weight=None, eps=1e-6,
-        weight_offset=0.0, frequencies=frequencies(device, by, inv_freq), attention_factor=1.0, interleaved=False,
-    )  # fmt: skip
+        device,
+        by,
+        *four_axes,
+        *caches,
+        **arguments,
+        q_weight=None,
+        k_weight=None,
+        eps=1e-6,
+        weight_offset=0.0,
+        frequencies=frequencies(device, by, inv_freq),
+        attention_factor=1.0,
+        interleaved=False,
+    )
     want[1][np.divmod(slots[inside], page_size)] = v[inside]
     assert caches[1].tobytes() == want[1].tobytes()
     changed = (caches[0].view(np.uint32) != want[0].view(np.uint32)).any(axis=(2, 3))
@@ -236,10 +265,25 @@ def test_pages_without_rows(by):
     inv_freq = RopeScaling("default").inv_freq(16, 10000.0, 0)
     out = q.copy()
     kernels.append(
-        device, by, q, out, k, v, cache, cache, **given, slot_mapping=None, positions=None, q_weight=None,
-        k_weight=None, eps=1e-6, weight_offset=0.0, frequencies=frequencies(device, by, inv_freq),
-        attention_factor=1.0, interleaved=False,
-    )  # fmt: skip
+        device,
+        by,
+        q,
+        out,
+        k,
+        v,
+        cache,
+        cache,
+        **given,
+        slot_mapping=None,
+        positions=None,
+        q_weight=None,
+        k_weight=None,
+        eps=1e-6,
+        weight_offset=0.0,
+        frequencies=frequencies(device, by, inv_freq),
+        attention_factor=1.0,
+        interleaved=False,
+    )
     assert not np.array_equal(out, q)
 
 

@@ -62,10 +62,11 @@ def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
 def test_vectors_are_as_long_as_shapes_and_alignment_allow():
     h100 = PRESETS["H100 SXM"]
     for head_dim, more, vec in (
-        (128, {}, 8), (80, {}, 8), (72, {}, 4), (100, {}, 2), (6, {}, 1), (128, {"itemsize": 4}, 4),
-        (128, {"alignment": 8}, 4), (128, {"alignment": 2}, 1), (128, {"rotary_dim": 8}, 4),
-        (96, {"rotary_dim": 64}, 8), (7, {"rotary_dim": 4}, 1),
-    ):  # fmt: skip
+        *((head_dim, {}, vec) for head_dim, vec in ((128, 8), (80, 8), (72, 4), (100, 2), (6, 1))),
+        (128, {"itemsize": 4}, 4),
+        *((128, {"alignment": alignment}, vec) for alignment, vec in ((8, 4), (2, 1))),
+        *((d, {"rotary_dim": rotary}, vec) for d, rotary, vec in ((128, 8, 4), (96, 64, 8), (7, 4, 1))),
+    ):
         assert choose(64, 32, 8, head_dim, h100, **more).vec == vec, (head_dim, more)
 
 
@@ -212,9 +213,13 @@ def test_offsets_have_64_bits(which, far, monkeypatch):
     x = random(np.random.default_rng(0), shape, BF16)
     want = rope(x, **RAW)
     run = functools.partial(
-        kernels.rope, Sparse(memory), "raw", positions=None, frequencies=turns(RopeScaling("default").inv_freq(16)),
-        first=0, interleaved=False, cos_scale=1.0, sin_scale=1.0,
-    )  # fmt: skip
+        kernels.rope,
+        Sparse(memory),
+        "raw",
+        positions=None,
+        frequencies=turns(RopeScaling("default").inv_freq(16)),
+        **{"first": 0, "interleaved": False, "cos_scale": 1.0, "sin_scale": 1.0},
+    )
     if which == "input":
         far_away[...] = x
         got = np.empty_like(x)
