@@ -66,9 +66,21 @@ def test_every_op(cpu, tmp_path):
 
 
 BODIES = (
-    "attention", "attention_backward", "attention_decode", "attention_varlen", "rope", "rope_append_kv", "rmsnorm",
-    "layernorm", "rmsnorm_quant", "swiglu", "swiglu_mlp", "ternary_matmul", "ternary_linear", "ternary_quantize",
-)  # fmt: skip
+    "attention",
+    "attention_backward",
+    "attention_decode",
+    "attention_varlen",
+    "rope",
+    "rope_append_kv",
+    "rmsnorm",
+    "layernorm",
+    "rmsnorm_quant",
+    "swiglu",
+    "swiglu_mlp",
+    "ternary_matmul",
+    "ternary_linear",
+    "ternary_quantize",
+)
 
 
 @pytest.mark.slow

@@ -59,10 +59,11 @@ def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
 def test_vectors_are_as_long_as_shapes_and_alignment_allow():
     h100 = PRESETS["H100 SXM"]
     for head_dim, more, vec in (
-        (128, {}, 8), (80, {}, 8), (72, {}, 4), (100, {}, 2), (6, {}, 1), (128, {"itemsize": 4}, 4),
-        (128, {"alignment": 8}, 4), (128, {"alignment": 2}, 1), (128, {"rotary_dim": 8}, 4),
-        (96, {"rotary_dim": 64}, 8), (7, {"rotary_dim": 4}, 1),
-    ):  # fmt: skip
+        *((head_dim, {}, vec) for head_dim, vec in ((128, 8), (80, 8), (72, 4), (100, 2), (6, 1))),
+        (128, {"itemsize": 4}, 4),
+        *((128, {"alignment": alignment}, vec) for alignment, vec in ((8, 4), (2, 1))),
+        *((d, {"rotary_dim": rotary}, vec) for d, rotary, vec in ((128, 8, 4), (96, 64, 8), (7, 4, 1))),
+    ):
         assert choose(64, 32, 8, head_dim, h100, **more).vec == vec, (head_dim, more)
 
 
