@@ -18,7 +18,16 @@ from tests.call_maker import WRITTEN, Call, Maker
 
 __all__ = ["DTYPES", "IN_PLACE", "OPS", "OUT", "VARIANTS", "WRITTEN", "Call", "call", "results"]
 
-NO_OPS = ("__version__", "autotune", "errors", "explain", "quantize_model", "read_bitnet", "read_gguf", "workspace_size")
+NO_OPS = (
+    "__version__",
+    "autotune",
+    "errors",
+    "explain",
+    "quantize_model",
+    "read_bitnet",
+    "read_gguf",
+    "workspace_size",
+)
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 DTYPES = tuple(np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
 VARIANTS = {**calls_attention.VARIANTS, **calls_rows.VARIANTS, **calls_ternary.VARIANTS}

@@ -14,8 +14,8 @@ from row_cases import close
 import gpu_ops
 from gpu_ops import memory_pool
 from gpu_ops.core.device import EmulatorDevice
-from gpu_ops.reference import swiglu as reference
 from gpu_ops.kernels.program import Layout, Spec, lower
+from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
 DEVICES = ("cpu", "emulator", "cuda")
