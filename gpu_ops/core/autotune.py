@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
             f"autotune: the arrays of {name} are in host memory; it measures on a GPU: copy them there first "
             "(cupy.asarray(q), q.cuda())"
         )
-    prepared = Prepared(bound, found.parameters)
+    prepared = Prepared(bound, found.parameters, arrays, options)
     limits = prepared.limits()
     asked = lower(bound.spec, prepared.backend, limits)[1].asked
     if not asked:
@@ -119,14 +118,13 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
             f"autotune: {name} with backend {prepared.backend!r} has nothing to choose: shapes decide its launch"
         )
     ways = asked[-1].candidates()
-    arguments = found.arguments(arrays, options)
 
     def link(label: str) -> Linked:
         return prepared.link(lower(bound.spec, prepared.backend, limits, label)[0])
 
     def run(linked: Linked) -> None:
         prepared.use(linked)
-        prepared.first(bound, arguments)
+        prepared.first(bound, arrays, options)
 
     with bound.cuda.active():  # the stream that the op takes: events are recorded there
         seconds, failed = _measure(name, list(ways), link, run)
@@ -150,6 +148,8 @@ def _measure(
     op: str, labels: list[str], link: Callable[[str], Linked], run: Callable[[Linked], None]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(seconds by candidate, why by candidate that cannot run)."""
+    import statistics
+
     from gpu_ops.kernels.compiler.progress import steps
 
     stopwatch = Stopwatch()

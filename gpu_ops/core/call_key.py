@@ -63,7 +63,7 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
             if on_emulator:
                 inside = x if kind is tuple or kind is list else (x,)
                 key += [i.__array_interface__["data"][0] % 16 for i in inside if isinstance(i, np.ndarray)]
-    results = []
+    results: list[Any] = []
     for where in written:
         if type(where) is int:
             given = args[where] if where < len(args) else None

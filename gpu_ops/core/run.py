@@ -91,9 +91,7 @@ class Prepared:
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
         self._finish, self._look = bound.finish, bound.look
         new = [o for o in bound.outputs if o.source is None]
-        on_host = (
-            self.device is devices.HOST
-        )  # no graph there is captured: what nobody asked for is allocated, too
+        on_host = self.device is devices.HOST  # captures no graph: what nobody asked for is allocated, too
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
         self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
         self._hidden = tuple(
@@ -117,10 +115,7 @@ class Prepared:
         self._by_keyword = [(p.name, p.source.argument) for p in places if not p.by_position]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
-        places = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
-        results = places[0][0] if places and places[0] else ""
-        whole = len(places) > 1 and places == [(results, i) for i in range(len(places))]
-        self.tuple_argument = results if whole and bound.finish is None else None
+        self.tuple_argument = None if bound.finish else _tuple_of_results(bound.outputs)
         """The argument that is the tuple of all results; the call returns it."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,6 +255,15 @@ class Prepared:
 
 
 _NO_VALUES: dict[str, Any] = {}
+
+
+def _tuple_of_results(outputs: tuple[Output, ...]) -> str | None:
+    sources = [o.source for o in outputs if o.returned]
+    if len(sources) < 2 or sources[0] is None:
+        return None
+    argument = sources[0].argument
+    whole = all(s and (s.argument, s.item) == (argument, i) for i, s in enumerate(sources))
+    return argument if whole else None
 
 
 class _Place:

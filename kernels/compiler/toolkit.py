@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -69,6 +68,8 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [str(ptxas), f"-arch={arch}", "-v", str(source), "-o", str(target)]
+        import subprocess
+
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         log = run.stdout + run.stderr
         if run.returncode:
