@@ -15,16 +15,17 @@ and addresses alone, and so alike on every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.aliasing import is_row_major, overlap, overlaps_itself, same_memory
-from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
+from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
+from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
+from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, layout_of, permuted
 from gpu_ops.core.checks import Axes
-from gpu_ops.core.dispatch import Choice, choose, require_cuda_kernels
+from gpu_ops.core.dispatch import choose, require_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Layout, Spec
 
@@ -32,64 +33,6 @@ if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
 __all__ = ["Bound", "Call", "Finish", "Look", "Output", "Source"]
-
-Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
-"""A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
-
-
-Finish: TypeAlias = Callable[[dict[str, Any], Any, Callable[[str], Any]], Any]
-"""Makes what a call returns: (arrays by name, device, name to result in the caller's library)."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a later call of the same key finds an array."""
-
-    argument: str
-    item: int | str | None = None
-    """An index into the argument, or an attribute of it."""
-    make: Callable[[Any, Any], Any] | None = None
-    """For what is no array itself: (argument, device) to the array."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """A result, or an array that is needed like one."""
-
-    name: str
-    layout: Layout
-    source: Source | None
-    """The caller's array for it; None: it is allocated."""
-    returned: bool
-    alias: str | None
-    """The input that it is, in place."""
-    axes: tuple[int, ...] | None = None
-    """Allocated with its axes in this order, slowest first."""
-
-
-@dataclass
-class Bound:
-    """A validated call, ready to be lowered and run."""
-
-    op: str
-    spec: Spec
-    choice: Choice
-    views: dict[str, Any]
-    """The call's arrays by name, results that the caller gave included."""
-    sources: dict[str, Source]
-    copied: frozenset[str]
-    """Inputs whose last axis was not contiguous; kernels read a copy."""
-    outputs: tuple[Output, ...]
-    updated: tuple[str, ...]
-    """Inputs that are changed in place."""
-    given: dict[str, Any]
-    """The caller's own objects for results, by argument."""
-    problem: str | Callable[[], str]
-    finish: Finish | None
-    look: Look | None
-    library: str | None
-    cuda: CudaArrays | None
-    workspace: Any
 
 
 class Call:
@@ -176,7 +119,7 @@ class Call:
     def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
         """A writable view of an argument that the op changes in place, such as a cache."""
         view = self._view(name, x)
-        self._check_writable(name, x, view, dtype, "")
+        check_writable(self.op, name, x, view, dtype, "")
         self._check_apart(name, view, None, "")
         if axes is not None:
             self.axes.bind(name, view, axes)
@@ -316,23 +259,15 @@ class Call:
         return lambda copies: unsupported(self._spec(True, copies))
 
     def _spec(self, on_gpu: bool, copies: bool) -> Spec:
-        layouts = {n: self._layout(view, on_gpu, copies) for n, view in self._views.items()} | self._provided
+        layouts = {n: layout_of(view, on_gpu, copies) for n, view in self._views.items()} | self._provided
         aliases = {o.name: o.alias for o in self._outputs if o.alias}
         for o in self._outputs:
             view = self._written.get(o.name)
             if o.name not in aliases:
-                layouts[o.name] = o.layout if view is None else self._layout(view, on_gpu, copies)
+                layouts[o.name] = o.layout if view is None else layout_of(view, on_gpu, copies)
                 if view is None and o.axes is not None:
-                    layouts[o.name] = _permuted(o.layout, o.axes)
+                    layouts[o.name] = permuted(o.layout, o.axes)
         return Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
-
-    def _layout(self, view: Array, on_gpu: bool, copies: bool) -> Layout:
-        if copies:  # the device's copy is contiguous and aligned
-            return Layout.contiguous(view.shape, view.dtype)
-        address = 0
-        if on_gpu and view.size:
-            address = view.__array_interface__["data"][0] if isinstance(view, np.ndarray) else view.data.ptr
-        return Layout(tuple(view.shape), tuple(view.strides), view.dtype, address % 16)
 
     def _write(
         self, output: Output, out: Any, label: str, source: Source, in_place: str | None, rows: bool
@@ -344,7 +279,7 @@ class Call:
         layout = output.layout
         if view.shape != layout.shape:
             raise ShapeError(f"{self.op}: {label} has shape {view.shape}, expected exactly {layout.shape}")
-        self._check_writable(label, out, view, layout.dtype, f" or omit {label}=")
+        check_writable(self.op, label, out, view, layout.dtype, f" or omit {label}=")
         if rows and not is_row_major(view):
             raise ShapeError(
                 f"{self.op}: the leading axes of {label} (strides {view.strides}) do not merge into rows; "
@@ -357,24 +292,6 @@ class Call:
             Output(output.name, layout, source, output.returned, in_place if alias else None, None)
         )
         return view
-
-    def _check_writable(self, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
-        if view.dtype != np.dtype(dtype):
-            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
-        if is_read_only(out, view):
-            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array{else_}")
-        if isinstance(view, np.ndarray) and not view.flags.aligned:
-            raise ShapeError(f"{self.op}: {name} is not aligned to its itemsize; pass one that is{else_}")
-        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
-            raise ShapeError(
-                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
-                f"pass a C-contiguous array{else_}"
-            )
-        if overlaps_itself(view):
-            raise ShapeError(
-                f"{self.op}: elements of {name} share memory with each other (shape {view.shape}, strides "
-                f"{view.strides}); pass an array of its own{else_}"
-            )
 
     def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> bool:
         """Refuse memory that is read or written elsewhere; whether ``view`` is exactly the input ``in_place``."""
@@ -425,12 +342,3 @@ class Call:
 
 def _as_integer(value: Any, device: Any) -> int:
     return int(value)
-
-
-def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout of an array that is allocated with its axes in this order."""
-    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
-    strides = [0] * len(axes)
-    for stride, a in zip(laid.strides, axes, strict=True):
-        strides[a] = stride
-    return Layout(layout.shape, tuple(strides), layout.dtype)

@@ -148,7 +148,9 @@ def _on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     for i, x in enumerate(arrays):
         if x is out:
             same.append(i)
-        elif not isinstance(x, np.ndarray) or (not (owns and x.flags.owndata) and np.may_share_memory(out, x)):
+        elif not isinstance(x, np.ndarray) or (
+            not (owns and x.flags.owndata) and np.may_share_memory(out, x)
+        ):
             return None
     return tuple(same)
 

@@ -115,8 +115,7 @@ class Prepared:
         self._by_keyword = [(p.name, p.source.argument) for p in places if not p.by_position]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
-        self.tuple_argument = None if bound.finish else _tuple_of_results(bound.outputs)
-        """The argument that is the tuple of all results; the call returns it."""
+        self.tuple_argument = bound.tuple_argument
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A later call: its arrays are where those of the first were."""
@@ -255,15 +254,6 @@ class Prepared:
 
 
 _NO_VALUES: dict[str, Any] = {}
-
-
-def _tuple_of_results(outputs: tuple[Output, ...]) -> str | None:
-    sources = [o.source for o in outputs if o.returned]
-    if len(sources) < 2 or sources[0] is None:
-        return None
-    argument = sources[0].argument
-    whole = all(s and (s.argument, s.item) == (argument, i) for i, s in enumerate(sources))
-    return argument if whole else None
 
 
 class _Place:

@@ -61,6 +61,8 @@ def tool(name: str) -> Path | None:
 
 def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
     """Assemble PTX to a cubin with ``ptxas``; the log lists registers and spills."""
+    import subprocess
+
     ptxas = tool("ptxas")
     if ptxas is None:
         raise KernelCompileError(f"ptxas is not installed; {_INSTALL_PTXAS}")
@@ -68,8 +70,6 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [str(ptxas), f"-arch={arch}", "-v", str(source), "-o", str(target)]
-        import subprocess
-
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         log = run.stdout + run.stderr
         if run.returncode:

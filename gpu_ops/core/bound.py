@@ -1,0 +1,105 @@
+"""A validated call (:class:`Bound`): its arrays by name, its spec, and where a later call finds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.dispatch import Choice
+from gpu_ops.kernels.program import Layout, Spec
+
+if TYPE_CHECKING:
+    from gpu_ops.core.cuda_arrays import CudaArrays
+
+__all__ = ["Bound", "Finish", "Look", "Output", "Source", "layout_of", "permuted"]
+
+Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
+"""A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
+
+
+Finish: TypeAlias = Callable[[dict[str, Any], Any, Callable[[str], Any]], Any]
+"""Makes what a call returns: (arrays by name, device, name to result in the caller's library)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a later call of the same key finds an array."""
+
+    argument: str
+    item: int | str | None = None
+    """An index into the argument, or an attribute of it."""
+    make: Callable[[Any, Any], Any] | None = None
+    """For what is no array itself: (argument, device) to the array."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result, or an array that is needed like one."""
+
+    name: str
+    layout: Layout
+    source: Source | None
+    """The caller's array for it; None: it is allocated."""
+    returned: bool
+    alias: str | None
+    """The input that it is, in place."""
+    axes: tuple[int, ...] | None = None
+    """Allocated with its axes in this order, slowest first."""
+
+
+@dataclass
+class Bound:
+    """A validated call, ready to be lowered and run."""
+
+    op: str
+    spec: Spec
+    choice: Choice
+    views: dict[str, Any]
+    """The call's arrays by name, results that the caller gave included."""
+    sources: dict[str, Source]
+    copied: frozenset[str]
+    """Inputs whose last axis was not contiguous; kernels read a copy."""
+    outputs: tuple[Output, ...]
+    updated: tuple[str, ...]
+    """Inputs that are changed in place."""
+    given: dict[str, Any]
+    """The caller's own objects for results, by argument."""
+    problem: str | Callable[[], str]
+    finish: Finish | None
+    look: Look | None
+    library: str | None
+    cuda: CudaArrays | None
+    workspace: Any
+
+    @property
+    def tuple_argument(self) -> str | None:
+        """The argument that is the tuple of all results; the call returns it."""
+        sources = [o.source for o in self.outputs if o.returned]
+        if self.finish is not None or len(sources) < 2 or sources[0] is None:
+            return None
+        argument = sources[0].argument
+        whole = all(s and (s.argument, s.item) == (argument, i) for i, s in enumerate(sources))
+        return argument if whole else None
+
+
+def layout_of(view: Array, on_gpu: bool, copies: bool) -> Layout:
+    """How an array lies where kernels read it. The alignment counts on GPUs only."""
+    if copies:  # the device's copy is contiguous and aligned
+        return Layout.contiguous(view.shape, view.dtype)
+    address = 0
+    if on_gpu and view.size:
+        address = view.__array_interface__["data"][0] if isinstance(view, np.ndarray) else view.data.ptr
+    return Layout(tuple(view.shape), tuple(view.strides), view.dtype, address % 16)
+
+
+def permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout of an array that is allocated with its axes in this order."""
+    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
+    strides = [0] * len(axes)
+    for stride, a in zip(laid.strides, axes, strict=True):
+        strides[a] = stride
+    return Layout(layout.shape, tuple(strides), layout.dtype)
