@@ -132,7 +132,9 @@ def test_the_sanitizer_can_be_switched_off(kernels, monkeypatch):
     device = EmulatorDevice()
     assert "sanitizer off" in str(device)
     y = np.zeros(32, np.float16)
-    launch(device, kernels("copy"), (1,), (32,), [device.empty((32,), np.float16, "workspace"), y, np.int32(32)])
+    launch(
+        device, kernels("copy"), (1,), (32,), [device.empty((32,), np.float16, "workspace"), y, np.int32(32)]
+    )
     assert (y.view(np.uint16) == 0xFFFF).all()  # what was never written is NaN
 
 

@@ -16,40 +16,15 @@ FOLDERS = {"gpu_ops": "gpu_ops", "kernels": "gpu_ops.kernels", "reference": "gpu
 
 # Lowest layer first; the first prefix that fits decides. A module imports its own layer and lower ones.
 LAYERS = (
-    ("gpu_ops.errors", "gpu_ops.environment", "gpu_ops.presets", "gpu_ops.memory_pool"),
+    ("gpu_ops.errors", "gpu_ops.presets", "gpu_ops.memory_pool"),
     ("gpu_ops.reference", "gpu_ops.kernels.compiler"),
     ("gpu_ops.kernels",),
     ("gpu_ops.emulator",),
     ("gpu_ops.core",),
     ("gpu_ops.formats",),
     ("gpu_ops.ops",),
-    ("gpu_ops",),  # gpu_ops/__init__.py, warmup, __main__
+    ("gpu_ops",),  # gpu_ops/__init__.py, environment, warmup, __main__
 )
-
-# Imports that break a rule and are not yet removed: importer, imported. Rows leave this table; no row joins it.
-KNOWN = {
-    ("gpu_ops.core.arrays", "gpu_ops.core.dispatch"),
-    ("gpu_ops.core.cuda_arrays", "gpu_ops.core.arrays"),
-    ("gpu_ops.core.cuda_arrays", "gpu_ops.formats.block_mask"),
-    ("gpu_ops.core.cuda_arrays", "gpu_ops.formats.ternary_matrix"),
-    ("gpu_ops.core.dispatch", "gpu_ops"),
-    ("gpu_ops.emulator.instructions", "gpu_ops.emulator.instructions.approximate"),
-    ("gpu_ops.emulator.instructions", "gpu_ops.emulator.instructions.bits"),
-    ("gpu_ops.emulator.instructions", "gpu_ops.emulator.instructions.convert"),
-    ("gpu_ops.emulator.instructions", "gpu_ops.emulator.instructions.floating"),
-    ("gpu_ops.emulator.instructions", "gpu_ops.emulator.instructions.integer"),
-    ("gpu_ops.emulator.instructions", "gpu_ops.emulator.instructions.logic"),
-    ("gpu_ops.emulator.machine", "gpu_ops.emulator.execute"),
-    ("gpu_ops.emulator.profile", "gpu_ops.emulator.profile_tables"),
-    ("gpu_ops.environment", "gpu_ops"),
-    ("gpu_ops.environment", "gpu_ops.core.dispatch"),
-    ("gpu_ops.environment", "gpu_ops.kernels.compiler.cache"),
-    ("gpu_ops.environment", "gpu_ops.kernels.numba_cpu.jit"),
-    ("gpu_ops.formats.rope_scaling", "gpu_ops.formats.rope_scaling_hf"),
-    ("gpu_ops.formats.ternary_matrix", "gpu_ops.ops.ternary_scales"),
-    ("gpu_ops.kernels.compiler.cubin", "gpu_ops.kernels.lower.device_limits"),
-    ("gpu_ops.kernels.lower.gemm", "gpu_ops.kernels.lower.cublas"),
-}
 
 
 @cache
@@ -139,10 +114,7 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {
-        name: {target for target, types in imports(name) if not types and (name, target) not in KNOWN}
-        for name in modules()
-    }
+    graph = {name: {target for target, types in imports(name) if not types} for name in modules()}
     for cycle in cycles(graph):
         links = {name: sorted(graph[name] & cycle) for name in sorted(cycle)}
         raise AssertionError(f"a cycle of imports: {links}")
@@ -152,7 +124,7 @@ def test_lower_layers_do_not_import_higher_ones():
     upward = {
         (name, target) for name in modules() for target, _ in imports(name) if layer(target) > layer(name)
     }
-    assert not upward - KNOWN
+    assert not upward
 
 
 def test_a_cycle_is_found():

@@ -16,14 +16,16 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.core.aliasing import overlaps_itself
 from gpu_ops.core.call_key import describes
-from gpu_ops.errors import DeviceError, DTypeError
+from gpu_ops.errors import DeviceError, DTypeError, ShapeError
 
 __all__ = [
     "Array",
     "as_rows",
     "bounds_of",
     "check_shareable",
+    "check_writable",
     "give",
     "host_view",
     "library_of",
@@ -158,3 +160,23 @@ def store(views: Mapping[str, Array], names: Sequence[str], results: Any) -> Non
     found = results if isinstance(results, (tuple, list)) else [results]
     for name, x in zip(names, found, strict=True):
         views[name][...] = x
+
+
+def check_writable(op: str, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
+    """Refuse an array that kernels cannot write results to. ``else_``: what the caller could do instead."""
+    if view.dtype != np.dtype(dtype):
+        raise DTypeError(f"{op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
+    if is_read_only(out, view):
+        raise ShapeError(f"{op}: {name} is read-only; pass a writable array{else_}")
+    if isinstance(view, np.ndarray) and not view.flags.aligned:
+        raise ShapeError(f"{op}: {name} is not aligned to its itemsize; pass one that is{else_}")
+    if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+        raise ShapeError(
+            f"{op}: the last axis of {name} is not contiguous (strides {view.strides}); "
+            f"pass a C-contiguous array{else_}"
+        )
+    if overlaps_itself(view):
+        raise ShapeError(
+            f"{op}: elements of {name} share memory with each other (shape {view.shape}, strides "
+            f"{view.strides}); pass an array of its own{else_}"
+        )

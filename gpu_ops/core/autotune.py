@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -151,6 +150,8 @@ def _measure(
     op: str, labels: list[str], link: Callable[[str], Linked], run: Callable[[Linked], None]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(seconds by candidate, why by candidate that cannot run)."""
+    import statistics
+
     from gpu_ops.kernels.compiler.progress import steps
 
     stopwatch = Stopwatch()

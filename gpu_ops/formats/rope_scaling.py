@@ -14,11 +14,11 @@ import numpy.typing as npt
 from gpu_ops.core.call_key import PLAIN
 from gpu_ops.core.checks import flag, integer, number, one_of
 from gpu_ops.errors import OptionError
+from gpu_ops.formats.rope_scaling_hf import KINDS, scaling_from_hf
 from gpu_ops.reference import rope_scaling as maths
 
-__all__ = ["BY_LENGTH", "KINDS", "RopeScaling"]
+__all__ = ["BY_LENGTH", "RopeScaling"]
 
-KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the length of the sequence
 
 _WHO = "RopeScaling"
@@ -260,9 +260,7 @@ class RopeScaling:
         >>> scaling.kind, scaling.factor, scaling.original_max_position, scaling.theta
         ('llama3', 8.0, 8192, 500000.0)
         """
-        from gpu_ops.formats.rope_scaling_hf import scaling_from_hf
-
-        return scaling_from_hf(config, layer_type)
+        return scaling_from_hf(cls, config, layer_type)
 
     def inv_freq(
         self, rotary_dim: int, theta: float | None = None, seqlen: int = 0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_ops.core.checks import flag, integer, number
 from gpu_ops.errors import OptionError
-from gpu_ops.formats.rope_scaling import KINDS, RopeScaling
 
-__all__ = ["scaling_from_hf"]
+if TYPE_CHECKING:
+    from gpu_ops.formats.rope_scaling import RopeScaling
+
+__all__ = ["KINDS", "scaling_from_hf"]
+
+KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 
 _WHO = "RopeScaling.from_hf"
 _ALIASES = {"su": "longrope"}  # the name of longrope in early Phi-3 configs
@@ -19,8 +23,8 @@ _PART_KEYS = {"rope_type", "type", "factor", "short_factor", "long_factor", "msc
 _WHOLE_KEYS = {*_PARTS, "rope_theta", "rotary_emb_base", "max_position_embeddings"}
 
 
-def scaling_from_hf(config: Any, layer_type: str | None = None) -> RopeScaling:
-    """See :meth:`gpu_ops.RopeScaling.from_hf`."""
+def scaling_from_hf(new: type[RopeScaling], config: Any, layer_type: str | None = None) -> RopeScaling:
+    """See :meth:`gpu_ops.RopeScaling.from_hf`; ``new`` is that class."""
     if not isinstance(config, Mapping):
         raise OptionError(
             f"{_WHO}: expected a dict, got {type(config).__name__}; pass config.to_dict(), or config.json "
@@ -34,7 +38,7 @@ def scaling_from_hf(config: Any, layer_type: str | None = None) -> RopeScaling:
             "input all its axes are equal: remove the entry"
         )
     read = _Reader(part, whole)
-    scaling = _build(_kind(part), read)
+    scaling = _build(new, _kind(part), read)
     theta = read.first("rope_theta", "rotary_emb_base")
     partial = read.first("partial_rotary_factor", "rotary_pct")
     return dataclasses.replace(scaling, theta=theta, partial_rotary_factor=partial)
@@ -135,18 +139,18 @@ def _kind(part: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _build(kind: str, read: _Reader) -> RopeScaling:
+def _build(new: type[RopeScaling], kind: str, read: _Reader) -> RopeScaling:
     if kind == "linear":
-        return RopeScaling.linear(read.need("factor"))
+        return new.linear(read.need("factor"))
     if kind == "ntk":
-        return RopeScaling.ntk(read.need("factor"))
+        return new.ntk(read.need("factor"))
     if kind == "dynamic":
         # transformers stretches from max_position_embeddings here, also where a config has an original length
-        return RopeScaling.dynamic(
+        return new.dynamic(
             read.need("factor"), read.length("max_position_embeddings", "original_max_position_embeddings")
         )
     if kind == "yarn":
-        return RopeScaling.yarn(
+        return new.yarn(
             read.stretch(),
             read.original(),
             attention_factor=read.number("attention_factor"),
@@ -157,21 +161,21 @@ def _build(kind: str, read: _Reader) -> RopeScaling:
             truncate=flag(_WHO, "truncate", read.part.get("truncate", True)),
         )
     if kind == "longrope":
-        return _longrope(read)
+        return _longrope(new, read)
     if kind == "llama3":
-        return RopeScaling.llama3(
+        return new.llama3(
             read.need("factor"),
             read.original(),
             low_freq_factor=read.need("low_freq_factor"),
             high_freq_factor=read.need("high_freq_factor"),
         )
-    return RopeScaling("default")
+    return new("default")
 
 
-def _longrope(read: _Reader) -> RopeScaling:
+def _longrope(new: type[RopeScaling], read: _Reader) -> RopeScaling:
     short, long = read.number("short_mscale"), read.number("long_mscale")  # Phi-3.5-MoE gives them outright
     attention_factor = read.number("attention_factor") if short is None else short
-    return RopeScaling.longrope(
+    return new.longrope(
         read.need("short_factor"),
         read.need("long_factor"),
         read.original(),

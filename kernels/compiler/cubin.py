@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpu_ops.kernels.lower.device_limits import RESERVED
+from gpu_ops.kernels.compiler.device_limits import RESERVED
 
 __all__ = [
     "Limits",

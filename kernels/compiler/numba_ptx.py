@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -86,9 +85,11 @@ def numba_key(function: Callable[..., None], signature: str) -> str:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # loads 30 modules, the email package among them
+
     try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -62,6 +61,8 @@ def tool(name: str) -> Path | None:
 
 def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
     """Assemble PTX to a cubin with ``ptxas``; the log lists registers and spills."""
+    import subprocess
+
     ptxas = tool("ptxas")
     if ptxas is None:
         raise KernelCompileError(f"ptxas is not installed; {_INSTALL_PTXAS}")

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
 from gpu_ops.kernels.lower.attention_shape import q_in_registers, shared_bytes
-from gpu_ops.kernels.lower.device_limits import REGISTERS_PER_SM, RESERVED, DeviceLimits
 
 __all__ = ["Config", "DeviceLimits", "Problem", "Tile", "configs", "legal_tiles", "select_config"]
 

@@ -1,0 +1,115 @@
+"""What a remembered call costs in Python: how many of our own functions it calls. No time is measured.
+
+Kernels and what calls them on the CPU are not counted. A new check in every call shows here as a larger number.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compilers import needs_nvrtc
+from fake_cupy import FakeArray
+
+import gpu_ops
+from gpu_ops.core.dispatch import has_cuda_kernels
+from gpu_ops.core.op import forget_calls
+from tests.calls import OPS, call
+
+PACKAGE = Path(gpu_ops.__file__).parent
+COUNTED = (PACKAGE, PACKAGE.parent / "kernels")
+NOT_COUNTED = {"numba_cpu", "emulator"}
+COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions until Python 3.11 only
+
+# The most calls of our functions: (on the CPU, on a GPU), two above what was counted.
+MOST = {
+    "attention": (22, 21),
+    "attention_backward": (25, None),
+    "attention_decode": (22, 23),
+    "attention_varlen": (23, 25),
+    "attention_varlen_backward": (26, None),
+    "layernorm": (19, 25),
+    "layernorm_backward": (20, 33),
+    "rmsnorm": (17, 22),
+    "rmsnorm_backward": (18, 29),
+    "rmsnorm_quant_int8": (15, 23),
+    "rope": (25, 22),
+    "rope_append_kv": (23, 45),
+    "rope_backward": (25, 22),
+    "swiglu": (13, 19),
+    "swiglu_backward": (14, 23),
+    "swiglu_mlp": (13, 27),
+    "swiglu_mlp_backward": (16, 40),
+    "ternary_matmul": (33, 54),
+    "ternary_matmul_backward": (36, 71),
+    "ternary_pack": (27, 36),
+    "ternary_quantize": (22, 33),
+    "ternary_unpack": (29, 38),
+}
+
+
+class NoKernel:
+    """In place of a compiled kernel: a launch does nothing."""
+
+    def __init__(self, kernel):
+        pass
+
+    def arguments(self, args):
+        return list(args)
+
+    def __call__(self, grid, block, args, shared):
+        pass
+
+
+def is_ours(code):
+    file = Path(code.co_filename)
+    return (
+        code.co_name not in COMPREHENSIONS
+        and any(file.is_relative_to(folder) for folder in COUNTED)
+        and not NOT_COUNTED.intersection(file.parts)
+    )
+
+
+def functions_called(run):
+    """The names of our functions, once for each call."""
+    names = []
+
+    def note(frame, event, argument):
+        if event == "call" and is_ours(frame.f_code):
+            names.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return names
+
+
+def check(run, most):
+    for _ in range(2):
+        run()
+    names = functions_called(run)
+    assert "Prepared.__call__" in names  # the call was remembered
+    assert "Call.bind" not in names
+    assert len(names) <= most, names
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_on_the_cpu(op, monkeypatch):
+    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    forget_calls()
+    check(call(op), MOST[op][0])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("op", [op for op in OPS if has_cuda_kernels(op)])
+def test_on_a_gpu(op, cupy, monkeypatch):
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", NoKernel)
+    one = call(op)
+    arrays = {n: x for n, x in {**one.arrays, **one.options}.items() if isinstance(x, np.ndarray)}
+    check(one.having(**{n: FakeArray(x) for n, x in arrays.items()}), MOST[op][1])
