@@ -108,13 +108,15 @@ class Prepared:
         ]
         self._places = places
         # Arrays that need no more than to be found, where a call has no others.
+        arrays = [p for p in places if p.source.make is None]
         as_they_are = self._library is None and not any(
-            p.source.make or p.source.item is not None or p.name in bound.copied for p in places
+            p.source.item is not None or p.name in bound.copied for p in arrays
         )
         if not self._on_cuda:
-            as_they_are = as_they_are and all(type(p.find(args, kwargs)) is np.ndarray for p in places)
-        self._by_position = [(p.name, p.position) for p in places if p.by_position] if as_they_are else None
-        self._by_keyword = [(p.name, p.source.argument) for p in places if not p.by_position]
+            as_they_are = as_they_are and all(type(p.find(args, kwargs)) is np.ndarray for p in arrays)
+        self._by_position = [(p.name, p.position) for p in arrays if p.by_position] if as_they_are else None
+        self._by_keyword = [(p.name, p.source.argument) for p in arrays if not p.by_position]
+        self._made = [(p.name, p.find, p.source.make) for p in places if p.source.make is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
         places = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
@@ -131,9 +133,14 @@ class Prepared:
         for name, keyword in self._by_keyword:
             views[name] = kwargs[keyword]
         if not self._on_cuda or self.device.is_current:
-            return self.execute(views, views, kwargs.get("workspace"))
+            return self._as_they_are(views, args, kwargs)
         with self.device:
-            return self.execute(views, views, kwargs.get("workspace"))
+            return self._as_they_are(views, args, kwargs)
+
+    def _as_they_are(self, views: Views, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, find, make in self._made:
+            views[name] = make(find(args, kwargs), self.device)
+        return self.execute(views, views, kwargs.get("workspace"))
 
     def _from_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same for arrays of other libraries, items of arguments and what arguments hold."""
