@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from fake_cupy import FakeArray, FakeCupy
 import gpu_ops
 from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
+from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
 from gpu_ops.kernels.lower import attention_tuning, tuning
 from gpu_ops.kernels.lower.attention_config import DeviceLimits, Problem, select_config
@@ -35,13 +37,23 @@ def arrays(shape=SHAPE):
     return [FakeArray(np.zeros(shape, np.float16)) for _ in range(3)]
 
 
+def restart():
+    """As if in a new process."""
+    tuning.forget()
+    forget_calls()
+
+
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """``kernels``: what was launched. ``times``: seconds by BLOCK_N of the kernel, 1 for others."""
     fake, state = FakeCupy(), SimpleNamespace(kernels=[], times={}, folder=tmp_path / "cache")
 
-    def launch(kernel, grid, block, args, *, shared=0):
-        state.kernels.append((dict(kernel.defines), grid))
+    def load(kernel):
+        def launch(grid, block, args, shared):
+            state.kernels.append((dict(kernel.defines), grid))
+
+        launch.arguments = list
+        return launch
 
     def stopwatch(run):
         run()
@@ -57,11 +69,11 @@ def gpu(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(state.folder))
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", launch)
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", load)
     monkeypatch.setattr(MODULE, "Stopwatch", lambda: stopwatch)
-    tuning.forget()
+    restart()
     yield state
-    tuning.forget()
+    restart()
     for cached in caches:
         cached.cache_clear()
 
@@ -111,7 +123,7 @@ def test_what_measuring_cannot_tell_apart_the_model_decides(gpu):
 def test_later_processes_use_it(gpu):
     gpu.times = {16: 0.5}
     report = gpu_ops.autotune("attention", *arrays())
-    tuning.forget()
+    restart()
     assert launched(gpu)[1] == 16
     entry = json.loads(stored(gpu).read_text())
     assert (entry["winner"], entry["card"], entry["kernel"]) == (report.winner, "NVIDIA A30", "attention")
@@ -122,7 +134,7 @@ def test_later_processes_use_it(gpu):
 def test_its_file_is_read_once(gpu, monkeypatch):
     gpu.times = {16: 0.5}
     gpu_ops.autotune("attention", *arrays())
-    tuning.forget()
+    restart()
     reads, read = [], tuning._read
     monkeypatch.setattr(tuning, "_read", lambda *of: reads.append(of) or read(*of))
     for length in (256, 256, 200, 130):
@@ -152,7 +164,7 @@ def test_a_corrupt_file_is_ignored_and_written_again(gpu, content):
     gpu_ops.autotune("attention", *arrays())
     good = stored(gpu).read_bytes()
     stored(gpu).write_bytes(content.encode("latin-1"))
-    tuning.forget()
+    restart()
     if content in ("{}", '{"winner": 3}', '{"card": "another"}'):  # JSON of another kind: nothing to warn of
         assert launched(gpu) == before
     else:
@@ -191,7 +203,7 @@ def test_other_sources_or_another_compiler_make_it_stale(gpu, monkeypatch):
     gpu.times = {16: 0.5}
     gpu_ops.autotune("attention", *arrays())
     monkeypatch.setattr(tuning, "source_key", lambda *stems: "edited")
-    tuning.forget()
+    restart()
     assert launched(gpu) == before
 
 
@@ -201,7 +213,7 @@ def test_a_winner_that_the_kernel_has_lost_is_not_used(gpu):
     gpu_ops.autotune("attention", *arrays())
     entry = json.loads(stored(gpu).read_text())
     stored(gpu).write_text(json.dumps(entry | {"winner": "256 x 256 on 4 x 1 warps"}))
-    tuning.forget()
+    restart()
     assert launched(gpu) == before
 
 
@@ -209,7 +221,9 @@ def test_another_card_measures_anew(gpu, monkeypatch):
     before = launched(gpu)
     gpu.times = {16: 0.5}
     gpu_ops.autotune("attention", *arrays())
-    monkeypatch.setattr(devices.cuda_device(0), "card", "NVIDIA A100")
+    device = devices.cuda_device(0)
+    monkeypatch.setattr(device, "limits", replace(device.limits, card="NVIDIA A100"))
+    forget_calls()
     assert launched(gpu) == before
 
 
@@ -228,6 +242,22 @@ def test_a_candidate_that_cannot_run_is_told_and_left_out(gpu):
     assert {why for why in report.failed.values()} == {"it does not compile", "no room"}
     assert report.winner in report.seconds
     assert "failed: it does not compile" in str(report)
+
+
+def test_a_candidate_that_the_driver_refuses_is_left_out(gpu):
+    gpu.times = {64: RuntimeError("too many resources requested")}
+    report = gpu_ops.autotune("attention", *arrays())
+    assert set(report.failed.values()) == {"too many resources requested"}
+    assert launched(gpu)[1] != 64
+
+
+def test_if_no_candidate_runs_the_first_failure_is_told(gpu):
+    gpu.times = dict.fromkeys((16, 32, 64, 128), RuntimeError("too many resources requested"))
+    with pytest.raises(
+        DeviceError, match=r"no way to run attention works here.*too many resources requested"
+    ):
+        gpu_ops.autotune("attention", *arrays())
+    assert not gpu.folder.exists()
 
 
 def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
@@ -250,7 +280,7 @@ def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
     report = gpu_ops.autotune("attention_decode", q, k, k, seqused_k=used)
     assert report.winner.endswith("divided x 2")
     assert grid()[0] >= 2 * before[0]
-    tuning.forget()
+    restart()
     assert grid()[0] >= 2 * before[0]
 
 
@@ -336,7 +366,7 @@ def test_on_a_gpu(tmp_path, monkeypatch, rng):
     """The real stopwatch: the winner is used, and gives the same result."""
     cupy = pytest.importorskip("cupy")
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
-    tuning.forget()
+    restart()
     q, k, v = (cupy.asarray(rng.standard_normal((2, 512, 8, 64)).astype(np.float16)) for _ in range(3))
     before = gpu_ops.attention(q, k, v, causal=True)
     report = gpu_ops.autotune("attention", q, k, v, causal=True)
@@ -346,4 +376,4 @@ def test_on_a_gpu(tmp_path, monkeypatch, rng):
     assert report.winner in str(gpu_ops.explain("attention", q, k, v, causal=True))
     after = gpu_ops.attention(q, k, v, causal=True)
     np.testing.assert_allclose(cupy.asnumpy(after), cupy.asnumpy(before), rtol=0, atol=2e-3)
-    tuning.forget()
+    restart()

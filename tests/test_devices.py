@@ -1,4 +1,4 @@
-"""The devices that run GPU kernels: what the emulator's knows of each array, what explain() hears."""
+"""The emulator as a device: what it knows of each array, what it refuses; and what explain() says of launches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from compilers import needs_numba_cuda, needs_nvrtc
 
-from gpu_ops.core.device import EmulatorDevice, Recorder, compiler_missing
+from gpu_ops.core.device import EmulatorDevice, compiler_missing
 from gpu_ops.emulator import EmulatorError, SanitizerError
 from gpu_ops.errors import OptionError
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel
+from gpu_ops.kernels.program import Builder, Launch, Limits
 
 SOURCE = """
 extern "C" __global__ void copy(const unsigned short* from, unsigned short* to, int n) {
@@ -40,6 +41,17 @@ def kernels(tmp_path):
     return lambda entry: CudaKernel("small", entry, folder=tmp_path)
 
 
+def launch(device, kernel, grid, block, args, shared=0):
+    device.link(Launch(kernel, grid, block, tuple(args), shared))({})
+
+
+def zeros(device, size):
+    """An array that kernels may read at once."""
+    x = np.zeros(size, np.int32)
+    device.name("zeros", x)
+    return x
+
+
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
     for name in ("GPU_OPS_ARCH", "GPU_OPS_SANITIZE"):
@@ -48,12 +60,14 @@ def _no_environment(monkeypatch):
 
 def test_the_emulator_stands_for_the_card_that_the_environment_names(monkeypatch):
     device = EmulatorDevice()
-    assert (device.arch, device.smem_per_block_optin) == ("sm_80", 163 * 1024)
+    limits = device.limits
+    assert (limits.arch, limits.smem_per_block_optin) == ("sm_80", 163 * 1024)
     assert "sm_80" in str(device)
     assert "the default; GPU_OPS_ARCH" in str(device)
     monkeypatch.setenv("GPU_OPS_ARCH", "RTX 4090")
     device = EmulatorDevice()
-    assert (device.arch, device.sms, device.smem_per_block_optin) == ("sm_89", 128, 99 * 1024)
+    limits = device.limits
+    assert (limits.arch, limits.sms, limits.smem_per_block_optin) == ("sm_89", 128, 99 * 1024)
     assert "from GPU_OPS_ARCH" in str(device)
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_20")
     with pytest.raises(OptionError, match="GPU_OPS_ARCH: no preset"):
@@ -66,7 +80,7 @@ def test_a_kernel_in_cuda_runs_on_numpy_arrays(kernels, dtype):
     device = EmulatorDevice()
     x = np.arange(100).astype(dtype)
     y = device.empty((100,), dtype, "y")
-    device.launch(kernels("copy"), (4,), (32,), [x, y, np.int32(100)])
+    launch(device, kernels("copy"), (4,), (32,), [x, y, np.int32(100)])
     assert y.tobytes() == x.tobytes()
 
 
@@ -82,8 +96,8 @@ def test_a_numba_kernel_runs_on_strided_numpy_arrays():
     device = EmulatorDevice()
     kernel = NumbaKernel(double, "void(float32[:], float32[:])", "double")
     x = np.arange(20, dtype=np.float32)[::2]
-    y = device.empty((10,), np.float32)
-    device.launch(kernel, (1,), (32,), [x, y])
+    y = device.empty((10,), np.float32, "workspace")
+    launch(device, kernel, (1,), (32,), [x, y])
     np.testing.assert_array_equal(y, 2 * x)
 
 
@@ -93,9 +107,9 @@ def test_workspace_read_before_a_kernel_wrote_it_is_a_fault_by_name(kernels):
     partial = device.empty((64,), np.float16, "partial")
     out = np.zeros(64, np.float16)
     with pytest.raises(SanitizerError, match="partial"):
-        device.launch(kernels("copy"), (2,), (32,), [partial, out, np.int32(64)])
-    device.launch(kernels("copy"), (2,), (32,), [out, partial, np.int32(64)])
-    device.launch(kernels("copy"), (2,), (32,), [partial, out, np.int32(64)])  # written by now
+        launch(device, kernels("copy"), (2,), (32,), [partial, out, np.int32(64)])
+    launch(device, kernels("copy"), (2,), (32,), [out, partial, np.int32(64)])
+    launch(device, kernels("copy"), (2,), (32,), [partial, out, np.int32(64)])  # written by now
     assert not out.any()
 
 
@@ -107,9 +121,9 @@ def test_a_result_that_is_an_input_holds_something(kernels):
         device = EmulatorDevice()
         for name, written in names:
             device.name(name, x, written=written)
-        device.launch(kernels("copy"), (1,), (32,), [x, x, np.int32(32)])
+        launch(device, kernels("copy"), (1,), (32,), [x, x, np.int32(32)])
     with pytest.raises(SanitizerError, match=r"bytes past the end of x \(64 bytes\)"):
-        device.launch(kernels("copy"), (2,), (32,), [x, x, np.int32(33)])
+        launch(device, kernels("copy"), (2,), (32,), [x, x, np.int32(33)])
 
 
 @needs_nvrtc
@@ -118,7 +132,7 @@ def test_the_sanitizer_can_be_switched_off(kernels, monkeypatch):
     device = EmulatorDevice()
     assert "sanitizer off" in str(device)
     y = np.zeros(32, np.float16)
-    device.launch(kernels("copy"), (1,), (32,), [device.empty((32,), np.float16), y, np.int32(32)])
+    launch(device, kernels("copy"), (1,), (32,), [device.empty((32,), np.float16, "workspace"), y, np.int32(32)])
     assert (y.view(np.uint16) == 0xFFFF).all()  # what was never written is NaN
 
 
@@ -127,12 +141,12 @@ def test_what_a_driver_refuses_the_emulator_refuses(kernels, monkeypatch):
     monkeypatch.setenv("GPU_OPS_ARCH", "sm_75")
     device = EmulatorDevice()
     y, kernel = np.zeros(8, np.int32), kernels("fill_shared")
-    device.launch(kernel, (1,), (64,), [y, np.int32(8)], shared=64 * 1024)
+    launch(device, kernel, (1,), (64,), [y, np.int32(8)], shared=64 * 1024)
     assert (y == 3).all()
     with pytest.raises(EmulatorError, match="a block of sm_75 may have 65536"):
-        device.launch(kernel, (1,), (64,), [y, np.int32(8)], shared=64 * 1024 + 4)
+        launch(device, kernel, (1,), (64,), [y, np.int32(8)], shared=64 * 1024 + 4)
     with pytest.raises(EmulatorError, match="grid"):
-        device.launch(kernel, (1, 65536), (64,), [y, np.int32(8)], shared=256)
+        launch(device, kernel, (1, 65536), (64,), [y, np.int32(8)], shared=256)
 
 
 @needs_nvrtc
@@ -141,33 +155,37 @@ def test_blocks_of_a_cooperative_launch_run_together_or_not_at_all(kernels, monk
     monkeypatch.setenv("GPU_OPS_SANITIZE", "0")
     device, most = EmulatorDevice(), 32 * 56
     kernel = replace(kernels("wait_for_next"), cooperative=True)
-    y = device.empty((most,), np.int32)
-    device.launch(kernel, (most,), (32,), [device.zeros((most,), np.int32), y])
+    y = device.empty((most,), np.int32, "workspace")
+    launch(device, kernel, (most,), (32,), [zeros(device, most), y])
     assert (y == 1).all()
     with pytest.raises(
         EmulatorError, match=r"a cooperative grid of .* 32 run at the same time on each of 56 SMs"
     ):
-        device.launch(kernel, (most + 1,), (32,), [y, y])
+        launch(device, kernel, (most + 1,), (32,), [y, y])
     with pytest.raises(SanitizerError, match="polling memory that nobody changes"):
-        device.launch(kernels("wait_for_next"), (most,), (32,), [device.zeros((most,), np.int32), y])
+        launch(device, kernels("wait_for_next"), (most,), (32,), [zeros(device, most), y])
 
 
-@needs_nvrtc
-def test_an_empty_grid_runs_nothing(kernels):
-    y = np.zeros(0, np.float16)
-    EmulatorDevice().launch(kernels("copy"), (0,), (32,), [y, y, np.int32(0)])
+def test_an_empty_grid_launches_nothing(kernels):
+    on = Builder(EmulatorDevice().limits)
+    on.launch(kernels("copy"), (0,), (32,), [np.int32(0)])
+    on.launch(kernels("copy"), (4, 0), (32,), [np.int32(0)])
+    assert on.program().steps == ()
 
 
-def test_a_recorder_tells_and_runs_nothing(tmp_path):
-    recorder = Recorder(EmulatorDevice())
+def test_a_builder_tells_what_is_launched_and_allocates_nothing(tmp_path):
+    on = Builder(Limits())
     kernel = CudaKernel("absent", "nothing", (("T", "bf16"),), folder=tmp_path)
-    huge = recorder.empty((1 << 20, 3, 1 << 14), np.float32)
+    huge = on.empty((1 << 20, 3, 1 << 14), np.float32)
     assert huge.strides == (3 << 16, 1 << 16, 4)
-    assert huge.flags.c_contiguous
-    assert recorder.empty((), np.int8).shape == recorder.zeros((), np.int8).shape == ()
-    recorder.launch(kernel, (56, 2, 1), (128,), [huge], shared=1024)
-    recorder.launch(kernel, (1, 1), (32, 4), [huge])
-    assert recorder.launches == [
+    assert huge.is_whole
+    assert on.empty((), np.int8).shape == on.zeros((), np.int8).shape == ()
+    on.launch(kernel, (56, 2, 1), (128,), [huge], shared=1024)
+    on.launch(kernel, (1, 1), (32, 4), [huge])
+    program = on.program()
+    assert program.workspace_bytes == (3 << 36) + 2 * 256
+    assert [w.zeroed for w in program.workspaces] == [False, False, True]
+    assert str(program).splitlines() == [
         "nothing[T=bf16]: grid 56 x 2, block 128, 1024 bytes of dynamic shared memory",
         "nothing[T=bf16]: grid 1, block 32 x 4",
     ]

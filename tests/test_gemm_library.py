@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
@@ -20,9 +21,10 @@ from row_cases import close
 import gpu_ops
 from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
-from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.core.op import forget_calls
 from gpu_ops.kernels.lower import cublas as gemm_library
-from gpu_ops.kernels.lower.gemm_args import Operand, Work
+from gpu_ops.kernels.lower.gemm_args import Operand, product
+from gpu_ops.kernels.program import Builder, Layout, Limits, Tensor
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -68,15 +70,18 @@ def cublas(monkeypatch):
     caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
     for cached in caches:
         cached.cache_clear()
+    forget_calls()
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, library.__name__, library)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.launch", fake.launch)
-    devices.cuda_device(0).arch = "sm_90"
+    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", fake.load)
+    device = devices.cuda_device(0)
+    device.limits = replace(device.limits, arch="sm_90", card="NVIDIA H100 80GB HBM3", preset="H100 SXM")
     yield library
     for cached in caches:
         cached.cache_clear()
+    forget_calls()
 
 
 TOKENS, HIDDEN, FFN, HIDDEN_OUT = 136, 144, 288, 128
@@ -127,22 +132,22 @@ def test_explain_says_so(cublas, rng):
     ("taken", "changes"),
     [
         (True, {}),
-        (True, {"arch": "sm_100"}),
+        (True, {"preset": "H100 SXM"}),
+        (True, {"preset": "sm_100"}),
         (False, {"card": ""}),
         (False, {"dtype": np.float32}),
-        (False, {"arch": "sm_80"}),
-        (False, {"arch": "sm_120"}),
+        (False, {"preset": "sm_80"}),
+        (False, {"preset": "sm_120"}),
         (False, {"rows": 127}),
         (False, {"offset": 1}),
     ],
     ids=str,
 )
 def test_the_rules(taken, changes):
-    given = {"arch": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
-    device = EmulatorDevice()
-    device.arch, device.card = given["arch"], given["card"]
-    x, w = (
-        np.zeros((rows, 72), given["dtype"])[:, given["offset"] :][:, :64] for rows in (given["rows"], 128)
-    )
-    work = Work((Operand(x),), (Operand(w),), (np.zeros((given["rows"], 128), given["dtype"]),))
-    assert gemm_library.takes(device, work) is taken
+    given = {"preset": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
+    on = Builder(Limits(card=given["card"], preset=given["preset"]))
+    rows, dtype = given["rows"], given["dtype"]
+    x, w = (Tensor.of(name, Layout.contiguous((n, 72), dtype)) for name, n in (("x", rows), ("w", 128)))
+    x, w = (t[:, given["offset"] :][:, :64] for t in (x, w))
+    out = Tensor.of("out", Layout.contiguous((rows, 128), dtype))
+    assert gemm_library.takes(on, product(Operand(x), Operand(w), out)) is taken

@@ -13,7 +13,8 @@ from row_cases import close
 
 import gpu_ops
 from gpu_ops import memory_pool
-from gpu_ops.core.device import EmulatorDevice, Recorder
+from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.kernels.program import Layout, Spec, lower
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -90,11 +91,10 @@ def test_blocks_of_few_products(dtype, case, monkeypatch, rng):
 
 
 def by_blocks(monkeypatch):
-    from gpu_ops.kernels.numba_cpu import swiglu_mlp, swiglu_mlp_small
+    from gpu_ops.kernels.numba_cpu import swiglu_mlp
 
     monkeypatch.setattr(swiglu_mlp, "FEW", 0)
     monkeypatch.setattr(swiglu_mlp, "FEW_PRODUCTS", 0)
-    monkeypatch.setattr(swiglu_mlp_small, "PRODUCTS", 0)
 
 
 def test_many_blocks(dtype, monkeypatch, rng):
@@ -158,47 +158,37 @@ def test_matrices_of_different_strides(rng):
     assert not wide[:, 32:].any()
 
 
-class Allocations(Recorder):
-    """Counts bytes, and keeps all of them: the most that a call can hold at a time."""
-
-    def __init__(self):
-        super().__init__(EmulatorDevice())
-        self.bytes = 0
-
-    def empty(self, shape, dtype, name="workspace"):
-        array = super().empty(shape, dtype, name)
-        self.bytes += array.nbytes
-        return array
+def workspace(op, which, results, inputs):
+    """Bytes of workspace for arrays in bfloat16 of these shapes."""
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    arrays = {name: Layout.contiguous(shape, dtype) for name, shape in {**inputs, **results}.items()}
+    spec = Spec(op, tuple(arrays.items()), (("activation", "silu"),))
+    program, _ = lower(spec, which, EmulatorDevice().limits)
+    return sum(w.nbytes for w in program.workspaces)
 
 
 @pytest.mark.parametrize("which", ["raw", "numba"])
 def test_memory_of_a_gpu(which):
     """Llama-3-8B, 8192 tokens in bfloat16: results and workspace against the same in separate steps."""
-    from gpu_ops.kernels.lower import swiglu_mlp as kernels
+    tokens, hidden, ffn = 8192, 4096, 14336
+    weights = {"w_gate": (ffn, hidden), "w_up": (ffn, hidden), "w_down": (hidden, ffn)}
+    gradients = {f"d{name}": shape for name, shape in weights.items()}
+    rows, wide, matrices = tokens * hidden * 2, tokens * ffn * 2, 3 * ffn * hidden * 2
 
-    tokens, hidden, ffn, dtype = 8192, 4096, 14336, np.dtype(ml_dtypes.bfloat16)
-    imagined = Allocations()
-    x, dy = (imagined.empty((tokens, hidden), dtype) for _ in range(2))
-    weights = [imagined.empty(s, dtype) for s in ((ffn, hidden), (ffn, hidden), (hidden, ffn))]
-    rows, wide, matrices = x.nbytes, tokens * ffn * 2, 3 * weights[0].nbytes
+    def forward(tokens):
+        shape = (tokens, hidden)
+        return workspace("swiglu_mlp", which, {"y": shape}, {"x": shape, **weights})
 
-    forward = Allocations()
-    y = forward.empty(x.shape, dtype)
-    kernels.forward(forward, which, x, weights, y, activation="silu")
-    assert forward.bytes <= 0.6 * (2 * wide + rows)  # gate, up; h in the place of gate; y
-    assert forward.bytes == rows + kernels.scratch_bytes(tokens, hidden, ffn, 2)
+    assert rows + forward(tokens) <= 0.6 * (2 * wide + rows)  # gate, up; h in the place of gate; y
+    assert forward(tokens) == 2048 * ffn * 2  # h of a chunk
+    assert forward(4 * tokens) == forward(tokens)
 
-    backward = Allocations()
-    results = [backward.empty(a.shape, dtype) for a in (x, *weights)]
-    kernels.backward(backward, which, dy, x, weights, results[0], results[1:], activation="silu")
+    x = (tokens, hidden)
+    inputs = {"dy": x, "x": x, **weights}
+    scratch = workspace("swiglu_mlp_backward", which, {"dx": x, **gradients}, inputs)
     # gate, up, dh, h; dgate and dup in the place of two of them; dx once per product
-    assert backward.bytes <= 0.6 * (4 * wide + 2 * rows + matrices)
-    assert backward.bytes == rows + matrices + kernels.scratch_bytes(tokens, hidden, ffn, 2, gradients=True)
-
-    many = Allocations()  # four times the tokens
-    x, y = (imagined.empty((4 * tokens, hidden), dtype) for _ in range(2))
-    kernels.forward(many, which, x, weights, y, activation="silu")
-    assert many.bytes == forward.bytes - rows
+    assert rows + matrices + scratch <= 0.6 * (4 * wide + 2 * rows + matrices)
+    assert scratch == 3 * tokens * 1024 * 2 + tokens * hidden * 4  # gate, up and h of a block; dx in float32
 
 
 def peak_memory(call):

@@ -145,7 +145,9 @@ def _place_on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     for i, x in enumerate(arrays):
         if x is out:
             same.append(i)
-        elif not isinstance(x, np.ndarray) or (not (owns and x.flags.owndata) and np.may_share_memory(out, x)):
+        elif not isinstance(x, np.ndarray) or (
+            not (owns and x.flags.owndata) and np.may_share_memory(out, x)
+        ):
             return None
     return tuple(same)
 
@@ -172,6 +174,7 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
 
 def extent(x: Any) -> tuple[int, int]:
     """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
+    steps: Sequence[int]
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
         steps = [stride * itemsize for stride in x.stride()]

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.arrays import from_dlpack, give
-from gpu_ops.core.call import Bound, Output, Source
+from gpu_ops.core.bound import Bound, Output, Source
 from gpu_ops.core.dispatch import lowering
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 from gpu_ops.kernels.program import ALIGNMENT, Layout, Limits, Program, Spec, Workspace, lower
@@ -91,9 +91,8 @@ class Prepared:
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
         self._finish, self._look = bound.finish, bound.look
         new = [o for o in bound.outputs if o.source is None]
-        on_host = (
-            self.device is devices.HOST
-        )  # no graph there is captured: what nobody asked for is allocated, too
+        # no graph is captured on the CPU: what nobody asked for is allocated with the rest
+        on_host = self.device is devices.HOST
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
         self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
         self._hidden = tuple(
@@ -119,10 +118,10 @@ class Prepared:
         self._made = [(p.name, p.find, p.source.make) for p in places if p.source.make is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
-        places = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
-        results = places[0][0] if places and places[0] else ""
-        whole = len(places) > 1 and places == [(results, i) for i in range(len(places))]
-        self.tuple_argument = results if whole and bound.finish is None else None
+        items = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
+        argument = items[0][0] if items and items[0] else ""
+        whole = len(items) > 1 and items == [(argument, i) for i in range(len(items))]
+        self.tuple_argument = argument if whole and bound.finish is None else None
         """The argument that is the tuple of all results; the call returns it."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
-from gpu_ops.core.call import Call, Look
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Call
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rope_frequencies import Frequencies
 

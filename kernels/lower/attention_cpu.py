@@ -53,19 +53,16 @@ def forward(spec: Spec, on: Builder) -> None:
         on.empty(a.lse_shape, a.lse_dtype, "lse")
     if a.known_lengths:
         on.constant(sequence_table(a), "sequences")
-    layout, k, v = spec["layout"], a.k.name, a.v.name
+    layout, k_name, v_name = spec["layout"], a.k.name, a.v.name
+    has_options = bool(optional_tensors(a))
 
     def run(views: Mapping[str, Any]) -> None:
-        lse = views["lse"]
-        attend(
-            as_bshd(views["q"], layout),
-            as_bshd(views[k], layout),
-            as_bshd(views[v], layout),
-            as_bshd(views["out"], layout),
-            lse if lse.ndim == 3 else lse[None],
-            views["sequences"],
-            optional_arrays(a, views),
-        )
+        q, k, v, out, lse = views["q"], views[k_name], views[v_name], views["out"], views["lse"]
+        if layout != "bshd":
+            q, k = as_bshd(q, layout), as_bshd(k, layout)
+            v, out = as_bshd(v, layout), as_bshd(out, layout)
+            lse = lse if lse.ndim == 3 else lse[None]
+        attend(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
 
     on.call(run, str(config))
 

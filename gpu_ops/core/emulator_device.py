@@ -1,0 +1,162 @@
+"""The emulator as a device that runs programs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.kernels.program import Constant, Dynamic, Launch, Limits, Memset, Tensor
+from gpu_ops.presets import ARCHES, select_preset
+
+__all__ = ["EmulatorDevice", "dynamic_value"]
+
+Array = np.ndarray[Any, Any]
+Views = dict[str, Any]
+
+_DEFAULT_ARCH = "sm_80"  # the oldest with bfloat16, cp.async and tensor cores for it
+
+
+class EmulatorDevice:
+    """The emulator, for one call of an op: NumPy arrays, each known by name to the sanitizer.
+
+    ``GPU_OPS_ARCH`` selects the card it stands for (default sm_80), ``GPU_OPS_SANITIZE=0`` switches the
+    sanitizer off, which is several times as fast.
+    """
+
+    is_capturing = False
+
+    def __init__(self) -> None:
+        wanted = os.environ.get("GPU_OPS_ARCH")
+        preset = select_preset(None if wanted else _DEFAULT_ARCH)
+        self._preset = preset.name
+        self.limits = Limits(preset.arch.name, preset.sms, preset.arch.smem_per_block_optin, "", preset.name)
+        self.sanitize = os.environ.get("GPU_OPS_SANITIZE") != "0"
+        self._why_arch = "from GPU_OPS_ARCH" if wanted else "the default; GPU_OPS_ARCH selects another"
+        self._names: dict[int, str] = {}
+        self._unwritten: set[int] = set()
+        self._keep: list[Array] = []  # a freed array's address could come back as another's
+
+    def __str__(self) -> str:
+        sanitizer = "on" if self.sanitize else "off (GPU_OPS_SANITIZE=0)"
+        return f"as {self.limits.arch} with {self.limits.sms} SMs ({self._why_arch}), sanitizer {sanitizer}"
+
+    def name(self, name: str, array: Array, *, written: bool = True) -> None:
+        """What messages call an array; not ``written``: reading it before a kernel wrote it is a fault.
+
+        Two arrays at one address, as with ``out=x``, hold something if either does.
+        """
+        at = _address(array)
+        if at in self._names and at not in self._unwritten:
+            return
+        self._names[at] = name
+        self._keep.append(array)
+        (self._unwritten.discard if written else self._unwritten.add)(at)
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Array:
+        array = np.empty(shape, dtype)
+        if array.size:
+            array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: what no thread writes does not look right
+            self.name(name, array, written=False)
+        return array
+
+    def constant(self, constant: Constant) -> Array:
+        self.name(constant.name, constant.values)
+        return constant.values
+
+    def link(self, step: Any) -> Callable[[Views], None]:
+        if isinstance(step, Memset):
+            return functools.partial(self.zero, step.name)
+        assert isinstance(step, Launch)
+        return functools.partial(self._launch, step)
+
+    def carve(self, workspace: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return workspace[offset : offset + nbytes].view(dtype).reshape(shape)
+
+    def zero(self, name: str, views: Views) -> None:
+        views[name].fill(0)
+        self._unwritten.discard(_address(views[name]))
+
+    def _launch(self, launch: Launch, views: Views) -> None:
+        from gpu_ops import emulator
+        from gpu_ops.kernels.compiler.jit import compile_kernel
+
+        compiled = compile_kernel(launch.kernel, self.limits.arch)
+        if launch.cooperative:
+            self._check_resident(launch, compiled)
+        args = [_numpy_argument(a, views) for a in launch.arguments]
+        buffers = [self._buffer(a) if isinstance(a, np.ndarray) else a for a in args]
+        emulator.launch(
+            compiled.ptx,
+            compiled.entry,
+            launch.grid,
+            launch.block,
+            buffers,
+            shared=launch.shared,
+            arch=self._preset,
+            sanitize=self.sanitize,
+            together=launch.cooperative,
+        )
+        # What one launch has been given the next may read: which bytes it wrote is not carried over.
+        self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
+
+    def _buffer(self, array: Array) -> Any:
+        from gpu_ops.emulator import Buffer
+
+        at = _address(array)
+        bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        return Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
+
+    def _check_resident(self, launch: Launch, compiled: Any) -> None:
+        """A driver refuses a cooperative launch of more blocks than run at the same time."""
+        from gpu_ops.emulator import EmulatorError
+        from gpu_ops.kernels.compiler import cubin
+
+        blocks, threads = math.prod(launch.grid), math.prod(launch.block)
+        needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
+        fit = cubin.occupancy(needs, threads, launch.shared, ARCHES[self.limits.arch]).blocks
+        if blocks > fit * self.limits.sms:
+            most = f"{fit} run at the same time on each of {self.limits.sms} SMs"
+            raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {most}")
+
+
+def _numpy_argument(a: Any, views: Views) -> Any:
+    if isinstance(a, Dynamic):
+        return dynamic_value(a, views)
+    if not isinstance(a, Tensor):
+        return a
+    base = views[a.name]
+    if a.is_whole:
+        return base if base.ndim else base.reshape(1)  # the emulator takes an array without axes for a number
+    root = base
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    data = root.ravel(order="K").view(np.uint8)
+    if not np.may_share_memory(data, root):  # an owner with gaps, as another library's strided array
+        low, high = np.lib.array_utils.byte_bounds(root)
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
+    # a view, so that the emulator sees how far it lies from the start of its allocation
+    offset = _address(base) - _address(data) + a.offset
+    view = np.ndarray(a.shape, a.dtype, data, offset, a.strides)
+    view.flags.writeable = base.flags.writeable
+    return view
+
+
+def dynamic_value(a: Dynamic, views: Views) -> Any:
+    """The kernel argument of a value that changes from call to call."""
+    if a.struct is None:
+        return a.dtype.type(views[a.name])
+    struct = a.struct.copy()
+    struct[a.name] = views[a.name]
+    return struct
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
