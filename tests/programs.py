@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.run import Linked
-from gpu_ops.kernels.program import Layout, Spec, lower
+from gpu_ops.kernels.program import Builder, Layout, Program, Spec, Tensor, lower
 
 
 def run_program(
@@ -19,12 +20,46 @@ def run_program(
     *,
     results: tuple[str, ...] = ("out", "lse"),
     device: EmulatorDevice | None = None,
-) -> None:
-    """``results``: names of the arrays that the program writes."""
+) -> dict[str, np.ndarray]:
+    """All arrays by name, workspaces included. ``results``: those that the program writes."""
     device = EmulatorDevice() if device is None else device
-    layouts = {name: Layout(x.shape, x.strides, x.dtype, x.ctypes.data % 16) for name, x in arrays.items()}
+    layouts = {name: _layout(x) for name, x in arrays.items()}
     spec = Spec(op, tuple(layouts.items()), tuple(options.items()))
     program, _ = lower(spec, backend, device.limits)
+    return _run(program, device, arrays, results)
+
+
+def run_part(
+    launch: Callable[..., Any],
+    arrays: dict[str, np.ndarray],
+    *more: Any,
+    results: tuple[str, ...] = (),
+    device: EmulatorDevice | None = None,
+    **values: Any,
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """What ``launch(builder, *tensors, *more)`` returns, and all arrays by name after its launches have run.
+
+    ``values``: those of ``Dynamic`` arguments.
+    """
+    device = EmulatorDevice() if device is None else device
+    on = Builder(device.limits)
+    made = launch(on, *(Tensor.of(name, _layout(x)) for name, x in arrays.items()), *more)
+    return made, _run(on.program(), device, arrays, results, **values)
+
+
+def _run(
+    program: Program,
+    device: EmulatorDevice,
+    arrays: dict[str, np.ndarray],
+    results: tuple[str, ...],
+    **values: Any,
+) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         device.name(name, x, written=name not in results)
-    Linked(program, device)(dict(arrays))
+    views: dict[str, Any] = {**arrays, **values}
+    Linked(program, device)(views)
+    return views
+
+
+def _layout(x: np.ndarray) -> Layout:
+    return Layout(x.shape, x.strides, x.dtype, x.ctypes.data % 16)

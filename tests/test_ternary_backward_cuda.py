@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_close, random
 from compilers import needs_nvrtc, needs_ptxas
 from machine_loops import INTEGER, loop
+from programs import run_part
 
 from gpu_ops import TernaryMatrix, emulator, explain, ternary_matmul_backward
 from gpu_ops.core.device import EmulatorDevice
@@ -27,14 +30,15 @@ def problem(rng, m, n, k, dtype, group=None):
     return dy, w, dy.astype(float) @ w.dequantize(np.float64)
 
 
-def dx_of(dy, w, device=None):
-    """dx, and the profiles of its launches."""
-    device = device or EmulatorDevice()
-    codes, scale = w.on(device)
-    device.name("dy", dy)
-    dx = device.empty((dy.shape[0], w.shape[1]), dy.dtype, "dx")
+def dx_of(dy, w, sms=None):
+    """dx, and the profiles of its launches; ``sms``: on a card with so many."""
+    device = EmulatorDevice()
+    device.limits = replace(device.limits, sms=sms or device.limits.sms)
+    codes, scale = w.on(None)
+    dx = np.empty((dy.shape[0], w.shape[1]), dy.dtype)
+    arrays = {"dy": dy, "w.codes": codes, "w.scale": scale, "dx": dx}
     with emulator.record() as profiles:
-        kernels._dx(device, dy, codes, scale, dx, 8.0)
+        run_part(kernels._dx, arrays, results=("dx",), device=device, unit=8.0)
     return dx, profiles
 
 
@@ -54,9 +58,7 @@ def dx_of(dy, w, device=None):
 )
 def test_dx_is_exact_and_wastes_nothing(m, n, k, dtype, group, sms, rng):
     dy, w, want = problem(rng, m, n, k, dtype, group)
-    device = EmulatorDevice()
-    device.sms = sms
-    dx, profiles = dx_of(dy, w, device)
+    dx, profiles = dx_of(dy, w, sms)
     np.testing.assert_array_equal(dx, want.astype(dtype))
     tile, splits = backward_config(m, n, k, dtype.itemsize, sms=sms)
     assert [p.name for p in profiles] == ["ternary_backward"] + ["gemm_sum"] * (splits > 1)
@@ -133,11 +135,10 @@ def test_activations_as_the_forward_rounds_them(dtype, k, rng):
     """Within two units of q / s, which the reference has in double."""
     x = random(rng, (5, k), dtype, 3.0)
     x[1] = 0
-    device = EmulatorDevice()
-    device.name("x", x)
     q, step = reference.quantize_activations(x)
     exact = q * step[:, None]
-    got = kernels._rounded(device, "raw", x).astype(float)
+    rounded, views = run_part(kernels._rounded, {"x": x})
+    got = views[rounded.name].astype(float)
     assert (np.abs(got - exact) <= np.abs(exact) * float(ml_dtypes.finfo(dtype).eps) * 0.51).all()
 
 

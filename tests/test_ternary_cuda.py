@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from compare import random
 from compilers import needs_nvrtc, needs_ptxas
 from fake_cupy import FakeArray
 from machine_loops import INTEGER, loop
+from programs import run_part, run_program
 
 import gpu_ops
 from gpu_ops import TernaryMatrix, emulator, ternary_matmul
@@ -139,10 +142,10 @@ def test_ties_are_rounded_as_in_double_precision(dtype, m, backend_name):
 
 @pytest.mark.parametrize("group", [None, 64, 192])
 def test_quantised_tokens_and_their_sums(group, rng):
-    device = EmulatorDevice()
     x = random(rng, (6, 1152), np.float32)
     x[1], x[2, 7], x[3, 9] = 0, np.nan, np.inf
-    q, sums, inverse = kernels._quantized(device, x[:, :1100], 1100, group is not None)
+    made, views = run_part(kernels._quantized, {"x": x[:, :1100]}, 1100, group is not None)
+    q, sums, inverse = (views[t.name] for t in made)
     want, want_inverse = reference.quantize_activations(x[:, :1100])
     np.testing.assert_array_equal(q, np.pad(want, ((0, 0), (0, 52))))
     np.testing.assert_array_equal(inverse, want_inverse)
@@ -156,15 +159,21 @@ def test_quantised_tokens_and_their_sums(group, rng):
 def profiles_of(m, n, k, dtype, activations="int8", group=None, sms=None):
     """Profiles of the launches of a matmul; ``sms``: on a card with so many."""
     rng = np.random.default_rng(3)
-    device = EmulatorDevice()
-    device.sms = sms or device.sms
     scale = np.float32(1) if group is None else np.ones((n, k // group), np.float32)
     w = TernaryMatrix.from_trits(trits(rng, (n, k)), scale)
     x, y = random(rng, (m, k), dtype), np.empty((m, n), dtype)
-    codes, scales = w.on(device)
-    device.name("y", y, written=False)
+    return multiply(x, w, y, activations, sms)
+
+
+def multiply(x, w, y, activations, sms=None):
+    """Fill ``y`` by the CUDA C++ kernels; profiles of the launches."""
+    device = EmulatorDevice()
+    device.limits = replace(device.limits, sms=sms or device.limits.sms)
+    codes, scale = w.on(None)
+    arrays = {"x": x, "w.codes": codes, "w.scale": scale, "y": y}
+    options = {"k": w.shape[1], "activations": activations}
     with emulator.record() as profiles:
-        kernels.matmul(device, "raw", x, codes, k, scales, y, activations=activations)
+        run_program("ternary_matmul", "raw", arrays, options, results=("y",), device=device)
     return profiles
 
 
@@ -208,12 +217,8 @@ def test_the_large_tile_on_tensor_cores(rng):
     t, x = trits(rng, (256, 192)), rng.integers(-127, 128, (128, 192))
     x[:, 0] = 127
     for activations, dtype in (("int8", BF16), ("native", np.dtype(np.float16))):
-        device, w = EmulatorDevice(), TernaryMatrix.from_trits(t, np.float32(2**-10))
-        device.sms = 1
-        codes, scale = w.on(device)
-        y = np.zeros((128, 256), dtype)
-        with emulator.record() as profiles:
-            kernels.matmul(device, "raw", x.astype(dtype), codes, 192, scale, y, activations=activations)
+        w, y = TernaryMatrix.from_trits(t, np.float32(2**-10)), np.zeros((128, 256), dtype)
+        profiles = multiply(x.astype(dtype), w, y, activations, sms=1)
         np.testing.assert_array_equal(y, ((x @ t.T.astype(int)) * 2.0**-10).astype(np.float32).astype(dtype))
         assert profiles[-1].grid == (2, 1, 1)
         assert sum(profiles[-1].multiply_adds.values()) == 128 * 256 * 192

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compilers import needs_nvrtc
 from fake_cupy import FakeArray
+from programs import run_program
 
 import gpu_ops
 from gpu_ops import emulator, ternary_pack, ternary_unpack
@@ -186,6 +187,14 @@ def test_empty_and_wide_integers(backend, rng):
         ternary_pack(np.zeros((3, 20), np.int8), "tq2_0", **backend)
 
 
+def run(which, backend_name, trits, packed, name, tile=()):
+    """Flags of what is wrong, by the kernels alone."""
+    written = "packed" if which == "pack" else "trits"
+    options = {"format": name, "tile": tile, "by_numpy": "", "need": packed.size}
+    arrays = {"trits": trits, "packed": packed}
+    return run_program(f"ternary_{which}", backend_name, arrays, options, results=(written,))["flags"]
+
+
 # --- tiles of every size ---------------------------------------------------------------------------
 
 
@@ -193,15 +202,14 @@ def test_empty_and_wide_integers(backend, rng):
 @pytest.mark.parametrize("name", ["tl1", "tl2"])
 def test_tiles_of_every_size(name, backend_name, rng):
     encode = {"tl1": tl1_encode, "tl2": tl2_encode}[name]
-    device = devices.EmulatorDevice()
     for tile in sorted(set(FORMATS[name].tiles.values())):
         rows, columns, _ = tile
         t = trits(rng, (2 * rows, columns + (columns if name == "tl1" else 64)))
         want = encode((t + 1).astype(np.uint8), tile)
-        packed, back = device.empty(want.shape, np.uint8), device.empty(t.shape, np.int8)
-        assert not kernels.pack(device, backend_name, t, packed, name, tile=tile).any()
+        packed, back = np.empty(want.shape, np.uint8), np.empty(t.shape, np.int8)
+        assert not run("pack", backend_name, t, packed, name, tile).any()
         np.testing.assert_array_equal(packed, want, err_msg=str(tile))
-        assert not kernels.unpack(device, backend_name, packed, back, name, tile=tile).any()
+        assert not run("unpack", backend_name, back, packed, name, tile).any()
         np.testing.assert_array_equal(back, t, err_msg=str(tile))
 
 
@@ -218,9 +226,8 @@ def test_flags_of_every_trit(name, backend_name):
     t = np.zeros((1024 if name == "hf_bitnet" else 256, 35), np.int8)
     values = np.arange(-128, 128)
     t[:256, 34] = values
-    device = devices.EmulatorDevice()
-    packed = device.empty(FORMATS[name].packed_shape(t.shape), np.uint8)
-    flags = kernels.pack(device, backend_name, t, packed, name)
+    packed = np.empty(FORMATS[name].packed_shape(t.shape), np.uint8)
+    flags = run("pack", backend_name, t, packed, name)
     np.testing.assert_array_equal(flags != 0, np.abs(values) > 1)
 
 
@@ -234,9 +241,8 @@ def test_flags_of_every_packed_byte(name, column, backend_name):
     packed[:, column] = np.arange(256)
     if name == "planes":
         packed[:, packed.shape[1] // 2] = 0b101
-    device = devices.EmulatorDevice()
-    out = device.empty((256 * rows, k), np.int8)
-    flags = kernels.unpack(device, backend_name, packed, out, name)
+    out = np.empty((256 * rows, k), np.int8)
+    flags = run("unpack", backend_name, out, packed, name)
     np.testing.assert_array_equal(flags != 0, [not _sound(line, (rows, k), name) for line in packed])
     np.testing.assert_array_equal(out, decode(packed, out.shape, name, strict=False))
 
@@ -245,11 +251,11 @@ def test_flags_of_every_packed_byte(name, column, backend_name):
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(LINE_PER_BLOCK)))
 def test_every_packed_byte(name, backend_name, rng):
     """All values of one byte, each in a matrix of its own place: those that are sound together, others alone."""
-    device, fmt = devices.EmulatorDevice(), FORMATS[name]
+    fmt = FORMATS[name]
     unit = {"bitnet_gpu": (16, 32), "i2_s": (1, 128), "tl1": (256, 128), "tl2": (256, 128)}.get(
         name, (1, fmt.unit_cols)
     )
-    tile = fmt.tile(unit) if fmt.tiles else None
+    tile = fmt.tile(unit) if fmt.tiles else ()
     zeros = ternary_pack(np.zeros(unit, np.int8), name).reshape(-1)
     places = {"tq1_0": (0, 40, 50), "q2_0": (2,), "tl2": (0, -1)}.get(name, (0,))  # codes alone
     for at in places:
@@ -262,8 +268,8 @@ def test_every_packed_byte(name, backend_name, rng):
         for lines, lenient in [(many, True), *((lines.reshape(-1, zeros.size), False) for lines in apart)]:
             if fmt.tiles:
                 lines = lines[:1]
-            out = device.empty((len(lines) * unit[0], unit[1]), np.int8)
-            flags = kernels.unpack(device, backend_name, np.ascontiguousarray(lines), out, name, tile=tile)
+            out = np.empty((len(lines) * unit[0], unit[1]), np.int8)
+            flags = run("unpack", backend_name, out, np.ascontiguousarray(lines), name, tile)
             np.testing.assert_array_equal(out, decode(lines, out.shape, name, strict=False))
             if not lenient:
                 assert flags.any() != _sound(lines, out.shape, name)

@@ -106,17 +106,20 @@ class Prepared:
             for name, source in (bound.sources | own).items()
         ]
         self._places = places
-        # Arrays and numbers that need no more than to be found, where a call has no others.
+        # Arrays and numbers that need no more than to be found, and what arguments hold, where a call has no others.
+        made = [p for p in places if p.source.make not in (None, as_integer)]
+        direct = [p for p in places if p not in made]
         as_they_are = self._library is None and all(
-            p.is_direct and p.name not in bound.copied for p in places
+            p.is_direct and p.name not in bound.copied for p in direct
         )
         if not self._on_cuda:
-            arrays = [p.find(args, kwargs) for p in places if p.source.make is None]
+            arrays = [p.find(args, kwargs) for p in direct if p.source.make is None]
             as_they_are = as_they_are and all(type(x) is np.ndarray for x in arrays)
-        self._by_position = [(p.name, p.position) for p in places if p.by_position] if as_they_are else None
-        named = [p for p in places if not p.by_position]
+        self._by_position = [(p.name, p.position) for p in direct if p.by_position] if as_they_are else None
+        named = [p for p in direct if not p.by_position]
         self._by_keyword = [(p.name, p.source.argument) for p in named if p.source.item is None]
         self._items = [(p.name, p.source.argument, p.source.item) for p in named if p.source.item is not None]
+        self._made = [(p.name, p.find, p.source.make) for p in made]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
         items = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
@@ -135,9 +138,14 @@ class Prepared:
         for name, keyword, item in self._items:
             views[name] = kwargs[keyword][item]
         if not self._on_cuda or self.device.is_current:
-            return self.execute(views, views, kwargs.get("workspace"))
+            return self._as_they_are(views, args, kwargs)
         with self.device:
-            return self.execute(views, views, kwargs.get("workspace"))
+            return self._as_they_are(views, args, kwargs)
+
+    def _as_they_are(self, views: Views, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, find, make in self._made:
+            views[name] = make(find(args, kwargs), self.device)
+        return self.execute(views, views, kwargs.get("workspace"))
 
     def _from_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same for arrays of other libraries, items of arguments and what arguments hold."""

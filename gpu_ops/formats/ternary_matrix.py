@@ -114,6 +114,7 @@ class TernaryMatrix:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle, whose arrays NumPy has made writable."""
         self.__dict__.update(state)
+        self.__dict__.pop("_on_host", None)
         for name in ("codes", "scale"):
             if name in state:  # else on a GPU
                 self.__dict__[name] = _frozen(state[name])
@@ -284,20 +285,23 @@ class TernaryMatrix:
         A CUDA device gets a copy at the first call, of the codes as they lie. It is kept here, freed with the
         matrix, and shared by all calls: nobody writes it.
         """
-        scale = self.scale.reshape(self._scale_shape)
         if isinstance(device, CudaDevice):
             held = self._on_cuda.get(device.ordinal)
             if held is None:
                 import cupy
 
+                codes, scale = self._on_host
                 with device:  # blocking: later calls may come on other streams
-                    copies = (cupy.asarray(self.codes, blocking=True), cupy.asarray(scale, blocking=True))
+                    copies = (cupy.asarray(codes, blocking=True), cupy.asarray(scale, blocking=True))
                 held = self._on_cuda.setdefault(device.ordinal, copies)
             return held
-        codes = self.codes
-        if device is None and codes.ctypes.data % 16:  # the emulator: a GPU's copy is always aligned
-            codes = codes.copy()
-        return codes, scale
+        if device is None and self.codes.ctypes.data % 16:  # the emulator: a GPU's copy is always aligned
+            return self.codes.copy(), self._on_host[1]
+        return self._on_host
+
+    @cached_property
+    def _on_host(self) -> tuple[Array, Array]:
+        return self.codes, self.scale.reshape(self._scale_shape)
 
     def _whole_scale(self) -> Array:
         """``scale`` times the scales that the format embeds, if it does."""

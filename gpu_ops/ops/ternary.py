@@ -109,8 +109,6 @@ def ternary_quantize(
     n, k = w_.shape
     run = group if group is not None and group != -1 else max(k, 1)
     call.option(group_size=group, run=run, per_tensor=group is None, method=chosen, threshold=limit)
-    call.write("codes", (n, -(-k // 64) * 16), np.uint8)
-    call.write("scale", (1 if group is None else n, k // run), np.float32)
     per = {None: "per tensor", -1: "per row"}.get(group, f"per group of {group}")
     return call.bind(
         problem=f"{n} x {k} {dtype}, {chosen} {per}",
@@ -130,10 +128,13 @@ def _as_matrix(
     views: dict[str, Any], device: Any, give: Any, *, shape: tuple[int, int], group: int | None
 ) -> TernaryMatrix:
     """The matrix of the codes and scales that were made; those of a GPU stay there."""
-    if device is HOST or not views["w"].size:
-        codes, scale = views.get("made") or _by_reference(np.zeros(shape, np.float32), "absmean", group, None)
+    if 0 in shape:
+        made = _by_reference(np.zeros(shape, np.float32), "absmean", group, None)
+        return TernaryMatrix._trusted(*made, shape, "w2")
+    codes, scale = views["codes"], views["scale"]
+    if device is HOST:
         return TernaryMatrix._trusted(codes, scale, shape, "w2")
-    return TernaryMatrix._made_on(device, views["backend"], views["codes"], views["scale"], group, shape[1])
+    return TernaryMatrix._made_on(device, views["backend"], codes, scale, group, shape[1])
 
 
 def _by_reference(
@@ -152,11 +153,12 @@ def _host_quantizer(quantizer: Callable[..., Any], text: str) -> Lower:
         method, group, threshold = spec["method"], spec["group_size"], spec["threshold"]
 
         def run(views: dict[str, Any]) -> None:
-            w = views["w"]
-            how = _by_reference if not w.size else quantizer
-            views["made"] = how(w, method, group, threshold)
+            views["codes"], views["scale"] = quantizer(views["w"], method, group, threshold)
 
-        on.call(run, text if spec.tensor("w").size else "NumPy, float64")
+        if spec.tensor("w").size:
+            on.call(run, text)
+        else:
+            on.note("NumPy, float64")
 
     return lower
 

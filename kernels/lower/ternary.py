@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, alignment, row_stride, rows_of
+from gpu_ops.kernels.lower.arguments import DTYPES, alignment, as_rows, row_stride, rows_of
 from gpu_ops.kernels.lower.ternary_config import (
     GEMV_SHARED,
     UNIT,
@@ -69,7 +69,7 @@ def _cpu(spec: Spec, on: Builder) -> None:
     (tokens, n), k, activations = p.y.shape, p.k, spec["activations"]
 
     def run(views: Mapping[str, Any]) -> None:
-        x, y = views["x"].reshape(tokens, k), views["y"].reshape(tokens, n)
+        x, y = as_rows(views["x"]), as_rows(views["y"])
         ternary.matmul(x, views["w.codes"], k, views["w.scale"], y, activations=activations)
 
     on.call(run, ternary.config(tokens, n, p.scale.shape[1], p.x.dtype.name, activations))

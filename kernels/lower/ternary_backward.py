@@ -17,7 +17,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import gemm
-from gpu_ops.kernels.lower.arguments import DTYPES, row_stride, rows_of
+from gpu_ops.kernels.lower.arguments import DTYPES, as_rows, row_stride, rows_of
 from gpu_ops.kernels.lower.gemm_args import Operand, aligned, product
 from gpu_ops.kernels.lower.gemm_sum import add_up
 from gpu_ops.kernels.lower.ternary import TOKENS_THREADS, is_whole, scale_stride, tokens_kernel
@@ -60,15 +60,9 @@ def _cpu(spec: Spec, on: Builder) -> None:
     (tokens, n), k, activations = g.dy.shape, g.dx.shape[1], spec["activations"]
 
     def run(views: Mapping[str, Any]) -> None:
-        ternary_backward.backward(
-            views["dy"].reshape(tokens, n),
-            views["x"].reshape(tokens, k),
-            views["w.codes"],
-            views["w.scale"],
-            views["dx"].reshape(tokens, k),
-            views["dw"],
-            activations=activations,
-        )
+        dy, x, dx = as_rows(views["dy"]), as_rows(views["x"]), as_rows(views["dx"])
+        codes, scale, dw = views["w.codes"], views["w.scale"], views["dw"]
+        ternary_backward.backward(dy, x, codes, scale, dx, dw, activations=activations)
 
     on.call(run, ternary_backward.config(tokens, n, k, g.dy.dtype.name))
 

@@ -34,7 +34,7 @@ _LOW = {"float16": 13, "bfloat16": 16, "float32": 0}  # bits that are 0 in what 
 
 @dataclass(frozen=True)
 class _Task:
-    """w, which is not empty, to codes and scale; a scale is NaN where a weight is NaN or infinite.
+    """w to the workspaces codes and scale; a scale is NaN where a weight is NaN or infinite.
 
     ``run``: weights of a run; all of K where a scale is of a row or, ``per_tensor``, of all.
     """
@@ -48,9 +48,16 @@ class _Task:
     threshold: float
 
     @classmethod
-    def of(cls, spec: Spec) -> _Task:
-        w, codes, scale = (spec.tensor(name) for name in ("w", "codes", "scale"))
-        return cls(w, codes, scale, spec["run"], spec["per_tensor"], spec["method"], spec["threshold"] or 0.0)
+    def of(cls, spec: Spec, on: Builder) -> _Task | None:
+        """None where there are no weights."""
+        w, run, per_tensor = spec.tensor("w"), spec["run"], spec["per_tensor"]
+        if not w.size:
+            on.note("NumPy, float64")
+            return None
+        n, k = w.shape
+        codes = on.empty((n, -(-k // UNIT) * (UNIT // 4)), np.uint8, "codes")
+        scale = on.empty((1 if per_tensor else n, k // run), np.float32, "scale")
+        return cls(w, codes, scale, run, per_tensor, spec["method"], spec["threshold"] or 0.0)
 
     @property
     def runs(self) -> int:
@@ -60,8 +67,8 @@ class _Task:
 
 @lowers("ternary_quantize", "raw")
 def _raw(spec: Spec, on: Builder) -> None:
-    t = _Task.of(spec)
-    if not t.w.size:
+    t = _Task.of(spec, on)
+    if t is None:
         return
     n, k = t.w.shape
     threads, per_block = block_shape(t.run, t.w.itemsize)
@@ -157,8 +164,8 @@ def _kernel(entry: str, dtype: str = "float32") -> CudaKernel:
 def _numba(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda import ternary_quantize as twins
 
-    t = _Task.of(spec)
-    if not t.w.size:
+    t = _Task.of(spec, on)
+    if t is None:
         return
     dtype, words, flat = t.w.dtype.name, t.codes.view(np.uint32), t.scale.reshape(-1)
     scopes, per_scope = (1, t.runs) if t.per_tensor else (t.runs, 1)
