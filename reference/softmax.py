@@ -15,18 +15,9 @@ __all__ = ["softmax", "softmax_backward"]
 def softmax(
     x: Array, *, scale: float = 1.0, mask: Array | None = None, precision: Precision = "rounded"
 ) -> Array:
-    """``exp(t) / sum(exp(t))`` over the last axis, with ``t = scale * x + mask``.
+    """``exp(t) / sum(exp(t))`` over the last axis with ``t = scale * x + mask``, in x's dtype; 0 where all is hidden.
 
-    Parameters
-    ----------
-    x : (..., cols)
-    scale : finite
-    mask : broadcastable to x's shape, optional
-        Numbers are added; -inf hides an element. Of booleans, False hides an element, even a NaN.
-
-    Returns
-    -------
-    (..., cols) in x's dtype. A row without visible elements is 0.
+    ``mask`` broadcasts to x's shape. Numbers are added, and -inf hides; of booleans, False hides, even a NaN.
     """
     p = steps(precision, x.dtype)
     t = p.step(scale * p.load(x))
@@ -40,18 +31,7 @@ def softmax(
 
 
 def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0, precision: Precision = "rounded") -> Array:
-    """Gradient of :func:`softmax` for x: ``scale * y * (dy - sum(dy * y))``.
-
-    Parameters
-    ----------
-    dy : (..., cols), gradient of y
-    y : (..., cols), from the forward
-    scale : as in the forward
-
-    Returns
-    -------
-    (..., cols) in y's dtype
-    """
+    """Gradient of :func:`softmax` for x, ``scale * y * (dy - sum(dy * y))``, from that of its result y."""
     p = steps(precision, y.dtype)
     dy64, y64 = p.load(dy), p.load(y)
     dot = p.step(np.sum(p.step(dy64 * y64), axis=-1, keepdims=True))

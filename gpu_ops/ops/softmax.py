@@ -58,8 +58,8 @@ def softmax(
 
     Notes
     -----
-    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Moves 2 * cols elements per row and the
-    mask; 3 * cols for rows of more than 8192 (float32) or 16384 (16 bits) elements on a GPU.
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Moves 2 * cols elements per row, and
+    the mask; a GPU reads rows of more than 32 KiB twice.
 
     Examples
     --------
@@ -73,17 +73,10 @@ def softmax(
     call = Call("softmax", device, backend, workspace)
     x_, mask_ = call.read("x", x, rows=True), call.optional("mask", mask)
     dtype = checks.float_dtype(call.op, x=x_)
-    cols = _columns(call.op, "x", x_)
     if mask_ is not None:
         _check_mask(call.op, mask_, x_)
-    call.option(scale=checks.number(call.op, "scale", scale))
     call.write("y", x_.shape, x_.dtype, out, in_place="x", rows=True)
-    masked = "" if mask_ is None else f", {mask_.dtype} mask {mask_.shape}"
-    return call.bind(
-        problem=lambda: f"{math.prod(x_.shape[:-1])} rows of {cols} {dtype}{masked}",
-        unsupported=checks.unsupported(dtype),
-        flops=5.0 * x_.size,
-    )
+    return _bind(call, x_, dtype, scale, "" if mask_ is None else f", {mask_.dtype} mask {mask_.shape}")
 
 
 @op(cuda=True, kernels="softmax")
@@ -132,21 +125,9 @@ def softmax_backward(
     call = Call("softmax_backward", device, backend, workspace)
     dy_, y_ = call.read("dy", dy, rows=True), call.read("y", y, rows=True)
     dtype = checks.float_dtype(call.op, y=y_, dy=dy_)
-    cols = _columns(call.op, "y", y_)
     checks.exactly(call.op, "dy", dy_, y_.shape)
-    call.option(scale=checks.number(call.op, "scale", scale))
     call.write("dx", y_.shape, y_.dtype, out, in_place="dy", rows=True)
-    return call.bind(
-        problem=lambda: f"{math.prod(y_.shape[:-1])} rows of {cols} {dtype}",
-        unsupported=checks.unsupported(dtype),
-        flops=4.0 * y_.size,
-    )
-
-
-def _columns(op: str, name: str, x: Array) -> int:
-    if x.ndim == 0:
-        raise ShapeError(f"{op}: {name} has shape (); expected (..., cols)")
-    return x.shape[-1]
+    return _bind(call, y_, dtype, scale)
 
 
 def _check_mask(op: str, mask: Array, x: Array) -> None:
@@ -160,21 +141,26 @@ def _check_mask(op: str, mask: Array, x: Array) -> None:
         raise ShapeError(f"{op}: mask has shape {mask.shape}, which does not broadcast to x's, {x.shape}")
 
 
+def _bind(call: Call, x: Array, dtype: str, scale: float, more: str = "") -> Bound:
+    call.option(scale=checks.number(call.op, "scale", scale))
+    if x.ndim == 0:
+        raise ShapeError(f"{call.op}: the array has no axes; expected (..., cols)")
+    return call.bind(
+        problem=lambda: f"{math.prod(x.shape[:-1])} rows of {x.shape[-1]} {dtype}{more}",
+        unsupported=checks.unsupported(dtype),
+        flops=5.0 * x.size,
+    )
+
+
 @lowers("softmax", "reference")
-def _reference(spec: Spec, on: Builder) -> None:
-    from gpu_ops.reference.softmax import softmax
-
-    def run(views: Mapping[str, Any]) -> None:
-        store(views, ("y",), softmax(views["x"], scale=spec["scale"], mask=views.get("mask")))
-
-    on.call(run, "NumPy, float64")
-
-
 @lowers("softmax_backward", "reference")
-def _reference_backward(spec: Spec, on: Builder) -> None:
-    from gpu_ops.reference.softmax import softmax_backward
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference import softmax as reference
 
     def run(views: Mapping[str, Any]) -> None:
-        store(views, ("dx",), softmax_backward(views["dy"], views["y"], scale=spec["scale"]))
+        if "dx" in views:
+            store(views, ("dx",), reference.softmax_backward(views["dy"], views["y"], scale=spec["scale"]))
+        else:
+            store(views, ("y",), reference.softmax(views["x"], scale=spec["scale"], mask=views.get("mask")))
 
     on.call(run, "NumPy, float64")

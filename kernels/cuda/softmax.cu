@@ -1,27 +1,23 @@
 // Softmax over the last axis, forward and backward (Milakov and Gimelshein 2018).
 //
 //   x, y, dy, dx   (rows, cols) DTYPE, last axis contiguous, row strides in elements
-//   mask           (outer, middle, inner, cols) MASK with outer * middle * inner = rows; strides in elements, 0 where
-//                  it broadcasts; column_stride is 0 or 1
+//   mask           (outer, middle, inner, cols) MASK, outer * middle * inner = rows; strides 0 where it broadcasts
 //
 //   forward    t = scale * x + mask,  y = exp(t - max(t)) / sum(exp(t - max(t)))     moves 2 rows cols elements
 //   backward   dx = scale * y * (dy - sum(dy * y))                                   moves 3 rows cols elements
 //
 // Both compute in float and round once. In place is allowed (y = x, dx = dy): each element is read and written by the
-// same thread. Of a row without visible elements the maximum is kNothing and the sum 0; y is 0 then. A NaN reaches
-// the sum, and so all of its row.
+// same thread. A row without visible elements has sum 0 and becomes 0. A NaN reaches the sum, and so its whole row.
+// Memory-bound: two exponentials per element hide behind 4 to 8 bytes.
 //
 // Macros:
 //   DTYPE    f16, bf16 or f32
 //   MASK     f16, bf16, f32, visible (bool) or nothing (no mask)
-//   ACCESS   elements per access: a vector of 16 bytes, or 1 where some row is not aligned to vectors
+//   ACCESS   elements per access: a vector of 16 bytes, or 1 where not all rows are aligned to vectors
 //   VECS     vectors per thread and array in registers; 0: the row is longer and read twice
 //
-// blockDim = (threads per row, rows per block). Thread t of a row's T owns the same elements for any alignment, so that
-// sums have the same bits:
-//
-//   row       | v0 | v1 | ... | v(T-1) | v(T) | ... | part of a vector
-//   thread      0    1    ...   T-1      0
+// blockDim = (threads per row, rows per block). Thread t owns vectors t, t + blockDim.x, ... of its row for any ACCESS,
+// so that sums have the same bits wherever an array lies.
 #include "math.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -32,42 +28,24 @@ typedef DTYPE scalar;
 struct visible { unsigned char value; };
 struct nothing {};
 
-constexpr int kVec = 16 / sizeof(scalar);
 constexpr bool kHeld = VECS > 0;
-constexpr int kVecs = kHeld ? VECS : 1;
-constexpr int kMaxThreads = 512;  // 32 floats of a row in each leave room for two blocks on an SM
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kNothing = -3.4028235e38f;  // finite, so that -inf - kNothing is -inf
-
+constexpr int kVec = 16 / sizeof(scalar), kVecs = kHeld ? VECS : 1, kMaxThreads = 512;
+constexpr Cache kCache = kHeld ? Cache::kOnce : Cache::kDefault;
+constexpr float kNothing = -3.4028235e38f;  // the maximum of no scores; finite, so that -inf - kNothing is -inf
 typedef float Values[kVec];
 
-// For masks: 1 for a visible element, 0 for a hidden one; 0 without a mask.
 __device__ __forceinline__ float widened(visible x) { return x.value; }
 __device__ __forceinline__ float widened(nothing) { return 0.0f; }
 
-template <Cache kCache, typename T> __device__ __forceinline__ void fetch_vector(const T* p, Values& value) {
-    constexpr int kPart = kVec * sizeof(T) > 16 ? 16 / sizeof(T) : kVec;  // a float mask of 16-bit x takes two accesses
-    #pragma unroll
-    for (int i = 0; i < kVec; i += kPart) {
-        const Vec<T, kPart> part = load<Vec<T, kPart>, kPart, kCache>(p + i);
+// kVec elements, the first `count` of which exist. A float mask of 16-bit x takes two accesses.
+template <Cache kCached, typename T> __device__ __forceinline__ void fetch(const T* p, int count, Values& value) {
+    if constexpr (ACCESS == kVec && sizeof(T) > 1) {
+        constexpr int kPart = kVec * sizeof(T) > 16 ? 16 / sizeof(T) : kVec;
         #pragma unroll
-        for (int e = 0; e < kPart; ++e) value[i + e] = element(part, e);
-    }
-}
-
-template <Cache kCache> __device__ __forceinline__ void fetch_vector(const visible* p, Values& value) {
-    unsigned word[kVec / 4];
-    detail::read_words<kCache, kVec>(p, word);
-    #pragma unroll
-    for (int e = 0; e < kVec; ++e) value[e] = word[e / 4] >> 8 * (e % 4) & 255;
-}
-
-template <Cache kCache> __device__ __forceinline__ void fetch_vector(const nothing*, Values&) {}
-
-// kVec elements, the first `count` of which exist.
-template <Cache kCache, typename T> __device__ __forceinline__ void fetch(const T* p, int count, Values& value) {
-    if constexpr (ACCESS == kVec) {
-        fetch_vector<kCache>(p, value);
+        for (int e = 0; e < kVec; ++e) {
+            const Vec<T, kPart> part = load<Vec<T, kPart>, kPart, kCached>(p + e / kPart * kPart);
+            value[e] = element(part, e % kPart);
+        }
     } else {
         #pragma unroll
         for (int e = 0; e < kVec; ++e) value[e] = e < count ? widened(p[e]) : 0.0f;
@@ -85,129 +63,94 @@ __device__ __forceinline__ void put(scalar* p, int count, const Values& value) {
     }
 }
 
-struct Max {
-    static constexpr float kStart = kNothing;
-    static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
-};
-
-struct Sum {
-    static constexpr float kStart = 0.0f;
-    static __device__ __forceinline__ float of(float a, float b) { return a + b; }
-};
-
-// Over the threads of a row, which are part of a warp or a whole block; called once by each Op.
-template <typename Op> __device__ __forceinline__ float over_row(float value) {
-    const int width = blockDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int offset = min(width, 32) / 2; offset > 0; offset /= 2) {
-        value = Op::of(value, __shfl_xor_sync(kFullWarp, value, offset));
-    }
-    if (width <= 32) return value;
-    __shared__ float scratch[kMaxThreads / 32];
-    if (lane == 0) scratch[warp] = value;
+// The maximum or the sum over the threads of a row: part of a warp, or a whole block.
+template <bool kMax> __device__ __forceinline__ float over_row(float value) {
+    const auto combine = [&](int width) {
+        for (int offset = width / 2; offset > 0; offset /= 2) {
+            const float other = __shfl_xor_sync(kFullWarp, value, offset);
+            value = kMax ? fmaxf(value, other) : value + other;
+        }
+    };
+    combine(min(blockDim.x, 32));
+    if (blockDim.x <= 32) return value;
+    __shared__ float scratch[kMaxThreads / 32];  // each instance of this function has its own, and is called once
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
-    value = lane < width / 32 ? scratch[lane] : Op::kStart;
-    for (int offset = 16; offset > 0; offset /= 2) value = Op::of(value, __shfl_xor_sync(kFullWarp, value, offset));
+    value = lane < blockDim.x / 32 ? scratch[lane] : kMax ? kNothing : 0.0f;
+    combine(32);
     return value;
 }
 
-__device__ __forceinline__ float exponential(float t) { return ptx::exp2(t * kLog2e); }
+__device__ __forceinline__ float exponential(float t) { return ptx::exp2(t * 1.4426950408889634f); }
 
-// Which columns are this thread's. Rows beyond the last one have no columns, but take part in shuffles.
+// This thread's vectors of a row. Rows beyond the last one have none, but their threads take part in shuffles.
 struct Columns {
-    long long row, end;
+    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, end;
 
-    __device__ __forceinline__ Columns(long long rows, long long cols)
-        : row((long long)blockIdx.x * blockDim.y + threadIdx.y), end(row < rows ? cols : 0) {}
+    __device__ __forceinline__ Columns(long long rows, long long cols) : end(row < rows ? cols : 0) {}
 
-    // f(i, column, count) for vector i of this thread.
+    // f(i, column, count) for vector i in registers.
     template <typename F> __device__ __forceinline__ void each(F f) const {
         long long column = threadIdx.x * kVec;
-        const int step = blockDim.x * kVec;
-        if constexpr (kHeld) {
-            #pragma unroll
-            for (int i = 0; i < kVecs; ++i, column += step) {
-                if (column < end) f(i, column, int(min(end - column, (long long)kVec)));
-            }
-        } else {
-            for (; column < end; column += step) f(0, column, int(min(end - column, (long long)kVec)));
+        #pragma unroll kVecs
+        for (int i = 0; kHeld ? i < kVecs : column < end; ++i, column += blockDim.x * kVec) {
+            if (column < end) f(kHeld ? i : 0, column, int(min(end - column, (long long)kVec)));
         }
     }
 };
 
-// The axes of the mask before the last one.
-struct MaskAxes {
-    long long middle, inner, outer_stride, middle_stride, inner_stride, column_stride;
-
-    __device__ __forceinline__ long long offset(long long row) const {
-        const long long next = row / inner;
-        return next / middle * outer_stride + next % middle * middle_stride + row % inner * inner_stride;
-    }
-};
-
-__device__ __forceinline__ float score(float x, float scale, float mask, const visible*) {
-    return mask != 0.0f ? x * scale : -infinity();
-}
+// Of the mask; strides in elements, that of the columns 0 or 1.
+struct MaskAxes { long long middle, inner, outer_stride, middle_stride, inner_stride, column_stride; };
 
 template <typename T> __device__ __forceinline__ float score(float x, float scale, float mask, const T*) {
     return fmaf(x, scale, mask);
+}
+
+__device__ __forceinline__ float score(float x, float scale, float mask, const visible*) {
+    return mask != 0.0f ? x * scale : -infinity();
 }
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
 softmax_forward(const scalar* x, const MASK* mask, scalar* y, long long rows, long long cols, long long x_stride,
                 long long y_stride, MaskAxes axes, float scale) {
     const Columns columns(rows, cols);
-    x += columns.row * x_stride, y += columns.row * y_stride, mask += axes.offset(columns.row);
+    const long long next = columns.row / axes.inner;
+    x += columns.row * x_stride, y += columns.row * y_stride;
+    mask += next / axes.middle * axes.outer_stride + next % axes.middle * axes.middle_stride
+          + columns.row % axes.inner * axes.inner_stride;
 
     const auto scores = [&](long long column, int count, Values& t) {
-        Values added = {};
-        fetch<kHeld ? Cache::kOnce : Cache::kDefault>(x + column, count, t);
-        if (axes.column_stride) {
-            fetch<Cache::kDefault>(mask + column, count, added);
-        } else {
-            #pragma unroll
-            for (int e = 0; e < kVec; ++e) added[e] = widened(*mask);
-        }
+        Values added;
+        fetch<kCache>(x + column, count, t);
+        if (axes.column_stride) fetch<Cache::kDefault>(mask + column, count, added);
         #pragma unroll
-        for (int e = 0; e < kVec; ++e) t[e] = e < count ? score(t[e], scale, added[e], mask) : -infinity();
+        for (int e = 0; e < kVec; ++e) {
+            if (!axes.column_stride) added[e] = widened(*mask);
+            t[e] = e < count ? score(t[e], scale, added[e], mask) : -infinity();
+        }
     };
 
-    float row_max = kNothing, row_sum = 0.0f;
     Values t[kVecs];
-    if constexpr (kHeld) {
+    float row_max = kNothing, row_sum = 0.0f;
+    columns.each([&](int i, long long column, int count) {
+        scores(column, count, t[i]);
+        float grown = row_max;
         #pragma unroll
-        for (int i = 0; i < kVecs * kVec; ++i) t[i / kVec][i % kVec] = -infinity();
-        columns.each([&](int i, long long column, int count) { scores(column, count, t[i]); });
+        for (int e = 0; e < kVec; ++e) grown = fmaxf(grown, t[i][e]);
+        row_sum *= exponential(row_max - grown);
+        row_max = grown;
         #pragma unroll
-        for (int i = 0; i < kVecs * kVec; ++i) row_max = fmaxf(row_max, t[i / kVec][i % kVec]);
-        row_max = over_row<Max>(row_max);
-        #pragma unroll
-        for (int i = 0; i < kVecs * kVec; ++i) {
-            float& weight = t[i / kVec][i % kVec];
-            weight = exponential(weight - row_max);
-            row_sum += weight;
-        }
-    } else {
-        columns.each([&](int, long long column, int count) {
-            scores(column, count, t[0]);
-            float grown = row_max;
-            #pragma unroll
-            for (int e = 0; e < kVec; ++e) grown = fmaxf(grown, t[0][e]);
-            row_sum *= exponential(row_max - grown);
-            #pragma unroll
-            for (int e = 0; e < kVec; ++e) row_sum += exponential(t[0][e] - grown);
-            row_max = grown;
-        });
-        const float thread_max = row_max;
-        row_max = over_row<Max>(row_max);
-        row_sum *= exponential(thread_max - row_max);
-    }
-    row_sum = over_row<Sum>(row_sum);
-
+        for (int e = 0; e < kVec; ++e) row_sum += exponential(t[i][e] - row_max);
+    });
+    const float thread_max = row_max;
+    row_max = over_row<true>(thread_max);
+    row_sum = over_row<false>(row_sum * exponential(thread_max - row_max));
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
     columns.each([&](int i, long long column, int count) {
-        if constexpr (!kHeld) scores(column, count, t[0]);
+        if constexpr (!kHeld) scores(column, count, t[i]);
         #pragma unroll
-        for (int e = 0; e < kVec; ++e) t[i][e] = (kHeld ? t[i][e] : exponential(t[0][e] - row_max)) * inverse;
+        for (int e = 0; e < kVec; ++e) t[i][e] = exponential(t[i][e] - row_max) * inverse;
         put(y + column, count, t[i]);
     });
 }
@@ -217,11 +160,10 @@ softmax_backward(const scalar* dy, const scalar* y, scalar* dx, long long rows, 
                  long long y_stride, long long dx_stride, float scale) {
     const Columns columns(rows, cols);
     dy += columns.row * dy_stride, y += columns.row * y_stride, dx += columns.row * dx_stride;
-
     Values gradient[kVecs], weight[kVecs];
     const auto read = [&](int i, long long column, int count) {
-        fetch<kHeld ? Cache::kOnce : Cache::kDefault>(dy + column, count, gradient[i]);
-        fetch<kHeld ? Cache::kOnce : Cache::kDefault>(y + column, count, weight[i]);
+        fetch<kCache>(dy + column, count, gradient[i]);
+        fetch<kCache>(y + column, count, weight[i]);
     };
     float dot = 0.0f;
     columns.each([&](int i, long long column, int count) {
@@ -229,7 +171,7 @@ softmax_backward(const scalar* dy, const scalar* y, scalar* dx, long long rows, 
         #pragma unroll
         for (int e = 0; e < kVec; ++e) dot = fmaf(gradient[i][e], weight[i][e], dot);
     });
-    dot = over_row<Sum>(dot);
+    dot = over_row<false>(dot);
     columns.each([&](int i, long long column, int count) {
         if constexpr (!kHeld) read(i, column, count);
         #pragma unroll
