@@ -20,6 +20,7 @@ from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.ops.rope import rope, rope_backward
 from gpu_ops.ops.rope_append_kv import rope_append_kv
+from gpu_ops.ops.softmax import softmax, softmax_backward
 from gpu_ops.ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
 from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
@@ -70,6 +71,8 @@ __all__ = [
     "rope",
     "rope_append_kv",
     "rope_backward",
+    "softmax",
+    "softmax_backward",
     "swiglu",
     "swiglu_backward",
     "swiglu_mlp",

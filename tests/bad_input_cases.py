@@ -264,6 +264,22 @@ CASES = [
     ("rmsnorm_quant_int8", "casting unknown", OptionError, "casting='int8'", {"casting": "int8"}),
     ("rmsnorm_quant_int8", "an eps of 0", OptionError, "eps must be finite and > 0", {"eps": 0}),
     ("rmsnorm_quant_int8", "out is one array", OptionError, "three arrays", {"out": ones(3, 16)}),
+    # softmax
+    ("softmax", "no axes", ShapeError, "no axes", {"x": ones()}),
+    ("softmax", "integers", DTypeError, "x is int64", {"x": cast["int64"]}),
+    ("softmax", "scale is infinite", OptionError, "scale must be finite", {"scale": np.inf}),
+    ("softmax", "a mask of integers", DTypeError, "mask is int32, expected bool", {"mask": ints(1)}),
+    ("softmax", "a mask of float64", DTypeError, "mask is float64", {"mask": ones(16, dtype=F64)}),
+    ("softmax", "a longer mask", ShapeError, "does not broadcast to x's, (3, 16)", {"mask": ones(17)}),
+    ("softmax", "a mask of more axes", ShapeError, "mask has shape (1, 3, 16)", {"mask": ones(1, 3, 16)}),
+    ("softmax_backward", "a row of dy", ShapeError, "dy has shape (1, 16)", {"dy": ones(1, 16)}),
+    (
+        "softmax_backward",
+        "dy of float16",
+        DTypeError,
+        "dy is float16 but y is float32",
+        {"dy": cast["float16"]},
+    ),
     # swiglu
     ("swiglu", "no axes", ShapeError, "no axes", {"gate": ones(), "up": ones()}),
     ("swiglu", "integers", DTypeError, "gate is int32", {"gate": cast["int32"], "up": cast["int32"]}),

@@ -47,6 +47,8 @@ OUT = {
     "rope": ("out", 2),
     "rope_append_kv": ("out", 1),
     "rope_backward": ("out", 2),
+    "softmax": ("out", 1),
+    "softmax_backward": ("out", 1),
     "swiglu": ("out", 1),
     "swiglu_backward": ("out", 2),
     "swiglu_mlp": ("out", 1),
@@ -64,6 +66,8 @@ IN_PLACE = {
     "rope": ("q", "k"),
     "rope_append_kv": ("q",),
     "rope_backward": ("dq", "dk"),
+    "softmax": ("x",),
+    "softmax_backward": ("dy",),
     "swiglu": ("gate",),
     "swiglu_backward": ("gate", "up"),
 }

@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): norms, SwiGLU, the gated MLP."""
+"""Rows of the table of calls (calls.py): norms, softmax, SwiGLU, the gated MLP."""
 
 from __future__ import annotations
 
@@ -72,6 +72,13 @@ VARIANTS: dict[str, Any] = {
     "layernorm sum": lambda new: (layernorm(new, ROWS), residual(new, return_stats=True)),
     "layernorm_backward": only(layernorm_backward),
     "layernorm_backward sum": lambda new: (layernorm_backward(new, ROWS), residual(new, "dresidual")),
+    "softmax": only(split, "x"),
+    "softmax mask": lambda new: (
+        split(new, "x", axes=ROWS),
+        {"scale": 0.5, **new.integers(0, 2, bool, mask="batch 1 width")},
+    ),
+    "softmax bias": lambda new: (split(new, "x", axes=ROWS), new.normal(mask="rows width")),
+    "softmax_backward": only(split, "dy", "y"),
     "swiglu": only(split, "gate", "up"),
     "swiglu vector": lambda new: (split(new, "gate", "up", axes="cols"), {}),
     "swiglu packed": only(packed),

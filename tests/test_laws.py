@@ -127,6 +127,8 @@ EMPTY = {
     "rope": ("batch", "seqlen", "nheads"),
     "rope_append_kv": ("batch", "seqlen_new"),
     "rope_backward": ("batch", "seqlen", "nheads"),
+    "softmax": GATED,
+    "softmax_backward": GATED,
     "swiglu": GATED,
     "swiglu_backward": GATED,
     "swiglu_mlp": MLP,

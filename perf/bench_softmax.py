@@ -1,0 +1,102 @@
+"""Softmax: forward, with a mask, backward.
+
+``python perf/bench_softmax.py --device cpu --dtype float32 --seqlen 512 4096`` (seqlen: rows of 4096)
+"""
+
+from __future__ import annotations
+
+if not __package__:  # run as a file: import perf from the repository root
+    import sys
+
+    sys.path[0] += "/.."
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+
+import gpu_ops
+from gpu_ops.reference import softmax as reference
+from perf.build import calls, made_by, normal, sample_rows, to_float32, torch_gradient, torch_view
+from perf.case import DTYPES, Call, Case, Config, Inputs
+
+COLS = 4096
+
+
+def cases(config: Config) -> list[Case]:
+    rows = config.seqlens or ((2048,) if config.quick else (512, 4096))
+    builds = (forward, masked, backward)
+    return [b(n, t) for t in config.dtypes or ("float32", "bfloat16") for n in rows for b in builds]
+
+
+def forward(rows: int, dtype: str) -> Case:
+    return Case(
+        op="softmax",
+        name="forward",
+        shape=f"{rows} x {COLS}",
+        dtype=dtype,
+        flops=5.0 * rows * COLS,
+        bytes=2.0 * rows * COLS * DTYPES[dtype].itemsize,
+        **made_by(data, (rows, COLS), (37, 512), dtype),
+        **calls(gpu_ops.softmax, reference.softmax, ("x",)),
+        naive=lambda x: functools.partial(naive, x["x"]),
+        torch=lambda x: functools.partial(torch_view(x["x"]).softmax, -1),
+        sample=functools.partial(sample_rows, 32, ("mask",)),
+    )
+
+
+def masked(rows: int, dtype: str) -> Case:
+    """A boolean mask of columns."""
+
+    def torch(x: Inputs) -> Call:
+        scores, hidden = torch_view(x["x"]), torch_view(~x["mask"])
+        return lambda: scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+    return replace(
+        forward(rows, dtype),
+        name="forward, mask",
+        **calls(gpu_ops.softmax, reference.softmax, ("x",), ("mask",)),
+        naive=lambda x: functools.partial(naive, x["x"], x["mask"]),
+        torch=torch,
+    )
+
+
+def backward(rows: int, dtype: str) -> Case:
+    return replace(
+        forward(rows, dtype),
+        name="backward",
+        flops=4.0 * rows * COLS,
+        bytes=3.0 * rows * COLS * DTYPES[dtype].itemsize,
+        **calls(gpu_ops.softmax_backward, reference.softmax_backward, ("dy", "y")),
+        naive=lambda x: functools.partial(naive_backward, x["dy"], x["y"]),
+        torch=lambda x: torch_gradient(lambda scores: scores.softmax(-1), x, ("x",)),
+        backward=True,
+    )
+
+
+def data(rng: np.random.Generator, rows: int, cols: int, dtype: str) -> Inputs:
+    x, dy = (normal(rng, (rows, cols), DTYPES[dtype]) for _ in range(2))
+    return {"x": x, "dy": dy, "y": reference.softmax(x), "mask": np.arange(cols) % 3 > 0}
+
+
+def naive(x: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    (wide,) = to_float32(x)
+    if mask is not None:
+        wide = np.where(mask, wide, np.float32(-np.inf))
+    y = wide - wide.max(axis=-1, keepdims=True)
+    np.exp(y, out=y)
+    y /= y.sum(axis=-1, keepdims=True)
+    return y.astype(x.dtype, copy=False)
+
+
+def naive_backward(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+    wide, weights = to_float32(dy, y)
+    dx = wide - np.einsum("ij,ij->i", wide, weights)[:, None]
+    dx *= weights
+    return dx.astype(y.dtype, copy=False)
+
+
+if __name__ == "__main__":
+    from perf.cli import run_as_script
+
+    run_as_script("softmax")
