@@ -23,9 +23,11 @@ from gpu_ops.ops.rope_append_kv import rope_append_kv
 from gpu_ops.ops.softmax import softmax, softmax_backward
 from gpu_ops.ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
-from gpu_ops.ops.ternary import ternary_matmul, ternary_pack, ternary_quantize, ternary_unpack
+from gpu_ops.ops.ternary import ternary_quantize
 from gpu_ops.ops.ternary_linear import TernaryLinear, ternary_matmul_backward
+from gpu_ops.ops.ternary_matmul import ternary_matmul
 from gpu_ops.ops.ternary_model import quantize_model
+from gpu_ops.ops.ternary_pack import ternary_pack, ternary_unpack
 
 if TYPE_CHECKING:  # a type checker would take every name to exist beside a __getattr__
     from gpu_ops import emulator as emulator

@@ -15,11 +15,11 @@ import numpy as np
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.arrays import from_dlpack, give
-from gpu_ops.core.bound import Bound, Output, Source, as_integer
+from gpu_ops.core.bound import Bound, as_integer
 from gpu_ops.core.dispatch import lowering
-from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
-from gpu_ops.kernels.program import ALIGNMENT, Layout, Limits, Program, Spec, Workspace, lower
-from gpu_ops.memory_pool import FROM_BYTES
+from gpu_ops.core.places import Allocation, Place
+from gpu_ops.errors import DeviceError, DTypeError, ShapeError
+from gpu_ops.kernels.program import ALIGNMENT, Limits, Program, Spec, Workspace, lower
 
 __all__ = ["Linked", "Prepared", "forget", "program_of"]
 
@@ -94,7 +94,7 @@ class Prepared:
         # no graph is captured on the CPU: what nobody asked for is allocated with the rest
         on_host = self.device is devices.HOST
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
-        self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
+        self._new = [Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
         self._hidden = tuple(
             Workspace(o.name, o.layout.shape, o.layout.dtype) for o in new if not o.returned and not on_host
         )
@@ -102,7 +102,7 @@ class Prepared:
         own = {o.name: o.source for o in bound.outputs if o.source is not None}
         self._given = frozenset(own)
         places = [
-            _Place(name, source, parameters.index(source.argument), len(args))
+            Place(name, source, parameters.index(source.argument), len(args))
             for name, source in (bound.sources | own).items()
         ]
         self._places = places
@@ -119,7 +119,7 @@ class Prepared:
         named = [p for p in direct if not p.by_position]
         self._by_keyword = [(p.name, p.source.argument) for p in named if p.source.item is None]
         self._items = [(p.name, p.source.argument, p.source.item) for p in named if p.source.item is not None]
-        self._made = [(p.name, p.find, p.source.make) for p in made]
+        self._made = [(p.name, p.find, p.source.make) for p in made if p.source.make is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
         items = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
@@ -165,7 +165,7 @@ class Prepared:
             views |= {name: arrays.contiguous(views[name]) for name in self._copied}
             return self.execute(views, found, kwargs.get("workspace"))
 
-    def _on_host(self, place: _Place, x: Any) -> Any:
+    def _on_host(self, place: Place, x: Any) -> Any:
         if place.source.make is not None:
             return place.source.make(x, self.device)
         if type(x) is not np.ndarray:
@@ -272,61 +272,6 @@ class Prepared:
 
 
 _NO_VALUES: dict[str, Any] = {}
-
-
-class _Place:
-    """Where calls of one key have an array."""
-
-    def __init__(self, name: str, source: Source, position: int, given: int) -> None:
-        self.name, self.source, self.position = name, source, position
-        self.by_position = position < given
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether it is an argument, or an item of a tuple that is a keyword argument."""
-        item = self.source.item
-        in_tuple = isinstance(item, int) and not self.by_position
-        return self.source.make in (None, as_integer) and (item is None or in_tuple)
-
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[self.position] if self.by_position else kwargs[self.source.argument]
-        item = self.source.item
-        if item is None:
-            return x
-        return getattr(x, item) if isinstance(item, str) else x[item]
-
-
-class _Allocation:
-    """A result that each call allocates."""
-
-    def __init__(self, spec: Spec, o: Output, device: Any) -> None:
-        self.name, self.shape, self.dtype, self.axes = o.name, *_allocation(spec, o)
-        # what the pool leaves to NumPy
-        self._small = device is devices.HOST and o.layout.nbytes < FROM_BYTES
-
-    def allocate(self, op: str, device: Any) -> Any:
-        try:
-            if self._small:
-                array = np.empty(self.shape, self.dtype)
-            else:
-                array = device.empty(self.shape, self.dtype, self.name)
-        except OptionError:  # of the pool
-            raise
-        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
-            required = Layout.contiguous(self.shape, self.dtype).nbytes
-            raise OutOfMemoryError(
-                f"{op}: no memory for a result of shape {self.shape}, {required / 2**30:.1f} GiB", required
-            ) from error
-        return array if self.axes is None else array.transpose(self.axes)
-
-
-def _allocation(spec: Spec, o: Output) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...] | None]:
-    """Shape and dtype to allocate, and the axes that make the result of it."""
-    shape, axes = o.layout.shape, o.axes
-    if axes is None:
-        return shape, o.layout.dtype, None
-    inverse = tuple(axes.index(i) for i in range(len(axes)))
-    return tuple(shape[a] for a in axes), o.layout.dtype, inverse
 
 
 def _copied_to_device(views: Views) -> Views:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.numba_cpu.codegen.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
 from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel, compute, inner, kernel, read, types, write
 from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
 

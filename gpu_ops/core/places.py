@@ -1,0 +1,70 @@
+"""Where a later call finds its arrays, and which results it allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import device as devices
+from gpu_ops.core.bound import Output, Source, as_integer
+from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.kernels.program import Layout, Spec
+from gpu_ops.memory_pool import FROM_BYTES
+
+__all__ = ["Allocation", "Place"]
+
+
+class Place:
+    """Where calls of one key have an array."""
+
+    def __init__(self, name: str, source: Source, position: int, given: int) -> None:
+        self.name, self.source, self.position = name, source, position
+        self.by_position = position < given
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is an argument, or an item of a tuple that is a keyword argument."""
+        item = self.source.item
+        in_tuple = isinstance(item, int) and not self.by_position
+        return self.source.make in (None, as_integer) and (item is None or in_tuple)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[self.position] if self.by_position else kwargs[self.source.argument]
+        item = self.source.item
+        if item is None:
+            return x
+        return getattr(x, item) if isinstance(item, str) else x[item]
+
+
+class Allocation:
+    """A result that each call allocates."""
+
+    def __init__(self, spec: Spec, o: Output, device: Any) -> None:
+        self.name, self.shape, self.dtype, self.axes = o.name, *_allocation(spec, o)
+        # what the pool leaves to NumPy
+        self._small = device is devices.HOST and o.layout.nbytes < FROM_BYTES
+
+    def allocate(self, op: str, device: Any) -> Any:
+        try:
+            if self._small:
+                array = np.empty(self.shape, self.dtype)
+            else:
+                array = device.empty(self.shape, self.dtype, self.name)
+        except OptionError:  # of the pool
+            raise
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
+            required = Layout.contiguous(self.shape, self.dtype).nbytes
+            raise OutOfMemoryError(
+                f"{op}: no memory for a result of shape {self.shape}, {required / 2**30:.1f} GiB", required
+            ) from error
+        return array if self.axes is None else array.transpose(self.axes)
+
+
+def _allocation(spec: Spec, o: Output) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...] | None]:
+    """Shape and dtype to allocate, and the axes that make the result of it."""
+    shape, axes = o.layout.shape, o.axes
+    if axes is None:
+        return shape, o.layout.dtype, None
+    inverse = tuple(axes.index(i) for i in range(len(axes)))
+    return tuple(shape[a] for a in axes), o.layout.dtype, inverse
