@@ -51,7 +51,7 @@ def device_for(**arrays):
 LAUNCH = {"raw": gemm.launch_raw, "numba": gemm.launch_numba}
 
 
-def multiply(device, which, gemm_args.make, *arguments, **options):
+def multiply(device, which, make, *arguments, **options):
     """Run a GEMM of NumPy arrays; ``make`` is a function of gemm_args.py."""
     views = {}
 
@@ -283,7 +283,9 @@ def test_offsets_have_64_bits(m, layout, which, rng):
     far = near | {which: np.lib.stride_tricks.as_strided(memory, (rows, cols), (2 * stride, 2))}
     far[which][...] = near[which]
     for device, arrays in ((Sparse(memory), far), (EmulatorDevice(), near)):
-        multiply(device, "raw", gemm_args.product, Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"])
+        multiply(
+            device, "raw", gemm_args.product, Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"]
+        )
     assert far["c"].tobytes() == near["c"].tobytes()
 
 
