@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
+from emulated import device_with, layout_of
 
 from gpu_ops import emulator
 from gpu_ops.core.device import EmulatorDevice
@@ -24,7 +25,7 @@ from gpu_ops.kernels.lower.gemm_config import (
     select_config,
     select_few,
 )
-from gpu_ops.kernels.program import Builder, Layout, Tensor
+from gpu_ops.kernels.program import Builder, Tensor
 from gpu_ops.presets import ARCHES
 from gpu_ops.reference.swiglu import swiglu, swiglu_backward
 
@@ -39,13 +40,6 @@ def matrix(rng, rows, cols, dtype, across=False):
     x = np.zeros((cols, rows) if across else (rows, cols), dtype)
     x[...] = random(rng, x.shape, dtype)
     return Operand(x, across), (x.T if across else x).astype(float)
-
-
-def device_for(**arrays):
-    device = EmulatorDevice()
-    for name, array in arrays.items():
-        device.name(name, array)
-    return device
 
 
 LAUNCH = {"raw": gemm.launch_raw, "numba": gemm.launch_numba}
@@ -64,7 +58,7 @@ def multiply(device, which, make, *arguments, **options):
             return x
         name = next((name for name, known in views.items() if known is x), f"array {len(views)}")
         views[name] = x
-        return Tensor.of(name, Layout(x.shape, x.strides, x.dtype, x.ctypes.data % 16))
+        return Tensor.of(name, layout_of(x))
 
     on = Builder(device.limits)
     LAUNCH[which](on, make(*map(tensor, arguments), **{name: tensor(x) for name, x in options.items()}))
@@ -96,7 +90,7 @@ def test_layouts(which, dtype, layout, rng):
     for m, n, k in SIZES:
         a, wide_a = matrix(rng, m, k, dtype, a_across)
         b, wide_b = matrix(rng, n, k, dtype, b_across)
-        device = device_for(a=a.array, b=b.array)
+        device = device_with(a=a.array, b=b.array)
         c = device.empty((m, n), dtype, "c")
         multiply(device, which, gemm_args.product, a, b, c)
         check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
@@ -116,7 +110,7 @@ def test_views(which, offset, dtype, rng):
     for name in "ab":
         wide[name].fill(np.nan)
         inside[name][...] = random(rng, inside[name].shape, dtype)
-    device = device_for(**inside)
+    device = device_with(**inside)
     multiply(device, which, gemm_args.product, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
     a, b = inside["a"].astype(float), inside["b"].astype(float)
     check(inside["c"], a @ b.T, np.abs(a) @ np.abs(b).T, dtype)
@@ -135,7 +129,7 @@ def test_pairs(which, dtype, rng):
     b1, y1 = Operand(apart), apart.astype(float)
     wants = x0 @ y0.T, x1 @ y1.T
     sizes = np.abs(x0) @ np.abs(y0).T, np.abs(x1) @ np.abs(y1).T
-    device = device_for(a0=a0.array, a1=a1.array, b0=b0.array, b1=apart)
+    device = device_with(a0=a0.array, a1=a1.array, b0=b0.array, b1=apart)
     out = device.empty((m, n), dtype, "c"), np.zeros((m, n + 8), dtype)[:, :n]
     multiply(device, which, gemm_args.two_products, (a0, a1), (b0, b1), out)
     for c, want, size in zip(out, wants, sizes, strict=True):
@@ -159,7 +153,7 @@ def test_gates(which, activation, m, rng):
     gate, up = (wide_x @ w.T / np.sqrt(k) for w in (g, u))
     for w in (w_gate, w_up):
         w.array[...] /= np.sqrt(np.float32(k))
-    device = device_for(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
+    device = device_with(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
     h = device.empty((m, n), F32, "h")
     multiply(device, which, gemm_args.gated, x, w_gate, w_up, h, activation=activation)
     np.testing.assert_allclose(h, swiglu(gate, up, activation=activation), rtol=1e-4, atol=2e-5)
@@ -181,7 +175,7 @@ def test_divided_k(m, rng):
     b, wide_b = matrix(rng, n, k, BF16)
     bits = []
     for _ in range(2):
-        device = device_for(a=a.array, b=b.array)
+        device = device_with(a=a.array, b=b.array)
         c = device.empty((m, n), BF16, "c")
         with emulator.record() as profiles:
             multiply(device, "raw", gemm_args.product, a, b, c)
@@ -190,7 +184,7 @@ def test_divided_k(m, rng):
     assert bits[0] == bits[1]
     check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, BF16)
     odd = np.zeros((m, n + 1), BF16)[:, 1:]
-    multiply(device_for(a=a.array, b=b.array, c=odd), "raw", gemm_args.product, a, b, odd)
+    multiply(device_with(a=a.array, b=b.array, c=odd), "raw", gemm_args.product, a, b, odd)
     assert odd.tobytes() == bits[0]
 
 
@@ -223,7 +217,7 @@ def test_whole_tiles(tile, dtype, layout, rng, monkeypatch):
     m, n, k = 2 * tile.block_m, tile.block_n, 160
     a, wide_a = matrix(rng, m, k, dtype, a_across)
     b, wide_b = matrix(rng, n, k, dtype, b_across)
-    device = device_for(a=a.array, b=b.array)
+    device = device_with(a=a.array, b=b.array)
     c = device.empty((m, n), dtype, "c")
     with emulator.record() as profiles:
         multiply(device, "raw", gemm_args.product, a, b, c)
@@ -245,7 +239,7 @@ def test_weights_are_read_once(m, dtype, rng):
     n, k = 64, 1024
     x, _ = matrix(rng, m, k, dtype)
     (w_gate, _), (w_up, _) = (matrix(rng, n, k, dtype) for _ in range(2))
-    device = device_for(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
+    device = device_with(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
     h = device.empty((m, n), dtype, "h")
     with emulator.record() as profiles:
         multiply(device, "raw", gemm_args.gated, x, w_gate, w_up, h, activation="silu")
