@@ -8,13 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
+from emulated import device_with, layout_of
 
 from gpu_ops import emulator
 from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.core.run import Linked
 from gpu_ops.kernels.compiler import cubin
 from gpu_ops.kernels.compiler.jit import compile_kernel
-from gpu_ops.kernels.lower import gemm, gemm_config
-from gpu_ops.kernels.lower.gemm import Operand
+from gpu_ops.kernels.lower import gemm, gemm_args, gemm_config
+from gpu_ops.kernels.lower.gemm_args import Operand
 from gpu_ops.kernels.lower.gemm_config import (
     DeviceLimits,
     FewConfig,
@@ -23,6 +25,7 @@ from gpu_ops.kernels.lower.gemm_config import (
     select_config,
     select_few,
 )
+from gpu_ops.kernels.program import Builder, Tensor
 from gpu_ops.presets import ARCHES
 from gpu_ops.reference.swiglu import swiglu, swiglu_backward
 
@@ -39,11 +42,27 @@ def matrix(rng, rows, cols, dtype, across=False):
     return Operand(x, across), (x.T if across else x).astype(float)
 
 
-def device_for(**arrays):
-    device = EmulatorDevice()
-    for name, array in arrays.items():
-        device.name(name, array)
-    return device
+LAUNCH = {"raw": gemm.launch_raw, "numba": gemm.launch_numba}
+
+
+def multiply(device, which, make, *arguments, **options):
+    """Run a GEMM of NumPy arrays; ``make`` is a function of gemm_args.py."""
+    views = {}
+
+    def tensor(x):
+        if isinstance(x, tuple):
+            return tuple(map(tensor, x))
+        if isinstance(x, Operand):
+            return Operand(tensor(x.array), x.across)
+        if not isinstance(x, np.ndarray):
+            return x
+        name = next((name for name, known in views.items() if known is x), f"array {len(views)}")
+        views[name] = x
+        return Tensor.of(name, layout_of(x))
+
+    on = Builder(device.limits)
+    LAUNCH[which](on, make(*map(tensor, arguments), **{name: tensor(x) for name, x in options.items()}))
+    Linked(on.program(), device)(views)
 
 
 def check(c, want, magnitude, dtype):
@@ -71,9 +90,9 @@ def test_layouts(which, dtype, layout, rng):
     for m, n, k in SIZES:
         a, wide_a = matrix(rng, m, k, dtype, a_across)
         b, wide_b = matrix(rng, n, k, dtype, b_across)
-        device = device_for(a=a.array, b=b.array)
+        device = device_with(a=a.array, b=b.array)
         c = device.empty((m, n), dtype, "c")
-        gemm.product(device, which, a, b, c)
+        multiply(device, which, gemm_args.product, a, b, c)
         check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
 
 
@@ -91,8 +110,8 @@ def test_views(which, offset, dtype, rng):
     for name in "ab":
         wide[name].fill(np.nan)
         inside[name][...] = random(rng, inside[name].shape, dtype)
-    device = device_for(**inside)
-    gemm.product(device, which, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
+    device = device_with(**inside)
+    multiply(device, which, gemm_args.product, Operand(inside["a"]), Operand(inside["b"]), inside["c"])
     a, b = inside["a"].astype(float), inside["b"].astype(float)
     check(inside["c"], a @ b.T, np.abs(a) @ np.abs(b).T, dtype)
     inside["c"].fill(0)
@@ -110,17 +129,17 @@ def test_pairs(which, dtype, rng):
     b1, y1 = Operand(apart), apart.astype(float)
     wants = x0 @ y0.T, x1 @ y1.T
     sizes = np.abs(x0) @ np.abs(y0).T, np.abs(x1) @ np.abs(y1).T
-    device = device_for(a0=a0.array, a1=a1.array, b0=b0.array, b1=apart)
+    device = device_with(a0=a0.array, a1=a1.array, b0=b0.array, b1=apart)
     out = device.empty((m, n), dtype, "c"), np.zeros((m, n + 8), dtype)[:, :n]
-    gemm.two_products(device, which, (a0, a1), (b0, b1), out)
+    multiply(device, which, gemm_args.two_products, (a0, a1), (b0, b1), out)
     for c, want, size in zip(out, wants, sizes, strict=True):
         check(c, want, size, dtype)
     total = device.empty((m, n), F32, "total")
-    gemm.sum_of_products(device, which, (a0, a1), (b0, b1), total)
+    multiply(device, which, gemm_args.sum_of_products, (a0, a1), (b0, b1), total)
     check(total, sum(wants), sum(sizes), F32)
-    gemm.sum_of_products(device, which, (a0, a1), (b0, b1), total, total=total)
+    multiply(device, which, gemm_args.sum_of_products, (a0, a1), (b0, b1), total, total=total)
     check(total, 2 * sum(wants), 2 * sum(sizes), F32)
-    gemm.product(device, which, a0, b0, out[0], total=total)
+    multiply(device, which, gemm_args.product, a0, b0, out[0], total=total)
     check(out[0], 2 * sum(wants) + wants[0], 3 * sum(sizes), dtype)
 
 
@@ -134,16 +153,16 @@ def test_gates(which, activation, m, rng):
     gate, up = (wide_x @ w.T / np.sqrt(k) for w in (g, u))
     for w in (w_gate, w_up):
         w.array[...] /= np.sqrt(np.float32(k))
-    device = device_for(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
+    device = device_with(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
     h = device.empty((m, n), F32, "h")
-    gemm.gated(device, which, x, w_gate, w_up, h, activation=activation)
+    multiply(device, which, gemm_args.gated, x, w_gate, w_up, h, activation=activation)
     np.testing.assert_allclose(h, swiglu(gate, up, activation=activation), rtol=1e-4, atol=2e-5)
 
     dh = wide_x @ g.T / np.sqrt(k)
     stored = [np.zeros((m, n), F32) for _ in range(2)]
     stored[0][...], stored[1][...] = gate, up
     dgate, dup = swiglu_backward(dh, gate, up, activation=activation)
-    gemm.gated_backward(device, which, x, w_gate, *stored, h, activation=activation)
+    multiply(device, which, gemm_args.gated_backward, x, w_gate, *stored, h, activation=activation)
     for got, want in ((stored[0], dgate), (stored[1], dup), (h, swiglu(gate, up, activation=activation))):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
@@ -156,16 +175,16 @@ def test_divided_k(m, rng):
     b, wide_b = matrix(rng, n, k, BF16)
     bits = []
     for _ in range(2):
-        device = device_for(a=a.array, b=b.array)
+        device = device_with(a=a.array, b=b.array)
         c = device.empty((m, n), BF16, "c")
         with emulator.record() as profiles:
-            gemm.product(device, "raw", a, b, c)
+            multiply(device, "raw", gemm_args.product, a, b, c)
         assert [p.kernel for p in profiles][1:] == ["gemm_sum"]
         bits.append(c.tobytes())
     assert bits[0] == bits[1]
     check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, BF16)
     odd = np.zeros((m, n + 1), BF16)[:, 1:]
-    gemm.product(device_for(a=a.array, b=b.array, c=odd), "raw", a, b, odd)
+    multiply(device_with(a=a.array, b=b.array, c=odd), "raw", gemm_args.product, a, b, odd)
     assert odd.tobytes() == bits[0]
 
 
@@ -198,10 +217,10 @@ def test_whole_tiles(tile, dtype, layout, rng, monkeypatch):
     m, n, k = 2 * tile.block_m, tile.block_n, 160
     a, wide_a = matrix(rng, m, k, dtype, a_across)
     b, wide_b = matrix(rng, n, k, dtype, b_across)
-    device = device_for(a=a.array, b=b.array)
+    device = device_with(a=a.array, b=b.array)
     c = device.empty((m, n), dtype, "c")
     with emulator.record() as profiles:
-        gemm.product(device, "raw", a, b, c)
+        multiply(device, "raw", gemm_args.product, a, b, c)
     gemm_config.select_config.cache_clear()
     (profile,) = profiles
     check(c, wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T, dtype)
@@ -220,10 +239,10 @@ def test_weights_are_read_once(m, dtype, rng):
     n, k = 64, 1024
     x, _ = matrix(rng, m, k, dtype)
     (w_gate, _), (w_up, _) = (matrix(rng, n, k, dtype) for _ in range(2))
-    device = device_for(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
+    device = device_with(x=x.array, w_gate=w_gate.array, w_up=w_up.array)
     h = device.empty((m, n), dtype, "h")
     with emulator.record() as profiles:
-        gemm.gated(device, "raw", x, w_gate, w_up, h, activation="silu")
+        multiply(device, "raw", gemm_args.gated, x, w_gate, w_up, h, activation="silu")
     (profile,) = profiles
     moved = traffic(profile)
     assert moved["w_gate"] == moved["w_up"] == (w_gate.array.nbytes, 0)
@@ -241,10 +260,8 @@ class Sparse(EmulatorDevice):
         super().__init__()
         self.memory = memory
 
-    def launch(self, kernel, grid, block, args, *, shared=0):
-        whole = {self.memory.ctypes.data: self.memory}
-        args = [whole.get(a.ctypes.data, a) if isinstance(a, np.ndarray) else a for a in args]
-        super().launch(kernel, grid, block, args, shared=shared)
+    def _buffer(self, array):
+        return super()._buffer(self.memory if array.ctypes.data == self.memory.ctypes.data else array)
 
 
 @pytest.mark.parametrize("which", ["a", "b", "c"])
@@ -260,7 +277,9 @@ def test_offsets_have_64_bits(m, layout, which, rng):
     far = near | {which: np.lib.stride_tricks.as_strided(memory, (rows, cols), (2 * stride, 2))}
     far[which][...] = near[which]
     for device, arrays in ((Sparse(memory), far), (EmulatorDevice(), near)):
-        gemm.product(device, "raw", Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"])
+        multiply(
+            device, "raw", gemm_args.product, Operand(arrays["a"], a), Operand(arrays["b"], b), arrays["c"]
+        )
     assert far["c"].tobytes() == near["c"].tobytes()
 
 

@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 from row_cases import close
 
 import gpu_ops
 from gpu_ops.core import device as devices
-from gpu_ops.core import dispatch
-from gpu_ops.core.op import forget_calls
 from gpu_ops.kernels.lower import cublas as gemm_library
 from gpu_ops.kernels.lower.gemm_args import Operand, product
 from gpu_ops.kernels.program import Builder, Layout, Limits, Tensor
+from gpu_ops.presets import PRESETS
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -63,25 +62,14 @@ def matrix(address, kind, leading, rows, cols):
 
 
 @pytest.fixture
-def cublas(monkeypatch):
-    """An H100 with CuPy and cuBLAS; its kernels run on the emulator."""
-    fake, library = FakeCupy(), FakeCublas()
-    fake.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    forget_calls()
-    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
+def cublas(cupy, monkeypatch):
+    """A card of sm_90 with CuPy and cuBLAS; its kernels run on the emulator."""
+    library = FakeCublas()
+    cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
     monkeypatch.setitem(sys.modules, library.__name__, library)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", fake.load)
     device = devices.cuda_device(0)
-    device.limits = replace(device.limits, arch="sm_90", card="NVIDIA H100 80GB HBM3", preset="H100 SXM")
-    yield library
-    for cached in caches:
-        cached.cache_clear()
-    forget_calls()
+    device.limits = replace(device.limits, arch="sm_90", preset="sm_90")
+    return library
 
 
 TOKENS, HIDDEN, FFN, HIDDEN_OUT = 136, 144, 288, 128
@@ -132,8 +120,9 @@ def test_explain_says_so(cublas, rng):
     ("taken", "changes"),
     [
         (True, {}),
-        (True, {"preset": "H100 SXM"}),
         (True, {"preset": "sm_100"}),
+        (True, {"preset": "H100 SXM"}),
+        (True, {"preset": "H200"}),
         (False, {"card": ""}),
         (False, {"dtype": np.float32}),
         (False, {"preset": "sm_80"}),
@@ -146,8 +135,15 @@ def test_explain_says_so(cublas, rng):
 def test_the_rules(taken, changes):
     given = {"preset": "sm_90", "card": "H100", "dtype": np.float16, "rows": 128, "offset": 0, **changes}
     on = Builder(Limits(card=given["card"], preset=given["preset"]))
-    rows, dtype = given["rows"], given["dtype"]
-    x, w = (Tensor.of(name, Layout.contiguous((n, 72), dtype)) for name, n in (("x", rows), ("w", 128)))
-    x, w = (t[:, given["offset"] :][:, :64] for t in (x, w))
-    out = Tensor.of("out", Layout.contiguous((rows, 128), dtype))
+    x, w = (
+        Tensor.of(name, Layout.contiguous((rows, 72), given["dtype"]))[:, given["offset"] :][:, :64]
+        for name, rows in (("x", given["rows"]), ("w", 128))
+    )
+    out = Tensor.of("out", Layout.contiguous((given["rows"], 128), given["dtype"]))
     assert gemm_library.takes(on, product(Operand(x), Operand(w), out)) is taken
+
+
+def test_the_cards_with_cublas_are_those_of_sm_90_and_sm_100():
+    assert set(gemm_library._LIBRARY) == {
+        name for name, preset in PRESETS.items() if preset.arch.name in ("sm_90", "sm_100")
+    }

@@ -6,11 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
+from emulated import device_with, run
 from row_cases import close
 
 from gpu_ops import emulator
-from gpu_ops.core.device import EmulatorDevice
-from gpu_ops.kernels.lower import norm as kernels
 from gpu_ops.reference import layernorm as layernorm_reference
 from gpu_ops.reference import rmsnorm as rmsnorm_reference
 from gpu_ops.reference.tolerance import GRADIENT
@@ -20,35 +19,42 @@ F32 = np.dtype(np.float32)
 EPS = 1e-5
 
 
-def device_with(sms=None, **arrays):
-    """An emulated GPU, with fewer SMs if given, that knows its arrays by name."""
-    device = EmulatorDevice()
-    device.sms = sms or device.sms
-    for name, array in arrays.items():
-        if array is not None:
-            device.name(name, array)
-    return device
+OPTIONS = {
+    "rmsnorm": {"eps": EPS, "weight_offset": 0.0, "casting": "fp32"},
+    "layernorm": {"eps": EPS},
+    "rmsnorm_backward": {"weight_offset": 0.0, "casting": "fp32"},
+    "layernorm_backward": {},
+}
 
 
 def forward(norm, x, weight, residual=None, *, keep_sum=True, sms=None):
     """y, s or None, and the statistics: rstd, in LayerNorm mean and rstd."""
-    device = device_with(sms, x=x, weight=weight, residual=residual)
+    inputs = {"x": x, "weight": weight}
+    if residual is not None:
+        inputs["residual"] = residual
+    device = device_with(sms, **inputs)
+    if norm == "layernorm":
+        inputs["bias"] = weight
     y, rstd = device.empty(x.shape, x.dtype, "y"), device.empty(x.shape[:1], np.float32, "rstd")
     s = None if residual is None or not keep_sum else device.empty(x.shape, x.dtype, "s")
     mean = device.empty(x.shape[:1], np.float32, "mean") if norm == "layernorm" else None
-    bias = weight if norm == "layernorm" else None
-    kernels.forward(device, "raw", norm, x, weight, bias, residual, y, s, mean, rstd, eps=EPS)
+    run(device, norm, OPTIONS[norm], inputs | {"y": y, "s": s, "mean": mean, "rstd": rstd})
     return y, s, *((rstd,) if mean is None else (mean, rstd))
 
 
 def backward(norm, dy, x, weight, *statistics, dresidual=None, sms=None):
     """dx, dweight and, in LayerNorm, dbias."""
     *mean, rstd = statistics
-    device = device_with(sms, dy=dy, x=x, weight=weight, rstd=rstd, dresidual=dresidual)
+    inputs = {"dy": dy, "x": x, "weight": weight, "rstd": rstd}
+    if dresidual is not None:
+        inputs["dresidual"] = dresidual
+    device = device_with(sms, **inputs)
+    if mean:
+        inputs["mean"] = mean[0]
     dx, dweight = device.empty(x.shape, x.dtype, "dx"), device.empty(x.shape[1:], np.float32, "dweight")
     dbias = device.empty(x.shape[1:], np.float32, "dbias") if mean else None
-    given = (dy, x, weight, mean[0] if mean else None, rstd, dresidual)
-    kernels.backward(device, "raw", norm, *given, dx, dweight, dbias)
+    op = f"{norm}_backward"
+    run(device, op, OPTIONS[op], inputs | {"dx": dx, "dweight": dweight, "dbias": dbias})
     return (dx, dweight, dbias) if mean else (dx, dweight)
 
 

@@ -14,6 +14,7 @@ from row_cases import close
 import gpu_ops
 from gpu_ops import memory_pool
 from gpu_ops.core.device import EmulatorDevice
+from gpu_ops.core.op import forget_calls
 from gpu_ops.kernels.program import Layout, Spec, lower
 from gpu_ops.reference import swiglu as reference
 from gpu_ops.reference.tolerance import GRADIENT
@@ -115,6 +116,17 @@ def test_many_blocks(dtype, monkeypatch, rng):
     assert not wide[:, 54:].any()
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    from gpu_ops.kernels.lower import swiglu_mlp as kernels
+
+    forget_calls()
+    for name, value in {"TOKENS": 32, "SCRATCH": 1, "FFN": 32, "_MULTIPLE": 16}.items():
+        monkeypatch.setattr(kernels, name, value)
+    yield
+    forget_calls()
+
+
 @pytest.mark.parametrize(
     ("which", "dtype"),
     [
@@ -124,12 +136,9 @@ def test_many_blocks(dtype, monkeypatch, rng):
         pytest.param("numba", ml_dtypes.bfloat16, marks=pytest.mark.slow),
     ],
 )
-def test_many_blocks_on_a_gpu(which, dtype, monkeypatch, rng):
+@pytest.mark.usefixtures("small_blocks")
+def test_many_blocks_on_a_gpu(which, dtype, rng):
     """Chunks of tokens, and blocks of ffn over which dx adds up; the last ones are shorter."""
-    from gpu_ops.kernels.lower import swiglu_mlp as kernels
-
-    for name, value in {"TOKENS": 32, "SCRATCH": 1, "FFN": 32, "_MULTIPLE": 16}.items():
-        monkeypatch.setattr(kernels, name, value)
     inputs = make(rng, (50, 40), 40, 88, 24, np.dtype(dtype))
     how = {"device": "emulator", "backend": which}
     plan = str(gpu_ops.explain("swiglu_mlp", *inputs[1:], **how))

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, alignment, epsilon, float32, row_stride, rows_of
+from gpu_ops.kernels.lower.arguments import (
+    DTYPES,
+    alignment,
+    as_line,
+    as_rows,
+    epsilon,
+    float32,
+    row_stride,
+    rows_of,
+)
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["QuantConfig", "select_config", "variants"]
@@ -78,13 +87,13 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         residual, s = views.get("residual"), views.get("s")
         rmsnorm_quant.forward(
-            views["x"].reshape(size),
+            as_rows(views["x"]),
             views["weight"],
-            None if residual is None else residual.reshape(size),
-            views["q"].reshape(size),
-            views["scale"].reshape(-1),
-            views["rowsum"].reshape(-1),
-            None if s is None else s.reshape(size),
+            None if residual is None else as_rows(residual),
+            as_rows(views["q"]),
+            as_line(views["scale"]),
+            as_line(views["rowsum"]),
+            None if s is None else as_rows(s),
             **options,
         )
 

@@ -19,6 +19,7 @@ from gpu_ops.kernels.lower.arguments import (
     ACTIVATIONS,
     DTYPES,
     alignment,
+    as_rows,
     row_stride,
     rows_of,
     side_by_side,
@@ -73,13 +74,12 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
     rows = math.prod(spec.tensor("gate").shape[:-1])
 
     def run_split(views: Mapping[str, Any]) -> None:
-        arrays = [views[name].reshape(rows, half) for name in ("gate", "up", "y")]
-        swiglu.forward(*arrays, activation=activation)
+        gate, up, y = as_rows(views["gate"]), as_rows(views["up"]), as_rows(views["y"])
+        swiglu.forward(gate, up, y, activation=activation)
 
     def run_packed(views: Mapping[str, Any]) -> None:
-        gate = views["gate"].reshape(rows, 2 * half)
-        y = views["y"].reshape(rows, half)
-        swiglu.forward(gate[:, :half], gate[:, half:], y, activation=activation)
+        gate = as_rows(views["gate"])
+        swiglu.forward(gate[:, :half], gate[:, half:], as_rows(views["y"]), activation=activation)
 
     on.call(run_packed if spec.get("up") is None else run_split, swiglu.config(rows, half))
 
@@ -92,13 +92,13 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
     rows = math.prod(spec.tensor("gate").shape[:-1])
 
     def run_split(views: Mapping[str, Any]) -> None:
-        arrays = [views[name].reshape(rows, half) for name in ("dy", "gate", "up", "dgate", "dup")]
+        arrays = [as_rows(views[name]) for name in ("dy", "gate", "up", "dgate", "dup")]
         swiglu.backward(*arrays, activation=activation)
 
     def run_packed(views: Mapping[str, Any]) -> None:
-        gate, dgate = (views[name].reshape(rows, 2 * half) for name in ("gate", "dgate"))
+        gate, dgate = as_rows(views["gate"]), as_rows(views["dgate"])
         swiglu.backward(
-            views["dy"].reshape(rows, half),
+            as_rows(views["dy"]),
             gate[:, :half],
             gate[:, half:],
             dgate[:, :half],

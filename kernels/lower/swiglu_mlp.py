@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gpu_ops.kernels.lower.arguments import rows_of
+from gpu_ops.kernels.lower.arguments import as_rows, rows_of
 from gpu_ops.kernels.lower.gemm import launch_numba, launch_raw
 from gpu_ops.kernels.lower.gemm_args import (
     Gemm,
@@ -57,14 +57,13 @@ def _forward_cpu(spec: Spec, on: Builder) -> None:
 
     if _without_products(spec, on, "y"):
         return
-    x, y, (ffn, hidden) = rows_of(spec, "x"), rows_of(spec, "y"), spec.tensor("w_gate").shape
-    x_shape, y_shape, activation = x.shape, y.shape, spec["activation"]
+    x, (ffn, hidden), activation = rows_of(spec, "x"), spec.tensor("w_gate").shape, spec["activation"]
 
     def run(views: Mapping[str, Any]) -> None:
         swiglu_mlp.forward(
-            views["x"].reshape(x_shape),
+            as_rows(views["x"]),
             (views["w_gate"], views["w_up"], views["w_down"]),
-            views["y"].reshape(y_shape),
+            as_rows(views["y"]),
             activation=activation,
         )
 
@@ -77,20 +76,19 @@ def _backward_cpu(spec: Spec, on: Builder) -> None:
 
     if _without_products(spec, on, *_GRADIENTS):
         return
-    x, dy, ffn = rows_of(spec, "x"), rows_of(spec, "dy"), len(spec.tensor("w_gate"))
-    x_shape, dy_shape, activation = x.shape, dy.shape, spec["activation"]
+    x, ffn, activation = rows_of(spec, "x"), len(spec.tensor("w_gate")), spec["activation"]
 
     def run(views: Mapping[str, Any]) -> None:
         swiglu_mlp.backward(
-            views["dy"].reshape(dy_shape),
-            views["x"].reshape(x_shape),
+            as_rows(views["dy"]),
+            as_rows(views["x"]),
             (views["w_gate"], views["w_up"], views["w_down"]),
-            views["dx"].reshape(x_shape),
+            as_rows(views["dx"]),
             (views["dw_gate"], views["dw_up"], views["dw_down"]),
             activation=activation,
         )
 
-    widest = max(x.shape[1], dy.shape[1])
+    widest = max(x.shape[1], len(spec.tensor("w_down")))
     on.call(run, swiglu_mlp.config(len(x), widest, ffn, x.dtype, gradients=True))
 
 
