@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops.core import device as devices
-from gpu_ops.core import dispatch
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
 from gpu_ops.kernels.lower import attention_tuning, tuning
@@ -44,9 +43,9 @@ def forget():
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
+def gpu(cupy, monkeypatch, tmp_path):
     """``kernels``: what was launched. ``times``: seconds by BLOCK_N of the kernel, 1 for others."""
-    fake, state = FakeCupy(), SimpleNamespace(kernels=[], times={}, folder=tmp_path / "cache")
+    state = SimpleNamespace(kernels=[], times={}, folder=tmp_path / "cache")
 
     def load(kernel):
         def launch(grid, block, args, shared):
@@ -62,20 +61,12 @@ def gpu(monkeypatch, tmp_path):
             raise seconds
         return seconds
 
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(state.folder))
-    monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", load)
     monkeypatch.setattr(MODULE, "Stopwatch", lambda: stopwatch)
     forget()
     yield state
     forget()
-    for cached in caches:
-        cached.cache_clear()
 
 
 def launched(gpu, shape=SHAPE, **options):

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 from row_cases import close
 
 import gpu_ops
 from gpu_ops.core import device as devices
-from gpu_ops.core import dispatch
-from gpu_ops.core.op import forget_calls
 from gpu_ops.kernels.lower import cublas as gemm_library
 from gpu_ops.kernels.lower.gemm_args import Operand, product
 from gpu_ops.kernels.program import Builder, Layout, Limits, Tensor
@@ -63,25 +61,14 @@ def matrix(address, kind, leading, rows, cols):
 
 
 @pytest.fixture
-def cublas(monkeypatch):
-    """An H100 with CuPy and cuBLAS; its kernels run on the emulator."""
-    fake, library = FakeCupy(), FakeCublas()
-    fake.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    forget_calls()
-    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
+def cublas(cupy, monkeypatch):
+    """H100s with CuPy and cuBLAS; their kernels run on the emulator."""
+    library = FakeCublas()
+    cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
     monkeypatch.setitem(sys.modules, library.__name__, library)
-    monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", fake.load)
     device = devices.cuda_device(0)
     device.limits = replace(device.limits, arch="sm_90", card="NVIDIA H100 80GB HBM3", preset="H100 SXM")
-    yield library
-    for cached in caches:
-        cached.cache_clear()
-    forget_calls()
+    return library
 
 
 TOKENS, HIDDEN, FFN, HIDDEN_OUT = 136, 144, 288, 128
