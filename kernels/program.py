@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel
 from gpu_ops.kernels.tensor import Layout, Tensor
 
 __all__ = [
@@ -95,14 +95,6 @@ class Dynamic:
     name: str
     dtype: np.dtype[Any]
     struct: Any = None
-
-    def value(self, views: Mapping[str, Any]) -> Any:
-        """The argument of one call."""
-        if self.struct is None:
-            return self.dtype.type(views[self.name])
-        struct = self.struct.copy()
-        struct[self.name] = views[self.name]
-        return struct
 
 
 Argument: TypeAlias = "Tensor | Dynamic | np.generic | int | float"

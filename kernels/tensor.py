@@ -1,4 +1,4 @@
-"""Arrays without memory: how a call's arrays lie (:class:`Layout`), and views of them (:class:`Tensor`)."""
+"""Arrays without memory: what a lowering function sees of a call's arrays and of workspaces."""
 
 from __future__ import annotations
 

@@ -128,9 +128,11 @@ def pairwise(
     forms = [{"form": i} for i in range(len(factors["form"]))] if "form" in factors else [{}]
     first = dict.fromkeys(names, 0)
     missing &= {
-        pair for pair in missing for form in forms
+        pair
+        for pair in missing
+        for form in forms
         if set(pair) <= repaired({**first, **form, **dict(pair)}).items()
-    }  # fmt: skip
+    }
     rows = []
     while missing:
         candidates, open_pairs = [], sorted(missing)

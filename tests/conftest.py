@@ -1,14 +1,18 @@
 """One test body, every backend: a test that takes ``backend`` runs on each that can run here.
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
-Its ``quick_on_emulator(raw)``, if it has one, says of tests by name which levels of their parameters run there by
-default, None for none; the others are slow. Its ``runs(parameters)``, if it has one, says whether a test applies.
+Its ``quick_on_emulator(raw)``, if it has one, says of tests by name, ``"*"`` for all others, which levels of their
+parameters run there by default, None for none; the rest is slow. Its ``runs(parameters)``, if it has one, says
+whether a test applies.
 """
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +34,9 @@ if os.environ.get("CI"):
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
+@pytest.hookimpl(
+    trylast=True
+)  # the backend varies fastest: a problem's reference is computed once for all of them
 def pytest_generate_tests(metafunc):
     """``backend``: keyword arguments that select a device and a backend."""
     if "backend" in metafunc.fixturenames:
@@ -80,8 +87,25 @@ def _is_slow_on_emulator(item):
     backend = given.get("backend")
     if not isinstance(backend, dict) or backend["device"] != "emulator":
         return False
-    quick = rule(backend["backend"] == "raw").get(item.originalname, {})
-    return quick is None or any(given[name] not in levels for name, levels in quick.items())
+    levels_of = rule(backend["backend"] == "raw")
+    quick = levels_of.get(item.originalname, levels_of.get("*", {}))
+    return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
+
+
+# Resident memory above which a process drops the emulator's programs: 5 to 30 MB each, kept for the next launch.
+MOST_MEMORY = 900 << 20
+STATM = Path("/proc/self/statm")
+
+
+def pytest_runtest_teardown(item):
+    """Processes that run tests of many kernels stay below 1.5 GB."""
+    if not STATM.exists() or int(STATM.read_text().split()[1]) * mmap.PAGESIZE < MOST_MEMORY:
+        return
+    if emulator_run := sys.modules.get("gpu_ops.emulator.run"):
+        for cached in vars(emulator_run).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+    gc.collect()
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 from compare import assert_close
 
 from gpu_ops.reference.tolerance import FORWARD
+
+
+def emulator_dtypes(raw):
+    """The dtypes that run on the emulator by default: each kernel of another dtype compiles for a second or more."""
+    return [np.dtype(ml_dtypes.bfloat16 if raw else np.float64), np.dtype(np.float32)]
 
 
 def close(got, want, naive, dtype, factor=FORWARD, what=""):

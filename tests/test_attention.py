@@ -26,9 +26,11 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 # What the twins share with the CUDA C++ kernels: masks as the host prepares them.
 SHARED = (
-    "test_everything_masked", "test_windows_wider_than_any_sequence", "test_a_sink_of_minus_infinity_is_none",
+    "test_everything_masked",
+    "test_windows_wider_than_any_sequence",
+    "test_a_sink_of_minus_infinity_is_none",
     "test_no_keys_but_a_sink",
-)  # fmt: skip
+)
 
 
 def quick_on_emulator(raw):

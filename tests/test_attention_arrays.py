@@ -17,8 +17,9 @@ DEVICES = ("cpu", "emulator", "cuda")
 
 # The host's part, which the twins share with the CUDA C++ kernels.
 SHARED = (
-    "test_calls_from_many_threads", "test_the_same_call_gives_the_same_bits",
-)  # fmt: skip
+    "test_calls_from_many_threads",
+    "test_the_same_call_gives_the_same_bits",
+)
 
 
 def quick_on_emulator(raw):

@@ -43,9 +43,19 @@ def test_every_choice_can_be_launched_and_covers_the_problem(card, itemsize, mas
             continue
         for block_mask, varlen, num_splits in ((False, False, 0), (True, False, 3), (False, True, 0)):
             p = Problem(
-                itemsize, batch, nheads, nheads_kv, seqlen_q, seqlen_k, *head_dim, mask=mask,
-                window=100, block_mask=block_mask, varlen=varlen, num_splits=num_splits,
-            )  # fmt: skip
+                itemsize,
+                batch,
+                nheads,
+                nheads_kv,
+                seqlen_q,
+                seqlen_k,
+                *head_dim,
+                mask=mask,
+                window=100,
+                block_mask=block_mask,
+                varlen=varlen,
+                num_splits=num_splits,
+            )
             c = select_config(p, device)
             t = c.tile
             assert 64 <= c.threads <= card.arch.max_threads_per_block

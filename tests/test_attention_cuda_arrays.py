@@ -39,9 +39,18 @@ def check(op, arrays, options, bounds=None):
 
 def test_dense(cupy):
     p = make(
-        seqlens=(37, 70), head_dims=(40, 24), heads=(4, 2), dtype="bfloat16", mask="causal", layout="bhsd",
-        sinks=True, alibi="batch_heads", bias="keys", block_mask="each", blocks=(16, 32),
-    )  # fmt: skip
+        seqlens=(37, 70),
+        head_dims=(40, 24),
+        heads=(4, 2),
+        dtype="bfloat16",
+        mask="causal",
+        layout="bhsd",
+        sinks=True,
+        alibi="batch_heads",
+        bias="keys",
+        block_mask="each",
+        blocks=(16, 32),
+    )
     check(gpu_ops.attention, p.arrays, p.options)
     assert len(cupy.launched) == 2
 

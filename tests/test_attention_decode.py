@@ -24,7 +24,7 @@ def quick_on_emulator(raw):
         "test_rows_that_see_nothing": {"sinks": [True] * raw},
         "test_a_sink_of_minus_infinity_is_none": {"num_splits": [3] * raw},
         "test_empty_inputs": {"page_size": [None, 4] * raw},
-        **({} if raw else {"test_one_query_sees_all_with_or_without_causal": None}),
+        **({} if raw else {"*": None}),  # Numba compiles for seconds, a kernel for most tests
     }
 
 

@@ -72,9 +72,18 @@ def test_chunks_of_narrow_tiles(rows, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_and_pages(dtype, page_size, num_splits):
     run_check(
-        dtype=dtype, page_size=page_size, num_splits=num_splits, used=(259, 0, 1, 64), heads=(8, 2), seqlen_q=2,
-        causal=True, window_size=(100, -1), sinks=True, alibi="batch_heads", softcap=3.0,
-    )  # fmt: skip
+        dtype=dtype,
+        page_size=page_size,
+        num_splits=num_splits,
+        used=(259, 0, 1, 64),
+        heads=(8, 2),
+        seqlen_q=2,
+        causal=True,
+        window_size=(100, -1),
+        sinks=True,
+        alibi="batch_heads",
+        softcap=3.0,
+    )
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 1])

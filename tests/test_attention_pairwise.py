@@ -101,9 +101,11 @@ def problem(row):
         ops = gpu_ops.attention_varlen, reference.attention_varlen
         return *ops, (*arrays, *offsets), options, more, dout.shape
     arrays, options = decode.make(
-        used=(seqlen_k, 0, 1, seqlen_k // 2)[: 2 if long else 4], seqlen_q=seqlen_q % 17 + 1,
-        page_size=16 if row["form"] == "pages" else None, **settings,
-    )  # fmt: skip
+        used=(seqlen_k, 0, 1, seqlen_k // 2)[: 2 if long else 4],
+        seqlen_q=seqlen_q % 17 + 1,
+        page_size=16 if row["form"] == "pages" else None,
+        **settings,
+    )
     ops = gpu_ops.attention_decode, reference.attention_decode
     return *ops, arrays, options, {"num_splits": row["num_splits"]}, (*arrays[0].shape[:3], head_dims[1])
 

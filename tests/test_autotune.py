@@ -36,8 +36,8 @@ def arrays(shape=SHAPE):
     return [FakeArray(np.zeros(shape, np.float16)) for _ in range(3)]
 
 
-def forget():
-    """As a new process begins: nothing is read, found, or remembered of calls."""
+def restart():
+    """As if in a new process."""
     tuning.forget()
     forget_calls()
 
@@ -64,9 +64,9 @@ def gpu(cupy, monkeypatch, tmp_path):
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(state.folder))
     monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", load)
     monkeypatch.setattr(MODULE, "Stopwatch", lambda: stopwatch)
-    forget()
+    restart()
     yield state
-    forget()
+    restart()
 
 
 def launched(gpu, shape=SHAPE, **options):
@@ -114,7 +114,7 @@ def test_what_measuring_cannot_tell_apart_the_model_decides(gpu):
 def test_later_processes_use_it(gpu):
     gpu.times = {16: 0.5}
     report = gpu_ops.autotune("attention", *arrays())
-    forget()
+    restart()
     assert launched(gpu)[1] == 16
     entry = json.loads(stored(gpu).read_text())
     assert (entry["winner"], entry["card"], entry["kernel"]) == (report.winner, "NVIDIA A30", "attention")
@@ -125,7 +125,7 @@ def test_later_processes_use_it(gpu):
 def test_its_file_is_read_once(gpu, monkeypatch):
     gpu.times = {16: 0.5}
     gpu_ops.autotune("attention", *arrays())
-    forget()
+    restart()
     reads, read = [], tuning._read
     monkeypatch.setattr(tuning, "_read", lambda *of: reads.append(of) or read(*of))
     for length in (256, 256, 200, 130):
@@ -155,7 +155,7 @@ def test_a_corrupt_file_is_ignored_and_written_again(gpu, content):
     gpu_ops.autotune("attention", *arrays())
     good = stored(gpu).read_bytes()
     stored(gpu).write_bytes(content.encode("latin-1"))
-    forget()
+    restart()
     if content in ("{}", '{"winner": 3}', '{"card": "another"}'):  # JSON of another kind: nothing to warn of
         assert launched(gpu) == before
     else:
@@ -194,7 +194,7 @@ def test_other_sources_or_another_compiler_make_it_stale(gpu, monkeypatch):
     gpu.times = {16: 0.5}
     gpu_ops.autotune("attention", *arrays())
     monkeypatch.setattr(tuning, "source_key", lambda *stems: "edited")
-    forget()
+    restart()
     assert launched(gpu) == before
 
 
@@ -204,7 +204,7 @@ def test_a_winner_that_the_kernel_has_lost_is_not_used(gpu):
     gpu_ops.autotune("attention", *arrays())
     entry = json.loads(stored(gpu).read_text())
     stored(gpu).write_text(json.dumps(entry | {"winner": "256 x 256 on 4 x 1 warps"}))
-    forget()
+    restart()
     assert launched(gpu) == before
 
 
@@ -235,6 +235,22 @@ def test_a_candidate_that_cannot_run_is_told_and_left_out(gpu):
     assert "failed: it does not compile" in str(report)
 
 
+def test_a_candidate_that_the_driver_refuses_is_left_out(gpu):
+    gpu.times = {64: RuntimeError("too many resources requested")}
+    report = gpu_ops.autotune("attention", *arrays())
+    assert set(report.failed.values()) == {"too many resources requested"}
+    assert launched(gpu)[1] != 64
+
+
+def test_if_no_candidate_runs_the_first_failure_is_told(gpu):
+    gpu.times = dict.fromkeys((16, 32, 64, 128), RuntimeError("too many resources requested"))
+    with pytest.raises(
+        DeviceError, match=r"no way to run attention works here.*too many resources requested"
+    ):
+        gpu_ops.autotune("attention", *arrays())
+    assert not gpu.folder.exists()
+
+
 def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
     q = FakeArray(np.zeros((1, 1, 8, 64), np.float16))
     k = FakeArray(np.zeros((1, 8192, 2, 64), np.float16))
@@ -255,7 +271,7 @@ def test_decoding_may_divide_its_keys_otherwise(gpu, monkeypatch):
     report = gpu_ops.autotune("attention_decode", q, k, k, seqused_k=used)
     assert report.winner.endswith("divided x 2")
     assert grid()[0] >= 2 * before[0]
-    forget()
+    restart()
     assert grid()[0] >= 2 * before[0]
 
 
@@ -341,7 +357,7 @@ def test_on_a_gpu(tmp_path, monkeypatch, rng):
     """The real stopwatch: the winner is used, and gives the same result."""
     cupy = pytest.importorskip("cupy")
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
-    forget()
+    restart()
     q, k, v = (cupy.asarray(rng.standard_normal((2, 512, 8, 64)).astype(np.float16)) for _ in range(3))
     before = gpu_ops.attention(q, k, v, causal=True)
     report = gpu_ops.autotune("attention", q, k, v, causal=True)
@@ -351,4 +367,4 @@ def test_on_a_gpu(tmp_path, monkeypatch, rng):
     assert report.winner in str(gpu_ops.explain("attention", q, k, v, causal=True))
     after = gpu_ops.attention(q, k, v, causal=True)
     np.testing.assert_allclose(cupy.asnumpy(after), cupy.asnumpy(before), rtol=0, atol=2e-3)
-    forget()
+    restart()

@@ -39,8 +39,13 @@ def test_there_are_enough_cases_and_every_op_has_some():
 
 
 def test_errors_are_also_the_standard_ones():
-    for error, standard in ((ShapeError, ValueError), (DTypeError, TypeError), (OptionError, ValueError),
-                            (DeviceError, RuntimeError), (FormatError, ValueError)):  # fmt: skip
+    for error, standard in (
+        (ShapeError, ValueError),
+        (DTypeError, TypeError),
+        (OptionError, ValueError),
+        (DeviceError, RuntimeError),
+        (FormatError, ValueError),
+    ):
         assert issubclass(error, standard)
         assert issubclass(error, GpuOpsError)
 

@@ -13,7 +13,8 @@ import pytest
 from llvmlite.binding import Linkage
 
 from gpu_ops import warmup
-from gpu_ops.kernels.numba_cpu import jit, part, swiglu
+from gpu_ops.kernels.numba_cpu import jit, swiglu
+from gpu_ops.kernels.numba_cpu.codegen import numba_pipeline
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
 from tests.calls import OPS, call
 
@@ -74,9 +75,11 @@ def test_kernels_of_several_processes_run_in_one(tmp_path):
 def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
     """What else it exported could take the place of another kernel's, or have it taken."""
     libraries = []
-    kept = part._Kernel._finalize_final_module
+    kept = numba_pipeline.KernelLibrary._finalize_final_module
     monkeypatch.setattr(
-        part._Kernel, "_finalize_final_module", lambda self: libraries.append(self) or kept(self)
+        numba_pipeline.KernelLibrary,
+        "_finalize_final_module",
+        lambda self: libraries.append(self) or kept(self),
     )
     monkeypatch.setattr(jit, "cache_dir", lambda quiet=False: None)
     kernel = Kernel(
@@ -212,7 +215,7 @@ def test_an_edited_generator_of_vector_code_makes_new_code(tmp_path):
     for name in ("gpu_ops", "kernels", "reference"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     assert finish(start(tmp_path / "cache", PRODUCT, tree))[0] == "15.0"
-    generator = tree / "kernels" / "numba_cpu" / "ir" / "build.py"
+    generator = tree / "kernels" / "numba_cpu" / "codegen" / "build.py"
     text = generator.read_text()
     assert text.count("x.type, x, y, total)") == 1
     generator.write_text(text.replace("x.type, x, y, total)", "x.type, x, x, total)"))

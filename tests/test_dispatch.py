@@ -187,6 +187,6 @@ def test_attentions_gradients_explain_their_own_tiles(monkeypatch):
 
 
 def test_gradients_of_a_wide_result_explain_what_runs():
-    """The larger one of hidden and hidden_out decides whether they go row by row."""
+    """hidden_out may be larger than hidden: the plan says the blocks that run."""
     dy, x, w, w_down = (np.ones(shape, np.float32) for shape in ((8, 4096), (8, 8), (64, 8), (4096, 64)))
     assert "blocks of 8 tokens" in str(gpu_ops.explain("swiglu_mlp_backward", dy, x, w, w, w_down))

@@ -10,9 +10,9 @@ from numba.core import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.ir import exp2 as module
-from gpu_ops.kernels.numba_cpu.ir.build import load_vector, store_vector
-from gpu_ops.kernels.numba_cpu.ir.target import SCALEF, VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen import exp2 as module
+from gpu_ops.kernels.numba_cpu.codegen.build import load_vector, store_vector
+from gpu_ops.kernels.numba_cpu.codegen.target import SCALEF, VECTOR_BYTES
 
 # largest relative error: of the polynomial, and of its evaluation
 ERRORS = {"PAIRS": (np.float32, 3.5e-6), "FLOAT32": (np.float32, 1.7e-7), "FLOAT64": (np.float64, 3e-16)}

@@ -93,9 +93,7 @@ np.testing.assert_allclose(gpu_ops.swiglu(x, x), gpu_ops.swiglu(x, x, backend="r
     [
         ("threading.py", 5),  # another thread imports Numba
         ("importlib._bootstrap>", 1000),  # the kernels are imported
-        ("numba/core/decorators.py", 20),  # and declared
-        ("llvmlite/binding", 500),
-        ("kernels/compiler/cache.py", 2),  # the compiled kernel is looked for on the disk
+        ("llvmlite/binding", 500),  # and declared
         ("threading.py", 60),  # another thread compiles it
     ],
 )

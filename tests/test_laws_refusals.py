@@ -79,8 +79,11 @@ def test_results_share_memory_with_each_other(name):
             twice = with_result(one, outs, i, outs[i - 1])
             refused(twice, ShapeError, "shares memory with")
         first, second = sharing(outs[i - 1], outs[i])
-        refused(with_result(with_result(one, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
-                ShapeError, "shares memory with")  # fmt: skip
+        refused(
+            with_result(with_result(one, outs, i - 1, first), [*outs[: i - 1], first, *outs[i:]], i, second),
+            ShapeError,
+            "shares memory with",
+        )
 
 
 @with_out

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
-from row_cases import close
+from row_cases import close, emulator_dtypes
 
 import gpu_ops
 from gpu_ops.reference import layernorm as reference
@@ -17,7 +17,9 @@ SHAPES = [(7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 32768), (300, 25
 
 
 def quick_on_emulator(raw):
-    return {"test_forward_and_backward": {"shape": [*SHAPES[:5], SHAPES[6]] if raw else SHAPES[:4]}}
+    dtypes = {"dtype": emulator_dtypes(raw)}
+    shapes = [*SHAPES[:5], SHAPES[6]] if raw else SHAPES[:4]
+    return {"*": dtypes, "test_forward_and_backward": {**dtypes, "shape": shapes}}
 
 
 def references(function, *arrays, **options):

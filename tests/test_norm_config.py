@@ -13,8 +13,36 @@ from gpu_ops.kernels.lower.norm_config import BackwardConfig, RowConfig, select_
 from gpu_ops.presets import ARCHES, PRESETS
 
 CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
-COLS = [1, 2, 7, 8, 64, 100, 123, 128, 256, 257, 512, 1000, 1024, 2048, 4095, 4096, 5120, 8192, 8193, 12288, 16384,
-        24576, 32768, 50000, 65535, 65536, 131072, 1 << 20]  # fmt: skip
+COLS = [
+    1,
+    2,
+    7,
+    8,
+    64,
+    100,
+    123,
+    128,
+    256,
+    257,
+    512,
+    1000,
+    1024,
+    2048,
+    4095,
+    4096,
+    5120,
+    8192,
+    8193,
+    12288,
+    16384,
+    24576,
+    32768,
+    50000,
+    65535,
+    65536,
+    131072,
+    1 << 20,
+]
 
 
 PASSES = ("forward", "backward of rmsnorm", "backward of layernorm")

@@ -30,7 +30,7 @@ CPUS = {  # NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, bytes of a vector, what this CPU
 SMALL_CALLS = """
 import sys
 import numpy as np
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES
+from gpu_ops.kernels.numba_cpu.codegen.target import VECTOR_BYTES
 from tests.calls import OPS, call, results
 assert VECTOR_BYTES == int(sys.argv[1]), VECTOR_BYTES
 for op in OPS:
@@ -66,9 +66,21 @@ def test_every_op(cpu, tmp_path):
 
 
 BODIES = (
-    "attention", "attention_backward", "attention_decode", "attention_varlen", "rope", "rope_append_kv", "rmsnorm",
-    "layernorm", "rmsnorm_quant", "swiglu", "swiglu_mlp", "ternary_matmul", "ternary_linear", "ternary_quantize",
-)  # fmt: skip
+    "attention",
+    "attention_backward",
+    "attention_decode",
+    "attention_varlen",
+    "rope",
+    "rope_append_kv",
+    "rmsnorm",
+    "layernorm",
+    "rmsnorm_quant",
+    "swiglu",
+    "swiglu_mlp",
+    "ternary_matmul",
+    "ternary_linear",
+    "ternary_quantize",
+)
 
 
 @pytest.mark.slow

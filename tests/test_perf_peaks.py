@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("numba", reason="the loops are compiled by Numba")
 
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16
 from gpu_ops.kernels.numba_cpu.parallel import launch
 from perf import harness, limits, peaks
 from perf.case import Case, Config

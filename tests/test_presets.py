@@ -33,9 +33,20 @@ def test_each_capability_has_a_generic_row_no_faster_than_its_cards(capability):
 @pytest.mark.parametrize("preset", CARDS, ids=lambda p: p.name)
 def test_published_products(preset):
     """CUDA cores, from the product pages: a check of SMs x cores per SM that no row was made from."""
-    cores = {"RTX 3090 Ti": 10752, "RTX 4090": 16384, "RTX 5080": 10752, "RTX 5090": 21760, "T4": 2560,
-             "A100-40": 6912, "A100-80": 6912, "L40S": 18176, "H100 SXM": 16896, "H100 PCIe": 14592,
-             "H200": 16896, "B200": 18944}  # fmt: skip
+    cores = {
+        "RTX 3090 Ti": 10752,
+        "RTX 4090": 16384,
+        "RTX 5080": 10752,
+        "RTX 5090": 21760,
+        "T4": 2560,
+        "A100-40": 6912,
+        "A100-80": 6912,
+        "L40S": 18176,
+        "H100 SXM": 16896,
+        "H100 PCIe": 14592,
+        "H200": 16896,
+        "B200": 18944,
+    }
     assert preset.sms * preset.arch.fp32_per_sm_clk == cores[preset.name]
 
 

@@ -7,6 +7,7 @@ import pytest
 from compare import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_cases import emulator_dtypes
 
 import gpu_ops
 from gpu_ops.reference import rmsnorm as reference
@@ -14,6 +15,10 @@ from gpu_ops.reference import rmsnorm as reference
 DEVICES = ("cpu", "emulator", "cuda")
 CASTINGS = ["fp32", "llama", "gemma"]
 SHAPES = [(1,), (7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
+
+
+def quick_on_emulator(raw):
+    return {"*": {"dtype": emulator_dtypes(raw)}}
 
 
 def check(q, scale, rowsum, x, weight, **options):

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_close, random
+from row_cases import emulator_dtypes
 
 import gpu_ops
 from gpu_ops import RopeScaling, rope, rope_backward
@@ -13,6 +14,12 @@ from gpu_ops.reference import rope as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
 DEVICES = ("cpu", "emulator", "cuda")
+
+
+def quick_on_emulator(raw):
+    return {"*": {"dtype": emulator_dtypes(raw)}}
+
+
 LONG = tuple(1.0 + 0.25 * i for i in range(8))
 SCALINGS = {
     "none": None,

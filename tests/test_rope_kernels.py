@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from compare import random
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops import RopeScaling, emulator, rope
+from gpu_ops import emulator, rope
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.op import forget_calls
-from gpu_ops.errors import OptionError
 from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.lower import rope as kernels
 from gpu_ops.kernels.lower.rope_frequencies import turns
@@ -61,10 +59,11 @@ def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
 def test_vectors_are_as_long_as_shapes_and_alignment_allow():
     h100 = PRESETS["H100 SXM"]
     for head_dim, more, vec in (
-        (128, {}, 8), (80, {}, 8), (72, {}, 4), (100, {}, 2), (6, {}, 1), (128, {"itemsize": 4}, 4),
-        (128, {"alignment": 8}, 4), (128, {"alignment": 2}, 1), (128, {"rotary_dim": 8}, 4),
-        (96, {"rotary_dim": 64}, 8), (7, {"rotary_dim": 4}, 1),
-    ):  # fmt: skip
+        *((head_dim, {}, vec) for head_dim, vec in ((128, 8), (80, 8), (72, 4), (100, 2), (6, 1))),
+        (128, {"itemsize": 4}, 4),
+        *((128, {"alignment": alignment}, vec) for alignment, vec in ((8, 4), (2, 1))),
+        *((d, {"rotary_dim": rotary}, vec) for d, rotary, vec in ((128, 8, 4), (96, 64, 8), (7, 4, 1))),
+    ):
         assert choose(64, 32, 8, head_dim, h100, **more).vec == vec, (head_dim, more)
 
 
@@ -260,92 +259,6 @@ def test_angles_far_out(name, theta, rng):
         bound = np.where(np.abs(positions) <= 2**20, 8e-8, 2.0**-22)[:, None]
         assert (np.abs(got[:, :64] - np.cos(angle)) <= bound).all()
         assert (np.abs(got[:, 64:] - np.sin(angle)) <= bound).all()
-
-
-# ---- arrays on a device -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def problem(rng):
-    q, k = random(rng, (2, 7, 4, 32), np.float16), random(rng, (2, 7, 1, 32), np.float16)
-    return q, k, rng.integers(0, 5000, (2, 7))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, None], ids=["int32", "int64", "none"])
-def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkeypatch):
-    """FakeArray has no max() and does not become NumPy."""
-    q, k, positions = problem
-    waited, asarray = [], cupy.asarray
-    monkeypatch.setattr(cupy, "asarray", lambda x, blocking: waited.append(blocking) or asarray(x, blocking))
-    positions = None if dtype is None else positions.astype(dtype)
-    want = rope(q, k, positions=positions, **RAW)
-    there = None if dtype is None else FakeArray(positions)
-    out = FakeArray(np.empty_like(q)), FakeArray(np.empty_like(k))
-    for _ in range(3):
-        got = rope(FakeArray(q), FakeArray(k), positions=there, backend="raw", out=out)
-        for g, o, w in zip(got, out, want, strict=True):
-            assert g is o
-            np.testing.assert_array_equal(g.host, w)
-    assert len(cupy.launched) == 3
-    assert waited == [True], "the frequencies are copied once"
-
-
-@needs_nvrtc
-def test_positions_of_other_integers_are_widened_on_the_device(cupy, problem, monkeypatch):
-    def astype(x, dtype, order):
-        return FakeArray(x.host.astype(dtype, order=order), x.device.id)
-
-    monkeypatch.setattr(FakeArray, "astype", astype, raising=False)
-    q, k, positions = problem
-    for dtype in (np.uint8, np.int16):
-        there = FakeArray(positions.astype(dtype))
-        want = rope(q, k, positions=positions.astype(dtype), **RAW)
-        for _ in range(2):
-            got = rope(FakeArray(q), FakeArray(k), positions=there, backend="raw")
-            for g, w in zip(got, want, strict=True):
-                np.testing.assert_array_equal(g.host, w)
-
-
-@needs_nvrtc
-def test_a_number_on_the_device_is_read_and_checked_every_time(cupy, problem):
-    q, k, _ = problem
-    for scaling in (None, RopeScaling.dynamic(2.0, 64)):
-        for first in (3, 0, np.int32(90), 100):
-            want = rope(q, k, positions=first, scaling=scaling, seqlen=int(first) + 7, **RAW)
-            got = rope(FakeArray(q), FakeArray(k), positions=first, scaling=scaling, backend="raw")
-            for g, w in zip(got, want, strict=True):
-                np.testing.assert_array_equal(g.host, w)
-        with pytest.raises(OptionError, match=r"2\*\*53"):
-            rope(FakeArray(q), FakeArray(k), positions=2**60, scaling=scaling, backend="raw")
-
-
-@needs_nvrtc
-def test_scalings_that_go_by_the_length(cupy, problem):
-    q, k, positions = problem
-    dynamic = RopeScaling.dynamic(2.0, 64)
-    want = rope(q, k, positions=positions, scaling=dynamic, seqlen=5000, **RAW)
-    here, there = (FakeArray(q), FakeArray(k)), FakeArray(positions)
-    got = rope(*here, positions=there, scaling=dynamic, seqlen=5000)
-    np.testing.assert_array_equal(got[0].host, want[0])
-    with pytest.raises(AttributeError):  # it asks for their largest
-        rope(*here, positions=there, scaling=dynamic)
-    np.testing.assert_array_equal(  # which needs no asking where positions count up
-        rope(*here, positions=100, scaling=dynamic)[1].host,
-        rope(q, k, positions=100, scaling=dynamic, **RAW)[1],
-    )
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("in_place", [False, True])
-def test_numpy_arrays_are_copied_there_and_back(cupy, problem, in_place):
-    q, k, positions = problem
-    want = rope(q, k, positions=positions, **RAW)
-    out = (q, k) if in_place else (np.empty_like(q), np.empty_like(k))
-    got = rope(q, k, positions=positions, device="cuda", backend="raw", out=out)
-    for g, o, w in zip(got, out, want, strict=True):
-        assert g is o
-        np.testing.assert_array_equal(o, w)
 
 
 @needs_nvrtc

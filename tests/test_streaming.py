@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.kernels.numba_cpu.ir import stream
+from gpu_ops.kernels.numba_cpu.codegen import stream
 
 COLUMNS = (1, 15, 16, 17, 33, 511, 1025, 2080, 4097)
 

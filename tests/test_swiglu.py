@@ -9,7 +9,7 @@ import pytest
 from compare import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_cases import close
+from row_cases import close, emulator_dtypes
 
 import gpu_ops
 from gpu_ops.reference import swiglu as reference
@@ -18,6 +18,10 @@ from gpu_ops.reference.tolerance import GRADIENT
 DEVICES = ("cpu", "emulator", "cuda")
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh"]
 SHAPES = [(7,), (1, 123), (3, 5, 64), (2, 4095), (1, 8193), (1, 65536), (300, 257)]
+
+
+def quick_on_emulator(raw):
+    return {"*": {"dtype": emulator_dtypes(raw)}}
 
 
 def check_forward(y, gate, up, activation):

@@ -91,11 +91,10 @@ def test_blocks_of_few_products(dtype, case, monkeypatch, rng):
 
 
 def by_blocks(monkeypatch):
-    from gpu_ops.kernels.numba_cpu import swiglu_mlp, swiglu_mlp_small
+    from gpu_ops.kernels.numba_cpu import swiglu_mlp
 
     monkeypatch.setattr(swiglu_mlp, "FEW", 0)
     monkeypatch.setattr(swiglu_mlp, "FEW_PRODUCTS", 0)
-    monkeypatch.setattr(swiglu_mlp_small, "PRODUCTS", 0)
 
 
 def test_many_blocks(dtype, monkeypatch, rng):

@@ -19,8 +19,13 @@ def trits(rng, shape):
 
 
 TWO_BIT = {
-    "hf_bitnet": (4, 1), "bitnet_gpu": (16, 32), "i2_s": (1, 128), "tq2_0": (1, 256), "q2_0": (1, 64), "w2": (1, 64)
-}  # fmt: skip
+    "hf_bitnet": (4, 1),
+    "bitnet_gpu": (16, 32),
+    "i2_s": (1, 128),
+    "tq2_0": (1, 256),
+    "q2_0": (1, 64),
+    "w2": (1, 64),
+}
 
 
 @pytest.mark.parametrize("name", TWO_BIT)

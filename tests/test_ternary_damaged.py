@@ -160,9 +160,14 @@ def test_a_bias_has_one_axis(checkpoint):
 
 @pytest.mark.parametrize(
     ("scale", "meaning", "lost"),
-    [(1e300, "divide", "its reciprocal"), (1e-40, "divide", "its reciprocal"), (1e-320, "divide", "its reciprocal"),
-     (1e39, "multiply", "it$"), (1e-50, "multiply", "it$")],
-)  # fmt: skip
+    [
+        (1e300, "divide", "its reciprocal"),
+        (1e-40, "divide", "its reciprocal"),
+        (1e-320, "divide", "its reciprocal"),
+        (1e39, "multiply", "it$"),
+        (1e-50, "multiply", "it$"),
+    ],
+)
 def test_a_scale_that_float32_cannot_hold_is_refused(scale, meaning, lost, checkpoint):
     file = checkpoint(weight_scale=("F64", (1,), np.float64(scale).tobytes()))
     with pytest.raises(FormatError, match=f"read_bitnet: a.weight_scale is .*float32.*cannot hold {lost}"):

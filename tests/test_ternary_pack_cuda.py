@@ -35,9 +35,12 @@ SHAPES = dict.fromkeys(("w2", "hf_bitnet", "planes", "base3"), LINES) | {
     "tl2": [(256, 96), (256, 160), (512, 64)],  # triples, triples and pairs, an odd number of tiles of pairs
 }
 STRIDED = dict.fromkeys(NAMES, (6, 96)) | {
-    "bitnet_gpu": (16, 96), "i2_s": (4, 96), "tq1_0": (3, 512), "tq2_0": (3, 512), "q2_0": (3, 128),
-    "tl1": (256, 128), "tl2": (256, 128),
-}  # fmt: skip
+    "bitnet_gpu": (16, 96),
+    "i2_s": (4, 96),
+    "q2_0": (3, 128),
+    **dict.fromkeys(("tq1_0", "tq2_0"), (3, 512)),
+    **dict.fromkeys(("tl1", "tl2"), (256, 128)),
+}
 BAD = {"tq1_0": 1, "bitnet_gpu": 0}  # a byte that is not sound; of others 255
 
 
@@ -306,13 +309,12 @@ def test_explain_says_who_packs():
     if not devices.compiler_missing("raw"):
         text = str(gpu_ops.explain("ternary_pack", t, "w2", device="emulator"))
         assert "ternary_pack[FORMAT=kW2]: grid 5, block 256" in text
-        text = str(
-            gpu_ops.explain("ternary_unpack", np.zeros(36, np.uint8), (2, 64), "q2_0", device="emulator")
-        )
+        packed = np.zeros(36, np.uint8)
+        text = str(gpu_ops.explain("ternary_unpack", packed, (2, 64), "q2_0", device="emulator"))
         assert "ternary_unpack_blocks[FORMAT=kQ2]: grid 1, block 256" in text
         text = str(gpu_ops.explain("ternary_pack", np.zeros((256, 160), np.int8), "tl2", device="emulator"))
-        assert "ternary_pack_tiles[FORMAT=kTl2]: grid 2, block 128" in text
-        assert "ternary_pack_tiles[FORMAT=kTl2Pairs]: grid 2, block 128" in text
+        for kernel in ("kTl2", "kTl2Pairs"):
+            assert f"ternary_pack_tiles[FORMAT={kernel}]: grid 2, block 128" in text
         text = str(gpu_ops.explain("ternary_pack", t.astype(np.int64), "w2", device="emulator"))
         assert "NumPy, on the host: trits are int64" in text
     assert "not       numba: packing is NumPy code" in str(gpu_ops.explain("ternary_pack", t, "w2"))
@@ -335,13 +337,11 @@ def test_arrays_on_a_gpu(cupy, rng):
         back = ternary_unpack(packed, t.shape, name)
         assert isinstance(back, FakeArray)
         np.testing.assert_array_equal(back.host, t)
-    assert [launch[:2] for launch in cupy.launched] == [
-        ("ternary_pack[FORMAT=kW2]", 1), ("ternary_unpack[FORMAT=kW2]", 1),
-        ("ternary_pack_blocks[FORMAT=kQ2]", 1), ("ternary_unpack_blocks[FORMAT=kQ2]", 1),
-    ]  # fmt: skip
+    names = ("[FORMAT=kW2]", "_blocks[FORMAT=kQ2]")
+    launched = [(f"ternary_{way}{kernel}", 1) for kernel in names for way in ("pack", "unpack")]
+    assert [launch[:2] for launch in cupy.launched] == launched
     np.testing.assert_array_equal(ternary_pack(t, "w2", device="cuda"), reference.ternary_pack(t, "w2"))
-    scale = np.array([0.5, 1, 2, 4], np.float32)
-    want = reference.ternary_pack(t, "tq2_0", scale=scale)
+    want = reference.ternary_pack(t, "tq2_0", scale=(scale := np.array([0.5, 1, 2, 4], np.float32)))
     np.testing.assert_array_equal(ternary_pack(FakeArray(t), "tq2_0", scale=FakeArray(scale)).host, want)
     np.testing.assert_array_equal(ternary_pack(t, "tq2_0", scale=scale, device="cuda"), want)
     t[3, 200] = 5

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import gpu_ops
 from gpu_ops import TernaryMatrix, emulator, ternary_matmul
-from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.lower import ternary_planes as kernels
@@ -146,24 +145,23 @@ def test_lists_of_chunks_follow_the_bitmap_and_are_kept(rng):
     assert len(ternary_planes._made) == before - 1, "freed with the matrix"
 
 
-def profile_of(x, w, occupied):
-    device = EmulatorDevice()
-    y = np.empty((x.shape[0], w.shape[0]), np.float32)
-    device.name("x.codes", x.codes)
-    lists = ternary_planes._Occupied.of(w).on(device) if occupied else None
+def profile_of(x, w, occupied, monkeypatch):
+    monkeypatch.setattr(ternary_planes, "_MOST_OCCUPIED", 1.0 if occupied else -1.0)
     with emulator.record() as profiles:
-        kernels.matmul(device, "raw", *x.on(device), *w.on(device), x.shape[1], lists, y)
+        y = ternary_matmul(x, w, device="emulator", backend="raw")
     (profile,) = profiles
     return y, profile
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("m", [1, 8])
-def test_skipped_chunks_are_not_read(m, rng):
+def test_skipped_chunks_are_not_read(m, rng, monkeypatch):
     """A chunk is a sector of 32 bytes: the codes read are those of occupied chunks, and no others."""
     w = TernaryMatrix.from_trits(clustered(rng, (24, 8192), 0.1))
     x = TernaryMatrix.from_trits(trits(rng, (m, 8192), 0.6))
-    (y_all, everything), (y, skipped) = (profile_of(x, w, occupied) for occupied in (False, True))
+    (y_all, everything), (y, skipped) = (
+        profile_of(x, w, occupied, monkeypatch) for occupied in (False, True)
+    )
     np.testing.assert_array_equal(y, y_all)
     read, read_all = (
         next(b for b in p.buffers if b.name == "w.codes").bytes_read for p in (skipped, everything)
@@ -215,19 +213,36 @@ GROUPED = TernaryMatrix.from_trits(np.ones((2, 8), np.int8), np.ones((2, 2), np.
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda out: ternary_matmul(X, np.ones((3, 8)), out=out), DTypeError, "not a TernaryMatrix; make one"),
+        (
+            lambda out: ternary_matmul(X, np.ones((3, 8)), out=out),
+            DTypeError,
+            "not a TernaryMatrix; make one",
+        ),
         (
             lambda out: ternary_matmul(X, TernaryMatrix.from_trits(np.ones((3, 7), np.int8)), out=out),
-            ShapeError, r"x has shape \(2, 8\), expected \(M, K=7\) for w of shape \(3, 7\)",
+            ShapeError,
+            r"x has shape \(2, 8\), expected \(M, K=7\) for w of shape \(3, 7\)",
         ),
-        (lambda out: ternary_matmul(GROUPED, W, out=out), OptionError, "x has a scale per group of 4; .*size=-1"),
-        (lambda out: ternary_matmul(X, GROUPED, out=out), OptionError, "w has a scale per group of 4; .*dequantize"),
+        (
+            lambda out: ternary_matmul(GROUPED, W, out=out),
+            OptionError,
+            "x has a scale per group of 4; .*size=-1",
+        ),
+        (
+            lambda out: ternary_matmul(X, GROUPED, out=out),
+            OptionError,
+            "w has a scale per group of 4; .*dequantize",
+        ),
         (lambda out: ternary_matmul(X, W, activations="int4", out=out), OptionError, "'int8', 'native'"),
         (lambda out: ternary_matmul(X, W, out=out[:1]), ShapeError, r"expected exactly \(2, 3\)"),
-        (lambda out: ternary_matmul(X, W, out=out.astype(np.float16)), DTypeError, "expected exactly float32"),
+        (
+            lambda out: ternary_matmul(X, W, out=out.astype(np.float16)),
+            DTypeError,
+            "expected exactly float32",
+        ),
         (lambda out: ternary_matmul(X, W, out=out, device="tpu"), OptionError, "allowed: 'cpu'"),
     ],
-)  # fmt: skip
+)
 def test_bad_calls(call, error, match):
     out = np.full((2, 3), 5, np.float32)
     with pytest.raises(error, match=match):

@@ -199,7 +199,7 @@ def test_an_interrupt_leaves_nobody_at_work(when, monkeypatch):
         raise KeyboardInterrupt
 
     if when == "end":
-        monkeypatch.setattr(parallel, "look_out", {None: interrupted})
+        monkeypatch.setattr(parallel, "spin_wait", {None: interrupted})
     with pytest.raises(KeyboardInterrupt):
         parallel.launch(compiled, 2)
     assert written == [1]

@@ -17,9 +17,9 @@ pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 import numba
 
 import gpu_ops
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
+from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_rows
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES
+from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, multiply_tiles, open_tiles
 
 pytestmark = pytest.mark.skipif(
     not TILES, reason="needs an x86 CPU with AMX (Sapphire Rapids or later), on Linux"
@@ -35,7 +35,7 @@ def whole_tiles(c, a, b, k, accumulate):
     ldb = b.shape[1]
     m, n = c.shape[0] // TILE * TILE, c.shape[1] // TILE * TILE
     panel = 2 * TILE * 4 // b.itemsize  # a matrix: the next two tiles of a row
-    multiply_tiles(c, 0, c.shape[1], a, 0, a.shape[1], b, 0, ldb, panel, m, n, k, accumulate, ())
+    multiply_tiles(c, 0, c.shape[1], a, 0, a.shape[1], b, 0, ldb, panel, (m, n, k), accumulate, ())
     close_tiles()
 
 
@@ -145,10 +145,14 @@ def test_a_fork_may_use_them():
 
 
 REFUSED = """
-from gpu_ops.kernels.numba_cpu import permission
-permission.tiles_allowed = lambda: False
+import ctypes
+import types
+import numba
 import numpy as np
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
+load = ctypes.CDLL
+refuse = types.SimpleNamespace(syscall=lambda *_: -1)
+ctypes.CDLL = lambda name, *more, **options: refuse if name is None else load(name, *more, **options)
+from gpu_ops.kernels.numba_cpu.codegen.target import TILES
 from gpu_ops.kernels.numba_cpu.jit import build_id
 from tests.test_tiles import attend
 assert not TILES

@@ -11,8 +11,7 @@ from typing import Any
 
 from gpu_ops.core.op import forget_calls, op_named
 from gpu_ops.core.run import Linked, Prepared
-from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
-from gpu_ops.kernels.lower import tuning
+from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.kernels.program import lower
 
 __all__ = ["Tuning", "autotune"]
@@ -60,11 +59,11 @@ class Tuning:
 def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuning:
     """Measure every sensible way to run this call on the GPU that holds its arrays; later calls take the fastest.
 
-    Attention has something to choose: the tile, whether the heads of a group are packed into rows, and in how many
-    parts the keys are divided. Without this a model of the card chooses. The result is stored in the cache folder
-    and used by this and later processes for like problems (see the report) on this card with these kernels.
+    Attention has choices: the tile, whether the heads of a group are packed into rows, and into how many parts the
+    keys are split. By default a model of the card chooses. The result is stored in the cache folder. This and later
+    processes use it for similar problems (see the report) on this card with these kernels.
 
-    Takes seconds, of which the compiler takes most. The call is run many times: ``out=``, if given, is written.
+    Takes seconds, most of them in the compiler. The call is run many times: ``out=``, if given, is written.
 
     Parameters
     ----------
@@ -87,14 +86,17 @@ def autotune(op: str | Callable[..., Any], *arrays: Any, **options: Any) -> Tuni
 
     Notes
     -----
-    Times are those of device events around a call, behind a fill that empties the L2 cache and lasts until the call
-    is enqueued; candidates take turns; medians. One within 1 % of the fastest wins if the model prefers it.
+    A time is measured by device events around a call. A fill before it empties the L2 cache and lasts until the call
+    is enqueued. Candidates take turns, and their medians are compared. Within 1 % of the fastest, the candidate that
+    the model prefers wins. A candidate that fails is reported and left out.
 
     Examples
     --------
     >>> import gpu_ops
     >>> print(gpu_ops.autotune("attention", q, k, v, causal=True))  # doctest: +SKIP
     """
+    from gpu_ops.kernels.lower import tuning
+
     found = op_named("autotune", op)
     name, bound = found.name, found.binder(*arrays, **options)
     if name not in _TUNABLE:
@@ -166,8 +168,8 @@ def _measure(
                 linked[label] = link(label)  # compiles it
                 timed(label)
                 first[label] = min(timed(label) for _ in range(3))
-            except (KernelCompileError, MemoryError) as error:
-                failed[label] = str(error).partition("\n")[0]
+            except Exception as error:  # of the compiler, the driver or the allocator
+                failed[label] = str(error).partition("\n")[0] or type(error).__name__
             advance()
         fastest = min(first.values(), default=math.inf)
         samples: dict[str, list[float]] = {
@@ -182,8 +184,8 @@ def _measure(
 class Stopwatch:
     """Seconds that the current device spends on a call, on CuPy's current stream.
 
-    The device is kept busy by filling memory, more than the L2 cache holds, for twice as long as it took to enqueue
-    the call before: so the call begins with a cold cache, and does not wait for the host.
+    Before the call the device fills more memory than the L2 cache holds, for twice as long as it took to enqueue the
+    previous call. So the call starts with a cold cache and does not wait for the host.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A validated call (:class:`Bound`): its arrays by name, its spec, and where a later call finds the same."""
+"""A validated call: what :meth:`gpu_ops.core.call.Call.bind` gives and :mod:`gpu_ops.core.run` runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from gpu_ops.core.arrays import Array
 from gpu_ops.core.dispatch import Choice
 from gpu_ops.kernels.program import Layout, Spec
 
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Finish", "Look", "Output", "Source", "layout_of", "permuted"]
+__all__ = ["Bound", "Finish", "Look", "Output", "Source", "as_integer"]
 
 Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 """A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
@@ -75,31 +72,7 @@ class Bound:
     cuda: CudaArrays | None
     workspace: Any
 
-    @property
-    def tuple_argument(self) -> str | None:
-        """The argument that is the tuple of all results; the call returns it."""
-        sources = [o.source for o in self.outputs if o.returned]
-        if self.finish is not None or len(sources) < 2 or sources[0] is None:
-            return None
-        argument = sources[0].argument
-        whole = all(s and (s.argument, s.item) == (argument, i) for i, s in enumerate(sources))
-        return argument if whole else None
 
-
-def layout_of(view: Array, on_gpu: bool, copies: bool) -> Layout:
-    """How an array lies where kernels read it. The alignment counts on GPUs only."""
-    if copies:  # the device's copy is contiguous and aligned
-        return Layout.contiguous(view.shape, view.dtype)
-    address = 0
-    if on_gpu and view.size:
-        address = view.__array_interface__["data"][0] if isinstance(view, np.ndarray) else view.data.ptr
-    return Layout(tuple(view.shape), tuple(view.strides), view.dtype, address % 16)
-
-
-def permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout of an array that is allocated with its axes in this order."""
-    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
-    strides = [0] * len(axes)
-    for stride, a in zip(laid.strides, axes, strict=True):
-        strides[a] = stride
-    return Layout(layout.shape, tuple(strides), layout.dtype)
+def as_integer(value: Any, device: Any) -> int:
+    """What :meth:`Call.number` makes of an argument; a later call may pass on the argument itself."""
+    return int(value)

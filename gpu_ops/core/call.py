@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
-from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
-from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, layout_of, permuted
+from gpu_ops.core.aliasing import is_row_major, overlap, overlaps_itself, same_memory
+from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
+from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, as_integer
 from gpu_ops.core.checks import Axes
 from gpu_ops.core.dispatch import choose, require_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -32,7 +32,7 @@ from gpu_ops.kernels.program import Layout, Spec
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Call", "Finish", "Look", "Output", "Source"]
+__all__ = ["Bound", "Call"]
 
 
 class Call:
@@ -55,7 +55,6 @@ class Call:
         self._options: dict[str, Any] = {}
         self._cuda: CudaArrays | None = None
         self._provided: dict[str, Layout] = {}
-        self._numbers: dict[str, int] = {}
         self._held: list[tuple[str, Array]] = []
         self._items: dict[str, list[str]] = {}
 
@@ -111,15 +110,14 @@ class Call:
         if layout is not None:
             self._provided[name] = layout
 
-    def number(self, name: str, value: int, argument: str) -> None:
+    def number(self, name: str, argument: str) -> None:
         """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
-        self._sources[name] = Source(argument, make=_as_integer)
-        self._numbers[name] = value
+        self._sources[name] = Source(argument, make=as_integer)
 
     def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
         """A writable view of an argument that the op changes in place, such as a cache."""
         view = self._view(name, x)
-        check_writable(self.op, name, x, view, dtype, "")
+        self._check_writable(name, x, view, dtype, "")
         self._check_apart(name, view, None, "")
         if axes is not None:
             self.axes.bind(name, view, axes)
@@ -240,7 +238,7 @@ class Call:
         spec = self._spec(choice.device != "cpu", choice.copies)
         if lowered_as:
             spec = replace(spec, op=lowered_as)
-        views = {**self._views, **self._numbers, **self._written}
+        views = {**self._views, **self._written}
         return Bound(
             self.op, spec, choice, views, self._sources, frozenset(self._copied), tuple(self._outputs),
             tuple(self._updated), self._given, problem, finish, look, self._library, self._cuda, self._workspace,
@@ -259,15 +257,23 @@ class Call:
         return lambda copies: unsupported(self._spec(True, copies))
 
     def _spec(self, on_gpu: bool, copies: bool) -> Spec:
-        layouts = {n: layout_of(view, on_gpu, copies) for n, view in self._views.items()} | self._provided
+        layouts = {n: self._layout(view, on_gpu, copies) for n, view in self._views.items()} | self._provided
         aliases = {o.name: o.alias for o in self._outputs if o.alias}
         for o in self._outputs:
             view = self._written.get(o.name)
             if o.name not in aliases:
-                layouts[o.name] = o.layout if view is None else layout_of(view, on_gpu, copies)
+                layouts[o.name] = o.layout if view is None else self._layout(view, on_gpu, copies)
                 if view is None and o.axes is not None:
-                    layouts[o.name] = permuted(o.layout, o.axes)
+                    layouts[o.name] = _permuted(o.layout, o.axes)
         return Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
+
+    def _layout(self, view: Array, on_gpu: bool, copies: bool) -> Layout:
+        if copies:  # the device's copy is contiguous and aligned
+            return Layout.contiguous(view.shape, view.dtype)
+        address = 0
+        if on_gpu and view.size:
+            address = view.__array_interface__["data"][0] if isinstance(view, np.ndarray) else view.data.ptr
+        return Layout(tuple(view.shape), tuple(view.strides), view.dtype, address % 16)
 
     def _write(
         self, output: Output, out: Any, label: str, source: Source, in_place: str | None, rows: bool
@@ -279,7 +285,7 @@ class Call:
         layout = output.layout
         if view.shape != layout.shape:
             raise ShapeError(f"{self.op}: {label} has shape {view.shape}, expected exactly {layout.shape}")
-        check_writable(self.op, label, out, view, layout.dtype, f" or omit {label}=")
+        self._check_writable(label, out, view, layout.dtype, f" or omit {label}=")
         if rows and not is_row_major(view):
             raise ShapeError(
                 f"{self.op}: the leading axes of {label} (strides {view.strides}) do not merge into rows; "
@@ -292,6 +298,24 @@ class Call:
             Output(output.name, layout, source, output.returned, in_place if alias else None, None)
         )
         return view
+
+    def _check_writable(self, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
+        if view.dtype != np.dtype(dtype):
+            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
+        if is_read_only(out, view):
+            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array{else_}")
+        if isinstance(view, np.ndarray) and not view.flags.aligned:
+            raise ShapeError(f"{self.op}: {name} is not aligned to its itemsize; pass one that is{else_}")
+        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+            raise ShapeError(
+                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
+                f"pass a C-contiguous array{else_}"
+            )
+        if overlaps_itself(view):
+            raise ShapeError(
+                f"{self.op}: elements of {name} share memory with each other (shape {view.shape}, strides "
+                f"{view.strides}); pass an array of its own{else_}"
+            )
 
     def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> bool:
         """Refuse memory that is read or written elsewhere; whether ``view`` is exactly the input ``in_place``."""
@@ -340,5 +364,10 @@ class Call:
         return view
 
 
-def _as_integer(value: Any, device: Any) -> int:
-    return int(value)
+def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout of an array that is allocated with its axes in this order."""
+    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
+    strides = [0] * len(axes)
+    for stride, a in zip(laid.strides, axes, strict=True):
+        strides[a] = stride
+    return Layout(layout.shape, tuple(strides), layout.dtype)

@@ -130,16 +130,13 @@ def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
             arrays += inside
         else:
             arrays.append(x)
-    places: list[Any] = []
-    for out in results:
-        found = _on_host(out, arrays) if type(out) is np.ndarray else _elsewhere(out, arrays)
-        if found is None:
-            return None
-        places.append(found)
-    return places
+    if any([type(out) is not np.ndarray for out in results]):
+        return _places_elsewhere(results, arrays)
+    places = [_place_on_host(out, arrays) for out in results]
+    return None if None in places else places
 
 
-def _on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
+def _place_on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     flags = out.flags
     if not (flags.writeable and flags.aligned):
         return None
@@ -155,29 +152,42 @@ def _on_host(out: np.ndarray[Any, Any], arrays: list[Any]) -> Any:
     return tuple(same)
 
 
-def _elsewhere(out: Any, arrays: list[Any]) -> Any:
-    if type(out) not in _describe:
+def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None:
+    """``arrays`` may include some in host memory, which arguments hold."""
+    if not all([type(x) in _describe for x in results]):
         return None
-    low, high = extent(out)
-    for x in arrays:
-        if x is out:
-            continue
-        if type(x) not in _describe:
-            return None
-        start, end = extent(x)
-        if start < high and low < end:
-            return None
-    return tuple([x is out for x in arrays])
+    if not all([type(x) in _describe or type(x) is np.ndarray for x in arrays]):
+        return None
+    extents = [extent(x) for x in arrays]
+    places: list[Any] = []
+    for out in results:
+        low, high = next((e for e, x in zip(extents, arrays, strict=True) if x is out), (0, 0))
+        same = []
+        for i, (start, end) in enumerate(extents):
+            if arrays[i] is out:
+                same.append(i)
+            elif start < high and low < end:
+                return None
+        places.append(tuple(same))
+    return places
 
 
 def extent(x: Any) -> tuple[int, int]:
-    """The addresses that an array of CuPy's or torch's lies within."""
+    """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
+    steps: Sequence[int]
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
         steps = [stride * itemsize for stride in x.stride()]
+    elif type(x) is np.ndarray:
+        address, itemsize, steps = x.__array_interface__["data"][0], x.itemsize, x.strides
     else:
         address, itemsize, steps = x.data.ptr, x.itemsize, x.strides
-    if 0 in x.shape:
-        return address, address
-    reach = [step * (n - 1) for step, n in zip(steps, x.shape, strict=True)]
-    return address + sum([r for r in reach if r < 0]), address + sum([r for r in reach if r > 0]) + itemsize
+    low, high = address, address + itemsize
+    for step, n in zip(steps, x.shape, strict=True):
+        if n == 0:
+            return address, address
+        if step > 0:
+            high += step * (n - 1)
+        else:
+            low += step * (n - 1)
+    return low, high

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.emulator_device import EmulatorDevice
+from gpu_ops.core.emulator_device import EmulatorDevice, dynamic_value
 from gpu_ops.errors import KernelCompileError
-from gpu_ops.kernels.compiler.jit import CudaKernel
+from gpu_ops.kernels.compiler.kernel import CudaKernel
 from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, LibraryCall, Limits, Memset, Tensor
 from gpu_ops.memory_pool import POOL
 from gpu_ops.presets import DevicePreset, find_preset
@@ -95,12 +95,6 @@ def _placeholder(a: Any) -> Any:
     if isinstance(a, Dynamic):
         return a.dtype.type(0) if a.struct is None else a.struct
     return 0 if isinstance(a, Tensor) else a
-
-
-def _by_value(a: Dynamic, views: Views) -> Any:
-    """CuPy passes a structure as an array of one element."""
-    value = a.value(views)
-    return value if a.struct is None else np.asarray(value)
 
 
 class CudaDevice:
@@ -195,7 +189,7 @@ class CudaDevice:
         made: list[tuple[int, Callable[[Views], Any]]] = []
         for i, a in enumerate(launch.arguments):
             if isinstance(a, Dynamic):
-                made.append((i, functools.partial(_by_value, a)))
+                made.append((i, functools.partial(dynamic_value, a)))
             elif isinstance(a, Tensor):
                 if a.is_whole or (by_pointer and not a.offset):
                     whole.append((i, a.name))

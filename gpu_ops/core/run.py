@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.arrays import from_dlpack, give
-from gpu_ops.core.call import Bound, Output, Source
+from gpu_ops.core.bound import Bound, Output, Source, as_integer
 from gpu_ops.core.dispatch import lowering
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
 from gpu_ops.kernels.program import ALIGNMENT, Layout, Limits, Program, Spec, Workspace, lower
@@ -91,7 +91,8 @@ class Prepared:
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
         self._finish, self._look = bound.finish, bound.look
         new = [o for o in bound.outputs if o.source is None]
-        on_host = self.device is devices.HOST  # captures no graph: what nobody asked for is allocated, too
+        # no graph is captured on the CPU: what nobody asked for is allocated with the rest
+        on_host = self.device is devices.HOST
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
         self._new = [_Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
         self._hidden = tuple(
@@ -105,17 +106,24 @@ class Prepared:
             for name, source in (bound.sources | own).items()
         ]
         self._places = places
-        # Arrays that need no more than to be found, where a call has no others.
-        as_they_are = self._library is None and not any(
-            p.source.make or p.source.item is not None or p.name in bound.copied for p in places
+        # Arrays and numbers that need no more than to be found, where a call has no others.
+        as_they_are = self._library is None and all(
+            p.is_direct and p.name not in bound.copied for p in places
         )
         if not self._on_cuda:
-            as_they_are = as_they_are and all(type(p.find(args, kwargs)) is np.ndarray for p in places)
+            arrays = [p.find(args, kwargs) for p in places if p.source.make is None]
+            as_they_are = as_they_are and all(type(x) is np.ndarray for x in arrays)
         self._by_position = [(p.name, p.position) for p in places if p.by_position] if as_they_are else None
-        self._by_keyword = [(p.name, p.source.argument) for p in places if not p.by_position]
+        named = [p for p in places if not p.by_position]
+        self._by_keyword = [(p.name, p.source.argument) for p in named if p.source.item is None]
+        self._items = [(p.name, p.source.argument, p.source.item) for p in named if p.source.item is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
-        self.tuple_argument = bound.tuple_argument
+        items = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
+        argument = items[0][0] if items and items[0] else ""
+        whole = len(items) > 1 and items == [(argument, i) for i in range(len(items))]
+        self.tuple_argument = argument if whole and bound.finish is None else None
+        """The argument that is the tuple of all results; the call returns it."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A later call: its arrays are where those of the first were."""
@@ -124,6 +132,8 @@ class Prepared:
         views = {name: args[i] for name, i in self._by_position}
         for name, keyword in self._by_keyword:
             views[name] = kwargs[keyword]
+        for name, keyword, item in self._items:
+            views[name] = kwargs[keyword][item]
         if not self._on_cuda or self.device.is_current:
             return self.execute(views, views, kwargs.get("workspace"))
         with self.device:
@@ -262,6 +272,13 @@ class _Place:
     def __init__(self, name: str, source: Source, position: int, given: int) -> None:
         self.name, self.source, self.position = name, source, position
         self.by_position = position < given
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is an argument, or an item of a tuple that is a keyword argument."""
+        item = self.source.item
+        in_tuple = isinstance(item, int) and not self.by_position
+        return self.source.make in (None, as_integer) and (item is None or in_tuple)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[self.position] if self.by_position else kwargs[self.source.argument]

@@ -22,8 +22,8 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.numba_cpu.codegen.numba_pipeline import KernelCompiler
 from gpu_ops.kernels.numba_cpu.jit import DiskCache
-from gpu_ops.kernels.numba_cpu.part import KernelCompiler
 
 OUT_OF_BOUNDS, MISALIGNED = 1, 2
 

@@ -290,8 +290,8 @@ class TernaryMatrix:
             if held is None:
                 import cupy
 
-                # blocking: later calls may come on other streams
-                copies = (cupy.asarray(self.codes, blocking=True), cupy.asarray(scale, blocking=True))
+                with device:  # blocking: later calls may come on other streams
+                    copies = (cupy.asarray(self.codes, blocking=True), cupy.asarray(scale, blocking=True))
                 held = self._on_cuda.setdefault(device.ordinal, copies)
             return held
         codes = self.codes

@@ -44,12 +44,15 @@ def repacked(
     """Sound codes of one format in another, on the device where they lie; trits where ``to`` is ``fmt``."""
     with device:
         trits: Array = device.empty(shape, np.int8, "trits")
-        _convert(device, backend, "ternary_unpack", fmt, {"packed": codes, "trits": trits}, shape)
-        if to is fmt:
-            return trits
-        result: Array = device.empty(to.packed_shape(shape), np.uint8, "packed")
-        _convert(device, backend, "ternary_pack", to, {"trits": trits, "packed": result}, shape)
-        return result
+        flags = _convert(device, backend, "ternary_unpack", fmt, {"packed": codes, "trits": trits}, shape)
+        result = trits
+        if to is not fmt:
+            result = device.empty(to.packed_shape(shape), np.uint8, "packed")
+            arrays = {"trits": trits, "packed": result}
+            flags = _convert(device, backend, "ternary_pack", to, arrays, shape)
+        if on_host(flags).any():  # waits: later calls may come on other streams
+            raise AssertionError(f"{fmt.name} codes made on {device} are not sound")
+    return result
 
 
 def _convert(
@@ -59,12 +62,13 @@ def _convert(
     fmt: TernaryFormat,
     arrays: dict[str, Any],
     shape: tuple[int, int],
-) -> None:
+) -> Array:
+    """Run the kernels; flags of what is wrong."""
     layouts = tuple((name, Layout.contiguous(tuple(x.shape), x.dtype)) for name, x in arrays.items())
     need = math.prod(fmt.packed_shape(shape))
     options = {"format": fmt.name, "tile": tile_of(fmt, shape), "by_numpy": "", "need": need}
     spec = Spec(op, layouts, tuple(options.items()))
     views = dict(arrays)
     Linked(program_of(spec, backend, device.limits), device)(views)
-    if on_host(views["flags"]).any():  # waits: later calls may come on other streams
-        raise AssertionError(f"{fmt.name} codes made on {device} are not sound")
+    flags: Array = views["flags"]
+    return flags

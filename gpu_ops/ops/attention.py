@@ -85,7 +85,7 @@ def attention(
     return_lse : bool
         Also return the log of the softmax denominator, natural log.
     out : array like the result, optional
-        Receives the result; may not share memory with an input.
+        Receives the result; may not share memory with an input. With ``return_lse`` also a pair, (out, lse).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional

@@ -10,7 +10,8 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.call import Bound, Call, Look
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError
 from gpu_ops.kernels.program import Builder, Spec, lowers
@@ -148,7 +149,7 @@ def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Lo
     if call.on_cuda:
         return capacity, None
     look = _look(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
-    longest: int = look(dict(call.views), "")[0]["max_seqlen_k"]
+    longest: int = look(dict(call.views), "reference")[0]["max_seqlen_k"]
     return longest, look
 
 

@@ -115,9 +115,9 @@ def write_forward(
     call: Call, dtype: str, shape: tuple[int, ...], lse_shape: tuple[int, ...], out: Any, return_lse: bool
 ) -> None:
     """The results of a forward pass: ``out`` and, where it is wanted, ``lse``."""
-    call.write("out", shape, checks.FLOAT_DTYPES[dtype], out)
+    call.write("out", shape, checks.FLOAT_DTYPES[dtype], out, item=0)
     if return_lse:
-        call.write("lse", lse_shape, checks.computing_dtype(dtype))
+        call.write("lse", lse_shape, checks.computing_dtype(dtype), out, item=1)
 
 
 def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> str:

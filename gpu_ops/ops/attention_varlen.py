@@ -11,7 +11,8 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.call import Bound, Call, Look
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers

@@ -11,7 +11,8 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
-from gpu_ops.core.call import Call, Look
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.ops.rope_frequencies import Frequencies
 from gpu_ops.ops.rope_options import Rows, last_on_device, read_positions, rows_and_bounds, widened, widens

@@ -82,10 +82,9 @@ class Frequencies:
     def at(self, last: int) -> _AtLength:
         """For positions up to ``last``."""
         found = self._last  # other threads may replace it
-        if self.by_length:
-            seqlen = self.rotation.scaling.effective_seqlen(max(last + 1, 0))
-            if found.seqlen != seqlen:
-                self._last = found = self._at(seqlen)
+        seqlen = self.rotation.scaling.effective_seqlen(max(last + 1, 0)) if self.by_length else found.seqlen
+        if found.seqlen != seqlen:
+            self._last = found = self._at(seqlen)
         return found
 
     def look(

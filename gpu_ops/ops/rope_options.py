@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
-from gpu_ops.core.call import Call, Look
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Call
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rope_frequencies import Frequencies
 
@@ -65,7 +66,8 @@ def read_positions(call: Call, positions: Any, layout: str) -> Array | None:
     if positions is None:
         return None
     if isinstance(positions, (int, np.integer)):
-        call.number("first", checks.integer(op, "positions", positions), "positions")
+        checks.integer(op, "positions", positions)
+        call.number("first", "positions")
         return None
     if isinstance(positions, (float, np.floating)):
         raise DTypeError(
@@ -101,27 +103,29 @@ class PositionsLook:
 
     def on_host(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         given = views.get("positions")
-        rows = self._counting_up(views) if given is None else rows_and_bounds(self.op, given)
-        options, more = self.frequencies.look(backend, *rows)
+        if given is None:
+            first, last = self._bounds(views)
+            positions = self._steps + first if first else self._steps
+        else:
+            positions, first, last = rows_and_bounds(self.op, given)
+        options, more = self.frequencies.look(backend, positions, first, last)
         return options, more or widened(given)
 
     def on_device(self, views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Positions are read, and waited for, only if the frequencies depend on them."""
         given = views.get("positions")
         if given is None:
-            last = self._bounds(views)[1]
+            _, last = self._bounds(views)
         else:
             last = last_on_device(given) if self.frequencies.by_length else 0
         return self.frequencies.at(last).options if self.frequencies.by_length else {}, widened(given)
 
-    def _counting_up(self, views: dict[str, Any]) -> Rows:
-        first, last = self._bounds(views)
-        return self._steps + first if first else self._steps, first, last
-
     def _bounds(self, views: dict[str, Any]) -> tuple[int, int]:
-        first = views.get("first", 0)
+        """Of positions that count up."""
+        first = int(views.get("first", 0))  # NumPy's integers overflow
         last = first + self.seqlen - 1
-        _check_bounds(self.op, first, last)
+        if first < -_EXACT or last > _EXACT:
+            raise _beyond(self.op)
         return first, last
 
     @functools.cached_property
@@ -132,7 +136,8 @@ class PositionsLook:
 def rows_and_bounds(op: str, positions: Array) -> Rows:
     """Positions in host memory, checked."""
     first, last = bounds_of(positions) if positions.size else (0, -1)
-    _check_bounds(op, first, last)
+    if first < -_EXACT or last > _EXACT:
+        raise _beyond(op)
     return (positions if positions.ndim == 2 else positions[None]).astype(np.int64, copy=False), first, last
 
 
@@ -153,6 +158,5 @@ def widened(positions: Array | None) -> dict[str, Array]:
     return {"positions": positions.astype(np.int64, order="C")}
 
 
-def _check_bounds(op: str, first: int, last: int) -> None:
-    if first < -_EXACT or last > _EXACT:
-        raise OptionError(f"{op}: positions reach beyond 2**53, where angles in float64 mean nothing")
+def _beyond(op: str) -> OptionError:
+    return OptionError(f"{op}: positions reach beyond 2**53, where angles in float64 mean nothing")

@@ -66,8 +66,8 @@ class _Occupied:
         if held is None:
             import cupy
 
-            # blocking: later calls may come on other streams
-            copies = (cupy.asarray(self.starts, blocking=True), cupy.asarray(self.chunks, blocking=True))
+            with device:  # blocking: later calls may come on other streams
+                copies = (cupy.asarray(self.starts, blocking=True), cupy.asarray(self.chunks, blocking=True))
             held = self._on_cuda.setdefault(device.ordinal, copies)
         return held
 

@@ -20,13 +20,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
+from gpu_ops.kernels.compiler.kernel import CUDA_FOLDER, CudaKernel, NumbaKernel, Variant, spelled
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
 from gpu_ops.kernels.compiler.progress import visible
@@ -45,51 +46,7 @@ __all__ = [
     "source_key",
 ]
 
-CUDA_FOLDER = Path(__file__).resolve().parents[1] / "cuda"
 _FORMAT = 2  # version of the entries on disk
-
-Define = tuple[str, str | int]
-
-
-@dataclass(frozen=True)
-class CudaKernel:
-    """One entry of ``<folder>/<stem>.cu``, specialised by ``-D`` macros. Headers are in ``<folder>/include``.
-
-    Macros also apply to NVRTC's own headers: a name such as ``T``, a template parameter there, breaks them.
-    """
-
-    stem: str
-    entry: str
-    defines: tuple[Define, ...] = ()
-    folder: Path = field(default=CUDA_FOLDER, repr=False)
-    cooperative: bool = False  # blocks wait for each other, so all must be resident
-
-    @property
-    def label(self) -> str:
-        """For example ``rmsnorm_forward[DTYPE=bf16,VEC=8]``."""
-        return self.entry + _spelled(self.defines)
-
-
-@dataclass(frozen=True)
-class NumbaKernel:
-    """A plain Python function written for ``numba.cuda``. Variables of its closure are compile-time constants."""
-
-    function: Callable[..., None]
-    signature: str
-    name: str
-
-    @property
-    def label(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A kernel as an op launches it, to be compiled and inspected on every architecture."""
-
-    kernel: CudaKernel | NumbaKernel
-    threads_per_block: int
-    dynamic_shared_bytes: int = 0
 
 
 _memory: dict[tuple[object, ...], Compiled] = {}
@@ -214,7 +171,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     flags = (f"-I{kernel.folder / 'include'}", *(f"-D{name}={value}" for name, value in kernel.defines))
     # Entries of one file with the same macros share a compilation.
     unit = _cached(
-        kernel.stem + _spelled(kernel.defines),
+        kernel.stem + spelled(kernel.defines),
         arch,
         repr((nvrtc.build_key(), flags, sorted(files.items()))),
         lambda: _run_nvrtc(files[str(path)], str(path), arch, flags, files),
@@ -294,10 +251,6 @@ def _read_tree(path: Path) -> dict[str, str]:
                 "since the cache's key covers nothing else"
             )
     return files
-
-
-def _spelled(defines: tuple[Define, ...]) -> str:
-    return f"[{','.join(f'{name}={value}' for name, value in defines)}]" if defines else ""
 
 
 def _check_arch(arch: str) -> None:

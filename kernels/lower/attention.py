@@ -248,9 +248,12 @@ def variants(arch: str) -> Iterator[Variant]:
         return  # sm_75 has neither bfloat16 nor cp.async
     limits = DeviceLimits(100, smem_per_block_optin(arch))
     shapes: tuple[tuple[str, int, Mask, int], ...] = (
-        ("bfloat16", 64, "kCausal", 4096), ("bfloat16", 128, "kCausal", 4096), ("bfloat16", 256, "kNone", 4096),
-        ("float32", 128, "kCausal", 4096), ("float16", 128, "kNone", 1),
-    )  # fmt: skip
+        ("bfloat16", 64, "kCausal", 4096),
+        ("bfloat16", 128, "kCausal", 4096),
+        ("bfloat16", 256, "kNone", 4096),
+        ("float32", 128, "kCausal", 4096),
+        ("float16", 128, "kNone", 1),
+    )
     for dtype, head_dim, mask, seqlen_q in shapes:
         itemsize = 4 if dtype == "float32" else 2
         config = select_config(

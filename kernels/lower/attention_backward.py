@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensors
+from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensors, prepared
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
@@ -18,49 +18,27 @@ __all__ = ["backward"]
 @lowers("attention_varlen_backward", "cpu")
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention_backward as kernels
-    from gpu_ops.kernels.numba_cpu.attention_gradient_sinks import sinks_gradient
-    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
+    from gpu_ops.kernels.numba_cpu.attention_backward_bias import sinks_gradient
 
     a = Attention.of(spec)
-    left, right = a.window(UNLIMITED)
+    differentiate = prepared(kernels.prepare, a)
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
-    differentiate = kernels.prepare(
-        *inputs,
-        a.batch,
-        max_seqlen_q=a.seqlen_q,
-        max_seqlen_k=a.seqlen_k,
-        given=optional_tensors(a),
-        left=left,
-        right=right,
-        softmax_scale=a.softmax_scale,
-        softcap=a.softcap,
-        block_q=a.block_q,
-        block_k=a.block_k,
-        packed=a.packed,
-    )
     if a.known_lengths:
         on.constant(sequence_table(a), "sequences")
     layout = spec["layout"]
+    has_options = bool(optional_tensors(a))
 
     def run(views: Mapping[str, Any]) -> None:
-        dbias = views.get("dbias")
-        lse, given = views["lse"], optional_arrays(a, views)
-        lse = lse if lse.ndim == 3 else lse[None]
+        dout, q, k, v, out = views["dout"], views["q"], views["k"], views["v"], views["out"]
+        lse, dq, dk, dv = views["lse"], views["dq"], views["dk"], views["dv"]
+        if layout != "bshd":
+            dout, q, k = as_bshd(dout, layout), as_bshd(q, layout), as_bshd(k, layout)
+            v, out, dq = as_bshd(v, layout), as_bshd(out, layout), as_bshd(dq, layout)
+            dk, dv = as_bshd(dk, layout), as_bshd(dv, layout)
+            lse = lse if lse.ndim == 3 else lse[None]
+        dbias, given = views.get("dbias"), optional_arrays(a, views) if has_options else {}
         sums = None if dbias is None else np.zeros(dbias.shape, lse.dtype)
-        delta = differentiate(
-            as_bshd(views["dout"], layout),
-            as_bshd(views["q"], layout),
-            as_bshd(views["k"], layout),
-            as_bshd(views["v"], layout),
-            as_bshd(views["out"], layout),
-            lse,
-            as_bshd(views["dq"], layout),
-            as_bshd(views["dk"], layout),
-            as_bshd(views["dv"], layout),
-            views["sequences"],
-            given,
-            sums,
-        )
+        delta = differentiate(dout, q, k, v, out, lse, dq, dk, dv, views["sequences"], given, sums)
         if dbias is not None:
             dbias[...] = sums
         if "dsinks" in views:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec
 
-__all__ = ["forward", "optional_arrays", "optional_tensors"]
+__all__ = ["forward", "optional_arrays", "optional_tensors", "prepared"]
 
 Array = np.ndarray[Any, Any]
 
@@ -18,11 +18,8 @@ Array = np.ndarray[Any, Any]
 def forward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention as kernels
     from gpu_ops.kernels.numba_cpu.attention_config import select_config
-    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
 
     a = Attention.of(spec)
-    left, right = a.window(UNLIMITED)
-    inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     config = select_config(
         a.batch,
         a.nheads,
@@ -34,10 +31,35 @@ def forward(spec: Spec, on: Builder) -> None:
         dtype=a.q.dtype,
         dims=a.head_dim + a.head_dim_v,
     )
-    attend = kernels.prepare(
-        *inputs,
+    attend = prepared(kernels.prepare, a, config=config)
+    if a.lse is None:
+        on.empty(a.lse_shape, a.lse_dtype, "lse")
+    if a.known_lengths:
+        on.constant(sequence_table(a), "sequences")
+    layout, k_name, v_name = spec["layout"], a.k.name, a.v.name
+    has_options = bool(optional_tensors(a))
+
+    def run(views: Mapping[str, Any]) -> None:
+        q, k, v, out, lse = views["q"], views[k_name], views[v_name], views["out"], views["lse"]
+        if layout != "bshd":
+            q, k = as_bshd(q, layout), as_bshd(k, layout)
+            v, out = as_bshd(v, layout), as_bshd(out, layout)
+            lse = lse if lse.ndim == 3 else lse[None]
+        attend(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
+
+    on.call(run, str(config))
+
+
+def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable[..., Any]:
+    """``prepare`` of the forward or the backward kernels, for this call."""
+    from gpu_ops.kernels.numba_cpu.attention_tile import UNLIMITED
+
+    left, right = a.window(UNLIMITED)
+    run: Callable[..., Any] = prepare(
+        a.q,  # of which only shape and dtype are read, as of all arrays
+        a.k,
+        a.v,
         a.batch,
-        config=config,
         max_seqlen_q=a.seqlen_q,
         max_seqlen_k=a.seqlen_k,
         left=left,
@@ -48,26 +70,9 @@ def forward(spec: Spec, on: Builder) -> None:
         block_k=a.block_k,
         packed=a.packed,
         given=optional_tensors(a),
+        **more,
     )
-    if a.lse is None:
-        on.empty(a.lse_shape, a.lse_dtype, "lse")
-    if a.known_lengths:
-        on.constant(sequence_table(a), "sequences")
-    layout, k, v = spec["layout"], a.k.name, a.v.name
-
-    def run(views: Mapping[str, Any]) -> None:
-        lse = views["lse"]
-        attend(
-            as_bshd(views["q"], layout),
-            as_bshd(views[k], layout),
-            as_bshd(views[v], layout),
-            as_bshd(views["out"], layout),
-            lse if lse.ndim == 3 else lse[None],
-            views["sequences"],
-            optional_arrays(a, views),
-        )
-
-    on.call(run, str(config))
+    return run
 
 
 def optional_tensors(a: Attention) -> dict[str, Any]:

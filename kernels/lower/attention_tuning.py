@@ -1,7 +1,8 @@
-"""What ``gpu_ops.autotune`` tries for the tensor-core attention kernel, and which problems share what it found.
+"""What ``gpu_ops.autotune`` tries for the tensor-core attention kernel, and which problems share a result.
 
-A candidate is a tile, whether the heads of a group are packed, and how the keys are divided: not at all, or in as
-many parts as the model takes, half or twice as many. No number of its own: it means the same for other lengths.
+A candidate is a tile, whether the heads of a group are packed, and how the keys are split: not at all, or into as
+many parts as the model chooses, half as many, or twice as many. Its label holds no number of parts, so that it means
+the same for other lengths.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gpu_ops.kernels.lower.tuning import Space
 
 __all__ = ["SPACE", "bucket", "candidates", "label"]
 
-_MOST = 8  # tiles with or without packing; up to three ways to divide the keys of each
-_WORTH_MEASURING = 2.0  # times the least cost by the model: further off, it need not be right to be believed
+_MOST = 8  # tiles with or without packing; up to three ways to split the keys of each
+_WORTH_MEASURING = 2.0  # times the least cost by the model; slower tiles are not worth a measurement
 
 
 @functools.lru_cache(maxsize=64)  # a search takes some milliseconds, and each measured call asks again
@@ -46,17 +47,20 @@ def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
 
 
 def bucket(problem: Problem) -> str:
-    """Lengths, and sequences times key heads, up to the next power of two; all else that the model knows exactly.
+    """Lengths, and sequences times key heads, rounded up to a power of two; everything else the model knows, exactly.
 
-    What it does not know, such as softcap or pages, changes the kernel but not what the tiles are good for.
+    What the model does not know, such as softcap or pages, changes the kernel but not the merits of a tile.
     """
     p = problem
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     words = [
-        f"{p.itemsize} bytes", f"head_dim {head_dim}/{head_dim_v * parts}", f"group {p.group}", p.mask,
+        f"{p.itemsize} bytes",
+        f"head_dim {head_dim}/{head_dim_v * parts}",
+        f"group {p.group}",
+        p.mask,
         f"batch * nheads_kv <= {_power(p.batch * p.nheads_kv)}",
         f"seqlen <= {_power(p.seqlen_q)} x {_power(p.seqlen_k)}",
-    ]  # fmt: skip
+    ]
     words += [f"window <= {_power(p.window)}"] if p.window else []
     words += ["block mask"] if p.block_mask else []
     words += ["varlen"] if p.varlen else []

@@ -7,23 +7,23 @@ part of the keys (split-KV). It walks over the key tiles that its queries can se
     P^T = exp2(S^T - row_max), row_sum and O^T rescaled when row_max grows
     O^T += V^T P^T
 
-K and V are packed tile by tile (attention_operands.py), and a tile is used panel by panel of queries
+K and V are packed tile by tile (attention_operands.py); a tile meets one panel of queries after another
 (attention_panel.py).
 
-Parts of the keys leave their normalised O and lse in a workspace; :func:`attention_combine` merges
+Parts of the keys leave their O and row sums in a workspace; :func:`attention_combine` merges
 them. flops: 4 * seqlen_q * seqlen_k * head_dim per head, less what the masks hide in whole tiles.
 Scratch per thread: at most a MB up to head_dim 128.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.attention_config import (
+from .attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
@@ -33,20 +33,18 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     optional_arrays,
     optional_types,
 )
-from gpu_ops.kernels.numba_cpu.attention_decode import prepare_decode
-from gpu_ops.kernels.numba_cpu.attention_operands import Keys, pack_keys, pack_queries, pack_values
-from gpu_ops.kernels.numba_cpu.attention_panel import add_tile, factors, finish_block, make_work, start_block
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, block_visibility, lse_of
-from gpu_ops.kernels.numba_cpu.attention_values import turn_values
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import in_tiles
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launcher
+from .attention_decode import prepare_decode
+from .attention_operands import Keys, pack_keys, pack_queries, pack_values, transpose_v
+from .attention_panel import add_tile, factors, finish_block, make_work, start_block
+from .attention_tile import CALL, Call, block_visibility, lse_of
+from .codegen.arena import arena, arena_size, by_reference
+from .codegen.exp2 import LOG2E
+from .codegen.gemm import in_tiles
+from .codegen.memory import larger, smaller
+from .codegen.tiles import close_tiles, open_tiles
+from .dtype import aligned_empty, all_bits, like, read_row, store, write_row
+from .jit import compute, device_function, kernel, read, types, write
+from .parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
 
@@ -71,13 +69,12 @@ def prepare(
     packed: bool,
     given: dict[str, Array],
 ) -> Callable[..., None]:
-    """``run(q, k, v, out, lse, sequences, given)`` for these options and for arrays like these, which it does not
-    keep.
+    """``run(q, k, v, out, lse, sequences, given)`` for these options and arrays like these, which are not kept.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``packed``: the
-    arrays have one batch entry that holds all sequences. ``given``: what there is of block_table, with which k
-    and v are pages, alibi_slopes, sinks, bias and visible.
+    arrays have one batch entry that holds all sequences. ``given``: the optional arrays block_table (k and v are
+    then pages), alibi_slopes, sinks, bias and visible.
     """
     call = make_call(
         q,
@@ -129,7 +126,7 @@ def prepare(
 
 
 def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Where the parts of the keys leave their O, and per row the largest score and the sum of the weights beside it.
+    """Workspace for parts of the keys: O, and per row the largest score and the sum of the weights relative to it.
 
     Not lse, which cannot hold the sum beside a score of -1e38.
     """
@@ -138,12 +135,14 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     return aligned_empty((*shape, call.head_dim_v), wide), np.empty((*shape, 2), np.float64)
 
 
+# as prepare describes them; part_out and part_sums as _parts makes them
+Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks bias visible part_out part_sums")
+
+
 @kernel(
     lambda t, bias: (
         CALL,
-        read(t, 4),
-        read(t, 4),
-        read(t, 4),
+        *(read(t, 4),) * 3,
         write(t, 4),
         types.Array(compute(t), 3, "A"),
         SEQUENCES,
@@ -154,23 +153,35 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     variants=VARIANTS,
 )
 def attention_forward(
-    state, n_tasks, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_sums
-):  # fmt: skip
-    memory, options = tally(), held(call)
-    make_work(memory, options, k, part_out.dtype.type(0))  # counts the bytes
-    attend(
-        state, n_tasks, room(memory[0]), options, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-        part_out, part_sums,
-    )  # fmt: skip
+    state,
+    n_tasks,
+    call,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sequences,
+    table,
+    alibi,
+    sinks,
+    bias,
+    visible,
+    part_out,
+    part_sums,
+):
+    arrays = by_reference(
+        Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_sums)
+    )
+    size, options = arena_size(), by_reference(call)
+    make_work(size, options, k, part_out.dtype.type(0))
+    attend(state, n_tasks, arena(size[0]), options, arrays)
 
 
-@uncounted
-def attend(
-    state, n_tasks, memory, call, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-    part_out, part_sums,
-):  # fmt: skip
-    wide = part_out.dtype.type(0)
-    w = held(make_work(memory, call, k, wide))
+@device_function
+def attend(state, n_tasks, memory, call, x):
+    wide = x.part_out.dtype.type(0)
+    w = by_reference(make_work(memory, call, x.k, wide))
     w.vt[:] = 0  # the columns beyond head_dim_v stay so
     if in_tiles(w.kt):
         w.kt[:] = 0  # and those beyond head_dim
@@ -187,15 +198,17 @@ def attend(
         block = blocks - 1 - pair // (call.batch * groups)  # causal: the longest first
         b = pair % (call.batch * groups) // groups
         group = pair % groups
-        q_start, q_len = sequences[b, 0], sequences[b, 1]
-        k_start, k_len = sequences[b, 2], sequences[b, 3]
+        sequence = x.sequences[b]
+        q_start, q_len, k_start, k_len = sequence[0], sequence[1], sequence[2], sequence[3]
         if block * call.block_m >= call.heads * q_len:  # a shorter sequence of the batch
             task = claim(state)
             continue
-        n, first, last = start_block(w, call, b, group, block, q_len, k_len, alibi, bias)
-        keys = held(Keys(k, v, table, b, k_start, group * call.heads * call.nheads_kv // call.nheads))
+        n, first, last = start_block(w, call, x, b, group, block, q_len, k_len)
+        keys = by_reference(
+            Keys(x.k, x.v, x.table, b, k_start, group * call.heads * call.nheads_kv // call.nheads)
+        )
         w.alpha[:] = scale
-        pack_queries(w.qt, w.q_rows, q, call, b, q_start, n, w.head, w.query, w.alpha)
+        pack_queries(w.qt, w.q_rows, x.q, call, b, q_start, n, w.head, w.query, w.alpha)
         if call.n_splits > 1:
             tiles = (last + 1 - first + call.block_n - 1) // call.block_n
             part = (tiles + call.n_splits - 1) // call.n_splits * call.block_n
@@ -206,14 +219,14 @@ def attend(
             seen = 2
             if call.block_q > 0:
                 n_keys = smaller(n_keys, call.block_k - first % call.block_k)
-                seen = block_visibility(visible, call, b, first, n, w.head, w.query)
+                seen = block_visibility(x.visible, call, b, first, n, w.head, w.query)
             if seen > 0:
                 pack_keys(w.kt, keys, call, first, n_keys)
                 finite = pack_values(w.vt, keys, call, first, n_keys)
-                turn_values(w.vd, w.vt, n_keys)
-                add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible)
+                transpose_v(w.vd, w.vt, n_keys)
+                add_tile(w, call, x, b, n, first, n_keys, seen, finite)
             first += n_keys
-        finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_sums)
+        finish_block(w, call, x, b, n, split, q_start)
         task = claim(state)
     close_tiles()
 

@@ -13,14 +13,14 @@ is even, and has its own float32 dK and dV, which are summed in order at the end
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.attention_backward_bias import attention_backward_bias
-from gpu_ops.kernels.numba_cpu.attention_config import (
+from .attention_backward_bias import attention_backward_bias
+from .attention_config import (
     SEQUENCES,
     VARIANTS,
     Config,
@@ -29,29 +29,17 @@ from gpu_ops.kernels.numba_cpu.attention_config import (
     make_call,
     optional_arrays,
 )
-from gpu_ops.kernels.numba_cpu.attention_gradient_options import any_gradients, pair_gradients, split_lse
-from gpu_ops.kernels.numba_cpu.attention_gradient_products import add_products, add_products_carefully
-from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
-    KEY_GROUP,
-    clear,
-    clear_rows,
-    load_block,
-    load_keys,
-    make_scratch,
-    make_sums,
-    next_tile,
-    plain_gradients,
-)
-from gpu_ops.kernels.numba_cpu.attention_operands import operand
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, is_plain
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, like, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL
-from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.target import TILES, VECTOR_BYTES, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, thread_count
+from .attention_gradient_operands import Arrays, clear, clear_rows, make_scratch
+from .attention_gradient_tile import KEY_GROUP, add_block, make_sums
+from .attention_operands import operand
+from .attention_tile import CALL
+from .codegen.arena import arena, arena_size, by_reference
+from .codegen.attention_gradient import PANEL
+from .codegen.target import TILES, VECTOR_BYTES
+from .codegen.tiles import close_tiles, open_tiles
+from .dtype import aligned_empty, all_bits, like, read_row, store, write_row
+from .jit import compute, device_function, kernel, types, write
+from .parallel import claim, thread_count
 
 Array = np.ndarray[Any, Any]
 
@@ -111,10 +99,17 @@ def prepare(
     nheads_kv, dtype, wide = k.shape[2], q.dtype, _sums_of(q)
     config = config_of(q, k, v, batch, max_seqlen_q, max_seqlen_k)
     call = make_call(
-        q, v, batch, config,
-        nheads_kv=nheads_kv, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, page_size=0, given=given,
+        q,
+        v,
+        batch,
+        config,
+        nheads_kv=nheads_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_size=0,
+        given=given,
         **options,
-    )  # fmt: skip
+    )
     fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
     lanes = VECTOR_BYTES // wide.itemsize
     widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
@@ -126,9 +121,19 @@ def prepare(
     no_starts, no_sums = np.zeros(batch + 1, np.int64), sums_of_parts(0)
 
     def run(
-        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dq: Array, dk: Array, dv: Array,
-        sequences: Array, given: dict[str, Array], dbias: Array | None = None,
-    ) -> Array:  # fmt: skip
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        sequences: Array,
+        given: dict[str, Array],
+        dbias: Array | None = None,
+    ) -> Array:
         starts, parts_of = no_starts, no_sums
         if parts > 1:
             # of each sequence's keys in the workspace, room for a group between them
@@ -139,22 +144,39 @@ def prepare(
         dq, *targets = all_bits(dq, dk, dv)
         inputs = *all_bits(dout, q, k, v, out), lse, sequences, *fill(**given)
         launch(
-            attention_backward[variant], batch * nheads_kv * parts,
-            call, *inputs, dq, *targets, delta, *parts_of, starts,
-        )  # fmt: skip
+            attention_backward[variant],
+            batch * nheads_kv * parts,
+            call,
+            *inputs,
+            dq,
+            *targets,
+            delta,
+            *parts_of,
+            starts,
+        )
         if parts > 1:
             for part, target, scale in zip(parts_of, targets, (call.scale, 1.0), strict=True):
                 launch(
-                    attention_sum_parts[dtype], batch * nheads_kv * sums,
-                    call, part, starts, sequences, target, scale,
-                )  # fmt: skip
+                    attention_sum_parts[dtype],
+                    batch * nheads_kv * sums,
+                    call,
+                    part,
+                    starts,
+                    sequences,
+                    target,
+                    scale,
+                )
         if dbias is not None:
             full = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
             blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
             launch(
-                attention_backward_bias[variant], full.shape[0] * full.shape[1] * blocks,
-                by_head, *inputs, delta, full,
-            )  # fmt: skip
+                attention_backward_bias[variant],
+                full.shape[0] * full.shape[1] * blocks,
+                by_head,
+                *inputs,
+                delta,
+                full,
+            )
         return delta
 
     return run
@@ -175,86 +197,81 @@ STARTS = types.Array(types.int64, 1, "C", readonly=True)
     variants=VARIANTS,
 )
 def attention_backward(
-    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-    dq, dk, dv, delta, dk_parts, dv_parts, starts,
-):  # fmt: skip
-    memory, options, wide = tally(), held(call), dk_parts.dtype.type(0)
-    make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
-    make_sums(memory, options, dk_parts, dv_parts)
-    backward_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
-        dq, dk, dv, delta, dk_parts, dv_parts, starts,
-    )  # fmt: skip
+    state,
+    n_tasks,
+    call,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sequences,
+    table,
+    alibi,
+    sinks,
+    bias,
+    visible,
+    dq,
+    dk,
+    dv,
+    delta,
+    dk_parts,
+    dv_parts,
+    starts,
+):
+    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta))
+    results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts))
+    size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
+    make_scratch(size, options, operand(q, wide), wide)
+    make_sums(size, options, dk_parts, dv_parts)
+    backward_tasks(state, n_tasks, arena(size[0]), options, inputs, results)
 
 
-@uncounted
-def backward_tasks(
-    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, dq, dk, dv,
-    delta, dk_parts, dv_parts, starts,
-):  # fmt: skip
-    wide = dk_parts.dtype.type(0)
-    w = held(make_scratch(memory, call, operand(q, wide), wide))
+# of a call; parts of the query blocks have dk_parts and dv_parts, in rows from starts[b] on
+Results = namedtuple("Results", "dq dk dv dk_parts dv_parts starts")
+
+
+@device_function
+def backward_tasks(state, n_tasks, memory, call, x, y):
+    wide = y.dk_parts.dtype.type(0)
+    w = by_reference(make_scratch(memory, call, operand(x.q, wide), wide))
     clear_rows(w)
     open_tiles()
-    own_dk, own_dv = make_sums(memory, call, dk_parts, dv_parts)
+    own_dk, own_dv = make_sums(memory, call, y.dk_parts, y.dv_parts)
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
-    plain = is_plain(call)
     scale = like(wide, call.scale)
     task = claim(state)
     while task < n_tasks:
         part = task % call.n_splits
         head_kv = task // call.n_splits % call.nheads_kv
         b = task // call.n_splits // call.nheads_kv
-        ob = 0 if call.packed else b
+        ob, sequence = 0 if call.packed else b, x.sequences[b]
         if call.n_splits > 1:
-            dk_sum, dv_sum, start = dk_parts[part, head_kv], dv_parts[part, head_kv], starts[b]
+            dk_sum, dv_sum, start = y.dk_parts[part, head_kv], y.dv_parts[part, head_kv], y.starts[b]
         else:
             dk_sum, dv_sum, start = own_dk, own_dv, 0
-        clear(dk_sum, start, start + sequences[b, 3])
-        clear(dv_sum, start, start + sequences[b, 3])
+        clear(dk_sum, start, start + sequence[3])
+        clear(dv_sum, start, start + sequence[3])
         for unit in range(part, groups * blocks, call.n_splits):
             group = head_kv * groups + unit % groups
             block = unit // groups
-            if block * call.block_m >= call.heads * sequences[b, 1]:
-                continue
-            n, first, last, finite_block, coarse = load_block(
-                w, call, b, group, block, dout, q, out, lse, sequences, alibi, bias, delta
-            )
-            if coarse:
-                split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible)
-            width = round_up(n, PANEL)
-            clear(w.dq, 0, width)
-            while first <= last:
-                n_keys, seen = next_tile(w, call, b, n, first, last, visible)
-                if seen:
-                    finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
-                    all_finite = finite and finite_block
-                    if not (
-                        all_finite and plain and not coarse and plain_gradients(w, call, width, first, n_keys)
-                    ):
-                        any_gradients(w, call, n, first, n_keys, finite, bias)
-                        pair_gradients(w, width, n_keys)
-                    if all_finite:
-                        add_products(w, width, dk_sum, dv_sum, start + first, n_keys)
-                    else:
-                        add_products_carefully(
-                            w, call, b, head_kv, n, dk_sum, dv_sum, start + first, first, n_keys, dout, q, k,
-                            sequences,
-                        )  # fmt: skip
-                first += n_keys
-            for c in range(n):
-                store_row(dq, (ob, sequences[b, 0] + w.query[c], w.head[c]), w.dq[c], call.head_dim, scale)
+            if block * call.block_m < call.heads * sequence[1]:
+                n = add_block(w, call, x, b, head_kv, group, block, dk_sum, dv_sum, start)
+                for c in range(n):
+                    row = (ob, sequence[0] + w.query[c], w.head[c])
+                    store_row(y.dq, row, w.dq[c], call.head_dim, scale)
         if call.n_splits == 1:
-            for j in range(sequences[b, 3]):
-                row = (ob, sequences[b, 2] + j, head_kv)
-                store_row(dk, row, own_dk[j], call.head_dim, scale)
-                store_row(dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0))
+            for j in range(sequence[3]):
+                row = (ob, sequence[2] + j, head_kv)
+                store_row(y.dk, row, own_dk[j], call.head_dim, scale)
+                store_row(y.dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0))
         task = claim(state)
     close_tiles()
 
 
-@uncounted
+@device_function
 def store_row(target, index, source, dim, scale):
     row = write_row(target, index)
     for d in range(dim):

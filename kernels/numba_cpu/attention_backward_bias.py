@@ -1,27 +1,30 @@
-"""The gradient of attention's bias on the CPU: dS, summed over the axes along which bias was broadcast.
+"""The gradients of attention's bias and sinks on the CPU.
 
-It recomputes what it needs of P and dS tile by tile, as attention_backward.py does, in an order of its own: a task
-owns what it adds to.
+dbias is dS, summed over the axes along which bias was broadcast. P and dS are recomputed tile by tile, as in
+attention_backward.py, in another order: a task owns what it adds to. A task of the gradient of sinks is a head.
 """
 
-from gpu_ops.kernels.numba_cpu.attention_config import VARIANTS, backward_types
-from gpu_ops.kernels.numba_cpu.attention_gradient_options import any_gradients, split_lse
-from gpu_ops.kernels.numba_cpu.attention_gradient_tile import (
-    clear_rows,
-    load_block,
-    load_keys,
-    make_scratch,
-    next_tile,
-)
-from gpu_ops.kernels.numba_cpu.attention_operands import operand
-from gpu_ops.kernels.numba_cpu.ir.carve import room, tally
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, types, uncounted
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .attention_config import VARIANTS, backward_types
+from .attention_gradient_operands import Arrays, clear_rows, load_block, load_keys, make_scratch
+from .attention_gradient_tile import any_gradients, next_tile, split_lse
+from .attention_operands import operand
+from .codegen.arena import arena, arena_size, by_reference
+from .codegen.tiles import close_tiles, open_tiles
+from .jit import FLOATS, compute, device_function, kernel, types
+from .parallel import claim, launcher
+
+Array = np.ndarray[Any, Any]
+
+EXP_NANOSECONDS = 5
 
 
-@uncounted
+@device_function
 def add_bias_tile(dbias, w, n, first, n_keys):
     """Add a tile of dS; an axis along which bias was broadcast is summed in float64 first."""
     queries, keys = dbias.shape
@@ -53,24 +56,20 @@ def add_bias_tile(dbias, w, n, first, n_keys):
 )
 def attention_backward_bias(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
-):  # fmt: skip
+):
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    memory, options, wide = tally(), held(call), dbias.dtype.type(0)
-    make_scratch(memory, options, operand(q, wide), wide)  # counts the bytes
-    bias_tasks(
-        state, n_tasks, room(memory[0]), options, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible,
-        delta, dbias,
-    )  # fmt: skip
+    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta))
+    size, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
+    make_scratch(size, options, operand(q, wide), wide)
+    bias_tasks(state, n_tasks, arena(size[0]), options, inputs, dbias)
 
 
-@uncounted
-def bias_tasks(
-    state, n_tasks, memory, call, dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta, dbias
-):  # fmt: skip
+@device_function
+def bias_tasks(state, n_tasks, memory, call, x, dbias):
     batches, heads, queries = dbias.shape[:3]
     blocks = (call.max_seqlen_q + call.block_m - 1) // call.block_m
     owned, wide = (blocks if queries > 1 else 1), dbias.dtype.type(0)
-    w = held(make_scratch(memory, call, operand(q, wide), wide))
+    w = by_reference(make_scratch(memory, call, operand(x.q, wide), wide))
     clear_rows(w)
     open_tiles()
     task = claim(state)
@@ -78,22 +77,58 @@ def bias_tasks(
         start = task % owned
         bias_head = task // owned % heads
         bias_batch = task // owned // heads
-        stop = start + 1 if queries > 1 else blocks
+        stop, target = start + 1 if queries > 1 else blocks, dbias[bias_batch, bias_head]
         for b in range(call.batch) if batches == 1 else range(bias_batch, bias_batch + 1):
             for h in range(call.nheads) if heads == 1 else range(bias_head, bias_head + 1):
-                head_kv = h * call.nheads_kv // call.nheads
                 for block in range(start, stop):
-                    n, first, last, _, coarse = load_block(
-                        w, call, b, h, block, dout, q, out, lse, sequences, alibi, bias, delta
-                    )
-                    if coarse:
-                        split_lse(w, call, b, head_kv, n, first, last, k, v, sequences, sinks, bias, visible)
-                    while first <= last:
-                        n_keys, seen = next_tile(w, call, b, n, first, last, visible)
-                        if seen:
-                            finite = load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences)
-                            any_gradients(w, call, n, first, n_keys, finite, bias)
-                            add_bias_tile(dbias[bias_batch, bias_head], w, n, first, n_keys)
-                        first += n_keys
+                    add_bias_block(target, w, call, x, b, h, block)
         task = claim(state)
     close_tiles()
+
+
+@device_function
+def add_bias_block(dbias, w, call, x, b, h, block):
+    head_kv = h * call.nheads_kv // call.nheads
+    n, first, last, _, coarse = load_block(w, call, x, b, h, block)
+    if coarse:
+        split_lse(w, call, x, b, head_kv, n, first, last)
+    while first <= last:
+        n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
+        if seen:
+            finite = load_keys(w, call, x, b, head_kv, first, n_keys)
+            any_gradients(w, call, n, first, n_keys, finite, x.bias)
+            add_bias_tile(dbias, w, n, first, n_keys)
+        first += n_keys
+
+
+def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
+    """Sinks float64 (nheads,); lse and delta (batch, nheads, queries); the result in lse's dtype.
+
+    d lse / d sink is the sink's probability; its value is 0, so only -delta remains.
+    """
+    gradient = np.empty(sinks.shape, lse.dtype)
+    launch = launcher(lse.size * EXP_NANOSECONDS)
+    launch(attention_sinks_gradient[lse.dtype], len(sinks), sinks, lse, delta, gradient)
+    return gradient
+
+
+def _signature(t: str) -> tuple[types.Type, ...]:
+    return (
+        types.Array(types.float64, 1, "A", readonly=True),
+        types.Array(compute(t), 3, "A", readonly=True),
+        types.Array(types.float64, 3, "C"),
+        types.Array(compute(t), 1, "C"),
+    )
+
+
+@kernel(_signature, tuple(dict.fromkeys(compute(t).name for t in FLOATS)))
+def attention_sinks_gradient(state, n_tasks, sinks, lse, delta, gradient):
+    head = claim(state)
+    while head < n_tasks:
+        total = 0.0
+        for b in range(lse.shape[0]):
+            for i in range(lse.shape[2]):
+                if lse[b, head, i] != -np.inf:  # else its sink is -inf as well
+                    total += np.exp(sinks[head] - lse[b, head, i]) * delta[b, head, i]
+        gradient[head] = -total
+        head = claim(state)

@@ -1,4 +1,4 @@
-"""How the CPU cuts an attention problem into tasks and tiles, and what its kernels are passed."""
+"""Tile selection for attention on the CPU, and the argument types of its kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call
-from gpu_ops.kernels.numba_cpu.dtype import bits
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, MAX_LANES, round_up
-from gpu_ops.kernels.numba_cpu.jit import compute, read, types
-from gpu_ops.kernels.numba_cpu.parallel import launcher, thread_count
+from .attention_tile import CALL, Call
+from .codegen.memory import round_up
+from .codegen.target import DOT_BFLOAT16, MAX_LANES
+from .dtype import bits
+from .jit import compute, read, types
+from .parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
 
@@ -65,8 +66,7 @@ def select_config(
              multiplied in pairs, which makes the work per tile of O^T as long
     =======  ================================================================================================
 
-    ``decode``: the decode kernel may serve, when the query rows per KV head are few. It knows neither
-    bias nor block mask.
+    ``decode``: the decode kernel may run, if the query rows per KV head are few. It has neither bias nor block mask.
     """
     group = nheads // max(nheads_kv, 1)
     if decode and 0 < group * seqlen_q <= DECODE_ROWS:
@@ -95,7 +95,7 @@ def select_config(
 
 
 def decode_nanoseconds(batch: int, nheads_kv: int, seqlen_k: int, dtype: Any) -> int:
-    """About what one thread takes for all keys."""
+    """Estimated time of one thread for all keys."""
     return 8 * np.dtype(dtype).itemsize * batch * nheads_kv * seqlen_k
 
 
@@ -134,13 +134,13 @@ def make_call(
 
 
 def launcher_of(call: Call, passes: float = 1) -> Callable[..., None]:
-    """For so many times the two products of the forward pass."""
+    """For ``passes`` times the two products of the forward pass."""
     scores = call.batch * call.nheads * call.max_seqlen_q * call.max_seqlen_k
     return launcher(passes * scores * (call.head_dim + call.head_dim_v) / _PRODUCTS_PER_NANOSECOND)
 
 
 def optional_arrays(dtype: np.dtype[Any]) -> Callable[..., tuple[Array, ...]]:
-    """What fills the kernels' optional arrays, in the order of :func:`optional_types`: empty ones if not given."""
+    """A function that returns the optional arrays in the order of :func:`optional_types`, empty ones if not given."""
     no_table = np.empty((0, 0), np.int32)
     no_alibi, no_sinks = np.empty((0, 0), np.float64), np.empty(0, np.float64)
     no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)

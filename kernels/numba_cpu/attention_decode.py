@@ -15,21 +15,22 @@ vectors run along head_dim:
 
 The keys and values of a block are read in the order of memory, all KV heads of a key one after another if
 they lie side by side: head after head would come back to every row nheads_kv times, in short pieces that
-no hardware prefetcher follows. What lies 12 KB on in that order is asked for (prefetch), past the K rows
-of a block in its V rows, and past those in the next block. A task is one part of the keys of one
-sequence; attention_combine of attention.py merges the parts.
+no hardware prefetcher follows. Rows are prefetched 12 KB ahead in that order: from the K rows of a block into its
+V rows, and from these into the next block. A task is one part of the keys of one sequence; attention_combine of
+attention.py merges the parts.
 
 A NaN or an infinity in V reaches rows that do not see it (0 * inf). That shows in O, so the rare task
 with an O that is not finite is done again, carefully.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_config import SEQUENCES, optional_types
-from gpu_ops.kernels.numba_cpu.attention_decode_block import (
+from .attention_config import SEQUENCES, optional_types
+from .attention_decode_block import (
     Work,
     add_block,
     finish_scores,
@@ -40,20 +41,19 @@ from gpu_ops.kernels.numba_cpu.attention_decode_block import (
     values_careful,
     weigh_block,
 )
-from gpu_ops.kernels.numba_cpu.attention_tile import CALL, Call, lse_of, place_lanes
-from gpu_ops.kernels.numba_cpu.dtype import like, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import carve, room, tally
-from gpu_ops.kernels.numba_cpu.ir.decode import ADDED_KEYS
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements, from_slots, query_type, to_query
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.held import held
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, compute, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from .attention_tile import CALL, Call, lse_of, place_lanes
+from .codegen.arena import arena, arena_array, arena_size, by_reference
+from .codegen.decode import ADDED_KEYS
+from .codegen.decode_rows import chunk_elements, from_slots, query_type, to_query
+from .codegen.exp2 import LOG2E
+from .codegen.memory import lanes, larger, round_up, smaller
+from .codegen.target import VECTOR_BYTES
+from .dtype import like, read_row, write_row
+from .jit import FLOATS, compute, device_function, kernel, read, types, write
+from .parallel import claim
 
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
-AHEAD_BYTES = 3 << 12  # how far on rows are asked for; 32 KB on, they leave the first cache before use
+AHEAD_BYTES = 3 << 12  # prefetch distance; at 32 KB rows leave the first cache before use
 
 # (dtype, rows of a tile)
 VARIANTS = tuple((t, rows) for t in FLOATS for rows in (1, 2, 4))
@@ -70,6 +70,19 @@ def block_keys(row_bytes: int) -> int:
     return min(max(BLOCK_BYTES // max(row_bytes, 1) // 16 * 16, 16), 256)
 
 
+class Plan(NamedTuple):
+    """How a call is cut. ``tile``: a tuple of as many zeros as query rows share a register tile; its type counts."""
+
+    tile: tuple[int, ...]
+    call: Call
+    heads_kv: int  # KV heads that one task reads side by side
+    ahead: int  # keys
+
+
+# as in attention.py
+Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks part_out part_sums")
+
+
 def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> Callable[..., None]:
     """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
     them to its kernels."""
@@ -77,80 +90,60 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
     call = call._replace(
         block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(dtype.itemsize * call.head_dim)
     )
-    tile, variant = (0,) * rows, (dtype.name, rows)
+    variant = dtype.name, rows
+
+    def plan_of(heads_kv: int) -> tuple[int, Plan]:
+        row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
+        step = ADDED_KEYS if dtype.itemsize == 2 else 1  # rows prefetched together belong to one block
+        ahead = min(-(-AHEAD_BYTES // (row_bytes * step)) * step, call.block_n)
+        tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
+        return tasks, Plan((0,) * rows, call, heads_kv, ahead)
+
+    together, apart = plan_of(max(call.nheads_kv, 1)), plan_of(1)
 
     def decode(arrays: tuple[Any, ...], optional: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         # Follow memory: all heads of a key in one task when they lie side by side.
         strides = arrays[1].strides
-        heads_kv = call.nheads_kv if abs(strides[2]) < abs(strides[1]) else 1
-        tasks = call.batch * (call.nheads_kv // heads_kv) * call.n_splits
-        row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
-        step = ADDED_KEYS if dtype.itemsize == 2 else 1  # rows asked for together belong to one block
-        ahead = min(-(-AHEAD_BYTES // (row_bytes * step)) * step, call.block_n)
-        launch(attention_decode[variant], tasks, tile, call, heads_kv, ahead, *arrays, *optional, *parts)
+        tasks, plan = together if abs(strides[2]) < abs(strides[1]) else apart
+        launch(attention_decode[variant], tasks, plan, *arrays, *optional, *parts)
 
     return decode
 
 
-@kernel(
-    lambda t, rows: (
-        types.UniTuple(types.int64, rows),
-        CALL,
-        types.int64,
-        types.int64,
-        read(t, 4),
-        read(t, 4),
-        read(t, 4),
+def _signature(t: str, rows: int) -> tuple[types.Type, ...]:
+    tile, wide = types.UniTuple(types.int64, rows), compute(t)
+    return (
+        types.NamedTuple([tile, CALL, types.int64, types.int64], Plan),
+        *(read(t, 4),) * 3,
         write(t, 4),
-        types.Array(compute(t), 3, "A"),
+        types.Array(wide, 3, "A"),
         SEQUENCES,
         *optional_types(t)[:3],
-        types.Array(compute(t), 3, "C"),
+        types.Array(wide, 3, "C"),
         types.Array(types.float64, 3, "C"),
-    ),
-    variants=VARIANTS,
-)
+    )
+
+
+@kernel(_signature, variants=VARIANTS)
 def attention_decode(
-    state,
-    n_tasks,
-    tile,
-    call,
-    heads_kv,
-    ahead,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    sequences,
-    table,
-    alibi,
-    sinks,
-    part_out,
-    part_sums,
+    state, n_tasks, plan, q, k, v, out, lse, sequences, table, alibi, sinks, part_out, part_sums
 ):
-    memory, options = tally(), held(call)
-    work(memory, options, tile, heads_kv, q, part_out)  # counts the bytes
-    decode_tasks(
-        state, n_tasks, room(memory[0]), tile, options, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi,
-        sinks, part_out, part_sums,
-    )  # fmt: skip
+    arrays = by_reference(Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, part_out, part_sums))
+    size, call, cut = arena_size(), by_reference(plan.call), (plan.tile, plan.heads_kv, plan.ahead)
+    make_work(size, call, cut, q, part_out)
+    decode_tasks(state, n_tasks, arena(size[0]), call, cut, arrays)
 
 
-@uncounted
-def decode_tasks(
-    state, n_tasks, memory, tile, call, heads_kv, ahead, q, k, v, out, lse, sequences, table, alibi, sinks,
-    part_out, part_sums,
-):  # fmt: skip
-    rows = len(tile)
-    w = held(work(memory, call, tile, heads_kv, q, part_out))
-    groups = call.nheads_kv // heads_kv
+@device_function
+def decode_tasks(state, n_tasks, memory, call, cut, x):
+    w = by_reference(make_work(memory, call, cut, x.q, x.part_out))
+    rows, groups = len(w.tile), call.nheads_kv // w.heads_kv
     task = claim(state)
     while task < n_tasks:
         split = task % call.n_splits
         b = task // call.n_splits // groups
-        first_kv = task // call.n_splits % groups * heads_kv
-        q_len, k_len = sequences[b, 1], sequences[b, 3]
+        first_kv = task // call.n_splits % groups * w.heads_kv
+        q_start, q_len, k_len = x.sequences[b, 0], x.sequences[b, 1], x.sequences[b, 3]
         if q_len == 0:
             task = claim(state)
             continue
@@ -159,31 +152,14 @@ def decode_tasks(
             part = (larger(last + 1 - first, 0) + call.n_splits - 1) // call.n_splits
             first += split * part
             last = smaller(last, first + part - 1)
-        pack_queries(w, q, call, heads_kv, b, sequences[b, 0], n)
+        pack_queries(w, call, x.q, b, q_start, n)
         finite = False
         for careful in (False, True):
             if not finite:
-                finite = attend(
-                    w,
-                    tile,
-                    call,
-                    heads_kv,
-                    ahead,
-                    k,
-                    v,
-                    table,
-                    alibi,
-                    b,
-                    first_kv,
-                    n,
-                    sequences,
-                    first,
-                    last,
-                    careful,
-                )
+                finite = attend(w, call, x, b, first_kv, n, first, last, careful)
 
-        ob, at = 0 if call.packed else b, sequences[b, 0]
-        for r in range(n * heads_kv):
+        ob = 0 if call.packed else b
+        for r in range(n * w.heads_kv):
             kv = r // n
             h, i = w.head[r % n] + kv * call.heads, w.query[r % n]
             row = kv * call.block_m + r % n
@@ -191,8 +167,8 @@ def decode_tasks(
             for c in range(row % rows, w.row_sum.shape[1], rows):
                 total += w.row_sum[row // rows, c]
             factor = 1.0
-            if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
-                sink = sinks[h] * LOG2E
+            if call.has_sinks and call.n_splits == 1 and x.sinks[h] != -np.inf:
+                sink = x.sinks[h] * LOG2E
                 new = larger(m, sink)
                 factor = 2.0 ** (m - new)
                 total = total * factor + 2.0 ** (sink - new)
@@ -201,58 +177,60 @@ def decode_tasks(
             source = w.o[row]
             if call.n_splits > 1:
                 index = (b * call.nheads + h) * call.max_seqlen_q + i
-                part_sums[split, index, 0], part_sums[split, index, 1] = m, total
-                from_slots(v, write_row(part_out, (split, index)), source, call.head_dim_v, inverse)
+                x.part_sums[split, index, 0], x.part_sums[split, index, 1] = m, total
+                from_slots(x.v, write_row(x.part_out, (split, index)), source, call.head_dim_v, inverse)
             else:
-                lse[ob, h, at + i] = lse_of(m, total)
-                from_slots(v, write_row(out, (ob, at + i, h)), source, call.head_dim_v, inverse)
+                x.lse[ob, h, q_start + i] = lse_of(m, total)
+                from_slots(x.v, write_row(x.out, (ob, q_start + i, h)), source, call.head_dim_v, inverse)
         task = claim(state)
 
 
-@uncounted
-def work(memory, call, tile, heads_kv, q, part_out):
-    """Scratch for one thread, carved out of memory."""
+@device_function
+def make_work(memory, call, cut, q, part_out):
+    """Scratch of one thread. ``cut``: the tile, heads_kv and ahead of the plan."""
+    tile, heads_kv, ahead = cut
     zero = part_out.dtype.type(0)
     width = lanes(part_out)
     rows = call.block_m * heads_kv
     chunk = chunk_elements(q)
     tiles = rows // len(tile)
     return Work(
-        carve(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
-        carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
-        carve(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
-        carve(memory, (tiles, call.block_n * len(tile) + width), zero),
-        carve(memory, (tiles, width), zero),
-        carve(memory, (tiles, width), zero),
-        carve(memory, 3 * call.block_n, np.int64(0)),
-        carve(memory, call.block_m, np.int64(0)),
-        carve(memory, call.block_m, np.int64(0)),
-        carve(memory, call.block_m, np.int32(0)),
-        carve(memory, call.block_m, np.int32(0)),
+        tile,
+        heads_kv,
+        ahead,
+        arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
+        arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        arena_array(memory, (tiles, call.block_n * len(tile) + width), zero),
+        arena_array(memory, (tiles, width), zero),
+        arena_array(memory, (tiles, width), zero),
+        arena_array(memory, 3 * call.block_n, np.int64(0)),
+        arena_array(memory, call.block_m, np.int64(0)),
+        arena_array(memory, call.block_m, np.int64(0)),
+        arena_array(memory, call.block_m, np.int32(0)),
+        arena_array(memory, call.block_m, np.int32(0)),
     )
 
 
-@uncounted
-def pack_queries(w, q, call, heads_kv, b, q_start, n):
+@device_function
+def pack_queries(w, call, q, b, q_start, n):
     """Row r of w.q = q of row r as score_keys takes it; zero where nothing is."""
     w.q[:] = 0
-    for kv in range(heads_kv):
+    for kv in range(w.heads_kv):
         for r in range(n):
             source = read_row(q, (0 if call.packed else b, q_start + w.query[r], w.head[r] + kv * call.heads))
             to_query(q, w.q[kv * call.block_m + r], source, call.head_dim)
 
 
-@uncounted
-def attend(
-    w, tile, call, heads_kv, ahead, k, v, table, alibi, b, first_kv, n, sequences, first, last, careful
-):
+@device_function
+def attend(w, call, x, b, first_kv, n, first, last, careful):
     """Unnormalised O, row_max and row_sum over keys first..last. False if O is not finite."""
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
     w.o[:] = 0
-    rows, block_n = len(tile), call.block_n
-    k_start, k_len = sequences[b, 2], sequences[b, 3]
-    offset = k_len - sequences[b, 1]
+    block_n = call.block_n
+    k_start, k_len = x.sequences[b, 2], x.sequences[b, 3]
+    offset = k_len - x.sequences[b, 1]
     low_all, high_all = np.int64(0), k_len - 1  # keys that every row sees
     for r in range(n):
         low_all, high_all = larger(low_all, w.low[r]), smaller(high_all, w.high[r])
@@ -260,30 +238,32 @@ def attend(
     next_places = w.places[2 * block_n :]
     n_keys = smaller(block_n, last + 1 - first)
     if n_keys > 0:
-        place_rows(next_places, k, table, call, b, k_start, first_kv, first, n_keys)
+        place_rows(next_places, x.k, x.table, call, b, k_start, first_kv, first, n_keys)
     while n_keys > 0:
         for j in range(block_n):
             k_places[j] = next_places[j]
-        place_rows(v_places, v, table, call, b, k_start, first_kv, first, n_keys)
+        place_rows(v_places, x.v, x.table, call, b, k_start, first_kv, first, n_keys)
         n_next = smaller(block_n, last + 1 - first - n_keys)
         if n_next > 0:
-            place_rows(next_places, k, table, call, b, k_start, first_kv, first + n_keys, n_next)
-        padded = round_up(n_keys, w.row_max.shape[1] // rows)
-        score_block(w, tile, k, call, heads_kv, padded, ahead)
+            place_rows(next_places, x.k, x.table, call, b, k_start, first_kv, first + n_keys, n_next)
+        padded = round_up(n_keys, w.row_max.shape[1] // len(w.tile))
+        score_block(w, call, x.k, padded)
         if call.softcap > 0 or call.has_alibi:
-            finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi)
+            finish_scores(w, call, x.alibi, b, first, n_keys, n, offset)
         if first < low_all or first + n_keys - 1 > high_all or padded > n_keys:
-            mask_scores(w, call, rows, first, n_keys, padded, n)
-        weigh_block(w, tile, padded)
+            mask_scores(w, call, first, n_keys, padded, n)
+        weigh_block(w, padded)
         if careful:
-            values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, first, n_keys, n)
+            values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n)
         else:
-            sum_values(w, tile, v, call, heads_kv, padded, ahead)
-        add_block(w, rows, padded)
+            sum_values(w, call, x.v, padded)
+        add_block(w, padded)
         first, n_keys = first + n_keys, n_next
     bad = 0
-    for kv in range(heads_kv):
+    for kv in range(w.heads_kv):
         for r in range(n):
-            for x in w.o[kv * call.block_m + r]:
-                bad += x - x != 0  # of a NaN or an infinity; counts, unlike sums of floats, use vectors
+            for value in w.o[kv * call.block_m + r]:
+                bad += (
+                    value - value != 0
+                )  # of a NaN or an infinity; counts, unlike sums of floats, use vectors
     return bad == 0

@@ -4,19 +4,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_tile import TINY, score_scale
-from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.ir.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import slot
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.jit import uncounted
+from .attention_tile import TINY, score_scale
+from .codegen.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
+from .codegen.decode_rows import slot
+from .codegen.exp2 import LOG2E
+from .codegen.memory import larger, smaller
+from .dtype import like, load, read_row
+from .fastmath import tanh
+from .jit import device_function
 
 
 class Work(NamedTuple):
-    """Scratch arrays of one thread; a tile is ``rows`` (1, 2 or 4) query rows of one KV head."""
+    """Scratch of one thread; a tile is ``rows`` (1, 2 or 4) query rows of one KV head."""
 
+    tile: Any  # a tuple of ``rows`` zeros
+    heads_kv: int
+    ahead: int
     q: Any  # (KV heads * block_m, head_dim filled up)
     o: Any  # (KV heads * block_m, head_dim_v filled up)
     part: Any  # like o, of one block: small terms keep their digits
@@ -30,7 +33,7 @@ class Work(NamedTuple):
     high: Any
 
 
-@uncounted
+@device_function
 def place_rows(at, x, table, call, b, start, head_kv, first, n):
     """at[j] = address of the row of key first + j; the last one fills the rest of the block."""
     address = np.int64(x.ctypes.data) + head_kv * x.strides[2]
@@ -52,59 +55,61 @@ def place_rows(at, x, table, call, b, start, head_kv, first, n):
         at[j] = at[n - 1]
 
 
-@uncounted
-def score_block(w, tile, k, call, heads_kv, padded, ahead):
+@device_function
+def score_block(w, call, k, padded):
     """s = scale Q K^T for all KV heads, in the order of memory."""
     scale = like(w.s[0, 0], score_scale(call))
-    keys, sizes = scored_keys(tile, k), (heads_kv, call.block_m // len(tile))
-    later = asked_for(k, ahead, len(keys), heads_kv)
+    keys, sizes = scored_keys(w.tile, k), (w.heads_kv, call.block_m // len(w.tile))
+    later = prefetched(k, w.ahead, len(keys), w.heads_kv)
     for j in range(0, padded, len(keys)):
-        score_keys(tile, keys, k, w.places, j, later, sizes, w.q, call.head_dim, w.s, j * len(tile), scale)
+        at = j * len(w.tile)
+        score_keys(w.tile, keys, k, w.places, j, later, sizes, w.q, call.head_dim, w.s, at, scale)
 
 
-@uncounted
-def asked_for(x, ahead, keys, heads_kv):
-    """What ``score_keys`` asks for while it reads ``keys`` rows of each KV head: as many rows that lie ``ahead``, in
+@device_function
+def prefetched(x, ahead, keys, heads_kv):
+    """What ``score_keys`` prefetches while it reads ``keys`` rows of each KV head: as many rows ``ahead`` of them, in
     the order of memory where the rows of all heads lie side by side."""
     if x.strides[1] == heads_kv * x.strides[2]:
         return ahead, keys * x.strides[2], x.strides[2]
     return ahead, x.strides[2], x.strides[1]
 
 
-@uncounted
-def weigh_block(w, tile, padded):
+@device_function
+def weigh_block(w, padded):
     """Scores become weights, and the sums of weights grow."""
     for t in range(w.s.shape[0]):
-        weigh_scores(
-            tile, w.s, t * w.s.shape[1], padded * len(tile), w.row_max, w.row_sum, t * w.row_max.shape[1]
-        )
+        at, count = t * w.s.shape[1], padded * len(w.tile)
+        weigh_scores(w.tile, w.s, at, count, w.row_max, w.row_sum, t * w.row_max.shape[1])
 
 
-@uncounted
-def sum_values(w, tile, v, call, heads_kv, padded, ahead):
+@device_function
+def sum_values(w, call, v, padded):
     """part = p V for all KV heads, in the order of memory."""
-    keys, sizes = added_keys(tile, v), (heads_kv, call.block_m // len(tile))
-    later = asked_for(v, ahead, len(keys), heads_kv)
+    keys, sizes = added_keys(w.tile, v), (w.heads_kv, call.block_m // len(w.tile))
+    later = prefetched(v, w.ahead, len(keys), w.heads_kv)
     w.part[:] = 0
     for j in range(0, padded, len(keys)):
-        first = call.block_n + j
-        add_values(tile, keys, v, w.places, first, later, sizes, w.s, j * len(tile), w.part, call.head_dim_v)
+        first, at = call.block_n + j, j * len(w.tile)
+        add_values(w.tile, keys, v, w.places, first, later, sizes, w.s, at, w.part, call.head_dim_v)
 
 
-@uncounted
-def add_block(w, rows, padded):
+@device_function
+def add_block(w, padded):
     """O = O * alpha + part."""
+    rows = len(w.tile)
     for row in range(w.o.shape[0]):
         alpha, total, part = w.s[row // rows, padded * rows + row % rows], w.o[row], w.part[row]
         for i in range(len(total)):
             total[i] = total[i] * alpha + part[i]
 
 
-@uncounted
-def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
+@device_function
+def finish_scores(w, call, alibi, b, first, n_keys, n, offset):
     """softcap and ALiBi; leaves scores in base 2."""
+    rows = len(w.tile)
     tiles = call.block_m // rows
-    for t in range(heads_kv * tiles):
+    for t in range(w.heads_kv * tiles):
         row = w.s[t]
         if call.softcap > 0:
             cap, inverse = like(row[0], call.softcap * LOG2E), like(row[0], 1.0 / call.softcap)
@@ -119,9 +124,10 @@ def finish_scores(w, call, rows, b, heads_kv, first, n_keys, n, offset, alibi):
                     row[j * rows + r - first_row] -= like(row[0], slope * abs(position - j))
 
 
-@uncounted
-def mask_scores(w, call, rows, first, n_keys, padded, n):
+@device_function
+def mask_scores(w, call, first, n_keys, padded, n):
     """-inf where a row does not see a key."""
+    rows = len(w.tile)
     tiles = call.block_m // rows
     for t in range(w.s.shape[0]):
         row = w.s[t]
@@ -134,11 +140,12 @@ def mask_scores(w, call, rows, first, n_keys, padded, n):
         row[n_keys * rows : padded * rows] = -np.inf
 
 
-@uncounted
-def values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, first, n_keys, n):
+@device_function
+def values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n):
     """part = p V over visible keys only, none with weight 0, so that what is not finite in V shows."""
+    rows = len(w.tile)
     tiles = call.block_m // rows
-    for kv in range(heads_kv):
+    for kv in range(w.heads_kv):
         for r in range(n):
             weights, lane = w.s[kv * tiles + r // rows], r % rows
             total = w.part[kv * call.block_m + r]
@@ -146,12 +153,11 @@ def values_careful(w, v, call, table, rows, b, k_start, first_kv, heads_kv, firs
             for j in range(larger(w.low[r] - first, 0), smaller(w.high[r] - first + 1, n_keys)):
                 key = first + j
                 if call.page_size > 0:
-                    source = read_row(
-                        v, (table[b, key // call.page_size], key % call.page_size, first_kv + kv)
-                    )
+                    page, row = x.table[b, key // call.page_size], key % call.page_size
+                    source = read_row(x.v, (page, row, first_kv + kv))
                 else:
-                    source = read_row(v, (0 if call.packed else b, k_start + key, first_kv + kv))
+                    source = read_row(x.v, (0 if call.packed else b, k_start + key, first_kv + kv))
                 weight = weights[j * rows + lane]
                 weight = like(weight, TINY) if weight < like(weight, TINY) else weight
                 for d in range(call.head_dim_v):
-                    total[slot(v, d)] += weight * load(source, d)
+                    total[slot(x.v, d)] += weight * load(source, d)

@@ -1,235 +1,53 @@
-"""The first half of a tile of the attention backward pass: from Q, K, V, dO and lse to P and dS.
+"""A tile of the attention backward pass: from Q, K, V, dO and lse to P and dS, and on to dQ, dK and dV.
 
-Here is what a block and a tile load, and P and dS of plain scores; attention_gradient_options.py has every option.
-
-Layout as in ``attention_tile``: queries in the lanes, so S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes go in
-panels of PANEL; a panel works on the keys that some lane of it sees, and the rest of what is read is 0:
+Queries lie in the lanes, as in ``attention_tile``: S^T, P^T, dP^T and dS^T are (keys, lanes). Lanes go in panels of
+PANEL. A panel works on the keys that one of its lanes sees; the rest of what a product reads is 0:
 
            panels of queries
            +---+---+---+---+
            |   |   |   |   |
-    keys   | 0 +   |   |   |    a causal tile on the diagonal: w.rows says where a panel's keys start and end
+    keys   | 0 +   |   |   |    a causal tile on the diagonal: w.rows holds where a panel's keys start and end
            |   | 0 +   |   |
            |   |   | 0 +   |
            +---+---+---+---+
+
+``plain_gradients`` makes P and dS of plain scores in one pass, ``any_gradients`` with every option. The products of
+dK and dV take, per group of keys, the panels that see one of them; the product of dQ takes, per panel, the keys that
+one of its lanes sees. Neighbours with the same range go together.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
-from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.attention_gradient_operands import (
-    float_tile,
+from .attention_gradient_operands import (
+    clear,
+    clear_columns,
+    extremes,
+    is_coarse,
+    load_block,
+    load_keys,
     packing,
-    pair_rows,
+    pair_tile,
+    pair_tile_keys,
     product_words,
-    put_row,
-    row_pairs,
-    row_words,
-    scale_floats,
     unscaled,
 )
-from gpu_ops.kernels.numba_cpu.attention_operands import finite, key_step, transpose, turned
-from gpu_ops.kernels.numba_cpu.attention_tile import (
-    make_terms,
-    place_lanes,
-    place_terms,
-    score_scale,
-)
-from gpu_ops.kernels.numba_cpu.dtype import like, load, read_row
-from gpu_ops.kernels.numba_cpu.ir.attention_gradient import PANEL, score_tile
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import gemm_rows, in_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MR, round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, inner, overload, uncounted
+from .attention_operands import k_unroll, transpose
+from .attention_tile import TINY_LOG2, finish_scores, is_plain, mask_scores, score_scale
+from .codegen.arena import arena_array
+from .codegen.attention_gradient import PANEL, score_tile
+from .codegen.exp2 import LOG2E
+from .codegen.gemm import gemm_columns, gemm_rows, in_tiles, takes_tiles
+from .codegen.memory import larger, round_up, smaller
+from .codegen.numba_api import types
+from .codegen.target import MR
+from .dtype import like, load, read_row
+from .fastmath import exp2
+from .jit import device_function, generic, noinline_function
 
 KEY_GROUP = 32  # keys that share a range of panels in the products of dK and dV
-RESOLUTION = 2.0**-12  # lse in base 2 is too large to hold the sum of a row where adding this is lost
 
 
-class Scratch(NamedTuple):
-    """What one thread works in; m = block_m lanes, n = block_n keys. Operands: see attention_gradient_operands."""
-
-    q: Any  # (m, head_dim) rows of Q
-    qt: Any  # (head_dim, m) transposed: operand of S^T = K Q^T
-    q_pairs: Any  # (m, head_dim) row pairs: operand of dK += dS^T Q
-    do: Any  # (m, head_dim_v) dO likewise
-    dot: Any
-    do_pairs: Any
-    k: Any  # (n, head_dim) rows of K
-    k_pairs: Any  # (n, head_dim) row pairs: operand of dQ += dS K
-    v: Any  # (n, head_dim_v) rows of V
-    dq: Any  # (m, head_dim padded) accumulates dQ, of floats
-    p: Any  # (n, m) P^T
-    ds: Any  # (n, m) dS^T: the gradient of softmax_scale * q.k
-    ds_keys: Any  # (n, m) its row pairs
-    ds_rows: Any  # (m, n) for tiles, these transposed
-    s: Any  # (n, m) S^T and P^T in floats; the same memory as p, if that is of floats
-    dp: Any  # (n, m) dP^T and dS^T likewise
-    s_panel: Any  # (n, PANEL) for tiles, S^T and dP^T of one panel, which stay in the first caches
-    dp_panel: Any
-    dscore: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
-    lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
-    rest: Any  # (m) what lse2 leaves out: see split_lse
-    delta: Any  # (m)
-    head: Any  # (m) and so on: see place_lanes
-    query: Any
-    low: Any
-    high: Any
-    terms: Any  # see Terms
-    top: Any  # (m) high, in this tile: -1 where a block mask hides it
-    span: Any  # (panels, 4) smallest and largest low, smallest and largest high of a panel
-    rows: Any  # (panels, 2) rows of the tile on which a panel works: first and last + 1
-
-
-@uncounted
-def make_scratch(memory, call, x, wide):
-    """Carved out of memory. ``x``: a zero of the type of operands; ``wide``: of the type to compute in."""
-    one = carve(memory, (0, 0), x)
-    m, n = round_up(call.block_m, PANEL), round_up(call.block_n, key_step(one))
-    words, words_v = row_words(one, call.head_dim), row_words(one, call.head_dim_v)
-    dim, dim_v, width = words * packing(one), words_v * packing(one), m // packing(one)
-    q, do = carve(memory, (m, words + SKEW), x), carve(memory, (m, words_v + SKEW), x)
-    k, p, ds = (
-        carve(memory, (n, words + SKEW), x),
-        carve(memory, (n, width + SKEW), x),
-        carve(memory, (n, width + SKEW), x),
-    )
-    v = carve(memory, (n, words_v + SKEW), x)
-    dp, ds_keys = float_tile(memory, ds, n, m, wide), row_pairs(memory, ds, n, m)
-    return Scratch(
-        q,
-        carve(memory, (words, m + SKEW), x),
-        row_pairs(memory, q, m, dim),
-        do,
-        carve(memory, (words_v, m + SKEW), x),
-        row_pairs(memory, do, m, dim_v),
-        k,
-        row_pairs(memory, k, n, dim),
-        v,
-        carve(memory, (m, dim + SKEW), wide),
-        p,
-        ds,
-        ds_keys,
-        turned(memory, ds_keys),
-        float_tile(memory, p, n, m, wide),
-        dp,
-        carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
-        carve(memory, (n if in_tiles(one) else 0, PANEL), wide),
-        carve(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int32(0)),
-        carve(memory, m, np.int32(0)),
-        make_terms(memory, n if call.softcap > 0 else 0, m + SKEW, wide),
-        carve(memory, m, np.int32(0)),
-        carve(memory, (m // PANEL, 4), np.int64(0)),
-        carve(memory, (m // PANEL, 2), np.int64(0)),
-    )
-
-
-@uncounted
-def make_sums(memory, call, dk_parts, dv_parts):
-    """dK and dV of a key head that has one part."""
-    keys, wide = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
-    return carve(memory, (keys, dk_parts.shape[3]), wide), carve(memory, (keys, dv_parts.shape[3]), wide)
-
-
-@uncounted
-def clear_rows(w):
-    """What lies behind head_dim in a row stays 0."""
-    for a in (w.q, w.do, w.k, w.v):
-        clear(a, 0, a.shape[0])
-
-
-@alone
-def clear(a, first, last):
-    """Whole rows."""
-    clear_columns(a, first, last, 0, a.shape[1])
-
-
-@uncounted
-def clear_columns(a, first, last, start, stop):
-    for j in range(first, last):
-        row = a[j]
-        for c in range(start, stop):
-            row[c] = 0
-
-
-@inner
-def dot_float64(x, y, n):
-    total = 0.0
-    for d in range(n):
-        total += np.float64(load(x, d)) * np.float64(load(y, d))
-    return total
-
-
-@alone
-def extremes(x, start, stop):
-    least = most = np.int64(x[start])
-    for c in range(start + 1, stop):
-        least, most = smaller(least, np.int64(x[c])), larger(most, np.int64(x[c]))
-    return least, most
-
-
-@uncounted
-def load_block(w, call, b, group, block, dout, q, out, lse, sequences, alibi, bias, delta):
-    """Lanes, Q, dO, lse and delta of one block of queries.
-
-    Returns (lanes used, first and last key that any of them sees, whether Q and dO are finite, whether ``split_lse``
-    is to follow).
-    """
-    q_start, q_len, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 3]
-    n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
-    place_terms(w.terms, call, b, alibi, bias, n, k_len - q_len, w.head, w.query)
-    width = round_up(n, PANEL)
-    for c in range(width):
-        w.top[c] = w.high[c]
-    ob, coarse = 0 if call.packed else b, False
-    for c in range(n):
-        at, h = q_start + w.query[c], w.head[c]
-        gradient = read_row(dout, (ob, at, h))
-        put_row(w.q, c, read_row(q, (ob, at, h)), call.head_dim)
-        put_row(w.do, c, gradient, call.head_dim_v)
-        row_lse = np.float64(lse[ob, h, at])
-        total = dot_float64(gradient, read_row(out, (ob, at, h)), call.head_dim_v)
-        delta[ob, h, at] = total
-        w.lse2[c] = np.inf if row_lse == -np.inf else row_lse * LOG2E
-        w.delta[c] = total if row_lse != -np.inf else 0.0
-        coarse |= is_coarse(w.lse2[c])
-    for c in range(width):
-        w.rest[c] = 0
-    for c in range(n, width):
-        clear(w.q, c, c + 1)
-        clear(w.do, c, c + 1)
-        w.lse2[c] = np.inf
-        w.delta[c] = 0
-    words, words_v = row_words(w.q, call.head_dim), row_words(w.do, call.head_dim_v)
-    transpose(w.qt, 0, w.qt.shape[1], w.q, 0, w.q.shape[1], width, words)
-    scale_floats(w.qt, words, width, score_scale(call))
-    transpose(w.dot, 0, w.dot.shape[1], w.do, 0, w.do.shape[1], width, words_v)
-    pair_rows(w.q_pairs, w.q, width)
-    pair_rows(w.do_pairs, w.do, width)
-    for i in range(width // PANEL):
-        span = w.span[i]
-        span[0], span[1] = extremes(w.low, i * PANEL, smaller((i + 1) * PANEL, n))
-        span[2], span[3] = extremes(w.high, i * PANEL, smaller((i + 1) * PANEL, n))
-    return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v), coarse
-
-
-@uncounted
-def is_coarse(lse):
-    return lse + like(lse, RESOLUTION) == lse and abs(lse) != np.inf
-
-
-@uncounted
+@device_function
 def next_tile(w, call, b, n, first, last, visible):
     """(keys of the tile from ``first``, whether a block mask lets any lane see it)."""
     n_keys = smaller(call.block_n, last + 1 - first)
@@ -244,21 +62,7 @@ def next_tile(w, call, b, n, first, last, visible):
     return n_keys, seen
 
 
-@uncounted
-def load_keys(w, call, b, head_kv, first, n_keys, k, v, sequences):
-    """K and V of a tile. True if all is finite."""
-    kb, start, rows = 0 if call.packed else b, sequences[b, 2] + first, round_up(n_keys, key_step(w.k))
-    for j in range(n_keys):
-        put_row(w.k, j, read_row(k, (kb, start + j, head_kv)), call.head_dim)
-        put_row(w.v, j, read_row(v, (kb, start + j, head_kv)), call.head_dim_v)
-    clear(w.k, n_keys, rows)
-    clear(w.v, n_keys, rows)
-    pair_rows(w.k_pairs, w.k, rows)
-    words, words_v = product_words(w.k, call.head_dim), product_words(w.v, call.head_dim_v)
-    return finite(w.k, n_keys, words) and finite(w.v, n_keys, words_v)
-
-
-@uncounted
+@device_function
 def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
     """S^T and dP^T in floats, of keys row ... row + n - 1 and ``width`` lanes, into the first columns of s and dp."""
     ld, k, v = s.shape[1], w.k.shape[1], w.v.shape[1]
@@ -267,15 +71,12 @@ def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
     gemm_rows(dp, at, ld, w.v, row * v, v, w.dot, lane, w.dot.shape[1], n, width, words_v, False)
 
 
+@generic
 def plain_gradients(w, call, width, first, n_keys):
     """P^T and dS^T of finite numbers without softcap, ALiBi or bias. False for float64: nothing done."""
-    raise TypeError("compiled code only")
 
-
-@overload(plain_gradients)
-def _plain_gradients(w, call, width, first, n_keys):
     def by_panels(w, call, width, first, n_keys):
-        step = key_step(w.p)
+        step = k_unroll(w.p)
         rows = round_up(n_keys, step)
         words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
         scale = np.float32(unscaled(w.q, score_scale(call)))
@@ -305,3 +106,225 @@ def _plain_gradients(w, call, width, first, n_keys):
 
     fused = w.type_of("lse2").dtype == types.float32
     return by_panels if fused else lambda w, call, width, first, n_keys: False
+
+
+@device_function
+def any_scores(w, call, n, first, n_keys, bias):
+    """S^T in base 2, masked, into w.s, and dP^T."""
+    width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
+    words, words_v = product_words(w.q, call.head_dim), product_words(w.q, call.head_dim_v)
+    multiply_scores(w, w.s, w.dp, 0, rows, 0, width, words, words_v)
+    factor = like(w.lse2[0], unscaled(w.q, score_scale(call)))
+    if is_plain(call):
+        scale_scores(w.s, n_keys, width, factor)
+    else:
+        finish_scores(w.s, call, first, n_keys, 0, n, width, factor, w.terms, True, bias)
+    mask_scores(w.s, first, n_keys, width, w.low, w.top)
+
+
+@device_function
+def scale_scores(s, n, width, factor):
+    if factor != 1:
+        for j in range(n):
+            for c in range(width):
+                s[j, c] *= factor
+
+
+@device_function
+def split_lse(w, call, x, b, head_kv, n, first, last):
+    """Of rows with a coarse lse: w.lse2 the largest score, and w.rest the log2 of the sum of the weights beside it.
+
+    float32 of -1e9 + log 100 is -1e9: keys that all have such a bias would weigh 1 each.
+    """
+    for c in range(n):
+        if is_coarse(w.lse2[c]):
+            has_sink = call.has_sinks and x.sinks[w.head[c]] != -np.inf
+            w.lse2[c] = x.sinks[w.head[c]] * LOG2E if has_sink else -np.inf
+            w.rest[c] = 1 if has_sink else 0  # the sum, for now
+        else:
+            w.rest[c] = -1
+    while first <= last:
+        n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
+        if seen:
+            load_keys(w, call, x, b, head_kv, first, n_keys)
+            any_scores(w, call, n, first, n_keys, x.bias)
+            for c in range(n):
+                if w.rest[c] >= 0:
+                    sum_weights(w, c, n_keys)
+        first += n_keys
+    for c in range(n):
+        w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
+
+
+@noinline_function
+def sum_weights(w, c, n_keys):
+    top, total = w.lse2[c], w.rest[c]
+    for j in range(n_keys):
+        score = w.s[j, c]
+        if score > top:
+            total, top = total * exp2(top - score), score
+        if score != -np.inf:
+            total += exp2(score - top)
+    w.lse2[c], w.rest[c] = top, total
+
+
+@noinline_function
+def weigh_visible(s, lse, n_keys, width):
+    """A visible key never weighs exactly 0, so that its NaN shows; ``s`` and ``lse`` in base 2."""
+    for j in range(n_keys):
+        row = s[j]
+        for c in range(width):
+            least = lse[c] + like(lse[0], TINY_LOG2)
+            if row[c] < least and row[c] != -np.inf and lse[c] != np.inf:
+                row[c] = least
+
+
+@device_function
+def any_gradients(w, call, n, first, n_keys, finite, bias):
+    """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
+    width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
+    any_scores(w, call, n, first, n_keys, bias)
+    if not finite:
+        weigh_visible(w.s, w.lse2, n_keys, width)
+    lse, rest, delta, zero = w.lse2, w.rest, w.delta, like(w.lse2[0], 0.0)
+    for j in range(n_keys):
+        s, dp = w.s[j], w.dp[j]
+        for c in range(width):
+            score, weight = s[c], exp2(s[c] - lse[c] - rest[c])
+            p = weight if score != -np.inf else zero  # lse may be NaN
+            gradient = p * (dp[c] - delta[c])
+            s[c], dp[c] = p, gradient if p != 0 else zero  # p = 0 may face a NaN behind a mask
+    if call.softcap > 0:
+        for j in range(n_keys):
+            dp, dscore, slope = w.dp[j], w.dscore[j], w.terms.cap_slope[j]
+            for c in range(width):
+                dscore[c] = dp[c]
+                dp[c] = dp[c] * slope[c]
+    clear(w.s, n_keys, rows)
+    clear(w.dp, n_keys, rows)
+
+
+@device_function
+def pair_gradients(w, width, n_keys):
+    """The operands of the products from P^T and dS^T in floats."""
+    rows = round_up(n_keys, k_unroll(w.p))
+    pair_tile(w.p, w.s, rows, width)
+    pair_tile(w.ds, w.dp, rows, width)
+    pair_tile_keys(w.ds_keys, w.dp, rows, width)
+    for i in range(len(w.rows)):
+        w.rows[i, 0], w.rows[i, 1] = 0, rows
+
+
+@device_function
+def make_sums(memory, call, dk_parts, dv_parts):
+    """dK and dV of a key head that has one part."""
+    keys, wide = call.max_seqlen_k + KEY_GROUP if call.n_splits == 1 else 0, dk_parts.dtype.type(0)
+    return arena_array(memory, (keys, dk_parts.shape[3]), wide), arena_array(
+        memory, (keys, dv_parts.shape[3]), wide
+    )
+
+
+@device_function
+def panels_of(w, panels, key):
+    """First and last + 1 of the panels that see a key of the group from row ``key``."""
+    first, last = panels, 0
+    for i in range(panels):
+        if w.rows[i, 0] < key + KEY_GROUP and key < w.rows[i, 1]:
+            first, last = smaller(first, i), i + 1
+    return first, last
+
+
+@device_function
+def add_products(w, width, dk, dv, at, n_keys):
+    """dV += P^T dO, dK += dS^T Q from row ``at`` on, and dQ += dS K."""
+    rows, panels, pack = round_up(n_keys, k_unroll(w.p)), width // PANEL, packing(w.p)
+    dim, dim_v = dk.shape[1], dv.shape[1]
+    key = 0
+    while key < rows:
+        first, last = panels_of(w, panels, key)
+        stop = key + KEY_GROUP
+        while stop < rows and panels_of(w, panels, stop) == (first, last):
+            stop += KEY_GROUP
+        m, k, lane = smaller(stop, rows) - key, (last - first) * PANEL // pack, first * PANEL // pack
+        if k > 0:
+            a, row, ld, ld_v = key * w.p.shape[1] + lane, at + key, w.q_pairs.shape[1], w.do_pairs.shape[1]
+            gemm_rows(
+                dv, row * dim_v, dim_v, w.p, a, w.p.shape[1], w.do_pairs, lane * ld_v, ld_v, m, dim_v, k, True
+            )
+            gemm_rows(dk, row * dim, dim, w.ds, a, w.ds.shape[1], w.q_pairs, lane * ld, ld, m, dim, k, True)
+        key = stop
+    i = 0
+    while i < panels:
+        start, end = w.rows[i, 0], w.rows[i, 1]
+        stop = i + 1
+        while stop < panels and w.rows[stop, 0] == start and w.rows[stop, 1] == end:
+            stop += 1
+        m, k, key, lane = (stop - i) * PANEL, (end - start) // pack, start // pack, i * PANEL
+        if k > 0:
+            add_queries(w, w.ds_keys, lane, m, key, k, dim)
+        i = stop
+
+
+@generic
+def add_queries(w, ds, lane, m, key, k, dim):
+    """dQ += dS K of ``m`` lanes and ``k`` steps from ``key`` on; ``ds`` is ``w.ds_keys``."""
+
+    def tiles(w, ds, lane, m, key, k, dim):
+        ld, ld_ds, ld_dq, ld_k = w.ds_rows.shape[1], ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
+        at_dq, at = lane * ld_dq, lane * ld + key
+        transpose(w.ds_rows, at, ld, ds, key * ld_ds + lane, ld_ds, k, m)
+        gemm_rows(w.dq, at_dq, ld_dq, w.ds_rows, at, ld, w.k_pairs, key * ld_k, ld_k, m, dim, k, True)
+
+    def vectors(w, ds, lane, m, key, k, dim):
+        ld_ds, ld_dq, ld_k = ds.shape[1], w.dq.shape[1], w.k_pairs.shape[1]
+        at_dq, at = lane * ld_dq, key * ld_ds + lane
+        gemm_columns(w.dq, at_dq, ld_dq, ds, at, ld_ds, w.k_pairs, key * ld_k, ld_k, m, dim, k, True)
+
+    return tiles if takes_tiles(ds) else vectors
+
+
+@device_function
+def add_products_carefully(w, call, x, b, head_kv, n, dk, dv, at, first, n_keys):
+    """The same without the terms whose weight is 0: there the other factor may be NaN or infinite."""
+    kb = 0 if call.packed else b
+    for c in range(n):
+        row = (kb, x.sequences[b, 0] + w.query[c], w.head[c])
+        gradient, query = read_row(x.dout, row), read_row(x.q, row)
+        for j in range(n_keys):
+            p, ds = w.s[j, c], w.dp[j, c]
+            if p != 0:
+                add_row(dv[at + j], p, gradient, call.head_dim_v)
+            if ds != 0:
+                key = read_row(x.k, (kb, x.sequences[b, 2] + first + j, head_kv))
+                add_row(dk[at + j], ds, query, call.head_dim)
+                add_row(w.dq[c], ds, key, call.head_dim)
+
+
+@noinline_function
+def add_row(total, weight, row, dim):
+    for d in range(dim):
+        total[d] += weight * load(row, d)
+
+
+@device_function
+def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
+    """dQ of a block of queries into w.dq; adds its dK and dV, whose rows begin at ``start``. Returns lanes used."""
+    n, first, last, finite_block, coarse = load_block(w, call, x, b, group, block)
+    if coarse:
+        split_lse(w, call, x, b, head_kv, n, first, last)
+    width, plain = round_up(n, PANEL), is_plain(call) and not coarse
+    clear(w.dq, 0, width)
+    while first <= last:
+        n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
+        if seen:
+            finite = load_keys(w, call, x, b, head_kv, first, n_keys)
+            all_finite = finite and finite_block
+            if not (all_finite and plain and plain_gradients(w, call, width, first, n_keys)):
+                any_gradients(w, call, n, first, n_keys, finite, x.bias)
+                pair_gradients(w, width, n_keys)
+            if all_finite:
+                add_products(w, width, dk, dv, start + first, n_keys)
+            else:
+                add_products_carefully(w, call, x, b, head_kv, n, dk, dv, start + first, first, n_keys)
+        first += n_keys
+    return n

@@ -6,7 +6,7 @@
     ot  [panel, d, lane]   accumulates O^T
 
 Elements are widened, except where the CPU multiplies bfloat16 (``target.DOT_BFLOAT16``): two steps of a product are
-then one uint32, the pair of bfloat16 that ``ir.gemm`` takes. Which of the two shows in the arrays' type alone.
+then one uint32, the pair of bfloat16 that ``codegen.gemm`` takes. Functions tell the two apart by the array's dtype.
 
 Every tile of K and V is copied, so that one path serves pages, any strides and every dtype: in-place reads of V
 would find 8 of its columns in one set of the L1 cache.
@@ -17,20 +17,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import float32_of_bfloat16, load, read_row
-from gpu_ops.kernels.numba_cpu.ir.carve import as_type, carve
-from gpu_ops.kernels.numba_cpu.ir.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, copy_row_asking, prefetch_row
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.softmax import ROWS
-from gpu_ops.kernels.numba_cpu.ir.target import DOT_BFLOAT16, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE
-from gpu_ops.kernels.numba_cpu.jit import alone, constant, overload, overload_array, uncounted
-from gpu_ops.kernels.numba_cpu.panels import steps
-
-AHEAD = 16  # rows: so much later than it was asked for, a row of K or V is packed
+from .codegen.arena import arena_array, as_type
+from .codegen.gemm import copy_transposed, copy_transposed_scaled, in_tiles, takes_tiles
+from .codegen.memory import SKEW, copy_row, lanes, round_up, smaller
+from .codegen.numba_api import types
+from .codegen.softmax import ROWS
+from .codegen.target import DOT_BFLOAT16
+from .codegen.tiles import TILE
+from .dtype import float32_of_bfloat16, load, read_row
+from .jit import constant, device_function, generic, noinline_function
+from .packing import steps
 
 
 class Keys(NamedTuple):
@@ -44,70 +41,32 @@ class Keys(NamedTuple):
     head: int
 
 
-def operand(x, wide):
-    """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
-    raise TypeError("compiled code only")
-
-
 @constant
 def is_pairs(packed):
     """Whether array ``packed`` holds pairs of bfloat16."""
     return packed.dtype == types.uint32
 
 
-def weights(packed, s):
-    """The array in which the softmax leaves the weights of the scores ``s``: the same memory."""
-    raise TypeError("compiled code only")
-
-
-def element(x, step, column):
-    """Element ``step`` of a product, widened, in an operand whose first axis counts the steps."""
-    raise TypeError("compiled code only")
-
-
-def put_row(to, row, later, dim):
-    """to = row, ``dim`` elements along the steps; rows of an odd number of pairs end in a zero. ``later`` is the row
-    to ask for meanwhile."""
-    raise TypeError("compiled code only")
-
-
-def put_values(to, j, row, later, dim):
-    """Row j of V; in pairs with the one before, for an odd j. ``later`` as in :func:`put_row`."""
-    raise TypeError("compiled code only")
-
-
-def transpose_queries(qt, at, nr, rows, d, factor):
-    """A square of ``rows`` from column ``d`` on, times ``factor``, to ``qt[at]``; pairs of bfloat16 take its sign."""
-    raise TypeError("compiled code only")
-
-
-def finite(a, m, n):
-    """Whether ``n`` words of each of the first ``m`` rows of an operand are."""
-    raise TypeError("compiled code only")
-
-
-def turned(memory, a):
-    """Room for the transpose of operand ``a``, where tile registers multiply: their left operand lies in rows. Else
-    ``a`` itself."""
-    raise TypeError("compiled code only")
-
-
-@overload(operand)
-def _operand(x, wide):
+@generic
+def operand(x, wide):
+    """Zero in the type of the products' operands for array ``x``, computed in the type of ``wide``."""
     if x.dtype == types.uint16 and DOT_BFLOAT16:
         return lambda x, wide: np.uint32(0)
     return lambda x, wide: wide
 
 
-@overload_array(weights)
-def _weights(packed, s):
+@generic(refcount=True)
+def weights(packed, s):
+    """The array in which the softmax leaves the weights of the scores ``s``: the same memory."""
     if packed.dtype == types.uint32:
         return lambda packed, s: as_type(s, np.uint32(0))
     return lambda packed, s: s
 
 
-@overload(element)
-def _element(x, step, column):
+@generic
+def element(x, step, column):
+    """Element ``step`` of a product, widened, in an operand whose first axis counts the steps."""
+
     def of_pair(x, step, column):
         word = x[step // 2, column]
         return float32_of_bfloat16(word >> np.uint32(16 * (step % 2)) & np.uint32(0xFFFF))
@@ -115,28 +74,29 @@ def _element(x, step, column):
     return of_pair if x.dtype == types.uint32 else (lambda x, step, column: x[step, column])
 
 
-@overload(put_row)
-def _put_row(to, row, later, dim):
+@generic
+def put_row(to, row, dim):
+    """to = row, ``dim`` elements along the steps. An odd number of bfloat16 is followed by a zero."""
     if to.dtype == row.dtype:
-        return lambda to, row, later, dim: copy_row_asking(to, row, later, dim)
+        return lambda to, row, dim: copy_row(to, row, dim)
 
-    def widen(to, row, later, dim):
-        prefetch_row(later, dim)
+    def widen(to, row, dim):
         for d in range(dim):
             to[d] = load(row, d)
 
-    def pairs(to, row, later, dim):
+    def pairs(to, row, dim):
         if dim % 2 == 1:
             to[dim // 2] = 0
-        copy_row_asking(to, row, later, dim)
+        copy_row(to, row, dim)
 
     return pairs if to.dtype == types.uint32 else widen
 
 
-@overload(put_values)
-def _put_values(to, j, row, later, dim):
-    def pairs(to, j, row, later, dim):
-        prefetch_row(later, dim)
+@generic
+def put_values(to, j, row, dim):
+    """Row j of V; in pairs with the one before, for an odd j."""
+
+    def pairs(to, j, row, dim):
         words = to[j // 2]
         if j % 2 == 0:
             for d in range(dim):
@@ -145,13 +105,13 @@ def _put_values(to, j, row, later, dim):
             for d in range(dim):
                 words[d] |= np.uint32(row[d]) << np.uint32(16)
 
-    return (
-        pairs if to.dtype == types.uint32 else lambda to, j, row, later, dim: put_row(to[j], row, later, dim)
-    )
+    return pairs if to.dtype == types.uint32 else lambda to, j, row, dim: put_row(to[j], row, dim)
 
 
-@overload(transpose_queries)
-def _transpose_queries(qt, at, nr, rows, d, factor):
+@generic
+def transpose_queries(qt, at, nr, rows, d, factor):
+    """A square of ``rows`` from column ``d`` on, times ``factor``, to ``qt[at]``; pairs of bfloat16 take its sign."""
+
     def pairs(qt, at, nr, rows, d, factor):
         if factor[0] < 0:
             for row in rows:
@@ -165,22 +125,25 @@ def _transpose_queries(qt, at, nr, rows, d, factor):
     return pairs if rows.dtype == types.uint32 else floats
 
 
-@overload_array(turned)
-def _turned(memory, a):
+@generic(refcount=True)
+def turned(memory, a):
+    """Memory for the transpose of operand ``a`` where tile registers multiply, whose left operand lies in rows; else
+    ``a`` itself."""
+
     def room(memory, a):
         steps, columns = a.shape
-        return carve(memory, (columns, round_up(steps, TILE) + SKEW), np.uint32(0))
+        return arena_array(memory, (columns, round_up(steps, TILE) + SKEW), np.uint32(0))
 
     return room if takes_tiles(a) else lambda memory, a: a
 
 
-@uncounted
-def key_step(a):
-    """Keys that go into products of operands like ``a`` together: a whole tile of pairs, or the rows of a round."""
+@device_function
+def k_unroll(a):
+    """Keys per step of a product of operands like ``a``: a tile of pairs, or the rows that the softmax unrolls."""
     return 2 * TILE if in_tiles(a) else ROWS
 
 
-@uncounted
+@device_function
 def transpose(to, to0, ldt, source, source0, lds, m, n):
     """to[j, i] = source[i, j] for m rows of n words, both whole vectors, from offsets to0 and source0."""
     step = lanes(source)
@@ -189,8 +152,22 @@ def transpose(to, to0, ldt, source, source0, lds, m, n):
             copy_transposed(to, to0 + j * ldt + i, ldt, source, source0 + i * lds + j, lds)
 
 
-@overload(finite)
-def _finite(a, m, n):
+@generic
+def transpose_v(vd, vt, n):
+    """vd = V^T of ``n`` keys, zero up to a whole tile, where tile registers multiply: they take rows of V^T."""
+
+    def turn(vd, vt, n):
+        full = round_up(steps(vt, n), TILE)
+        for j in range(steps(vt, n), full):
+            vt[j] = 0
+        transpose(vd, 0, vd.shape[1], vt, 0, vt.shape[1], full, vt.shape[1])
+
+    return turn if takes_tiles(vt) else lambda vd, vt, n: None
+
+
+@generic
+def finite(a, m, n):
+    """Whether the first ``n`` words of each of the first ``m`` rows of an operand are finite."""
     # an exponent of ones carries into the bit above it
     if a.dtype == types.float64:
         word, ones, one, above = np.uint64, 0x7FF << 52, 1 << 52, 1 << 63
@@ -211,53 +188,49 @@ def _finite(a, m, n):
     return check
 
 
-@alone
+@noinline_function
 def key_run(keys, call, key, n):
-    """Where the row of ``key`` is, (entry, row), and how many of the ``n`` rows from there on are next to it."""
+    """The batch entry (or page) and row of ``key``, and how many of the ``n`` rows from there on follow it there."""
     if call.page_size > 0:
         row = key % call.page_size
         return np.int64(keys.table[keys.b, key // call.page_size]), row, smaller(n, call.page_size - row)
     return 0 if call.packed else keys.b, keys.start + key, n
 
 
-@alone
+@noinline_function
 def pack_queries(qt, rows, q, call, b, q_start, n, head, query, factor):
-    """Fill the panels of ``n`` lanes, times the vector ``factor``; zero in lanes without a query. ``rows`` holds a
-    vector's rows on their way."""
+    """Fill the panels of ``n`` lanes with Q times the vector ``factor``; lanes without a query are zero. ``rows`` is
+    scratch for a vector of rows."""
     width, depth = rows.shape[0], rows.shape[1]
     nr = qt.shape[1]
     kb = 0 if call.packed else b
     for c in range(0, n, width):
         for i in range(c, smaller(c + width, n)):
-            j = smaller(i + width, n - 1)
-            later = read_row(q, (kb, q_start + query[j], head[j]))
-            put_row(rows[i - c], read_row(q, (kb, q_start + query[i], head[i])), later, call.head_dim)
+            put_row(rows[i - c], read_row(q, (kb, q_start + query[i], head[i])), call.head_dim)
         rows[smaller(n - c, width) :] = 0
         at = c // nr * depth * nr + c % nr
         for d in range(0, depth, width):
             transpose_queries(qt, at + d * nr, nr, rows, d, factor)
 
 
-@alone
+@noinline_function
 def pack_keys(kt, keys, call, first, n):
     """Rows first..first + n - 1 of K."""
     j = 0
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            later = read_row(keys.k, (entry, row + i + AHEAD, keys.head))
-            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), later, call.head_dim)
+            put_row(kt[j + i], read_row(keys.k, (entry, row + i, keys.head)), call.head_dim)
         j += run
 
 
-@alone
+@noinline_function
 def pack_values(vt, keys, call, first, n):
-    """The same of V. Returns whether all are finite."""
+    """The same for V. Returns whether all are finite."""
     j = 0
     while j < n:
         entry, row, run = key_run(keys, call, first + j, n - j)
         for i in range(run):
-            later = read_row(keys.v, (entry, row + i + AHEAD, keys.head))
-            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), later, call.head_dim_v)
+            put_values(vt, j + i, read_row(keys.v, (entry, row + i, keys.head)), call.head_dim_v)
         j += run
     return finite(vt, steps(vt, n), vt.shape[1])

@@ -1,4 +1,4 @@
-"""A block of queries against one tile of keys, panel by panel, and what becomes of the block at its end.
+"""A block of queries against one tile of keys, panel by panel; and the block's O and lse at its end.
 
 A panel is NR = 2 vectors of queries. Its scores take block_n * NR elements, 16 KiB (32 for pairs of bfloat16), so
 that they go from the first product through the softmax to the second without leaving the L1 cache:
@@ -7,52 +7,49 @@ that they go from the first product through the softmax to the second without le
              +----------+                a panel's Q^T (head_dim * NR) is in L1 while K runs past it
     block_n  |  S^T, P^T |
     keys     |  (L1)    |                causal: each panel takes only the keys that it sees, so the triangle
-             +----------+                that is computed for nothing is NR wide
+             +----------+                that is computed in vain is NR wide
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.attention_late import add_late
-from gpu_ops.kernels.numba_cpu.attention_operands import (
-    element,
-    is_pairs,
-    key_step,
-    operand,
-    turned,
-    weights,
-)
-from gpu_ops.kernels.numba_cpu.attention_scores import all_visible, finish_panel
-from gpu_ops.kernels.numba_cpu.attention_tile import (
+from .attention_operands import element, is_pairs, k_unroll, operand, turned, weights
+from .attention_tile import (
     TINY_LOG2,
     block_visibility,
+    finish_scores,
     is_plain,
     lse_of,
     make_terms,
+    mask_block,
+    mask_scores,
     place_lanes,
     place_terms,
     score_scale,
 )
-from gpu_ops.kernels.numba_cpu.attention_values import add_values, rescale
-from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.gemm import (
+from .codegen.arena import arena_array
+from .codegen.exp2 import LOG2E
+from .codegen.gemm import (
     copy_transposed_scaled,
     copy_vector,
+    gemm_columns_scaled,
+    gemm_rows,
     gemm_rows_largest,
     in_tiles,
+    takes_tiles,
 )
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.softmax import largest_scores, softmax_step
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
-from gpu_ops.kernels.numba_cpu.panels import steps
+from .codegen.memory import lanes, larger, round_up, smaller
+from .codegen.softmax import largest_scores, softmax_step
+from .codegen.target import MAX_LANES, MR
+from .codegen.tiles import TILE
+from .dtype import like, store, write_row
+from .jit import device_function, generic, noinline_function
+from .packing import steps
 
 
 class Work(NamedTuple):
-    """What one thread works in; attention_operands.py says how. m = block_m lanes, n = block_n keys."""
+    """Scratch of one thread, laid out as in attention_operands.py. m = block_m lanes, n = block_n keys."""
 
     qt: Any  # (panels * head_dim steps, NR)
     kt: Any  # (n, head_dim steps)
@@ -61,11 +58,10 @@ class Work(NamedTuple):
     s: Any  # (n, NR) S^T of one panel
     p: Any  # P^T, the same memory
     ot: Any  # (panels * head_dim_v, NR)
-    q_rows: Any  # one vector of rows on their way into qt
-    o_rows: Any  # and out of ot
+    q_rows: Any  # one vector of rows, before they are transposed into qt
+    o_rows: Any  # and after they are transposed out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
-    total: Any  # (NR) of a chunk's weights (attention_late.py)
     alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / row_sum
     head: Any  # (m) and so on: see place_lanes
     query: Any
@@ -75,46 +71,45 @@ class Work(NamedTuple):
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
 
-@uncounted
+@device_function
 def make_work(memory, call, k, wide):
     unit = operand(k, wide)
-    sample = carve(memory, (0, 0), unit)
-    nr = 2 * lanes(carve(memory, (0, 0), wide))
-    keys = round_up(call.block_n, key_step(sample))
+    sample = arena_array(memory, (0, 0), unit)
+    nr = 2 * lanes(arena_array(memory, (0, 0), wide))
+    keys = round_up(call.block_n, k_unroll(sample))
     panels = (call.block_m + nr - 1) // nr
     depth, padded = steps(sample, call.head_dim), round_up(steps(sample, call.head_dim), lanes(sample))
     depth = padded if in_tiles(sample) else depth
     dim_v = round_up(call.head_dim_v, MAX_LANES)
     m = panels * nr
-    vt, s = carve(memory, (steps(sample, keys), dim_v), unit), carve(memory, (keys, nr), wide)
+    vt, s = arena_array(memory, (steps(sample, keys), dim_v), unit), arena_array(memory, (keys, nr), wide)
     return Work(
-        carve(memory, (panels * padded, nr), unit),
-        carve(memory, (keys, depth), unit),
+        arena_array(memory, (panels * padded, nr), unit),
+        arena_array(memory, (keys, depth), unit),
         vt,
         turned(memory, vt),
         s,
         weights(vt, s),
-        carve(memory, (panels * dim_v, nr), wide),
-        carve(memory, (lanes(sample), padded), unit),
-        carve(memory, (lanes(s), dim_v), wide),
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, nr, wide),
-        carve(memory, m, wide),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int64(0)),
-        carve(memory, m, np.int32(0)),
-        carve(memory, m, np.int32(0)),
+        arena_array(memory, (panels * dim_v, nr), wide),
+        arena_array(memory, (lanes(sample), padded), unit),
+        arena_array(memory, (lanes(s), dim_v), wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, np.int64(0)),
+        arena_array(memory, m, np.int64(0)),
+        arena_array(memory, m, np.int32(0)),
+        arena_array(memory, m, np.int32(0)),
         make_terms(memory, 0, m, wide),
-        carve(memory, (panels, 4), np.int64(0)),
+        arena_array(memory, (panels, 4), np.int64(0)),
     )
 
 
-@uncounted
-def start_block(w, call, b, group, block, q_len, k_len, alibi, bias):
+@device_function
+def start_block(w, call, x, b, group, block, q_len, k_len):
     """Lanes of a block of queries, nothing summed. Returns (lanes used, first and last key that any of them sees)."""
     n, first, last = place_lanes(call, group, block, q_len, k_len, w.head, w.query, w.low, w.high)
-    place_terms(w.terms, call, b, alibi, bias, n, k_len - q_len, w.head, w.query)
+    place_terms(w.terms, call, b, x.alibi, x.bias, n, k_len - q_len, w.head, w.query)
     nr = w.s.shape[1]
     for panel in range((n + nr - 1) // nr):
         any_low, any_high, all_low, all_high = k_len, -1, 0, k_len
@@ -131,11 +126,12 @@ def start_block(w, call, b, group, block, q_len, k_len, alibi, bias):
     return n, first, last
 
 
-@uncounted
+@device_function
 def factors(call, p):
-    """softmax_scale in two parts: what Q is multiplied by, and the scores in the softmax.
+    """softmax_scale in two parts: the factor of Q, and the factor of the scores in the softmax.
 
-    Pairs of bfloat16 are multiplied as they lie, but for the sign, so that the largest product is the largest score.
+    Pairs of bfloat16 are not scaled, only negated for a negative scale, so that the largest product is the largest
+    score.
     """
     scale = score_scale(call)
     if is_pairs(p):
@@ -144,21 +140,21 @@ def factors(call, p):
     return scale, 1.0
 
 
-@uncounted
-def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
+@device_function
+def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
     """O^T, row_max and row_sum of ``n`` lanes: keys first..first + n_keys - 1, which lie packed in w.kt and w.vt.
 
     ``seen`` 1: the block mask hides them from some lanes. ``finite``: V is.
     """
     nr, panels = w.s.shape[1], w.seen.shape[0]
     depth, dim_v = w.qt.shape[0] // panels, w.ot.shape[0] // panels
-    ldk, group = w.kt.shape[1], key_step(w.vt)
+    ldk, group = w.kt.shape[1], k_unroll(w.vt)
     scale, here = like(w.s[0, 0], factors(call, w.p)[1]), seen
     for panel in range((n + nr - 1) // nr):
         lane = panel * nr
         if seen == 1:
             here = block_visibility(
-                visible, call, b, first, smaller(n - lane, nr), w.head[lane:], w.query[lane:]
+                x.visible, call, b, first, smaller(n - lane, nr), w.head[lane:], w.query[lane:]
             )
             if here == 0:
                 continue
@@ -170,16 +166,12 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
             continue
         rows, width = round_up(count, group), smaller(nr, round_up(n - panel * nr, lanes(w.s)))
         changed, factor = count < rows, scale
-        if finite and add_late(
-            w, call, b, panel, n, start, skip, count, here, width, plain, scale, bias, visible
-        ):
-            continue
         restart(w, lane, width)
         gemm_rows_largest(
             w.s, 0, nr, w.kt, skip * ldk, ldk, w.qt, lane * depth, nr, rows, width, ldk, w.alpha, lane
         )
         if not (plain and all_visible(w, panel, start, count)):
-            finish_panel(w, w.s, call, b, panel, n, start, count, here, width, factor, bias, visible)
+            finish_panel(w, call, x, b, panel, n, start, count, here, width, factor)
             factor = factor if is_plain(call) else like(factor, 1.0)
             changed = True
         for j in range(count, rows):
@@ -201,14 +193,38 @@ def add_tile(w, call, b, n, first, n_keys, seen, finite, bias, visible):
             add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 
 
-@uncounted
+@device_function
+def all_visible(w, panel, first, n_keys):
+    """Whether every lane of the panel sees the keys."""
+    return w.seen[panel, 2] <= first and first + n_keys - 1 <= w.seen[panel, 3]
+
+
+@device_function
+def finish_panel(w, call, x, b, panel, n, first, n_keys, seen, width, factor):
+    """Turn the products of ``n_keys`` keys from ``first`` into scores: softcap, ALiBi, bias, then the masks."""
+    start, s = panel * w.s.shape[1], w.s
+    stop = smaller(n, start + w.s.shape[1])
+    head, query, end = w.head[start:stop], w.query[start:stop], start + width
+    low, high = w.low[start:end], w.high[start:end]
+    if not is_plain(call):
+        finish_scores(s, call, first, n_keys, start, stop - start, width, factor, w.terms, False, x.bias)
+    if first < w.seen[panel, 2]:
+        mask_scores(s, first, smaller(n_keys, w.seen[panel, 2] - first), width, low, high)
+    if first + n_keys - 1 > w.seen[panel, 3]:
+        clear = larger(w.seen[panel, 3] + 1 - first, 0)  # rows that all lanes see
+        mask_scores(s[clear:], first + clear, n_keys - clear, width, low, high)
+    if seen == 1:
+        mask_block(s, x.visible, call, b, first, n_keys, stop - start, head, query)
+
+
+@device_function
 def restart(w, lane, width):
-    """The largest scores are those of the tiles before."""
+    """Start the largest scores from those of the previous tiles."""
     for c in range(0, width, lanes(w.s)):
         copy_vector(w.alpha, lane + c, 0, w.row_max, lane + c, 0)
 
 
-@uncounted
+@device_function
 def keep_visible(s, n, width, factor, row_max):
     """No visible key gets weight 0: its non-finite value must show."""
     for c in range(width):
@@ -221,7 +237,7 @@ def keep_visible(s, n, width, factor, row_max):
                 s[j, c] = least
 
 
-@uncounted
+@device_function
 def add_carefully(ot, vt, p, dim, width, n):
     """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
     for j in range(n):
@@ -232,8 +248,8 @@ def add_carefully(ot, vt, p, dim, width, n):
                     ot[d, c] += element(vt, j, d) * weight
 
 
-@uncounted
-def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_sums):
+@device_function
+def finish_block(w, call, x, b, n, split, q_start):
     """O and lse of the block's lanes, or of its part of the keys."""
     factor = factors(call, w.p)[1] if is_plain(call) else 1.0
     ob = 0 if call.packed else b
@@ -241,18 +257,18 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
         h, i = w.head[c], w.query[c]
         m, total = np.float64(w.row_max[c]) * factor, np.float64(w.row_sum[c])
         older = 1.0
-        if call.has_sinks and call.n_splits == 1 and sinks[h] != -np.inf:
-            sink = sinks[h] * LOG2E
+        if call.has_sinks and call.n_splits == 1 and x.sinks[h] != -np.inf:
+            sink = x.sinks[h] * LOG2E
             new = sink if sink > m else m
             older = 2.0 ** (m - new)
             total = total * older + 2.0 ** (sink - new)
             m = new
         w.alpha[c] = 0.0 if total == 0 else older / total
         if call.n_splits > 1:
-            sums = part_sums[split, (b * call.nheads + h) * call.max_seqlen_q + i]
+            sums = x.part_sums[split, (b * call.nheads + h) * call.max_seqlen_q + i]
             sums[0], sums[1] = m, total
         else:
-            lse[ob, h, q_start + i] = lse_of(m, total)
+            x.lse[ob, h, q_start + i] = lse_of(m, total)
     nr, width = w.s.shape[1], lanes(w.s)
     dim_v = w.ot.shape[0] // w.seen.shape[0]
     for start in range(0, n, width):
@@ -263,12 +279,43 @@ def finish_block(w, call, b, n, split, q_start, out, lse, sinks, part_out, part_
             h, i = w.head[start + c], w.query[start + c]
             if call.n_splits > 1:
                 at_part = (b * call.nheads + h) * call.max_seqlen_q + i
-                put_output(write_row(part_out, (split, at_part)), w.o_rows[c])
+                put_output(write_row(x.part_out, (split, at_part)), w.o_rows[c])
             else:
-                put_output(write_row(out, (ob, q_start + i, h)), w.o_rows[c])
+                put_output(write_row(x.out, (ob, q_start + i, h)), w.o_rows[c])
 
 
-@alone
+@noinline_function
 def put_output(to, row):
     for d in range(len(to)):
         store(to, d, row[d])
+
+
+@generic
+def add_values(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+    """A panel of ``width`` lanes at ``ot[at]`` and ``p``: keys skip..skip + count - 1 of the tile; all are finite."""
+
+    def tiles(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+        ld, rows, depth = vd.shape[1], round_up(dim, TILE), round_up(steps(vt, count), TILE)
+        rescale(ot, at // nr, dim, width, alpha[lane : lane + width])
+        gemm_rows(ot, at, nr, vd, steps(vt, skip), ld, p, 0, nr, rows, width, depth, True)
+
+    def vectors(ot, at, nr, vt, vd, skip, p, dim, width, count, alpha, lane):
+        ld, rows, depth = vt.shape[1], round_up(dim, MR), steps(vt, count)
+        gemm_columns_scaled(
+            ot, at, nr, vt, steps(vt, skip) * ld, ld, p, 0, nr, rows, width, depth, alpha, lane
+        )
+
+    return tiles if takes_tiles(vt) else vectors
+
+
+@noinline_function
+def rescale(ot, first, n, width, alpha):
+    changed = False
+    for c in range(width):
+        changed |= alpha[c] != 1
+    if not changed:
+        return
+    for d in range(first, first + n):
+        row = ot[d]
+        for c in range(width):
+            row[c] *= alpha[c]

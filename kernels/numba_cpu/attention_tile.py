@@ -20,17 +20,17 @@ masked.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.attention_bias import add_bias, place_bias
-from gpu_ops.kernels.numba_cpu.dtype import like
-from gpu_ops.kernels.numba_cpu.fastmath import tanh
-from gpu_ops.kernels.numba_cpu.ir.bias import PANEL
-from gpu_ops.kernels.numba_cpu.ir.carve import carve
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.ir.scalar import larger, smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.jit import alone, uncounted
+from .codegen.arena import arena_array
+from .codegen.bias import PANEL, add_square
+from .codegen.decode_rows import chunk_elements
+from .codegen.exp2 import LOG2E
+from .codegen.memory import lanes, larger, smaller
+from .codegen.numba_api import types
+from .codegen.target import MAX_LANES
+from .dtype import like, read_row
+from .fastmath import tanh
+from .jit import device_function, noinline_function
 
 LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
@@ -69,19 +69,19 @@ _TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
 CALL = types.NamedTuple([_TYPE[kind] for kind in Call.__annotations__.values()], Call)
 
 
-@uncounted
+@device_function
 def is_plain(call):
     """Whether scores are q.k times softmax_scale and nothing else."""
     return call.softcap == 0 and not call.has_alibi and not call.has_bias
 
 
-@uncounted
+@device_function
 def score_scale(call):
-    """What q.k is multiplied by: scores are in base 2, but in natural units before softcap."""
+    """The factor of q.k: scores are in base 2, but in natural units before softcap."""
     return call.scale if call.softcap > 0 else call.scale * LOG2E
 
 
-@uncounted
+@device_function
 def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     """Fill the lanes of a row block; returns (lanes used, first and last key that any lane sees).
 
@@ -107,13 +107,13 @@ def place_lanes(call, group, block, q_len, k_len, head, query, low, high):
     return n, first, last
 
 
-@uncounted
+@device_function
 def lse_of(top, total):
-    """From the largest score and the sum of the weights beside it."""
+    """From the largest score and the sum of the weights relative to it."""
     return -np.inf if total == 0 else (top + np.log2(total)) * LN2
 
 
-@uncounted
+@device_function
 def cap_scores(s, softcap, n, width, factor, slope, keep_slope):
     """log2(e) * softcap * tanh(factor * s / softcap); on request its slope 1 - tanh^2 too, for the gradient."""
     cap = like(s[0, 0], softcap * LOG2E)
@@ -128,7 +128,7 @@ def cap_scores(s, softcap, n, width, factor, slope, keep_slope):
 
 
 class Terms(NamedTuple):
-    """What ALiBi, bias and softcap need."""
+    """Scratch of ALiBi, bias and softcap."""
 
     slope: Any  # (m) what a score loses, in base 2, per key between it and the lane's position
     position: Any  # (m) of the query on the axis of keys
@@ -136,17 +136,36 @@ class Terms(NamedTuple):
     cap_slope: Any  # (n, m) for gradients, the slope of softcap
 
 
-@uncounted
+@device_function
 def make_terms(memory, n, m, wide):
     return Terms(
-        carve(memory, m, wide),
-        carve(memory, m, wide),
-        carve(memory, m + PANEL * MAX_LANES, np.int64(0)),
-        carve(memory, (n, m), wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m, wide),
+        arena_array(memory, m + PANEL * MAX_LANES, np.int64(0)),
+        arena_array(memory, (n, m), wide),
     )
 
 
-@uncounted
+@device_function
+def place_bias(starts, b, n, head, query, bias):
+    """Fill ``starts`` with the address of each lane's row; lanes past ``n`` repeat the last (only prefetched)."""
+    for c in range(len(starts)):
+        lane = smaller(c, n - 1)
+        starts[c] = read_row(bias, (b, head[lane], query[lane])).ctypes.data
+
+
+@device_function
+def add_bias(s, first, n, lane, n_lanes, factor, starts, bias):
+    """s = factor * s + bias in base 2: ``n`` keys from ``first``, ``n_lanes`` lanes of the block from ``lane``."""
+    step, wide, ld = lanes(s), chunk_elements(bias), s.shape[1]
+    for c in range(0, n_lanes, step):
+        for j in range(0, n, wide):
+            keys, queries = smaller(wide, n - j), smaller(step, n_lanes - c)
+            offset = (first + j) * bias.itemsize
+            add_square(s, j * ld + c, ld, keys, queries, starts, lane + c, offset, bias, factor)
+
+
+@device_function
 def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
     """Fill the lanes of a row block; the last query sits on key ``offset`` + its number."""
     if call.has_bias:
@@ -159,10 +178,12 @@ def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
             terms.slope[c] = terms.position[c] = 0
 
 
-@uncounted
+@device_function
 def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_slope, bias):
-    """softcap, ALiBi and bias; leaves scores in base 2. ``factor``: what is missing of score_scale. ``lane``: of the
-    block, the first."""
+    """softcap, ALiBi and bias; leaves scores in base 2.
+
+    ``factor``: the part of score_scale that is not applied yet. ``lane``: the first lane, counted in the block.
+    """
     if call.softcap > 0:
         cap_scores(s, call.softcap, n, width, factor, terms.cap_slope if keep_slope else s, keep_slope)
         factor = like(factor, 1.0)
@@ -177,7 +198,7 @@ def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_s
         add_bias(s, first, n, lane, n_lanes, factor, terms.starts, bias)
 
 
-@alone
+@noinline_function
 def mask_scores(s, first, n, width, low, high):
     """-inf where lane c does not see key first + j."""
     for j in range(n):
@@ -188,9 +209,9 @@ def mask_scores(s, first, n, width, low, high):
             row[c] = row[c] if seen else -np.inf
 
 
-@uncounted
+@device_function
 def block_visibility(visible, call, b, key, lanes, head, query):
-    """How a block mask treats one block of keys: 0 no lane sees it, 1 some lanes, 2 all."""
+    """Visibility of one block of keys in a block mask: 0 no lane sees it, 1 some lanes, 2 all."""
     first = visible[b, head[0], query[0] // call.block_q, key // call.block_k]
     for c in range(1, lanes):
         if visible[b, head[c], query[c] // call.block_q, key // call.block_k] != first:
@@ -198,7 +219,7 @@ def block_visibility(visible, call, b, key, lanes, head, query):
     return 2 if first else 0
 
 
-@uncounted
+@device_function
 def mask_block(s, visible, call, b, key, n, lanes, head, query):
     for c in range(lanes):
         if not visible[b, head[c], query[c] // call.block_q, key // call.block_k]:

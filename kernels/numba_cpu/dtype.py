@@ -1,4 +1,4 @@
-"""Elements and rows: how kernels read and write every dtype and any strides.
+"""Elements and rows of every dtype and any strides: how kernels read and write them.
 
 ========  ================  ===================
 dtype     enters a kernel   computed in
@@ -16,21 +16,20 @@ constant in the computing type (a bare Python constant would widen float32 maths
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.core.cgutils import unpack_tuple
-from numba.core.registry import cpu_target
-from numba.core.typing import signature
-from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
 
-from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
+from gpu_ops.memory_pool import POOL
 
+from .codegen.numba_api import intrinsic, ir, make_array, populate_array, signature, types, unpack_tuple
+from .codegen.target import FEATURES, TRIPLE
+from .jit import device_function, generic
+
+SMALL_BYTES = 1 << 12
 _BITS = {np.dtype(np.float16): np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16)}
 
 
@@ -44,6 +43,19 @@ def all_bits(*arrays: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
     """:func:`bits` of arrays of one dtype, which is looked up once."""
     as_integer = _BITS.get(arrays[0].dtype)
     return arrays if as_integer is None else [x.view(as_integer) for x in arrays]
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Like np.empty, on a cache line and in reused memory if it is large (finding a line takes 1 us).
+
+    A vector, or a row of a tile register, that straddles two lines costs twice.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size <= SMALL_BYTES:
+        return np.empty(shape, dtype)
+    raw = POOL.empty((size + 64,), np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _row(x: Any, index: Any, readonly: bool) -> Any:
@@ -122,33 +134,9 @@ def like(typingctx, value, constant):
     return signature(kind, value, given), codegen
 
 
+@generic
 def load(x, i):
     """Element ``i`` of a 1-D row in the computing type."""
-    raise TypeError("compiled code only")
-
-
-def store(x, i, value):
-    """Round ``value`` to the row's dtype and write it."""
-    raise TypeError("compiled code only")
-
-
-def rounded(x, value):
-    """``value`` rounded to the dtype of row ``x``, still in the computing type."""
-    raise TypeError("compiled code only")
-
-
-def magnitude(value):
-    """The bits of |value|: integers that order alike, NaN above infinity. LLVM makes vector code of their maximum."""
-    raise TypeError("compiled code only")
-
-
-def of_magnitude(m):
-    """The float of a :func:`magnitude`."""
-    raise TypeError("compiled code only")
-
-
-@overload(load)
-def _load(x, i):
     if x.dtype == types.int16:
         return lambda x, i: float32_of_float16(x[i])
     if x.dtype == types.uint16:
@@ -156,8 +144,9 @@ def _load(x, i):
     return lambda x, i: x[i]
 
 
-@overload(store)
-def _store(x, i, value):
+@generic
+def store(x, i, value):
+    """Round ``value`` to the row's dtype and write it."""
     if x.dtype == types.int16:
 
         def store_float16(x, i, value):
@@ -177,8 +166,9 @@ def _store(x, i, value):
     return store_native
 
 
-@overload(rounded)
-def _rounded(x, value):
+@generic
+def rounded(x, value):
+    """``value`` rounded to the dtype of row ``x``, still in the computing type."""
     if x.dtype == types.int16:
         return lambda x, value: float32_of_float16(float16_of_float32(np.float32(value)))
     if x.dtype == types.uint16:
@@ -186,19 +176,21 @@ def _rounded(x, value):
     return lambda x, value: value
 
 
-@overload(magnitude)
-def _magnitude(value):
+@generic
+def magnitude(value):
+    """The bits of |value|: integers that order alike, NaN above infinity. LLVM makes vector code of their maximum."""
     if value == types.float64:
         return lambda value: as_int64(value) & np.int64(0x7FFFFFFFFFFFFFFF)
     return lambda value: np.int32(as_uint32(value) & np.uint32(0x7FFFFFFF))
 
 
-@overload(of_magnitude)
-def _of_magnitude(m):
+@generic
+def of_magnitude(m):
+    """The float of a :func:`magnitude`."""
     return (lambda m: as_float64(m)) if m == types.int64 else (lambda m: as_float32(m))
 
 
-@uncounted
+@device_function
 def float32_of_bfloat16(x):
     return as_float32(np.uint32(x) << np.uint32(16))
 
@@ -220,10 +212,8 @@ def bfloat16_of_float32(typingctx, x):
     return signature(types.uint16, types.float32), codegen
 
 
-def _converts_float16() -> bool:
-    """Whether LLVM has instructions for float16 <-> float32 on this CPU (else it would call a library)."""
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+f16c" in features.split(",") or triple.startswith(("aarch64", "arm64"))
+# LLVM has instructions for float16 <-> float32 on this CPU; elsewhere it would call a library
+_CONVERTS_FLOAT16 = "+f16c" in FEATURES or TRIPLE.startswith(("aarch64", "arm64"))
 
 
 @intrinsic
@@ -242,7 +232,7 @@ def _half_of_float32(typingctx, x):
     return signature(types.int16, types.float32), codegen
 
 
-@uncounted
+@device_function
 def _float32_of_float16_bits(x):
     h = np.uint32(np.uint16(x))
     # The exponent bias differs by 112; multiplying by 2^112 also makes subnormals right.
@@ -252,7 +242,7 @@ def _float32_of_float16_bits(x):
     return as_float32(u | ((h & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@uncounted
+@device_function
 def _float16_bits_of_float32(x):
     u = as_uint32(x)
     a = u & np.uint32(0x7FFFFFFF)
@@ -266,5 +256,5 @@ def _float16_bits_of_float32(x):
     return np.int16(h | ((u >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-float32_of_float16 = _float32_of_half if _converts_float16() else _float32_of_float16_bits
-float16_of_float32 = _half_of_float32 if _converts_float16() else _float16_bits_of_float32
+float32_of_float16 = _float32_of_half if _CONVERTS_FLOAT16 else _float32_of_float16_bits
+float16_of_float32 = _half_of_float32 if _CONVERTS_FLOAT16 else _float16_bits_of_float32

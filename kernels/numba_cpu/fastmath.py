@@ -23,54 +23,46 @@ give garbage, so a kernel that uses this module must not have it (jit.CONTRACT i
 from __future__ import annotations
 
 import numpy as np
-from numba.core import types
 
-from gpu_ops.kernels.numba_cpu.dtype import as_float32, as_float64, as_int64, as_uint32
-from gpu_ops.kernels.numba_cpu.ir.exp2 import LOG2E
-from gpu_ops.kernels.numba_cpu.jit import overload, uncounted
+from .codegen.exp2 import LOG2E
+from .codegen.numba_api import types
+from .dtype import as_float32, as_float64, as_int64, as_uint32
+from .jit import device_function, generic
 
 _ROUND32 = np.float32(1.5 * 2.0**23)  # x + this - this == rint(x), with the integer in the low mantissa bits
 _ROUND64 = 1.5 * 2.0**52
 _LN2_HI64, _LN2_LO64 = 0.6931471803691238, 1.9082149292705877e-10
 
 
-def exp2(x):
-    """2**x for float32 or float64."""
-    raise TypeError("compiled code only")
-
-
+@generic
 def tanh(x):
     """Hyperbolic tangent of float32 or float64, small results to full relative accuracy."""
-    raise TypeError("compiled code only")
-
-
-@overload(tanh)
-def _tanh(x):
     return (lambda x: tanh_float64(x)) if x == types.float64 else (lambda x: tanh_float32(x))
 
 
-@overload(exp2)
-def _exp2(x):
+@generic
+def exp2(x):
+    """2**x for float32 or float64."""
     return (lambda x: exp2_float64(x)) if x == types.float64 else (lambda x: exp2_float32(x))
 
 
-@uncounted
+@device_function
 def _clamp(x, low, high):
     """NaN passes through, unlike min(max(...))."""
     return low if x < low else (high if x > high else x)
 
 
-@uncounted
+@device_function
 def _scale32(p, rounded):
     return p * as_float32((as_uint32(rounded) + np.uint32(127)) << np.uint32(23))
 
 
-@uncounted
+@device_function
 def _scale64(p, rounded):
     return p * as_float64((as_int64(rounded) + np.int64(1023)) << np.int64(52))
 
 
-@uncounted
+@device_function
 def exp2_float32(x):
     x = _clamp(x, np.float32(-127.0), np.float32(128.0))  # their exponent bits read 0 and inf
     rounded = x + _ROUND32
@@ -85,7 +77,7 @@ def exp2_float32(x):
     return _scale32(p, rounded)
 
 
-@uncounted
+@device_function
 def exp2_float64(x):
     x = _clamp(x, -1023.0, 1024.0)
     rounded = x + _ROUND64
@@ -105,7 +97,7 @@ def exp2_float64(x):
     return _scale64(p, rounded)
 
 
-@uncounted
+@device_function
 def exp_float64(x):
     x = _clamp(x, -709.4, 710.0)
     rounded = x * LOG2E + _ROUND64
@@ -127,7 +119,7 @@ def exp_float64(x):
     return _scale64(p, rounded)
 
 
-@uncounted
+@device_function
 def tanh_float32(x):
     x = _clamp(x, np.float32(-9.02), np.float32(9.02))  # beyond, 1
     z = x * x
@@ -144,7 +136,7 @@ def tanh_float32(x):
     return _clamp(x * p / q, np.float32(-1.0), np.float32(1.0))
 
 
-@uncounted
+@device_function
 def tanh_float64(x):
     z = x * x
     p = (-0.964399179425052238628 * z - 99.2877231001918586564) * z - 1614.68768441708447952

@@ -1,13 +1,13 @@
-"""Matrix products of the CPU backend: ``C (+)= op(A) op(B)`` on the micro-kernels of ir/gemm.py, for every dtype.
+"""Matrix products on the CPU: ``C (+)= op(A) op(B)`` on the micro-kernels of codegen/gemm.py, for every dtype.
 
 A task is one tile of C, which stays in the L2 cache as float32 (float64 for float64) while it adds up over
 blocks of K:
 
                         columns: panels of NR                 per block of K:
                       +-------+-------+----                     A  rows x block, packed by the task, in L1 and L2
-        block of B    | panel | panel |                         B  panels that all tasks share (panels.py), in L2
-                      +-------+-------+----                     next A asked for from memory meanwhile: a line
-    rows x block      |   C   |   C   |                            every few steps, in the micro-kernel's loop
+        block of B    | panel | panel |                         B  panels that all tasks share (packing.py), in L2
+                      +-------+-------+----                     the next A is prefetched meanwhile: a line every
+    rows x block      |   C   |   C   |                            few steps, in the micro-kernel's loop
     of A              +-------+-------+----                   at the end C is rounded once and stored
 
 The vector lanes run along the columns of C. Of ``x @ w.T`` A is w, read once per 512 tokens: its rows are copied,
@@ -18,39 +18,20 @@ A packed row is SKEW longer than its block: rows a power of two of bytes apart w
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.carve import as_type
-from gpu_ops.kernels.numba_cpu.ir.gemm import (
-    ROUND,
-    columns_1,
-    columns_2,
-    copy_transposed,
-    gemm_rows,
-    rows_1,
-    rows_2,
-    takes_tiles,
-)
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, SKEW, row_address, scratch
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, MR, XEON, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import counted, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import (
-    IN_PLACE,
-    Panels,
-    elements,
-    in_registers,
-    pack,
-    pack_a,
-    packed,
-    room_a,
-    steps,
-)
-from gpu_ops.kernels.numba_cpu.parallel import TASKS_PER_THREAD, claim, launch, thread_count
+from .codegen.arena import as_type
+from .codegen.gemm import ROUND, columns_1, columns_2, copy_transposed, gemm_rows, rows_1, rows_2, takes_tiles
+from .codegen.memory import LINE_BYTES, SKEW, lanes, round_up, row_address, scratch, smaller, span
+from .codegen.target import MAX_LANES, MR, XEON
+from .codegen.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
+from .dtype import bits, read_row, store, write_row
+from .jit import device_function, generic, kernel, read, types, write
+from .packing import IN_PLACE, Panels, elements, in_registers, pack, pack_a, packed, room_a, steps
+from .parallel import TASKS_PER_THREAD, claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
 # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast. In tile registers C 512 KiB,
@@ -106,7 +87,7 @@ def matmul(
 
 
 def tile_shape(m: int, n: int, kind: str) -> tuple[int, int]:
-    """Rows and columns of a tile, about ROWS x COLUMNS: even, some for every thread as long as 32 rows are left."""
+    """Rows and columns of a tile, about ROWS x COLUMNS: of even size, and some for every thread down to 32 rows."""
     columns = _even(n, COLUMNS_OF_TILES if in_registers(kind) else COLUMNS, 64)
     rows = ROWS if n > 64 else 32  # long blocks of K: A stays in L2 (16 tokens: 14 ms against 17)
     while rows > 32 and -(-m // rows) * -(-n // columns) < TASKS_PER_THREAD * thread_count():
@@ -120,37 +101,42 @@ def _even(length: int, most: int, step: int) -> int:
     return max(step, -(-length // (parts * step)) * step)
 
 
-@uncounted
+@device_function
 def tile_size(index, tile, length):
     """Where tile ``index`` starts and its size."""
     start = index * tile
     return start, max(0, min(tile, length - start))
 
 
-@uncounted
-def region(packed, trans, m0, m, k0, k):
-    """Where a block of A lies in memory: first row, rows, first column, columns."""
+# rows x columns of an array to prefetch, from (r0, c0)
+Region = namedtuple("Region", "array r0 rows c0 columns")
+
+
+@device_function(refcount=True)
+def region(a, packed, trans, m0, m, k0, k):
+    """Where m rows from m0 and k steps from k0 of op(a) lie."""
     if trans:
-        return elements(packed, k0), elements(packed, k), m0, m
-    return m0, m, elements(packed, k0), elements(packed, k)
+        return Region(a, elements(packed, k0), elements(packed, k), m0, m)
+    return Region(a, m0, m, elements(packed, k0), elements(packed, k))
 
 
-@uncounted
-def place(ahead, r0, c0, columns, at, advance):
-    """What the micro-kernels are to ask for, from ``at`` bytes into the region on."""
-    length, stride = max(1, columns * ahead.itemsize), ahead.strides[0]
-    return row_address(ahead, r0, c0) + at // length * stride, at % length, advance, length, stride
+@device_function
+def place(ahead, at, advance):
+    """``build.prefetcher``'s ahead: from ``at`` bytes into the region on, ``advance`` bytes each time."""
+    length, stride = max(1, ahead.columns * ahead.array.itemsize), ahead.array.strides[0]
+    start = row_address(ahead.array, ahead.r0, ahead.c0)
+    return start + at // length * stride, at % length, advance, length, stride
 
 
 def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
-    @uncounted
-    def multiply(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
-        """C (+)= A B; meanwhile asks for rows x columns of ``ahead`` from r0, c0."""
+    @device_function
+    def multiply(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead):
+        """C (+)= A B; meanwhile prefetches the region ``ahead``."""
         ldc, nr = c.shape[1], 2 * lanes(c)
         next_a, step_a = (MR, lda) if columns_form else (MR * lda, 1)
         down, across = (m + MR - 1) // MR, (n + nr - 1) // nr
         pieces = down * across * ((k + SUM_STEPS - 1) // SUM_STEPS)
-        share = rows * columns * ahead.itemsize // max(1, pieces)  # bytes that one piece asks for
+        share = ahead.rows * ahead.columns * ahead.array.itemsize // max(1, pieces)  # bytes per piece
         advance, at = (share > 0) * (ROUND * share // max(1, min(k, SUM_STEPS)) + 1), 0
         for tile in range(down * across):
             # a Xeon's first cache keeps a panel of B (5 % less time), Zen's rows of A
@@ -159,7 +145,7 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
             for kk in range(0, max(1, k), SUM_STEPS):
                 at_c, at_a = i * MR * ldc + j * nr, a0 + i * next_a + kk * step_a
                 steps, add = min(SUM_STEPS, k - kk), accumulate | (kk > 0)
-                coming = place(ahead, r0, c0, columns, at, advance)
+                coming = place(ahead, at, advance)
                 if n - j * nr > nr // 2:
                     wide(c, at_c, ldc, a, at_a, lda, panel, kk * nr, nr, steps, add, coming)
                 else:  # half a panel
@@ -172,90 +158,87 @@ def _multiply(wide: Any, narrow: Any, columns_form: bool) -> Any:
 _multiply_rows, _multiply_columns = _multiply(rows_2, rows_1, False), _multiply(columns_2, columns_1, True)
 
 
-def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+@generic
+def products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
     """C (+)= A B of words from offset a0, as ``pack_a`` leaves them or as they lay, B from panel ``first`` on."""
-    raise TypeError("compiled code only")
 
-
-@overload(products)
-def _products(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
-    def vectors(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    def vectors(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
         if trans:
-            _multiply_columns(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
+            _multiply_columns(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead)
         else:
-            _multiply_rows(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns)
+            _multiply_rows(c, a, a0, lda, panels, first, m, n, k, accumulate, ahead)
 
-    def tiles(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns):
+    def tiles(c, a, a0, lda, trans, panels, first, m, n, k, accumulate, ahead):
         ldc, panel, nr = c.shape[1], panels.shape[1], 2 * lanes(c)
         width = round_up(n, TILE)
         whole = k // TILE * TILE
         # a line per 16 steps: with two on their way tiles wait for their own (1024 tokens: 8 % slower)
-        coming = place(ahead, r0, c0, columns, 0, (rows > 0) * LINE_BYTES)
+        coming = place(ahead, 0, (ahead.rows > 0) * LINE_BYTES)
         for i in range(0, m, BAND):
             height, at_c, row = round_up(smaller(BAND, m - i), TILE), i * ldc, a0 + i * lda
             for kk in range(0, whole, DEPTH):
                 depth, more = smaller(DEPTH, whole - kk), accumulate | (kk > 0)
                 at_a, at_b = row + kk, first * panel + kk * nr
-                multiply_tiles(
-                    c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, height, width, depth, more, coming
-                )
+                sizes = height, width, depth
+                multiply_tiles(c, at_c, ldc, a, at_a, lda, panels, at_b, nr, panel, sizes, more, coming)
                 coming = later(coming, round_up(width, nr) // nr * depth // TILE)
             if (whole < k) | (k == 0):  # a sum of nothing is written too
                 more = accumulate | (whole > 0)
                 for j in range(0, width, nr):
                     at_b, across = (first + j // nr) * panel + whole * nr, smaller(nr, width - j)
                     gemm_rows(
-                        c, at_c + j, ldc, a, row + whole, lda, panels, at_b, nr, height, across, k - whole, more,
-                    )  # fmt: skip
+                        c,
+                        at_c + j,
+                        ldc,
+                        a,
+                        row + whole,
+                        lda,
+                        panels,
+                        at_b,
+                        nr,
+                        height,
+                        across,
+                        k - whole,
+                        more,
+                    )
 
     return tiles if takes_tiles(panels) else vectors
 
 
-def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
-    """C (+)= op(A) B: m rows of op(A) from m0 and k steps from k0, B from panel ``first`` on; ``room`` is for what of
-    A is packed. While that is multiplied, rows x columns of ``ahead`` from r0, c0 are asked for."""
-    raise TypeError("compiled code only")
-
-
 def _widest_in_place(a: types.Array, panels: types.Array) -> int:
-    """Up to how many columns A is multiplied where it lies. That takes, of the time with packed A, on a Xeon: float32
-    0.82 (16 columns), 0.88 (64), 1.0 (1024); bfloat16 in tiles, whose loads wait for memory, 0.68, 0.80, 1.02 (96).
+    """Up to how many columns A is multiplied in place. Time over that with packed A, on a Xeon: float32 0.82
+    (16 columns), 0.88 (64), 1.0 (1024); bfloat16 in tiles, whose loads wait for memory, 0.68, 0.80, 1.02 (96).
     """
     if takes_tiles(panels):
         return IN_PLACE if a.dtype == types.uint16 else 0
     return 1 << 62 if XEON and a.dtype == panels.dtype else 0
 
 
-@overload(multiply)
-def _multiply_any(
-    c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns
-):
+@generic
+def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead):
+    """C (+)= op(A) B: m rows of op(A) from m0 and k steps from k0, B from panel ``first`` on.
+
+    ``room`` is for what of A is packed, ``ahead`` the region to prefetch meanwhile.
+    """
     widest, step = _widest_in_place(a, panels), TILE if takes_tiles(panels) else MR
 
-    def packed(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
+    def packed(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead):
         pack_a(room, a, trans, m0, m, k0, k)
-        products(
-            c, room, 0, room.shape[1], trans, panels, first, m, n, k, accumulate, ahead, r0, rows, c0, columns
-        )
+        products(c, room, 0, room.shape[1], trans, panels, first, m, n, k, accumulate, ahead)
 
-    def in_place(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead, r0, rows, c0, columns):
+    def in_place(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahead):
         words, whole = as_type(a, panels[0, 0]), m // step * step
         ld, apart = a.strides[0] // words.itemsize, a.strides[0] % words.itemsize
         if trans | (n > widest) | (k0 + k > words.shape[1]) | (a.strides[1] != a.itemsize) | (apart != 0):
             whole = 0
         if whole > 0:
-            # rows read in order come by themselves, faster than asked for (float32, 16, 64 tokens: 0.78, 0.98)
-            at = m0 * ld + k0
-            products(
-                c, words, at, ld, False, panels, first, whole, n, k, accumulate, ahead, r0, 0, c0, columns
-            )
+            # the hardware prefetches rows that are read in order, faster (float32, 16, 64 tokens: 0.78, 0.98)
+            at, none = m0 * ld + k0, Region(ahead.array, ahead.r0, 0, ahead.c0, ahead.columns)
+            products(c, words, at, ld, False, panels, first, whole, n, k, accumulate, none)
         if whole < m:
             below, rest = c[whole:], m - whole
             pack_a(room, a, trans, m0 + whole, rest, k0, k)
-            products(
-                below, room, 0, room.shape[1], trans, panels, first, rest, n, k, accumulate, ahead,
-                r0, rows, c0, columns,
-            )  # fmt: skip
+            products(below, room, 0, room.shape[1], trans, panels, first, rest, n, k, accumulate, ahead)
 
     return in_place if widest > 0 else packed
 
@@ -294,22 +277,21 @@ def gemm(state, n_tasks, tile, sizes, a, trans_a, panels, blocks, out, trans_out
         for b in range(blocks):
             k = min(block, k_all - b * block)
             if b + 1 < blocks:
-                r0, r, c0, cs = region(
-                    panels, trans_a, m0, m, (b + 1) * block, min(block, k_all - (b + 1) * block)
-                )
+                k1 = (b + 1) * block
+                ahead = region(a, panels, trans_a, m0, m, k1, min(block, k_all - k1))
             else:
                 m1, mn = tile_size(following // n_tiles, rows, m_all)
-                r0, r, c0, cs = region(panels, trans_a, m1, mn, 0, block)
+                ahead = region(a, panels, trans_a, m1, mn, 0, block)
             first = b * across + n0 // nr
-            multiply(c, pa, a, trans_a, m0, m, b * block, k, panels, first, n, b > 0, a, r0, r, c0, cs)
+            multiply(c, pa, a, trans_a, m0, m, b * block, k, panels, first, n, b > 0, ahead)
         finish(c, m0, m, n0, n, out, trans_out, total, add, last)
         task = following
     close_tiles()
 
 
-@counted
+@device_function(refcount=True)
 def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
-    """Adds what there is of the sum, and stores C there or, rounded, in ``out``."""
+    """Add the sum so far, and store C there or, rounded, in ``out``."""
     if trans_out:
         width = lanes(c)
         turned = scratch(width, round_up(m, width), c[0, 0])
@@ -323,17 +305,17 @@ def finish(c, m0, m, n0, n, out, trans_out, total, add, last):
             finish_row(c[i], m0 + i, n0, n, out, total, add, last)
 
 
-@uncounted
+@device_function
 def finish_row(row, r, start, length, out, total, add, last):
     if add:
-        so_far = read_row(total, (r,))[start : start + length]
+        so_far = span(read_row(total, (r,)), start, length)
         for j in range(length):
             row[j] += so_far[j]
     if last:
-        target = write_row(out, (r,))[start : start + length]
+        target = span(write_row(out, (r,)), start, length)
         for j in range(length):
             store(target, j, row[j])
     else:
-        keep = write_row(total, (r,))[start : start + length]
+        keep = span(write_row(total, (r,)), start, length)
         for j in range(length):
             keep[j] = row[j]

@@ -19,68 +19,80 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import llvmlite
-import numba
 import numpy as np
-from numba import extending
-from numba.core import caching, types
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
-from numba.core.serialize import dumps
 
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.numba_import import uninterrupted
 from gpu_ops.kernels.compiler.progress import visible
-from gpu_ops.kernels.numba_cpu.part import ApartCompiler, KernelCompiler, PartCompiler, part
-from gpu_ops.kernels.numba_cpu.permission import tiles_allowed
 
-__all__ = [
-    "CONTRACT",
-    "FLOATS",
-    "KERNELS",
-    "REASSOC",
-    "Kernel",
-    "all_variants",
-    "alone",
-    "build_id",
-    "cache_dir",
-    "compute",
-    "constant",
-    "counted",
-    "inner",
-    "kernel",
-    "overload",
-    "overload_array",
-    "read",
-    "scalar",
-    "types",
-    "uncounted",
-    "write",
-]
+from .codegen.numba_api import (
+    VERSIONS,
+    Cache,
+    CompileResult,
+    CompileResultCacheImpl,
+    dumps,
+    global_compiler_lock,
+    intrinsic,
+    njit,
+    overload,
+    rtsys,
+    target,
+    types,
+)
+from .codegen.numba_pipeline import DeviceCompiler, KernelCompiler, NoinlineCompiler, njit_once
+from .codegen.target import request_amx
 
 # Reductions vectorise only when additions may be reordered; NaN and inf keep their meaning.
 REASSOC = frozenset({"reassoc", "contract", "arcp", "nsz"})
 CONTRACT = frozenset({"contract"})
 
-# For loops over a row: LLVM uses vectors for a loop in a function of its own, and at times scalars for the same loop
-# within a kernel. ``inner`` may add up in any order.
 _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-inner = numba.njit(fastmath=set(REASSOC), **_WITHIN)
-# Vectors of other functions are the kernel's affair, or written by hand: they are parts of it. What makes arrays is
-# ``counted``. What only borrows them need not be: counting references (atomic, 11 arrays per call) took a third of
-# decoding's time, and takes time to compile. ``alone`` is ``uncounted``, and never inlined: for loops over much that
-# several places need, each of which would get vector code of its own. What they may not do: lowering.py.
-# Their fastmath is their own: Numba hands down a caller's, of whichever kernel is compiled first.
-_PART: dict[str, Any] = {"pipeline_class": PartCompiler, "fastmath": set(CONTRACT), **_WITHIN}
-counted = part(**_PART)
-uncounted = part(_nrt=False, **_PART)
-alone = part(_nrt=False, **{**_PART, "pipeline_class": ApartCompiler})
+
+# A loop over a row as a function of its own, whose sums may be reordered: within a kernel LLVM at times makes scalar
+# code of the same loop.
+inner = njit(fastmath=set(REASSOC), **_WITHIN)
+
+
+def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
+    # fastmath of its own: Numba would hand down that of whichever kernel is compiled first
+    defaults = {"pipeline_class": DeviceCompiler, "fastmath": set(CONTRACT), "_nrt": refcount}
+    return {**defaults, **_WITHIN, **options}
+
+
+def device_function(function: Any = None, *, refcount: bool = False) -> Any:
+    """Decorate a function that only compiled code calls; it is compiled as a part of each kernel that does.
+
+    ``refcount``: it makes arrays, or returns some to a caller that counts references. Without, arrays are borrowed:
+    counting their references (atomic, 11 arrays per call) took a third of decoding's time.
+    """
+    decorate = njit_once(**_device_options(refcount))
+    return decorate if function is None else decorate(function)
+
+
+# A device function that is never inlined: for long loops that several places call, each of which would get a copy.
+noinline_function = njit_once(**_device_options(False, pipeline_class=NoinlineCompiler))
+
+
+def generic(function: Any = None, *, refcount: bool = False) -> Any:
+    """Decorate a function of argument types that returns the implementation for them: a device function of this name.
+
+    ``refcount`` as for :func:`device_function`.
+    """
+
+    def decorate(choose: Callable[..., Any]) -> Any:
+        @wraps(choose)
+        def stub(*arguments: Any) -> Any:
+            raise TypeError(f"{choose.__name__} is for compiled code only")
+
+        overload(stub, jit_options=_device_options(refcount))(choose)
+        return stub
+
+    return decorate if function is None else decorate(function)
 
 
 def constant(of: Callable[[types.Type], int | bool]) -> Any:
@@ -92,11 +104,8 @@ def constant(of: Callable[[types.Type], int | bool]) -> Any:
         return kind(x), lambda context, builder, sig, args: context.get_constant(kind, number)
 
     value.__doc__ = of.__doc__
-    return extending.intrinsic(value)
+    return intrinsic(value)
 
-
-overload = partial(extending.overload, jit_options={"_nrt": False, **_PART})
-overload_array = partial(extending.overload, jit_options={"_nrt": True, **_PART})  # for what returns one
 
 KERNELS: list[Kernel] = []
 
@@ -178,7 +187,7 @@ class Kernel:
                 label, given = self.label(names), self._function
                 function = FunctionType(given.__code__, given.__globals__, label, None, given.__closure__)
                 function.__qualname__ = label  # of its machine code too
-                dispatcher = numba.njit(
+                dispatcher = njit(
                     nogil=True,
                     error_model="numpy",
                     no_cfunc_wrapper=True,
@@ -218,12 +227,12 @@ def all_variants() -> Iterator[tuple[Kernel, Any]]:
             yield k, variant
 
 
-class DiskCache(caching._Cache):
+class DiskCache(Cache):
     """One compiled variant in one file: the pickled compile result."""
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._impl = caching.CompileResultCacheImpl
+        self._impl = CompileResultCacheImpl
 
     @property
     def cache_path(self) -> str:
@@ -243,8 +252,6 @@ class DiskCache(caching._Cache):
         # machine code allocates; the rest of the compiler need not be made ready
         rtsys.initialize(target_context)
         try:
-            from numba.core.compiler import CompileResult
-
             return CompileResult._rebuild(target_context, *pickle.loads(payload))
         except Exception as error:  # whole, but not ours
             ignore_entry(path, repr(error))
@@ -258,7 +265,7 @@ class DiskCache(caching._Cache):
 
 
 def _after_fork() -> None:
-    """Locks that threads held which the child does not have."""
+    """Locks that threads by_reference which the child does not have."""
     for k in KERNELS:
         k._lock = threading.Lock()
     global_compiler_lock.release()
@@ -288,7 +295,5 @@ def build_id() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("**/*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    target = cpu_target.target_context.codegen().magic_tuple()
-    versions = numba.__version__, llvmlite.__version__, sys.version
-    digest.update(repr((*versions, target, tiles_allowed())).encode())
+    digest.update(repr((*VERSIONS, sys.version, target(), request_amx())).encode())
     return digest.hexdigest()[:16]

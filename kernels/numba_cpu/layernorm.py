@@ -1,13 +1,11 @@
-"""LayerNorm on the CPU, forward and backward: one task is a run of rows.
+"""LayerNorm on the CPU, forward and backward (what both norms share: norm.py).
 
 forward    s = x + residual,  rstd = 1 / sqrt(mean((s - mean)^2) + eps),  y = (s - mean) * rstd * weight + bias
 backward   n = (x - mean) * rstd,  m = dy * weight,  dx = rstd * (m - n * mean(m * n) - mean(m)) + dresidual
            dweight = sum over rows of dy * n,  dbias = sum over rows of dy
 
-As in ``rmsnorm.py`` each row is read from memory once, later passes find it in the cache; sums over a row are
-float64, of short sums in the computing type where these are in its range: of what numbers differ from the mean, first
-from that of some, so that a mean far from 0 costs no digits. dweight and dbias are float64 partials per task, added
-up in order, some rows at a time.
+Squares are summed of what numbers differ from the mean, first from that of some of them, so that a mean far from 0
+costs no digits.
 """
 
 from __future__ import annotations
@@ -16,22 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import scratch
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import (
-    SHORT_SUM,
-    TINY,
-    add_residual,
-    config,
-    shared_chunks,
-    short_sums,
-    together,
-)
+from .codegen import norm
+from .codegen.decode_rows import chunk_elements
+from .codegen.memory import scratch
+from .codegen.stream import fence, stays_in_cache
+from .dtype import all_bits, bits, like, load, read_row, write_row
+from .jit import compute, device_function, kernel, read, types, write
+from .norm import SHORT_SUM, TINY, add_residual, config, shared_chunks, short_sums, together
+from .parallel import claim, items_per_task, launch
 
 __all__ = ["backward", "config", "forward"]
 
@@ -55,25 +45,11 @@ def forward(
     """All (rows, cols) but ``weight``, ``bias`` (cols,) and ``mean``, ``rstd`` (rows,); ``s`` with ``residual``."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
-    launch(
-        layernorm_forward[x.dtype],
-        -(-rows // chunk),
-        chunk,
-        *all_bits(
-            x,
-            weight,
-            weight if bias is None else bias,
-            x if residual is None else residual,
-            y,
-            y if s is None else s,
-        ),
-        mean,
-        rstd,
-        eps,
-        bias is not None,
-        residual is not None,
-        not stays_in_cache(y.nbytes + (0 if s is None else s.nbytes)),
-    )
+    some_residual, some_s = x if residual is None else residual, y if s is None else s
+    arrays = all_bits(x, weight, weight[:0] if bias is None else bias, some_residual, y, some_s)
+    streaming = not stays_in_cache(y.nbytes + (0 if s is None else s.nbytes))
+    flags = residual is not None, streaming
+    launch(layernorm_forward[x.dtype], -(-rows // chunk), chunk, *arrays, mean, rstd, eps, *flags)
 
 
 def backward(
@@ -92,21 +68,10 @@ def backward(
     chunk = items_per_task(rows, cols)
     n_tasks = -(-rows // chunk)
     partial = np.zeros((2 * n_tasks, cols))  # float64: a float32 sum over rows would lose digits
-    launch(
-        layernorm_backward[x.dtype],
-        n_tasks,
-        chunk,
-        bits(dy),
-        bits(x),
-        bits(weight),
-        mean,
-        rstd,
-        bits(dy if dresidual is None else dresidual),
-        bits(dx),
-        partial,
-        dresidual is not None,
-        not stays_in_cache(dx.nbytes),
-    )
+    results = bits(dy if dresidual is None else dresidual), bits(dx), partial
+    flags = dresidual is not None, not stays_in_cache(dx.nbytes)
+    arrays = bits(dy), bits(x), bits(weight), mean, rstd, *results
+    launch(layernorm_backward[x.dtype], n_tasks, chunk, *arrays, *flags)
     dweight[...] = partial[0::2].sum(axis=0)
     dbias[...] = partial[1::2].sum(axis=0)
 
@@ -114,7 +79,7 @@ def backward(
 _squares = short_sums(norm.squared_deviations, norm.exact_squares, TINY)
 
 
-@uncounted
+@device_function
 def moments(x):
     """The mean, and the sum of the squares of what numbers differ from it, float64.
 
@@ -136,9 +101,9 @@ def moments(x):
     return mean, sum_of_squares(x, mean) if around < 0.25 * squares else around
 
 
-@uncounted
+@device_function
 def sum_of_squares(x, mean):
-    """Around the mean's rounding, which is put right then."""
+    """Around ``mean`` as it is rounded to the computing type, corrected for the rounding."""
     near = like(load(x, 0), mean)
     total = _squares((x,), (near,), (np.float64(near),)) - len(x) * (mean - near) ** 2
     return 0.0 if total < 0.0 else total
@@ -146,23 +111,13 @@ def sum_of_squares(x, mean):
 
 @kernel(
     lambda t: (
-        types.int64,
-        read(t, 2),
-        read(t, 1),
-        read(t, 1),
-        read(t, 2),
-        write(t, 2),
-        write(t, 2),
-        write(compute(t).name, 1),
-        write(compute(t).name, 1),
-        types.float64,
-        types.boolean,
-        types.boolean,
-        types.boolean,
+        *(types.int64, read(t, 2), read(t, 1), read(t, 1), read(t, 2), write(t, 2), write(t, 2)),
+        *(write(compute(t).name, 1),) * 2,
+        *(types.float64, types.boolean, types.boolean),
     )
 )
 def layernorm_forward(
-    state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_bias, has_residual, streaming
+    state, n_tasks, chunk, x, weight, bias, residual, y, s, mean, rstd, eps, has_residual, streaming
 ):
     rows, cols = x.shape
     w, b = read_row(weight, ()), read_row(bias, ())
@@ -184,7 +139,7 @@ def layernorm_forward(
             (exact, squares), shared = moments(row), shared_chunks(lines, 0, y, r, first, stop)
             mean[r] = center = like(load(w, 0), exact)
             rstd[r] = scale = like(load(w, 0), 1.0 / np.sqrt(squares / cols + eps))
-            if has_bias:
+            if len(b) > 0:
                 norm.layer_scale((out,), (row, w, b), (center, scale), following, shared, streaming)
             else:
                 norm.layer_scale((out,), (row, w), (center, scale), following, shared, streaming)
@@ -195,17 +150,9 @@ def layernorm_forward(
 
 @kernel(
     lambda t: (
-        types.int64,
-        read(t, 2),
-        read(t, 2),
-        read(t, 1),
-        read(compute(t).name, 1),
-        read(compute(t).name, 1),
-        read(t, 2),
-        write(t, 2),
-        write("float64", 2),
-        types.boolean,
-        types.boolean,
+        *(types.int64, read(t, 2), read(t, 2), read(t, 1)),
+        *(read(compute(t).name, 1),) * 2,
+        *(read(t, 2), write(t, 2), write("float64", 2), types.boolean, types.boolean),
     )
 )
 def layernorm_backward(

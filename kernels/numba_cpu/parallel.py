@@ -12,11 +12,11 @@ A kernel is ``f(state, n_tasks, *arguments)`` with the loop::
         ...                      all that is to be seen of the task
         task = claim(state)
 
-    caller  | offers work | task 0 | task 2 | ... | finds none | looks out for helpers' ends | returns
+    caller  | offers work | task 0 | task 2 | ... | finds none | spins until helpers end | returns
     helper  | asleep | wakes up | task 1 | ... | task n - 1 | finds none | lets go of the arrays | asleep
 
-The caller looks out without the interpreter, which the helper needs for its end: one that waits to be woken up, by a
-future or a queue, does so 50 us later. RMSNorm of 512 x 4096 bfloat16 takes 334 us; with ``ThreadPoolExecutor``, 386.
+The caller spins without the GIL, which the helper needs to finish. A caller that waits for a future or a queue wakes
+up 50 us later: RMSNorm of 512 x 4096 bfloat16 takes 334 us, with ``ThreadPoolExecutor`` 386.
 """
 
 from __future__ import annotations
@@ -30,18 +30,14 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import config, types
-from numba.core.cgutils import get_or_insert_function
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.jit import kernel
+from .codegen.numba_api import config, get_or_insert_function, intrinsic, ir, signature, types
+from .jit import kernel
 
 Array = np.ndarray[Any, Any]
 
-PATIENCE = 4000  # pauses, of 20 to 50 ns, before the caller sleeps and has to be woken up
-ASLEEP = 200  # pauses after which a helper that has ended has also given the interpreter away
+MAX_SPINS = 4000  # pauses of 20 to 50 ns before the caller sleeps until it is woken
+GIL_RELEASE_SPINS = 200  # pauses after which a helper that has ended has also released the GIL
 
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
 _Work = tuple[Callable[..., None], tuple[Any, ...]]
@@ -72,14 +68,14 @@ def items_per_task(n_items: int, elements_per_item: int) -> int:
 
 
 def launcher(nanoseconds: float) -> Callable[..., None]:
-    """:func:`launch`, or :func:`launch_here` for so little work that other threads would wake up too late.
+    """:func:`launch`, or :func:`launch_inline` for so little work that other threads would wake up too late.
 
     ``nanoseconds``: about what one thread takes for all of it.
     """
-    return launch if nanoseconds >= MIN_NANOSECONDS else launch_here
+    return launch if nanoseconds >= MIN_NANOSECONDS else launch_inline
 
 
-def launch_here(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
+def launch_inline(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None:
     """Run all tasks on the calling thread."""
     if n_tasks > 0:
         compiled(np.zeros(1, np.int64), n_tasks, *arguments)
@@ -92,7 +88,7 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
         offers = waiting_threads()
         count = min(count, len(_helpers) + 1)
     if count <= 1:
-        launch_here(compiled, n_tasks, *arguments)
+        launch_inline(compiled, n_tasks, *arguments)
         return
     state, ended = np.zeros(1, np.int64), np.zeros(1, np.int64)  # the next unclaimed task; helpers that ended
     helpers, ends = count - 1, SimpleQueue[None]()
@@ -107,7 +103,7 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
         compiled(state, n_tasks, *arguments)
         withdrawn.extend(work)  # nothing of the call is left for a thread that wakes up later
         if len(withdrawn) < helpers:
-            look_out[None](ended, helpers - len(withdrawn), PATIENCE, ASLEEP)
+            spin_wait[None](ended, helpers - len(withdrawn), MAX_SPINS, GIL_RELEASE_SPINS)
         _wait(helpers, withdrawn, errors, ends)
     except BaseException:  # also Ctrl-C, here or while it waits
         while True:
@@ -125,8 +121,8 @@ def launch(compiled: Callable[..., None], n_tasks: int, *arguments: Any) -> None
 
 
 def _wait(helpers: int, withdrawn: list[_Work], errors: _Errors, ends: SimpleQueue[None]) -> None:
-    """Until all that have begun have ended. An interrupt loses no count: they are lengths of lists, which one
-    instruction of the interpreter changes."""
+    """Wait until all helpers that began have ended. An interrupt loses no count: counts are lengths of lists, which
+    a single instruction of the interpreter changes."""
     while len(errors) < helpers - len(withdrawn):
         ends.get()
 
@@ -158,7 +154,7 @@ def waiting_threads() -> _Offers:
     with _start:
         if _offers is None:
             # compiled now: a child forked while another thread compiles would wait for that for ever
-            look_out[None]
+            spin_wait[None]
             _offers = SimpleQueue()
             for i in range(max(thread_count() - 1, 1)):
                 name = f"gpu_ops_{i}"
@@ -204,7 +200,7 @@ def claim(typingctx, state):
 
 @intrinsic
 def pause(typingctx, state):
-    """``state[0]`` as it is after a moment in which the core may serve another thread."""
+    """``state[0]`` after a pause instruction, in which the core may serve another thread."""
 
     def codegen(context, builder, sig, args):
         if platform.machine().lower() in ("x86_64", "amd64"):
@@ -216,10 +212,10 @@ def pause(typingctx, state):
 
 
 @kernel(lambda _: (types.int64, types.int64), variants=(None,))
-def look_out(ended, helpers, patience, asleep):
-    """Until so many helpers have ended and sleep, or patience is."""
-    for _ in range(patience):
+def spin_wait(ended, helpers, max_spins, release_spins):
+    """Wait until ``helpers`` helpers have ended and released the GIL, or for ``max_spins`` pauses."""
+    for _ in range(max_spins):
         if pause(ended) >= helpers:
-            for _ in range(asleep):
+            for _ in range(release_spins):
                 pause(ended)
             return

@@ -1,19 +1,8 @@
-"""RMSNorm on the CPU, forward and backward: one task is a run of rows.
+"""RMSNorm on the CPU, forward and backward (what both norms share: norm.py).
 
 forward    s = x + residual,  rstd = 1 / sqrt(mean(s^2) + eps),  y = (s * rstd) * (offset + weight)
 backward   n = x * rstd,  m = dy * (offset + weight),  dx = rstd * (m - n * mean(m * n)) + dresidual
            dweight = sum over rows of dy * n
-
-Each row is read from memory once: later passes over it find it in the cache. Sums of squares are float64, of
-short sums in the computing type where these are in its range, so that no finite input overflows. dweight is a
-float64 partial per task, added up in order: the same result every time, whatever thread ran which task. It grows by
-a few rows at a time, whose sum is in the computing type, before their dx, which may be dy's memory.
-
-Forward (passes in ``ir/norm.py``; results too large for a cache go past it)::
-
-    x        | row r | row r + 1 ...         row r + 1 is fetched while y is stored
-    residual | row r | row r + 1 ...
-    sums     | row r of s |                  scratch, for the passes that follow
 """
 
 from __future__ import annotations
@@ -21,28 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, bits, like, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import chunk_elements
-from gpu_ops.kernels.numba_cpu.ir.memory import place_of, scratch
-from gpu_ops.kernels.numba_cpu.ir.rows import UNROLLED
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, stays_in_cache
-from gpu_ops.kernels.numba_cpu.ir.sums import TOGETHER
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES
-from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from .codegen import norm
+from .codegen.decode_rows import chunk_elements
+from .codegen.memory import scratch
+from .codegen.stream import fence, stays_in_cache
+from .dtype import all_bits, bits, like, read_row, write_row
+from .jit import compute, kernel, read, types, write
+from .norm import add_residual, config, shared_chunks, sum_of_squares, together
+from .parallel import claim, items_per_task, launch
+
+__all__ = ["backward", "config", "forward"]
 
 Array = np.ndarray[Any, Any]
-
-SHORT_SUM = 16 * UNROLLED * MAX_LANES  # numbers that add up in the computing type: 16 in a lane
-CACHED = 1 << 16  # elements in all
-TINY = 2.0**-80  # a sum of float32 squares below this may have lost some to underflow
-
-
-def config(rows: int, cols: int) -> str:
-    return f"{items_per_task(rows, cols)} rows per task"
 
 
 def forward(
@@ -60,18 +40,10 @@ def forward(
     """All (rows, cols) except ``weight`` (cols,) and ``rstd`` (rows,); ``s`` only with ``residual``."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
-    launch(
-        rmsnorm_forward[x.dtype],
-        -(-rows // chunk),
-        chunk,
-        *all_bits(x, weight, x if residual is None else residual, y, y if s is None else s),
-        rstd,
-        eps,
-        weight_offset,
-        residual is not None,
-        casting == "llama",
-        not stays_in_cache(y.nbytes + (0 if s is None else s.nbytes)),
-    )
+    arrays = all_bits(x, weight, x if residual is None else residual, y, y if s is None else s)
+    streaming = not stays_in_cache(y.nbytes + (0 if s is None else s.nbytes))
+    flags = residual is not None, casting == "llama", streaming
+    launch(rmsnorm_forward[x.dtype], -(-rows // chunk), chunk, *arrays, rstd, eps, weight_offset, *flags)
 
 
 def backward(
@@ -93,93 +65,17 @@ def backward(
     chunk = items_per_task(rows, cols)
     n_tasks = -(-rows // chunk)
     partial = np.zeros((n_tasks, cols))  # float64: a float32 sum over rows would lose digits
-    launch(
-        rmsnorm_backward[x.dtype],
-        n_tasks,
-        chunk,
-        bits(dy),
-        bits(x),
-        bits(weight),
-        rstd,
-        bits(dy if dresidual is None else dresidual),
-        bits(dx),
-        partial,
-        weight_offset,
-        dresidual is not None,
-        casting == "llama",
-        not stays_in_cache(dx.nbytes),
-    )
+    arrays = bits(dy), bits(x), bits(weight), rstd, bits(dy if dresidual is None else dresidual), bits(dx)
+    flags = dresidual is not None, casting == "llama", not stays_in_cache(dx.nbytes)
+    launch(rmsnorm_backward[x.dtype], n_tasks, chunk, *arrays, partial, weight_offset, *flags)
     dweight[...] = partial.sum(axis=0)
-
-
-def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
-    """A function (operands, scalars, wide): the float64 sum over rows, of short sums in the computing type.
-
-    ``short`` and ``exact`` are passes of ir/norm.py. Where the size of a sum is not between ``least`` and infinity,
-    ``exact`` takes the same numbers, with the scalars ``wide``, in float64. ``uncounted``, not ``inner``: reordered,
-    a sum of differences from a number would be the difference of two large sums.
-    """
-
-    @uncounted
-    def add_up(operands, scalars, wide):
-        total, length = 0.0, len(operands[0])
-        for start in range(0, length, SHORT_SUM):
-            count = min(SHORT_SUM, length - start)
-            value = short(operands, scalars, start, count)
-            if not (least < abs(value) < np.inf):
-                value = exact(operands, wide, start, count)
-            total += value
-        return total
-
-    return add_up
-
-
-_squares = short_sums(norm.squares, norm.exact_squares, TINY)
-
-
-@uncounted
-def sum_of_squares(x):
-    return _squares((x,), (), (0.0,))
-
-
-@inner
-def together(rows, cols):
-    """Rows whose operands stay in the cache from one pass to the next."""
-    return max(1, min(TOGETHER, CACHED // max(1, cols), rows))
-
-
-@uncounted
-def shared_chunks(lines, of, result, r, first, stop):
-    """For a pass over row r of the rows from ``first`` to ``stop`` of a result."""
-    joined = result.strides[0] == result.shape[1] * result.itemsize
-    return write_row(lines, (of,)), joined and r > first, joined and r + 1 < stop
-
-
-@njit
-def add_residual(sums, s, row, residual, r, after, out, shared, streaming):
-    """``sums[0] = row + residual[r]``, which also goes to ``s[r]``, unless y stands in where s is not."""
-    total, copy = write_row(sums, (0,)), write_row(s, (r,))
-    operands, coming = (row, read_row(residual, (r,))), (read_row(residual, (after,)),)
-    if place_of(copy) == place_of(out):
-        norm.add_up((total,), operands, (), coming, (), streaming)
-    else:
-        norm.add((copy, total), operands, (), coming, shared, streaming)
 
 
 @kernel(
     lambda t: (
-        types.int64,
-        read(t, 2),
-        read(t, 1),
-        read(t, 2),
-        write(t, 2),
-        write(t, 2),
-        write(compute(t).name, 1),
-        types.float64,
-        compute(t),
-        types.boolean,
-        types.boolean,
-        types.boolean,
+        *(types.int64, read(t, 2), read(t, 1), read(t, 2), write(t, 2), write(t, 2)),
+        *(write(compute(t).name, 1), types.float64, compute(t)),
+        *(types.boolean,) * 3,
     )
 )
 def rmsnorm_forward(
@@ -216,24 +112,27 @@ def rmsnorm_forward(
 
 @kernel(
     lambda t: (
-        types.int64,
-        read(t, 2),
-        read(t, 2),
-        read(t, 1),
-        read(compute(t).name, 1),
-        read(t, 2),
-        write(t, 2),
-        write("float64", 2),
-        compute(t),
-        types.boolean,
-        types.boolean,
-        types.boolean,
-    ),
+        *(types.int64, read(t, 2), read(t, 2), read(t, 1), read(compute(t).name, 1), read(t, 2), write(t, 2)),
+        *(write("float64", 2), compute(t)),
+        *(types.boolean,) * 3,
+    )
 )
 def rmsnorm_backward(
-    state, n_tasks, chunk, dy, x, weight, rstd, dresidual, dx, partial, weight_offset, has_dresidual, llama,
+    state,
+    n_tasks,
+    chunk,
+    dy,
+    x,
+    weight,
+    rstd,
+    dresidual,
+    dx,
+    partial,
+    weight_offset,
+    has_dresidual,
+    llama,
     streaming,
-):  # fmt: skip
+):
     rows, cols = x.shape
     w = read_row(weight, ())
     step = together(chunk, cols)

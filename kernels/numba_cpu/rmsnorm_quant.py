@@ -14,20 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import (
-    bits,
-    like,
-    load,
-    magnitude,
-    of_magnitude,
-    read_row,
-    rounded,
-    write_row,
-)
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import sum_of_squares
+from .codegen import norm
+from .dtype import bits, like, load, magnitude, of_magnitude, read_row, rounded, write_row
+from .jit import REASSOC, compute, kernel, read, types, write
+from .norm import sum_of_squares
+from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
 

@@ -4,31 +4,26 @@ Per token: ``2 * (nheads + nheads_kv) * head_dim`` elements read or written and 
 tables read, which the heads of the token share. Memory bound: 6 flops per pair.
 
 Results too large for a cache are stored past it, unless they are in place: heads gather in a block of BLOCK_BYTES
-as long as they are neighbours in memory (``ir/stream.py``)::
+as long as they are neighbours in memory (``codegen/stream.py``)::
 
-    x     | head | head | head | ...     read; as much of what comes next is fetched while a block is stored
+    x     | head | head | head | ...     read; the next heads are prefetched while a block is stored
     line  | head | head | head |         rotated
     out   | head | head | head | ...     whole lines
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.memory import copy_row, from_beginning, place_of, scratch
-from gpu_ops.kernels.numba_cpu.ir.rotate import (
-    rotate_halves,
-    rotate_halves_each,
-    rotate_pairs,
-    rotate_pairs_each,
-)
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from .codegen.memory import copy_row, from_beginning, place_of, scratch
+from .codegen.numba_api import njit
+from .codegen.rotate import rotate_halves, rotate_halves_each, rotate_pairs, rotate_pairs_each
+from .codegen.stream import fence, finish, put, stays_in_cache
+from .dtype import all_bits, read_row, write_row
+from .jit import compute, kernel, read, types, write
+from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
 
@@ -62,21 +57,9 @@ def rope(
     n_tokens = q.shape[0] * q.shape[1]
     chunk = _tokens_per_task(inputs)
     streaming = not stays_in_cache(q_out.nbytes + k_out.nbytes)
-    launch(
-        rope_rotate[q.dtype],
-        -(-n_tokens // chunk),
-        chunk,
-        *all_bits(q, q_out, k, k_out),
-        cos,
-        sin,
-        rows,
-        rotary_dim,
-        interleaved,
-        conjugate,
-        # follow memory: in (batch, nheads, seqlen, head_dim) arrays the tokens of one head are neighbours
-        abs(q_out.strides[1]) < abs(q_out.strides[2]),
-        streaming,
-    )
+    arrays = *all_bits(q, q_out, k, k_out), cos, sin, rows
+    options = rotary_dim, interleaved, conjugate, streaming
+    launch(rope_rotate[q.dtype], -(-n_tokens // chunk), chunk, *arrays, *options)
 
 
 def _tokens_per_task(inputs: list[Array]) -> int:
@@ -86,65 +69,73 @@ def _tokens_per_task(inputs: list[Array]) -> int:
 
 def _signature(dtype: str) -> tuple[types.Type, ...]:
     table = types.Array(compute(dtype), 2, "C", readonly=True)
-    return (
-        types.int64,
-        read(dtype, 4),
-        write(dtype, 4),
-        read(dtype, 4),
-        write(dtype, 4),
-        table,
-        table,
-        types.Array(types.int64, 2, "A", readonly=True),
-        types.int64,
-        *(types.boolean,) * 4,
-    )
+    inout, rows = (read(dtype, 4), write(dtype, 4)), types.Array(types.int64, 2, "A", readonly=True)
+    return types.int64, *inout, *inout, table, table, rows, types.int64, *(types.boolean,) * 3
+
+
+class Turn(NamedTuple):
+    """How tokens are rotated: see :func:`rope`."""
+
+    cos: Any
+    sin: Any
+    rows: Any
+    rotary_dim: int
+    interleaved: bool
+    conjugate: bool
+
+
+class Line(NamedTuple):
+    """Heads on their way past the caches."""
+
+    block: Any  # rotated heads, which are neighbours in memory
+    waits: Any  # the end of the last block: see stream.put
+    where: Any
 
 
 @kernel(_signature)
 def rope_rotate(
-    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate, heads_outer,
-    streaming,
-):  # fmt: skip
+    state, n_tasks, chunk, q, q_out, k, k_out, cos, sin, rows, rotary_dim, interleaved, conjugate, streaming
+):
     n_tokens = q.shape[0] * q.shape[1]
-    lines = scratch(2, max(q.shape[3], BLOCK_BYTES // q.itemsize), q.dtype.type(0))  # a block; what waits
-    where = np.zeros(2, np.int64)
+    # follow memory: in (batch, nheads, seqlen, head_dim) arrays the tokens of one head are neighbours
+    heads_outer = abs(q_out.strides[1]) < abs(q_out.strides[2])
+    lines = scratch(2, max(q.shape[3], BLOCK_BYTES // q.itemsize), q.dtype.type(0))
+    where, turn = np.zeros(2, np.int64), Turn(cos, sin, rows, rotary_dim, interleaved, conjugate)
     task = claim(state)
     while task < n_tasks:
         first = task * chunk
         count = min(chunk, n_tokens - first)
+        line = Line(write_row(lines, (0,)), write_row(lines, (1,)), where)
         for x, out in ((q, q_out), (k, k_out)):
-            rotate_tokens(
-                x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer,
-                write_row(lines, (0,)), write_row(lines, (1,)), where, streaming,
-            )  # fmt: skip
+            rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming)
         if streaming:
             fence()
         task = claim(state)
 
 
 @njit
-def rotate_tokens(
-    x, out, cos, sin, rows, first, count, rotary_dim, interleaved, conjugate, heads_outer, line, waits, where,
-    streaming,
-):  # fmt: skip
+def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
     """All heads of ``count`` tokens from ``first`` on, counted over batch and seqlen.
 
     What lies side by side goes together: the heads of a token, or (``heads_outer``) some tokens of a head whose
     positions follow each other, then those of the next head, with the same cos and sin.
     """
     seqlen, nheads, head_dim = x.shape[1:]
+    cos, sin, rows, rotary_dim = turn.cos, turn.sin, turn.rows, turn.rotary_dim
+    interleaved, conjugate = turn.interleaved, turn.conjugate
     in_place = x.ctypes.data == out.ctypes.data
     axis = 1 if heads_outer else 2
     x_step, y_step = x.strides[axis] // x.itemsize, out.strides[axis] // out.itemsize
     turn_step = cos.shape[1] if heads_outer else 0
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     streaming = streaming and not in_place
-    at_once, most = 1, min(BLOCK_TOKENS, max(len(line) // head_dim, 1)) if streaming else BLOCK_TOKENS
+    most = min(BLOCK_TOKENS, max(len(line.block) // head_dim, 1)) if streaming else BLOCK_TOKENS
+    at_once = 1
     if y_step == head_dim or not streaming:
         at_once = most if heads_outer else nheads
         if streaming:
-            at_once = min(at_once, len(line) // head_dim)
-    gathered = np.int64(0)  # elements in line, which go to ``block``
+            at_once = min(at_once, len(line.block) // head_dim)
+    gathered = np.int64(0)  # elements in line.block, which go to ``block``
     block = write_row(out, (first // seqlen, first % seqlen, 0))
     b, s, done = first // seqlen, first % seqlen, 0
     while done < count:
@@ -159,31 +150,26 @@ def rotate_tokens(
             n = min(at_once, tokens - t if heads_outer else nheads - h)
             if t > 0 or n < tokens:  # else they are those of the first
                 c, sn = read_row(cos, (rows[row, s + t],)), read_row(sin, (rows[row, s + t],))
-            target, target_step = write_row(out, (b, s + t, h)), y_step
+            target, step = write_row(out, (b, s + t, h)), y_step
             if in_place:
                 # the one pointer twice: LLVM then sees that nothing else aliases and still uses vectors
-                rotate(
-                    target, target_step, target, target_step, n, c, sn, turn_step, rotary_dim, interleaved,
-                    conjugate,
-                )  # fmt: skip
+                rotate(target, step, target, step, n, c, sn, turn_step, rotary_dim, interleaved, conjugate)
             else:
                 source = read_row(x, (b, s + t, h))
                 if streaming:
                     size = n * head_dim
                     end = place_of(block) + gathered * out.itemsize
-                    if gathered + size > len(line) or place_of(target) != end:
-                        put(line, from_beginning(block, gathered), waits, where, (source,), 0)
+                    if gathered + size > len(line.block) or place_of(target) != end:
+                        to = from_beginning(block, gathered)
+                        put(line.block, to, line.waits, line.where, (source,), 0)
                         gathered, block = np.int64(0), target
-                    target, target_step = line[gathered : gathered + size], head_dim
+                    target, step = line.block[gathered : gathered + size], head_dim
                     gathered += size
-                rotate(
-                    source, x_step, target, target_step, n, c, sn, turn_step, rotary_dim, interleaved,
-                    conjugate,
-                )  # fmt: skip
+                rotate(source, x_step, target, step, n, c, sn, turn_step, rotary_dim, interleaved, conjugate)
                 if rotary_dim < head_dim:
                     for i in range(n):
                         at = (b, s + t + i, h) if heads_outer else (b, s, h + i)
-                        kept, place = read_row(x, at)[rotary_dim:], target_step * i + rotary_dim
+                        kept, place = read_row(x, at)[rotary_dim:], step * i + rotary_dim
                         copy_row(from_beginning(target, place + len(kept))[place:], kept, len(kept))
             if heads_outer:
                 t += n
@@ -195,8 +181,8 @@ def rotate_tokens(
         if s == seqlen:
             b, s = b + 1, 0
     if gathered > 0:
-        put(line, from_beginning(block, gathered), waits, where, (), 0)
-        finish(waits, where)
+        put(line.block, from_beginning(block, gathered), line.waits, line.where, (), 0)
+        finish(line.waits, line.where)
 
 
 @njit(inline="always")

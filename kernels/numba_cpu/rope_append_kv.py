@@ -2,8 +2,8 @@
 
 All heads of a token go together where their halves are whole vectors and their results neighbours in memory::
 
-    x      | head | head | ...     read; as much of the next token's is fetched while results are stored
-    line   | head | head |         x * (offset + weight) / rms, rotated (ir/rotate.py)
+    x      | head | head | ...     read; the next token's heads are prefetched while results are stored
+    line   | head | head |         x * (offset + weight) / rms, rotated (codegen/rotate.py)
     out    | head | head | ...     past the caches, if too large for them; else line is not needed
 
 Others one by one, by way of ``head``, in the computing type. Values are copied.
@@ -12,19 +12,19 @@ Others one by one, by way of ``head``, in the computing type. Values are copied.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import all_bits, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir import norm
-from gpu_ops.kernels.numba_cpu.ir.memory import LINE_BYTES, copy_row, from_beginning, scratch
-from gpu_ops.kernels.numba_cpu.ir.rotate import rotate_halves
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, finish, put, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, compute, inner, kernel, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
-from gpu_ops.kernels.numba_cpu.rmsnorm import SHORT_SUM, TINY, sum_of_squares
-from gpu_ops.kernels.numba_cpu.rope import rotate
+from .codegen import norm
+from .codegen.memory import LINE_BYTES, copy_row, from_beginning, scratch
+from .codegen.rotate import rotate_halves
+from .codegen.stream import fence, finish, put, stays_in_cache
+from .dtype import all_bits, load, read_row, store, write_row
+from .jit import REASSOC, compute, device_function, inner, kernel, read, types, write
+from .norm import SHORT_SUM, TINY, sum_of_squares
+from .parallel import claim, items_per_task, launch
+from .rope import rotate
 
 Array = np.ndarray[Any, Any]
 
@@ -67,26 +67,17 @@ def append(
     """
     chunk = _tokens_per_task(q, k)
     weights = _no_weights(q.dtype) if q_weight is None or k_weight is None else (q_weight, k_weight)
-    launch(
-        append_tokens[q.dtype],
-        -(-q.shape[0] * q.shape[1] // chunk),
-        chunk,
+    arrays = (
         *all_bits(q, out, k, v, k_cache, v_cache, *weights),
         _NO_LENGTHS if seqused_k is None else seqused_k,
         _NO_TABLE if block_table is None else block_table,
         _NO_SLOTS if slot_mapping is None else slot_mapping,
-        cos,
-        sin,
-        rows,
-        eps,
-        weight_offset,
-        rotary_dim,
-        interleaved,
-        q_weight is not None,
-        block_table is not None,
-        slot_mapping is not None,
-        not stays_in_cache(out.nbytes + k.nbytes + v.nbytes),
+        *(cos, sin, rows),
     )
+    streaming = not stays_in_cache(out.nbytes + k.nbytes + v.nbytes)
+    options = eps, weight_offset, rotary_dim, interleaved, streaming
+    n_tasks = -(-q.shape[0] * q.shape[1] // chunk)
+    launch(append_tokens[q.dtype], n_tasks, chunk, *arrays, *options)
 
 
 @cache
@@ -117,11 +108,11 @@ def _signature(dtype: str) -> tuple[types.Type, ...]:
         types.float64,
         compute(dtype),
         types.int64,
-        *(types.boolean,) * 5,
+        *(types.boolean,) * 2,
     )
 
 
-@uncounted
+@device_function
 def find_scales(scales, x, b, s, eps, normalise):
     """1 / rms of each head of a token, or 1. All before the first is needed: each takes a while to come."""
     for h in range(x.shape[2]):
@@ -155,28 +146,44 @@ def widen(gain, weight, offset):
         gain[i] = offset + load(weight, i)
 
 
-@uncounted
-def append_heads(
-    x, b, s, y, page, row, together, scales, head, line, waits, where, gain, eps, cos, sin, rotary_dim, interleaved,
-    normalise, streaming,
-):  # fmt: skip
+class Heads(NamedTuple):
+    """How the heads of q, or of k, are normalised and rotated, and scratch."""
+
+    gain: Any  # offset + weight
+    normalise: bool
+    eps: float
+    rotary_dim: int
+    interleaved: bool
+    together: bool  # all heads of a token at once
+    streaming: bool
+    scales: Any  # 1 / rms of each head
+    head: Any  # one head, where they go one by one
+    line: Any  # a token's heads on their way past the caches
+    waits: Any  # see stream.put
+    where: Any
+
+
+@device_function
+def append_heads(x, b, s, y, page, row, cos, sin, how):
     """All heads of token b, s of x, normalised and rotated, into y[page, row]."""
     nheads, head_dim = x.shape[2:]
-    find_scales(scales, x, b, s, eps, normalise)
-    if together:
+    scales, gain, rotary_dim, head = how.scales, how.gain, how.rotary_dim, how.head
+    find_scales(scales, x, b, s, how.eps, how.normalise)
+    if how.together:
         count, step, one = nheads * head_dim, x.strides[2] // x.itemsize, cos.dtype.type(1)
         target, source = from_beginning(write_row(y, (page, row, 0)), count), read_row(x, (b, s, 0))
-        to = line[:count] if streaming else target
+        to = how.line[:count] if how.streaming else target
         rotate_halves(source, step, to, head_dim, nheads, cos, sin, 0, rotary_dim // 2, one, (gain, scales))
-        if streaming:
-            put(to, target, waits, where, (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),), 0)
+        if how.streaming:
+            coming = (read_row(x, (b, min(s + 1, x.shape[1] - 1), 0)),)
+            put(to, target, how.waits, how.where, coming, 0)
     else:
         for h in range(nheads):
             scaled(head, read_row(x, (b, s, h)), scales[h], gain)
-            rotated(head, write_row(y, (page, row, h)), cos, sin, rotary_dim, interleaved)
+            rotated(head, write_row(y, (page, row, h)), cos, sin, rotary_dim, how.interleaved)
 
 
-@uncounted
+@device_function
 def go_together(y, rotary_dim, interleaved):
     """Whether the heads of a token of y can be rotated, and stored, at once."""
     neighbours = y.strides[2] == y.shape[3] * y.itemsize
@@ -185,13 +192,34 @@ def go_together(y, rotary_dim, interleaved):
 
 @kernel(_signature, fastmath=REASSOC)
 def append_tokens(
-    state, n_tasks, chunk, q, out, k, v, k_cache, v_cache, q_weight, k_weight, seqused_k, block_table,
-    slot_mapping, cos, sin, rows, eps, weight_offset, rotary_dim, interleaved, has_weights, paged, mapped, streaming
-):  # fmt: skip
+    state,
+    n_tasks,
+    chunk,
+    q,
+    out,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    q_weight,
+    k_weight,
+    seqused_k,
+    block_table,
+    slot_mapping,
+    cos,
+    sin,
+    rows,
+    eps,
+    weight_offset,
+    rotary_dim,
+    interleaved,
+    streaming,
+):
     seqlen, page_size = q.shape[1], k_cache.shape[1]
     n_tokens = q.shape[0] * seqlen
     batch_step = 1 if rows.shape[0] > 1 else 0  # or all sequences share one row of positions
     streaming = streaming and q.ctypes.data != out.ctypes.data
+    normalise, paged, mapped = len(q_weight) > 0, len(block_table) > 0, len(slot_mapping) > 0
     nheads_kv, head_dim = k.shape[2:]
     heads = max(q.shape[2], nheads_kv)
     numbers = scratch(4, max(head_dim, heads), cos[0, 0])  # gains, scales and a head
@@ -208,15 +236,16 @@ def append_tokens(
     while task < n_tasks:
         q_gain, k_gain = write_row(numbers, (0,))[:head_dim], write_row(numbers, (1,))[:head_dim]
         scales, head = write_row(numbers, (2,)), write_row(numbers, (3,))[:head_dim]
-        line = write_row(lines, (0,))
+        shared, line = (normalise, eps, rotary_dim, interleaved), write_row(lines, (0,))
+        q_waits, k_waits = write_row(waiting, (0,)), write_row(waiting, (1,))
+        q_where, k_where = write_row(places, (0,)), write_row(places, (1,))
+        q_heads = Heads(q_gain, *shared, q_together, streaming, scales, head, line, q_waits, q_where)
+        k_heads = Heads(k_gain, *shared, k_together, streaming, scales, head, line, k_waits, k_where)
         for token in range(task * chunk, min(n_tokens, (task + 1) * chunk)):
             b, s = token // seqlen, token % seqlen
             turn = rows[b * batch_step, s]
             c, sn = read_row(cos, (turn,)), read_row(sin, (turn,))
-            append_heads(
-                q, b, s, out, b, s, q_together, scales, head, line, write_row(waiting, (0,)),
-                write_row(places, (0,)), q_gain, eps, c, sn, rotary_dim, interleaved, has_weights, streaming,
-            )  # fmt: skip
+            append_heads(q, b, s, out, b, s, c, sn, q_heads)
             if mapped:
                 slot = slot_mapping[b, s]
                 if slot < 0:
@@ -226,19 +255,14 @@ def append_tokens(
                 page, row = b, seqused_k[b] + s
                 if paged:
                     page, row = np.int64(block_table[b, row // page_size]), row % page_size
-            append_heads(
-                k, b, s, k_cache, page, row, k_together, scales, head, line, write_row(waiting, (1,)),
-                write_row(places, (1,)), k_gain, eps, c, sn, rotary_dim, interleaved, has_weights, streaming,
-            )  # fmt: skip
+            append_heads(k, b, s, k_cache, page, row, c, sn, k_heads)
             pieces, size = (1, nheads_kv * head_dim) if v_together else (nheads_kv, head_dim)
             for h in range(pieces):
-                source, target = (
-                    read_row(v, (b, s, h)),
-                    from_beginning(write_row(v_cache, (page, row, h)), size),
-                )
+                source = read_row(v, (b, s, h))
+                target = from_beginning(write_row(v_cache, (page, row, h)), size)
                 if streaming:
-                    following = (read_row(v, (b, min(s + 1, seqlen - 1), h)),)
-                    put(source, target, write_row(waiting, (2,)), write_row(places, (2,)), following, 0)
+                    coming = (read_row(v, (b, min(s + 1, seqlen - 1), h)),)
+                    put(source, target, write_row(waiting, (2,)), write_row(places, (2,)), coming, 0)
                 else:
                     copy_row(target, source, size)
         if streaming:

@@ -1,7 +1,7 @@
 """Gated activations on the CPU, ``y = act(gate) * up``: one pass, forward and backward.
 
 Bytes per element: forward reads 2 and writes 1, backward reads 3 and writes 2; 20 (silu) to 40 flops,
-which vector code (ir/gated.py) hides behind the memory. Results too large for a cache are streamed past it, unless
+which vector code (codegen/glu.py) hides behind the memory. Results too large for a cache are streamed past it, unless
 they are in place.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, write_row
-from gpu_ops.kernels.numba_cpu.ir.gated import backward as BACKWARD_ROWS
-from gpu_ops.kernels.numba_cpu.ir.gated import forward as FORWARD_ROWS
-from gpu_ops.kernels.numba_cpu.ir.stream import fence, past_line, stays_in_cache
-from gpu_ops.kernels.numba_cpu.jit import Kernel, inner, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from .codegen.glu import backward as BACKWARD_ROWS
+from .codegen.glu import forward as FORWARD_ROWS
+from .codegen.stream import fence, past_line, stays_in_cache
+from .dtype import bits, read_row, write_row
+from .jit import Kernel, inner, kernel, read, types, write
+from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
 

@@ -6,8 +6,8 @@ backward   gate, up and dh = dy @ w_down tile by tile, from them dgate, dup and 
 
 gate, up and dh exist as tiles only, and h, dgate and dup as blocks: TOKENS tokens by a block of ffn columns are
 in flight, in the order in which the products read them; y or dx adds up over the blocks. Everything between the
-first read and the last write is float32, or what panels.py says: where the CPU multiplies bfloat16, h, dgate and
-dup are rounded to it once. A few tokens are bound by reading the weights: see swiglu_mlp_few.py.
+first read and the last write is float32; where the CPU multiplies bfloat16, h, dgate and dup are rounded to it once.
+A few tokens are bound by reading the weights: see swiglu_mlp_few.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu import swiglu_mlp_few, swiglu_mlp_small
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.dtype import bits
-from gpu_ops.kernels.numba_cpu.gemm import matmul, tile_shape
-from gpu_ops.kernels.numba_cpu.panels import Panels, pack, packed
-from gpu_ops.kernels.numba_cpu.parallel import launch
-from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, mlp_hidden, mlp_hidden_backward
+from . import swiglu_mlp_few
+from .dtype import aligned_empty, bits
+from .gemm import matmul, tile_shape
+from .packing import Panels, pack, packed
+from .parallel import launch
+from .swiglu_mlp_tile import ACTIVATIONS, Plan, mlp_hidden, mlp_hidden_backward
 
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
@@ -39,8 +38,6 @@ def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool 
     """``hidden``: of gradients, the larger one of x and y."""
     if not gradients and _few(tokens, hidden, ffn):
         return "one pass over the weights, all tokens at once"
-    if gradients and swiglu_mlp_small.is_small(tokens, hidden, ffn):
-        return "row by row, on one thread"
     step, block = _steps(tokens, ffn, _kept(tokens, hidden, dtype) if gradients else 1)
     rows, columns = tile_shape(block, step, packed(dtype.name))
     return f"blocks of {step} tokens x {block} of ffn, tiles of {columns} x {rows}"
@@ -93,20 +90,10 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) ->
         for f in _spans(ffn, block):
             wg, wu = w_gate[f], w_up[f]
             h = Panels.empty(len(wg), xt.n, kind)
-            tile = tile_shape(h.depth, h.n, kind)
-            launch(
-                mlp_hidden[x.dtype],
-                _tasks(h, tile),
-                tile,
-                ACTIVATIONS.index(activation),
-                xt.array,
-                xt.blocks,
-                bits(wg),
-                bits(wu),
-                h.array,
-                h.blocks,
-                h.n,
-            )
+            rows, columns = tile_shape(h.depth, h.n, kind)
+            plan = Plan(rows, columns, ACTIVATIONS.index(activation), h.n, xt.blocks, 0, h.blocks)
+            tasks = -(-h.depth // rows) * -(-h.n // columns)
+            launch(mlp_hidden[x.dtype], tasks, plan, xt.array, bits(wg), bits(wu), h.array)
             ends = {"first": f.start == 0, "last": f.stop == ffn}
             matmul(w_down[:, f], h, yt, trans_out=True, total=None if total is None else total[: h.n], **ends)
 
@@ -128,9 +115,6 @@ def backward(
         for gradient in (dx, *dweights):
             gradient[...] = 0
         return
-    if swiglu_mlp_small.is_small(tokens, max(hidden, len(w_down)), ffn):
-        swiglu_mlp_small.backward(dy, x, weights, dx, dweights, activation=activation)
-        return
     step, block = _steps(tokens, ffn, _kept(tokens, max(hidden, len(w_down)), x.dtype))
     kind = packed(x.dtype.name)
     kept = x.dtype if kind == "uint32" else wide  # of dgate, dup and h
@@ -147,21 +131,13 @@ def backward(
             xt, dyt = pack(x[t], kind, trans=True), pack(dy[t], kind, trans=True)
             dgate, dup, h = (b[: len(wg), :n] for b in blocks)
             dgate_panels, dup_panels = (Panels.empty(len(wg), n, kind) for _ in range(2))
-            tile = tile_shape(len(h), n, kind)
-            launch(
-                mlp_hidden_backward[x.dtype],
-                _tasks(dgate_panels, tile),
-                tile,
-                ACTIVATIONS.index(activation),
-                dyt.array,
-                dyt.blocks,
-                xt.array,
-                xt.blocks,
-                *map(bits, (wg, wu, wd, dgate, dup, h)),
-                dgate_panels.array,
-                dup_panels.array,
-                dup_panels.blocks,
-            )
+            rows, columns = tile_shape(len(h), n, kind)
+            cut = xt.blocks, dyt.blocks, dup_panels.blocks
+            plan = Plan(rows, columns, ACTIVATIONS.index(activation), n, *cut)
+            arrays = dyt.array, xt.array, *map(bits, (wg, wu, wd, dgate, dup, h))
+            tasks = -(-len(h) // rows) * -(-n // columns)
+            run = mlp_hidden_backward[x.dtype]
+            launch(run, tasks, plan, *arrays, dgate_panels.array, dup_panels.array)
             ends = {"first": t.start == 0, "last": t.stop == tokens}
             xt = pack(x[t], kind, trans=False)
             matmul(dgate, xt, targets[0], total=totals[0], **ends)
@@ -170,7 +146,3 @@ def backward(
             add_dx = partial(matmul, trans_a=True, trans_out=True, total=dx_total[t])
             add_dx(wg, dgate_panels, dx[t], first=f.start == 0, last=False)
             add_dx(wu, dup_panels, dx[t], first=False, last=f.stop == ffn)
-
-
-def _tasks(h: Panels, tile: tuple[int, int]) -> int:
-    return -(-h.depth // tile[0]) * -(-h.n // tile[1])

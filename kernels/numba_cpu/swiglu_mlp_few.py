@@ -1,13 +1,13 @@
-"""The gated MLP for a few tokens: as fast as the weights can be read, each once.
+"""The gated MLP for a few tokens: bound by memory, with each weight read once.
 
-A task is some rows of the weights, against all tokens. Vector lanes run along K, rows are read as they lie, four
-at a time, and the next ones are asked for meanwhile; gate and up meet at the end of a group of rows:
+A task is some rows of the weights, against all tokens. Vector lanes run along K, rows are read in place, four at a
+time, and the next ones are prefetched; gate and up meet at the end of a group of rows:
 
     addresses of a task's rows    gate 0..15 | up 0..15 | gate 16..31 | up 16..31 | ...     (fewer rows per group
     per group and four tokens     sums[row, token] of one vector                              for four tokens)
 
-Tokens are widened once per thread, in the order in which ir/decode_rows.py widens 16-bit weights. All sums and h are
-float32 (float64 for float64).
+Tokens are widened once per thread, in the order in which codegen/decode_rows.py widens 16-bit weights. All sums and h
+are float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.dtype import bits, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.decode import score_keys
-from gpu_ops.kernels.numba_cpu.ir.decode_rows import to_slots
-from gpu_ops.kernels.numba_cpu.ir.memory import row_address, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, VECTOR_BYTES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.jit import compute, counted, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, launcher, thread_count
-from gpu_ops.kernels.numba_cpu.swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
+from .codegen.decode import score_keys
+from .codegen.decode_rows import to_slots
+from .codegen.memory import lanes, round_up, row_address, scratch
+from .codegen.target import MAX_LANES, VECTOR_BYTES
+from .dtype import aligned_empty, bits, read_row, store, write_row
+from .jit import compute, device_function, generic, kernel, read, types, write
+from .parallel import claim, launcher, thread_count
+from .swiglu_mlp_tile import ACTIVATIONS, activate, sum_of
 
 Array = np.ndarray[Any, Any]
 
-AT_ONCE = 4  # rows, and as many are asked for meanwhile
+AT_ONCE = 4  # rows, and as many are prefetched
 
 
 def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
@@ -54,7 +53,7 @@ def rows_per_task(rows: int) -> int:
     return max(1, min(4, even // MAX_LANES)) * MAX_LANES
 
 
-@counted
+@device_function(refcount=True)
 def widened(x, w):
     """The rows of x, and zeros up to a multiple of four, in the order of the vectors of w."""
     tokens, depth = x.shape
@@ -66,27 +65,23 @@ def widened(x, w):
     return wide
 
 
+@generic
 def few(sums):
     """Two tuples: of four, or of as many lanes as a vector of sums has; and of the rows that fill it with those."""
-    raise TypeError("compiled code only")
-
-
-@overload(few)
-def _few(sums):
     width = VECTOR_BYTES * 8 // sums.dtype.bitwidth
     four = (0,) * min(AT_ONCE, width)
     rows = (0,) * (width // len(four))
     return lambda sums: (four, rows)
 
 
-@uncounted
+@device_function
 def list_rows(addresses, at, w, first, stop, n):
     """Addresses of rows of w, as many as there are; the last repeats."""
     for j in range(n):
         addresses[at + j] = row_address(w, min(first + j, stop), 0)
 
 
-@counted
+@device_function(refcount=True)
 def group_sums(sums, addresses, at, w, x, tokens, n_rows):
     """sums[token, row] = x[token] . w[row] of the rows whose addresses start at ``at``."""
     depth, one = w.shape[1], sum_of(w) + 1

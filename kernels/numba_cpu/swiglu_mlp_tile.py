@@ -1,29 +1,31 @@
-"""Tiles of the gated MLP: gate, up and, for the gradients, dh; and what becomes of them while they are in cache.
+"""Tiles of the gated MLP: gate, up and, for the gradients, dh, with the activation applied while they are cached.
 
-A task is rows of ffn by columns of tokens. All of K adds up in float32; then the activation makes of the tiles in
-place, forward, h; backward dgate, dup and h. They are stored as steps of K of the products that follow.
+A task is rows of ffn by columns of tokens. All of K adds up in float32; then the activation turns the tiles into h
+(forward) or dgate, dup and h (backward), in place. They are stored as steps of K of the products that follow.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import store, write_row
-from gpu_ops.kernels.numba_cpu.gemm import multiply, tile_size
-from gpu_ops.kernels.numba_cpu.ir import gated
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, scratch
-from gpu_ops.kernels.numba_cpu.ir.target import MAX_LANES, lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.tiles import close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import elements, packed, put_rows, room_a, steps
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from .codegen import glu
+from .codegen.memory import SKEW, from_beginning, lanes, round_up, scratch, span
+from .codegen.target import MAX_LANES
+from .codegen.tiles import close_tiles, open_tiles
+from .dtype import store, write_row
+from .gemm import multiply, region, tile_size
+from .jit import compute, device_function, generic, kernel, read, types, write
+from .packing import packed, put_rows, room_a, steps
+from .parallel import claim
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-_silu, _gelu, _gelu_tanh = (gated.forward[name] for name in ACTIVATIONS)
-_silu_backward, _gelu_backward, _gelu_tanh_backward = (gated.backward_hidden[name] for name in ACTIVATIONS)
+_silu, _gelu, _gelu_tanh = (glu.forward[name] for name in ACTIVATIONS)
+_silu_backward, _gelu_backward, _gelu_tanh_backward = (glu.backward_hidden[name] for name in ACTIVATIONS)
 
 
-@uncounted
+@device_function
 def activate(activation, h, gate, up):
     """One row; h may be gate."""
     if activation == 0:
@@ -34,11 +36,12 @@ def activate(activation, h, gate, up):
         _gelu_tanh((h,), (gate, up), (), (), (), False)
 
 
-@uncounted
+@device_function
 def gate_tile_backward(activation, gate, up, dh, m, n):
     """gate, up and dh become dgate, dup and h."""
     for i in range(m):
-        results, operands = (gate[i, :n], up[i, :n], dh[i, :n]), (dh[i], gate[i], up[i])
+        operands = dh[i], gate[i], up[i]
+        results = from_beginning(gate[i], n), from_beginning(up[i], n), from_beginning(dh[i], n)
         if activation == 0:
             _silu_backward(results, operands, (), (), (), False)
         elif activation == 1:
@@ -47,43 +50,52 @@ def gate_tile_backward(activation, gate, up, dh, m, n):
             _gelu_tanh_backward(results, operands, (), (), (), False)
 
 
-@uncounted
+@device_function
 def put(to, tile, f0, m, t0, n):
     for i in range(m):
-        row = write_row(to, (f0 + i,))[t0 : t0 + n]
+        row = span(write_row(to, (f0 + i,)), t0, n)
         source = tile[i]
         for j in range(n):
             store(row, j, source[j])
 
 
+@generic
 def sum_of(packed):
     """A zero of the type in which products of ``packed`` add up."""
-    raise TypeError("compiled code only")
-
-
-@overload(sum_of)
-def _sum_of(packed):
     zero = np.float64(0) if packed.dtype == types.float64 else np.float32(0)
     return lambda packed: zero
 
 
+class Plan(NamedTuple):
+    """How a product is cut: tiles of rows of ffn by columns of tokens, and operands into blocks of K."""
+
+    rows: int
+    columns: int
+    activation: int
+    tokens: int
+    x_blocks: int
+    dy_blocks: int
+    h_blocks: int
+
+
+_PLAN = types.NamedUniTuple(types.int64, len(Plan._fields), Plan)
+
+
 def _forward_signature(t: str) -> tuple[types.Type, ...]:
-    pair = types.UniTuple(types.int64, 2)
-    i, panels = types.int64, write(packed(t), 2)
-    return pair, i, panels, i, read(t, 2), read(t, 2), panels, i, i
+    panels = write(packed(t), 2)
+    return _PLAN, panels, read(t, 2), read(t, 2), panels
 
 
 @kernel(_forward_signature)
-def mlp_hidden(state, n_tasks, tile, activation, x, x_blocks, w_gate, w_up, h, h_blocks, tokens):
+def mlp_hidden(state, n_tasks, plan, x, w_gate, w_up, h):
     """h (ffn, tokens) = act(w_gate x.T) * (w_up x.T)"""
-    ffn, hidden = w_gate.shape
-    rows, columns = tile
+    (ffn, hidden), tokens, rows, columns = w_gate.shape, plan.tokens, plan.rows, plan.columns
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
     wide = sum_of(x)
     height = round_up(rows, MAX_LANES)
     gate, up = scratch(height, columns + SKEW, wide), scratch(height, columns + SKEW, wide)
-    across, block, k_all = x.shape[0] // x_blocks, x.shape[1] // nr, steps(x, hidden)
+    across, block, k_all = x.shape[0] // plan.x_blocks, x.shape[1] // nr, steps(x, hidden)
     a = room_a(x, rows, block, False)
     open_tiles()
     task = claim(state)
@@ -91,49 +103,46 @@ def mlp_hidden(state, n_tasks, tile, activation, x, x_blocks, w_gate, w_up, h, h
         following = claim(state)
         f0, m = tile_size(task // tiles, rows, ffn)
         t0, n = tile_size(task % tiles, columns, tokens)
-        for b in range(x_blocks):
-            k0, first = b * block, b * across + t0 // nr
+        for b in range(plan.x_blocks):
+            k0, first, add = b * block, b * across + t0 // nr, b > 0
             k = min(block, k_all - k0)
             f1, m1, k1 = f0, m, k0 + k
-            if b + 1 == x_blocks:
+            if b + 1 == plan.x_blocks:
                 f1, m1 = tile_size(following // tiles, rows, ffn)
                 k1 = 0
-            at, length, add = elements(x, k0), elements(x, k), b > 0
-            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, w_up, f0, m, at, length)
-            at = elements(x, k1)
-            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, w_gate, f1, m1, at, length)
+            ahead = region(w_up, x, False, f0, m, k0, k)
+            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, ahead)
+            ahead = region(w_gate, x, False, f1, m1, k1, k)
+            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, ahead)
         for i in range(m):
-            activate(activation, gate[i, :n], gate[i], up[i])
-        put_rows(h, h_blocks, gate, f0, m, t0, n)
+            activate(plan.activation, from_beginning(gate[i], n), gate[i], up[i])
+        put_rows(h, plan.h_blocks, gate, f0, m, t0, n)
         task = following
     close_tiles()
 
 
 def _backward_signature(t: str) -> tuple[types.Type, ...]:
-    pair = types.UniTuple(types.int64, 2)
-    i, panels = types.int64, write(packed(t), 2)
-    kept = write(t if packed(t) == "uint32" else compute(t).name, 2)
-    return pair, i, panels, i, panels, i, *(read(t, 2),) * 3, *(kept,) * 3, panels, panels, i
+    panels, kept = write(packed(t), 2), write(t if packed(t) == "uint32" else compute(t).name, 2)
+    return _PLAN, *(panels,) * 2, *(read(t, 2),) * 3, *(kept,) * 3, *(panels,) * 2
 
 
 @kernel(_backward_signature)
 def mlp_hidden_backward(
-    state, n_tasks, tile, activation, dy, dy_blocks, x, x_blocks, w_gate, w_up, w_down, dgate, dup, h,
-    dgate_panels, dup_panels, blocks,
-):  # fmt: skip
+    state, n_tasks, plan, dy, x, w_gate, w_up, w_down, dgate, dup, h, dgate_panels, dup_panels
+):
     """dgate, dup and h, all (ffn, tokens), from gate, up and dh = w_down.T dy.T"""
     (ffn, tokens), hidden, hidden_out = h.shape, w_gate.shape[1], w_down.shape[0]
-    rows, columns = tile
+    rows, columns = plan.rows, plan.columns
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
     wide = sum_of(x)
     height = round_up(rows, MAX_LANES)
     gate, up = scratch(height, columns + SKEW, wide), scratch(height, columns + SKEW, wide)
     dh = scratch(height, columns + SKEW, wide)
-    across, block, k_all = x.shape[0] // x_blocks, x.shape[1] // nr, steps(x, hidden)
+    across, block, k_all = x.shape[0] // plan.x_blocks, x.shape[1] // nr, steps(x, hidden)
     a = room_a(x, rows, block, False)
     block_out, k_out = dy.shape[1] // nr, steps(x, hidden_out)
-    turned = room_a(dy, rows, block_out, True)
+    transposed = room_a(dy, rows, block_out, True)
     open_tiles()
     task = claim(state)
     while task < n_tasks:
@@ -141,27 +150,25 @@ def mlp_hidden_backward(
         f0, m = tile_size(task // tiles, rows, ffn)
         f1, m1 = tile_size(following // tiles, rows, ffn)
         t0, n = tile_size(task % tiles, columns, tokens)
-        for b in range(x_blocks):
-            k0, first = b * block, b * across + t0 // nr
+        for b in range(plan.x_blocks):
+            k0, first, add = b * block, b * across + t0 // nr, b > 0
             k = min(block, k_all - k0)
-            at, length, add = elements(x, k0), elements(x, k), b > 0
-            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, w_up, f0, m, at, length)
-            at = elements(x, k0 + k)
-            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, w_gate, f0, m, at, length)
-        for b in range(dy_blocks):
-            k0, first = b * block_out, b * across + t0 // nr
+            ahead = region(w_up, x, False, f0, m, k0, k)
+            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, ahead)
+            ahead = region(w_gate, x, False, f0, m, k0 + k, k)
+            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, ahead)
+        for b in range(plan.dy_blocks):
+            k0, first, add = b * block_out, b * across + t0 // nr, b > 0
             k = min(block_out, k_out - k0)
-            k1, rest, add = elements(x, k0 + k), elements(x, k), b > 0
-            if b + 1 < dy_blocks:
-                multiply(dh, turned, w_down, True, f0, m, k0, k, dy, first, n, add, w_down, k1, rest, f0, m)
-            else:
-                length = elements(x, block)
-                multiply(dh, turned, w_down, True, f0, m, k0, k, dy, first, n, add, w_gate, f1, m1, 0, length)
-        gate_tile_backward(activation, gate, up, dh, m, n)
+            ahead = region(w_down, x, True, f0, m, k0 + k, k)
+            if b + 1 == plan.dy_blocks:
+                ahead = region(w_gate, x, False, f1, m1, 0, block)
+            multiply(dh, transposed, w_down, True, f0, m, k0, k, dy, first, n, add, ahead)
+        gate_tile_backward(plan.activation, gate, up, dh, m, n)
         put(dgate, gate, f0, m, t0, n)
         put(dup, up, f0, m, t0, n)
         put(h, dh, f0, m, t0, n)
-        put_rows(dgate_panels, blocks, gate, f0, m, t0, n)
-        put_rows(dup_panels, blocks, up, f0, m, t0, n)
+        put_rows(dgate_panels, plan.h_blocks, gate, f0, m, t0, n)
+        put_rows(dup_panels, plan.h_blocks, up, f0, m, t0, n)
         task = following
     close_tiles()

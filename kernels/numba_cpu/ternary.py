@@ -10,21 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.dtype import bits
-from gpu_ops.kernels.numba_cpu.ir import codes as simd
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.parallel import items_per_task, launch, launch_here, launcher
-from gpu_ops.kernels.numba_cpu.ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
-from gpu_ops.kernels.numba_cpu.ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
-from gpu_ops.kernels.numba_cpu.ternary_quantize import (
-    LIMITS,
-    ternary_encode,
-    ternary_limits,
-    ternary_scales,
-    ternary_statistics,
-)
-from gpu_ops.kernels.numba_cpu.ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
+from .codegen import ternary_codes as simd
+from .codegen.target import TILES
+from .dtype import aligned_empty, bits
+from .parallel import items_per_task, launch, launch_inline, launcher
+from .ternary_gemm import BLOCK_M, ternary_gemm_int8, ternary_gemm_native
+from .ternary_gemv import rows_per_task, ternary_gemv_int8, ternary_gemv_native
+from .ternary_quantize import LIMITS, ternary_encode, ternary_limits, ternary_scales, ternary_statistics
+from .ternary_tokens import ternary_quantize_tokens, ternary_widen_tokens
 
 Array = np.ndarray[Any, Any]
 
@@ -148,14 +141,14 @@ def limits(
     groups). Whether the weights are finite, and the scale in float32."""
     faults = np.zeros(1, np.int64)
     arrays = *found, limit, scale, faults
-    launch_here(ternary_limits[None], 1, LIMITS.index(method), threshold, size, *arrays)
+    launch_inline(ternary_limits[None], 1, LIMITS.index(method), threshold, size, *arrays)
     return not faults[0]
 
 
 def scales(count: Array, kept: Array, scale: Array) -> bool:
     """Fills ``scale`` (1 or N, groups) of what :func:`encode` counted. Whether it is finite."""
     faults = np.zeros(1, np.int64)
-    launch_here(ternary_scales[None], 1, count, kept, scale, faults)
+    launch_inline(ternary_scales[None], 1, count, kept, scale, faults)
     return not faults[0]
 
 

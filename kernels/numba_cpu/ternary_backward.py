@@ -1,11 +1,11 @@
 """Gradients of the ternary matmul on the CPU: ``dx = dy @ W`` and ``dw = dy.T @ xq``.
 
 Sums are float32 (float64 for float64). dw is a product like others. A task of dx is some tokens x columns, and some
-rows of W at a time exist in its caches, as words (panels.py) of which a row is what one step of the product takes:
+rows of W at a time exist in its caches, as words (packing.py) of which a row is what one step of the product takes:
 
                           columns of dx
                        +----------------+
-        rows of W      |  W, unpacked   |      codes of rows further on are asked for meanwhile
+        rows of W      |  W, unpacked   |      codes of later rows are prefetched meanwhile
                        +----------------+
         +--------+     +----------------+
  tokens |   dy   |     |       C        |      C += dy[tokens, rows] W[rows, columns]
@@ -14,7 +14,7 @@ rows of W at a time exist in its caches, as words (panels.py) of which a row is 
 bfloat16 is multiplied in pairs where the CPU does that: xq is rounded to it then, and W times scales by row. A
 scale of the tensor, or of columns, multiplies C.
 
-Products so small that packing operands and asking threads takes longer than the sums go row by row:
+Products so small that packing operands and waking threads would take longer than the sums go row by row:
 
     for each row of W     dx += dy[:, n] * W[n]       dw[n] = sum over tokens of dy[:, n] * xq
 """
@@ -25,26 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.dtype import bfloat16_of_float32, bits, like, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.gemm import matmul, products, tile_size
-from gpu_ops.kernels.numba_cpu.ir.memory import SKEW, prefetch_row, scratch
-from gpu_ops.kernels.numba_cpu.ir.scalar import smaller
-from gpu_ops.kernels.numba_cpu.ir.target import lanes, round_up
-from gpu_ops.kernels.numba_cpu.ir.ternary import WORD, unpack_pairs, unpack_row
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, inner, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.panels import elements, pack_a, packed, put_rows, steps
-from gpu_ops.kernels.numba_cpu.parallel import (
-    TASKS_PER_THREAD,
-    claim,
-    items_per_task,
-    launch,
-    launch_here,
-    thread_count,
-)
-from gpu_ops.kernels.numba_cpu.swiglu_mlp_small import add, finish
-from gpu_ops.kernels.numba_cpu.ternary_tokens import absmax_of
+from .codegen.memory import SKEW, lanes, prefetch_row, round_up, scratch, smaller
+from .codegen.ternary import WORD, unpack_pairs, unpack_row
+from .codegen.tiles import TILE, close_tiles, open_tiles
+from .dtype import aligned_empty, bfloat16_of_float32, bits, like, load, read_row, store, write_row
+from .gemm import Region, matmul, products, tile_size
+from .jit import compute, device_function, generic, inner, kernel, read, types, write
+from .packing import elements, pack_a, packed, put_rows, steps
+from .parallel import TASKS_PER_THREAD, claim, items_per_task, launch, launch_inline, thread_count
+from .ternary_tokens import absmax_of
 
 Array = np.ndarray[Any, Any]
 
@@ -80,7 +69,7 @@ def backward(
     rounding = activations == "int8"
     if tokens * n * k <= SMALL:
         arrays = bits(dy), bits(x), codes, scale, bits(dx), dw
-        launch_here(ternary_small_backward[x.dtype], 1, rounding, *arrays)
+        launch_inline(ternary_small_backward[x.dtype], 1, rounding, *arrays)
         return
     used, word = x, packed(x.dtype.name, x.dtype.name)
     if rounding:
@@ -94,8 +83,21 @@ def backward(
 
 
 def _used(dtype: str) -> str:
-    """In what xq is multiplied."""
+    """The type in which xq is multiplied."""
     return dtype if packed(dtype, dtype) == "uint32" else compute(dtype).name
+
+
+@inner
+def add(to, factor, row):
+    """to += factor * row"""
+    for i in range(len(row)):
+        to[i] += factor * load(row, i)
+
+
+@inner
+def finish(to, row):
+    for i in range(len(to)):
+        store(to, i, row[i])
 
 
 @inner
@@ -106,9 +108,9 @@ def scale_groups(to, scale, group, first):
             to[i - first] *= scale[g]
 
 
-@uncounted
+@device_function
 def round_tokens(to, row, zero):
-    """What the forward multiplies of one token: rounded to int8, in the units of its scale."""
+    """One token as the forward pass multiplies it: rounded to int8, times its scale."""
     absmax = absmax_of(row, zero)
     finite = absmax < np.inf
     s, unit = 127.0 / absmax if finite else 0.0, absmax / 127.0 if finite else np.nan
@@ -117,12 +119,7 @@ def round_tokens(to, row, zero):
         store(to, i, q * unit)
 
 
-def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
-    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if there are some by row."""
-    raise TypeError("compiled code only")
-
-
-@uncounted
+@device_function
 def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group):
     span = round_up(width, WORD)
     first, last = k0 // 4, (k0 + span) // 4
@@ -137,8 +134,10 @@ def unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group
         put_rows(panels, 1, some, r0, rows, 0, span)
 
 
-@overload(unpack)
-def _unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+@generic
+def unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group):
+    """Panels = ``count`` rows of W from n0, columns from k0; times their scales if there are some by row."""
+
     def pairs(panels, some, codes, n0, count, k0, width, scale, per_row, group):
         if (count % 2 > 0) | (per_row & (group % WORD > 0)):
             unpack_rows(panels, some, codes, n0, count, k0, width, scale, per_row, group)
@@ -195,7 +194,7 @@ def ternary_dx(state, n_tasks, tile, dy, codes, scale, dx, words):
             unpack(panels, some, codes, n0, count, k0, width, scale, per_row, group)
             s0, s = steps(words, n0), steps(words, count)
             pack_a(a, dy, False, t0, m, s0, s)
-            products(c, a, 0, a.shape[1], False, panels, 0, m, width, s, n0 > 0, dy, 0, 0, 0, 0)
+            products(c, a, 0, a.shape[1], False, panels, 0, m, width, s, n0 > 0, Region(dy, 0, 0, 0, 0))
         for t in range(m):
             sums = c[t, :width]
             if not per_row:
@@ -217,10 +216,10 @@ def ternary_used_tokens(state, n_tasks, chunk, x, used):
 
 @kernel(
     lambda t: (
-        types.boolean, read(t, 2), read(t, 2), read("uint8", 2), read("float32", 2), write(t, 2),
-        write(compute(t).name, 2),
+        *(types.boolean, read(t, 2), read(t, 2), read("uint8", 2), read("float32", 2)),
+        *(write(t, 2), write(compute(t).name, 2)),
     )
-)  # fmt: skip
+)
 def ternary_small_backward(state, n_tasks, rounding, dy, x, codes, scale, dx, dw):
     (tokens, n), k = dy.shape, x.shape[1]
     per_row, group = min(len(scale) - 1, 1), max(1, k // scale.shape[1])

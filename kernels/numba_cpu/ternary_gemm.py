@@ -3,20 +3,21 @@
 A task is PANEL_ROWS rows of weights x up to ``block_m`` tokens. Along K it unpacks BLOCK_K codes of its
 rows into a panel that stays in L1 and multiplies all its tokens by it, TILE_M at a time: two vector
 sums per token, each step two loads from the panel and TILE_M broadcasts; where the CPU has tile registers, they
-multiply (ir/tiles.py). Scales come in when a group of k ends.
+multiply (codegen/tiles.py). Scales come in when a group of k ends.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import like, store, write_row
-from gpu_ops.kernels.numba_cpu.ir.codes import CHUNK, LANES, PANEL_ROWS, TILE_M
-from gpu_ops.kernels.numba_cpu.ir.target import TILES
-from gpu_ops.kernels.numba_cpu.ir.ternary import tile, unpack_panel
-from gpu_ops.kernels.numba_cpu.ir.tiles import TILE, close_tiles, multiply_tiles, open_tiles
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, overload, read, types, uncounted, write
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from .codegen.memory import scratch, smaller
+from .codegen.target import TILES
+from .codegen.ternary import tile, unpack_panel
+from .codegen.ternary_codes import CHUNK, LANES, PANEL_ROWS, TILE_M
+from .codegen.tiles import TILE, close_tiles, multiply_tiles, open_tiles
+from .dtype import like, store, write_row
+from .jit import compute, device_function, generic, kernel, read, types, write
+from .parallel import claim
 
 BLOCK_M = 128  # tokens per task: their sums (16 KB of int32) stay in L2
 BLOCK_K = 2 * CHUNK  # codes unpacked at a time: 16 KB of int8 panel
@@ -25,32 +26,37 @@ SUM_K = 64  # floats summed in a row; then such sums in float32 per block, and b
 SPAN = 2**22  # codes whose int32 sums cannot overflow: 3 * 128 * SPAN < 2^31
 
 
-@uncounted
-def multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, first, m):
+@device_function
+def unpack_rows(codes, row_bytes, n, r0, k, words, panel, at, step):
+    """PANEL_ROWS rows of codes from r0, ``words`` words from code k on, into the panel from ``at`` on."""
+    for h in range(2):
+        first = smaller(r0 + h * LANES, n - 1)
+        start = first * row_bytes + k // 4
+        unpack_panel(codes, start, row_bytes, n - 1 - first, words, panel, at + h * step)
+
+
+@device_function
+def multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, first, m):
     for t in range(first, m, TILE_M):
-        tile(TILE_M, panel, p0, x, x0 + t * x_stride, x_stride, steps, acc, a0 + t * PANEL_ROWS)
+        tile(TILE_M, panel, p0, x, x0 + t * x_stride, x_stride, steps, acc, t * PANEL_ROWS)
 
 
-def multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
+@generic
+def multiply(panel, p0, x, x0, x_stride, steps, acc, m):
     """acc[m, PANEL_ROWS] += x[m, steps] @ panel[steps, PANEL_ROWS]; a step is four int8."""
-    raise TypeError("compiled code only")
 
+    def vectors(panel, p0, x, x0, x_stride, steps, acc, m):
+        multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, 0, m)
 
-@overload(multiply)
-def _multiply(panel, p0, x, x0, x_stride, steps, acc, a0, m):
-    def vectors(panel, p0, x, x0, x_stride, steps, acc, a0, m):
-        multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, 0, m)
-
-    def tiles(panel, p0, x, x0, x_stride, steps, acc, a0, m):
+    def tiles(panel, p0, x, x0, x_stride, steps, acc, m):
         whole, depth, ld = m // TILE * TILE, steps // TILE * TILE, 4 * PANEL_ROWS
         if depth > 0:
-            multiply_tiles(
-                acc, a0, PANEL_ROWS, x, x0, x_stride, panel, p0, ld, 0, whole, PANEL_ROWS, depth, True, ()
-            )
+            sizes = whole, PANEL_ROWS, depth
+            multiply_tiles(acc, 0, PANEL_ROWS, x, x0, x_stride, panel, p0, ld, 0, sizes, True, ())
         if depth < steps:
             at_panel, at_x = p0 + depth * ld, x0 + 4 * depth
-            multiply_vectors(panel, at_panel, x, at_x, x_stride, steps - depth, acc, a0, 0, whole)
-        multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, a0, whole, m)
+            multiply_vectors(panel, at_panel, x, at_x, x_stride, steps - depth, acc, 0, whole)
+        multiply_vectors(panel, p0, x, x0, x_stride, steps, acc, whole, m)
 
     return tiles if TILES else vectors
 
@@ -78,12 +84,9 @@ def ternary_gemm_int8(
     tokens, n = y.shape
     per_row = 0 if scale.shape[0] == 1 else 1
     panels = -(-n // PANEL_ROWS)
-    panel_store = np.empty(BLOCK_K * PANEL_ROWS + 64, np.int8)
-    p0 = (-panel_store.ctypes.data) % 64
+    panel = scratch(1, BLOCK_K * PANEL_ROWS, np.int8(0))[0]
+    acc = scratch(1, BLOCK_M * PANEL_ROWS, np.int32(0))[0]
     open_tiles()
-    acc_store = np.empty(BLOCK_M * PANEL_ROWS + 16, np.int32)
-    a0 = ((-acc_store.ctypes.data) % 64) // 4
-    acc = acc_store[a0:]
     spilled = np.zeros(BLOCK_M * PANEL_ROWS, np.int64)
     result = np.empty(BLOCK_M * PANEL_ROWS, np.float64)
     factor = np.empty(PANEL_ROWS, np.float64)
@@ -103,18 +106,13 @@ def ternary_gemm_int8(
             for c in range(0, BLOCK_K, CHUNK):
                 here = min(LANES, words - (k0 + c) // 16)
                 if here > 0:
-                    for h in range(2):
-                        first = min(r0 + h * LANES, n - 1)
-                        unpack_panel(
-                            codes, first * row_bytes + (k0 + c) // 4, row_bytes, n - 1 - first, here,
-                            panel_store, p0 + c * PANEL_ROWS + h * LANES * 4,
-                        )  # fmt: skip
+                    unpack_rows(codes, row_bytes, n, r0, k0 + c, here, panel, c * PANEL_ROWS, 4 * LANES)
             stop = min(k0 + BLOCK_K, depth)
             a = k0
             while a < stop:
                 b = min(stop, (g + 1) * group)
-                at_panel, at_x = p0 + (a - k0) * PANEL_ROWS, m0 * x_stride + a
-                multiply(panel_store, at_panel, x, at_x, x_stride, (b - a) // 4, acc_store, a0, m)
+                at_panel, at_x = (a - k0) * PANEL_ROWS, m0 * x_stride + a
+                multiply(panel, at_panel, x, at_x, x_stride, (b - a) // 4, acc, m)
                 since += b - a
                 a = b
                 if since > SPAN - BLOCK_K:
@@ -168,12 +166,8 @@ def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_str
     tokens, n = y.shape
     per_row = 0 if scale.shape[0] == 1 else 1
     panels = -(-n // PANEL_ROWS)
-    panel_store = np.empty(BLOCK_K_FLOAT * PANEL_ROWS + 16, x.dtype)
-    p0 = ((-panel_store.ctypes.data) % 64) // x.itemsize
-    panel = panel_store[p0:]
-    acc_store = np.empty(BLOCK_M * PANEL_ROWS + 16, x.dtype)
-    a0 = ((-acc_store.ctypes.data) % 64) // x.itemsize
-    acc = acc_store[a0:]
+    panel = scratch(1, BLOCK_K_FLOAT * PANEL_ROWS, x.dtype.type(0))[0]
+    acc = scratch(1, BLOCK_M * PANEL_ROWS, x.dtype.type(0))[0]
     result = np.empty(BLOCK_M * PANEL_ROWS, np.float64)
     factor = np.empty(PANEL_ROWS, np.float64)
     grouped = scale.shape[1] > 1
@@ -186,17 +180,7 @@ def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_str
         result[:] = 0.0
         for k0 in range(0, 16 * words, BLOCK_K_FLOAT):
             here = min(LANES, words - k0 // 16)
-            for h in range(2):
-                first = min(r0 + h * LANES, n - 1)
-                unpack_panel(
-                    codes,
-                    first * row_bytes + k0 // 4,
-                    row_bytes,
-                    n - 1 - first,
-                    here,
-                    panel_store,
-                    p0 + h * LANES,
-                )
+            unpack_rows(codes, row_bytes, n, r0, k0, here, panel, 0, LANES)
             if grouped:
                 for k in range(16 * here):
                     g = min((k0 + k) // group, scale.shape[1] - 1)
@@ -205,10 +189,8 @@ def ternary_gemm_native(state, n_tasks, codes, row_bytes, words, group, x, x_str
             acc[:] = 0
             for t in range(0, m, TILE_M):
                 for k in range(0, 16 * here, SUM_K):
-                    tile(
-                        TILE_M, panel_store, p0 + k * PANEL_ROWS, x, (m0 + t) * x_stride + k0 + k, x_stride, SUM_K,
-                        acc_store, a0 + t * PANEL_ROWS,
-                    )  # fmt: skip
+                    at, x_at, a_at = k * PANEL_ROWS, (m0 + t) * x_stride + k0 + k, t * PANEL_ROWS
+                    tile(TILE_M, panel, at, x, x_at, x_stride, SUM_K, acc, a_at)
             for i in range(m * PANEL_ROWS):
                 result[i] += np.float64(acc[i])
         for j in range(PANEL_ROWS):

@@ -13,14 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
-from gpu_ops.kernels.numba_cpu.aligned import aligned_empty
-from gpu_ops.kernels.numba_cpu.dtype import read_row, write_row
-from gpu_ops.kernels.numba_cpu.jit import kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch, launcher
+from .codegen.numba_api import intrinsic, njit, signature
+from .dtype import aligned_empty, read_row, write_row
+from .jit import kernel, read, types, write
+from .parallel import claim, items_per_task, launch, launcher
 
 Array = np.ndarray[Any, Any]
 

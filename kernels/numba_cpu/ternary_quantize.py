@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.dtype import load, read_row, write_row
-from gpu_ops.kernels.numba_cpu.jit import REASSOC, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from .dtype import load, read_row, write_row
+from .jit import REASSOC, kernel, read, types, write
+from .parallel import claim
 
 
 @kernel(

@@ -8,11 +8,11 @@ the natural order (lanes along N), else the width of a vector (lanes along K): w
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from gpu_ops.kernels.numba_cpu.dtype import load, magnitude, of_magnitude, read_row, write_row
-from gpu_ops.kernels.numba_cpu.jit import compute, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim
+from .codegen.numba_api import njit
+from .dtype import load, magnitude, of_magnitude, read_row, write_row
+from .jit import compute, kernel, read, types, write
+from .parallel import claim
 
 _EPS = 1e-5  # the smallest absmax that a scale is made of
 

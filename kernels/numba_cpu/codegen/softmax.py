@@ -1,0 +1,132 @@
+"""One step of an online softmax, as LLVM IR: a tile of scores becomes weights, maximum and sum stay in registers.
+
+    lanes: queries
+    +-------------+
+    |   s[0]      |  row after row
+    |   s[1]      |      P = exp2(factor * (S - maximum))
+    |   ...       |  over the scores, and its sum.
+    +-------------+
+
+The product that makes the scores also finds the largest of each lane (``gemm_rows_largest``); where they change
+after that, :func:`largest_scores` does.
+
+Weights are floats in place of the scores, or, in a target array of uint32, pairs of bfloat16 for codegen/gemm.py: row
+j of the weights is rows 2j and 2j + 1 of the scores, and lies in the first half of their memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .build import address, every, fma, load_vector, maximum, number, splat, store_vector
+from .convert import narrow
+from .exp2 import FLOAT32, FLOAT64, PAIRS, exp2
+from .numba_api import cgutils, intrinsic, ir, types
+from .target import VECTOR_BYTES
+
+ROWS = 8  # scores come in multiples of so many rows
+_STEP = 4  # rows that are weighed in one round
+
+
+@intrinsic
+def largest_scores(typingctx, s, at, ld, rows, top, lane):
+    """top[lane] is at least what it was, and every score of the vector of lanes at ``s[at]``."""
+    size = s.dtype.bitwidth // 8
+
+    def codegen(context, b, sig, args):
+        _, at_, ld_, rows_, _, lane_ = args
+        vector = ir.VectorType(ir.FloatType() if size == 4 else ir.DoubleType(), VECTOR_BYTES // size)
+        scores = address(context, b, sig.args[0], args[0], at_)
+        top_at = address(context, b, sig.args[4], args[4], lane_)
+        top = cgutils.alloca_once_value(b, load_vector(b, top_at, vector))
+        with cgutils.for_range(b, b.sdiv(rows_, number(ROWS))) as loop:
+            rows = [b.add(b.mul(loop.index, number(ROWS)), number(i)) for i in range(ROWS)]
+            found = [load_vector(b, b.gep(scores, [b.mul(j, ld_)]), vector) for j in rows]
+            b.store(maximum(b, [*found, b.load(top)]), top)
+        store_vector(b, b.load(top), top_at)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(s, i, i, i, top, i), codegen
+
+
+@intrinsic
+def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha, lane):
+    """Weights of the vector of lanes at ``s[at]``, ``rows`` rows (a multiple of ROWS) that lie ``ld`` apart.
+
+    ``alpha`` [lane] comes as the new ``row_max`` and leaves as the factor for what was summed before; ``row_max`` and
+    ``row_sum`` move along. ``p`` is ``s``, or the uint32 view of it; ``factor`` > 0 is 1 except for pairs.
+    """
+
+    def codegen(context, b, sig, args):
+        top_at, sum_at, alpha_at = (address(context, b, sig.args[i], args[i], args[9]) for i in (6, 7, 8))
+        vector, scale = _lanes(b, s, args[5])
+        old, new = load_vector(b, top_at, vector), load_vector(b, alpha_at, vector)
+        rescale = _rescale(b, old, new, scale, _polynomial(s, p))
+        store_vector(b, new, top_at)
+        store_vector(b, rescale, alpha_at)
+        scores, weights = (address(context, b, sig.args[i], args[i], args[1]) for i in (0, 4))
+        total = _weigh(b, scores, weights, args[2], args[3], new, scale, _polynomial(s, p))
+        store_vector(b, fma(b, load_vector(b, sum_at, vector), rescale, total), sum_at)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(s, i, i, i, p, s.dtype, row_max, row_sum, alpha, i), codegen
+
+
+def _polynomial(s: Any, p: Any) -> tuple[float, ...]:
+    return PAIRS if p.dtype == types.uint32 else FLOAT32 if s.dtype == types.float32 else FLOAT64
+
+
+def _lanes(b: Any, s: Any, factor: Any) -> tuple[ir.VectorType, Any]:
+    size = s.dtype.bitwidth // 8
+    vector = ir.VectorType(ir.FloatType() if size == 4 else ir.DoubleType(), VECTOR_BYTES // size)
+    return vector, splat(b, factor, vector.count)
+
+
+def _seen(b: Any, top: Any) -> Any:
+    """``top``, and 0 where nothing has been seen: no -inf - -inf."""
+    lowest = b.fcmp_ordered("==", top, every(top.type, float("-inf")))
+    return b.select(lowest, every(top.type, 0.0), top)
+
+
+def _rescale(b: Any, old: Any, new: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
+    """exp2(factor * (old - new)): exactly 1 where nothing moves."""
+    return exp2(b, b.fmul(b.fsub(old, _seen(b, new)), scale), polynomial)
+
+
+def _weigh(
+    b: Any,
+    scores: Any,
+    weights: Any,
+    ld: Any,
+    rows: Any,
+    top: Any,
+    scale: Any,
+    polynomial: tuple[float, ...],
+) -> Any:
+    """Scores become weights; their sum, a tile's by itself: its small terms keep their digits."""
+    pairs, vector = polynomial is PAIRS, top.type
+    shift = b.fneg(b.fmul(_seen(b, top), scale) if pairs else _seen(b, top))
+
+    def row(pointer: Any, j: Any, offset: int) -> Any:
+        return b.gep(pointer, [b.mul(b.add(j, number(offset)), ld)])
+
+    total = cgutils.alloca_once(b, vector)
+    b.store(every(vector, 0.0), total)
+    with cgutils.for_range(b, b.sdiv(rows, number(_STEP))) as loop:
+        first = b.mul(loop.index, number(_STEP))
+        found = [load_vector(b, row(scores, first, i), vector) for i in range(_STEP)]
+        found = [fma(b, x, scale, shift) if pairs else b.fadd(x, shift) for x in found]
+        found = [exp2(b, x, polynomial) for x in found]
+        if pairs:
+            half = b.mul(loop.index, number(_STEP // 2))
+            for i in range(_STEP // 2):
+                store_vector(b, narrow(b, types.uint16, found[2 * i : 2 * i + 2]), row(weights, half, i))
+        else:
+            for i, x in enumerate(found):
+                store_vector(b, x, row(weights, first, i))
+        while len(found) > 1:
+            found = [b.fadd(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
+        b.store(b.fadd(b.load(total), found[0]), total)
+    return b.load(total)
