@@ -320,38 +320,6 @@ def test_there_must_be_something_to_measure(gpu):
     assert not gpu.kernels
 
 
-def test_the_stopwatch_keeps_the_device_busy_while_the_host_enqueues(monkeypatch):
-    log, now = [], iter(range(1000))
-
-    class Event:
-        def record(self):
-            self.at = next(now)
-            log.append("record")
-
-        def synchronize(self):
-            log.append("wait")
-
-    scratch = SimpleNamespace(fill=lambda value: log.append("fill"))
-    cuda = SimpleNamespace(
-        Device=lambda: SimpleNamespace(attributes={"L2CacheSize": 40 << 20}),
-        Event=Event,
-        get_elapsed_time=lambda start, end: float(end.at - start.at),  # milliseconds: 1 between two records
-    )
-    sizes = []
-    cupy = SimpleNamespace(cuda=cuda, uint8=np.uint8, empty=lambda n, dtype: sizes.append(n) or scratch)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    host = iter([0, 0, 0, 0, 0, 0.0031, 0, 0])  # began, ended of each call
-    monkeypatch.setattr(MODULE, "time", SimpleNamespace(perf_counter=lambda: next(host)))
-    stopwatch = MODULE.Stopwatch()
-    assert sizes == [128 << 20]
-    log.clear()
-    assert stopwatch(lambda: log.append("run")) == 1e-3
-    assert log == ["fill", "record", "run", "record", "wait"]
-    log.clear()
-    stopwatch(lambda: log.append("run"))
-    assert log == ["fill"] * 7 + ["record", "run", "record", "wait"]  # 2 * 3.1 ms at 1 ms each
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch, rng):
     """The real stopwatch: the winner is used, and gives the same result."""

@@ -25,6 +25,7 @@ __all__ = [
     "as_rows",
     "bounds_of",
     "check_shareable",
+    "check_workspace",
     "check_writable",
     "give",
     "host_view",
@@ -180,3 +181,17 @@ def check_writable(op: str, name: str, out: Any, view: Array, dtype: npt.DTypeLi
             f"{op}: elements of {name} share memory with each other (shape {view.shape}, strides "
             f"{view.strides}); pass an array of its own{else_}"
         )
+
+
+def check_workspace(op: str, workspace: Any, need: int, device: str) -> Any:
+    """The caller's workspace, of ``need`` bytes or more; None on the CPU, which needs none."""
+    if device == "cpu":
+        return None
+    dtype = getattr(workspace, "dtype", None)
+    if str(dtype).removeprefix("torch.") != "uint8":
+        raise DTypeError(f"{op}: workspace is {dtype or type(workspace).__name__}, expected a uint8 array")
+    if len(workspace.shape) != 1 or workspace.shape[0] < need:
+        raise ShapeError(f"{op}: workspace has shape {tuple(workspace.shape)}, expected ({need},) or more")
+    if device == "cuda" and not hasattr(workspace, "data_ptr") and isinstance(workspace, np.ndarray):
+        raise DeviceError(f"{op}: workspace is in host memory; allocate it on the device")
+    return workspace

@@ -12,7 +12,7 @@ from gpu_ops.kernels.program import Layout, Spec
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Finish", "Look", "Output", "Source", "as_integer"]
+__all__ = ["Bound", "Finish", "Look", "Output", "Source", "as_integer", "permuted"]
 
 Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 """A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
@@ -72,7 +72,24 @@ class Bound:
     cuda: CudaArrays | None
     workspace: Any
 
+    @property
+    def tuple_argument(self) -> str | None:
+        """The argument that is the tuple of all results; the call returns it."""
+        items = [o.source and (o.source.argument, o.source.item) for o in self.outputs if o.returned]
+        argument = items[0][0] if items and items[0] else ""
+        whole = len(items) > 1 and items == [(argument, i) for i in range(len(items))]
+        return argument if whole and self.finish is None else None
+
 
 def as_integer(value: Any, device: Any) -> int:
     """What :meth:`Call.number` makes of an argument; a later call may pass on the argument itself."""
     return int(value)
+
+
+def permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout of an array that is allocated with its axes in this order."""
+    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
+    strides = [0] * len(axes)
+    for stride, a in zip(laid.strides, axes, strict=True):
+        strides[a] = stride
+    return Layout(layout.shape, tuple(strides), layout.dtype)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.core.aliasing import is_row_major, overlap, overlaps_itself, same_memory
-from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
-from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, as_integer
+from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
+from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
+from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, as_integer, permuted
 from gpu_ops.core.checks import Axes
 from gpu_ops.core.dispatch import choose, require_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -117,7 +117,7 @@ class Call:
     def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
         """A writable view of an argument that the op changes in place, such as a cache."""
         view = self._view(name, x)
-        self._check_writable(name, x, view, dtype, "")
+        check_writable(self.op, name, x, view, dtype, "")
         self._check_apart(name, view, None, "")
         if axes is not None:
             self.axes.bind(name, view, axes)
@@ -264,7 +264,7 @@ class Call:
             if o.name not in aliases:
                 layouts[o.name] = o.layout if view is None else self._layout(view, on_gpu, copies)
                 if view is None and o.axes is not None:
-                    layouts[o.name] = _permuted(o.layout, o.axes)
+                    layouts[o.name] = permuted(o.layout, o.axes)
         return Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
 
     def _layout(self, view: Array, on_gpu: bool, copies: bool) -> Layout:
@@ -285,7 +285,7 @@ class Call:
         layout = output.layout
         if view.shape != layout.shape:
             raise ShapeError(f"{self.op}: {label} has shape {view.shape}, expected exactly {layout.shape}")
-        self._check_writable(label, out, view, layout.dtype, f" or omit {label}=")
+        check_writable(self.op, label, out, view, layout.dtype, f" or omit {label}=")
         if rows and not is_row_major(view):
             raise ShapeError(
                 f"{self.op}: the leading axes of {label} (strides {view.strides}) do not merge into rows; "
@@ -298,24 +298,6 @@ class Call:
             Output(output.name, layout, source, output.returned, in_place if alias else None, None)
         )
         return view
-
-    def _check_writable(self, name: str, out: Any, view: Array, dtype: npt.DTypeLike, else_: str) -> None:
-        if view.dtype != np.dtype(dtype):
-            raise DTypeError(f"{self.op}: {name} is {view.dtype}, expected exactly {np.dtype(dtype)}")
-        if is_read_only(out, view):
-            raise ShapeError(f"{self.op}: {name} is read-only; pass a writable array{else_}")
-        if isinstance(view, np.ndarray) and not view.flags.aligned:
-            raise ShapeError(f"{self.op}: {name} is not aligned to its itemsize; pass one that is{else_}")
-        if view.size and view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
-            raise ShapeError(
-                f"{self.op}: the last axis of {name} is not contiguous (strides {view.strides}); "
-                f"pass a C-contiguous array{else_}"
-            )
-        if overlaps_itself(view):
-            raise ShapeError(
-                f"{self.op}: elements of {name} share memory with each other (shape {view.shape}, strides "
-                f"{view.strides}); pass an array of its own{else_}"
-            )
 
     def _check_apart(self, name: str, view: Array, in_place: str | None, else_: str) -> bool:
         """Refuse memory that is read or written elsewhere; whether ``view`` is exactly the input ``in_place``."""
@@ -362,12 +344,3 @@ class Call:
             self._cuda = CudaArrays(self.op, name, x)
         view: Array = self._cuda.view(name, x)
         return view
-
-
-def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout of an array that is allocated with its axes in this order."""
-    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
-    strides = [0] * len(axes)
-    for stride, a in zip(laid.strides, axes, strict=True):
-        strides[a] = stride
-    return Layout(layout.shape, tuple(strides), layout.dtype)

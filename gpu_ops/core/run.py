@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_ops.core import device as devices
-from gpu_ops.core.arrays import from_dlpack, give
+from gpu_ops.core.arrays import check_workspace, from_dlpack, give
 from gpu_ops.core.bound import Bound, Output, Source, as_integer
 from gpu_ops.core.dispatch import lowering
-from gpu_ops.errors import DeviceError, DTypeError, OptionError, OutOfMemoryError, ShapeError
+from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
 from gpu_ops.kernels.program import ALIGNMENT, Layout, Limits, Program, Spec, Workspace, lower
 from gpu_ops.memory_pool import FROM_BYTES
 
@@ -119,11 +119,7 @@ class Prepared:
         self._items = [(p.name, p.source.argument, p.source.item) for p in named if p.source.item is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
-        items = [o.source and (o.source.argument, o.source.item) for o in bound.outputs if o.returned]
-        argument = items[0][0] if items and items[0] else ""
-        whole = len(items) > 1 and items == [(argument, i) for i in range(len(items))]
-        self.tuple_argument = argument if whole and bound.finish is None else None
-        """The argument that is the tuple of all results; the call returns it."""
+        self.tuple_argument = bound.tuple_argument
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A later call: its arrays are where those of the first were."""
@@ -190,7 +186,9 @@ class Prepared:
             views = _copied_to_device(views)
         linked = self._link(values, device)
         if workspace is not None:
-            workspace = _check_workspace(self.op, workspace, linked.program, self.choice.device)
+            workspace = check_workspace(
+                self.op, workspace, linked.program.workspace_bytes, self.choice.device
+            )
         if self.device is None:
             self._name(views, device)
         for new in self._new:
@@ -342,18 +340,3 @@ def _to_host(x: Any) -> Any:
 
     bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
     return cupy.asnumpy(bits).view(x.dtype)
-
-
-def _check_workspace(op: str, workspace: Any, program: Program, device: str) -> Any:
-    """The caller's workspace as the device takes it; None where none is needed."""
-    if device == "cpu":
-        return None
-    need = program.workspace_bytes
-    dtype = getattr(workspace, "dtype", None)
-    if str(dtype).removeprefix("torch.") != "uint8":
-        raise DTypeError(f"{op}: workspace is {dtype or type(workspace).__name__}, expected a uint8 array")
-    if len(workspace.shape) != 1 or workspace.shape[0] < need:
-        raise ShapeError(f"{op}: workspace has shape {tuple(workspace.shape)}, expected ({need},) or more")
-    if device == "cuda" and not hasattr(workspace, "data_ptr") and isinstance(workspace, np.ndarray):
-        raise DeviceError(f"{op}: workspace is in host memory; allocate it on the device")
-    return workspace
