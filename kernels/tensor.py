@@ -34,6 +34,14 @@ class Layout:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def permuted(self, axes: tuple[int, ...]) -> Layout:
+        """The layout of an array that is allocated with its axes in this order."""
+        laid = Layout.contiguous(tuple(self.shape[a] for a in axes), self.dtype)
+        strides = [0] * len(axes)
+        for stride, a in zip(laid.strides, axes, strict=True):
+            strides[a] = stride
+        return Layout(self.shape, tuple(strides), self.dtype)
+
 
 class Tensor:
     """A view of one of a call's arrays or workspaces: all of an array but its memory.

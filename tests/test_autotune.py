@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
-from fake_cupy import FakeArray, FakeCupy
+from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops.core import device as devices
-from gpu_ops.core import dispatch
 from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
 from gpu_ops.kernels.lower import attention_tuning, tuning
@@ -44,9 +43,9 @@ def restart():
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
+def gpu(cupy, monkeypatch, tmp_path):
     """``kernels``: what was launched. ``times``: seconds by BLOCK_N of the kernel, 1 for others."""
-    fake, state = FakeCupy(), SimpleNamespace(kernels=[], times={}, folder=tmp_path / "cache")
+    state = SimpleNamespace(kernels=[], times={}, folder=tmp_path / "cache")
 
     def load(kernel):
         def launch(grid, block, args, shared):
@@ -62,13 +61,7 @@ def gpu(monkeypatch, tmp_path):
             raise seconds
         return seconds
 
-    caches = (devices.cuda_missing, devices.cuda_device, dispatch.unavailable)
-    for cached in caches:
-        cached.cache_clear()
-    for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(state.folder))
-    monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr("gpu_ops.kernels.compiler.jit.load", load)
     monkeypatch.setattr(MODULE, "Stopwatch", lambda: stopwatch)
     restart()
@@ -327,38 +320,6 @@ def test_there_must_be_something_to_measure(gpu):
     with pytest.raises(gpu_ops.errors.ShapeError):
         gpu_ops.autotune("attention", *arrays()[:2], FakeArray(np.zeros((1, 2, 8, 64), np.float16)))
     assert not gpu.kernels
-
-
-def test_the_stopwatch_keeps_the_device_busy_while_the_host_enqueues(monkeypatch):
-    log, now = [], iter(range(1000))
-
-    class Event:
-        def record(self):
-            self.at = next(now)
-            log.append("record")
-
-        def synchronize(self):
-            log.append("wait")
-
-    scratch = SimpleNamespace(fill=lambda value: log.append("fill"))
-    cuda = SimpleNamespace(
-        Device=lambda: SimpleNamespace(attributes={"L2CacheSize": 40 << 20}),
-        Event=Event,
-        get_elapsed_time=lambda start, end: float(end.at - start.at),  # milliseconds: 1 between two records
-    )
-    sizes = []
-    cupy = SimpleNamespace(cuda=cuda, uint8=np.uint8, empty=lambda n, dtype: sizes.append(n) or scratch)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    host = iter([0, 0, 0, 0, 0, 0.0031, 0, 0])  # began, ended of each call
-    monkeypatch.setattr(MODULE, "time", SimpleNamespace(perf_counter=lambda: next(host)))
-    stopwatch = MODULE.Stopwatch()
-    assert sizes == [128 << 20]
-    log.clear()
-    assert stopwatch(lambda: log.append("run")) == 1e-3
-    assert log == ["fill", "record", "run", "record", "wait"]
-    log.clear()
-    stopwatch(lambda: log.append("run"))
-    assert log == ["fill"] * 7 + ["record", "run", "record", "wait"]  # 2 * 3.1 ms at 1 ms each
 
 
 @pytest.mark.gpu

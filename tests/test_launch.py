@@ -109,9 +109,7 @@ def test_leave_for_shared_memory_only_grows(cupy, kernel):
 def test_threads_raise_the_leave_together(cupy, kernel):
     sizes = [1000 * i for i in range(1, 33)]
     threads = [
-        threading.Thread(
-            target=run, args=(kernel, (1,), (32,), (ARRAY, ARRAY, 4)), kwargs={"shared": size}
-        )
+        threading.Thread(target=run, args=(kernel, (1,), (32,), (ARRAY, ARRAY, 4)), kwargs={"shared": size})
         for size in sizes
     ]
     for thread in threads:

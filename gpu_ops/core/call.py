@@ -264,7 +264,7 @@ class Call:
             if o.name not in aliases:
                 layouts[o.name] = o.layout if view is None else self._layout(view, on_gpu, copies)
                 if view is None and o.axes is not None:
-                    layouts[o.name] = _permuted(o.layout, o.axes)
+                    layouts[o.name] = o.layout.permuted(o.axes)
         return Spec(self.op, tuple(layouts.items()), tuple(self._options.items()), tuple(aliases.items()))
 
     def _layout(self, view: Array, on_gpu: bool, copies: bool) -> Layout:
@@ -344,12 +344,3 @@ class Call:
             self._cuda = CudaArrays(self.op, name, x)
         view: Array = self._cuda.view(name, x)
         return view
-
-
-def _permuted(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout of an array that is allocated with its axes in this order."""
-    laid = Layout.contiguous(tuple(layout.shape[a] for a in axes), layout.dtype)
-    strides = [0] * len(axes)
-    for stride, a in zip(laid.strides, axes, strict=True):
-        strides[a] = stride
-    return Layout(layout.shape, tuple(strides), layout.dtype)
