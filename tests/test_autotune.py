@@ -67,8 +67,6 @@ def gpu(cupy, monkeypatch, tmp_path):
     restart()
     yield state
     restart()
-    for cached in caches:
-        cached.cache_clear()
 
 
 def launched(gpu, shape=SHAPE, **options):
