@@ -105,7 +105,7 @@ def test_first_calls_of_different_ops_at_once():
 
 FORKED = """
 import os, signal, numpy as np, gpu_ops
-from gpu_ops import rope_tables
+from gpu_ops.ops import rope_tables
 q = np.ones((1, 4, 2, 8), np.float32)
 want = gpu_ops.rope(q)
 rope_tables._lock.acquire()  # as another thread may hold it
