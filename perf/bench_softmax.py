@@ -24,40 +24,33 @@ COLS = 4096
 
 
 def cases(config: Config) -> list[Case]:
-    rows = config.seqlens or ((2048,) if config.quick else (512, 4096))
-    builds = (forward, masked, backward)
-    return [b(n, t) for t in config.dtypes or ("float32", "bfloat16") for n in rows for b in builds]
+    found = []
+    for dtype in config.dtypes or ("float32", "bfloat16"):
+        for rows in config.seqlens or ((2048,) if config.quick else (512, 4096)):
+            found += [forward(rows, dtype), forward(rows, dtype, ("mask",)), backward(rows, dtype)]
+    return found
 
 
-def forward(rows: int, dtype: str) -> Case:
+def forward(rows: int, dtype: str, masks: tuple[str, ...] = ()) -> Case:
+    def torch(x: Inputs) -> Call:
+        scores = torch_view(x["x"])
+        if not masks:
+            return functools.partial(scores.softmax, -1)
+        hidden = torch_view(~x["mask"])
+        return lambda: scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
     return Case(
         op="softmax",
-        name="forward",
+        name=", ".join(("forward", *masks)),
         shape=f"{rows} x {COLS}",
         dtype=dtype,
         flops=5.0 * rows * COLS,
         bytes=2.0 * rows * COLS * DTYPES[dtype].itemsize,
-        **made_by(data, (rows, COLS), (37, 512), dtype),
-        **calls(gpu_ops.softmax, reference.softmax, ("x",)),
-        naive=lambda x: functools.partial(naive, x["x"]),
-        torch=lambda x: functools.partial(torch_view(x["x"]).softmax, -1),
-        sample=functools.partial(sample_rows, 32, ("mask",)),
-    )
-
-
-def masked(rows: int, dtype: str) -> Case:
-    """A boolean mask of columns."""
-
-    def torch(x: Inputs) -> Call:
-        scores, hidden = torch_view(x["x"]), torch_view(~x["mask"])
-        return lambda: scores.masked_fill(hidden, float("-inf")).softmax(-1)
-
-    return replace(
-        forward(rows, dtype),
-        name="forward, mask",
-        **calls(gpu_ops.softmax, reference.softmax, ("x",), ("mask",)),
-        naive=lambda x: functools.partial(naive, x["x"], x["mask"]),
+        **made_by(data, (rows, COLS), (37, 512), dtype, ("x", *masks)),
+        **calls(gpu_ops.softmax, reference.softmax, ("x",), masks),
+        naive=lambda x: functools.partial(naive, *x.values()),
         torch=torch,
+        sample=functools.partial(sample_rows, 32, ("mask",)),
     )
 
 
@@ -67,6 +60,7 @@ def backward(rows: int, dtype: str) -> Case:
         name="backward",
         flops=4.0 * rows * COLS,
         bytes=3.0 * rows * COLS * DTYPES[dtype].itemsize,
+        **made_by(data, (rows, COLS), (37, 512), dtype, ("x", "dy", "y")),
         **calls(gpu_ops.softmax_backward, reference.softmax_backward, ("dy", "y")),
         naive=lambda x: functools.partial(naive_backward, x["dy"], x["y"]),
         torch=lambda x: torch_gradient(lambda scores: scores.softmax(-1), x, ("x",)),
@@ -74,9 +68,12 @@ def backward(rows: int, dtype: str) -> Case:
     )
 
 
-def data(rng: np.random.Generator, rows: int, cols: int, dtype: str) -> Inputs:
-    x, dy = (normal(rng, (rows, cols), DTYPES[dtype]) for _ in range(2))
-    return {"x": x, "dy": dy, "y": reference.softmax(x), "mask": np.arange(cols) % 3 > 0}
+def data(rng: np.random.Generator, rows: int, cols: int, dtype: str, names: tuple[str, ...]) -> Inputs:
+    """``mask`` hides every third column; ``y`` is the softmax of ``x``."""
+    made = {name: normal(rng, (rows, cols), DTYPES[dtype]) for name in names if name in ("x", "dy")}
+    if "mask" in names:
+        made["mask"] = np.arange(cols) % 3 > 0
+    return made | {"y": naive(made["x"])} if "y" in names else made
 
 
 def naive(x: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:

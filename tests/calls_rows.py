@@ -54,6 +54,13 @@ def mlp(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
     }
 
 
+def mask(new: Maker, axes: str = "batch 1 width") -> dict[str, Any]:
+    """Half of the elements are visible, those in the middle of each row among them."""
+    made = new.integers(0, 2, bool, mask=axes)
+    made["mask"][..., made["mask"].shape[-1] // 2 :][..., :1] = True
+    return made
+
+
 def only(make: Any, *arguments: Any, **options: Any) -> Any:
     """A row of the table with options that are no arrays."""
     return lambda new: (make(new, *arguments), options)
@@ -73,10 +80,7 @@ VARIANTS: dict[str, Any] = {
     "layernorm_backward": only(layernorm_backward),
     "layernorm_backward sum": lambda new: (layernorm_backward(new, ROWS), residual(new, "dresidual")),
     "softmax": only(split, "x"),
-    "softmax mask": lambda new: (
-        split(new, "x", axes=ROWS),
-        {"scale": 0.5, **new.integers(0, 2, bool, mask="batch 1 width")},
-    ),
+    "softmax mask": lambda new: (split(new, "x", axes=ROWS), {"scale": 0.5, **mask(new)}),
     "softmax bias": lambda new: (split(new, "x", axes=ROWS), new.normal(mask="rows width")),
     "softmax_backward": only(split, "dy", "y"),
     "swiglu": only(split, "gate", "up"),

@@ -72,11 +72,11 @@ def softmax(
     """
     call = Call("softmax", device, backend, workspace)
     x_, mask_ = call.read("x", x, rows=True), call.optional("mask", mask)
-    dtype = checks.float_dtype(call.op, x=x_)
+    dtype = _dtype(call, scale, x=x_)
     if mask_ is not None:
         _check_mask(call.op, mask_, x_)
     call.write("y", x_.shape, x_.dtype, out, in_place="x", rows=True)
-    return _bind(call, x_, dtype, scale, "" if mask_ is None else f", {mask_.dtype} mask {mask_.shape}")
+    return _bind(call, x_, dtype, "" if mask_ is None else f", {mask_.dtype} mask {mask_.shape}")
 
 
 @op(cuda=True, kernels="softmax")
@@ -124,10 +124,18 @@ def softmax_backward(
     """
     call = Call("softmax_backward", device, backend, workspace)
     dy_, y_ = call.read("dy", dy, rows=True), call.read("y", y, rows=True)
-    dtype = checks.float_dtype(call.op, y=y_, dy=dy_)
+    dtype = _dtype(call, scale, y=y_, dy=dy_)
     checks.exactly(call.op, "dy", dy_, y_.shape)
     call.write("dx", y_.shape, y_.dtype, out, in_place="dy", rows=True)
-    return _bind(call, y_, dtype, scale)
+    return _bind(call, y_, dtype)
+
+
+def _dtype(call: Call, scale: float, **arrays: Array) -> str:
+    name, x = next(iter(arrays.items()))
+    if x.ndim == 0:
+        raise ShapeError(f"{call.op}: {name} has no axes; expected (..., cols)")
+    call.option(scale=checks.number(call.op, "scale", scale))
+    return checks.float_dtype(call.op, **arrays)
 
 
 def _check_mask(op: str, mask: Array, x: Array) -> None:
@@ -141,10 +149,7 @@ def _check_mask(op: str, mask: Array, x: Array) -> None:
         raise ShapeError(f"{op}: mask has shape {mask.shape}, which does not broadcast to x's, {x.shape}")
 
 
-def _bind(call: Call, x: Array, dtype: str, scale: float, more: str = "") -> Bound:
-    call.option(scale=checks.number(call.op, "scale", scale))
-    if x.ndim == 0:
-        raise ShapeError(f"{call.op}: the array has no axes; expected (..., cols)")
+def _bind(call: Call, x: Array, dtype: str, more: str = "") -> Bound:
     return call.bind(
         problem=lambda: f"{math.prod(x.shape[:-1])} rows of {x.shape[-1]} {dtype}{more}",
         unsupported=checks.unsupported(dtype),

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.numba_cpu.codegen.stream import fence, finish, put, stays_in_cache
-from gpu_ops.kernels.numba_cpu.dtype import bits, like, load, read_row, store, write_row
-from gpu_ops.kernels.numba_cpu.fastmath import exp2
-from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel, compute, inner, kernel, read, types, write
-from gpu_ops.kernels.numba_cpu.parallel import claim, items_per_task, launch
+from .codegen.stream import fence, finish, put, stays_in_cache
+from .dtype import bits, like, load, read_row, store, write_row
+from .fastmath import exp2
+from .jit import FLOATS, Kernel, compute, inner, kernel, read, types, write
+from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
 
