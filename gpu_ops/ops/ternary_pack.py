@@ -207,7 +207,13 @@ def _on_device(x: Array, device: Any) -> Array:
 
 def _columns(scale: Array) -> Array:
     """As (1 or N, 1 or blocks), contiguous."""
-    return np.ascontiguousarray(scale if scale.ndim == 2 else scale.reshape(scale.size, 1))
+    columns = scale if scale.ndim == 2 else scale.reshape(scale.size, 1)
+    if isinstance(columns, np.ndarray):
+        return np.ascontiguousarray(columns)
+    import cupy
+
+    copy: Array = cupy.ascontiguousarray(columns)
+    return copy
 
 
 def _embedded_scale(scale: Any, shape: tuple[int, int], fmt: TernaryFormat) -> Array:
