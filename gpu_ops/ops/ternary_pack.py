@@ -92,8 +92,8 @@ def ternary_pack(
 
     def by_numpy(views: dict[str, Any]) -> Array:
         embedded = views.get("embedded")
-        trits = check_trits(call.op, on_host(views["trits"]))
-        return pack(call.op, trits, fmt, None if embedded is None else on_host(embedded))
+        trits = check_trits("ternary_pack", on_host(views["trits"]))
+        return pack("ternary_pack", trits, fmt, None if embedded is None else on_host(embedded))
 
     because = why_numpy(shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
     call.option(format=fmt.name, tile=() if because else tile_of(fmt, shape), by_numpy=because)
@@ -161,7 +161,7 @@ strict=False decodes it all the same
     call.write("trits", size, np.int8)
 
     def by_numpy(views: dict[str, Any]) -> Array:
-        return unpack(call.op, on_host(views["packed"]), size, fmt, strict=strict)
+        return unpack("ternary_unpack", on_host(views["packed"]), size, fmt, strict=strict)
 
     need = math.prod(fmt.packed_shape(size))
     sound = data.dtype == np.uint8 and (data.size == need or (data.size > need and not strict))
