@@ -68,11 +68,14 @@ x = np.linspace(-1, 1, 128, dtype=np.float32).reshape(4, 32)
 left = COUNT
 
 def look(frame, event, argument):
-    \"\"\"Ctrl-C when the interpreter enters a function of a file for the COUNT-th time.\"\"\"
+    \"\"\"Ctrl-C when the interpreter enters a function of a file for the COUNT-th time.
+
+    Or for the next time, where it holds the lock of all imports: Python would never release that one.
+    \"\"\"
     global left
     if event == "call" and FILE in frame.f_code.co_filename:
-        left -= 1
-        if not left:
+        left -= left > 0
+        if not left and frame.f_code.co_name not in ("__enter__", "__exit__"):
             sys.setprofile(None)
             raise KeyboardInterrupt
 

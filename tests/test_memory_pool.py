@@ -36,7 +36,7 @@ def address(x):
 
 def test_a_large_result_gets_the_memory_of_the_last(monkeypatch):
     pool = MemoryPool()
-    monkeypatch.setattr("gpu_ops.core.arrays.POOL", pool)
+    monkeypatch.setattr("gpu_ops.core.device.POOL", pool)
     x, weight = np.ones((9000, 1000), np.float32), np.ones(1000, np.float32)
     assert x.nbytes > memory_pool.FROM_BYTES
     y = gpu_ops.rmsnorm(x, weight)
@@ -119,7 +119,7 @@ def test_nothing_is_kept_without_a_limit(pool, monkeypatch):
 @pytest.mark.parametrize("text", ["-1", "many", "", "1.5"])
 def test_a_limit_that_is_no_number_is_refused(pool, monkeypatch, text):
     monkeypatch.setenv("GPU_OPS_POOL_MB", text)
-    monkeypatch.setattr("gpu_ops.core.arrays.POOL", pool)
+    monkeypatch.setattr("gpu_ops.core.device.POOL", pool)
     x = np.ones((1024, 1024), np.float32)
     with pytest.raises(OptionError, match="GPU_OPS_POOL_MB"):
         gpu_ops.swiglu(x, x)
