@@ -75,7 +75,7 @@ def look(frame, event, argument):
     global left
     if event == "call" and FILE in frame.f_code.co_filename:
         left -= left > 0
-        if not left and frame.f_code.co_name not in ("__enter__", "__exit__"):
+        if not left and not ("importlib" in FILE and frame.f_code.co_name in ("__enter__", "__exit__")):
             sys.setprofile(None)
             raise KeyboardInterrupt
 
