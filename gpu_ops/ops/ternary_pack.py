@@ -205,10 +205,10 @@ def _on_device(x: Array, device: Any) -> Array:
     return copy
 
 
-def _columns(scale: Array) -> Array:
+def _columns(scale: Any) -> Array:
     """As (1 or N, 1 or blocks), contiguous."""
     columns = scale if scale.ndim == 2 else scale.reshape(scale.size, 1)
-    if isinstance(columns, np.ndarray):
+    if isinstance(scale, np.ndarray):
         return np.ascontiguousarray(columns)
     import cupy
 
