@@ -175,9 +175,8 @@ class Prepared:
     def first(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call that was bound."""
         found = {p.name: p.find(args, kwargs) for p in self._places}
-        views = self.views(bound, args, kwargs)
         with bound.cuda.active() if bound.cuda else _NOTHING:
-            return self.execute(views, found, bound.workspace)
+            return self.execute(self.views(bound, args, kwargs), found, bound.workspace)
 
     def views(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Views:
         """The arrays of the call that was bound, those that arguments hold included."""
