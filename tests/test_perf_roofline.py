@@ -89,7 +89,8 @@ def test_the_emulator_counts_the_same():
     seqlen, head_dim = 1024, 64
     device = sampled((0,), seqlen, head_dim, ml_dtypes.bfloat16)
     problem = Problem(2, 4, 16, 16, seqlen, seqlen, head_dim, head_dim)
-    chosen = select_config(problem, DeviceLimits(device.sms, device.smem_per_block_optin))
+    limits = device.limits
+    chosen = select_config(problem, DeviceLimits(limits.sms, limits.smem_per_block_optin))
     flops, clocks = work(chosen, 2)
     tiles, profile = seqlen // chosen.tile.block_n, device.profile
     assert profile.multiply_adds["bf16"] == tiles * flops / 2
