@@ -11,6 +11,7 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -140,7 +141,7 @@ def attention(
     )
 
 
-@op(kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward")
 def attention_backward(
     dout: Any,
     q: Any,
@@ -229,10 +230,11 @@ def attention_backward(
     )
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     read_results(call, dtype, out, lse, shape, lse_shape)
-    checks.flag(call.op, "deterministic", deterministic)
+    call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
+        unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
     )
 

@@ -16,6 +16,7 @@ from gpu_ops.kernels.program import Spec
 
 __all__ = [
     "INT32",
+    "backward_raw_unsupported",
     "describe",
     "forward_flops",
     "raw_unsupported",
@@ -138,6 +139,14 @@ def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) 
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """Why the CUDA C++ kernels cannot run this call."""
     from gpu_ops.kernels.lower.attention import raw_unsupported
+
+    why = raw_unsupported(spec)
+    return {"raw": why} if why else {}
+
+
+def backward_raw_unsupported(spec: Spec) -> Mapping[str, str]:
+    """The same of attention backward."""
+    from gpu_ops.kernels.lower.attention_backward_raw import raw_unsupported
 
     why = raw_unsupported(spec)
     return {"raw": why} if why else {}

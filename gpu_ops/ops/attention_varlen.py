@@ -19,6 +19,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -116,7 +117,7 @@ def attention_varlen(
     )
 
 
-@op(kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward")
 def attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -191,11 +192,12 @@ def attention_varlen_backward(
         alibi_slopes=alibi_slopes,
     )
     read_results(call, dtype, out, lse, *_result_shapes(call))
-    checks.flag(call.op, "deterministic", deterministic)
+    call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
         look=look,
+        unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
     )
 

@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.lower import attention_backward_raw
 from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensors, prepared
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
 __all__ = ["backward"]
+
+lowers("attention_backward", "raw")(attention_backward_raw.backward)
+lowers("attention_varlen_backward", "raw")(attention_backward_raw.backward)
 
 
 @lowers("attention_backward", "cpu")

@@ -1,5 +1,6 @@
 // Constants and types derived from the macros of attention_fwd_sm80.cu, and a block's share of the problem.
 #pragma once
+#include "attention_score.cuh"
 #include "attention_shape.cuh"
 #include "key_rows.cuh"
 #include "mask.cuh"
@@ -8,7 +9,6 @@
 #include "scalar.cuh"
 #include "tile.cuh"
 
-enum class Bias { kNone, kSame, kFloat };
 template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
 template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
 

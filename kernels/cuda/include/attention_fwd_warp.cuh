@@ -2,16 +2,6 @@
 #pragma once
 #include "attention_fwd_config.cuh"
 
-// tanh for softcap. tanh.approx errs by half a unit of float16. That is too much for float32: a cap that is large
-// beside the scores magnifies the error of small ones.
-__device__ __forceinline__ float soft_sign(float x) {
-    if constexpr (sizeof(scalar) == 2) return ptx::tanh(x);
-    else return tanhf(x);
-}
-
-// A lower finite bias is raised to this one: in units of log2 it would overflow to -inf and hide its key.
-constexpr float kLowestBias = -2.28e38f;
-
 // A thread's position in the block. Recomputed where it is needed again, like Work.
 struct Place {
     int lane, warp_m, warp_n;
@@ -132,7 +122,7 @@ struct Forward {
             for (int e = 0; e < 2; ++e) {
                 float& x = s[j][2 * h + e];
                 const int column = 8 * j + e;
-                if constexpr (SOFTCAP) x = shape.softcap_log2 * soft_sign(x * shape.softcap_in);
+                if constexpr (SOFTCAP) x = shape.softcap_log2 * soft_sign<scalar>(x * shape.softcap_in);
                 else x *= shape.scale_log2;
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {

@@ -34,6 +34,12 @@ template <typename T> __device__ __forceinline__ unsigned only_finite(unsigned w
     return Packed<T>::narrow(value);
 }
 
+template <typename T> __device__ __forceinline__ bool any_special(unsigned word) {
+    float value[2];
+    Packed<T>::widen(word, value);
+    return !(fabsf(value[0]) < infinity() && fabsf(value[Packed<T>::kPerWord - 1]) < infinity());
+}
+
 template <typename T> __device__ __forceinline__ void store_four(T* to, const float (&value)[4]) {
     if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(to) = {value[0], value[1], value[2], value[3]};
     else *reinterpret_cast<uint2*>(to) = make_uint2(Packed<T>::narrow(value), Packed<T>::narrow(value + 2));

@@ -69,13 +69,23 @@ template <typename TileT, int kThreads> struct Copy {
 
     // Applies `rule` to the words this thread copied, once they have arrived. Compact rather than fast: for rare cases.
     template <typename Rule> static __device__ __forceinline__ void each_word(unsigned char* tile, Rule rule) {
+        each_chunk(tile, [&](uint4& x) { x.x = rule(x.x), x.y = rule(x.y), x.z = rule(x.z), x.w = rule(x.w); });
+    }
+
+    // Whether `test` holds for any of them.
+    template <typename Test> static __device__ __forceinline__ bool any_word(unsigned char* tile, Test test) {
+        bool any = false;
+        each_chunk(tile, [&](const uint4& x) { any |= test(x.x) || test(x.y) || test(x.z) || test(x.w); });
+        return any;
+    }
+
+    template <typename Use> static __device__ __forceinline__ void each_chunk(unsigned char* tile, Use use) {
         #pragma unroll 1
         for (int i = 0; i < kMine * (TileT::kChunks / kAcross); ++i) {
             const int at = row() + i / (TileT::kChunks / kAcross) * kDown;
             if (TileT::kRows % kDown != 0 && at >= TileT::kRows) break;
             const int chunk = threadIdx.x % kAcross + i % (TileT::kChunks / kAcross) * kAcross;
-            uint4& x = *reinterpret_cast<uint4*>(tile + TileT::at(0, at, chunk));
-            x.x = rule(x.x), x.y = rule(x.y), x.z = rule(x.z), x.w = rule(x.w);
+            use(*reinterpret_cast<uint4*>(tile + TileT::at(0, at, chunk)));
         }
     }
 

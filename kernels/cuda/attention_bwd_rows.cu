@@ -1,0 +1,103 @@
+// What attention backward computes for each row of q, around attention_bwd_sm80.cu. One entry each:
+//
+//   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out      reads dout, out
+//   attention_backward_dq           dq = scale * dq_sum, from accumulators of mma.sync to rows             reads dq_sum
+//   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta            one block per head
+//
+// Macros: DTYPE, HEAD_DIM (for dq).
+//   grid   statistics, dq: (ceil(seqlen_q / 64), nheads, batch)       sinks: (nheads)         block 256
+// All sums are in a fixed order.
+#include "attention_bwd_shape.cuh"
+#include "math.cuh"
+#include "reduce.cuh"
+#include "scalar.cuh"
+
+typedef DTYPE scalar;
+
+constexpr int kThreads = 256, kChunk = 16 / sizeof(scalar);
+
+// Eight lanes per row, and a chunk of 16 bytes per lane and step: 128 bytes of a row at a time. Padding gets lse = +inf.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward_statistics(const scalar* out, const scalar* dout, const float* lse, const int* cu_seqlens_q,
+                              const int* cu_seqlens_k, RowStatistics* statistics,
+                              const __grid_constant__ BackwardShape shape) {
+    const int batch = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % 8;
+    const Sequence sequence = Sequence::of(shape, batch, cu_seqlens_q, cu_seqlens_k);
+    const int first = blockIdx.x * kPad;
+    if (first >= sequence.seqlen_q) return;
+    lse += batch * shape.lse[0] + head * shape.lse[1] + sequence.q_begin * shape.lse[2];
+    out += batch * shape.out.batch + sequence.q_begin * shape.out.row + head * shape.out.head;
+    dout += batch * shape.dout.batch + sequence.q_begin * shape.dout.row + head * shape.dout.head;
+    statistics += sequence.padded + head * shape.padded_head;
+    for (int row = first + threadIdx.x / 8; row < first + kPad; row += kThreads / 8) {
+        float sum = 0.0f;
+        const bool exists = row < sequence.seqlen_q;
+        for (int column = lane * kChunk; exists && column < shape.head_dim_v; column += 8 * kChunk) {
+            const uint4 x = *reinterpret_cast<const uint4*>(out + row * shape.out.row + column);
+            const uint4 y = *reinterpret_cast<const uint4*>(dout + row * shape.dout.row + column);
+            const unsigned words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+            #pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                float a[2], b[2];
+                Packed<scalar>::widen(words[0][w], a);
+                Packed<scalar>::widen(words[1][w], b);
+                #pragma unroll
+                for (int i = 0; i < Packed<scalar>::kPerWord; ++i) sum = fmaf(a[i], b[i], sum);
+            }
+        }
+        sum = warp_sum(sum, 8);
+        if (lane != 0) continue;
+        const float natural = exists ? lse[row * shape.lse[2]] : -infinity();
+        const bool empty = natural == -infinity();  // a row that sees no key: P = 0, and no gradient whatever dout is
+        statistics[row] = {empty ? infinity() : natural * kLog2e, empty ? 0.0f : sum};
+    }
+}
+
+#ifdef HEAD_DIM
+// A thread writes eight columns of a row. Lanes take two rows of an accumulator and 16 of them side by side: whole
+// sectors are read and whole lines written.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward_dq(const float* dq_sum, const int* cu_seqlens_q, const int* cu_seqlens_k, scalar* dq,
+                      const __grid_constant__ BackwardShape shape) {
+    constexpr int kTiles = HEAD_DIM / 8;
+    const int batch = blockIdx.z, head = blockIdx.y;
+    const Sequence sequence = Sequence::of(shape, batch, cu_seqlens_q, cu_seqlens_k);
+    dq_sum += (sequence.padded + head * shape.padded_head) * HEAD_DIM;
+    dq += batch * shape.dq.batch + sequence.q_begin * shape.dq.row + head * shape.dq.head;
+    for (int i = threadIdx.x; i < kPad * kTiles; i += kThreads) {
+        const int tile = i / 2 % kTiles, of_slab = i / (2 * kTiles) * 2 + i % 2;  // 0 .. 63
+        const int row = blockIdx.x * kPad + of_slab, g = of_slab % 8, h = of_slab / 8 % 2;
+        if (row >= sequence.seqlen_q || tile * 8 >= shape.head_dim) continue;
+        const float* from = dq_sum + (static_cast<int64>(row / 16) * kTiles + tile) * 128 + h * 64 + g * 4;
+        const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + 32);
+        const float s = shape.scale;
+        const float low[4] = {even.x * s, odd.x * s, even.y * s, odd.y * s};
+        const float high[4] = {even.z * s, odd.z * s, even.w * s, odd.w * s};
+        scalar* to = dq + row * shape.dq.row + tile * 8;
+        store_four(to, low);
+        store_four(to + 4, high);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward_sinks(const RowStatistics* statistics, const float* sinks, const int* cu_seqlens_q,
+                         const int* cu_seqlens_k, float* dsinks, const __grid_constant__ BackwardShape shape) {
+    __shared__ float sums[kThreads / 32];
+    const int head = blockIdx.x;
+    const float sink = sinks[head] * kLog2e;
+    float sum = 0.0f;
+    for (int b = 0; b < shape.batch; ++b) {
+        const Sequence sequence = Sequence::of(shape, b, cu_seqlens_q, cu_seqlens_k);
+        const RowStatistics* rows = statistics + sequence.padded + head * shape.padded_head;
+        for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
+            sum = fmaf(exp2f(sink - rows[row].lse), rows[row].delta, sum);
+        }
+    }
+    sum = warp_sum(sum, 32);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int i = 1; i < kThreads / 32; ++i) sum += sums[i];
+    dsinks[head] = -sum;
+}

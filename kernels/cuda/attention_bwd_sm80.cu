@@ -1,0 +1,376 @@
+// Attention backward on tensor cores, with mma.sync (sm_80 and later).
+//
+//   q, dq    (batch, seqlen_q, nheads, head_dim)      DTYPE     k, dk    (batch, seqlen_k, nheads_kv, head_dim)
+//   dout     (batch, seqlen_q, nheads, head_dim_v)    DTYPE     v, dv    (batch, seqlen_k, nheads_kv, head_dim_v)
+//   statistics  lse and delta of every row of q: attention_bwd_rows.cu
+//
+//   S = q k^T     P = 2^(score(S) - lse)     dP = dout v^T     dS = P (dP - delta) dscore/dS     masked pairs are 0
+//   dv = P^T dout                  dk = scale dS^T q                  dq = scale dS k
+//
+// A block owns rows, which stay in shared memory, and the other operands pass by in tiles:
+//
+//   ROWS      the block's rows   pass by                        products per tile
+//   kKeys     k, v               q, dout of a group of heads    S^T, dP^T, dv += P^T dout, dk += dS^T q, dq_sum += dS k
+//   kQueries  q, dout            k, v                           S,   dP,                                 dq     += dS k
+//
+// kKeys with ADD_DQ is all of the backward pass: 10 seqlen_q seqlen_k head_dim flops per head, k, v, dk and dv go over the
+// bus once. It adds dS k to dq_sum (float) with atomics, in no fixed order. kQueries forms dq in a fixed order instead,
+// for two products more.
+//
+// Both products of scores have the block's rows as rows: P and dS in accumulators are at once the A operands of the products
+// that sum over columns. Only dq_sum needs them the other way round, and reads dS^T through shared memory, transposed. A
+// head_dim for which a warp cannot hold whole rows of dk and dv is divided among WARPS_D warps, which share P and dS there.
+//
+//   shared memory   | x rows | y rows | x columns | y columns | dS | P (if shared) | statistics |      x: q, k  y: v, dout
+//                   | dk, dq | dv     |                                                              after the last tile
+//
+// The next tile loads while dq_sum is computed, or else while another block of the SM computes.
+//
+// Macros, all required:
+//   DTYPE       f16, bf16, or f32 (3 x TF32)
+//   HEAD_DIM    shape.head_dim rounded up to a multiple of 32; the extra columns are zero-filled. HEAD_DIM_V the same
+//   ROWS        kKeys or kQueries                ADD_DQ   0 or 1, with kKeys
+//   BLOCK_M     queries, BLOCK_N keys of a block or tile. The one that passes divides 64
+//   WARPS_R     rows of the block are divided among, 16 or 32 for each        WARPS_D
+//   STRIP       columns of a tile that a warp computes at a time: a multiple of 16, or 8 with WARPS_D > 1
+//   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
+//   SOFTCAP ALIBI BLOCK_MASK      0 or 1
+//   BIAS        kNone, kSame (DTYPE), kFloat
+//
+//   grid   (ceil(rows / block), nheads_kv or nheads, batch); blocks past the end of their sequence return
+//   block  32 WARPS_R WARPS_D
+//   shared kernels/lower/attention_backward_config.py: shared_bytes()
+//   all addresses and strides: multiples of 16 bytes
+//   cu_seqlens_q, cu_seqlens_k: null unless sequences lie end to end; what a variant does not use may be null
+#include "attention_bwd_warp.cuh"
+
+// Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that reads
+// least; 0 if there is none.
+__device__ constexpr int dq_across() {
+    int best = 0, least = 0;
+    for (int n = 1; n <= kWarps; n *= 2) {
+        if (HEAD_DIM / kUnit % n != 0 || kColumns / 16 % (kWarps / n) != 0) continue;
+        const int reads = kColumns * n / kWarps + HEAD_DIM / n;
+        if (best == 0 || reads < least) best = n, least = reads;
+    }
+    return best;
+}
+
+struct TileDq {
+    static constexpr int kAcross = ADD_DQ ? dq_across() : 1, kDown = kWarps / kAcross;
+    static constexpr int kMine = ADD_DQ ? kColumns / 16 / kDown : 1;          // slabs of 16 queries per warp
+    static constexpr int kTiles = HEAD_DIM / kUnit / kAcross * kUnitTiles;
+};
+
+struct Backward {
+    const BackwardShape& shape;
+    Work work;
+    float acc_x[kSlabs][kUnitsX * kUnitTiles][4];                        // dk or dq, without the scale
+    float acc_y[kSlabs][kUnitsY * kUnitTiles][4];                        // dv
+    RowStatistics statistics[kOwnsKeys ? 1 : kLaneRows];                 // of this lane's queries
+
+    // P and dS of one strip, whose first column is `column` of the tile.
+    __device__ __forceinline__ void scores(int head, int tile, int column, bool masked, bool partly,
+                                           float (&s)[kSlabs][kTilesS][4], float (&d)[kSlabs][kTilesS][4]) {
+        const unsigned shared = ptx::shared_address(dynamic_shared);
+        const Place me = Place::mine();
+        const int row = me.first_row() + me.lane % 16, chunk = me.lane / 16;
+        const int at = column + (kTilesS > 1 ? me.lane % 8 + me.lane / 16 * 8 : me.lane / 4);
+        const int chunk_at = kTilesS > 1 ? me.lane / 8 % 2 : 0, word = kTilesS > 1 ? 0 : me.lane % 4 * 4;
+        multiply_rows<RowsX, ColumnsX>(s, RowsX::at(shared, row, chunk),
+                                       ColumnsX::at(shared + kOffsetColumnsX, at, chunk_at) + word);
+        multiply_rows<RowsY, ColumnsY>(d, RowsY::at(shared + kOffsetRowsY, row, chunk),
+                                       ColumnsY::at(shared + kOffsetColumnsY, at, chunk_at) + word);
+        const int mine = column + me.lane % 4 * 2;
+        const RowStatistics* passing = reinterpret_cast<const RowStatistics*>(dynamic_shared + kOffsetStatistics) + mine;
+        const auto of = [&](int r, int j) { return kOwnsKeys ? passing[j] : statistics[kOwnsKeys ? 0 : r]; };
+        const int first = tile * kColumns + mine;
+        if (masked) differentiate<true>(shape, work, head, partly, first, s, d, of);
+        else differentiate<false>(shape, work, head, partly, first, s, d, of);
+    }
+
+    // Adds a tile to the gradients of the block's rows, and leaves dS in shared memory if dq_sum needs it.
+    __device__ __forceinline__ void step(int head, int tile, bool masked, bool partly, bool slowly) {
+        const unsigned shared = ptx::shared_address(dynamic_shared);
+        const int unit = Place::mine().warp_d;
+        #pragma unroll 1
+        for (int strip = 0; strip < kStrips; ++strip) {
+            const int column = (kSharesS ? unit : strip) * STRIP;
+            float s[kSlabs][kTilesS][4] = {}, d[kSlabs][kTilesS][4] = {};
+            scores(head, tile, column, masked, partly, s, d);
+            if constexpr (kSharesS) {
+                if constexpr (kOwnsKeys) put(dynamic_shared + kOffsetP, column, s);
+                put(dynamic_shared + kOffsetS, column, d);
+            } else if (kHides && slowly) {
+                if constexpr (kOwnsKeys) {
+                    put(dynamic_shared + kOffsetS, column, s);
+                    __syncwarp();
+                    add_slowly<ColumnsY>(acc_y, kOffsetS, kOffsetColumnsY, head, tile, column, STRIP);
+                    __syncwarp();
+                }
+                put(dynamic_shared + kOffsetS, column, d);
+                __syncwarp();
+                add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX, head, tile, column, STRIP);
+            } else {
+                if constexpr (kOwnsKeys) {
+                    add_product<ColumnsY, STRIP, WARPS_D>(acc_y, shared + kOffsetColumnsY, column, unit,
+                        [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(s, i, a); });
+                }
+                if constexpr (ADD_DQ) put(dynamic_shared + kOffsetS, column, d);
+                add_product<ColumnsX, STRIP, WARPS_D>(acc_x, shared + kOffsetColumnsX, column, unit,
+                    [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(d, i, a); });
+            }
+        }
+        if constexpr (kSharesS) {
+            __syncthreads();
+            if (kHides && slowly) {
+                if constexpr (kOwnsKeys) add_slowly<ColumnsY>(acc_y, kOffsetP, kOffsetColumnsY, head, tile, 0, kColumns);
+                add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX, head, tile, 0, kColumns);
+            } else {
+                if constexpr (kOwnsKeys) {
+                    add_product<ColumnsY, kColumns, WARPS_D>(acc_y, shared + kOffsetColumnsY, 0, unit,
+                        [&](int i, unsigned (&a)[kSlabs][4]) { from_tile(shared + kOffsetP, i, a); });
+                }
+                add_product<ColumnsX, kColumns, WARPS_D>(acc_x, shared + kOffsetColumnsX, 0, unit,
+                    [&](int i, unsigned (&a)[kSlabs][4]) { from_tile(shared + kOffsetS, i, a); });
+            }
+        }
+    }
+
+    template <typename TileB, int kTiles>
+    __device__ __forceinline__ void add_slowly(float (&acc)[kSlabs][kTiles][4], int weights, int values, int head,
+                                               int tile, int first, int depth) const {
+        const Place me = Place::mine();
+        add_product_slowly<WARPS_D>(
+            acc, depth, me.warp_d, [&](int r, int k) { return element<TileS>(weights, me.row(r), first + k); },
+            [&](int k, int column) { return element<TileB>(values, first + k, column); },
+            [&](int r, int k) {
+                const int own = work.row0 + me.row(r), other = tile * kColumns + first + k;
+                return sees(shape, work, head, kOwnsKeys ? other : own, kOwnsKeys ? own : other);
+            });
+    }
+
+    // dq_sum += dS k for the queries of a tile.
+    __device__ __forceinline__ void add_dq(int head, int tile, bool slowly, float* dq_sum) const {
+        constexpr int kStride = TileDq::kAcross;
+        const unsigned shared = ptx::shared_address(dynamic_shared);
+        const Place me = Place::mine();
+        const int across = me.warp % kStride, down = me.warp / kStride;
+        float acc[TileDq::kMine][TileDq::kTiles][4] = {};
+        if (kHides && slowly) {
+            const auto query = [&](int r) { return (r / 2 * TileDq::kDown + down) * 16 + r % 2 * 8 + me.lane / 4; };
+            add_product_slowly<kStride>(
+                acc, kRows, across, [&](int r, int k) { return element<TileS>(kOffsetS, k, query(r)); },
+                [&](int k, int column) { return element<RowsX>(0, k, column); },
+                [&](int r, int k) { return sees(shape, work, head, tile * kColumns + query(r), work.row0 + k); });
+        } else {
+            add_product<RowsX, kRows, kStride>(acc, shared, 0, across, [&](int i, unsigned (&a)[TileDq::kMine][4]) {
+                #pragma unroll
+                for (int m = 0; m < TileDq::kMine; ++m) {
+                    const int slab = m * TileDq::kDown + down;
+                    if constexpr (kHalf) {
+                        const int key = 16 * i + me.lane / 16 * 8 + me.lane % 8;
+                        ptx::ldmatrix4_transposed(a[m], TileS::at(shared + kOffsetS, key, 2 * slab + me.lane / 8 % 2));
+                    } else {
+                        #pragma unroll
+                        for (int r = 0; r < 4; ++r) {
+                            const int key = 8 * i + me.lane % 4 * 2 + r / 2, column = 16 * slab + me.lane / 4 + r % 2 * 8;
+                            a[m][r] = ptx::load_shared(TileS::at(shared + kOffsetS, key, column / 4) + column % 4 * 4);
+                        }
+                    }
+                }
+            });
+        }
+        const int64 row = work.sequence.padded + head * shape.padded_head + tile * kColumns;
+        dq_sum += row * HEAD_DIM + me.lane;
+        #pragma unroll
+        for (int m = 0; m < TileDq::kMine; ++m) {
+            #pragma unroll
+            for (int j = 0; j < TileDq::kTiles; ++j) {
+                const int column_tile = (kStride * (j / kUnitTiles) + across) * kUnitTiles + j % kUnitTiles;
+                float* to = dq_sum + ((m * TileDq::kDown + down) * (HEAD_DIM / 8) + column_tile) * 128;
+                #pragma unroll
+                for (int r = 0; r < 4; ++r) atomicAdd(to + 32 * r, acc[m][j][r]);
+            }
+        }
+    }
+
+    // Writes the rows of a gradient through shared memory, from `offset` on, times scale.
+    template <int kTiles, int kCols>
+    __device__ __forceinline__ void store(const float (&acc)[kSlabs][kTiles][4], int offset, float scale, int columns,
+                                          scalar* to, const RowStrides& stride) const {
+        typedef Tile<scalar, kRows, kCols, !kHalf> Staged;
+        constexpr int kChunk = Staged::kChunk;
+        const Place me = Place::mine();
+        #pragma unroll
+        for (int r = 0; r < kLaneRows; ++r) {
+            #pragma unroll
+            for (int j = 0; j < kTiles; ++j) {
+                const int column = (WARPS_D * (j / kUnitTiles) + me.warp_d) * kUnit + j % kUnitTiles * 8 + me.lane % 4 * 2;
+                const float pair[2] = {acc[r / 2][j][r % 2 * 2] * scale, acc[r / 2][j][r % 2 * 2 + 1] * scale};
+                const int byte = column * sizeof(scalar);
+                store_pair<scalar>(dynamic_shared + offset + Staged::at(0, me.row(r), byte / 16) + byte % 16, pair);
+            }
+        }
+        __syncthreads();
+        const int begin = kOwnsKeys ? work.sequence.k_begin : work.sequence.q_begin;
+        to += work.batch * stride.batch + begin * stride.row + (kOwnsKeys ? work.kv_head : work.head) * stride.head;
+        for (int i = threadIdx.x; i < kRows * Staged::kChunks; i += kThreads) {
+            const int row = i / Staged::kChunks, chunk = i % Staged::kChunks;
+            if (work.row0 + row >= work.rows() || chunk * kChunk >= columns) continue;
+            *reinterpret_cast<uint4*>(to + (work.row0 + row) * stride.row + chunk * kChunk) =
+                *reinterpret_cast<const uint4*>(dynamic_shared + offset + Staged::at(0, row, chunk));
+        }
+    }
+};
+
+// Goes through the tiles that some row sees, head after head.
+struct Walk {
+    int head, last_head, tile, begin, end;
+    bool partly;  // the block mask hides a part of the tile
+
+    // Moves to the next tile; false if there is none.
+    __device__ __forceinline__ bool next(const BackwardShape& shape, const Work& work) {
+        for (;;) {
+            if (++tile >= end) tile = begin, ++head;
+            if (head > last_head || begin >= end) return false;
+            if constexpr (!BLOCK_MASK) return true;
+            const int column = tile * kColumns, column_end = min(column + kColumns, work.columns());
+            const int row_end = min(work.row0 + kRows, work.rows());
+            const auto part = kOwnsKeys ? work.blocks(shape, head).seen(column, column_end, work.row0, row_end)
+                                        : work.blocks(shape, head).seen(work.row0, row_end, column, column_end);
+            partly = part == BlockMask::kPart;
+            if (part != BlockMask::kNothing) return true;
+        }
+    }
+};
+
+template <typename TileT>
+__device__ __forceinline__ void load(int offset, const scalar* from, const RowStrides& stride, int row0, int rows,
+                                     int columns) {
+    typedef Copy<TileT, kThreads> Loader;
+    const unsigned to = Loader::at(ptx::shared_address(dynamic_shared) + offset);
+    from += Loader::column();
+    Loader::template start<kSpare>(to, false, rows - row0, columns,
+                                   [&](int row) { return from + (row0 + row) * stride.row; });
+}
+
+template <typename TileT> __device__ __forceinline__ bool holds_special(int offset) {
+    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, any_special<scalar>);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,
+                   const RowStatistics* statistics, const int* cu_seqlens_q, const int* cu_seqlens_k,
+                   const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask, float* dq_sum,
+                   scalar* dq, scalar* dk, scalar* dv, const __grid_constant__ BackwardShape shape) {
+    // Causal: the longest rows first, so that short ones fill the tail.
+    const int batch = blockIdx.z, part = kOwnsKeys || kMask != Mask::kCausal ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    Work work;
+    work.sequence = Sequence::of(shape, batch, cu_seqlens_q, cu_seqlens_k);
+    work.batch = batch;
+    work.kv_head = kOwnsKeys ? blockIdx.y : blockIdx.y / shape.group;
+    work.head = kOwnsKeys ? work.kv_head * shape.group : blockIdx.y;
+    work.heads = kOwnsKeys ? shape.group : 1;
+    work.row0 = part * kRows;
+    if (work.row0 >= work.rows()) return;
+    if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + batch * shape.alibi_batch;
+    if constexpr (kBias != Bias::kNone) {
+        work.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));
+    }
+    if constexpr (BLOCK_MASK) work.block_mask = block_mask + batch * shape.block_mask[0];
+    const Sequence& sequence = work.sequence;
+    statistics += sequence.padded;
+
+    const int last_row = min(work.row0 + kRows, work.rows()) - 1;
+    const KeyRange seen = KeyRange::of<kMask == Mask::kNone ? Mask::kNone : Mask::kLocal>(
+        work.diagonal(work.row0), work.diagonal(last_row), work.columns(), seen_before(shape), seen_after(shape));
+    Walk walk{work.head, work.head + work.heads - 1, 0, seen.begin / kColumns, (seen.end + kColumns - 1) / kColumns};
+    walk.tile = walk.begin - 1;
+
+    const auto of_keys = [&](const scalar* x, const RowStrides& stride) {
+        return x + batch * stride.batch + sequence.k_begin * stride.row + work.kv_head * stride.head;
+    };
+    const auto of_queries = [&](const scalar* x, const RowStrides& stride, int head) {
+        return x + batch * stride.batch + sequence.q_begin * stride.row + head * stride.head;
+    };
+    const auto load_columns = [&] {
+        const int row0 = walk.tile * kColumns;
+        if constexpr (kOwnsKeys) {
+            load<ColumnsX>(kOffsetColumnsX, of_queries(q, shape.q, walk.head), shape.q, row0, sequence.seqlen_q,
+                           shape.head_dim);
+            load<ColumnsY>(kOffsetColumnsY, of_queries(dout, shape.dout, walk.head), shape.dout, row0, sequence.seqlen_q,
+                           shape.head_dim_v);
+            if (threadIdx.x < kColumns / 2) {
+                const unsigned to = ptx::shared_address(dynamic_shared) + kOffsetStatistics + threadIdx.x * 16;
+                ptx::cp_async16(to, statistics + walk.head * shape.padded_head + row0 + threadIdx.x * 2, 16);
+            }
+        } else {
+            load<ColumnsX>(kOffsetColumnsX, of_keys(k, shape.k), shape.k, row0, sequence.seqlen_k, shape.head_dim);
+            load<ColumnsY>(kOffsetColumnsY, of_keys(v, shape.v), shape.v, row0, sequence.seqlen_k, shape.head_dim_v);
+        }
+        ptx::cp_async_commit();
+    };
+
+    Backward backward{shape, work};
+    #pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            #pragma unroll
+            for (int j = 0; j < kUnitsX * kUnitTiles; ++j) backward.acc_x[slab][j][r] = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < kUnitsY * kUnitTiles; ++j) backward.acc_y[slab][j][r] = 0.0f;
+        }
+    }
+    bool more = walk.next(shape, work);
+    if (more) {
+        if constexpr (kOwnsKeys) {
+            load<RowsX>(0, of_keys(k, shape.k), shape.k, work.row0, sequence.seqlen_k, shape.head_dim);
+            load<RowsY>(kOffsetRowsY, of_keys(v, shape.v), shape.v, work.row0, sequence.seqlen_k, shape.head_dim_v);
+        } else {
+            load<RowsX>(0, of_queries(q, shape.q, work.head), shape.q, work.row0, sequence.seqlen_q, shape.head_dim);
+            load<RowsY>(kOffsetRowsY, of_queries(dout, shape.dout, work.head), shape.dout, work.row0, sequence.seqlen_q,
+                        shape.head_dim_v);
+            #pragma unroll
+            for (int r = 0; r < kLaneRows; ++r) {
+                const int row = min(work.row0 + Place::mine().row(r), last_row);
+                backward.statistics[kOwnsKeys ? 0 : r] = statistics[work.head * shape.padded_head + row];
+            }
+        }
+        load_columns();
+    }
+    const bool whole = work.row0 + kRows <= work.rows();
+    bool first = true, special = false;  // special: k of the block's rows holds a value that is not finite
+    while (more) {
+        const int head = walk.head, tile = walk.tile;
+        const bool partly = walk.partly;
+        const bool masked = kBias != Bias::kNone || (BLOCK_MASK && partly) || !whole ||
+                            tile * kColumns < seen.all_begin || (tile + 1) * kColumns > seen.all_end;
+        ptx::cp_async_wait<0>();
+        bool slowly = false;
+        if (kHides && (masked || (ADD_DQ && first))) {
+            if (ADD_DQ && first) special = __syncthreads_or(holds_special<RowsX>(0));
+            slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX) ||
+                                      (kOwnsKeys && holds_special<ColumnsY>(kOffsetColumnsY)));
+            slowly = masked && (slowly || special);
+            first = false;
+        } else {
+            __syncthreads();
+        }
+        backward.step(head, tile, masked, partly, slowly);
+        __syncthreads();  // dS is complete, and no warp reads the tile any more
+        more = walk.next(shape, work);
+        if (more) load_columns();
+        if constexpr (ADD_DQ) backward.add_dq(head, tile, slowly, dq_sum);
+    }
+
+    __syncthreads();
+    if constexpr (kOwnsKeys) {
+        backward.store<kUnitsX * kUnitTiles, HEAD_DIM>(backward.acc_x, 0, shape.scale, shape.head_dim, dk, shape.dk);
+        backward.store<kUnitsY * kUnitTiles, HEAD_DIM_V>(backward.acc_y, kOffsetRowsY, 1.0f, shape.head_dim_v, dv,
+                                                         shape.dv);
+    } else {
+        backward.store<kUnitsX * kUnitTiles, HEAD_DIM>(backward.acc_x, 0, shape.scale, shape.head_dim, dq, shape.dq);
+    }
+}

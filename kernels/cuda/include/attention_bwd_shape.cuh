@@ -1,0 +1,52 @@
+// Sizes, strides and scalars of attention backward, passed by value; kernels/lower/attention_backward_raw.py mirrors it.
+//
+// Strides are in elements; the stride of head_dim is 1. With VARLEN, seqlen_q and seqlen_k are those of the longest
+// sequence, and batch strides are 0.
+//
+// Two arrays hold what the kernels say to each other, with rows of one head adjacent and every sequence padded to
+// whole kPad rows:
+//
+//   statistics  (batch, nheads, rows) of RowStatistics
+//   dq_sum      (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync as they lie in registers,
+//               so that a warp adds 32 adjacent floats at a time
+#pragma once
+#include "attention_shape.cuh"
+
+constexpr int kPad = 64;
+
+// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta).
+struct RowStatistics {
+    float lse;    // in units of log2; +inf for rows that see no key and for padding, so that P is 0
+    float delta;  // sum over head_dim_v of dout * out
+};
+
+struct BackwardShape {
+    RowStrides q, k, v, out, dout, dq, dk, dv;
+    int64 lse[3];                          // batch, head, query
+    int64 bias[4], dbias[4], block_mask[4];  // batch, head, query (block), key (block); 0 if broadcast
+    int64 alibi_batch;                     // 0: all sequences share the slopes
+    int64 padded_batch, padded_head;       // rows of statistics and dq_sum
+    int batch;
+    int seqlen_q, seqlen_k;
+    int nheads, group;                     // group = nheads / nheads_kv, the query heads per key head
+    int head_dim, head_dim_v;              // multiples of 8
+    int window_left, window_right;         // visible keys left and right of the diagonal; 2^30: unlimited
+    int block_q, block_k;
+    float scale, scale_log2;               // softmax_scale, times log2(e)
+    float softcap_in, softcap_log2;        // softmax_scale / softcap and softcap log2(e)
+};
+
+// Where a sequence lies in q, k and the padded arrays. starts: null unless sequences are packed.
+struct Sequence {
+    int q_begin, seqlen_q, k_begin, seqlen_k;
+    int64 padded;  // its first row, for head 0
+
+    static __device__ __forceinline__ Sequence of(const BackwardShape& shape, int b, const int* starts_q,
+                                                  const int* starts_k) {
+        if (starts_q == nullptr) return {0, shape.seqlen_q, 0, shape.seqlen_k, b * shape.padded_batch};
+        const int q = starts_q[b], k = starts_k[b];
+        return {q, starts_q[b + 1] - q, k, starts_k[b + 1] - k, static_cast<int64>(q / kPad + b) * kPad};
+    }
+
+    __device__ __forceinline__ int shift() const { return seqlen_k - seqlen_q; }
+};

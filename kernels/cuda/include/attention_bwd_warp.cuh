@@ -1,0 +1,271 @@
+// The per-warp half of attention_bwd_sm80.cu: products of tiles, and P and dS from them.
+#pragma once
+#include "attention_bwd_config.cuh"
+
+// A thread's position in the block. Recomputed where it is needed again, which is cheaper than a register.
+struct Place {
+    int lane, warp, warp_r, warp_d;
+
+    static __device__ __forceinline__ Place mine() {
+        const int thread = ptx::opaque(threadIdx.x), warp = thread / 32;
+        return {thread % 32, warp, warp % WARPS_R, WARPS_D > 1 ? warp / WARPS_R : 0};
+    }
+
+    __device__ __forceinline__ int first_row() const { return warp_r * kSlabs * 16; }  // of the warp, in the block
+    __device__ __forceinline__ int row(int r) const { return first_row() + lane / 4 + 8 * r; }
+};
+
+// A block's share of the problem: its rows, and the columns that they may see.
+struct Work {
+    Sequence sequence;
+    int batch, kv_head;
+    int head, heads;    // the first query head and how many
+    int row0;
+    const float* alibi_slopes;        // of the sequence
+    const unsigned char* bias;        // of the sequence
+    const unsigned char* block_mask;  // of the sequence
+
+    __device__ __forceinline__ int rows() const { return kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q; }
+    __device__ __forceinline__ int columns() const { return kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k; }
+    __device__ __forceinline__ int diagonal(int row) const {  // the column that sits on it
+        return kOwnsKeys ? row - sequence.shift() : row + sequence.shift();
+    }
+    __device__ __forceinline__ BlockMask blocks(const BackwardShape& shape, int head_) const {
+        return {block_mask + head_ * shape.block_mask[1], shape.block_mask[2], shape.block_mask[3], shape.block_q,
+                shape.block_k};
+    }
+    __device__ __forceinline__ float bias_at(const BackwardShape& shape, int head_, int query, int key) const {
+        if constexpr (kBias == Bias::kNone) return 0.0f;
+        const int64 at = head_ * shape.bias[1] + query * shape.bias[2] + key * shape.bias[3];
+        if constexpr (kBias == Bias::kFloat) return reinterpret_cast<const float*>(bias)[at];
+        else return widened(reinterpret_cast<const scalar*>(bias)[at]);
+    }
+};
+
+// Columns before and after the diagonal that a row sees.
+__device__ __forceinline__ int seen_before(const BackwardShape& shape) {
+    return kOwnsKeys ? shape.window_right : shape.window_left;
+}
+__device__ __forceinline__ int seen_after(const BackwardShape& shape) {
+    return kOwnsKeys ? shape.window_left : shape.window_right;
+}
+
+// s += A B^T: A the warp's own rows, B kTilesS x 8 columns. a and b: this lane's addresses of the first 32 bytes.
+// The float32 loop stays rolled: each step is three products plus the TF32 split.
+template <typename TileA, typename TileB>
+__device__ __forceinline__ void multiply_rows(float (&s)[kSlabs][kTilesS][4], unsigned a, unsigned b) {
+    constexpr int kSpan = LaneAddress<TileA>::kSpan, kSpans = TileA::kRowBytes / kSpan, kTwists = kSpan / 32;
+    constexpr int kUnrolled = kHalf ? kSpans : 1;
+    const LaneAddress<TileA> rows(a);
+    const LaneAddress<TileB> columns(b);
+    #pragma unroll
+    for (int twist = 0; twist < kTwists; ++twist) {
+        #pragma unroll kUnrolled
+        for (int span = 0; span < kSpans; ++span) {
+            unsigned x[kSlabs][4];
+            #pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                ptx::ldmatrix4(x[slab], rows.at(twist, 16 * slab) + span * kSpan);
+            }
+            #pragma unroll
+            for (int j = 0; j < kTilesS; j += 2) {
+                unsigned y[4];
+                if constexpr (kTilesS > 1) {
+                    ptx::ldmatrix4(y, columns.at(twist, 8 * j) + span * kSpan);
+                } else {  // 8 columns: a word for each lane, and the one 16 bytes to its right
+                    const unsigned word = columns.at(twist, 0) + span * kSpan;
+                    y[0] = ptx::load_shared(word), y[1] = ptx::load_shared(word ^ 16);
+                }
+                #pragma unroll
+                for (int slab = 0; slab < kSlabs; ++slab) {
+                    multiply<scalar>(s[slab][j], x[slab], y[0], y[1]);
+                    if constexpr (kTilesS > 1) multiply<scalar>(s[slab][j + 1], x[slab], y[2], y[3]);
+                }
+            }
+        }
+    }
+}
+
+// acc += A B: kDepth rows of B from row0 on, and of its columns every kStride-th unit from `unit` on. source(i, a) gives
+// the A operand of step i.
+//
+// float32 takes 8 rows per step. A operands come from accumulators, which hold columns 2t and 2t + 1 where A wants t and
+// t + 4: the rows of B are read in that order.
+template <typename TileB, int kDepth, int kStride, int kA, int kTiles, typename Source>
+__device__ __forceinline__ void add_product(float (&acc)[kA][kTiles][4], unsigned tile, int row0, int unit,
+                                            Source source) {
+    constexpr int kStep = kHalf ? 16 : 8;
+    const int lane = Place::mine().lane;
+    const LaneAddress<TileB> even(kHalf ? TileB::at(tile, row0 + lane % 16, 2 * unit + lane / 16)
+                                        : TileB::at(tile + lane / 4 % 4 * 4, row0 + lane % 4 * 2, 2 * unit + lane / 16));
+    const LaneAddress<TileB> odd((even.first ^ TileB::key(1) << 4) + TileB::kRowBytes);
+    #pragma unroll kHalf ? kDepth / kStep : 1
+    for (int i = 0; i < kDepth / kStep; ++i) {
+        unsigned a[kA][4];
+        source(i, a);
+        #pragma unroll
+        for (int j = 0; j < kTiles / kUnitTiles; ++j) {
+            unsigned b[4];
+            if constexpr (kHalf) {
+                ptx::ldmatrix4_transposed(b, even.at(kStride * j, kStep * i));
+            } else {
+                b[0] = ptx::load_shared(even.at(kStride * j, kStep * i));
+                b[1] = ptx::load_shared(odd.at(kStride * j, kStep * i));
+            }
+            #pragma unroll
+            for (int slab = 0; slab < kA; ++slab) {
+                #pragma unroll
+                for (int k = 0; k < kUnitTiles; ++k) {
+                    multiply<scalar>(acc[slab][kUnitTiles * j + k], a[slab], b[2 * k], b[2 * k + 1]);
+                }
+            }
+        }
+    }
+}
+
+// The A operand of step i from accumulators: those of two adjacent tiles for 16-bit types, one for float.
+template <int kTiles>
+__device__ __forceinline__ void from_accumulators(const float (&s)[kSlabs][kTiles][4], int i, unsigned (&a)[kSlabs][4]) {
+    #pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            if constexpr (kHalf) a[slab][r] = Packed<scalar>::narrow(&s[slab][2 * i + r / 2][r % 2 * 2]);
+            else a[slab][r] = __float_as_uint(s[slab][i][r % 2 * 2 + r / 2]);
+        }
+    }
+}
+
+// The same from the warp's rows of a tile in shared memory.
+__device__ __forceinline__ void from_tile(unsigned tile, int i, unsigned (&a)[kSlabs][4]) {
+    const Place me = Place::mine();
+    #pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        if constexpr (kHalf) {
+            ptx::ldmatrix4(a[slab], TileS::at(tile, me.first_row() + 16 * slab + me.lane % 16, 2 * i + me.lane / 16));
+        } else {
+            #pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int column = 8 * i + me.lane % 4 * 2 + r / 2;
+                a[slab][r] = ptx::load_shared(TileS::at(tile, me.row(2 * slab + r % 2), column / 4) + column % 4 * 4);
+            }
+        }
+    }
+}
+
+// Stores P or dS: this warp's rows, kTilesS x 8 columns from `column` on.
+__device__ __forceinline__ void put(unsigned char* tile, int column, const float (&s)[kSlabs][kTilesS][4]) {
+    const Place me = Place::mine();
+    #pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+        #pragma unroll
+        for (int j = 0; j < kTilesS; ++j) {
+            const int byte = (column + 8 * j + me.lane % 4 * 2) * sizeof(scalar);
+            const float pair[2] = {s[r / 2][j][r % 2 * 2], s[r / 2][j][r % 2 * 2 + 1]};
+            store_pair<scalar>(tile + TileS::at(0, me.row(r), byte / 16) + byte % 16, pair);
+        }
+    }
+}
+
+// Does the query see the key? The same masks as for whole tiles, for one pair.
+__device__ __forceinline__ bool sees(const BackwardShape& shape, const Work& work, int head, int query, int key) {
+    const Sequence& sequence = work.sequence;
+    if (query >= sequence.seqlen_q || key >= sequence.seqlen_k) return false;
+    const int along = key - query - sequence.shift();
+    bool visible = true;
+    if (kMask != Mask::kNone) visible = along <= shape.window_right;
+    if (kMask == Mask::kLocal) visible = visible && along >= -shape.window_left;
+    if (BLOCK_MASK) visible = visible && work.blocks(shape, head).sees(query, key);
+    return visible && work.bias_at(shape, head, query, key) != minus_infinity();
+}
+
+// acc += A B without tensor cores, leaving out the pairs that see nothing of each other: 0 * inf would reach them. For
+// masked tiles that hold a value that is not finite. a(r, k) and b(k, column) are elements, visible(r, k) says what counts.
+template <int kStride, int kA, int kTiles, typename A, typename B, typename Visible>
+__device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], int depth, int unit, A a, B b,
+                                                   Visible visible) {
+    const int lane = Place::mine().lane;
+    #pragma unroll 1
+    for (int k = 0; k < depth; ++k) {
+        float x[2 * kA];
+        bool seen[2 * kA];
+        #pragma unroll
+        for (int r = 0; r < 2 * kA; ++r) x[r] = a(r, k), seen[r] = visible(r, k);
+        #pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+            #pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int column = (kStride * (j / kUnitTiles) + unit) * kUnit + j % kUnitTiles * 8 + lane % 4 * 2 + e;
+                const float y = b(k, column);
+                #pragma unroll
+                for (int r = 0; r < 2 * kA; ++r) {
+                    if (seen[r]) acc[r / 2][j][r % 2 * 2 + e] = fmaf(x[r], y, acc[r / 2][j][r % 2 * 2 + e]);
+                }
+            }
+        }
+    }
+}
+
+template <typename TileT> __device__ __forceinline__ float element(int offset, int row, int column) {
+    const int byte = column * sizeof(scalar);
+    return widened(*reinterpret_cast<const scalar*>(dynamic_shared + offset + TileT::at(0, row, byte / 16) + byte % 16));
+}
+
+// Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. dS is the gradient of
+// q k^T, so that it has the slope of softcap, but not softmax_scale. `first`: this lane's first column.
+// statistics(r, column): of a row's pair with a column, which is the query's.
+template <bool kMasked, typename Statistics>
+__device__ __forceinline__ void differentiate(const BackwardShape& shape, const Work& work, int head, bool partly,
+                                              int first, float (&s)[kSlabs][kTilesS][4],
+                                              float (&d)[kSlabs][kTilesS][4], Statistics statistics) {
+    constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
+    const Place me = Place::mine();
+    int begin[kLaneRows], end[kLaneRows];  // of the columns that a row sees, relative to `first`
+    float along[kLaneRows];
+    #pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+        const int row = work.row0 + me.row(r), diagonal = work.diagonal(row);
+        begin[r] = diagonal - seen_before(shape) - first;
+        end[r] = (kMask == Mask::kNone ? work.columns() : min(work.columns(), diagonal + seen_after(shape) + 1)) - first;
+        if (row >= work.rows()) end[r] = 0;
+        along[r] = static_cast<float>(diagonal - first);
+    }
+    const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
+    #pragma unroll
+    for (int j = 0; j < kTilesS; ++j) {
+        #pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = 8 * j + e;
+            #pragma unroll
+            for (int r = 0; r < kLaneRows; ++r) {
+                const RowStatistics query = statistics(r, column);
+                float& x = s[r / 2][j][r % 2 * 2 + e];
+                float& dx = d[r / 2][j][r % 2 * 2 + e];
+                bool visible = column < end[r];
+                if (kBegins) visible = visible && column >= begin[r];
+                const int own = work.row0 + me.row(r), other = first + column;
+                const int i = kOwnsKeys ? other : own, key = kOwnsKeys ? own : other;
+                if (kMasked && BLOCK_MASK && partly && visible) visible = work.blocks(shape, head).sees(i, key);
+                float slope_of_cap = 1.0f;
+                if constexpr (SOFTCAP) {
+                    const float t = soft_sign<scalar>(x * shape.softcap_in);
+                    x = shape.softcap_log2 * t;
+                    slope_of_cap = fmaf(-t, t, 1.0f);
+                }
+                const float scale = SOFTCAP ? 1.0f : shape.scale_log2;
+                if constexpr (ALIBI) x = fmaf(-slope, fabsf(along[r] - column), SOFTCAP ? x : x * scale);
+                if constexpr (kBias != Bias::kNone) {
+                    const float b = visible ? work.bias_at(shape, head, i, key) : minus_infinity();
+                    visible = visible && b != minus_infinity();
+                    x = fmaf(b < kLowestBias ? kLowestBias : b, kLog2e, SOFTCAP || ALIBI ? x : x * scale);
+                }
+                constexpr bool kScaled = SOFTCAP || ALIBI || kBias != Bias::kNone;
+                const float p = ptx::exp2(kScaled ? x - query.lse : fmaf(x, scale, -query.lse));
+                float ds = p * (dx - query.delta);
+                if constexpr (SOFTCAP) ds *= slope_of_cap;
+                x = !kMasked || visible ? p : 0.0f;
+                dx = !kMasked || visible ? ds : 0.0f;
+            }
+        }
+    }
+}
