@@ -4,7 +4,7 @@
 //   attention_backward_dq           dq = scale * dq_sum, from accumulators of mma.sync to rows             reads dq_sum
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta            one block per head
 //
-// Macros: DTYPE, HEAD_DIM (for dq).
+// Macros: DTYPE; HEAD_DIM, as in attention_bwd_sm80.cu; VARLEN 0 or 1.
 //   grid   statistics, dq: (ceil(seqlen_q / 64), nheads, batch)       sinks: (nheads)         block 256
 // All sums are in a fixed order.
 #include "attention_bwd_shape.cuh"
@@ -22,7 +22,7 @@ attention_backward_statistics(const scalar* out, const scalar* dout, const float
                               const int* cu_seqlens_k, RowStatistics* statistics,
                               const __grid_constant__ BackwardShape shape) {
     const int batch = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % 8;
-    const Sequence sequence = Sequence::of(shape, batch, cu_seqlens_q, cu_seqlens_k);
+    const Sequence sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
     const int first = blockIdx.x * kPad;
     if (first >= sequence.seqlen_q) return;
     lse += batch * shape.lse[0] + head * shape.lse[1] + sequence.q_begin * shape.lse[2];
@@ -53,7 +53,6 @@ attention_backward_statistics(const scalar* out, const scalar* dout, const float
     }
 }
 
-#ifdef HEAD_DIM
 // A thread writes eight columns of a row. Lanes take two rows of an accumulator and 16 of them side by side: whole
 // sectors are read and whole lines written.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -61,7 +60,7 @@ attention_backward_dq(const float* dq_sum, const int* cu_seqlens_q, const int* c
                       const __grid_constant__ BackwardShape shape) {
     constexpr int kTiles = HEAD_DIM / 8;
     const int batch = blockIdx.z, head = blockIdx.y;
-    const Sequence sequence = Sequence::of(shape, batch, cu_seqlens_q, cu_seqlens_k);
+    const Sequence sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
     dq_sum += (sequence.padded + head * shape.padded_head) * HEAD_DIM;
     dq += batch * shape.dq.batch + sequence.q_begin * shape.dq.row + head * shape.dq.head;
     for (int i = threadIdx.x; i < kPad * kTiles; i += kThreads) {
@@ -78,7 +77,6 @@ attention_backward_dq(const float* dq_sum, const int* cu_seqlens_q, const int* c
         store_four(to + 4, high);
     }
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_sinks(const RowStatistics* statistics, const float* sinks, const int* cu_seqlens_q,
@@ -88,7 +86,7 @@ attention_backward_sinks(const RowStatistics* statistics, const float* sinks, co
     const float sink = sinks[head] * kLog2e;
     float sum = 0.0f;
     for (int b = 0; b < shape.batch; ++b) {
-        const Sequence sequence = Sequence::of(shape, b, cu_seqlens_q, cu_seqlens_k);
+        const Sequence sequence = Sequence::of<VARLEN>(shape, b, cu_seqlens_q, cu_seqlens_k);
         const RowStatistics* rows = statistics + sequence.padded + head * shape.padded_head;
         for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
             sum = fmaf(exp2f(sink - rows[row].lse), rows[row].delta, sum);

@@ -36,12 +36,13 @@
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
+//   VARLEN      0 or 1: sequences lie end to end from cu_seqlens_q, cu_seqlens_k (batch + 1) on
 //
 //   grid   (ceil(rows / block), nheads_kv or nheads, batch); blocks past the end of their sequence return
 //   block  32 WARPS_R WARPS_D
 //   shared kernels/lower/attention_backward_config.py: shared_bytes()
 //   all addresses and strides: multiples of 16 bytes
-//   cu_seqlens_q, cu_seqlens_k: null unless sequences lie end to end; what a variant does not use may be null
+//   what a variant does not use may be null
 #include "attention_bwd_warp.cuh"
 
 // Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that reads
@@ -99,16 +100,16 @@ struct Backward {
             float s[kSlabs][kTilesS][4] = {}, d[kSlabs][kTilesS][4] = {};
             scores(head, tile, column, masked, partly, s, d);
             if constexpr (kSharesS) {
-                if constexpr (kOwnsKeys) put(dynamic_shared + kOffsetP, column, s);
-                put(dynamic_shared + kOffsetS, column, d);
+                if constexpr (kOwnsKeys) put(kOffsetP, column, s);
+                put(kOffsetS, column, d);
             } else if (kHides && slowly) {
                 if constexpr (kOwnsKeys) {
-                    put(dynamic_shared + kOffsetS, column, s);
+                    put(kOffsetS, column, s);
                     __syncwarp();
                     add_slowly<ColumnsY>(acc_y, kOffsetS, kOffsetColumnsY, head, tile, column, STRIP);
                     __syncwarp();
                 }
-                put(dynamic_shared + kOffsetS, column, d);
+                put(kOffsetS, column, d);
                 __syncwarp();
                 add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX, head, tile, column, STRIP);
             } else {
@@ -116,7 +117,7 @@ struct Backward {
                     add_product<ColumnsY, STRIP, WARPS_D>(acc_y, shared + kOffsetColumnsY, column, unit,
                         [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(s, i, a); });
                 }
-                if constexpr (ADD_DQ) put(dynamic_shared + kOffsetS, column, d);
+                if constexpr (ADD_DQ) put(kOffsetS, column, d);
                 add_product<ColumnsX, STRIP, WARPS_D>(acc_x, shared + kOffsetColumnsX, column, unit,
                     [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(d, i, a); });
             }
@@ -267,7 +268,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
     // Causal: the longest rows first, so that short ones fill the tail.
     const int batch = blockIdx.z, part = kOwnsKeys || kMask != Mask::kCausal ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
     Work work;
-    work.sequence = Sequence::of(shape, batch, cu_seqlens_q, cu_seqlens_k);
+    work.sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
     work.batch = batch;
     work.kv_head = kOwnsKeys ? blockIdx.y : blockIdx.y / shape.group;
     work.head = kOwnsKeys ? work.kv_head * shape.group : blockIdx.y;

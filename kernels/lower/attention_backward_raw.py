@@ -203,6 +203,7 @@ def _features(a: Attention) -> dict[str, str | int]:
         "ALIBI": int(a.alibi_slopes is not None),
         "BIAS": "kNone" if a.bias is None else "kSame" if a.bias.dtype == a.q.dtype else "kFloat",
         "BLOCK_MASK": int(a.visible is not None),
+        "VARLEN": int(a.packed),
     }
 
 
@@ -227,15 +228,15 @@ def _kernel(
         "WARPS_D": tile.warps_d,
         "STRIP": tile.strip,
         "MASK": mask,
-        **{"SOFTCAP": 0, "ALIBI": 0, "BIAS": "kNone", "BLOCK_MASK": 0},
+        **{"SOFTCAP": 0, "ALIBI": 0, "BIAS": "kNone", "BLOCK_MASK": 0, "VARLEN": 0},
         **features,
     }
     return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))
 
 
 def _rows_kernel(what: str, call: _Call) -> CudaKernel:
-    defines: tuple[tuple[str, str | int], ...] = (("DTYPE", call.dtype), ("HEAD_DIM", call.head_dims[0]))
-    return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", defines)
+    defines = {"DTYPE": call.dtype, "HEAD_DIM": call.head_dims[0], "VARLEN": int(call.a.packed)}
+    return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 
 
 def variants(arch: str) -> Iterator[Variant]:

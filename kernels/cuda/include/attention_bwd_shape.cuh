@@ -36,14 +36,15 @@ struct BackwardShape {
     float softcap_in, softcap_log2;        // softmax_scale / softcap and softcap log2(e)
 };
 
-// Where a sequence lies in q, k and the padded arrays. starts: null unless sequences are packed.
+// Where a sequence lies in q, k and the padded arrays.
 struct Sequence {
     int q_begin, seqlen_q, k_begin, seqlen_k;
     int64 padded;  // its first row, for head 0
 
+    template <bool kPacked>
     static __device__ __forceinline__ Sequence of(const BackwardShape& shape, int b, const int* starts_q,
                                                   const int* starts_k) {
-        if (starts_q == nullptr) return {0, shape.seqlen_q, 0, shape.seqlen_k, b * shape.padded_batch};
+        if constexpr (!kPacked) return {0, shape.seqlen_q, 0, shape.seqlen_k, b * shape.padded_batch};
         const int q = starts_q[b], k = starts_k[b];
         return {q, starts_q[b + 1] - q, k, starts_k[b + 1] - k, static_cast<int64>(q / kPad + b) * kPad};
     }

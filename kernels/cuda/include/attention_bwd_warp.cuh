@@ -153,16 +153,20 @@ __device__ __forceinline__ void from_tile(unsigned tile, int i, unsigned (&a)[kS
     }
 }
 
-// Stores P or dS: this warp's rows, kTilesS x 8 columns from `column` on.
-__device__ __forceinline__ void put(unsigned char* tile, int column, const float (&s)[kSlabs][kTilesS][4]) {
+// Stores P or dS: this warp's rows, kTilesS x 8 columns from `column` on. A tile's rows are one permuted group of chunks.
+__device__ __forceinline__ void put(int offset, int column, const float (&s)[kSlabs][kTilesS][4]) {
+    constexpr int kTileBytes = 8 * sizeof(scalar);
+    static_assert(TileS::kRowBytes <= TileS::kGroup * 16, "the chunks of a row differ by an XOR");
     const Place me = Place::mine();
+    const int byte = (column + me.lane % 4 * 2) * sizeof(scalar);
+    const unsigned first = ptx::opaque(TileS::at(offset, me.row(0), byte / 16) + byte % 16);
     #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
+    for (int j = 0; j < kTilesS; ++j) {
+        unsigned char* const to = dynamic_shared + (first ^ j * kTileBytes);
         #pragma unroll
-        for (int j = 0; j < kTilesS; ++j) {
-            const int byte = (column + 8 * j + me.lane % 4 * 2) * sizeof(scalar);
+        for (int r = 0; r < kLaneRows; ++r) {
             const float pair[2] = {s[r / 2][j][r % 2 * 2], s[r / 2][j][r % 2 * 2 + 1]};
-            store_pair<scalar>(tile + TileS::at(0, me.row(r), byte / 16) + byte % 16, pair);
+            store_pair<scalar>(to + 8 * r * TileS::kRowBytes, pair);
         }
     }
 }
@@ -211,6 +215,10 @@ template <typename TileT> __device__ __forceinline__ float element(int offset, i
     return widened(*reinterpret_cast<const scalar*>(dynamic_shared + offset + TileT::at(0, row, byte / 16) + byte % 16));
 }
 
+// Which limits depend on the row: columns left of the diagonal are queries if the rows are keys.
+constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
+constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwnsKeys);
+
 // Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. dS is the gradient of
 // q k^T, so that it has the slope of softcap, but not softmax_scale. `first`: this lane's first column.
 // statistics(r, column): of a row's pair with a column, which is the query's.
@@ -218,18 +226,12 @@ template <bool kMasked, typename Statistics>
 __device__ __forceinline__ void differentiate(const BackwardShape& shape, const Work& work, int head, bool partly,
                                               int first, float (&s)[kSlabs][kTilesS][4],
                                               float (&d)[kSlabs][kTilesS][4], Statistics statistics) {
-    constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
     const Place me = Place::mine();
-    int begin[kLaneRows], end[kLaneRows];  // of the columns that a row sees, relative to `first`
-    float along[kLaneRows];
-    #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-        const int row = work.row0 + me.row(r), diagonal = work.diagonal(row);
-        begin[r] = diagonal - seen_before(shape) - first;
-        end[r] = (kMask == Mask::kNone ? work.columns() : min(work.columns(), diagonal + seen_after(shape) + 1)) - first;
-        if (row >= work.rows()) end[r] = 0;
-        along[r] = static_cast<float>(diagonal - first);
-    }
+    // A lane's rows are 8 apart, so that one register and constants make the limits of all.
+    const int row0 = work.row0 + me.row(0), diagonal = work.diagonal(row0) - first;
+    const int begin = diagonal - seen_before(shape), end = diagonal + seen_after(shape) + 1;
+    const int rows_left = work.rows() - row0, columns_left = work.columns() - first;
+    const float along = static_cast<float>(diagonal);
     const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
@@ -241,9 +243,10 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                 const RowStatistics query = statistics(r, column);
                 float& x = s[r / 2][j][r % 2 * 2 + e];
                 float& dx = d[r / 2][j][r % 2 * 2 + e];
-                bool visible = column < end[r];
-                if (kBegins) visible = visible && column >= begin[r];
-                const int own = work.row0 + me.row(r), other = first + column;
+                bool visible = column < columns_left && 8 * r < rows_left;
+                if (kBegins) visible = visible && column - 8 * r >= begin;
+                if (kEnds) visible = visible && column - 8 * r < end;
+                const int own = row0 + 8 * r, other = first + column;
                 const int i = kOwnsKeys ? other : own, key = kOwnsKeys ? own : other;
                 if (kMasked && BLOCK_MASK && partly && visible) visible = work.blocks(shape, head).sees(i, key);
                 float slope_of_cap = 1.0f;
@@ -253,7 +256,7 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                     slope_of_cap = fmaf(-t, t, 1.0f);
                 }
                 const float scale = SOFTCAP ? 1.0f : shape.scale_log2;
-                if constexpr (ALIBI) x = fmaf(-slope, fabsf(along[r] - column), SOFTCAP ? x : x * scale);
+                if constexpr (ALIBI) x = fmaf(-slope, fabsf(along + (8 * r - column)), SOFTCAP ? x : x * scale);
                 if constexpr (kBias != Bias::kNone) {
                     const float b = visible ? work.bias_at(shape, head, i, key) : minus_infinity();
                     visible = visible && b != minus_infinity();
