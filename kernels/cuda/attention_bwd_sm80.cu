@@ -70,26 +70,6 @@ struct Backward {
     float acc_y[kSlabs][kUnitsY * kUnitTiles][4];                        // dv
     RowStatistics statistics[kOwnsKeys ? 1 : kLaneRows];                 // of this lane's queries
 
-    // P and dS of one strip, whose first column is `column` of the tile.
-    __device__ __forceinline__ void scores(int head, int tile, int column, bool masked, bool partly,
-                                           float (&s)[kSlabs][kTilesS][4], float (&d)[kSlabs][kTilesS][4]) {
-        const unsigned shared = ptx::shared_address(dynamic_shared);
-        const Place me = Place::mine();
-        const int row = me.first_row() + me.lane % 16, chunk = me.lane / 16;
-        const int at = column + (kTilesS > 1 ? me.lane % 8 + me.lane / 16 * 8 : me.lane / 4);
-        const int chunk_at = kTilesS > 1 ? me.lane / 8 % 2 : 0, word = kTilesS > 1 ? 0 : me.lane % 4 * 4;
-        multiply_rows<RowsX, ColumnsX>(s, RowsX::at(shared, row, chunk),
-                                       ColumnsX::at(shared + kOffsetColumnsX, at, chunk_at) + word);
-        multiply_rows<RowsY, ColumnsY>(d, RowsY::at(shared + kOffsetRowsY, row, chunk),
-                                       ColumnsY::at(shared + kOffsetColumnsY, at, chunk_at) + word);
-        const int mine = column + me.lane % 4 * 2;
-        const RowStatistics* passing = reinterpret_cast<const RowStatistics*>(dynamic_shared + kOffsetStatistics) + mine;
-        const auto of = [&](int r, int j) { return kOwnsKeys ? passing[j] : statistics[kOwnsKeys ? 0 : r]; };
-        const int first = tile * kColumns + mine;
-        if (masked) differentiate<true>(shape, work, head, partly, first, s, d, of);
-        else differentiate<false>(shape, work, head, partly, first, s, d, of);
-    }
-
     // Adds a tile to the gradients of the block's rows, and leaves dS in shared memory if dq_sum needs it.
     __device__ __forceinline__ void step(int head, int tile, bool masked, bool partly, bool slowly) {
         const unsigned shared = ptx::shared_address(dynamic_shared);
@@ -98,7 +78,7 @@ struct Backward {
         for (int strip = 0; strip < kStrips; ++strip) {
             const int column = (kSharesS ? unit : strip) * STRIP;
             float s[kSlabs][kTilesS][4] = {}, d[kSlabs][kTilesS][4] = {};
-            scores(head, tile, column, masked, partly, s, d);
+            differentiate_strip<true>(shape, work, head, tile, column, masked, partly, statistics, s, d);
             if constexpr (kSharesS) {
                 if constexpr (kOwnsKeys) put(kOffsetP, column, s);
                 put(kOffsetS, column, d);
@@ -245,20 +225,6 @@ struct Walk {
         }
     }
 };
-
-template <typename TileT>
-__device__ __forceinline__ void load(int offset, const scalar* from, const RowStrides& stride, int row0, int rows,
-                                     int columns) {
-    typedef Copy<TileT, kThreads> Loader;
-    const unsigned to = Loader::at(ptx::shared_address(dynamic_shared) + offset);
-    from += Loader::column();
-    Loader::template start<kSpare>(to, false, rows - row0, columns,
-                                   [&](int row) { return from + (row0 + row) * stride.row; });
-}
-
-template <typename TileT> __device__ __forceinline__ bool holds_special(int offset) {
-    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, any_special<scalar>);
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,

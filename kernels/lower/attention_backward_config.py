@@ -13,14 +13,24 @@ from dataclasses import dataclass
 
 from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED
 
-__all__ = ["MAX_HEAD_DIM", "PAD", "Tile", "head_dims", "legal_tiles", "select_tile", "shared_bytes"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "PAD",
+    "Tile",
+    "bias_shared_bytes",
+    "head_dims",
+    "legal_tiles",
+    "select_bias_tile",
+    "select_tile",
+    "shared_bytes",
+]
 
 MAX_HEAD_DIM = 256
 PAD = 64  # kPad of attention_bwd_shape.cuh: sequences of the padded arrays are whole PAD rows
 _ENOUGH_WARPS = 8
-# Registers of dk, dv, S and dP, by itemsize: with the others that the kernel needs, fewer than the 255 that there are.
-# 3 x TF32 needs more of them.
-_MAX_ACCUMULATORS = {2: 192, 4: 144}
+# Registers of dk, dv, S and dP, by itemsize: with 60 to 90 others, fewer than the 255 that there are. 3 x TF32 needs more.
+_MAX_ACCUMULATORS = {2: 160, 4: 144}
+_MAX_ACCUMULATORS_LEAN = 192  # 63 others are enough where no bias or block mask is looked up per score
 _OTHER_REGISTERS = 50
 
 
@@ -62,6 +72,10 @@ _TILES = {
         Tile(16, 16, 1, 2, 8),  # head_dim 256 there
     ),
 }
+_BIAS_TILES = {
+    2: (Tile(64, 64, 4, 1, 32), Tile(32, 32, 2, 1, 32)),
+    4: (Tile(64, 32, 4, 1, 16), Tile(32, 32, 2, 1, 16), Tile(16, 16, 1, 1, 16)),
+}
 
 
 def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -77,15 +91,19 @@ def shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, k
 
 
 @functools.cache
-def select_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int) -> Tile:
+def select_tile(
+    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, lean: bool = True
+) -> Tile:
     """The tile for the kernel's HEAD_DIM and HEAD_DIM_V.
+
+    ``lean``: neither bias nor block mask, nor ALiBi over sequences that lie end to end.
 
     Raises
     ------
     LookupError
         None fits.
     """
-    found = list(legal_tiles(itemsize, head_dim, head_dim_v, smem_per_block_optin))
+    found = list(legal_tiles(itemsize, head_dim, head_dim_v, smem_per_block_optin, lean=lean))
     if not found:
         raise LookupError(f"no tile for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
     for tile, warps in found:
@@ -95,21 +113,36 @@ def select_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_op
 
 
 def legal_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int
+    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, lean: bool = True
 ) -> Iterator[tuple[Tile, int]]:
     """Tiles that a block has the registers and the shared memory for, and how many warps an SM then runs."""
     unit = 32 // itemsize
+    most = _MAX_ACCUMULATORS_LEAN if lean and itemsize == 2 else _MAX_ACCUMULATORS[itemsize]
     for tile in _TILES[itemsize]:
         shared = shared_bytes(tile, itemsize, head_dim, head_dim_v, keys=True)
         registers = _accumulators(tile, head_dim, head_dim_v)
         divided = head_dim % (unit * tile.warps_d) == head_dim_v % (unit * tile.warps_d) == 0
-        if shared > smem_per_block_optin or registers > _MAX_ACCUMULATORS[itemsize] or not divided:
+        if shared > smem_per_block_optin or registers > most or not divided:
             continue
         if not _divides_dq(tile, head_dim // unit):
             continue
         by_shared = (smem_per_block_optin + RESERVED) // (shared + RESERVED)
         by_registers = REGISTERS_PER_SM // (tile.threads * min(255, registers + _OTHER_REGISTERS))
         yield tile, tile.warps * min(by_shared, by_registers)
+
+
+def select_bias_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int) -> Tile:
+    """Of the kernel for the gradient of bias: queries are its rows."""
+    for tile in _BIAS_TILES[itemsize]:
+        if bias_shared_bytes(tile, itemsize, head_dim, head_dim_v) <= smem_per_block_optin:
+            return tile
+    raise LookupError(f"no tile of bias for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
+
+
+def bias_shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int) -> int:
+    """Dynamic shared memory of that kernel: operands, then the sums in float."""
+    operands = itemsize * (tile.rows + tile.columns) * (head_dim + head_dim_v)
+    return max(operands, 4 * tile.rows * (tile.columns + 1))
 
 
 def _divides_dq(tile: Tile, units: int) -> bool:

@@ -1,8 +1,9 @@
 """How the CUDA C++ kernels run attention backward.
 
 Three launches: statistics of the rows, all gradients with dq in float32 by atomics, and dq from it; or, with
-``deterministic``, dk and dv, then dq by a second pass over the keys, in a fixed order. The kernels are
-``cuda/attention_bwd_sm80.cu`` and ``cuda/attention_bwd_rows.cu``; :mod:`.attention_backward_config` says which tiles.
+``deterministic``, dk and dv, then dq by a second pass over the keys, in a fixed order. One more each for the gradients
+of sinks and bias, whose sums always have one. The kernels are ``cuda/attention_bwd_sm80.cu``, ``_rows.cu`` and
+``_bias.cu``; :mod:`.attention_backward_config` says which tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from gpu_ops.kernels.lower.attention_backward_config import (
     MAX_HEAD_DIM,
     PAD,
     Tile,
+    bias_shared_bytes,
     head_dims,
+    select_bias_tile,
     select_tile,
     shared_bytes,
 )
@@ -46,7 +49,9 @@ BACKWARD_SHAPE = np.dtype(
         ("lse", "i8", (3,)),
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
         *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
-        *[(name, "i4") for name in ("batch", "seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
+        ("batch", "i4"),
+        ("bias_shape", "i4", (4,)),
+        *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k")],
         *[(name, "f4") for name in ("scale", "scale_log2", "softcap_in", "softcap_log2")],
     ],
@@ -71,6 +76,12 @@ class _Call:
         return tuple(self.a.cu_seqlens) if self.a.packed else (_NULL, _NULL)  # type: ignore[return-value]
 
     @property
+    def options(self) -> tuple[Tensor | np.uint64, ...]:
+        """alibi_slopes, bias, block_mask."""
+        visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
+        return tuple(_NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible))
+
+    @property
     def dtype(self) -> str:
         return DTYPES[self.a.q.dtype.name]
 
@@ -83,7 +94,8 @@ def backward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     call = _prepare(spec, a, on)
     deterministic = dict(spec.options).get("deterministic", False)
-    tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
+    lean = a.bias is None and a.visible is None and not (a.packed and a.alibi_slopes is not None)
+    tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin, lean=lean)
     grid = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
     out, dout, lse = call.rows["out"], call.rows["dout"], call.lse
     arguments = (out, dout, lse, *call.starts, call.statistics, call.shape[()])
@@ -101,6 +113,9 @@ def backward(spec: Spec, on: Builder) -> None:
     if dsinks is not None:
         arguments = (call.statistics, a.sinks, *call.starts, dsinks, call.shape[()])
         on.launch(_rows_kernel("sinks", call), (a.nheads, 1, 1), (_THREADS, 1, 1), arguments)
+    dbias = spec.get("dbias")
+    if dbias is not None:
+        _launch_bias(call, on, dbias)
 
 
 def raw_unsupported(spec: Spec) -> str | None:
@@ -147,7 +162,9 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     statistics = on.empty((heads * per_head, 2), np.float32, "lse and delta")
     for name, x in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
         if x is not None:
-            shape[name] = strides_of(x[(None,) * (4 - x.ndim)])
+            shape[name] = strides_of(_four_axes(x))
+    if a.bias is not None:
+        shape["bias_shape"] = _four_axes(a.bias).shape
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     left, right = a.window(UNLIMITED)
@@ -178,17 +195,34 @@ def _launch(call: _Call, on: Builder, tile: Tile, *, keys: bool, dq_sum: Tensor 
     a, rows = call.a, call.rows
     seqlen, heads = (a.seqlen_k, a.nheads_kv) if keys else (a.seqlen_q, a.nheads)
     kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys, dq_sum is not None, **_features(a))
-    optional = (a.alibi_slopes, a.bias, None if a.visible is None else a.visible.view(np.uint8), dq_sum)
     arguments = (
         *(rows[name] for name in ("q", "k", "v", "dout")),
         call.statistics,
         *call.starts,
-        *(_NULL if x is None else x for x in optional),
+        *call.options,
+        _NULL if dq_sum is None else dq_sum,
         *(rows[name] for name in ("dq", "dk", "dv")),
         call.shape[()],
     )
     shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys)
     on.launch(kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared)
+
+
+def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
+    a = call.a
+    tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
+    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), False, False, **_features(a))
+    kernel = CudaKernel("attention_bwd_bias", "attention_backward_bias", kernel.defines)
+    batches, heads, queries, keys = _four_axes(dbias).shape
+    grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
+    inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
+    arguments = (*inputs, call.statistics, *call.options, dbias, call.shape[()])
+    shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
+    on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.ndim)]
 
 
 def _mask(a: Attention) -> str:

@@ -27,6 +27,7 @@ struct BackwardShape {
     int64 alibi_batch;                     // 0: all sequences share the slopes
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum
     int batch;
+    int bias_shape[4];                     // of dbias: 1, or the full length
     int seqlen_q, seqlen_k;
     int nheads, group;                     // group = nheads / nheads_kv, the query heads per key head
     int head_dim, head_dim_v;              // multiples of 8

@@ -219,10 +219,10 @@ template <typename TileT> __device__ __forceinline__ float element(int offset, i
 constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
 constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwnsKeys);
 
-// Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. dS is the gradient of
-// q k^T, so that it has the slope of softcap, but not softmax_scale. `first`: this lane's first column.
-// statistics(r, column): of a row's pair with a column, which is the query's.
-template <bool kMasked, typename Statistics>
+// Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. With kSlope dS is the
+// gradient of softmax_scale q k^T, without that of the score. `first`: this lane's first column.
+// statistics(r, column): those of the query of such a pair.
+template <bool kMasked, bool kSlope, typename Statistics>
 __device__ __forceinline__ void differentiate(const BackwardShape& shape, const Work& work, int head, bool partly,
                                               int first, float (&s)[kSlabs][kTilesS][4],
                                               float (&d)[kSlabs][kTilesS][4], Statistics statistics) {
@@ -231,8 +231,8 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     const int row0 = work.row0 + me.row(0), diagonal = work.diagonal(row0) - first;
     const int begin = diagonal - seen_before(shape), end = diagonal + seen_after(shape) + 1;
     const int rows_left = work.rows() - row0, columns_left = work.columns() - first;
-    const float along = static_cast<float>(diagonal);
-    const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
+    [[maybe_unused]] const float along = static_cast<float>(diagonal);
+    [[maybe_unused]] const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
         #pragma unroll
@@ -265,10 +265,48 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                 constexpr bool kScaled = SOFTCAP || ALIBI || kBias != Bias::kNone;
                 const float p = ptx::exp2(kScaled ? x - query.lse : fmaf(x, scale, -query.lse));
                 float ds = p * (dx - query.delta);
-                if constexpr (SOFTCAP) ds *= slope_of_cap;
+                if constexpr (SOFTCAP && kSlope) ds *= slope_of_cap;
                 x = !kMasked || visible ? p : 0.0f;
                 dx = !kMasked || visible ? ds : 0.0f;
             }
         }
     }
+}
+
+// P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on entry.
+// statistics: of this lane's rows, where rows are queries; else those of the tile lie in shared memory.
+template <bool kSlope>
+__device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, const Work& work, int head, int tile,
+                                                    int column, bool masked, bool partly,
+                                                    const RowStatistics (&statistics)[kOwnsKeys ? 1 : kLaneRows],
+                                                    float (&s)[kSlabs][kTilesS][4], float (&d)[kSlabs][kTilesS][4]) {
+    const unsigned shared = ptx::shared_address(dynamic_shared);
+    const Place me = Place::mine();
+    const int row = me.first_row() + me.lane % 16, chunk = me.lane / 16;
+    const int at = column + (kTilesS > 1 ? me.lane % 8 + me.lane / 16 * 8 : me.lane / 4);
+    const int chunk_at = kTilesS > 1 ? me.lane / 8 % 2 : 0, word = kTilesS > 1 ? 0 : me.lane % 4 * 4;
+    multiply_rows<RowsX, ColumnsX>(s, RowsX::at(shared, row, chunk),
+                                   ColumnsX::at(shared + kOffsetColumnsX, at, chunk_at) + word);
+    multiply_rows<RowsY, ColumnsY>(d, RowsY::at(shared + kOffsetRowsY, row, chunk),
+                                   ColumnsY::at(shared + kOffsetColumnsY, at, chunk_at) + word);
+    const int mine = column + me.lane % 4 * 2;
+    const RowStatistics* passing = reinterpret_cast<const RowStatistics*>(dynamic_shared + kOffsetStatistics) + mine;
+    const auto of = [&](int r, int j) { return kOwnsKeys ? passing[j] : statistics[kOwnsKeys ? 0 : r]; };
+    const int first = tile * kColumns + mine;
+    if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, of);
+    else differentiate<false, kSlope>(shape, work, head, partly, first, s, d, of);
+}
+
+template <typename TileT>
+__device__ __forceinline__ void load(int offset, const scalar* from, const RowStrides& stride, int row0, int rows,
+                                     int columns) {
+    typedef Copy<TileT, kThreads> Loader;
+    const unsigned to = Loader::at(ptx::shared_address(dynamic_shared) + offset);
+    from += Loader::column();
+    Loader::template start<kSpare>(to, false, rows - row0, columns,
+                                   [&](int row) { return from + (row0 + row) * stride.row; });
+}
+
+template <typename TileT> __device__ __forceinline__ bool holds_special(int offset) {
+    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, any_special<scalar>);
 }
