@@ -136,10 +136,10 @@ struct Backward {
         constexpr int kStride = TileDq::kAcross;
         const unsigned shared = ptx::shared_address(dynamic_shared);
         const Place me = Place::mine();
-        const int across = me.warp % kStride, down = me.warp / kStride;
+        const unsigned across = me.warp % kStride, down = me.warp / kStride;
         float acc[TileDq::kMine][TileDq::kTiles][4] = {};
         if (kHides && slowly) {
-            const auto query = [&](int r) { return (r / 2 * TileDq::kDown + down) * 16 + r % 2 * 8 + me.lane / 4; };
+            const auto query = [&](int r) -> int { return (r / 2 * TileDq::kDown + down) * 16 + r % 2 * 8 + me.lane / 4; };
             add_product_slowly<kStride>(
                 acc, kRows, across, [&](int r, int k) { return element<TileS>(kOffsetS, k, query(r)); },
                 [&](int k, int column) { return element<RowsX>(0, k, column); },
@@ -163,15 +163,16 @@ struct Backward {
             });
         }
         const int64 row = work.sequence.padded + head * shape.padded_head + tile * kColumns;
-        dq_sum += row * HEAD_DIM + me.lane;
+        float* to = dq_sum + row * HEAD_DIM + ((down * (HEAD_DIM / 8) + across * kUnitTiles) * 128 + me.lane);
         #pragma unroll
         for (int m = 0; m < TileDq::kMine; ++m) {
             #pragma unroll
             for (int j = 0; j < TileDq::kTiles; ++j) {
-                const int column_tile = (kStride * (j / kUnitTiles) + across) * kUnitTiles + j % kUnitTiles;
-                float* to = dq_sum + ((m * TileDq::kDown + down) * (HEAD_DIM / 8) + column_tile) * 128;
+                const int column_tile = kStride * (j / kUnitTiles) * kUnitTiles + j % kUnitTiles;
                 #pragma unroll
-                for (int r = 0; r < 4; ++r) atomicAdd(to + 32 * r, acc[m][j][r]);
+                for (int r = 0; r < 4; ++r) {
+                    atomicAdd(to + (m * TileDq::kDown * (HEAD_DIM / 8) + column_tile) * 128 + 32 * r, acc[m][j][r]);
+                }
             }
         }
     }
@@ -189,7 +190,7 @@ struct Backward {
             for (int j = 0; j < kTiles; ++j) {
                 const int column = (WARPS_D * (j / kUnitTiles) + me.warp_d) * kUnit + j % kUnitTiles * 8 + me.lane % 4 * 2;
                 const float pair[2] = {acc[r / 2][j][r % 2 * 2] * scale, acc[r / 2][j][r % 2 * 2 + 1] * scale};
-                const int byte = column * sizeof(scalar);
+                const unsigned byte = column * sizeof(scalar);
                 store_pair<scalar>(dynamic_shared + offset + Staged::at(0, me.row(r), byte / 16) + byte % 16, pair);
             }
         }

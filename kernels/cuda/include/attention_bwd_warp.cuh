@@ -4,15 +4,15 @@
 
 // A thread's position in the block. Recomputed where it is needed again, which is cheaper than a register.
 struct Place {
-    int lane, warp, warp_r, warp_d;
+    unsigned lane, warp, warp_r, warp_d;
 
     static __device__ __forceinline__ Place mine() {
-        const int thread = ptx::opaque(threadIdx.x), warp = thread / 32;
+        const unsigned thread = ptx::opaque(threadIdx.x), warp = thread / 32;
         return {thread % 32, warp, warp % WARPS_R, WARPS_D > 1 ? warp / WARPS_R : 0};
     }
 
     __device__ __forceinline__ int first_row() const { return warp_r * kSlabs * 16; }  // of the warp, in the block
-    __device__ __forceinline__ int row(int r) const { return first_row() + lane / 4 + 8 * r; }
+    __device__ __forceinline__ int row(int r) const { return first_row() + static_cast<int>(lane / 4) + 8 * r; }
 };
 
 // A block's share of the problem: its rows, and the columns that they may see.
@@ -95,7 +95,7 @@ template <typename TileB, int kDepth, int kStride, int kA, int kTiles, typename 
 __device__ __forceinline__ void add_product(float (&acc)[kA][kTiles][4], unsigned tile, int row0, int unit,
                                             Source source) {
     constexpr int kStep = kHalf ? 16 : 8;
-    const int lane = Place::mine().lane;
+    const unsigned lane = Place::mine().lane;
     const LaneAddress<TileB> even(kHalf ? TileB::at(tile, row0 + lane % 16, 2 * unit + lane / 16)
                                         : TileB::at(tile + lane / 4 % 4 * 4, row0 + lane % 4 * 2, 2 * unit + lane / 16));
     const LaneAddress<TileB> odd((even.first ^ TileB::key(1) << 4) + TileB::kRowBytes);
@@ -123,6 +123,10 @@ __device__ __forceinline__ void add_product(float (&acc)[kA][kTiles][4], unsigne
     }
 }
 
+// Two adjacent floats per lane of eight rows would meet in the banks of other rows' pairs. Odd rows take them in the other
+// order, one word at a time.
+__device__ __forceinline__ unsigned other_first() { return Place::mine().lane / 4 % 2; }
+
 // The A operand of step i from accumulators: those of two adjacent tiles for 16-bit types, one for float.
 template <int kTiles>
 __device__ __forceinline__ void from_accumulators(const float (&s)[kSlabs][kTiles][4], int i, unsigned (&a)[kSlabs][4]) {
@@ -145,9 +149,11 @@ __device__ __forceinline__ void from_tile(unsigned tile, int i, unsigned (&a)[kS
             ptx::ldmatrix4(a[slab], TileS::at(tile, me.first_row() + 16 * slab + me.lane % 16, 2 * i + me.lane / 16));
         } else {
             #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int column = 8 * i + me.lane % 4 * 2 + r / 2;
-                a[slab][r] = ptx::load_shared(TileS::at(tile, me.row(2 * slab + r % 2), column / 4) + column % 4 * 4);
+            for (int h = 0; h < 2; ++h) {
+                const unsigned column = 8 * i + me.lane % 4 * 2;
+                const unsigned first = TileS::at(tile, me.row(2 * slab + h), column / 4) + column % 4 * 4 + other_first() * 4;
+                const unsigned x = ptx::load_shared(first), y = ptx::load_shared(first ^ 4);
+                a[slab][h] = other_first() ? y : x, a[slab][h + 2] = other_first() ? x : y;
             }
         }
     }
@@ -158,7 +164,7 @@ __device__ __forceinline__ void put(int offset, int column, const float (&s)[kSl
     constexpr int kTileBytes = 8 * sizeof(scalar);
     static_assert(TileS::kRowBytes <= TileS::kGroup * 16, "the chunks of a row differ by an XOR");
     const Place me = Place::mine();
-    const int byte = (column + me.lane % 4 * 2) * sizeof(scalar);
+    const unsigned byte = (column + me.lane % 4 * 2) * sizeof(scalar);
     const unsigned first = ptx::opaque(TileS::at(offset, me.row(0), byte / 16) + byte % 16);
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
@@ -166,7 +172,14 @@ __device__ __forceinline__ void put(int offset, int column, const float (&s)[kSl
         #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
             const float pair[2] = {s[r / 2][j][r % 2 * 2], s[r / 2][j][r % 2 * 2 + 1]};
-            store_pair<scalar>(to + 8 * r * TileS::kRowBytes, pair);
+            unsigned char* const row = to + 8 * r * TileS::kRowBytes;
+            if constexpr (kHalf) {
+                store_pair<scalar>(row, pair);
+            } else {
+                const unsigned other = other_first();
+                reinterpret_cast<float*>(row)[other] = other ? pair[1] : pair[0];
+                reinterpret_cast<float*>(row)[other ^ 1] = other ? pair[0] : pair[1];
+            }
         }
     }
 }
@@ -188,7 +201,7 @@ __device__ __forceinline__ bool sees(const BackwardShape& shape, const Work& wor
 template <int kStride, int kA, int kTiles, typename A, typename B, typename Visible>
 __device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], int depth, int unit, A a, B b,
                                                    Visible visible) {
-    const int lane = Place::mine().lane;
+    const unsigned lane = Place::mine().lane;
     #pragma unroll 1
     for (int k = 0; k < depth; ++k) {
         float x[2 * kA];
@@ -211,7 +224,7 @@ __device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], 
 }
 
 template <typename TileT> __device__ __forceinline__ float element(int offset, int row, int column) {
-    const int byte = column * sizeof(scalar);
+    const unsigned byte = column * sizeof(scalar);
     return widened(*reinterpret_cast<const scalar*>(dynamic_shared + offset + TileT::at(0, row, byte / 16) + byte % 16));
 }
 
