@@ -319,8 +319,8 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         bool slowly = false;
         if (kHides && (masked || (ADD_DQ && first))) {
             if (ADD_DQ && first) special = __syncthreads_or(holds_special<RowsX>(0));
-            slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX) ||
-                                      (kOwnsKeys && holds_special<ColumnsY>(kOffsetColumnsY)));
+            slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX) |
+                                      (kOwnsKeys ? holds_special<ColumnsY>(kOffsetColumnsY) : 0));
             slowly = masked && (slowly || special);
             first = false;
         } else {

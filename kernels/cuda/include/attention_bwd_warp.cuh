@@ -320,6 +320,7 @@ __device__ __forceinline__ void load(int offset, const scalar* from, const RowSt
                                    [&](int row) { return from + (row0 + row) * stride.row; });
 }
 
-template <typename TileT> __device__ __forceinline__ bool holds_special(int offset) {
-    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, any_special<scalar>);
+// Whether this thread's own copies, which have arrived, hold a value that is not finite.
+template <typename TileT> __device__ __forceinline__ unsigned holds_special(int offset) {
+    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, special_bits<scalar>);
 }

@@ -34,10 +34,16 @@ template <typename T> __device__ __forceinline__ unsigned only_finite(unsigned w
     return Packed<T>::narrow(value);
 }
 
-template <typename T> __device__ __forceinline__ bool any_special(unsigned word) {
-    float value[2];
-    Packed<T>::widen(word, value);
-    return !(fabsf(value[0]) < infinity() && fabsf(value[Packed<T>::kPerWord - 1]) < infinity());
+// The sign bits of the word's values that are not finite: those whose exponent is all ones. Other bits are zero.
+template <typename T> __device__ __forceinline__ unsigned special_bits(unsigned word);
+template <> __device__ __forceinline__ unsigned special_bits<f32>(unsigned word) {
+    return (word & 0x7f800000u) + 0x00800000u & 0x80000000u;
+}
+template <> __device__ __forceinline__ unsigned special_bits<bf16>(unsigned word) {
+    return (word & 0x7f807f80u) + 0x00800080u & 0x80008000u;
+}
+template <> __device__ __forceinline__ unsigned special_bits<f16>(unsigned word) {
+    return (word & 0x7c007c00u) + 0x04000400u & 0x80008000u;
 }
 
 template <typename T> __device__ __forceinline__ void store_four(T* to, const float (&value)[4]) {

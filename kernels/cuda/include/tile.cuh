@@ -72,10 +72,10 @@ template <typename TileT, int kThreads> struct Copy {
         each_chunk(tile, [&](uint4& x) { x.x = rule(x.x), x.y = rule(x.y), x.z = rule(x.z), x.w = rule(x.w); });
     }
 
-    // Whether `test` holds for any of them.
-    template <typename Test> static __device__ __forceinline__ bool any_word(unsigned char* tile, Test test) {
-        bool any = false;
-        each_chunk(tile, [&](const uint4& x) { any |= test(x.x) || test(x.y) || test(x.z) || test(x.w); });
+    // The bits that `test` gives for any of them.
+    template <typename Test> static __device__ __forceinline__ unsigned any_word(unsigned char* tile, Test test) {
+        unsigned any = 0;
+        each_chunk(tile, [&](const uint4& x) { any |= test(x.x) | test(x.y) | test(x.z) | test(x.w); });
         return any;
     }
 
