@@ -8,7 +8,7 @@
 //
 //   shared memory   | q | dout | k | v |        after the last tile: dS in float, summed along axes of length 1
 //
-// Macros as in attention_bwd_sm80.cu, with ROWS = kQueries, ADD_DQ = 0, WARPS_D = 1, VARLEN = 0, BIAS not kNone.
+// Macros as in attention_bwd_sm80.cu, with ROWS = kQueries, ADD_DQ = 0, WARPS_D = 1, STAGES = 1, VARLEN = 0, BIAS not kNone.
 //   grid   (tiles of dbias, its heads, its batches)     block 32 WARPS_R
 #include "attention_bwd_warp.cuh"
 
@@ -96,7 +96,7 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
                     #pragma unroll
                     for (int strip = 0; strip < kStrips; ++strip) {
                         float s[kSlabs][kTilesS][4] = {}, d[kSlabs][kTilesS][4] = {};
-                        differentiate_strip<false>(shape, work, head, n, strip * STRIP, true, partly, mine, s, d);
+                        differentiate_strip<false>(shape, work, head, n, 0, strip * STRIP, true, partly, mine, s, d);
                         #pragma unroll
                         for (int slab = 0; slab < kSlabs; ++slab) {
                             #pragma unroll

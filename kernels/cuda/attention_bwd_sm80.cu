@@ -21,10 +21,10 @@
 // that sum over columns. Only dq_sum needs them the other way round, and reads dS^T through shared memory, transposed. A
 // head_dim for which a warp cannot hold whole rows of dk and dv is divided among WARPS_D warps, which share P and dS there.
 //
-//   shared memory   | x rows | y rows | x columns | y columns | dS | P (if shared) | statistics |      x: q, k  y: v, dout
-//                   | dk, dq | dv     |                                                              after the last tile
+//   shared memory   | x rows | y rows | x columns | y columns | statistics | dS | P (if shared) |      x: q, k  y: v, dout
+//                   | dk, dq | dv     |     STAGES of these three                                    after the last tile
 //
-// The next tile loads while dq_sum is computed, or else while another block of the SM computes.
+// With two stages the next tile loads while one is computed; with one while dq_sum is, or while another block computes.
 //
 // Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
@@ -33,6 +33,7 @@
 //   BLOCK_M     queries, BLOCK_N keys of a block or tile. The one that passes divides 64
 //   WARPS_R     rows of the block are divided among, 16 or 32 for each        WARPS_D
 //   STRIP       columns of a tile that a warp computes at a time: a multiple of 16, or 8 with WARPS_D > 1
+//   STAGES      1 or 2
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
@@ -69,6 +70,7 @@ struct Backward {
     float acc_x[kSlabs][kUnitsX * kUnitTiles][4];                        // dk or dq, without the scale
     float acc_y[kSlabs][kUnitsY * kUnitTiles][4];                        // dv
     RowStatistics statistics[kOwnsKeys ? 1 : kLaneRows];                 // of this lane's queries
+    int stage;                                                           // offset of that in use
 
     // Adds a tile to the gradients of the block's rows, and leaves dS in shared memory if dq_sum needs it.
     __device__ __forceinline__ void step(int head, int tile, bool masked, bool partly, bool slowly) {
@@ -78,7 +80,7 @@ struct Backward {
         for (int strip = 0; strip < kStrips; ++strip) {
             const int column = (kSharesS ? unit : strip) * STRIP;
             float s[kSlabs][kTilesS][4] = {}, d[kSlabs][kTilesS][4] = {};
-            differentiate_strip<true>(shape, work, head, tile, column, masked, partly, statistics, s, d);
+            differentiate_strip<true>(shape, work, head, tile, stage, column, masked, partly, statistics, s, d);
             if constexpr (kSharesS) {
                 if constexpr (kOwnsKeys) put(kOffsetP, column, s);
                 put(kOffsetS, column, d);
@@ -86,33 +88,33 @@ struct Backward {
                 if constexpr (kOwnsKeys) {
                     put(kOffsetS, column, s);
                     __syncwarp();
-                    add_slowly<ColumnsY>(acc_y, kOffsetS, kOffsetColumnsY, head, tile, column, STRIP);
+                    add_slowly<ColumnsY>(acc_y, kOffsetS, kOffsetColumnsY + stage, head, tile, column, STRIP);
                     __syncwarp();
                 }
                 put(kOffsetS, column, d);
                 __syncwarp();
-                add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX, head, tile, column, STRIP);
+                add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX + stage, head, tile, column, STRIP);
             } else {
                 if constexpr (kOwnsKeys) {
-                    add_product<ColumnsY, STRIP, WARPS_D>(acc_y, shared + kOffsetColumnsY, column, unit,
+                    add_product<ColumnsY, STRIP, WARPS_D>(acc_y, shared + kOffsetColumnsY + stage, column, unit,
                         [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(s, i, a); });
                 }
                 if constexpr (ADD_DQ) put(kOffsetS, column, d);
-                add_product<ColumnsX, STRIP, WARPS_D>(acc_x, shared + kOffsetColumnsX, column, unit,
+                add_product<ColumnsX, STRIP, WARPS_D>(acc_x, shared + kOffsetColumnsX + stage, column, unit,
                     [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(d, i, a); });
             }
         }
         if constexpr (kSharesS) {
             __syncthreads();
             if (kHides && slowly) {
-                if constexpr (kOwnsKeys) add_slowly<ColumnsY>(acc_y, kOffsetP, kOffsetColumnsY, head, tile, 0, kColumns);
-                add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX, head, tile, 0, kColumns);
+                if constexpr (kOwnsKeys) add_slowly<ColumnsY>(acc_y, kOffsetP, kOffsetColumnsY + stage, head, tile, 0, kColumns);
+                add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX + stage, head, tile, 0, kColumns);
             } else {
                 if constexpr (kOwnsKeys) {
-                    add_product<ColumnsY, kColumns, WARPS_D>(acc_y, shared + kOffsetColumnsY, 0, unit,
+                    add_product<ColumnsY, kColumns, WARPS_D>(acc_y, shared + kOffsetColumnsY + stage, 0, unit,
                         [&](int i, unsigned (&a)[kSlabs][4]) { from_tile(shared + kOffsetP, i, a); });
                 }
-                add_product<ColumnsX, kColumns, WARPS_D>(acc_x, shared + kOffsetColumnsX, 0, unit,
+                add_product<ColumnsX, kColumns, WARPS_D>(acc_x, shared + kOffsetColumnsX + stage, 0, unit,
                     [&](int i, unsigned (&a)[kSlabs][4]) { from_tile(shared + kOffsetS, i, a); });
             }
         }
@@ -262,25 +264,26 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
     const auto of_queries = [&](const scalar* x, const RowStrides& stride, int head) {
         return x + batch * stride.batch + sequence.q_begin * stride.row + head * stride.head;
     };
-    const auto load_columns = [&] {
+    const auto load_columns = [&](int stage) {
         const int row0 = walk.tile * kColumns;
         if constexpr (kOwnsKeys) {
-            load<ColumnsX>(kOffsetColumnsX, of_queries(q, shape.q, walk.head), shape.q, row0, sequence.seqlen_q,
+            load<ColumnsX>(kOffsetColumnsX + stage, of_queries(q, shape.q, walk.head), shape.q, row0, sequence.seqlen_q,
                            shape.head_dim);
-            load<ColumnsY>(kOffsetColumnsY, of_queries(dout, shape.dout, walk.head), shape.dout, row0, sequence.seqlen_q,
+            load<ColumnsY>(kOffsetColumnsY + stage, of_queries(dout, shape.dout, walk.head), shape.dout, row0, sequence.seqlen_q,
                            shape.head_dim_v);
             if (threadIdx.x < kColumns / 2) {
-                const unsigned to = ptx::shared_address(dynamic_shared) + kOffsetStatistics + threadIdx.x * 16;
+                const unsigned to = ptx::shared_address(dynamic_shared) + kOffsetStatistics + stage + threadIdx.x * 16;
                 ptx::cp_async16(to, statistics + walk.head * shape.padded_head + row0 + threadIdx.x * 2, 16);
             }
         } else {
-            load<ColumnsX>(kOffsetColumnsX, of_keys(k, shape.k), shape.k, row0, sequence.seqlen_k, shape.head_dim);
-            load<ColumnsY>(kOffsetColumnsY, of_keys(v, shape.v), shape.v, row0, sequence.seqlen_k, shape.head_dim_v);
+            load<ColumnsX>(kOffsetColumnsX + stage, of_keys(k, shape.k), shape.k, row0, sequence.seqlen_k, shape.head_dim);
+            load<ColumnsY>(kOffsetColumnsY + stage, of_keys(v, shape.v), shape.v, row0, sequence.seqlen_k, shape.head_dim_v);
         }
         ptx::cp_async_commit();
     };
 
     Backward backward{shape, work};
+    backward.stage = 0;
     #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
         #pragma unroll
@@ -306,7 +309,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
                 backward.statistics[kOwnsKeys ? 0 : r] = statistics[work.head * shape.padded_head + row];
             }
         }
-        load_columns();
+        load_columns(0);
     }
     const bool whole = work.row0 + kRows <= work.rows();
     bool first = true, special = false;  // special: k of the block's rows holds a value that is not finite
@@ -319,17 +322,23 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         bool slowly = false;
         if (kHides && (masked || (ADD_DQ && first))) {
             if (ADD_DQ && first) special = __syncthreads_or(holds_special<RowsX>(0));
-            slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX) |
-                                      (kOwnsKeys ? holds_special<ColumnsY>(kOffsetColumnsY) : 0));
+            slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX + backward.stage) |
+                                      (kOwnsKeys ? holds_special<ColumnsY>(kOffsetColumnsY + backward.stage) : 0));
             slowly = masked && (slowly || special);
             first = false;
         } else {
             __syncthreads();
         }
+        // With two stages the barriers above and in step() are enough if P and dS are shared, or dS is not.
+        const auto load_next = [&](int stage) {
+            more = walk.next(shape, work);
+            if (more) load_columns(stage);
+        };
+        if (STAGES == 2) load_next(kStageBytes - backward.stage);
         backward.step(head, tile, masked, partly, slowly);
-        __syncthreads();  // dS is complete, and no warp reads the tile any more
-        more = walk.next(shape, work);
-        if (more) load_columns();
+        if (STAGES == 1 || (ADD_DQ && !kSharesS)) __syncthreads();  // dS is complete, and no warp reads the tile any more
+        if (STAGES == 1) load_next(0);
+        else backward.stage = kStageBytes - backward.stage;
         if constexpr (ADD_DQ) backward.add_dq(head, tile, slowly, dq_sum);
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_ops.kernels.compiler.device_limits import REGISTERS_PER_SM, RESERVED
 
@@ -43,6 +43,7 @@ class Tile:
     warps_r: int
     warps_d: int
     strip: int
+    stages: int = 1
 
     @property
     def warps(self) -> int:
@@ -87,9 +88,9 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, keys: bool) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are HEAD_DIM and HEAD_DIM_V. keys: it owns them."""
-    operands = (tile.rows + tile.columns) * (head_dim + head_dim_v)
+    operands = (tile.rows + tile.stages * tile.columns) * (head_dim + head_dim_v)
     weights = tile.rows * tile.columns * (2 if keys and tile.warps_d > 1 else 1)
-    return itemsize * (operands + weights) + (8 * tile.columns if keys else 0)
+    return itemsize * (operands + weights) + (8 * tile.stages * tile.columns if keys else 0)
 
 
 @functools.cache
@@ -128,9 +129,13 @@ def legal_tiles(
             continue
         if not _divides_dq(tile, head_dim // unit):
             continue
-        by_shared = (smem_per_block_optin + RESERVED) // (shared + RESERVED)
         by_registers = REGISTERS_PER_SM // (tile.threads * min(255, registers + _OTHER_REGISTERS))
-        yield tile, tile.warps * min(by_shared, by_registers)
+        blocks = min(by_registers, (smem_per_block_optin + RESERVED) // (shared + RESERVED))
+        twice = replace(tile, stages=2)
+        shared = shared_bytes(twice, itemsize, head_dim, head_dim_v, keys=True)
+        if blocks * (shared + RESERVED) <= smem_per_block_optin + RESERVED:
+            tile = twice
+        yield tile, tile.warps * blocks
 
 
 def select_bias_tile(itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int) -> Tile:

@@ -261,6 +261,7 @@ def _kernel(
         "WARPS_R": tile.warps_r,
         "WARPS_D": tile.warps_d,
         "STRIP": tile.strip,
+        "STAGES": tile.stages,
         "MASK": mask,
         **{"SOFTCAP": 0, "ALIBI": 0, "BIAS": "kNone", "BLOCK_MASK": 0, "VARLEN": 0},
         **features,

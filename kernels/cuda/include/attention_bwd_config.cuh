@@ -42,15 +42,17 @@ typedef Tile<scalar, kRows, kColumns> TileS;
 // dS^T goes through shared memory for dQ; with WARPS_D > 1 P and dS do, since a warp then needs all columns of its rows.
 constexpr bool kSharesS = WARPS_D > 1;
 constexpr int kOffsetRowsY = RowsX::kBytes;
-constexpr int kOffsetColumnsX = kOffsetRowsY + RowsY::kBytes;
+constexpr int kOffsetColumnsX = kOffsetRowsY + RowsY::kBytes;  // of the first stage, as the next two
 constexpr int kOffsetColumnsY = kOffsetColumnsX + ColumnsX::kBytes;
-constexpr int kOffsetS = kOffsetColumnsY + ColumnsY::kBytes;
+constexpr int kOffsetStatistics = kOffsetColumnsY + ColumnsY::kBytes;
+constexpr int kStageBytes = ColumnsX::kBytes + ColumnsY::kBytes + (kOwnsKeys ? kColumns * sizeof(RowStatistics) : 0);
+constexpr int kOffsetS = kOffsetColumnsX + STAGES * kStageBytes;
 constexpr int kOffsetP = kOffsetS + TileS::kBytes;
-constexpr int kOffsetStatistics = kOwnsKeys && kSharesS ? kOffsetP + TileS::kBytes : kOffsetP;
 
 constexpr int kSpare = 32;  // fewer than 32 of HEAD_DIM columns are zero-filled
 
 static_assert(kRows % (16 * WARPS_R) == 0 && (STRIP % 16 == 0 || (STRIP == 8 && kSharesS)) && kStrips * STRIP * WARPS_D == kColumns, "whole tiles");
+static_assert(STAGES == 1 || STAGES == 2, "a tile loads while the one before it is used");
 static_assert(!kSharesS || kStrips == 1, "warps that share P compute all of it at once");
 static_assert(kUnitsX * WARPS_D * kUnit == HEAD_DIM && kUnitsY * WARPS_D * kUnit == HEAD_DIM_V, "whole units per warp");
 

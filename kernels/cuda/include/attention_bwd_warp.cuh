@@ -287,10 +287,11 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
 }
 
 // P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on entry.
-// statistics: of this lane's rows, where rows are queries; else those of the tile lie in shared memory.
+// statistics: of this lane's rows, where rows are queries; else those of the tile lie in shared memory. stage: offset of the
+// tile's stage.
 template <bool kSlope>
 __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, const Work& work, int head, int tile,
-                                                    int column, bool masked, bool partly,
+                                                    int stage, int column, bool masked, bool partly,
                                                     const RowStatistics (&statistics)[kOwnsKeys ? 1 : kLaneRows],
                                                     float (&s)[kSlabs][kTilesS][4], float (&d)[kSlabs][kTilesS][4]) {
     const unsigned shared = ptx::shared_address(dynamic_shared);
@@ -299,11 +300,12 @@ __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, 
     const int at = column + (kTilesS > 1 ? me.lane % 8 + me.lane / 16 * 8 : me.lane / 4);
     const int chunk_at = kTilesS > 1 ? me.lane / 8 % 2 : 0, word = kTilesS > 1 ? 0 : me.lane % 4 * 4;
     multiply_rows<RowsX, ColumnsX>(s, RowsX::at(shared, row, chunk),
-                                   ColumnsX::at(shared + kOffsetColumnsX, at, chunk_at) + word);
+                                   ColumnsX::at(shared + kOffsetColumnsX + stage, at, chunk_at) + word);
     multiply_rows<RowsY, ColumnsY>(d, RowsY::at(shared + kOffsetRowsY, row, chunk),
-                                   ColumnsY::at(shared + kOffsetColumnsY, at, chunk_at) + word);
+                                   ColumnsY::at(shared + kOffsetColumnsY + stage, at, chunk_at) + word);
     const int mine = column + me.lane % 4 * 2;
-    const RowStatistics* passing = reinterpret_cast<const RowStatistics*>(dynamic_shared + kOffsetStatistics) + mine;
+    const unsigned char* const passed = dynamic_shared + kOffsetStatistics + stage;
+    const RowStatistics* const passing = reinterpret_cast<const RowStatistics*>(passed) + mine;
     const auto of = [&](int r, int j) { return kOwnsKeys ? passing[j] : statistics[kOwnsKeys ? 0 : r]; };
     const int first = tile * kColumns + mine;
     if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, of);
