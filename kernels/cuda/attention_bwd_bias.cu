@@ -60,7 +60,7 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
         #pragma unroll 1
         for (int head = first_head; head < last_head; ++head) {
             const int kv_head = head / shape.group;
-            const RowStatistics* rows = statistics + work.sequence.padded + head * shape.padded_head;
+            const RowStatistics* rows = statistics + work.sequence.padded<false>(shape, head);
             #pragma unroll 1
             for (int m = first_m; m < last_m; ++m) {
                 work.row0 = m * kRows;

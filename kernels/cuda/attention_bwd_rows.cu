@@ -28,7 +28,7 @@ attention_backward_statistics(const scalar* out, const scalar* dout, const float
     lse += batch * shape.lse[0] + head * shape.lse[1] + sequence.q_begin * shape.lse[2];
     out += batch * shape.out.batch + sequence.q_begin * shape.out.row + head * shape.out.head;
     dout += batch * shape.dout.batch + sequence.q_begin * shape.dout.row + head * shape.dout.head;
-    statistics += sequence.padded + head * shape.padded_head;
+    statistics += sequence.padded<VARLEN>(shape, head);
     for (int row = first + threadIdx.x / 8; row < first + kPad; row += kThreads / 8) {
         float sum = 0.0f;
         const bool exists = row < sequence.seqlen_q;
@@ -61,7 +61,7 @@ attention_backward_dq(const float* dq_sum, const int* cu_seqlens_q, const int* c
     constexpr int kTiles = HEAD_DIM / 8;
     const int batch = blockIdx.z, head = blockIdx.y;
     const Sequence sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
-    dq_sum += (sequence.padded + head * shape.padded_head) * HEAD_DIM;
+    dq_sum += sequence.padded<VARLEN>(shape, head) * HEAD_DIM;
     dq += batch * shape.dq.batch + sequence.q_begin * shape.dq.row + head * shape.dq.head;
     for (int i = threadIdx.x; i < kPad * kTiles; i += kThreads) {
         const int tile = i / 2 % kTiles, of_slab = i / (2 * kTiles) * 2 + i % 2;  // 0 .. 63
@@ -87,7 +87,7 @@ attention_backward_sinks(const RowStatistics* statistics, const float* sinks, co
     float sum = 0.0f;
     for (int b = 0; b < shape.batch; ++b) {
         const Sequence sequence = Sequence::of<VARLEN>(shape, b, cu_seqlens_q, cu_seqlens_k);
-        const RowStatistics* rows = statistics + sequence.padded + head * shape.padded_head;
+        const RowStatistics* rows = statistics + sequence.padded<VARLEN>(shape, head);
         for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
             sum = fmaf(exp2f(sink - rows[row].lse), rows[row].delta, sum);
         }

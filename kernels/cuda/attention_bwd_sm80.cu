@@ -82,16 +82,16 @@ struct Backward {
             float s[kSlabs][kTilesS][4] = {}, d[kSlabs][kTilesS][4] = {};
             differentiate_strip<true>(shape, work, head, tile, stage, column, masked, partly, statistics, s, d);
             if constexpr (kSharesS) {
-                if constexpr (kOwnsKeys) put(kOffsetP, column, s);
-                put(kOffsetS, column, d);
+                if constexpr (kOwnsKeys) put(shared + kOffsetP, column, s);
+                put(shared + kOffsetS, column, d);
             } else if (kHides && slowly) {
                 if constexpr (kOwnsKeys) {
-                    put(kOffsetS, column, s);
+                    put(shared + kOffsetS, column, s);
                     __syncwarp();
                     add_slowly<ColumnsY>(acc_y, kOffsetS, kOffsetColumnsY + stage, head, tile, column, STRIP);
                     __syncwarp();
                 }
-                put(kOffsetS, column, d);
+                put(shared + kOffsetS, column, d);
                 __syncwarp();
                 add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX + stage, head, tile, column, STRIP);
             } else {
@@ -99,7 +99,7 @@ struct Backward {
                     add_product<ColumnsY, STRIP, WARPS_D>(acc_y, shared + kOffsetColumnsY + stage, column, unit,
                         [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(s, i, a); });
                 }
-                if constexpr (ADD_DQ) put(kOffsetS, column, d);
+                if constexpr (ADD_DQ) put(shared + kOffsetS, column, d);
                 add_product<ColumnsX, STRIP, WARPS_D>(acc_x, shared + kOffsetColumnsX + stage, column, unit,
                     [&](int i, unsigned (&a)[kSlabs][4]) { from_accumulators(d, i, a); });
             }
@@ -164,7 +164,7 @@ struct Backward {
                 }
             });
         }
-        const int64 row = work.sequence.padded + head * shape.padded_head + tile * kColumns;
+        const int64 row = work.sequence.padded<VARLEN>(shape, head) + tile * kColumns;
         float* to = dq_sum + row * HEAD_DIM + ((down * (HEAD_DIM / 8) + across * kUnitTiles) * 128 + me.lane);
         #pragma unroll
         for (int m = 0; m < TileDq::kMine; ++m) {
@@ -208,23 +208,42 @@ struct Backward {
     }
 };
 
+// Tiles that some row sees, [begin, end), and that all rows see, [all_begin, all_end).
+struct Tiles {
+    int begin, end, all_begin, all_end;
+
+    static __device__ __forceinline__ Tiles of(const BackwardShape& shape, const Work& work) {
+        const int row_end = min(work.row0 + kRows, work.rows());
+        const KeyRange seen = KeyRange::of<kMask == Mask::kNone ? Mask::kNone : Mask::kLocal>(
+            work.diagonal(work.row0), work.diagonal(row_end - 1), work.columns(), seen_before(shape), seen_after(shape));
+        const bool whole = work.row0 + kRows <= work.rows();
+        return {seen.begin / kColumns, (seen.end + kColumns - 1) / kColumns, (seen.all_begin + kColumns - 1) / kColumns,
+                whole ? seen.all_end / kColumns : 0};
+    }
+};
+
 // Goes through the tiles that some row sees, head after head.
 struct Walk {
-    int head, last_head, tile, begin, end;
+    int head, tile;
     bool partly;  // the block mask hides a part of the tile
 
-    // Moves to the next tile; false if there is none.
-    __device__ __forceinline__ bool next(const BackwardShape& shape, const Work& work) {
-        for (;;) {
-            if (++tile >= end) tile = begin, ++head;
-            if (head > last_head || begin >= end) return false;
-            if constexpr (!BLOCK_MASK) return true;
+    __device__ __forceinline__ bool more(const Work& work) const { return head < work.head + work.heads; }
+
+    __device__ __forceinline__ void next(const BackwardShape& shape, const Work& work) {
+        const Tiles tiles = Tiles::of(shape, work);
+        while (more(work)) {
+            if (++tile >= tiles.end) {
+                tile = tiles.begin, ++head;
+                if (tiles.begin >= tiles.end) head = work.head + work.heads;
+                if (!more(work)) return;
+            }
+            if constexpr (!BLOCK_MASK) return;
             const int column = tile * kColumns, column_end = min(column + kColumns, work.columns());
             const int row_end = min(work.row0 + kRows, work.rows());
             const auto part = kOwnsKeys ? work.blocks(shape, head).seen(column, column_end, work.row0, row_end)
                                         : work.blocks(shape, head).seen(work.row0, row_end, column, column_end);
             partly = part == BlockMask::kPart;
-            if (part != BlockMask::kNothing) return true;
+            if (part != BlockMask::kNothing) return;
         }
     }
 };
@@ -234,50 +253,37 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
                    const RowStatistics* statistics, const int* cu_seqlens_q, const int* cu_seqlens_k,
                    const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask, float* dq_sum,
                    scalar* dq, scalar* dk, scalar* dv, const __grid_constant__ BackwardShape shape) {
-    // Causal: the longest rows first, so that short ones fill the tail.
-    const int batch = blockIdx.z, part = kOwnsKeys || kMask != Mask::kCausal ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    Work work;
-    work.sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
-    work.batch = batch;
-    work.kv_head = kOwnsKeys ? blockIdx.y : blockIdx.y / shape.group;
-    work.head = kOwnsKeys ? work.kv_head * shape.group : blockIdx.y;
-    work.heads = kOwnsKeys ? shape.group : 1;
-    work.row0 = part * kRows;
-    if (work.row0 >= work.rows()) return;
-    if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + batch * shape.alibi_batch;
-    if constexpr (kBias != Bias::kNone) {
-        work.bias = bias + batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));
-    }
-    if constexpr (BLOCK_MASK) work.block_mask = block_mask + batch * shape.block_mask[0];
-    const Sequence& sequence = work.sequence;
-    statistics += sequence.padded;
-
-    const int last_row = min(work.row0 + kRows, work.rows()) - 1;
-    const KeyRange seen = KeyRange::of<kMask == Mask::kNone ? Mask::kNone : Mask::kLocal>(
-        work.diagonal(work.row0), work.diagonal(last_row), work.columns(), seen_before(shape), seen_after(shape));
-    Walk walk{work.head, work.head + work.heads - 1, 0, seen.begin / kColumns, (seen.end + kColumns - 1) / kColumns};
-    walk.tile = walk.begin - 1;
-
-    const auto of_keys = [&](const scalar* x, const RowStrides& stride) {
-        return x + batch * stride.batch + sequence.k_begin * stride.row + work.kv_head * stride.head;
+    const auto find_work = [&] {
+        Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k);
+        if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + work.batch * shape.alibi_batch;
+        if constexpr (kBias != Bias::kNone) {
+            work.bias = bias + work.batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));
+        }
+        if constexpr (BLOCK_MASK) work.block_mask = block_mask + work.batch * shape.block_mask[0];
+        return work;
     };
-    const auto of_queries = [&](const scalar* x, const RowStrides& stride, int head) {
-        return x + batch * stride.batch + sequence.q_begin * stride.row + head * stride.head;
+    const Work work = find_work();
+    if (work.row0 >= work.rows()) return;
+    const auto work_again = [&] { return VARLEN ? work : find_work(); };  // from memory that would take too long
+    Walk walk{work.head, Tiles::of(shape, work).begin - 1, false};
+
+    const auto of_keys = [&](const Work& work, const scalar* x, const RowStrides& stride) {
+        return x + work.batch * stride.batch + work.sequence.k_begin * stride.row + work.kv_head * stride.head;
+    };
+    const auto of_queries = [&](const Work& work, const scalar* x, const RowStrides& stride, int head) {
+        return x + work.batch * stride.batch + work.sequence.q_begin * stride.row + head * stride.head;
     };
     const auto load_columns = [&](int stage) {
-        const int row0 = walk.tile * kColumns;
-        if constexpr (kOwnsKeys) {
-            load<ColumnsX>(kOffsetColumnsX + stage, of_queries(q, shape.q, walk.head), shape.q, row0, sequence.seqlen_q,
-                           shape.head_dim);
-            load<ColumnsY>(kOffsetColumnsY + stage, of_queries(dout, shape.dout, walk.head), shape.dout, row0, sequence.seqlen_q,
-                           shape.head_dim_v);
-            if (threadIdx.x < kColumns / 2) {
-                const unsigned to = ptx::shared_address(dynamic_shared) + kOffsetStatistics + stage + threadIdx.x * 16;
-                ptx::cp_async16(to, statistics + walk.head * shape.padded_head + row0 + threadIdx.x * 2, 16);
-            }
-        } else {
-            load<ColumnsX>(kOffsetColumnsX + stage, of_keys(k, shape.k), shape.k, row0, sequence.seqlen_k, shape.head_dim);
-            load<ColumnsY>(kOffsetColumnsY + stage, of_keys(v, shape.v), shape.v, row0, sequence.seqlen_k, shape.head_dim_v);
+        const Work work = work_again();
+        const int row0 = walk.tile * kColumns, length = work.columns();
+        const scalar* const x = kOwnsKeys ? of_queries(work, q, shape.q, walk.head) : of_keys(work, k, shape.k);
+        const scalar* const y = kOwnsKeys ? of_queries(work, dout, shape.dout, walk.head) : of_keys(work, v, shape.v);
+        load<ColumnsX>(kOffsetColumnsX + stage, x, kOwnsKeys ? shape.q : shape.k, row0, length, shape.head_dim);
+        load<ColumnsY>(kOffsetColumnsY + stage, y, kOwnsKeys ? shape.dout : shape.v, row0, length, shape.head_dim_v);
+        if (kOwnsKeys && threadIdx.x < kColumns / 2) {
+            const unsigned to = ptx::shared_address(dynamic_shared) + kOffsetStatistics + stage + threadIdx.x * 16;
+            const int64 row = work.sequence.padded<VARLEN>(shape, walk.head) + row0 + threadIdx.x * 2;
+            ptx::cp_async16(to, statistics + row, 16);
         }
         ptx::cp_async_commit();
     };
@@ -294,45 +300,44 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
             for (int j = 0; j < kUnitsY * kUnitTiles; ++j) backward.acc_y[slab][j][r] = 0.0f;
         }
     }
-    bool more = walk.next(shape, work);
-    if (more) {
-        if constexpr (kOwnsKeys) {
-            load<RowsX>(0, of_keys(k, shape.k), shape.k, work.row0, sequence.seqlen_k, shape.head_dim);
-            load<RowsY>(kOffsetRowsY, of_keys(v, shape.v), shape.v, work.row0, sequence.seqlen_k, shape.head_dim_v);
-        } else {
-            load<RowsX>(0, of_queries(q, shape.q, work.head), shape.q, work.row0, sequence.seqlen_q, shape.head_dim);
-            load<RowsY>(kOffsetRowsY, of_queries(dout, shape.dout, work.head), shape.dout, work.row0, sequence.seqlen_q,
-                        shape.head_dim_v);
-            #pragma unroll
-            for (int r = 0; r < kLaneRows; ++r) {
-                const int row = min(work.row0 + Place::mine().row(r), last_row);
-                backward.statistics[kOwnsKeys ? 0 : r] = statistics[work.head * shape.padded_head + row];
-            }
+    walk.next(shape, work);
+    if (walk.more(work)) {
+        const scalar* const x = kOwnsKeys ? of_keys(work, k, shape.k) : of_queries(work, q, shape.q, work.head);
+        const scalar* const y = kOwnsKeys ? of_keys(work, v, shape.v) : of_queries(work, dout, shape.dout, work.head);
+        load<RowsX>(0, x, kOwnsKeys ? shape.k : shape.q, work.row0, work.rows(), shape.head_dim);
+        load<RowsY>(kOffsetRowsY, y, kOwnsKeys ? shape.v : shape.dout, work.row0, work.rows(), shape.head_dim_v);
+        #pragma unroll
+        for (int r = 0; !kOwnsKeys && r < kLaneRows; ++r) {
+            const int row = min(work.row0 + Place::mine().row(r), work.rows() - 1);
+            const int64 at = work.sequence.padded<VARLEN>(shape, work.head) + row;
+            backward.statistics[kOwnsKeys ? 0 : r] = statistics[at];
         }
         load_columns(0);
     }
-    const bool whole = work.row0 + kRows <= work.rows();
-    bool first = true, special = false;  // special: k of the block's rows holds a value that is not finite
-    while (more) {
+    bool special = false;  // k of the block's rows holds a value that is not finite
+    if (kHides && ADD_DQ && walk.more(work)) {
+        ptx::cp_async_wait<0>();
+        special = __syncthreads_or(holds_special<RowsX>(0));
+    }
+    while (walk.more(work_again())) {
         const int head = walk.head, tile = walk.tile;
-        const bool partly = walk.partly;
-        const bool masked = kBias != Bias::kNone || (BLOCK_MASK && partly) || !whole ||
-                            tile * kColumns < seen.all_begin || (tile + 1) * kColumns > seen.all_end;
+        const bool partly = BLOCK_MASK && walk.partly;
+        const Tiles tiles = Tiles::of(shape, work_again());
+        const bool masked = kBias != Bias::kNone || partly || tile < tiles.all_begin || tile >= tiles.all_end;
         ptx::cp_async_wait<0>();
         bool slowly = false;
-        if (kHides && (masked || (ADD_DQ && first))) {
-            if (ADD_DQ && first) special = __syncthreads_or(holds_special<RowsX>(0));
+        if (kHides && masked) {
             slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX + backward.stage) |
                                       (kOwnsKeys ? holds_special<ColumnsY>(kOffsetColumnsY + backward.stage) : 0));
-            slowly = masked && (slowly || special);
-            first = false;
+            slowly = slowly || special;
         } else {
             __syncthreads();
         }
         // With two stages the barriers above and in step() are enough if P and dS are shared, or dS is not.
         const auto load_next = [&](int stage) {
-            more = walk.next(shape, work);
-            if (more) load_columns(stage);
+            const Work work = work_again();
+            walk.next(shape, work);
+            if (walk.more(work)) load_columns(stage);
         };
         if (STAGES == 2) load_next(kStageBytes - backward.stage);
         backward.step(head, tile, masked, partly, slowly);
@@ -342,6 +347,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         if constexpr (ADD_DQ) backward.add_dq(head, tile, slowly, dq_sum);
     }
 
+    backward.work = find_work();
     __syncthreads();
     if constexpr (kOwnsKeys) {
         backward.store<kUnitsX * kUnitTiles, HEAD_DIM>(backward.acc_x, 0, shape.scale, shape.head_dim, dk, shape.dk);

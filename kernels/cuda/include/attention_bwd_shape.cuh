@@ -39,16 +39,21 @@ struct BackwardShape {
 
 // Where a sequence lies in q, k and the padded arrays.
 struct Sequence {
-    int q_begin, seqlen_q, k_begin, seqlen_k;
-    int64 padded;  // its first row, for head 0
+    int number, q_begin, seqlen_q, k_begin, seqlen_k;
 
     template <bool kPacked>
-    static __device__ __forceinline__ Sequence of(const BackwardShape& shape, int b, const int* starts_q,
+    static __device__ __forceinline__ Sequence of(const BackwardShape& shape, int number, const int* starts_q,
                                                   const int* starts_k) {
-        if constexpr (!kPacked) return {0, shape.seqlen_q, 0, shape.seqlen_k, b * shape.padded_batch};
-        const int q = starts_q[b], k = starts_k[b];
-        return {q, starts_q[b + 1] - q, k, starts_k[b + 1] - k, static_cast<int64>(q / kPad + b) * kPad};
+        if constexpr (!kPacked) return {number, 0, shape.seqlen_q, 0, shape.seqlen_k};
+        const int q = starts_q[number], k = starts_k[number];
+        return {number, q, starts_q[number + 1] - q, k, starts_k[number + 1] - k};
     }
 
     __device__ __forceinline__ int shift() const { return seqlen_k - seqlen_q; }
+
+    // Its first row in the padded arrays, for a head.
+    template <bool kPacked> __device__ __forceinline__ int64 padded(const BackwardShape& shape, int head) const {
+        const int64 first = kPacked ? static_cast<int64>(q_begin / kPad + number) * kPad : number * shape.padded_batch;
+        return first + head * shape.padded_head;
+    }
 };

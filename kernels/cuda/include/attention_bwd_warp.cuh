@@ -15,15 +15,30 @@ struct Place {
     __device__ __forceinline__ int row(int r) const { return first_row() + static_cast<int>(lane / 4) + 8 * r; }
 };
 
-// A block's share of the problem: its rows, and the columns that they may see.
+// A block's share of the problem: its rows, and the columns that they may see. Recomputed from the grid position where it
+// is needed again, to save registers.
 struct Work {
     Sequence sequence;
     int batch, kv_head;
     int head, heads;    // the first query head and how many
     int row0;
-    const float* alibi_slopes;        // of the sequence
-    const unsigned char* bias;        // of the sequence
-    const unsigned char* block_mask;  // of the sequence
+    const float* alibi_slopes;        // of the sequence, as the next two
+    const unsigned char* bias;
+    const unsigned char* block_mask;
+
+    // Causal: the longest rows first, so that short ones fill the tail.
+    static __device__ __forceinline__ Work of(const BackwardShape& shape, const int* cu_seqlens_q,
+                                              const int* cu_seqlens_k) {
+        const int x = ptx::opaque(blockIdx.x), y = ptx::opaque(blockIdx.y);
+        Work work;
+        work.batch = ptx::opaque(blockIdx.z);
+        work.sequence = Sequence::of<VARLEN>(shape, work.batch, cu_seqlens_q, cu_seqlens_k);
+        work.kv_head = kOwnsKeys ? y : y / shape.group;
+        work.head = kOwnsKeys ? y * shape.group : y;
+        work.heads = kOwnsKeys ? shape.group : 1;
+        work.row0 = (kOwnsKeys || kMask != Mask::kCausal ? x : ptx::opaque(gridDim.x) - 1 - x) * kRows;
+        return work;
+    }
 
     __device__ __forceinline__ int rows() const { return kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q; }
     __device__ __forceinline__ int columns() const { return kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k; }
@@ -160,25 +175,23 @@ __device__ __forceinline__ void from_tile(unsigned tile, int i, unsigned (&a)[kS
 }
 
 // Stores P or dS: this warp's rows, kTilesS x 8 columns from `column` on. A tile's rows are one permuted group of chunks.
-__device__ __forceinline__ void put(int offset, int column, const float (&s)[kSlabs][kTilesS][4]) {
+__device__ __forceinline__ void put(unsigned tile, int column, const float (&s)[kSlabs][kTilesS][4]) {
     constexpr int kTileBytes = 8 * sizeof(scalar);
     static_assert(TileS::kRowBytes <= TileS::kGroup * 16, "the chunks of a row differ by an XOR");
     const Place me = Place::mine();
-    const unsigned byte = (column + me.lane % 4 * 2) * sizeof(scalar);
-    const unsigned first = ptx::opaque(TileS::at(offset, me.row(0), byte / 16) + byte % 16);
+    const unsigned byte = (column + me.lane % 4 * 2) * sizeof(scalar), other = kHalf ? 0 : other_first();
+    const unsigned first = ptx::opaque(TileS::at(tile, me.row(0), byte / 16) + byte % 16 + other * 4);
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
-        unsigned char* const to = dynamic_shared + (first ^ j * kTileBytes);
         #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
-            const float pair[2] = {s[r / 2][j][r % 2 * 2], s[r / 2][j][r % 2 * 2 + 1]};
-            unsigned char* const row = to + 8 * r * TileS::kRowBytes;
+            const unsigned to = (first ^ j * kTileBytes) + 8 * r * TileS::kRowBytes;
+            const float* const pair = &s[r / 2][j][r % 2 * 2];
             if constexpr (kHalf) {
-                store_pair<scalar>(row, pair);
+                ptx::store_shared(to, Packed<scalar>::narrow(pair));
             } else {
-                const unsigned other = other_first();
-                reinterpret_cast<float*>(row)[other] = other ? pair[1] : pair[0];
-                reinterpret_cast<float*>(row)[other ^ 1] = other ? pair[0] : pair[1];
+                ptx::store_shared(to, __float_as_uint(other ? pair[1] : pair[0]));
+                ptx::store_shared(to ^ 4, __float_as_uint(other ? pair[0] : pair[1]));
             }
         }
     }
@@ -234,11 +247,12 @@ constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwn
 
 // Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. With kSlope dS is the
 // gradient of softmax_scale q k^T, without that of the score. `first`: this lane's first column.
-// statistics(r, column): those of the query of such a pair.
-template <bool kMasked, bool kSlope, typename Statistics>
+// statistics: of this lane's rows, where rows are queries; else those of its columns lie in shared memory, from `passing` on.
+template <bool kMasked, bool kSlope>
 __device__ __forceinline__ void differentiate(const BackwardShape& shape, const Work& work, int head, bool partly,
                                               int first, float (&s)[kSlabs][kTilesS][4],
-                                              float (&d)[kSlabs][kTilesS][4], Statistics statistics) {
+                                              float (&d)[kSlabs][kTilesS][4], unsigned passing,
+                                              const RowStatistics (&statistics)[kOwnsKeys ? 1 : kLaneRows]) {
     const Place me = Place::mine();
     // A lane's rows are 8 apart, so that one register and constants make the limits of all.
     const int row0 = work.row0 + me.row(0), diagonal = work.diagonal(row0) - first;
@@ -248,12 +262,15 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     [[maybe_unused]] const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
+        unsigned two[4];  // lse, delta of this lane's two columns
+        if constexpr (kOwnsKeys) ptx::load_shared(passing + 8 * j * sizeof(RowStatistics), two);
         #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int column = 8 * j + e;
             #pragma unroll
             for (int r = 0; r < kLaneRows; ++r) {
-                const RowStatistics query = statistics(r, column);
+                RowStatistics query = statistics[kOwnsKeys ? 0 : r];
+                if constexpr (kOwnsKeys) query = {__uint_as_float(two[2 * e]), __uint_as_float(two[2 * e + 1])};
                 float& x = s[r / 2][j][r % 2 * 2 + e];
                 float& dx = d[r / 2][j][r % 2 * 2 + e];
                 bool visible = column < columns_left && 8 * r < rows_left;
@@ -304,12 +321,10 @@ __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, 
     multiply_rows<RowsY, ColumnsY>(d, RowsY::at(shared + kOffsetRowsY, row, chunk),
                                    ColumnsY::at(shared + kOffsetColumnsY + stage, at, chunk_at) + word);
     const int mine = column + me.lane % 4 * 2;
-    const unsigned char* const passed = dynamic_shared + kOffsetStatistics + stage;
-    const RowStatistics* const passing = reinterpret_cast<const RowStatistics*>(passed) + mine;
-    const auto of = [&](int r, int j) { return kOwnsKeys ? passing[j] : statistics[kOwnsKeys ? 0 : r]; };
+    const unsigned passing = shared + kOffsetStatistics + stage + mine * sizeof(RowStatistics);
     const int first = tile * kColumns + mine;
-    if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, of);
-    else differentiate<false, kSlope>(shape, work, head, partly, first, s, d, of);
+    if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
+    else differentiate<false, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
 }
 
 template <typename TileT>

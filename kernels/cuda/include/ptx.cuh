@@ -50,6 +50,15 @@ __device__ __forceinline__ unsigned load_shared(unsigned address) {
     return word;
 }
 
+__device__ __forceinline__ void load_shared(unsigned address, unsigned (&word)[4]) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(address));
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, unsigned word) {
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ void store_shared(unsigned address, const unsigned (&word)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
