@@ -9,10 +9,13 @@ import pytest
 
 import gpu_ops
 from gpu_ops import BlockMask, emulator
+from gpu_ops.core.op import forget_calls
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
+from gpu_ops.kernels.lower import attention_backward_raw
 from gpu_ops.kernels.lower.attention_backward_config import (
     bias_shared_bytes,
     head_dims,
+    head_parts,
     select_bias_tile,
     select_tile,
     shared_bytes,
@@ -88,7 +91,9 @@ TILES = [
 TILES_SLOW = [
     (dtype, dims, "wide_band", arch)
     for dtype, dims, arch in itertools.product(
-        ("float32", "bfloat16"), (*((d, d) for d in range(32, 257, 32)), (40, 256), (192, 128)), ("sm_80", "sm_86", "sm_90")
+        ("float32", "bfloat16"),
+        (*((d, d) for d in range(32, 257, 32)), (40, 256), (192, 128)),
+        ("sm_80", "sm_86", "sm_90"),
     )
 ]
 
@@ -105,7 +110,9 @@ def test_tiles(dtype, dims, mask, arch, monkeypatch):
 def test_all_tiles(dtype, dims, mask, arch, monkeypatch):
     monkeypatch.setenv("GPU_OPS_ARCH", arch)
     check(dtype=dtype, head_dims=dims, mask=mask, seqlens=(70, 130), heads=(2, 1), batch=1)
-    check(dtype=dtype, head_dims=dims, mask=mask, seqlens=(70, 130), heads=(2, 1), batch=1, deterministic=True)
+    check(
+        dtype=dtype, head_dims=dims, mask=mask, seqlens=(70, 130), heads=(2, 1), batch=1, deterministic=True
+    )
 
 
 OPTIONS = [
@@ -127,9 +134,15 @@ def test_all_options(row, deterministic):
 
 
 def test_deterministic_gives_the_same_bits_and_no_atomics():
-    settings = {"dtype": "bfloat16", "seqlens": (130, 260), "mask": "causal", "head_dims": (32, 32), "heads": (2, 1)}
+    settings = {
+        "dtype": "bfloat16",
+        "seqlens": (130, 260),
+        "mask": "causal",
+        "head_dims": (32, 32),
+        "heads": (2, 1),
+    }
     profiles = check(deterministic=True, **settings)
-    assert "attention_backward_dq" not in profiles
+    assert "attention_backward_rows" not in profiles
     e = expected(gradients=True, **settings)
     out, lse = e.exact["out"].astype(e.problem.q.dtype), e.exact["lse"].astype(np.float32)
     first, _, _ = run(e.problem, out, lse, deterministic=True)
@@ -147,7 +160,9 @@ def test_varlen(deterministic):
     q, dout = (rng.standard_normal((cu_q[-1], 4, 32)).astype(dtype) for _ in range(2))
     k, v = (rng.standard_normal((cu_k[-1], 2, 32)).astype(dtype) for _ in range(2))
     options = {"causal": True, "sinks": rng.standard_normal(4).astype(np.float32)}
-    out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, **options, return_lse=True, precision="float64")
+    out, lse = reference.attention_varlen(
+        q, k, v, cu_q, cu_k, **options, return_lse=True, precision="float64"
+    )
     exact, naive = (
         reference.attention_varlen_backward(
             dout, q, k, v, out, lse, cu_q, cu_k, **options, return_extra=True, precision=precision
@@ -169,7 +184,9 @@ def test_varlen(deterministic):
 @pytest.mark.parametrize("mask", ["causal", "blocks"])
 def test_work_is_five_products_of_the_tiles_that_somebody_sees(mask):
     """Beside one more block of keys that a block mask hides, which is not read at all."""
-    e = expected(dtype="bfloat16", seqlens=(256, 384), head_dims=(32, 32), heads=(1, 1), batch=1, mask="causal")
+    e = expected(
+        dtype="bfloat16", seqlens=(256, 384), head_dims=(32, 32), heads=(1, 1), batch=1, mask="causal"
+    )
     p = e.problem
     visible = np.tril(np.ones((256, 384), bool), 128)
     if mask == "blocks":
@@ -185,16 +202,29 @@ def test_work_is_five_products_of_the_tiles_that_somebody_sees(mask):
     assert read["k"] == read["v"] == tiles.any(axis=0).sum() * 128 * 32 * 2
 
 
-def test_keys_of_a_group_are_read_once():
-    profiles = check(dtype="bfloat16", seqlens=(64, 128), head_dims=(32, 32), heads=(4, 1), batch=1)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_keys_of_a_group_are_read_once_for_each_part(parts, monkeypatch):
+    monkeypatch.setattr(attention_backward_raw, "head_parts", lambda *_, **__: parts)
+    forget_calls()
+    profiles = check(dtype="bfloat16", seqlens=(64, 113), head_dims=(32, 40), heads=(8, 2), batch=2)
     read = {b.name: b.bytes_read for b in profiles["attention_backward"].buffers}
-    assert read["k"] == read["v"] == 128 * 32 * 2
+    assert read["k"] == read["v"] * 32 / 40 == parts * 2 * 2 * 113 * 32 * 2
+    forget_calls()
+
+
+def test_few_blocks_divide_the_heads_of_a_group():
+    assert head_parts(1024, 4, 64, 132, causal=False) == 1  # blocks enough
+    assert head_parts(128, 4, 32, 132, causal=True) == 2  # one wave, of which half would idle
+    assert head_parts(16, 32, 32, 108, causal=True) == 16
+    assert head_parts(16, 8, 2, 108, causal=True) == 1  # nothing to gain
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_not_finite_reach_those_who_see_them_only(bad):
     """In a tile of which every query and every key sees a part."""
-    p = expected(dtype="bfloat16", seqlens=(70, 70), head_dims=(32, 32), heads=(1, 1), batch=1, mask="causal").problem
+    p = expected(
+        dtype="bfloat16", seqlens=(70, 70), head_dims=(32, 32), heads=(1, 1), batch=1, mask="causal"
+    ).problem
     out, lse = reference.attention(*p.arrays, **p.options, return_lse=True, precision="float64")
     out, lse = out.astype(p.q.dtype), lse.astype(np.float32)
     dq, dk, dv = run(p, out, lse)[0]
@@ -222,8 +252,8 @@ def test_every_head_dim_fits_every_card():
         most = smem_per_block_optin(arch)
         for dims in itertools.product(range(8, 257, 8), (8, 64, 128, 192, 256)):
             sizes = itemsize, *head_dims(*dims)
-            for lean in (True, False):
-                tile = select_tile(*sizes, most, lean=lean)
+            for options in range(4):
+                tile = select_tile(*sizes, most, options=options)
                 assert shared_bytes(tile, *sizes, keys=True) <= most
             tile = select_bias_tile(*sizes, most)
             assert bias_shared_bytes(tile, *sizes) <= most
@@ -245,6 +275,8 @@ def test_what_it_refuses_it_refuses_by_name(settings, why):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dims", [d for d in HEAD_DIMS if max(d) <= 256 and not any(n % 8 for n in d)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [d for d in HEAD_DIMS if max(d) <= 256 and not any(n % 8 for n in d)], ids=str
+)
 def test_long_rows(head_dims):
     check(dtype="float16", head_dims=head_dims, seqlens=(400, 300), mask="causal", heads=(2, 1), batch=1)

@@ -8,7 +8,7 @@
 //
 //   shared memory   | q | dout | k | v |        after the last tile: dS in float, summed along axes of length 1
 //
-// Macros as in attention_bwd_sm80.cu, with ROWS = kQueries, ADD_DQ = 0, WARPS_D = 1, STAGES = 1, VARLEN = 0, BIAS not kNone.
+// Macros as in attention_bwd_sm80.cu, with ROWS = kQueries, ADD_DQ = 0, WARPS_D = 1, STAGES = 1, PARTS = 0, VARLEN = 0, BIAS not kNone.
 //   grid   (tiles of dbias, its heads, its batches)     block 32 WARPS_R
 #include "attention_bwd_warp.cuh"
 

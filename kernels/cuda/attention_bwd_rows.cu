@@ -1,11 +1,11 @@
-// What attention backward computes for each row of q, around attention_bwd_sm80.cu. One entry each:
+// What attention backward computes row by row, around attention_bwd_sm80.cu. One entry each:
 //
 //   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out      reads dout, out
-//   attention_backward_dq           dq = scale * dq_sum, from accumulators of mma.sync to rows             reads dq_sum
+//   attention_backward_rows         dq, dk or dv from accumulators of mma.sync, summed over parts          reads d._sum
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta            one block per head
 //
-// Macros: DTYPE; HEAD_DIM, as in attention_bwd_sm80.cu; VARLEN 0 or 1.
-//   grid   statistics, dq: (ceil(seqlen_q / 64), nheads, batch)       sinks: (nheads)         block 256
+// Macros: DTYPE; VARLEN 0 or 1; for rows, ROWS kQ, kK or kV, and COLUMNS their HEAD_DIM as in attention_bwd_sm80.cu.
+//   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)     rows: the same, of q or of k     sinks: (nheads)     block 256
 // All sums are in a fixed order.
 #include "attention_bwd_shape.cuh"
 #include "math.cuh"
@@ -55,26 +55,39 @@ attention_backward_statistics(const scalar* out, const scalar* dout, const float
 
 // A thread writes eight columns of a row. Lanes take two rows of an accumulator and 16 of them side by side: whole
 // sectors are read and whole lines written.
+enum class Of { kQ, kK, kV };
+constexpr Of kOf = Of::ROWS;
+
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_dq(const float* dq_sum, const int* cu_seqlens_q, const int* cu_seqlens_k, scalar* dq,
-                      const __grid_constant__ BackwardShape shape) {
-    constexpr int kTiles = HEAD_DIM / 8;
+attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* cu_seqlens_k, scalar* to,
+                        const __grid_constant__ BackwardShape shape) {
+    constexpr int kTiles = COLUMNS / 8;
+    constexpr bool kQueries = kOf == Of::kQ;
     const int batch = blockIdx.z, head = blockIdx.y;
     const Sequence sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
-    dq_sum += sequence.padded<VARLEN>(shape, head) * HEAD_DIM;
-    dq += batch * shape.dq.batch + sequence.q_begin * shape.dq.row + head * shape.dq.head;
+    const RowStrides& stride = kQueries ? shape.dq : kOf == Of::kK ? shape.dk : shape.dv;
+    const int length = kQueries ? sequence.seqlen_q : sequence.seqlen_k;
+    const int columns = kOf == Of::kV ? shape.head_dim_v : shape.head_dim, parts = kQueries ? 1 : shape.parts;
+    const float scale = kOf == Of::kV ? 1.0f : shape.scale;
+    const int64 part = shape.padded_part * COLUMNS;
+    sums += (kQueries ? sequence.padded<VARLEN>(shape, head) : sequence.padded_k<VARLEN>(shape, head)) * COLUMNS;
+    to += batch * stride.batch + (kQueries ? sequence.q_begin : sequence.k_begin) * stride.row + head * stride.head;
     for (int i = threadIdx.x; i < kPad * kTiles; i += kThreads) {
-        const int tile = i / 2 % kTiles, of_slab = i / (2 * kTiles) * 2 + i % 2;  // 0 .. 63
-        const int row = blockIdx.x * kPad + of_slab, g = of_slab % 8, h = of_slab / 8 % 2;
-        if (row >= sequence.seqlen_q || tile * 8 >= shape.head_dim) continue;
-        const float* from = dq_sum + (static_cast<int64>(row / 16) * kTiles + tile) * 128 + h * 64 + g * 4;
-        const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + 32);
-        const float s = shape.scale;
-        const float low[4] = {even.x * s, odd.x * s, even.y * s, odd.y * s};
-        const float high[4] = {even.z * s, odd.z * s, even.w * s, odd.w * s};
-        scalar* to = dq + row * shape.dq.row + tile * 8;
-        store_four(to, low);
-        store_four(to + 4, high);
+        const int tile = i / 2 % kTiles, of_pad = i / (2 * kTiles) * 2 + i % 2;  // 0 .. 63
+        const int row = blockIdx.x * kPad + of_pad, g = of_pad % 8, h = of_pad / 8 % 2;
+        if (row >= length || tile * 8 >= columns) continue;
+        const float* from = sums + (static_cast<int64>(row / 16) * kTiles + tile) * 128 + h * 64 + g * 4;
+        float low[4] = {}, high[4] = {};
+        for (int p = 0; p < parts; ++p, from += part) {
+            const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + 32);
+            low[0] += even.x, low[1] += odd.x, low[2] += even.y, low[3] += odd.y;
+            high[0] += even.z, high[1] += odd.z, high[2] += even.w, high[3] += odd.w;
+        }
+        #pragma unroll
+        for (int c = 0; c < 4; ++c) low[c] *= scale, high[c] *= scale;
+        scalar* const at = to + row * stride.row + tile * 8;
+        store_four(at, low);
+        store_four(at + 4, high);
     }
 }
 

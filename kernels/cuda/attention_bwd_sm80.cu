@@ -34,12 +34,13 @@
 //   WARPS_R     rows of the block are divided among, 16 or 32 for each        WARPS_D
 //   STRIP       columns of a tile that a warp computes at a time: a multiple of 16, or 8 with WARPS_D > 1
 //   STAGES      1 or 2
+//   PARTS       0 or 1, with kKeys: shape.parts blocks share the heads of a group. dk and dv are then dk_sum and dv_sum
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
 //   VARLEN      0 or 1: sequences lie end to end from cu_seqlens_q, cu_seqlens_k (batch + 1) on
 //
-//   grid   (ceil(rows / block), nheads_kv or nheads, batch); blocks past the end of their sequence return
+//   grid   (ceil(rows / block), nheads_kv parts or nheads, batch); blocks past the end of their sequence return
 //   block  32 WARPS_R WARPS_D
 //   shared kernels/lower/attention_backward_config.py: shared_bytes()
 //   all addresses and strides: multiples of 16 bytes
@@ -175,6 +176,24 @@ struct Backward {
                 for (int r = 0; r < 4; ++r) {
                     atomicAdd(to + (m * TileDq::kDown * (HEAD_DIM / 8) + column_tile) * 128 + 32 * r, acc[m][j][r]);
                 }
+            }
+        }
+    }
+
+    // Writes the rows of a gradient as they lie in the accumulators.
+    template <int kTiles, int kCols>
+    __device__ __forceinline__ void store_part(const float (&acc)[kSlabs][kTiles][4], float* to) const {
+        const Place me = Place::mine();
+        const int64 row = work.part * shape.padded_part + work.sequence.padded_k<VARLEN>(shape, work.kv_head) + work.row0;
+        to += (row + me.first_row()) * kCols + me.warp_d * (kUnitTiles * 128) + me.lane;
+        #pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            if (work.row0 + me.first_row() + 16 * slab >= work.rows()) break;
+            #pragma unroll
+            for (int j = 0; j < kTiles; ++j) {
+                const int column_tile = WARPS_D * (j / kUnitTiles) * kUnitTiles + j % kUnitTiles;
+                #pragma unroll
+                for (int r = 0; r < 4; ++r) to[(slab * (kCols / 8) + column_tile) * 128 + 32 * r] = acc[slab][j][r];
             }
         }
     }
@@ -349,7 +368,10 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
 
     backward.work = find_work();
     __syncthreads();
-    if constexpr (kOwnsKeys) {
+    if constexpr (PARTS) {
+        backward.store_part<kUnitsX * kUnitTiles, HEAD_DIM>(backward.acc_x, reinterpret_cast<float*>(dk));
+        backward.store_part<kUnitsY * kUnitTiles, HEAD_DIM_V>(backward.acc_y, reinterpret_cast<float*>(dv));
+    } else if constexpr (kOwnsKeys) {
         backward.store<kUnitsX * kUnitTiles, HEAD_DIM>(backward.acc_x, 0, shape.scale, shape.head_dim, dk, shape.dk);
         backward.store<kUnitsY * kUnitTiles, HEAD_DIM_V>(backward.acc_y, kOffsetRowsY, 1.0f, shape.head_dim_v, dv,
                                                          shape.dv);

@@ -19,6 +19,7 @@ __all__ = [
     "Tile",
     "bias_shared_bytes",
     "head_dims",
+    "head_parts",
     "legal_tiles",
     "select_bias_tile",
     "select_tile",
@@ -28,15 +29,18 @@ __all__ = [
 MAX_HEAD_DIM = 256
 PAD = 64  # kPad of attention_bwd_shape.cuh: sequences of the padded arrays are whole PAD rows
 _ENOUGH_WARPS = 8
-# Registers of dk, dv, S and dP, by itemsize: with 60 to 90 others, fewer than the 255 that there are. 3 x TF32 needs more.
+# Registers of dk, dv, S and dP, by itemsize: with 60 to 90 others, fewer than the 255 that there are.
+# 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 144}
-_MAX_ACCUMULATORS_LEAN = 192  # 63 others are enough where no bias or block mask is looked up per score
+# 63 others are enough with one option at most, or none if a warp has P and dS of all columns.
+_MAX_ACCUMULATORS_LEAN = 192
 _OTHER_REGISTERS = 50
+_MIN_TILES_TO_DIVIDE = 32  # 2 us each on an A100: fewer, and two more launches cost what they save
 
 
 @dataclass(frozen=True)
 class Tile:
-    """ROWS of a block on WARPS_R warps, times WARPS_D that share them; COLUMNS of a tile, STRIP at a time per warp."""
+    """ROWS of a block on WARPS_R warps, times WARPS_D that share them; COLUMNS of a tile, STRIP at a time."""
 
     rows: int
     columns: int
@@ -57,9 +61,15 @@ class Tile:
 # All of mma.sync, on every architecture from sm_80 on. 128 keys per block: half the atomics of 64.
 _TILES = {
     2: (
-        Tile(128, 64, 4, 1, 32),  # head_dim 64, where an SM has two times 66 KB. 32 keys per warp read q half as often
-        Tile(128, 64, 4, 2, 32),  # head_dim 96 and 128 on cards with 163 KB and more. The same, for 16 KB of P more
-        Tile(128, 64, 8, 1, 32),  # head_dim 64 and 96 on cards with 99 KB; 128 with bias and the like on the others
+        Tile(
+            128, 64, 4, 1, 32
+        ),  # head_dim 64, where an SM has two times 66 KB. 32 keys per warp read q half as often
+        Tile(
+            128, 64, 4, 2, 32
+        ),  # head_dim 96 and 128 on cards with 163 KB and more. The same, for 16 KB of P more
+        Tile(
+            128, 64, 8, 1, 32
+        ),  # head_dim 64 and 96 on cards with 99 KB; 128 with bias and the like on the others
         Tile(128, 32, 8, 1, 32),  # head_dim 128 on cards with 99 KB
         Tile(64, 64, 2, 4, 16),  # head_dim 192 and 256 on cards with 163 KB and more
         Tile(64, 64, 4, 2, 32),  # head_dim 224 there; 160 everywhere
@@ -95,18 +105,19 @@ def shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, k
 
 @functools.cache
 def select_tile(
-    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, lean: bool = True
+    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, options: int = 0
 ) -> Tile:
     """The tile for the kernel's HEAD_DIM and HEAD_DIM_V.
 
-    ``lean``: neither bias nor block mask, nor ALiBi over sequences that lie end to end.
+    ``options``: how many there are of ALiBi, bias, block mask, and sequences that lie end to end. Each takes
+    registers.
 
     Raises
     ------
     LookupError
         None fits.
     """
-    found = list(legal_tiles(itemsize, head_dim, head_dim_v, smem_per_block_optin, lean=lean))
+    found = list(legal_tiles(itemsize, head_dim, head_dim_v, smem_per_block_optin, options=options))
     if not found:
         raise LookupError(f"no tile for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
     for tile, warps in found:
@@ -115,13 +126,32 @@ def select_tile(
     return max(found, key=lambda pair: pair[1])[0]
 
 
+def head_parts(blocks: int, group: int, tiles: int, sms: int, *, causal: bool) -> int:
+    """Into how many parts to divide the ``group`` query heads of a key head, so that ``blocks`` keep ``sms`` busy.
+
+    A block goes through ``tiles`` per head. Parts are written in float32 and read again: 8 % of the work for each.
+    Causal blocks have half the work on average, and the longest come first.
+    """
+
+    def time(parts: int) -> float:
+        busy = -(-blocks * parts // sms) / parts
+        if causal:
+            busy = max(1 / parts, 0.5 * blocks / sms + 0.1 / parts)
+        return busy * (1 + 0.08 * parts * (parts > 1))
+
+    if tiles * group < _MIN_TILES_TO_DIVIDE:
+        return 1
+    return min((parts for parts in range(1, group + 1) if group % parts == 0), key=time)
+
+
 def legal_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, lean: bool = True
+    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, options: int = 0
 ) -> Iterator[tuple[Tile, int]]:
     """Tiles that a block has the registers and the shared memory for, and how many warps an SM then runs."""
     unit = 32 // itemsize
-    most = _MAX_ACCUMULATORS_LEAN if lean and itemsize == 2 else _MAX_ACCUMULATORS[itemsize]
     for tile in _TILES[itemsize]:
+        lean = itemsize == 2 and options <= (1 if tile.warps_d > 1 else 0)
+        most = _MAX_ACCUMULATORS_LEAN if lean else _MAX_ACCUMULATORS[itemsize]
         shared = shared_bytes(tile, itemsize, head_dim, head_dim_v, keys=True)
         registers = _accumulators(tile, head_dim, head_dim_v)
         divided = head_dim % (unit * tile.warps_d) == head_dim_v % (unit * tile.warps_d) == 0

@@ -1,9 +1,9 @@
 """How the CUDA C++ kernels run attention backward.
 
 Three launches: statistics of the rows, all gradients with dq in float32 by atomics, and dq from it; or, with
-``deterministic``, dk and dv, then dq by a second pass over the keys, in a fixed order. One more each for the gradients
-of sinks and bias, whose sums always have one. The kernels are ``cuda/attention_bwd_sm80.cu``, ``_rows.cu`` and
-``_bias.cu``; :mod:`.attention_backward_config` says which tiles.
+``deterministic``, dk and dv, then dq by a second pass over the keys, in a fixed order. The gradients of sinks and
+bias are one more launch each; their sums always have a fixed order. The kernels are ``cuda/attention_bwd_sm80.cu``,
+``_rows.cu`` and ``_bias.cu``; :mod:`.attention_backward_config` says which tiles.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gpu_ops.kernels.lower.attention_backward_config import (
     Tile,
     bias_shared_bytes,
     head_dims,
+    head_parts,
     select_bias_tile,
     select_tile,
     shared_bytes,
@@ -49,7 +50,8 @@ BACKWARD_SHAPE = np.dtype(
         ("lse", "i8", (3,)),
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
         *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
-        ("batch", "i4"),
+        *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
+        *[(name, "i4") for name in ("parts", "batch")],
         ("bias_shape", "i4", (4,)),
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k")],
@@ -76,6 +78,11 @@ class _Call:
         return tuple(self.a.cu_seqlens) if self.a.packed else (_NULL, _NULL)  # type: ignore[return-value]
 
     @property
+    def rows_of_keys(self) -> int:
+        """Of the padded arrays."""
+        return self.a.k.shape[0] * self.a.nheads_kv * int(self.shape["padded_head_k"])
+
+    @property
     def options(self) -> tuple[Tensor | np.uint64, ...]:
         """alibi_slopes, bias, block_mask."""
         visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
@@ -93,29 +100,42 @@ def backward(spec: Spec, on: Builder) -> None:
     """Gradients of q, k and v, and of bias and sinks where there are arrays for them."""
     a = Attention.of(spec)
     call = _prepare(spec, a, on)
-    deterministic = dict(spec.options).get("deterministic", False)
-    lean = a.bias is None and a.visible is None and not (a.packed and a.alibi_slopes is not None)
-    tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin, lean=lean)
-    grid = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
-    out, dout, lse = call.rows["out"], call.rows["dout"], call.lse
-    arguments = (out, dout, lse, *call.starts, call.statistics, call.shape[()])
-    on.launch(_rows_kernel("statistics", call), grid, (_THREADS, 1, 1), arguments)
-    if deterministic:
-        _launch(call, on, tile, keys=True)
+    options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
+    tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin, options=options)
+    of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
+    inputs = call.rows["out"], call.rows["dout"], call.lse, *call.starts, call.statistics
+    _launch_rows(call, on, "statistics", of_queries, inputs)
+    if dict(spec.options).get("deterministic", False):
+        _gradients_of_keys(call, on, tile, None)
         _launch(call, on, tile, keys=False)
     else:
-        padded = call.statistics.shape[0]
-        dq_sum = on.zeros((padded, call.head_dims[0]), np.float32, "sums of dq")
-        _launch(call, on, tile, keys=True, dq_sum=dq_sum)
-        arguments = (dq_sum, *call.starts, call.rows["dq"], call.shape[()])
-        on.launch(_rows_kernel("dq", call), grid, (_THREADS, 1, 1), arguments)
-    dsinks = spec.get("dsinks")
-    if dsinks is not None:
-        arguments = (call.statistics, a.sinks, *call.starts, dsinks, call.shape[()])
-        on.launch(_rows_kernel("sinks", call), (a.nheads, 1, 1), (_THREADS, 1, 1), arguments)
-    dbias = spec.get("dbias")
+        dq_sum = on.zeros((call.statistics.shape[0], call.head_dims[0]), np.float32, "sums of dq")
+        _gradients_of_keys(call, on, tile, dq_sum)
+        _add_parts(call, on, "q", of_queries, dq_sum)
+    dsinks, dbias = spec.get("dsinks"), spec.get("dbias")
+    if dsinks is not None and a.sinks is not None:
+        _launch_rows(call, on, "sinks", (a.nheads, 1, 1), (call.statistics, a.sinks, *call.starts, dsinks))
     if dbias is not None:
         _launch_bias(call, on, dbias)
+
+
+def _gradients_of_keys(call: _Call, on: Builder, tile: Tile, dq_sum: Tensor | None) -> None:
+    """dk and dv, and what they add to dq; with few blocks in parts of the query heads, which are added up."""
+    a = call.a
+    blocks, tiles = -(-a.seqlen_k // tile.rows) * a.nheads_kv * a.batch, -(-a.seqlen_q // tile.columns)
+    parts = head_parts(blocks, a.nheads // a.nheads_kv, tiles, on.sms, causal=a.window(UNLIMITED)[1] == 0)
+    call.shape["parts"] = parts
+    if parts == 1:
+        _launch(call, on, tile, keys=True, dq_sum=dq_sum)
+        return
+    call.shape["padded_part"] = rows = call.rows_of_keys
+    sums = [
+        on.empty((parts * rows, columns), np.float32, f"sums of {name}")
+        for name, columns in zip(("dk", "dv"), call.head_dims, strict=True)
+    ]
+    _launch(call, on, tile, keys=True, dq_sum=dq_sum, sums=sums)
+    for name, x in zip("kv", sums, strict=True):
+        _add_parts(call, on, name, (-(-a.seqlen_k // PAD), a.nheads_kv, a.batch), x)
 
 
 def raw_unsupported(spec: Spec) -> str | None:
@@ -144,6 +164,12 @@ def _tensors(spec: Spec) -> dict[str, Tensor]:
     return {name: as_bshd(spec.tensor(name), spec["layout"]) for name in _ROWS}
 
 
+def _padded_rows(a: Attention, x: Tensor, seqlen: int) -> tuple[int, int]:
+    """Rows of the padded arrays per head of x, and per batch entry."""
+    per_head = (x.shape[1] // PAD + a.batch if a.packed else -(-seqlen // PAD)) * PAD
+    return per_head, 0 if a.packed else x.shape[2] * per_head
+
+
 def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     if a.lse is None:
         raise ValueError("attention backward needs lse")
@@ -152,17 +178,13 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     for name, x in rows.items():
         shape[name] = strides_of(x)[:3]
     shape["lse"] = strides_of(a.lse)
-    if a.packed:
-        per_head = (a.q.shape[1] // PAD + a.batch) * PAD
-        heads, shape["padded_batch"] = a.nheads, 0
-    else:
-        per_head = -(-a.seqlen_q // PAD) * PAD
-        heads, shape["padded_batch"] = a.batch * a.nheads, a.nheads * per_head
-    shape["padded_head"] = per_head
-    statistics = on.empty((heads * per_head, 2), np.float32, "lse and delta")
-    for name, x in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
-        if x is not None:
-            shape[name] = strides_of(_four_axes(x))
+    per_head, per_batch = _padded_rows(a, a.q, a.seqlen_q)
+    shape["padded_head"], shape["padded_batch"] = per_head, per_batch
+    statistics = on.empty((a.q.shape[0] * a.nheads * per_head, 2), np.float32, "lse and delta")
+    shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
+    for name, given in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
+        if given is not None:
+            shape[name] = strides_of(_four_axes(given))
     if a.bias is not None:
         shape["bias_shape"] = _four_axes(a.bias).shape
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
@@ -191,27 +213,56 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     return _Call(a, rows, a.lse, statistics, shape, head_dims(a.head_dim, a.head_dim_v))
 
 
-def _launch(call: _Call, on: Builder, tile: Tile, *, keys: bool, dq_sum: Tensor | None = None) -> None:
+def _launch(
+    call: _Call,
+    on: Builder,
+    tile: Tile,
+    *,
+    keys: bool,
+    dq_sum: Tensor | None = None,
+    sums: list[Tensor] | None = None,
+) -> None:
+    """A pass over all scores. ``sums``: of dk and dv, in parts."""
     a, rows = call.a, call.rows
-    seqlen, heads = (a.seqlen_k, a.nheads_kv) if keys else (a.seqlen_q, a.nheads)
-    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys, dq_sum is not None, **_features(a))
+    seqlen, heads = (a.seqlen_k, a.nheads_kv * int(call.shape["parts"])) if keys else (a.seqlen_q, a.nheads)
+    macros = {**_features(a), "ADD_DQ": int(dq_sum is not None), "PARTS": int(sums is not None)}
+    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys=keys, **macros)
     arguments = (
         *(rows[name] for name in ("q", "k", "v", "dout")),
         call.statistics,
         *call.starts,
         *call.options,
         _NULL if dq_sum is None else dq_sum,
-        *(rows[name] for name in ("dq", "dk", "dv")),
+        rows["dq"],
+        *(sums or (rows["dk"], rows["dv"])),
         call.shape[()],
     )
     shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys)
-    on.launch(kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared)
+    on.launch(
+        kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared
+    )
+
+
+def _add_parts(call: _Call, on: Builder, of: str, grid: tuple[int, int, int], sums: Tensor) -> None:
+    """dq, dk or dv from their sums."""
+    columns = call.head_dims[1] if of == "v" else call.head_dims[0]
+    arguments = (sums, *call.starts, call.rows[f"d{of}"])
+    _launch_rows(call, on, "rows", grid, arguments, ROWS=f"k{of.upper()}", COLUMNS=columns)
+
+
+def _launch_rows(
+    call: _Call, on: Builder, what: str, grid: tuple[int, int, int], arguments: Any, **macros: str | int
+) -> None:
+    """A kernel of ``cuda/attention_bwd_rows.cu``."""
+    defines = {"DTYPE": call.dtype, "VARLEN": int(call.a.packed), "ROWS": "kQ", "COLUMNS": 32, **macros}
+    kernel = CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
+    on.launch(kernel, grid, (_THREADS, 1, 1), (*arguments, call.shape[()]))
 
 
 def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     a = call.a
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
-    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), False, False, **_features(a))
+    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys=False, **_features(a))
     kernel = CudaKernel("attention_bwd_bias", "attention_backward_bias", kernel.defines)
     batches, heads, queries, keys = _four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
@@ -242,20 +293,13 @@ def _features(a: Attention) -> dict[str, str | int]:
 
 
 def _kernel(
-    dtype: str,
-    tile: Tile,
-    dims: tuple[int, int],
-    mask: str,
-    keys: bool,
-    add_dq: bool,
-    **features: str | int,
+    dtype: str, tile: Tile, dims: tuple[int, int], mask: str, *, keys: bool, **macros: str | int
 ) -> CudaKernel:
     defines: dict[str, str | int] = {
         "DTYPE": dtype,
         "HEAD_DIM": dims[0],
         "HEAD_DIM_V": dims[1],
         "ROWS": "kKeys" if keys else "kQueries",
-        "ADD_DQ": int(add_dq),
         "BLOCK_M": tile.columns if keys else tile.rows,
         "BLOCK_N": tile.rows if keys else tile.columns,
         "WARPS_R": tile.warps_r,
@@ -263,15 +307,11 @@ def _kernel(
         "STRIP": tile.strip,
         "STAGES": tile.stages,
         "MASK": mask,
-        **{"SOFTCAP": 0, "ALIBI": 0, "BIAS": "kNone", "BLOCK_MASK": 0, "VARLEN": 0},
-        **features,
+        "BIAS": "kNone",
+        **dict.fromkeys(("SOFTCAP", "ALIBI", "BLOCK_MASK", "VARLEN", "ADD_DQ", "PARTS"), 0),
+        **macros,
     }
     return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))
-
-
-def _rows_kernel(what: str, call: _Call) -> CudaKernel:
-    defines = {"DTYPE": call.dtype, "HEAD_DIM": call.head_dims[0], "VARLEN": int(call.a.packed)}
-    return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 
 
 def variants(arch: str) -> Iterator[Variant]:
@@ -291,5 +331,5 @@ def variants(arch: str) -> Iterator[Variant]:
     for dtype, head_dim, mask, keys in cases:
         itemsize, dims = 4 if dtype == "f32" else 2, (head_dim, head_dim)
         tile = select_tile(itemsize, *dims, most)
-        kernel = _kernel(dtype, tile, dims, mask, keys, keys)
+        kernel = _kernel(dtype, tile, dims, mask, keys=keys, ADD_DQ=int(keys))
         yield Variant(kernel, tile.threads, shared_bytes(tile, itemsize, *dims, keys=keys))

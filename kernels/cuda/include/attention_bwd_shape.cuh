@@ -3,12 +3,12 @@
 // Strides are in elements; the stride of head_dim is 1. With VARLEN, seqlen_q and seqlen_k are those of the longest
 // sequence, and batch strides are 0.
 //
-// Two arrays hold what the kernels say to each other, with rows of one head adjacent and every sequence padded to
-// whole kPad rows:
+// The kernels hand each other arrays with rows of one head adjacent and every sequence padded to whole kPad rows:
 //
-//   statistics  (batch, nheads, rows) of RowStatistics
-//   dq_sum      (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync as they lie in registers,
-//               so that a warp adds 32 adjacent floats at a time
+//   statistics      (batch, nheads, rows) of RowStatistics
+//   dq_sum          (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync as they lie in
+//                   registers, so that a warp adds 32 adjacent floats at a time
+//   dk_sum, dv_sum  (parts, batch, nheads_kv, rows / 16, HEAD_DIM(_V) / 8, 4, 32) float, the same, for parts > 1
 #pragma once
 #include "attention_shape.cuh"
 
@@ -26,6 +26,8 @@ struct BackwardShape {
     int64 bias[4], dbias[4], block_mask[4];  // batch, head, query (block), key (block); 0 if broadcast
     int64 alibi_batch;                     // 0: all sequences share the slopes
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum
+    int64 padded_batch_k, padded_head_k, padded_part;  // rows of dk_sum and dv_sum
+    int parts;                             // into which the query heads of a group are divided
     int batch;
     int bias_shape[4];                     // of dbias: 1, or the full length
     int seqlen_q, seqlen_k;
@@ -51,9 +53,13 @@ struct Sequence {
 
     __device__ __forceinline__ int shift() const { return seqlen_k - seqlen_q; }
 
-    // Its first row in the padded arrays, for a head.
+    // Its first row in the padded arrays of a head, or of a key head.
     template <bool kPacked> __device__ __forceinline__ int64 padded(const BackwardShape& shape, int head) const {
         const int64 first = kPacked ? static_cast<int64>(q_begin / kPad + number) * kPad : number * shape.padded_batch;
         return first + head * shape.padded_head;
+    }
+    template <bool kPacked> __device__ __forceinline__ int64 padded_k(const BackwardShape& shape, int head) const {
+        const int64 first = kPacked ? static_cast<int64>(k_begin / kPad + number) * kPad : number * shape.padded_batch_k;
+        return first + head * shape.padded_head_k;
     }
 };

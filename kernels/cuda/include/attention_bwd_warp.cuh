@@ -20,6 +20,7 @@ struct Place {
 struct Work {
     Sequence sequence;
     int batch, kv_head;
+    int part;           // of the heads of the group
     int head, heads;    // the first query head and how many
     int row0;
     const float* alibi_slopes;        // of the sequence, as the next two
@@ -33,9 +34,11 @@ struct Work {
         Work work;
         work.batch = ptx::opaque(blockIdx.z);
         work.sequence = Sequence::of<VARLEN>(shape, work.batch, cu_seqlens_q, cu_seqlens_k);
-        work.kv_head = kOwnsKeys ? y : y / shape.group;
-        work.head = kOwnsKeys ? y * shape.group : y;
-        work.heads = kOwnsKeys ? shape.group : 1;
+        const int parts = kOwnsKeys && PARTS ? shape.parts : 1;
+        work.part = PARTS ? y % parts : 0;
+        work.kv_head = kOwnsKeys ? y / parts : y / shape.group;
+        work.heads = kOwnsKeys ? shape.group / parts : 1;
+        work.head = y * work.heads;
         work.row0 = (kOwnsKeys || kMask != Mask::kCausal ? x : ptx::opaque(gridDim.x) - 1 - x) * kRows;
         return work;
     }
