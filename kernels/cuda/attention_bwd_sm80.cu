@@ -283,7 +283,6 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
     };
     const Work work = find_work();
     if (work.row0 >= work.rows()) return;
-    const auto work_again = [&] { return VARLEN ? work : find_work(); };  // from memory that would take too long
     Walk walk{work.head, Tiles::of(shape, work).begin - 1, false};
 
     const auto of_keys = [&](const Work& work, const scalar* x, const RowStrides& stride) {
@@ -293,7 +292,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         return x + work.batch * stride.batch + work.sequence.q_begin * stride.row + head * stride.head;
     };
     const auto load_columns = [&](int stage) {
-        const Work work = work_again();
+        const Work work = find_work();
         const int row0 = walk.tile * kColumns, length = work.columns();
         const scalar* const x = kOwnsKeys ? of_queries(work, q, shape.q, walk.head) : of_keys(work, k, shape.k);
         const scalar* const y = kOwnsKeys ? of_queries(work, dout, shape.dout, walk.head) : of_keys(work, v, shape.v);
@@ -338,10 +337,11 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         ptx::cp_async_wait<0>();
         special = __syncthreads_or(holds_special<RowsX>(0));
     }
-    while (walk.more(work_again())) {
+    while (walk.more(find_work())) {
         const int head = walk.head, tile = walk.tile;
         const bool partly = BLOCK_MASK && walk.partly;
-        const Tiles tiles = Tiles::of(shape, work_again());
+        backward.work = find_work();
+        const Tiles tiles = Tiles::of(shape, backward.work);
         const bool masked = kBias != Bias::kNone || partly || tile < tiles.all_begin || tile >= tiles.all_end;
         ptx::cp_async_wait<0>();
         bool slowly = false;
@@ -354,7 +354,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         }
         // With two stages the barriers above and in step() are enough if P and dS are shared, or dS is not.
         const auto load_next = [&](int stage) {
-            const Work work = work_again();
+            const Work work = find_work();
             walk.next(shape, work);
             if (walk.more(work)) load_columns(stage);
         };
@@ -363,6 +363,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         if (STAGES == 1 || (ADD_DQ && !kSharesS)) __syncthreads();  // dS is complete, and no warp reads the tile any more
         if (STAGES == 1) load_next(0);
         else backward.stage = kStageBytes - backward.stage;
+        backward.work = find_work();
         if constexpr (ADD_DQ) backward.add_dq(head, tile, slowly, dq_sum);
     }
 

@@ -51,7 +51,7 @@ BACKWARD_SHAPE = np.dtype(
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
         *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
         *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
-        *[(name, "i4") for name in ("parts", "batch")],
+        *[(name, "i4") for name in ("parts", "part_heads", "batch")],
         ("bias_shape", "i4", (4,)),
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k")],
@@ -124,7 +124,7 @@ def _gradients_of_keys(call: _Call, on: Builder, tile: Tile, dq_sum: Tensor | No
     a = call.a
     blocks, tiles = -(-a.seqlen_k // tile.rows) * a.nheads_kv * a.batch, -(-a.seqlen_q // tile.columns)
     parts = head_parts(blocks, a.nheads // a.nheads_kv, tiles, on.sms, causal=a.window(UNLIMITED)[1] == 0)
-    call.shape["parts"] = parts
+    call.shape["parts"], call.shape["part_heads"] = parts, a.nheads // a.nheads_kv // parts
     if parts == 1:
         _launch(call, on, tile, keys=True, dq_sum=dq_sum)
         return

@@ -27,7 +27,7 @@ struct BackwardShape {
     int64 alibi_batch;                     // 0: all sequences share the slopes
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum
     int64 padded_batch_k, padded_head_k, padded_part;  // rows of dk_sum and dv_sum
-    int parts;                             // into which the query heads of a group are divided
+    int parts, part_heads;                 // into which the query heads of a group are divided, and how many each has
     int batch;
     int bias_shape[4];                     // of dbias: 1, or the full length
     int seqlen_q, seqlen_k;

@@ -37,7 +37,7 @@ struct Work {
         const int parts = kOwnsKeys && PARTS ? shape.parts : 1;
         work.part = PARTS ? y % parts : 0;
         work.kv_head = kOwnsKeys ? y / parts : y / shape.group;
-        work.heads = kOwnsKeys ? shape.group / parts : 1;
+        work.heads = kOwnsKeys ? PARTS ? shape.part_heads : shape.group : 1;
         work.head = y * work.heads;
         work.row0 = (kOwnsKeys || kMask != Mask::kCausal ? x : ptx::opaque(gridDim.x) - 1 - x) * kRows;
         return work;
