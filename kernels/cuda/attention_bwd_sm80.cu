@@ -291,7 +291,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
     const auto of_queries = [&](const Work& work, const scalar* x, const RowStrides& stride, int head) {
         return x + work.batch * stride.batch + work.sequence.q_begin * stride.row + head * stride.head;
     };
-    const auto load_columns = [&](int stage) {
+    const auto load_columns = [&](const Walk& walk, int stage) {
         const Work work = find_work();
         const int row0 = walk.tile * kColumns, length = work.columns();
         const scalar* const x = kOwnsKeys ? of_queries(work, q, shape.q, walk.head) : of_keys(work, k, shape.k);
@@ -330,7 +330,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
             const int64 at = work.sequence.padded<VARLEN>(shape, work.head) + row;
             backward.statistics[kOwnsKeys ? 0 : r] = statistics[at];
         }
-        load_columns(0);
+        load_columns(walk, 0);
     }
     bool special = false;  // k of the block's rows holds a value that is not finite
     if (kHides && ADD_DQ && walk.more(work)) {
@@ -338,33 +338,34 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         special = __syncthreads_or(holds_special<RowsX>(0));
     }
     while (walk.more(find_work())) {
-        const int head = walk.head, tile = walk.tile;
-        const bool partly = BLOCK_MASK && walk.partly;
         backward.work = find_work();
         const Tiles tiles = Tiles::of(shape, backward.work);
-        const bool masked = kBias != Bias::kNone || partly || tile < tiles.all_begin || tile >= tiles.all_end;
+        const bool partly = BLOCK_MASK && walk.partly;
+        const bool masked = kBias != Bias::kNone || partly || walk.tile < tiles.all_begin || walk.tile >= tiles.all_end;
         ptx::cp_async_wait<0>();
         bool slowly = false;
         if (kHides && masked) {
             slowly = __syncthreads_or(holds_special<ColumnsX>(kOffsetColumnsX + backward.stage) |
                                       (kOwnsKeys ? holds_special<ColumnsY>(kOffsetColumnsY + backward.stage) : 0));
-            slowly = slowly || special;
         } else {
             __syncthreads();
         }
-        // With two stages the barriers above and in step() are enough if P and dS are shared, or dS is not.
+        Walk ahead = walk;
         const auto load_next = [&](int stage) {
             const Work work = find_work();
-            walk.next(shape, work);
-            if (walk.more(work)) load_columns(stage);
+            ahead.next(shape, work);
+            if (ahead.more(work)) load_columns(ahead, stage);
         };
         if (STAGES == 2) load_next(kStageBytes - backward.stage);
-        backward.step(head, tile, masked, partly, slowly);
-        if (STAGES == 1 || (ADD_DQ && !kSharesS)) __syncthreads();  // dS is complete, and no warp reads the tile any more
+        backward.step(walk.head, walk.tile, masked, partly, slowly);
+        // dS is complete, and no warp reads the tile any more. With two stages other barriers do, if P and dS are shared.
+        if (STAGES == 1 || (ADD_DQ && !kSharesS)) __syncthreads();
         if (STAGES == 1) load_next(0);
         else backward.stage = kStageBytes - backward.stage;
         backward.work = find_work();
-        if constexpr (ADD_DQ) backward.add_dq(head, tile, slowly, dq_sum);
+        if constexpr (ADD_DQ) backward.add_dq(walk.head, walk.tile, special, dq_sum);
+        if constexpr (BLOCK_MASK) walk = ahead;
+        else walk.next(shape, find_work());  // again: cheaper than registers for it
     }
 
     backward.work = find_work();

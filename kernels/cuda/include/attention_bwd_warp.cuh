@@ -342,5 +342,5 @@ __device__ __forceinline__ void load(int offset, const scalar* from, const RowSt
 
 // Whether this thread's own copies, which have arrived, hold a value that is not finite.
 template <typename TileT> __device__ __forceinline__ unsigned holds_special(int offset) {
-    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, special_bits<scalar>);
+    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, [](unsigned word) { return special_bits<scalar>(word); });
 }
