@@ -3,18 +3,18 @@
 //   S = q k^T     P = 2^(score(S) - lse)     dP = dout v^T     dS = P (dP - delta), 0 where hidden
 //
 // A block owns BLOCK_M x BLOCK_N elements of dbias (one in place of BLOCK_M or BLOCK_N along an axis of length 1) and
-// goes through everything that they are added to: batches, heads, tiles of queries, tiles of keys, in this order. So sums
-// have a fixed order, and no memory beside dbias is needed. 4 seqlen_q seqlen_k head_dim flops per head.
+// goes through everything that they are added to: batches, heads, tiles of queries, tiles of keys, in this order. So
+// sums have a fixed order, and no memory beside dbias is needed. 4 seqlen_q seqlen_k head_dim flops per head.
 //
 //   shared memory   | q | dout | k | v |        after the last tile: dS in float, summed along axes of length 1
 //
-// Macros as in attention_bwd_sm80.cu, with ROWS = kQueries, ADD_DQ = 0, WARPS_D = 1, STAGES = 1, PARTS = 0, VARLEN = 0, BIAS not kNone.
+// Macros as in attention_bwd_sm80.cu: ROWS is kQueries, BIAS not kNone, WARPS_D and STAGES 1, ADD_DQ, PARTS, VARLEN 0.
 //   grid   (tiles of dbias, its heads, its batches)     block 32 WARPS_R
 #include "attention_bwd_warp.cuh"
 
 static_assert(!kOwnsKeys && WARPS_D == 1 && kBias != Bias::kNone && !VARLEN, "see above");
 
-constexpr int kSumStride = kColumns + 1;  // of the float tile: columns of a row and rows of a column in different banks
+constexpr int kSumStride = kColumns + 1;  // of the float tile: a column's rows lie in different banks
 
 __device__ __forceinline__ int tiles_along(int length, int tile) { return (length + tile - 1) / tile; }
 
@@ -43,8 +43,9 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
     const int across = tiles_along(size[3], kColumns);
     const int own_m = blockIdx.x / across, own_n = blockIdx.x % across;
     // Along an axis of length 1 a block goes through all tiles, along others it has its own.
-    const int first_m = size[2] == 1 ? 0 : own_m, last_m = size[2] == 1 ? tiles_along(shape.seqlen_q, kRows) : own_m + 1;
-    const int first_n = size[3] == 1 ? 0 : own_n, last_n = size[3] == 1 ? tiles_along(shape.seqlen_k, kColumns) : own_n + 1;
+    const int first_m = size[2] == 1 ? 0 : own_m, first_n = size[3] == 1 ? 0 : own_n;
+    const int last_m = size[2] == 1 ? tiles_along(shape.seqlen_q, kRows) : own_m + 1;
+    const int last_n = size[3] == 1 ? tiles_along(shape.seqlen_k, kColumns) : own_n + 1;
     const int first_head = size[1] == 1 ? 0 : blockIdx.y, last_head = size[1] == 1 ? shape.nheads : first_head + 1;
     const int first_batch = size[0] == 1 ? 0 : blockIdx.z, last_batch = size[0] == 1 ? shape.batch : first_batch + 1;
 
@@ -65,8 +66,9 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
             for (int m = first_m; m < last_m; ++m) {
                 work.row0 = m * kRows;
                 const int last_row = min(work.row0 + kRows, shape.seqlen_q) - 1;
-                const KeyRange seen = KeyRange::of<kMask>(work.diagonal(work.row0), work.diagonal(last_row), shape.seqlen_k,
-                                                          shape.window_left, shape.window_right);
+                const int first = work.diagonal(work.row0), last = work.diagonal(last_row);
+                const KeyRange seen =
+                    KeyRange::of<kMask>(first, last, shape.seqlen_k, shape.window_left, shape.window_right);
                 #pragma unroll 1
                 for (int n = first_n; n < last_n; ++n) {
                     const int column0 = n * kColumns;
@@ -79,14 +81,16 @@ attention_backward_bias(const scalar* q, const scalar* k, const scalar* v, const
                         partly = part == BlockMask::kPart;
                     }
                     __syncthreads();  // no warp reads the last tiles any more
-                    load<RowsX>(0, q + batch * shape.q.batch + head * shape.q.head, shape.q, work.row0, shape.seqlen_q,
-                                shape.head_dim);
-                    load<RowsY>(kOffsetRowsY, dout + batch * shape.dout.batch + head * shape.dout.head, shape.dout,
-                                work.row0, shape.seqlen_q, shape.head_dim_v);
-                    load<ColumnsX>(kOffsetColumnsX, k + batch * shape.k.batch + kv_head * shape.k.head, shape.k, column0,
-                                   shape.seqlen_k, shape.head_dim);
-                    load<ColumnsY>(kOffsetColumnsY, v + batch * shape.v.batch + kv_head * shape.v.head, shape.v, column0,
-                                   shape.seqlen_k, shape.head_dim_v);
+                    const auto of = [&](const scalar* x, const RowStrides& stride, int which) {
+                        return x + batch * stride.batch + which * stride.head;
+                    };
+                    const int queries = shape.seqlen_q, keys = shape.seqlen_k;
+                    load<RowsX>(0, of(q, shape.q, head), shape.q, work.row0, queries, shape.head_dim);
+                    load<RowsY>(kOffsetRowsY, of(dout, shape.dout, head), shape.dout, work.row0, queries,
+                                shape.head_dim_v);
+                    load<ColumnsX>(kOffsetColumnsX, of(k, shape.k, kv_head), shape.k, column0, keys, shape.head_dim);
+                    load<ColumnsY>(kOffsetColumnsY, of(v, shape.v, kv_head), shape.v, column0, keys,
+                                   shape.head_dim_v);
                     ptx::cp_async_commit();
                     RowStatistics mine[kLaneRows];
                     #pragma unroll

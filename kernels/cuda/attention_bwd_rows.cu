@@ -1,11 +1,11 @@
 // What attention backward computes row by row, around attention_bwd_sm80.cu. One entry each:
 //
-//   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out      reads dout, out
-//   attention_backward_rows         dq, dk or dv from accumulators of mma.sync, summed over parts          reads d._sum
-//   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta            one block per head
+//   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out
+//   attention_backward_rows         dq, dk or dv from accumulators of mma.sync (d._sum), summed over parts
+//   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
 //
 // Macros: DTYPE; VARLEN 0 or 1; for rows, ROWS kQ, kK or kV, and COLUMNS their HEAD_DIM as in attention_bwd_sm80.cu.
-//   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)     rows: the same, of q or of k     sinks: (nheads)     block 256
+//   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)   rows: the same, of q or of k   sinks: (nheads)   block 256
 // All sums are in a fixed order.
 #include "attention_bwd_shape.cuh"
 #include "math.cuh"
@@ -16,7 +16,7 @@ typedef DTYPE scalar;
 
 constexpr int kThreads = 256, kChunk = 16 / sizeof(scalar);
 
-// Eight lanes per row, and a chunk of 16 bytes per lane and step: 128 bytes of a row at a time. Padding gets lse = +inf.
+// Eight lanes per row, 16 bytes per lane and step: 128 bytes of a row at a time. Padding gets lse = +inf.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_statistics(const scalar* out, const scalar* dout, const float* lse, const int* cu_seqlens_q,
                               const int* cu_seqlens_k, RowStatistics* statistics,
@@ -79,7 +79,8 @@ attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* c
         const float* from = sums + (static_cast<int64>(row / 16) * kTiles + tile) * 128 + h * 64 + g * 4;
         float low[4] = {}, high[4] = {};
         for (int p = 0; p < parts; ++p, from += part) {
-            const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + 32);
+            const float4 even = *reinterpret_cast<const float4*>(from);
+            const float4 odd = *reinterpret_cast<const float4*>(from + 32);
             low[0] += even.x, low[1] += odd.x, low[2] += even.y, low[3] += odd.y;
             high[0] += even.z, high[1] += odd.z, high[2] += even.w, high[3] += odd.w;
         }

@@ -9,22 +9,23 @@
 //
 // A block owns rows, which stay in shared memory, and the other operands pass by in tiles:
 //
-//   ROWS      the block's rows   pass by                        products per tile
-//   kKeys     k, v               q, dout of a group of heads    S^T, dP^T, dv += P^T dout, dk += dS^T q, dq_sum += dS k
-//   kQueries  q, dout            k, v                           S,   dP,                                 dq     += dS k
+//   ROWS      the block's rows   pass by                       products per tile
+//   kKeys     k, v               q, dout of a group of heads   S^T, dP^T, dv += P^T dout, dk += dS^T q, dq_sum += dS k
+//   kQueries  q, dout            k, v                          S,   dP,                                 dq     += dS k
 //
-// kKeys with ADD_DQ is all of the backward pass: 10 seqlen_q seqlen_k head_dim flops per head, k, v, dk and dv go over the
-// bus once. It adds dS k to dq_sum (float) with atomics, in no fixed order. kQueries forms dq in a fixed order instead,
-// for two products more.
+// kKeys with ADD_DQ is all of the backward pass: 10 seqlen_q seqlen_k head_dim flops per head, k, v, dk and dv go
+// over the bus once. It adds dS k to dq_sum (float) with atomics, in no fixed order. kQueries forms dq in a fixed
+// order instead, for two products more.
 //
-// Both products of scores have the block's rows as rows: P and dS in accumulators are at once the A operands of the products
-// that sum over columns. Only dq_sum needs them the other way round, and reads dS^T through shared memory, transposed. A
-// head_dim for which a warp cannot hold whole rows of dk and dv is divided among WARPS_D warps, which share P and dS there.
+// Both products of scores have the block's rows as rows: P and dS in accumulators are at once the A operands of the
+// products that sum over columns. Only dq_sum needs them the other way round, and reads dS^T through shared memory,
+// transposed. A head_dim for which a warp cannot hold whole rows of dk and dv is divided among WARPS_D warps, which
+// share P and dS there.
 //
-//   shared memory   | x rows | y rows | x columns | y columns | statistics | dS | P (if shared) |      x: q, k  y: v, dout
-//                   | dk, dq | dv     |     STAGES of these three                                    after the last tile
+//   shared memory   | x rows | y rows | x columns | y columns | statistics | dS | P (if shared) |   x: q, k  y: v, dout
+//                   | dk, dq | dv     |     STAGES of these three                                   after the last tile
 //
-// With two stages the next tile loads while one is computed; with one while dq_sum is, or while another block computes.
+// With two stages the next tile loads while one is computed; with one while dq_sum is, or another block computes.
 //
 // Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
@@ -34,7 +35,7 @@
 //   WARPS_R     rows of the block are divided among, 16 or 32 for each        WARPS_D
 //   STRIP       columns of a tile that a warp computes at a time: a multiple of 16, or 8 with WARPS_D > 1
 //   STAGES      1 or 2
-//   PARTS       0 or 1, with kKeys: shape.parts blocks share the heads of a group. dk and dv are then dk_sum and dv_sum
+//   PARTS       0 or 1, with kKeys: shape.parts blocks share the heads of a group. dk, dv are then dk_sum, dv_sum
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
@@ -47,8 +48,8 @@
 //   what a variant does not use may be null
 #include "attention_bwd_warp.cuh"
 
-// Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that reads
-// least; 0 if there is none.
+// Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that
+// reads least; 0 if there is none.
 __device__ constexpr int dq_across() {
     int best = 0, least = 0;
     for (int n = 1; n <= kWarps; n *= 2) {
@@ -108,7 +109,9 @@ struct Backward {
         if constexpr (kSharesS) {
             __syncthreads();
             if (kHides && slowly) {
-                if constexpr (kOwnsKeys) add_slowly<ColumnsY>(acc_y, kOffsetP, kOffsetColumnsY + stage, head, tile, 0, kColumns);
+                if constexpr (kOwnsKeys) {
+                    add_slowly<ColumnsY>(acc_y, kOffsetP, kOffsetColumnsY + stage, head, tile, 0, kColumns);
+                }
                 add_slowly<ColumnsX>(acc_x, kOffsetS, kOffsetColumnsX + stage, head, tile, 0, kColumns);
             } else {
                 if constexpr (kOwnsKeys) {
@@ -142,7 +145,9 @@ struct Backward {
         const unsigned across = me.warp % kStride, down = me.warp / kStride;
         float acc[TileDq::kMine][TileDq::kTiles][4] = {};
         if (kHides && slowly) {
-            const auto query = [&](int r) -> int { return (r / 2 * TileDq::kDown + down) * 16 + r % 2 * 8 + me.lane / 4; };
+            const auto query = [&](int r) -> int {
+                return (r / 2 * TileDq::kDown + down) * 16 + r % 2 * 8 + me.lane / 4;
+            };
             add_product_slowly<kStride>(
                 acc, kRows, across, [&](int r, int k) { return element<TileS>(kOffsetS, k, query(r)); },
                 [&](int k, int column) { return element<RowsX>(0, k, column); },
@@ -153,13 +158,15 @@ struct Backward {
                 for (int m = 0; m < TileDq::kMine; ++m) {
                     const int slab = m * TileDq::kDown + down;
                     if constexpr (kHalf) {
-                        const int key = 16 * i + me.lane / 16 * 8 + me.lane % 8;
-                        ptx::ldmatrix4_transposed(a[m], TileS::at(shared + kOffsetS, key, 2 * slab + me.lane / 8 % 2));
+                        const int key = 16 * i + me.lane / 16 * 8 + me.lane % 8, chunk = 2 * slab + me.lane / 8 % 2;
+                        ptx::ldmatrix4_transposed(a[m], TileS::at(shared + kOffsetS, key, chunk));
                     } else {
                         #pragma unroll
                         for (int r = 0; r < 4; ++r) {
-                            const int key = 8 * i + me.lane % 4 * 2 + r / 2, column = 16 * slab + me.lane / 4 + r % 2 * 8;
-                            a[m][r] = ptx::load_shared(TileS::at(shared + kOffsetS, key, column / 4) + column % 4 * 4);
+                            const int key = 8 * i + me.lane % 4 * 2 + r / 2;
+                            const int column = 16 * slab + me.lane / 4 + r % 2 * 8;
+                            const unsigned at = TileS::at(shared + kOffsetS, key, column / 4) + column % 4 * 4;
+                            a[m][r] = ptx::load_shared(at);
                         }
                     }
                 }
@@ -184,8 +191,8 @@ struct Backward {
     template <int kTiles, int kCols>
     __device__ __forceinline__ void store_part(const float (&acc)[kSlabs][kTiles][4], float* to) const {
         const Place me = Place::mine();
-        const int64 row = work.part * shape.padded_part + work.sequence.padded_k<VARLEN>(shape, work.kv_head) + work.row0;
-        to += (row + me.first_row()) * kCols + me.warp_d * (kUnitTiles * 128) + me.lane;
+        const int64 first = work.sequence.padded_k<VARLEN>(shape, work.kv_head) + work.part * shape.padded_part;
+        to += (first + work.row0 + me.first_row()) * kCols + me.warp_d * (kUnitTiles * 128) + me.lane;
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             if (work.row0 + me.first_row() + 16 * slab >= work.rows()) break;
@@ -209,7 +216,8 @@ struct Backward {
         for (int r = 0; r < kLaneRows; ++r) {
             #pragma unroll
             for (int j = 0; j < kTiles; ++j) {
-                const int column = (WARPS_D * (j / kUnitTiles) + me.warp_d) * kUnit + j % kUnitTiles * 8 + me.lane % 4 * 2;
+                const int unit = WARPS_D * (j / kUnitTiles) + me.warp_d;
+                const int column = unit * kUnit + j % kUnitTiles * 8 + me.lane % 4 * 2;
                 const float pair[2] = {acc[r / 2][j][r % 2 * 2] * scale, acc[r / 2][j][r % 2 * 2 + 1] * scale};
                 const unsigned byte = column * sizeof(scalar);
                 store_pair<scalar>(dynamic_shared + offset + Staged::at(0, me.row(r), byte / 16) + byte % 16, pair);
@@ -233,10 +241,12 @@ struct Tiles {
 
     static __device__ __forceinline__ Tiles of(const BackwardShape& shape, const Work& work) {
         const int row_end = min(work.row0 + kRows, work.rows());
+        const int first = work.diagonal(work.row0), last = work.diagonal(row_end - 1);
         const KeyRange seen = KeyRange::of<kMask == Mask::kNone ? Mask::kNone : Mask::kLocal>(
-            work.diagonal(work.row0), work.diagonal(row_end - 1), work.columns(), seen_before(shape), seen_after(shape));
+            first, last, work.columns(), seen_before(shape), seen_after(shape));
         const bool whole = work.row0 + kRows <= work.rows();
-        return {seen.begin / kColumns, (seen.end + kColumns - 1) / kColumns, (seen.all_begin + kColumns - 1) / kColumns,
+        const int all_begin = (seen.all_begin + kColumns - 1) / kColumns;
+        return {seen.begin / kColumns, (seen.end + kColumns - 1) / kColumns, all_begin,
                 whole ? seen.all_end / kColumns : 0};
     }
 };
@@ -270,8 +280,8 @@ struct Walk {
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,
                    const RowStatistics* statistics, const int* cu_seqlens_q, const int* cu_seqlens_k,
-                   const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask, float* dq_sum,
-                   scalar* dq, scalar* dk, scalar* dv, const __grid_constant__ BackwardShape shape) {
+                   const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
+                   float* dq_sum, scalar* dq, scalar* dk, scalar* dv, const __grid_constant__ BackwardShape shape) {
     const auto find_work = [&] {
         Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k);
         if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + work.batch * shape.alibi_batch;
@@ -341,7 +351,8 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         backward.work = find_work();
         const Tiles tiles = Tiles::of(shape, backward.work);
         const bool partly = BLOCK_MASK && walk.partly;
-        const bool masked = kBias != Bias::kNone || partly || walk.tile < tiles.all_begin || walk.tile >= tiles.all_end;
+        const bool all = walk.tile >= tiles.all_begin && walk.tile < tiles.all_end;
+        const bool masked = kBias != Bias::kNone || partly || !all;
         ptx::cp_async_wait<0>();
         bool slowly = false;
         if (kHides && masked) {
@@ -358,7 +369,7 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         };
         if (STAGES == 2) load_next(kStageBytes - backward.stage);
         backward.step(walk.head, walk.tile, masked, partly, slowly);
-        // dS is complete, and no warp reads the tile any more. With two stages other barriers do, if P and dS are shared.
+        // dS is complete, and no warp reads the tile any more. With two stages and a shared dS other barriers say so.
         if (STAGES == 1 || (ADD_DQ && !kSharesS)) __syncthreads();
         if (STAGES == 1) load_next(0);
         else backward.stage = kStageBytes - backward.stage;

@@ -254,16 +254,14 @@ def _launch_rows(
     call: _Call, on: Builder, what: str, grid: tuple[int, int, int], arguments: Any, **macros: str | int
 ) -> None:
     """A kernel of ``cuda/attention_bwd_rows.cu``."""
-    defines = {"DTYPE": call.dtype, "VARLEN": int(call.a.packed), "ROWS": "kQ", "COLUMNS": 32, **macros}
-    kernel = CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
+    kernel = _rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), **macros)
     on.launch(kernel, grid, (_THREADS, 1, 1), (*arguments, call.shape[()]))
 
 
 def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     a = call.a
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
-    kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys=False, **_features(a))
-    kernel = CudaKernel("attention_bwd_bias", "attention_backward_bias", kernel.defines)
+    kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **_features(a))
     batches, heads, queries, keys = _four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
@@ -314,22 +312,38 @@ def _kernel(
     return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))
 
 
+def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **macros: str | int) -> CudaKernel:
+    kernel = _kernel(dtype, tile, dims, mask, keys=False, **macros)
+    return CudaKernel("attention_bwd_bias", "attention_backward_bias", kernel.defines)
+
+
+def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
+    defines = {"VARLEN": 0, "ROWS": "kQ", "COLUMNS": 32, **macros}
+    return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
+
+
 def variants(arch: str) -> Iterator[Variant]:
     """The commonest of the kernels; all options would be thousands."""
     if int(arch[3:].rstrip("af")) < 80:
         return  # sm_75 has neither bfloat16 nor cp.async
     most = smem_per_block_optin(arch)
-    cases = (
-        ("bf16", 64, "kCausal", True),
-        ("bf16", 128, "kCausal", True),
-        ("f16", 128, "kNone", True),
-        ("bf16", 128, "kCausal", False),
-        ("bf16", 256, "kNone", True),
-        ("f32", 64, "kCausal", True),
-        ("f32", 128, "kNone", True),
+    cases: tuple[tuple[str, int, str, dict[str, str | int]], ...] = (
+        ("bf16", 64, "kCausal", {"ADD_DQ": 1}),
+        ("bf16", 128, "kCausal", {"ADD_DQ": 1}),
+        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1, "PARTS": 1}),
+        ("bf16", 128, "kCausal", {}),  # dq of the deterministic way
+        ("f16", 128, "kNone", {"ADD_DQ": 1}),
+        ("bf16", 256, "kNone", {"ADD_DQ": 1}),
+        ("f32", 64, "kCausal", {"ADD_DQ": 1}),
+        ("f32", 128, "kNone", {"ADD_DQ": 1}),
     )
-    for dtype, head_dim, mask, keys in cases:
-        itemsize, dims = 4 if dtype == "f32" else 2, (head_dim, head_dim)
-        tile = select_tile(itemsize, *dims, most)
-        kernel = _kernel(dtype, tile, dims, mask, keys=keys, ADD_DQ=int(keys))
+    for dtype, head_dim, mask, macros in cases:
+        itemsize, dims, keys = 4 if dtype == "f32" else 2, (head_dim, head_dim), "ADD_DQ" in macros
+        tile = select_tile(itemsize, *dims, most, options=int("VARLEN" in macros))
+        kernel = _kernel(dtype, tile, dims, mask, keys=keys, **macros)
         yield Variant(kernel, tile.threads, shared_bytes(tile, itemsize, *dims, keys=keys))
+    tile = select_bias_tile(2, 128, 128, most)
+    kernel = _bias_kernel("bf16", tile, (128, 128), "kCausal", BIAS="kSame")
+    yield Variant(kernel, tile.threads, bias_shared_bytes(tile, 2, 128, 128))
+    for what in ("statistics", "rows", "sinks"):
+        yield Variant(_rows_kernel(what, DTYPE="bf16", COLUMNS=128), _THREADS)

@@ -39,7 +39,8 @@ typedef Tile<scalar, kColumns, HEAD_DIM> ColumnsX;
 typedef Tile<scalar, kColumns, HEAD_DIM_V> ColumnsY;
 typedef Tile<scalar, kRows, kColumns> TileS;
 
-// dS^T goes through shared memory for dQ; with WARPS_D > 1 P and dS do, since a warp then needs all columns of its rows.
+// dS^T goes through shared memory for dQ; with WARPS_D > 1 P and dS do, since a warp then needs all columns of its
+// rows.
 constexpr bool kSharesS = WARPS_D > 1;
 constexpr int kOffsetRowsY = RowsX::kBytes;
 constexpr int kOffsetColumnsX = kOffsetRowsY + RowsY::kBytes;  // of the first stage, as the next two
@@ -51,9 +52,10 @@ constexpr int kOffsetP = kOffsetS + TileS::kBytes;
 
 constexpr int kSpare = 32;  // fewer than 32 of HEAD_DIM columns are zero-filled
 
-static_assert(kRows % (16 * WARPS_R) == 0 && (STRIP % 16 == 0 || (STRIP == 8 && kSharesS)) && kStrips * STRIP * WARPS_D == kColumns, "whole tiles");
+static_assert(kRows % (16 * WARPS_R) == 0 && kStrips * STRIP * WARPS_D == kColumns, "whole tiles");
+static_assert(STRIP % 16 == 0 || (STRIP == 8 && kSharesS), "A operands from accumulators have 16 columns");
 static_assert(STAGES == 1 || STAGES == 2, "a tile loads while the one before it is used");
 static_assert(!kSharesS || kStrips == 1, "warps that share P compute all of it at once");
-static_assert(kUnitsX * WARPS_D * kUnit == HEAD_DIM && kUnitsY * WARPS_D * kUnit == HEAD_DIM_V, "whole units per warp");
+static_assert(HEAD_DIM % (WARPS_D * kUnit) == 0 && HEAD_DIM_V % (WARPS_D * kUnit) == 0, "whole units per warp");
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];

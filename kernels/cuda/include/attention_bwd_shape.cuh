@@ -1,4 +1,5 @@
-// Sizes, strides and scalars of attention backward, passed by value; kernels/lower/attention_backward_raw.py mirrors it.
+// Sizes, strides and scalars of attention backward, passed by value; kernels/lower/attention_backward_raw.py mirrors
+// it.
 //
 // Strides are in elements; the stride of head_dim is 1. With VARLEN, seqlen_q and seqlen_k are those of the longest
 // sequence, and batch strides are 0.
@@ -55,11 +56,11 @@ struct Sequence {
 
     // Its first row in the padded arrays of a head, or of a key head.
     template <bool kPacked> __device__ __forceinline__ int64 padded(const BackwardShape& shape, int head) const {
-        const int64 first = kPacked ? static_cast<int64>(q_begin / kPad + number) * kPad : number * shape.padded_batch;
+        const int64 first = kPacked ? int64(q_begin / kPad + number) * kPad : number * shape.padded_batch;
         return first + head * shape.padded_head;
     }
     template <bool kPacked> __device__ __forceinline__ int64 padded_k(const BackwardShape& shape, int head) const {
-        const int64 first = kPacked ? static_cast<int64>(k_begin / kPad + number) * kPad : number * shape.padded_batch_k;
+        const int64 first = kPacked ? int64(k_begin / kPad + number) * kPad : number * shape.padded_batch_k;
         return first + head * shape.padded_head_k;
     }
 };

@@ -15,8 +15,8 @@ struct Place {
     __device__ __forceinline__ int row(int r) const { return first_row() + static_cast<int>(lane / 4) + 8 * r; }
 };
 
-// A block's share of the problem: its rows, and the columns that they may see. Recomputed from the grid position where it
-// is needed again, to save registers.
+// A block's share of the problem: its rows, and the columns that they may see. Recomputed from the grid position
+// where it is needed again, to save registers.
 struct Work {
     Sequence sequence;
     int batch, kv_head;
@@ -104,18 +104,18 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kSlabs][kTilesS][4], un
     }
 }
 
-// acc += A B: kDepth rows of B from row0 on, and of its columns every kStride-th unit from `unit` on. source(i, a) gives
-// the A operand of step i.
+// acc += A B: kDepth rows of B from row0 on, and of its columns every kStride-th unit from `unit` on. source(i, a)
+// gives the A operand of step i.
 //
-// float32 takes 8 rows per step. A operands come from accumulators, which hold columns 2t and 2t + 1 where A wants t and
-// t + 4: the rows of B are read in that order.
+// float32 takes 8 rows per step. A operands come from accumulators, which hold columns 2t and 2t + 1 where A wants t
+// and t + 4: the rows of B are read in that order.
 template <typename TileB, int kDepth, int kStride, int kA, int kTiles, typename Source>
 __device__ __forceinline__ void add_product(float (&acc)[kA][kTiles][4], unsigned tile, int row0, int unit,
                                             Source source) {
     constexpr int kStep = kHalf ? 16 : 8;
     const unsigned lane = Place::mine().lane;
-    const LaneAddress<TileB> even(kHalf ? TileB::at(tile, row0 + lane % 16, 2 * unit + lane / 16)
-                                        : TileB::at(tile + lane / 4 % 4 * 4, row0 + lane % 4 * 2, 2 * unit + lane / 16));
+    const int row = row0 + (kHalf ? lane % 16 : lane % 4 * 2), word = kHalf ? 0 : lane / 4 % 4 * 4;
+    const LaneAddress<TileB> even(TileB::at(tile + word, row, 2 * unit + lane / 16));
     const LaneAddress<TileB> odd((even.first ^ TileB::key(1) << 4) + TileB::kRowBytes);
     #pragma unroll kHalf ? kDepth / kStep : 1
     for (int i = 0; i < kDepth / kStep; ++i) {
@@ -141,13 +141,14 @@ __device__ __forceinline__ void add_product(float (&acc)[kA][kTiles][4], unsigne
     }
 }
 
-// Two adjacent floats per lane of eight rows would meet in the banks of other rows' pairs. Odd rows take them in the other
-// order, one word at a time.
+// Two adjacent floats per lane of eight rows would meet in the banks of other rows' pairs. Odd rows take them in the
+// other order, one word at a time.
 __device__ __forceinline__ unsigned other_first() { return Place::mine().lane / 4 % 2; }
 
 // The A operand of step i from accumulators: those of two adjacent tiles for 16-bit types, one for float.
 template <int kTiles>
-__device__ __forceinline__ void from_accumulators(const float (&s)[kSlabs][kTiles][4], int i, unsigned (&a)[kSlabs][4]) {
+__device__ __forceinline__ void from_accumulators(const float (&s)[kSlabs][kTiles][4], int i,
+                                                  unsigned (&a)[kSlabs][4]) {
     #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
         #pragma unroll
@@ -168,8 +169,8 @@ __device__ __forceinline__ void from_tile(unsigned tile, int i, unsigned (&a)[kS
         } else {
             #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const unsigned column = 8 * i + me.lane % 4 * 2;
-                const unsigned first = TileS::at(tile, me.row(2 * slab + h), column / 4) + column % 4 * 4 + other_first() * 4;
+                const unsigned column = 8 * i + me.lane % 4 * 2, word = column % 4 + other_first();
+                const unsigned first = TileS::at(tile, me.row(2 * slab + h), column / 4) + word * 4;
                 const unsigned x = ptx::load_shared(first), y = ptx::load_shared(first ^ 4);
                 a[slab][h] = other_first() ? y : x, a[slab][h + 2] = other_first() ? x : y;
             }
@@ -177,7 +178,8 @@ __device__ __forceinline__ void from_tile(unsigned tile, int i, unsigned (&a)[kS
     }
 }
 
-// Stores P or dS: this warp's rows, kTilesS x 8 columns from `column` on. A tile's rows are one permuted group of chunks.
+// Stores P or dS: this warp's rows, kTilesS x 8 columns from `column` on. A tile's rows are one permuted group of
+// chunks.
 __device__ __forceinline__ void put(unsigned tile, int column, const float (&s)[kSlabs][kTilesS][4]) {
     constexpr int kTileBytes = 8 * sizeof(scalar);
     static_assert(TileS::kRowBytes <= TileS::kGroup * 16, "the chunks of a row differ by an XOR");
@@ -212,8 +214,9 @@ __device__ __forceinline__ bool sees(const BackwardShape& shape, const Work& wor
     return visible && work.bias_at(shape, head, query, key) != minus_infinity();
 }
 
-// acc += A B without tensor cores, leaving out the pairs that see nothing of each other: 0 * inf would reach them. For
-// masked tiles that hold a value that is not finite. a(r, k) and b(k, column) are elements, visible(r, k) says what counts.
+// acc += A B without tensor cores, leaving out the pairs that see nothing of each other: 0 * inf would reach them.
+// For masked tiles that hold a value that is not finite. a(r, k) and b(k, column) are elements, visible(r, k) says
+// what counts.
 template <int kStride, int kA, int kTiles, typename A, typename B, typename Visible>
 __device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], int depth, int unit, A a, B b,
                                                    Visible visible) {
@@ -228,7 +231,8 @@ __device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], 
         for (int j = 0; j < kTiles; ++j) {
             #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int column = (kStride * (j / kUnitTiles) + unit) * kUnit + j % kUnitTiles * 8 + lane % 4 * 2 + e;
+                const int first = (kStride * (j / kUnitTiles) + unit) * kUnit + j % kUnitTiles * 8;
+                const int column = first + lane % 4 * 2 + e;
                 const float y = b(k, column);
                 #pragma unroll
                 for (int r = 0; r < 2 * kA; ++r) {
@@ -241,16 +245,17 @@ __device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], 
 
 template <typename TileT> __device__ __forceinline__ float element(int offset, int row, int column) {
     const unsigned byte = column * sizeof(scalar);
-    return widened(*reinterpret_cast<const scalar*>(dynamic_shared + offset + TileT::at(0, row, byte / 16) + byte % 16));
+    const unsigned at = TileT::at(offset, row, byte / 16) + byte % 16;
+    return widened(*reinterpret_cast<const scalar*>(dynamic_shared + at));
 }
 
 // Which limits depend on the row: columns left of the diagonal are queries if the rows are keys.
 constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
 constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwnsKeys);
 
-// Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. With kSlope dS is the
-// gradient of softmax_scale q k^T, without that of the score. `first`: this lane's first column.
-// statistics: of this lane's rows, where rows are queries; else those of its columns lie in shared memory, from `passing` on.
+// Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. With kSlope dS
+// is the gradient of softmax_scale q k^T, without that of the score. `first`: this lane's first column.
+// statistics: of this lane's rows, where rows are queries; else those of its columns are in shared memory at `passing`.
 template <bool kMasked, bool kSlope>
 __device__ __forceinline__ void differentiate(const BackwardShape& shape, const Work& work, int head, bool partly,
                                               int first, float (&s)[kSlabs][kTilesS][4],
@@ -306,9 +311,8 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     }
 }
 
-// P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on entry.
-// statistics: of this lane's rows, where rows are queries; else those of the tile lie in shared memory. stage: offset of the
-// tile's stage.
+// P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on
+// entry. statistics: as above. stage: offset of the tile's stage.
 template <bool kSlope>
 __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, const Work& work, int head, int tile,
                                                     int stage, int column, bool masked, bool partly,
@@ -342,5 +346,6 @@ __device__ __forceinline__ void load(int offset, const scalar* from, const RowSt
 
 // Whether this thread's own copies, which have arrived, hold a value that is not finite.
 template <typename TileT> __device__ __forceinline__ unsigned holds_special(int offset) {
-    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, [](unsigned word) { return special_bits<scalar>(word); });
+    const auto test = [](unsigned word) { return special_bits<scalar>(word); };  // a function pointer may stay a call
+    return Copy<TileT, kThreads>::any_word(dynamic_shared + offset, test);
 }
