@@ -8,6 +8,7 @@ whether a test applies.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -63,9 +64,24 @@ def pytest_collection_modifyitems(config, items):
         left_out = set(map(id, dropped))
         items[:] = [item for item in items if id(item) not in left_out]
     if cuda_missing():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; scripts/gpu_check.sh runs it"))
+        _collapse_gpu_tests(config, items)
+
+
+def _collapse_gpu_tests(config, items):
+    """Of the tests that need a CUDA device, one of each file stays; it skips and says how many there are."""
+    counts: dict[Path, int] = {}
+    kept, dropped = [], []
+    for item in items:
+        needs_gpu = item.get_closest_marker("gpu") and not item.get_closest_marker("slow")
+        if needs_gpu:
+            counts[item.path] = counts.get(item.path, 0) + 1
+        (dropped if needs_gpu and counts[item.path] > 1 else kept).append(item)
+    for item in kept:
+        if item.get_closest_marker("gpu"):
+            reason = f"{counts.get(item.path, 1)} tests of this file need a CUDA device; scripts/gpu_check.sh runs them"
+            item.add_marker(pytest.mark.skip(reason=reason))
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
 
 
 def _is_raw_float64(item):
@@ -92,20 +108,32 @@ def _is_slow_on_emulator(item):
     return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
 
 
-# Resident memory above which a process drops the emulator's programs: 5 to 30 MB each, kept for the next launch.
+# Resident memory above which a process drops what the emulator and the calls keep: programs of 5 to 30 MB each. What
+# stays after that (compiled code, modules) is no reason to drop again before as much has been added as a drop frees.
 MOST_MEMORY = 900 << 20
+STEP = 150 << 20
 STATM = Path("/proc/self/statm")
+_drop_above = MOST_MEMORY
 
 
 def pytest_runtest_teardown(item):
     """Processes that run tests of many kernels stay below 1.5 GB."""
-    if not STATM.exists() or int(STATM.read_text().split()[1]) * mmap.PAGESIZE < MOST_MEMORY:
+    global _drop_above
+    if _resident() < _drop_above:
         return
     if emulator_run := sys.modules.get("gpu_ops.emulator.run"):
         for cached in vars(emulator_run).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
+    forget_calls()
     gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed unless asked
+    _drop_above = max(MOST_MEMORY, _resident() + STEP)
+
+
+def _resident():
+    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE if STATM.exists() else 0
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
