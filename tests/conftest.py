@@ -8,9 +8,6 @@ whether a test applies.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import mmap
 import os
 import sys
 from pathlib import Path
@@ -106,34 +103,6 @@ def _is_slow_on_emulator(item):
     levels_of = rule(backend["backend"] == "raw")
     quick = levels_of.get(item.originalname, levels_of.get("*", {}))
     return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
-
-
-# Resident memory above which a process drops what the emulator and the calls keep: programs of 5 to 30 MB each. What
-# stays after that (compiled code, modules) is no reason to drop again before as much has been added as a drop frees.
-MOST_MEMORY = 900 << 20
-STEP = 150 << 20
-STATM = Path("/proc/self/statm")
-_drop_above = MOST_MEMORY
-
-
-def pytest_runtest_teardown(item):
-    """Processes that run tests of many kernels stay below 1.5 GB."""
-    global _drop_above
-    if _resident() < _drop_above:
-        return
-    if emulator_run := sys.modules.get("gpu_ops.emulator.run"):
-        for cached in vars(emulator_run).values():
-            if hasattr(cached, "cache_clear"):
-                cached.cache_clear()
-    forget_calls()
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed unless asked
-    _drop_above = max(MOST_MEMORY, _resident() + STEP)
-
-
-def _resident():
-    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE if STATM.exists() else 0
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
