@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from collections import Counter
+from importlib.util import find_spec
 
 import ml_dtypes
 import numpy as np
@@ -51,34 +52,39 @@ def _cell(device, name):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` skip without one. CUDA C++ kernels take no float64: those tests are left out."""
+    """What cannot run here skips, one test of each file for all. CUDA C++ kernels take no float64: left out."""
     for item in items:
         if _is_slow_on_emulator(item):
             item.add_marker(pytest.mark.slow)
     dropped = [item for item in items if _is_raw_float64(item) or not _applies(item)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        left_out = set(map(id, dropped))
-        items[:] = [item for item in items if id(item) not in left_out]
+    _drop(config, items, dropped)
     if cuda_missing():
-        _collapse_gpu_tests(config, items)
+        _collapse(config, items, "gpu", "needs a CUDA device; scripts/gpu_check.sh runs it")
+    if not any(map(find_spec, ("torch", "jax", "transformers"))):
+        _collapse(
+            config, items, "peers", "compares with torch, JAX or transformers; scripts/test_peers.sh runs it"
+        )
 
 
-def _collapse_gpu_tests(config, items):
-    """Of the tests that need a CUDA device, one of each file stays; it skips and says how many there are."""
-    counts: dict[Path, int] = {}
-    kept, dropped = [], []
+def _collapse(config, items, mark, reason):
+    """Of a file's tests with this mark one stays: it skips, and says how many there are."""
+    first, dropped = {}, []
+    counts = Counter()
     for item in items:
-        needs_gpu = item.get_closest_marker("gpu") and not item.get_closest_marker("slow")
-        if needs_gpu:
-            counts[item.path] = counts.get(item.path, 0) + 1
-        (dropped if needs_gpu and counts[item.path] > 1 else kept).append(item)
-    for item in kept:
-        if item.get_closest_marker("gpu"):
-            reason = f"{counts.get(item.path, 1)} tests of this file need a CUDA device; scripts/gpu_check.sh runs them"
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker(mark):
+            group = item.path, item.get_closest_marker("slow") is not None
+            counts[group] += 1
+            if first.setdefault(group, item) is not item:
+                dropped.append(item)
+    for group, item in first.items():
+        item.add_marker(pytest.mark.skip(reason=f"{reason} (1 of {counts[group]} here)"))
+    _drop(config, items, dropped)
+
+
+def _drop(config, items, dropped):
     config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+    left_out = set(map(id, dropped))
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def _is_raw_float64(item):
