@@ -2,8 +2,8 @@
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
 Its ``quick_on_emulator(raw)``, if it has one, says of tests by name, ``"*"`` for all others, which levels of their
-parameters run there by default, None for none; the rest is slow. Its ``runs(parameters)``, if it has one, says
-whether a test applies.
+parameters run there by default, None for none; the rest is slow. So is what its ``is_slow(parameters)``, if it has
+one, says of a test with a backend. Its ``runs(parameters)``, if it has one, says whether a test applies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _cell(device, name):
 def pytest_collection_modifyitems(config, items):
     """What cannot run here skips, one test of each file for all. CUDA C++ kernels take no float64: left out."""
     for item in items:
-        if _is_slow_on_emulator(item):
+        if _is_slow(item) or _is_slow_on_emulator(item):
             item.add_marker(pytest.mark.slow)
     dropped = [item for item in items if _is_raw_float64(item) or not _applies(item)]
     _drop(config, items, dropped)
@@ -98,6 +98,12 @@ def _applies(item):
     rule = getattr(item.module, "runs", None)
     given = item.callspec.params if hasattr(item, "callspec") else {}
     return rule is None or "backend" not in given or rule(given)
+
+
+def _is_slow(item):
+    rule = getattr(item.module, "is_slow", None)
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return rule is not None and "backend" in given and rule(given)
 
 
 def _is_slow_on_emulator(item):

@@ -29,21 +29,6 @@ def assert_same(found, expected):
         assert np.array_equal(np.asarray(f), np.asarray(e))
 
 
-def test_broadcast_views():
-    """Zero strides: one row repeated without memory."""
-    one = call("rmsnorm")
-    x = np.broadcast_to(one.arrays["x"][:1], (1000, 16))
-    y = one.having(x=x)()
-    assert np.array_equal(y, np.broadcast_to(one()[:1], (1000, 16)))
-
-
-def test_memory_map(tmp_path):
-    one = call("rmsnorm")
-    one.arrays["x"].tofile(tmp_path / "x")
-    x = np.memmap(tmp_path / "x", dtype=np.float32, mode="r", shape=(3, 16))
-    assert np.array_equal(one.having(x=x)(), one())
-
-
 class DLPackOnly:
     """What a library unknown to us offers: the two protocol methods and nothing else."""
 

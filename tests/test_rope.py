@@ -153,55 +153,6 @@ def test_many_tasks_with_ragged_ends(backend, rng):
     check(rope, reference.rope, [turned], q.dtype, backend, layout="bhsd")
 
 
-# ---- memory: strides, in place, empty ---------------------------------------------------------------------
-
-
-def test_strided_inputs(dtype, backend, rng):
-    """q and k as slices of one fused projection, a reversed axis, and a last axis with gaps."""
-    qkv = random(rng, (2, 6, 4 + 2 + 2, 16), dtype)
-    q, k = qkv[:, :, :4], qkv[:, :, 4:6]
-    check(rope, reference.rope, [q, k], dtype, backend)
-    check(rope, reference.rope, [q[:, ::-1], k[:, ::-1]], dtype, backend)
-    check(rope, reference.rope, [q[..., ::2]], dtype, backend, interleaved=True)
-    check(rope, reference.rope, [np.broadcast_to(q[:1], q.shape)], dtype, backend)
-    check(rope, reference.rope, [np.asfortranarray(q)], dtype, backend)
-
-
-def test_in_place_changes_nothing_else(dtype, backend, rng):
-    for interleaved in (False, True):
-        qkv = random(rng, (2, 6, 4 + 2 + 2, 18), dtype)
-        options = {"interleaved": interleaved, "rotary_dim": 12, **backend}
-        want = qkv.copy()
-        want[:, :, :4], want[:, :, 4:6] = rope(qkv[:, :, :4], qkv[:, :, 4:6], **options)
-        q, k = qkv[:, :, :4], qkv[:, :, 4:6]
-        result = rope(q, k, out=(q, k), **options)
-        assert result[0] is q
-        assert result[1] is k
-        np.testing.assert_array_equal(qkv, want)
-
-
-def test_out_may_be_strided_on_leading_axes(dtype, backend, rng):
-    q, k = random(rng, (2, 6, 4, 16), dtype), random(rng, (2, 6, 2, 16), dtype)
-    room = np.zeros((2, 6, 6, 20), dtype)
-    out = [room[:, :, :4, 2:18], room[:, :, 4:, 2:18]]
-    got = rope(q, k, out=out, **backend)
-    for g, o, w in zip(got, out, rope(q, k, **backend), strict=True):
-        assert g is o
-        np.testing.assert_array_equal(g, w)
-    assert not room[..., :2].any()
-    assert not room[..., 18:].any()
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8), (0, 2, 8)])
-def test_empty(shape, dtype, backend):
-    x = np.zeros(shape, dtype)
-    for result in (rope(x, **backend), rope_backward(x, scaling=RopeScaling.dynamic(2.0, 8), **backend)):
-        assert result.shape == shape
-        assert result.dtype == dtype
-    pair = rope(x, np.zeros((*shape[:-2], 1, 8), dtype), **backend)
-    assert pair[1].shape == (*shape[:-2], 1, 8)
-
-
 def test_nan_and_inf_stay_in_their_pair(dtype, backend):
     q = np.ones((1, 3, 1, 8), dtype)
     q[0, 1, 0, 2] = np.nan

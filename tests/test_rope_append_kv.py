@@ -38,7 +38,6 @@ def quick_on_emulator(raw):
         "test_without_weights_it_is_rope_and_two_copies": {"dtype": [np.dtype(np.float32)]},
         "test_with_weights_it_is_the_three_steps": {"place": ["rows"]},
         "test_large_and_small_numbers": {"dtype": [np.dtype(np.float32)]},
-        "test_empty": {"shape": [(2, 0)]},
         "test_what_attention_reads_next": None,
     }
 
@@ -193,36 +192,10 @@ def test_scalings(backend):
     )
 
 
-# ---- memory -----------------------------------------------------------------------------------------------
-
-
-def test_views_of_one_projection_in_place(backend):
-    """q, k and v as they leave the matmul; q is rotated where it lies."""
-    arrays, options = make(place=3, heads=(4, 2), dtype="bfloat16")
-    packed = np.concatenate(arrays[:3], axis=2)
-    views = packed[:, :, :4], packed[:, :, 4:6], packed[:, :, 6:]
-    caches = [cache.copy() for cache in arrays[3:]]
-    want = rope_append_kv(*arrays, **options, **backend)
-    assert rope_append_kv(*views, *caches, **options, out=views[0], **backend) is views[0]
-    assert views[0].tobytes() == want.tobytes()
-    for cache, expected in zip(caches, arrays[3:], strict=True):
-        assert cache.tobytes() == expected.tobytes()
-    for view, x in zip(views[1:], arrays[1:3], strict=True):
-        assert view.tobytes() == x.tobytes()
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_empty(shape, backend):
-    arrays, options = make()
-    q, k, v = (np.zeros((*shape, *x.shape[2:]), x.dtype) for x in arrays[:3])
-    options["seqused_k"] = np.full(shape[0], 11, np.int32)[: shape[0]]
-    caches = [x[: shape[0]].copy() for x in arrays[3:]]
-    before = [x.copy() for x in caches]
-    assert rope_append_kv(q, k, v, *caches, **options, **backend).shape == q.shape
-    assert [x.tobytes() for x in caches] == [x.tobytes() for x in before]
+def test_no_kv_heads(backend):
+    arrays, options = make(norm=None)
     none = np.zeros((*arrays[1].shape[:2], 0, 16), np.float32)
     cache = np.zeros((2, 9, 0, 16), np.float32)
-    _, options = make(norm=None)
     got = rope_append_kv(arrays[0], none, none, cache, cache.copy(), **options, **backend)
     assert got.tobytes() == rope_append_kv(*arrays, **options, **backend).tobytes()
 
@@ -331,20 +304,13 @@ def refused(arrays, options, error, message):
 def test_mistakes_of_memory():
     arrays, options = make()
     q, k, v, k_cache, v_cache = arrays
-    frozen = v_cache.copy()
-    frozen.flags.writeable = False
     turned = v_cache.swapaxes(2, 3).copy().swapaxes(2, 3)
     for given, error, message in (
-        ([q, k, v, k_cache, frozen], ShapeError, "v_cache is read-only; pass a writable array"),
-        ([q, k, v, k_cache, k_cache], ShapeError, "v_cache shares memory with k_cache"),
-        ([q, k_cache[:, :3], v, k_cache, v_cache], ShapeError, "k_cache shares memory with k"),
         ([q, k, v, k_cache, turned], ShapeError, "the last axis of v_cache is not contiguous"),
         ([q, k, v, k_cache, v_cache[:, :-1]], ShapeError, "max_seqlen is 9 here but 10 in k_cache"),
-        ([q, k, v, k_cache.astype(np.float16), v_cache], DTypeError, "k_cache is float16"),
         ([q, k, v[:, :, :1], k_cache, v_cache], ShapeError, "nheads_kv is 1 here but 2 in k"),
     ):
         refused(given, options, error, message)
     memory = np.zeros((2, 10, 4, 16), np.float32)
     overlapping = [*arrays[:3], memory[:, :, :2], v_cache]
     refused(overlapping, {**options, "out": memory[:, :3]}, ShapeError, "out shares memory with k_cache")
-    refused(arrays, {**options, "out": q[::-1]}, ShapeError, "other than being q itself")

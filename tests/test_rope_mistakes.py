@@ -78,49 +78,6 @@ def test_mistakes(function, change, error, message):
     assert all((o == 7).all() for o in out)
 
 
-@pytest.mark.parametrize(
-    ("out", "error", "message"),
-    [
-        (lambda q, k: q.copy(), OptionError, r"out must be two arrays, \(q, k\); got ndarray"),
-        (lambda q, k: (q.copy(),), OptionError, r"got tuple of 1"),
-        (lambda q, k: (q.copy(), None), OptionError, r"must be two arrays"),
-        (
-            lambda q, k: (k, q),
-            ShapeError,
-            r"out q has shape \(2, 5, 2, 8\), expected exactly \(2, 5, 4, 8\)",
-        ),
-        (
-            lambda q, k: (q.astype(np.float64), k.copy()),
-            DTypeError,
-            r"out q is float64, expected exactly float32",
-        ),
-        (lambda q, k: (q, q[:, :, :2]), ShapeError, r"out k shares memory with q"),
-        (lambda q, k: (q[:, ::-1], k), ShapeError, r"out q shares memory with q"),
-        (lambda q, k: (q.copy(), k[:, ::-1]), ShapeError, r"out k shares memory with k"),
-    ],
-)
-def test_mistakes_in_out(out, error, message):
-    q, k = Q.copy(), K.copy()
-    with pytest.raises(error, match=message):
-        rope(q, k, out=out(q, k))
-    np.testing.assert_array_equal(q, Q)
-    np.testing.assert_array_equal(k, K)
-
-
-def test_the_two_outs_may_not_overlap():
-    room = np.zeros((2, 5, 6, 8), np.float32)
-    with pytest.raises(ShapeError, match=r"out k shares memory with out q"):
-        rope(Q, K, out=(room[:, :, :4], room[:, :, 3:5]))
-    assert not room.any()
-
-
-def test_shifted_overlap_is_refused():
-    room = np.ones((1, 9, 1, 8), np.float32)
-    with pytest.raises(ShapeError, match="shares memory with q"):
-        rope(room[:, :8], out=room[:, 1:])
-    assert (room == 1).all()
-
-
 def test_a_base_whose_frequencies_overflow():
     with pytest.raises(OptionError, match=r"rope: theta=.*e-32. makes frequencies infinite"):
         rope(np.ones((1, 2, 1, 128), np.float32), theta=1e-320)
