@@ -1,4 +1,4 @@
-"""Cards for tests of launch choices: of each size of shared memory the fewest and the most SMs; the others are slow."""
+"""Cards for tests of launch choices: of each size of shared memory the fewest and the most SMs; others are slow."""
 
 from __future__ import annotations
 
