@@ -17,8 +17,7 @@ from gpu_ops.kernels.numba_cpu import jit, swiglu
 from gpu_ops.kernels.numba_cpu.codegen import numba_pipeline
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
 from tests.calls import OPS, call
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import PATIENCE, ROOT, python
 
 # Runs an op that compiles fast and prints where its kernel came from: "compiled" when saved, "loaded" when read.
 CALL = """
@@ -47,7 +46,7 @@ def start(cache, code=CALL, root=ROOT, **env):
 
 def finish(process):
     """(standard output, standard error) of a process that must succeed."""
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return out.strip(), err
 
@@ -255,22 +254,9 @@ def test_default_folder_follows_xdg(tmp_path):
 
 def test_warmup_fills_the_folder(tmp_path):
     """``python -m gpu_ops warmup`` compiles in two processes; a call then compiles nothing."""
-    command = [
-        sys.executable,
-        "-m",
-        "gpu_ops",
-        "warmup",
-        "--jobs",
-        "2",
-        "--kernel",
-        "swiglu_forward_",
-        "--dtype",
-        "float32",
-    ]
-    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "kernels ready" in run.stdout
+    arguments = ("warmup", "--jobs", 2, "--kernel", "swiglu_forward_", "--dtype", "float32")
+    printed = python("-m", "gpu_ops", *arguments, GPU_OPS_CACHE_DIR=str(tmp_path))
+    assert "kernels ready" in printed
     assert {e.stem for e in entries(tmp_path)} >= {
         "swiglu_forward_silu-float32",
         "swiglu_forward_gelu-float32",
@@ -279,7 +265,5 @@ def test_warmup_fills_the_folder(tmp_path):
 
 
 def test_warmup_names_what_it_does_not_know(tmp_path):
-    command = [sys.executable, "-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 1
-    assert "no kernel matches" in run.stdout
+    printed = python("-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel", status=1)
+    assert "no kernel matches" in printed

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from itertools import cycle
 from pathlib import Path
@@ -21,6 +19,7 @@ from gpu_ops import TernaryMatrix, ternary_matmul, ternary_quantize
 from gpu_ops.errors import DeviceError
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.ternary_formats import FORMATS
+from tests.processes import PATIENCE, python
 
 DEVICES = ("cpu", "emulator", "cuda")
 
@@ -225,7 +224,7 @@ def test_two_threads_at_once(rng):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
     assert results == [True] * 80
 
 
@@ -267,7 +266,7 @@ assert sys.argv[1] in str(explain("ternary_matmul", x.astype(np.float32), w))
 
 
 @pytest.mark.parametrize("cpu", ["generic", "avx2", pytest.param("avx-vnni", marks=pytest.mark.slow)])
-def test_kernels_for_other_cpus(cpu, tmp_path):
+def test_kernels_for_other_cpus(cpu, tmp_path, monkeypatch):
     """The vector code of narrower machines, compiled for them and run here."""
     cpuinfo = Path("/proc/cpuinfo")
     here = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -276,22 +275,11 @@ def test_kernels_for_other_cpus(cpu, tmp_path):
         pytest.skip(f"needs an x86 CPU with {needs}")
     name, features, expected = OTHER_CPUS[cpu]
     # settings of the caller, a backend or a number of threads, are not what is tested; the folder is this test's own
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("GPU_OPS_", "NUMBA_"))}
-    env |= {
-        "NUMBA_CPU_NAME": name,
-        "NUMBA_CPU_FEATURES": features,
-        "GPU_OPS_CACHE_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", WORST_CASE_PROGRAM, expected],
-        cwd=Path(__file__).resolve().parent.parent,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    # negative: a signal, such as the kernel's when memory runs out, which leaves no message
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    variables = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "GPU_OPS_CACHE_DIR": str(tmp_path)}
+    # settings of the caller, a backend or a number of threads, are not what is tested; the folder is this test's own
+    for key in [key for key in os.environ if key.startswith(("GPU_OPS_", "NUMBA_"))]:
+        monkeypatch.delenv(key)
+    python("-c", WORST_CASE_PROGRAM, expected, **variables)
 
 
 # --- bad calls -----------------------------------------------------------------------------------
