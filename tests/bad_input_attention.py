@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, ShapeError
-from tests.bad_input_make import F64, I32, cast, ints, misaligned, ones, read_only
+from tests.bad_input_make import F64, I32, cast, ints, ones
 
 CASES = [
     # attention
     ("attention", "an axis is missing", ShapeError, "q has 3 axes", {"q": ones(5, 4, 8)}),
-    ("attention", "an axis too many", ShapeError, "k has 5 axes", {"k": ones(1, 2, 7, 2, 8)}),
     ("attention", "batches differ", ShapeError, "batch is 3 here but 2 in q", {"k": ones(3, 7, 2, 8)}),
     ("attention", "head_dim differs", ShapeError, "head_dim is 4 here but 8 in q", {"k": ones(2, 7, 2, 4)}),
     ("attention", "v shorter than k", ShapeError, "seqlen_k is 6 here but 7 in k", {"v": ones(2, 6, 2, 8)}),
@@ -21,7 +20,6 @@ CASES = [
         "multiple",
         {"k": ones(2, 7, 3, 8), "v": ones(2, 7, 3, 8)},
     ),
-    ("attention", "mixed dtypes", DTypeError, "k is float64 but q is float32", {"k": cast["float64"]}),
     (
         "attention",
         "integers",
@@ -79,10 +77,6 @@ CASES = [
         {"bias": ones(1, 1, 5, 7, dtype=F64)},
     ),
     ("attention", "a mask array", GpuOpsError, "BlockMask", {"block_mask": ones(1, 1, 1, 1, dtype=bool)}),
-    ("attention", "out of another shape", ShapeError, "out has shape", {"out": ones(2, 4, 5, 8)}),
-    ("attention", "out of another dtype", DTypeError, "out is float64", {"out": ones(2, 5, 4, 8, dtype=F64)}),
-    ("attention", "out is read-only", ShapeError, "out is read-only", {"out": read_only(ones(2, 5, 4, 8))}),
-    ("attention", "out between elements", ShapeError, "not aligned", {"out": misaligned(ones(2, 5, 4, 8))}),
     ("attention", "device misspelt", OptionError, "did you mean 'cpu'", {"device": "cpu0"}),
     ("attention", "device by another name", OptionError, "did you mean 'cuda'", {"device": "gpu"}),
     (
@@ -93,10 +87,8 @@ CASES = [
         {"backend": "raw"},
     ),
     # attention_backward
-    ("attention_backward", "lse of float64", DTypeError, "lse is float64", {"lse": cast["float64"]}),
     ("attention_backward", "lse transposed", ShapeError, "lse has shape", {"lse": ones(2, 5, 4)}),
     ("attention_backward", "dout too short", ShapeError, "dout has shape", {"dout": ones(2, 4, 4, 8)}),
-    ("attention_backward", "out of another dtype", DTypeError, "out is float16", {"out": cast["float16"]}),
     ("attention_backward", "deterministic is text", OptionError, "deterministic", {"deterministic": "no"}),
     # attention_varlen
     ("attention_varlen", "lengths of floats", DTypeError, "cu_seqlens_q", {"cu_seqlens_q": ones(3)}),

@@ -125,6 +125,7 @@ def test_out_is_no_array(name):
             refused(one.having(**{keyword: mistake}), OptionError, f"{keyword} must be")
             refused(one.having(**{keyword: (mistake,) * len(outs)}), DTypeError, "not an array")
     if not takes_one(one):
+        refused(one.having(**{keyword: outs[0]}), OptionError, "; got ndarray")
         refused(one.having(**{keyword: tuple(outs[:-1])}), OptionError, f"got tuple of {len(outs) - 1}")
         refused(one.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
 
@@ -164,7 +165,7 @@ SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o =
 def test_any_array_of_another_float_dtype(op, name):
     """No silent promotion, whichever argument is the odd one out."""
     one = law_call(op)
-    refused(one.having(**{name: one.arrays[name].astype(np.float64)}), DTypeError, "float64")
+    refused(one.having(**{name: one.arrays[name].astype(np.float64)}), DTypeError, f"{name} is float64")
 
 
 @pytest.mark.parametrize(("op", "name"), FLOATS)
