@@ -8,10 +8,13 @@ one, says of a test with a backend. Its ``runs(parameters)``, if it has one, say
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import sys
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -115,6 +118,25 @@ def _is_slow_on_emulator(item):
     levels_of = rule(backend["backend"] == "raw")
     quick = levels_of.get(item.originalname, levels_of.get("*", {}))
     return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
+
+
+# Above so much resident memory a process drops the emulator's programs, of 5 to 30 MB each, if it has this many.
+MOST_MEMORY, PROGRAMS = 800 << 20, 20
+STATM = Path("/proc/self/statm")
+
+
+def pytest_runtest_teardown(item):
+    """Processes that run tests of many kernels stay below 1.5 GB."""
+    emulator_run = sys.modules.get("gpu_ops.emulator.run")
+    if (
+        emulator_run is None
+        or emulator_run.link_source.cache_info().currsize < PROGRAMS
+        or not STATM.exists()
+    ):
+        return
+    if int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MOST_MEMORY:
+        emulator_run.link_source.cache_clear()
+        gc.collect()  # a program refers to itself
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
