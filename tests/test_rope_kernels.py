@@ -19,7 +19,7 @@ from gpu_ops.kernels.lower import rope as kernels
 from gpu_ops.kernels.lower.rope_frequencies import turns
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference import rope as reference
-from tests.cards import CARDS, each_card
+from tests.cards import CARDS, each_card, slow
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
@@ -77,7 +77,7 @@ def test_long_sequences_share_their_angles_and_short_ones_fill_the_card():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow("sm_90", "sm_120")])
 def test_more_than_half_of_the_warps_and_no_spills(arch):
     for variant in kernels.variants(arch):
         compiled = jit.compile_kernel(variant.kernel, arch)
