@@ -225,37 +225,14 @@ def test_large_and_small_numbers(dtype, backend):
 PACKED = {"place": "slots", "norm": None, "used": (3,)}
 MISTAKES = {
     "lengths of int64": ({}, DTypeError, "seqused_k is int64", {"seqused_k": np.array([5, 0])}),
-    "a negative length": (
-        {},
-        OptionError,
-        "seqused_k must lie in",
-        {"seqused_k": np.array([-1, 0], np.int32)},
-    ),
-    "a page not there": (
-        {"place": 4},
-        OptionError,
-        "block_table[0, 1] is 99",
-        {"block_table": np.array([[0, 99], [1, -1]], np.int32)},
-    ),
-    "too few pages": (
-        {"place": 4},
-        OptionError,
-        "cache of 4",
-        {"block_table": np.array([[0], [1]], np.int32)},
-    ),
-    "two ways to say where": (
-        PACKED,
-        OptionError,
-        "without seqused_k",
-        {"seqused_k": np.array([1], np.int32)},
-    ),
+    "a negative length": ({}, OptionError, "seqused_k must lie in", {"seqused_k": np.array([-1, 0], np.int32)}),
+    "a page not there": ({"place": 4}, OptionError, "block_table[0, 1] is 99",
+     {"block_table": np.array([[0, 99], [1, -1]], np.int32)}),
+    "too few pages": ({"place": 4}, OptionError, "cache of 4", {"block_table": np.array([[0], [1]], np.int32)}),
+    "two ways to say where": (PACKED, OptionError, "without seqused_k", {"seqused_k": np.array([1], np.int32)}),
     "a slot beyond": (PACKED, OptionError, "slot_mapping[1] is 99", {"slot_mapping": np.array([-1, 99, 0])}),
-    "a slot for two": (
-        PACKED,
-        OptionError,
-        "slot_mapping[0] and slot_mapping[2] are both 3; no two",
-        {"slot_mapping": np.array([3, 1, 3])},
-    ),
+    "a slot for two": (PACKED, OptionError, "slot_mapping[0] and slot_mapping[2] are both 3; no two",
+     {"slot_mapping": np.array([3, 1, 3])}),
     "a row for two": (
         {"place": 4},
         OptionError,
@@ -263,25 +240,15 @@ MISTAKES = {
         "block_table[1, 0]; no two new",
         {"block_table": np.array([[0, 1], [1, -1]], np.int32)},
     ),
-    "slots of int32": (
-        PACKED,
-        DTypeError,
-        "slot_mapping is int32",
-        {"slot_mapping": np.arange(3, dtype=np.int32)},
-    ),
+    "slots of int32": (PACKED, DTypeError, "slot_mapping is int32", {"slot_mapping": np.arange(3, dtype=np.int32)}),
     "packed without positions": (PACKED, OptionError, "pass positions=", {"positions": None}),
     "packed without slots": (PACKED, ShapeError, "q has 3 axes", {"slot_mapping": None}),
     "one position": ({}, ShapeError, "positions is the number 7", {"positions": 7}),
     "weights of every head": ({}, ShapeError, "q_weight", {"q_weight": np.ones((4, 16), np.float32)}),
-    "weights of another dtype": (
-        {},
-        DTypeError,
-        "k_weight is float16",
-        {"k_weight": np.ones(16, np.float16)},
-    ),
+    "weights of another dtype": ({}, DTypeError, "k_weight is float16", {"k_weight": np.ones(16, np.float16)}),
     "an eps of 0": ({}, OptionError, "eps must be finite and > 0", {"eps": 0}),
     "an odd rotary_dim": ({}, OptionError, "rotary_dim is 5", {"rotary_dim": 5}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -16,11 +16,7 @@ K = np.ones((2, 5, 2, 8), np.float32)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"q": Q[0, 0]},
-            ShapeError,
-            r"q has 2 axes, shape \(4, 8\); expected \(batch, seqlen, nheads, head_dim\)",
-        ),
+        ({"q": Q[0, 0]}, ShapeError, r"q has 2 axes, shape \(4, 8\); expected \(batch, seqlen, nheads, head_dim\)"),
         ({"q": Q.astype(np.int32)}, DTypeError, r"q is int32; allowed: float16, bfloat16"),
         ({"q": Q.tolist()}, DTypeError, r"q is list, not an array"),
         ({"k": K[:, :4]}, ShapeError, r"k has shape .* seqlen is 4 here but 5 in q"),
@@ -38,22 +34,15 @@ K = np.ones((2, 5, 2, 8), np.float32)
         ({"theta": "1e4"}, OptionError, r"theta must be a number"),
         ({"interleaved": 1}, OptionError, r"interleaved must be True or False"),
         ({"conjugate": "yes"}, OptionError, r"conjugate must be True or False"),
-        (
-            {"scaling": {"rope_type": "yarn"}},
-            OptionError,
-            r"must be a RopeScaling, got dict; use RopeScaling\.from_hf",
-        ),
+        ({"scaling": {"rope_type": "yarn"}}, OptionError,
+         r"must be a RopeScaling, got dict; use RopeScaling\.from_hf"),
         ({"scaling": 4.0}, OptionError, r"got float; use for example RopeScaling\.linear"),
         ({"scaling": RopeScaling.longrope([1.0], [1.0], 8)}, OptionError, r"rotary_dim=8 needs 4"),
         ({"seqlen": -1}, OptionError, r"seqlen must lie in \[0, inf\]"),
         ({"positions": 7.0}, DTypeError, r"positions is the number 7.0; pass an integer, "),
         ({"positions": True}, OptionError, r"positions must be an integer, got bool"),
         ({"positions": -(2**53) - 1}, OptionError, r"positions reach beyond 2\*\*53"),
-        (
-            {"positions": np.arange(4)},
-            ShapeError,
-            r"shape \(4,\); expected .* \(5,\) or \(2, 5\) or \(1, 5\)",
-        ),
+        ({"positions": np.arange(4)}, ShapeError, r"shape \(4,\); expected .* \(5,\) or \(2, 5\) or \(1, 5\)"),
         ({"positions": np.zeros((5, 2), int)}, ShapeError, r"positions has shape \(5, 2\)"),
         ({"positions": np.arange(5.0)}, DTypeError, r"positions is float64; allowed: integers"),
         ({"positions": np.ones(5, bool)}, DTypeError, r"positions is bool"),
@@ -61,7 +50,7 @@ K = np.ones((2, 5, 2, 8), np.float32)
         ({"positions": np.full(5, 2**60)}, OptionError, r"positions reach beyond 2\*\*53"),
         ({"device": "tpu"}, OptionError, r"device='tpu' is unknown"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("function", [rope, rope_backward], ids=["rope", "rope_backward"])
 def test_mistakes(function, change, error, message):
     change = dict(change)
