@@ -55,10 +55,22 @@ def entries(cache):
     return sorted(Path(cache).rglob("*.nbc"))
 
 
-def test_compiled_once_then_loaded(tmp_path):
-    assert finish(start(tmp_path))[0] == COMPILED
-    assert [e.name for e in entries(tmp_path)] == ["swiglu_forward_silu-float32.nbc"]
-    assert finish(start(tmp_path))[0] == LOADED
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The folder after a first call."""
+    cache = tmp_path_factory.mktemp("first")
+    assert finish(start(cache))[0] == COMPILED
+    return cache
+
+
+@pytest.fixture
+def filled(first, tmp_path):
+    return shutil.copytree(first, tmp_path / "cache")
+
+
+def test_compiled_once_then_loaded(first):
+    assert [e.name for e in entries(first)] == ["swiglu_forward_silu-float32.nbc"]
+    assert finish(start(first))[0] == LOADED
 
 
 def test_kernels_of_several_processes_run_in_one(tmp_path):
@@ -138,12 +150,11 @@ def damage_other(path):
 
 
 @pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other])
-def test_a_damaged_entry_is_compiled_anew_and_replaced(tmp_path, damage):
-    finish(start(tmp_path))
-    (entry,) = entries(tmp_path)
+def test_a_damaged_entry_is_compiled_anew_and_replaced(filled, damage):
+    (entry,) = entries(filled)
     damage(entry)
-    assert finish(start(tmp_path))[0] == COMPILED
-    assert finish(start(tmp_path))[0] == LOADED
+    assert finish(start(filled))[0] == COMPILED
+    assert finish(start(filled))[0] == LOADED
 
 
 @pytest.mark.parametrize("kind", ["below a file", "not permitted"])
@@ -171,14 +182,13 @@ cache._writable = refuse
 """
 
 
-def test_a_folder_that_others_filled_is_read(tmp_path):
+def test_a_folder_that_others_filled_is_read(filled):
     """A container warmed as root and run as a user: no warning, as nothing is missing; one for all that is."""
-    finish(start(tmp_path))
-    out, err = finish(start(tmp_path, READ_ONLY + CALL))
+    out, err = finish(start(filled, READ_ONLY + CALL))
     assert out == LOADED
     assert "UserWarning" not in err
     more = "gpu_ops.rmsnorm(x, x[0]), gpu_ops.layernorm(x, x[0])\n"
-    out, err = finish(start(tmp_path, READ_ONLY + CALL + more))
+    out, err = finish(start(filled, READ_ONLY + CALL + more))
     assert len(out.splitlines()) == 3
     assert err.count("UserWarning") == 1
     assert "GPU_OPS_CACHE_DIR" in err

@@ -19,6 +19,7 @@ from gpu_ops import TernaryMatrix, ternary_matmul, ternary_quantize
 from gpu_ops.errors import DeviceError
 from gpu_ops.reference import ternary as reference
 from gpu_ops.reference.ternary_formats import FORMATS
+from tests.cards import slow
 from tests.processes import PATIENCE, python
 
 DEVICES = ("cpu", "emulator", "cuda")
@@ -265,7 +266,7 @@ assert sys.argv[1] in str(explain("ternary_matmul", x.astype(np.float32), w))
 """
 
 
-@pytest.mark.parametrize("cpu", ["generic", "avx2", pytest.param("avx-vnni", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cpu", ["generic", *slow("avx2", "avx-vnni")])
 def test_kernels_for_other_cpus(cpu, tmp_path, monkeypatch):
     """The vector code of narrower machines, compiled for them and run here."""
     cpuinfo = Path("/proc/cpuinfo")
