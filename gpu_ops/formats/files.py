@@ -45,7 +45,7 @@ def opened(op: str, path: Path) -> Iterator[BinaryIO]:
     with _system_errors(op, path):
         check_regular(op, path, path.stat())
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe by now
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             yield file
 
 
@@ -73,7 +73,7 @@ def write_file(op: str, path: Path, parts: Iterable[Any]) -> None:
         temporary = target.with_name(f".gpu_ops-{secrets.token_hex(8)}.tmp")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+            with os.fdopen(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
                 for part in parts:
                     left = part
                     while len(left):
@@ -109,7 +109,9 @@ def _permissions(op: str, path: Path, target: Path) -> int | None:
         return None
     check_regular(op, path, status)
     if not status.st_mode & 0o222 or not os.access(target, os.W_OK):  # to root, access() allows everything
-        raise FileError(errno.EACCES, f"{op}: it is read-only; chmod u+w it, or choose another path", str(path))
+        raise FileError(
+            errno.EACCES, f"{op}: it is read-only; chmod u+w it, or choose another path", str(path)
+        )
     return stat.S_IMODE(status.st_mode)
 
 

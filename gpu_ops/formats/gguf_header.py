@@ -19,7 +19,19 @@ __all__ = ["ALIGNMENT", "ARRAY", "FLOAT_TYPES", "MOST_AXES", "NUMBER_TYPES", "ST
            "UINT32", "GGUFTensor", "read_header"]  # fmt: skip
 
 # Types of values, by number; of numbers, with the NumPy dtype.
-NUMBER_TYPES = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
+NUMBER_TYPES = {
+    0: "u1",
+    1: "i1",
+    2: "u2",
+    3: "i2",
+    4: "u4",
+    5: "i4",
+    6: "f4",
+    7: "?",
+    10: "u8",
+    11: "i8",
+    12: "f8",
+}
 UINT32, STRING, ARRAY = 4, 8, 9
 # Types of tensors that are written.
 FLOAT_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
@@ -119,9 +131,11 @@ class _Header:
             self._skip(count * _BYTES[of])
             return
         self._expect(count * _LEAST.get(of, 0))
-        self._items += count
+        self._items += count if of == STRING else 8 * count  # by the time they take
         if self._items > _MOST_ITEMS:
-            raise ValueError(f"its arrays hold {self._items} strings and arrays; at most {_MOST_ITEMS} are read")
+            raise ValueError(
+                f"its arrays hold more than {_MOST_ITEMS} strings, or an eighth as many arrays; no more are read"
+            )
         if of == STRING:
             self._skip_strings(count)
         else:
@@ -140,7 +154,9 @@ class _Header:
         size = self._number(8)
         self._expect(size)
         if size > _LONGEST_NAME:
-            raise ValueError(f"a name at byte {self._at} has {size} bytes; at most {_LONGEST_NAME} are allowed")
+            raise ValueError(
+                f"a name at byte {self._at} has {size} bytes; at most {_LONGEST_NAME} are allowed"
+            )
         return self._take(size).decode()
 
     def _number(self, size: int) -> int:

@@ -30,6 +30,7 @@ from gpu_ops.reference.ternary_formats import FORMATS
 __all__ = ["write_gguf"]
 
 _OP = "write_gguf"
+_VERSION = 3
 _TYPE_OF = {np.dtype(dtype): type for type, dtype in NUMBER_TYPES.items()}
 _INTEGERS = ("u4", "i4", "u8", "i8")  # what a Python int becomes: the first that holds it
 _LONGEST_KEY = (1 << 16) - 1  # in bytes
@@ -93,8 +94,10 @@ def write_gguf(path: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any
     except RecursionError as error:
         raise OptionError(f"{_OP}: metadata holds a list within itself") from error
     stored = [_stored(name, given) for name, given in tensors.items()]
-    header = b"GGUF" + b"".join(_packed("u4", 3) + _packed("u8", len(part)) for part in (stored,))
-    header += _packed("u8", len(values)) + keys
+    header = bytearray(
+        b"GGUF" + _packed("u4", _VERSION) + _packed("u8", len(stored)) + _packed("u8", len(values))
+    )
+    header += keys
     alignment, end = _alignment(values), 0
     for tensor in stored:
         header += tensor.entry(end)
@@ -110,7 +113,7 @@ class _Stored:
     type: int
     shape: tuple[int, ...]
     size: int  # in bytes
-    bytes: Callable[[], Array]
+    data: Callable[[], Array]
 
     def entry(self, start: int) -> bytes:
         dims = np.array(self.shape[::-1], "<u8").tobytes()
@@ -118,10 +121,10 @@ class _Stored:
         return _string("a name", self.name) + axes + dims + type + _packed("u8", start)
 
 
-def _parts(header: bytes, tensors: list[_Stored], alignment: int) -> Iterator[Any]:
+def _parts(header: bytearray, tensors: list[_Stored], alignment: int) -> Iterator[Any]:
     yield header + bytes(-len(header) % alignment)
     for tensor in tensors:
-        yield tensor.bytes()
+        yield tensor.data()
         yield bytes(-tensor.size % alignment)
 
 
@@ -130,18 +133,20 @@ def _parts(header: bytes, tensors: list[_Stored], alignment: int) -> Iterator[An
 
 def _stored(name: Any, given: Any) -> _Stored:
     if not isinstance(name, str) or not 0 < len(_string("a tensor's name", name)) - 8 <= _LONGEST_NAME:
-        raise OptionError(f"{_OP}: a tensor's name is a string of 1 to {_LONGEST_NAME} bytes, got {name!r:.99}")
+        raise OptionError(
+            f"{_OP}: a tensor's name is a string of 1 to {_LONGEST_NAME} bytes, got {name!r:.99}"
+        )
     what = f"{_OP}: {name}"
     if isinstance(given, TernaryMatrix):
         if given.format not in TERNARY_TYPES:
             raise FormatError(
-                f"{what} is a TernaryMatrix in the format {given.format!r}; GGUF files hold {', '.join(TERNARY_TYPES)}: "
-                "convert it, say, .to('tq2_0')"
+                f"{what} is a TernaryMatrix in the format {given.format!r}; GGUF files hold "
+                f"{', '.join(TERNARY_TYPES)}: convert it, say, .to('tq2_0')"
             )
         shape, type = tuple(given.shape), TERNARY_TYPES[given.format]
         size = math.prod(FORMATS[given.format].packed_shape(given.shape))
 
-        def codes() -> Array:
+        def data() -> Array:
             made = with_embedded_scale(what, given.codes, given.scale, given.shape, given.format)
             return made.reshape(-1)
     else:
@@ -150,12 +155,14 @@ def _stored(name: Any, given: Any) -> _Stored:
             raise DTypeError(f"{what} is {array.dtype}; expected {', '.join(FLOAT_TYPES)} or a TernaryMatrix")
         shape, type, size = array.shape, FLOAT_TYPES[array.dtype.name], array.nbytes
 
-        def codes() -> Array:
-            return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        def data() -> Array:  # reads again: a copy of a transposed array is held only while it is written
+            return np.ascontiguousarray(Call(_OP).read(name, given)).reshape(-1).view(np.uint8)
 
     if not 1 <= len(shape) <= MOST_AXES or 0 in shape:
-        raise ShapeError(f"{what} has shape {shape}; a tensor of GGUF has 1 to {MOST_AXES} axes, none of length 0")
-    return _Stored(name, type, shape, size, codes)
+        raise ShapeError(
+            f"{what} has shape {shape}; a tensor of GGUF has 1 to {MOST_AXES} axes, none of length 0"
+        )
+    return _Stored(name, type, shape, size, data)
 
 
 # --- metadata --------------------------------------------------------------------------------------
@@ -176,7 +183,9 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 def _key(key: Any, value: Any) -> bytes:
     if not isinstance(key, str) or not 0 < len(_string("a key", key)) - 8 <= _LONGEST_KEY:
-        raise OptionError(f"{_OP}: a key of metadata is a string of 1 to {_LONGEST_KEY} bytes, got {key!r:.99}")
+        raise OptionError(
+            f"{_OP}: a key of metadata is a string of 1 to {_LONGEST_KEY} bytes, got {key!r:.99}"
+        )
     type, data = _value(key, value)
     return _string("a key", key) + _packed("u4", type) + data
 
@@ -201,8 +210,12 @@ def _items(key: str, values: Sequence[Any] | Array) -> bytes:
     if not len(values):
         if isinstance(values, np.ndarray) and values.dtype.kind in "UT":
             return _packed("u4", STRING) + _packed("u8", 0)
-        raise OptionError(f"{_OP}: {key} is an empty list, which has no type; pass an array: np.empty(0, np.int32)")
-    if all(isinstance(value, (bool, int, float, np.generic)) and not isinstance(value, str) for value in values):
+        raise OptionError(
+            f"{_OP}: {key} is an empty list, which has no type; pass an array: np.empty(0, np.int32)"
+        )
+    if all(
+        isinstance(value, (bool, int, float, np.generic)) and not isinstance(value, str) for value in values
+    ):
         return _value(key, np.array(values, _dtype(key, values)))[1]
     items = [_value(key, value) for value in values]
     types = {type for type, _ in items}
@@ -211,7 +224,7 @@ def _items(key: str, values: Sequence[Any] | Array) -> bytes:
     return _packed("u4", types.pop()) + _packed("u8", len(items)) + b"".join(data for _, data in items)
 
 
-def _dtype(key: str, values: Sequence[Any]) -> np.dtype[Any]:
+def _dtype(key: str, values: Sequence[Any] | Array) -> np.dtype[Any]:
     """What numbers, all of one type, become."""
     kind = type(values[0])
     if any(type(value) is not kind for value in values):
@@ -227,13 +240,13 @@ def _dtype(key: str, values: Sequence[Any]) -> np.dtype[Any]:
             if np.isinf(np.array(values, np.float32)).sum() != np.isinf(values).sum():
                 raise OptionError(f"{_OP}: {key} is beyond float32, which a float becomes; pass np.float64")
         return np.dtype(np.float32)
-    dtype = np.dtype(kind) if kind is bool or issubclass(kind, np.generic) else None
-    if dtype not in _TYPE_OF:
+    known = np.dtype(kind) if kind is bool or issubclass(kind, np.generic) else None
+    if known not in _TYPE_OF:
         raise DTypeError(
-            f"{_OP}: {key} is {kind.__name__}; GGUF has types for str, bool, int, float, the NumPy numbers of 8 to 64 "
-            "bits (no float16), and arrays of them"
+            f"{_OP}: {key} is {kind.__name__}; GGUF has types for str, bool, int, float, the NumPy numbers of 8 "
+            "to 64 bits (no float16), and arrays of them"
         )
-    return dtype
+    return known
 
 
 def _packed(dtype: Any, value: Any) -> bytes:

@@ -40,7 +40,9 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-_MOST_HEADER = 1 << 24  # of 120 bytes per tensor in published files: 140,000 tensors; as objects, up to 25 times that
+_MOST_HEADER = (
+    1 << 24
+)  # of 120 bytes per tensor in published files: 140,000 tensors; as objects, up to 25 times that
 _MOST_AXES = 64
 
 
@@ -104,7 +106,9 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, str], dict[str, StoredTensor
     at = 8 + size
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
         if stored.start != at:
-            raise ValueError(f"tensor {name[:80]!r} begins at byte {stored.start}, and the one before it ends at {at}")
+            raise ValueError(
+                f"tensor {name[:80]!r} begins at byte {stored.start}, and the one before it ends at {at}"
+            )
         at += stored.size
     if at != total:
         raise ValueError(f"its tensors end at byte {at}, and the file at {total}")
@@ -120,7 +124,9 @@ def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _tensor(name: str, entry: Any, data: int) -> StoredTensor:
     """``data``: where the bytes of the tensors begin."""
-    wrong = ValueError(f"the header's entry of {name[:80]!r} is not a dtype, a shape and data_offsets that fit each other")
+    wrong = ValueError(
+        f"the header's entry of {name[:80]!r} is not a dtype, a shape and data_offsets that fit each other"
+    )
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise wrong
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -43,8 +43,8 @@ def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int,
         run = shape[1] // whole.shape[1]
         if run % fmt.block_scale:
             raise FormatError(
-                f"{what} has a scale per {run} weights, and {format} holds one per {fmt.block_scale}: quantise with a "
-                f"group_size of None, -1 or a multiple of {fmt.block_scale}"
+                f"{what} has a scale per {run} weights, and {format} holds one per {fmt.block_scale}: quantise with "
+                f"a group_size of None, -1 or a multiple of {fmt.block_scale}"
             )
         whole = np.repeat(whole, run // fmt.block_scale, axis=1)
     columns = np.broadcast_to(whole[:, None] if whole.ndim == 1 else whole, (n, blocks))

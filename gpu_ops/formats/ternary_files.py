@@ -173,7 +173,9 @@ def read_gguf(
             matrix = _from_gguf(what, file, tensor, FORMATS[meanings[tensor.type]])
             read += matrix.codes.nbytes
             if read > os.fstat(file.fileno()).st_size:
-                raise FormatError(f"{what}: the tensors up to this one take {read} bytes, more than the file has")
+                raise FormatError(
+                    f"{what}: the tensors up to this one take {read} bytes, more than the file has"
+                )
             matrices[tensor.name] = matrix
     return matrices
 
@@ -188,7 +190,8 @@ def _from_safetensors(
     stored = holder[weight].tensors[weight] if weight in holder else None
     if stored is None or stored.dtype != "U8" or len(stored.shape) != 2:
         raise FormatError(
-            f"{name}: {module} has a weight_scale and {_described(stored, 'weight')}; expected the packed U8 (N / 4, K)"
+            f"{name}: {module} has a weight_scale and {_described(stored, 'weight')}; "
+            "expected the packed U8 (N / 4, K)"
         )
     codes = holder[weight].read(weight)
     outputs = 4 * len(codes)
@@ -206,7 +209,11 @@ def _config(name: str, where: Path, config: Any) -> Mapping[str, Any]:
         return config
     if not isinstance(config, (str, os.PathLike, type(None))):
         raise OptionError(f"{name}: config must be a path or a dict, got {type(config).__name__}")
-    file = (where if where.is_dir() else where.parent) / "config.json" if config is None else path_of(name, config)
+    file = (
+        (where if where.is_dir() else where.parent) / "config.json"
+        if config is None
+        else path_of(name, config)
+    )
     if config is None and not file.is_file():
         return {}
     with opened(name, file) as contents:
