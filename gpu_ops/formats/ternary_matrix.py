@@ -203,13 +203,14 @@ class TernaryMatrix:
         return cls._trusted(pack("TernaryMatrix", t, fmt), check_scale(scale, t.shape), t.shape, format)
 
     def save(self, path: Any) -> None:
-        """Write codes, scale, shape and format to one file; an old one is replaced when the new one is complete.
+        """Write codes, scale, shape and format to one file. An old file is replaced when the new one is complete.
 
-        A safetensors file of ``scale`` (F32) and ``codes`` (U8, the bytes of the format), with the metadata
-        ``gpu_ops.kind`` "TernaryMatrix 1", ``gpu_ops.format`` "w2", say, and ``gpu_ops.shape`` "[N, K]". FileError
-        where it cannot be written.
+        It is a safetensors file of ``scale`` (F32) and ``codes`` (U8, the bytes of the format). Its metadata are
+        ``gpu_ops.kind`` ("TernaryMatrix 1"), ``gpu_ops.format`` (such as "w2") and ``gpu_ops.shape`` ("[N, K]").
+        FileError if it cannot be written, OptionError if ``path`` is no path.
 
-        >>> import tempfile
+        >>> import tempfile, numpy as np
+        >>> from gpu_ops import TernaryMatrix
         >>> w = TernaryMatrix.from_trits(np.array([[1, 0, -1]], np.int8), 0.5, format="base3")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     w.save(f"{folder}/w.safetensors")
@@ -220,7 +221,8 @@ class TernaryMatrix:
 
     @classmethod
     def load(cls, path: Any) -> TernaryMatrix:
-        """The matrix in a file of :meth:`save`, checked as codes of any origin are; FormatError, FileError."""
+        """The matrix in a file of :meth:`save`. FormatError if the file is another or damaged, FileError if it
+        cannot be read (MissingFileError, a FileNotFoundError, if there is none)."""
         return cls._trusted(*load_parts(path))
 
     @staticmethod
