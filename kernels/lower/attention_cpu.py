@@ -64,12 +64,11 @@ def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable
         max_seqlen_k=a.seqlen_k,
         left=left,
         right=right,
-        softmax_scale=a.softmax_scale,
-        softcap=a.softcap,
         block_q=a.block_q,
         block_k=a.block_k,
         packed=a.packed,
         given=optional_tensors(a),
+        **a.numbers,
         **more,
     )
     return run

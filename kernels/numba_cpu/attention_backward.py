@@ -155,7 +155,7 @@ def prepare(
             starts,
         )
         if parts > 1:
-            for part, target, scale in zip(parts_of, targets, (call.scale, 1.0), strict=True):
+            for part, target, scale in zip(parts_of, targets, (call.softmax_scale, 1.0), strict=True):
                 launch(
                     attention_sum_parts[dtype],
                     batch * nheads_kv * sums,
@@ -241,7 +241,7 @@ def backward_tasks(state, n_tasks, memory, call, x, y):
     own_dk, own_dv = make_sums(memory, call, y.dk_parts, y.dv_parts)
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
-    scale = like(wide, call.scale)
+    scale = like(wide, call.softmax_scale)
     task = claim(state)
     while task < n_tasks:
         part = task % call.n_splits

@@ -112,7 +112,6 @@ def make_call(
     batch: int,
     config: Config,
     *,
-    softmax_scale: float,
     given: dict[str, Array],
     **rest: Any,
 ) -> Call:
@@ -128,7 +127,6 @@ def make_call(
         has_alibi="alibi_slopes" in given,
         has_bias="bias" in given,
         has_sinks="sinks" in given,
-        scale=float(softmax_scale),
         **rest,
     )
 
