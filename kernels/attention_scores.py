@@ -109,12 +109,6 @@ class Scores:
 
 def score_options(spec: Spec) -> dict[str, Any]:
     """The fields of :class:`Scores`, by name."""
-    options = dict(spec.options)
-    names = ("causal", "window_size", "softmax_scale", "softcap")
-    return {
-        **{name: options[name] for name in names},
-        **{name: spec.get(name) for name in ("sinks", "alibi_slopes", "bias")},
-        "visible": spec.get("block_mask.visible"),
-        "block_q": options.get("block_q", 0),
-        "block_k": options.get("block_k", 0),
-    }
+    found: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
+    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0}
+    return found | {name: x for name, x in spec.options if name in found}

@@ -60,20 +60,9 @@ def forward(spec: Spec, on: Builder) -> None:
         parts = (config.num_splits, *a.lse_shape)  # packed sequences: one of total_q
         out = on.empty((*parts, a.head_dim_v), np.float32, "parts of out")
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
-    arrays = (
-        a.q,
-        a.k,
-        a.v,
-        out,
-        lse,
-        *(a.cu_seqlens or (None, None)),
-        a.seqused_k,
-        a.block_table,
-        None if split else a.sinks,
-        a.alibi_slopes,
-        a.bias,
-        None if a.visible is None else a.visible.view(np.uint8),
-    )
+    lengths = (*(a.cu_seqlens or (None, None)), a.seqused_k, a.block_table)
+    visible = None if a.visible is None else a.visible.view(np.uint8)
+    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
     shape = _shape(a, config, out, lse)
     arguments = (*map(_pointer, arrays), shape[()])
     kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a))

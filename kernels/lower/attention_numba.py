@@ -51,22 +51,9 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         wide = np.float64 if config.itemsize == 8 else np.float32
         target = on.empty((parts * a.batch, *a.out.shape[1:]), wide, "parts of out")
         target_lse = on.empty((2 * parts * a.batch, *lse.shape[1:]), wide, "maxima and sums of parts")
-    arguments = (
-        a.q,
-        a.k,
-        a.v,
-        target,
-        target_lse,
-        sequences,
-        *_optional(a, config.scores.sinks),
-        scale if config.in_powers_of_e else scale * LOG2E,
-        *numbers,
-        left,
-        right,
-        a.block_q,
-        a.block_k,
-        parts,
-    )
+    arrays = (a.q, a.k, a.v, target, target_lse, sequences, *_optional(a, config.scores.sinks))
+    scale = scale if config.in_powers_of_e else scale * LOG2E
+    arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
     on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
     if config.split:
         kernel = combine_kernel(a.q.dtype.name, a.sinks is not None)

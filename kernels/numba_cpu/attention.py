@@ -70,18 +70,9 @@ def prepare(
     block_table (k and v are then pages), alibi_slopes, sinks, bias and visible. ``options``: of :class:`Call`, left,
     right, packed and the like.
     """
-    call = make_call(
-        q,
-        v,
-        batch,
-        config,
-        nheads_kv=k.shape[2],
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        page_size=k.shape[1] if "block_table" in given else 0,
-        given=given,
-        **options,
-    )
+    sizes = {"nheads_kv": k.shape[2], "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    page_size = k.shape[1] if "block_table" in given else 0
+    call = make_call(q, v, batch, config, page_size=page_size, given=given, **sizes, **options)
     dtype, split = q.dtype, call.n_splits > 1
     fill = optional_arrays(dtype)
     unsplit = _parts(call, 0, dtype)
@@ -99,7 +90,7 @@ def prepare(
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
     ) -> None:
-        optional = fill(**given)
+        optional = fill(given)
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
         arrays = *all_bits(q, k, v, out), lse, sequences
         if config.kernel == "decode":

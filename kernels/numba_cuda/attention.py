@@ -92,25 +92,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
     accumulate, accumulate_seen = accumulators(number, my_rows, my_columns, chunk_v, slab, stride_p)
 
     def attention_forward(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        sequences,
-        table,
-        alibi,
-        sinks,
-        bias,
-        visible,
-        scale,
-        softcap,
-        left,
-        right,
-        block_q,
-        block_k,
-        n_parts,
-    ):
+        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+        scale, softcap, left, right, block_q, block_k, n_parts,
+    ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
         q_offset = cuda.shared.array(block_m, int64)  # byte offset of a row in its array
