@@ -125,7 +125,7 @@ struct Forward {
             for (int e = 0; e < 2; ++e) {
                 float& x = s[j][2 * h + e];
                 const int column = 8 * j + e;
-                x = score_of<scalar>(x, shape.scores);
+                make_score<scalar>(x, shape.scores);
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {
                     // Do not read the bias of invisible keys.

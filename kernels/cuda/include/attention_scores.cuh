@@ -28,9 +28,9 @@ template <typename scalar> __device__ __forceinline__ float soft_sign(float x) {
     else return tanhf(x);
 }
 
-// From q k^T to the score without ALiBi and bias, in units of log2.
-template <typename scalar> __device__ __forceinline__ float score_of(float x, const AttentionScores& scores) {
-    if constexpr (SOFTCAP) return scores.softcap_log2 * soft_sign<scalar>(x * scores.softcap_in);
-    else return x * scores.scale_log2;
+// Turns a product q k^T into its score without ALiBi and bias, in units of log2.
+template <typename scalar> __device__ __forceinline__ void make_score(float& x, const AttentionScores& scores) {
+    if constexpr (SOFTCAP) x = scores.softcap_log2 * soft_sign<scalar>(x * scores.softcap_in);
+    else x *= scores.scale_log2;
 }
 #endif
