@@ -143,14 +143,19 @@ def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[
     """A function from the optional arrays by name to those of :data:`OPTIONAL`, empty ones if not given."""
     no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)
     no_table, no_slopes, no_sinks = np.empty((0, 0), np.int32), np.empty((0, 0)), np.empty(0)
-    nothing: tuple[Array, ...] = (no_table, no_slopes, no_sinks, no_bias, no_visible)
+    nothing = no_table, no_slopes, no_sinks, no_bias, no_visible
 
     def fill(given: dict[str, Array]) -> tuple[Array, ...]:
         if not given:
             return nothing
-        if "bias" in given:
-            given = {**given, "bias": bits(given["bias"])}
-        return tuple(map(given.get, OPTIONAL, nothing))
+        get, bias = given.get, given.get("bias")
+        return (
+            get("block_table", no_table),
+            get("alibi_slopes", no_slopes),
+            get("sinks", no_sinks),
+            no_bias if bias is None else bits(bias),
+            get("visible", no_visible),
+        )
 
     return fill
 
