@@ -33,11 +33,16 @@ def test_a_declaration_in_cuda():
     [
         "",
         "__global__ void other(float* x) {}",
-        "__global__ void k(float* x) {}\n__global__ void k(int* x, int n) {}",
+        "__global__ void k(float* x) {}\n__global__ void k(int* x) {}",
     ],
 )
 def test_what_is_not_known_stays_open(source):
     assert signature("k", source) == ()
+
+
+def test_a_definition_counts_more_than_a_declaration():
+    (found,) = signature("k", "__global__ void k(float*);\n__global__ void k(float* x) {}")
+    assert (found.name, found.type) == ("x", "float*")
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,11 @@ def test_mangled_names(name, types, sizes):
 
 
 def test_declarations_of_variables():
-    text = (
-        "__constant__ float c[3 * N]; __device__ int n; __constant__ int z = 0; __constant__ double d[] {1};"
-    )
+    text = "__device__ __constant__ float c[3 * N]; __device__ int n; "
+    text += "__constant__ int z = 0; __constant__ double d[] {1};"
     found = {name: variable(name, text) for name in "cnzdq"}
     assert {name: p and (p.type, p.element) for name, p in found.items()} == {
-        "c": ("float", 4),
+        "c": ("__constant__ float", 4),
         "n": ("int", 4),
         "z": ("int =", 4),
         "d": ("double =", 8),

@@ -27,10 +27,11 @@ REGISTERS = {
     **{("bf16", tile): (m // 4, n // 4) for tile in TILES for m, n, _ in (tile,)},
     **{(s, tile): (m // 8, n // 8) for tile in TILES for m, n, _ in (tile,) for s in ("s8", "u8")},
     **{("tf32", (16, 16, 8)): (4, 4), ("f64", (8, 8, 4)): (1, 1)},
+    **{("s4", (8, 8, 32)): (1, 1), ("u4", (8, 8, 32)): (1, 1), ("b1", (8, 8, 128)): (1, 1)},
 }
-ACCUMULATORS = {"f32": (8, "f32"), "s32": (8, "b32"), "f16": (4, "b32"), "f64": (2, "f64")}
+ACCUMULATORS = {"f32": "f32", "s32": "b32", "f16": "b32", "f64": "f64"}
 CASES = [
-    *((kind, tile) for kind, tile in REGISTERS if kind != "f16"),
+    *((kind, tile) for kind, tile in REGISTERS if kind not in ("f16", "s4", "u4", "b1")),
     *(("f16", tile, c, d) for tile in TILES for c in ("f16", "f32") for d in ("f16", "f32")),
 ]
 
@@ -40,8 +41,9 @@ def kernel(kind, tile, c_type, d_type, layouts, stride="%r1", space=""):
     shape = "m{}n{}k{}".format(*tile)
     la, lb, lc = layouts
     words = "b64" if kind == "f64" else "b32"
-    counts = (*REGISTERS[kind, tile], ACCUMULATORS[c_type][0], ACCUMULATORS[d_type][0])
-    held = (words, words, ACCUMULATORS[c_type][1], ACCUMULATORS[d_type][1])
+    results = [tile[0] * tile[1] // (64 if t == "f16" else 32) for t in (c_type, d_type)]
+    counts = (*REGISTERS[kind, tile], *results)
+    held = (words, words, ACCUMULATORS[c_type], ACCUMULATORS[d_type])
     a, b, c, d = (
         "{" + ", ".join(f"%{x}{i}" for i in range(n)) + "}" for x, n in zip("abcd", counts, strict=True)
     )
@@ -101,6 +103,26 @@ def test_a_product_of_tiles(case, rng):
         expected = a.astype(np.float64) @ b.astype(np.float64) + c
         lines = expected if layouts[2] == "row" else expected.T
         np.testing.assert_array_equal(d[:, : lines.shape[1]], lines)
+
+
+@pytest.mark.parametrize(("kind", "k"), [("s4", 32), ("u4", 32), ("b1", 128)])
+def test_a_product_of_narrow_elements(kind, k, rng):
+    """4-bit and 1-bit elements, packed in bytes, the first in the low bits; rows of a, columns of b."""
+    bits = 128 // k
+    a, b = rng.integers(0, 1 << bits, (2, 8, k))
+    packed = (a, b)
+    if kind == "s4":
+        a, b = (np.where(x > 7, x - 16, x) for x in (a, b))
+    memory = [
+        (x.reshape(8, -1, 8 // bits) << bits * np.arange(8 // bits)).sum(-1).astype(np.uint8) for x in packed
+    ]
+    c, d = rng.integers(-9, 9, (8, 8)).astype(np.int32), np.zeros((8, 8), np.int32)
+    text = kernel(kind, (8, 8, k), "s32", "s32", ("row", "col", "row"))
+    if kind == "b1":
+        text = text.replace("wmma.mma.sync", "wmma.mma.xor.popc.sync")
+    launch(text, "k", 1, 32, (*memory, c, d, k, k, 8))
+    products = (a[:, None] ^ b) if kind == "b1" else a[:, None] * b
+    np.testing.assert_array_equal(d, products.sum(-1) + c)
 
 
 def test_the_header(rng):

@@ -39,4 +39,4 @@ class SanitizerError(EmulatorError):
 
 
 class SanitizerNote(UserWarning):
-    """Something that is no fault, but that a reader of the kernel may want to know; ``sanitize="collect"`` warns."""
+    """What is no fault, but worth knowing: a warning of a launch with ``sanitize="collect"`` that found no fault."""

@@ -24,10 +24,10 @@ class Faults:
         return known is not None
 
     def finish(self, title: str) -> None:
-        """Warn of the notes and raise the faults, if there are any."""
-        for note in self.notes.values():
-            warnings.warn(note, SanitizerNote, stacklevel=4)
+        """Raise the faults, with the notes below; or warn of the notes if there are no faults."""
         if not self.found:
+            for note in self.notes.values():
+                warnings.warn(note, SanitizerNote, stacklevel=4)
             return
         faults = tuple(self.found.values())
         lines = [
@@ -36,4 +36,5 @@ class Faults:
         for i, fault in enumerate(faults, 1):
             times = f" ({fault.count} times; the first:)" if fault.count > 1 else ""
             lines.append(f"{i}.{times} {fault}")
+        lines += self.notes.values()
         raise SanitizerError(faults[0].kind, "\n".join(lines), faults)

@@ -91,8 +91,8 @@ def launch(
         limits apply, and a profile uses its L2 cache. Default: sm_80 for CUDA C++, the ``.target`` for PTX.
     sanitize : bool or "collect", optional
         False does not check for races, uninitialised reads and wrong masks. Faster. ``"collect"`` runs to the end,
-        reports all faults in one error, and warns of notes (:class:`SanitizerNote`). Default: True, unless
-        ``GPU_OPS_SANITIZE`` is ``0`` or ``collect``.
+        reports all faults and notes in one error; notes alone are warnings (:class:`SanitizerNote`). Default: True,
+        unless ``GPU_OPS_SANITIZE`` is ``0`` or ``collect``.
     sample : iterable of int, optional
         Run only these blocks, by linear id.
     together : bool

@@ -24,6 +24,7 @@ _SIZES = {
 }
 _VECTORS = {"char": 1, "uchar": 1, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "double": 8}
 _VECTORS |= {"half": 2, "__half": 2, "__nv_bfloat16": 2, "nv_bfloat16": 2, "long": 8, "longlong": 8}
+_QUALIFIERS = {"const", "volatile", "static", "extern", "__constant__", "__device__", "__managed__"}
 # Builtin types in mangled names: as they are written, and their bytes.
 _LETTERS = {
     **{
@@ -86,13 +87,16 @@ def _without_comments(source: str) -> str:
 def _declared(name: str, source: str) -> tuple[Parameter, ...]:
     """From CUDA C++ text, if it declares one kernel of this name."""
     text = _without_comments(source)
-    found = set()
+    found: set[tuple[Parameter, ...]] = set()
+    defined: set[tuple[Parameter, ...]] = set()
     for match in re.finditer(rf"__global__\b[^;{{}}]*?\b{re.escape(name)}\s*\(", text):
         depth, at = 1, match.end()
         while depth and at < len(text):
             depth += {"(": 1, ")": -1}.get(text[at], 0)
             at += 1
-        found.add(tuple(_parameter(p) for p in _split(text[match.end() : at - 1]) if p.strip() != "void"))
+        known = defined if text[at:].lstrip().startswith("{") else found
+        known.add(tuple(_parameter(p) for p in _split(text[match.end() : at - 1]) if p.strip() != "void"))
+    found = defined or found
     return found.pop() if len(found) == 1 else ()
 
 
@@ -121,9 +125,7 @@ def _parameter(text: str) -> Parameter:
 
 def _pointee(text: str) -> tuple[int, int]:
     """(bytes of the type, bytes of a component), zeros if the type is not known."""
-    words = [
-        w for w in re.sub(r"\bstd::|\bcuda::", "", text).split() if w not in ("const", "volatile", "static")
-    ]
+    words = [w for w in re.sub(r"\bstd::|\bcuda::", "", text).split() if w not in _QUALIFIERS]
     if words[-1:] == ["int"] and len(words) > 1 and words != ["unsigned", "int"]:
         words = words[:-1]  # long int
     base = " ".join(words)
