@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_ops.emulator import EmulatorError, SanitizerError, launch
+from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, launch
 from gpu_ops.emulator.signature import signature, variable
 from gpu_ops.kernels.compiler.numba_ptx import compile_numba
 
@@ -159,6 +159,14 @@ def test_a_fault_names_the_parameter_the_element_and_the_line(index, says):
     message = str(caught.value)
     assert says in message
     assert f"(kernel.cu:5)\n      kernel.cu line 5: if (i <= n) out[{index}] = make_float2" in message
+
+
+def test_an_element_of_a_matrix_has_its_indices():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    source = 'extern "C" __global__ void k(const float* x, float* y) { y[threadIdx.x] = x[21]; }'
+    x = Buffer(np.zeros((4, 8), np.float32), poison=np.arange(32).reshape(4, 8) == 21)
+    with pytest.raises(SanitizerError, match=r"of `x`: element \(2, 5\) of \(4, 8\) \(byte 84 of 128\)"):
+        launch(source, "k", 1, 8, (x, np.zeros(8, np.float32)))
 
 
 def test_a_null_pointer_is_named():

@@ -7,8 +7,9 @@ branch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from gpu_ops.emulator import runtime
 from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
@@ -164,7 +165,7 @@ class _Linker:
         operands = (Name(rename(call.callee)), Name(table))
         program.code.append(statement._replace(opcode="dispatch", modifiers=(), operands=operands))
         program.tables[table], program.callees[table] = [], []
-        for function in self.pointed_to():
+        for function in self.pointed_to:
             if [v.bytes for v in (*function.results, *function.parameters)] != wanted:
                 continue
             label = f"{table} {function.name}"
@@ -182,15 +183,14 @@ class _Linker:
     def bytes_of(self, variable: str) -> int:
         return next((v.bytes for v in self.variables if v.name == variable), 0)
 
-    def pointed_to(self) -> Iterator[Function]:
+    @cached_property
+    def pointed_to(self) -> list[Function]:
         """The functions whose address the module takes."""
-        statements = (s for f in self.module.functions.values() for s in f.body if isinstance(s, Instruction))
-        used = [o for s in statements for o in s.operands]
+        functions = self.module.functions.values()
+        used = [o for f in functions for s in f.body if isinstance(s, Instruction) for o in s.operands]
         used += [o for v in self.module.variables.values() for o in v.initial]
-        names = {getattr(o, "name", "") for o in used}
-        for name, function in self.module.functions.items():
-            if name in names and not function.entry and not function.declared_only:
-                yield function
+        names = {o.name for o in used if isinstance(o, Name)}
+        return [f for f in functions if f.name in names and not f.entry and not f.declared_only]
 
     def lay_out(self) -> None:
         """Static variables in order, then dynamic shared memory; all its symbols name one address."""

@@ -106,7 +106,12 @@ class Allocation:
         array = self.arrays[0] if self.arrays else None
         plain = {(a.itemsize, a.nbytes if a.flags.c_contiguous else 0) for a in self.arrays}
         if array is not None and array.itemsize > 1 and plain == {(array.itemsize, self.bytes)}:
-            where = f"element {offset // array.itemsize} of {array.size} ({where})"
+            index = offset // array.itemsize
+            if array.ndim > 1 and 0 <= index < array.size:
+                at = tuple(int(i) for i in np.unravel_index(index, array.shape))
+                where = f"element {at} of {array.shape} ({where})"
+            else:
+                where = f"element {index} of {array.size} ({where})"
         if self.unset:
             where += f", a __constant__ variable without a value: pass symbols={{{self.name!r}: array}}"
         if offset < 0:
