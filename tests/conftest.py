@@ -8,11 +8,8 @@ whether a test applies.
 
 from __future__ import annotations
 
-import gc
-import mmap
 import os
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -90,22 +87,6 @@ def _is_slow_on_emulator(item):
     levels_of = rule(backend["backend"] == "raw")
     quick = levels_of.get(item.originalname, levels_of.get("*", {}))
     return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
-
-
-# Resident memory above which a process drops the emulator's programs: 5 to 30 MB each, kept for the next launch.
-MOST_MEMORY = 900 << 20
-STATM = Path("/proc/self/statm")
-
-
-def pytest_runtest_teardown(item):
-    """Processes that run tests of many kernels stay below 1.5 GB."""
-    if not STATM.exists() or int(STATM.read_text().split()[1]) * mmap.PAGESIZE < MOST_MEMORY:
-        return
-    if emulator_run := sys.modules.get("gpu_ops.emulator.run"):
-        for cached in vars(emulator_run).values():
-            if hasattr(cached, "cache_clear"):
-                cached.cache_clear()
-    gc.collect()
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
