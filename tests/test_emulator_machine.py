@@ -126,6 +126,26 @@ def test_a_launch_that_cannot_be(name, block, args, message):
         launch(SOURCE, name, 1, block, args)
 
 
+def test_a_kernel_is_found_by_its_name_in_the_source():
+    source = """
+struct Record { int entry, version; };
+namespace a { __global__ void fill(float* y) { Record r; r.entry = 3; r.version = 4; y[threadIdx.x] = r.entry; } }
+template <class T> __global__ void scale(T* y, T by) { y[threadIdx.x] *= by; }
+template __global__ void scale<float>(float*, float);
+template __global__ void scale<int>(int*, int);
+"""
+    y = np.zeros(8, np.float32)
+    launch(source, "fill", 1, 8, (y,))
+    launch(source, "_Z5scaleIfEvPT_S0_", 1, 8, (y, 2.0))
+    assert y.tolist() == [6] * 8
+    with pytest.raises(
+        EmulatorError, match=r"2 kernels are named 'scale'; the module has: .*_Z5scaleIfEvPT_S0_"
+    ):
+        launch(source, "scale", 1, 8, (y, 2.0))
+    with pytest.raises(EmulatorError, match=r"parameter 'y' of fill is float.*float64"):
+        launch(source, "fill", 1, 8, (np.zeros(8),))
+
+
 SHARED = r"""
 extern "C" __global__ void dynamic(float* y) { extern __shared__ float d[]; d[0] = 7; y[0] = d[0]; }
 extern "C" __global__ void both(float* y) {

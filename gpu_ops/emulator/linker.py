@@ -15,6 +15,7 @@ from gpu_ops.emulator import runtime
 from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
 from gpu_ops.emulator.errors import EmulatorError, PtxError, UnknownInstruction
 from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import (
     Address,
     Call,
@@ -40,12 +41,14 @@ _FUNCTION_BASE, _FUNCTION_STEP = 1 << 16, 1 << 8  # addresses of functions, wher
 
 
 def link(module: Module, name: str) -> Program:
-    """The program of an entry; the :class:`EmulatorError` for an unknown name lists the entries."""
-    entry = module.functions.get(name)
-    if entry is None or not entry.entry:
-        entries = [f.name for f in module.functions.values() if f.entry]
-        raise EmulatorError(f"no kernel named {name!r}; the module has: {', '.join(entries) or 'none'}")
-    linker = _Linker(module, Program(name, module))
+    """The program of an entry, given by its name in PTX or in the source."""
+    entries = [f.name for f in module.functions.values() if f.entry]
+    found = [e for e in entries if e == name] or [e for e in entries if plain_name(e) == name]
+    if len(found) != 1:
+        many = f"{len(found)} kernels are" if found else "no kernel"
+        raise EmulatorError(f"{many} named {name!r}; the module has: {', '.join(entries) or 'none'}")
+    entry = module.functions[found[0]]
+    linker = _Linker(module, Program(entry.name, module))
     linker.program.parameters = entry.parameters
     linker.inline(entry, "", {}, ())
     linker.lay_out()

@@ -23,7 +23,7 @@ from gpu_ops.emulator.counts import (
     several,
     total,
 )
-from gpu_ops.emulator.program import plain_name
+from gpu_ops.emulator.signature import plain_name
 from gpu_ops.emulator.syntax import source_text
 
 _LINES = 12  # hot lines that are shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.signature import Parameter
+from gpu_ops.emulator.signature import Parameter, plain_name
 from gpu_ops.emulator.syntax import (
     DTYPE,
     Array,
@@ -82,15 +81,6 @@ class Program:
         while location is not None and location.file in self.module.files:
             yield self.module.files[location.file], location.line
             location = location.caller
-
-
-def plain_name(name: str) -> str:
-    """A kernel's name as in its source: Numba mangles it with its module and types."""
-    plain, rest = name, name.removeprefix("_ZN" if name.startswith("_ZN") else "_Z")
-    while rest != name and (found := re.match(r"\d+", rest)):
-        end = found.end() + int(found.group())
-        plain, rest = rest[found.end() : end], rest[end:]
-    return plain
 
 
 def immediate(operand: Immediate, ptx_type: str) -> Array:

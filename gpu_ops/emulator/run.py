@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,7 +79,7 @@ def launch(
     source : str
         CUDA C++, which is compiled, or PTX. For a Numba kernel, the PTX that ``numba.cuda.compile`` returns.
     name : str
-        The entry; in CUDA C++ an ``extern "C" __global__`` function.
+        The entry, as in PTX or as in its source: ``f`` for ``_Z1fPf``, if one kernel only is called so.
     grid, block : int or tuple of up to 3 ints
         Blocks, and threads per block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
@@ -208,13 +209,13 @@ def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()
     """The program of an entry of PTX or CUDA C++ text."""
     module = _module(source, arch, include)
     program = link(module, name)
-    program.signature = signature(name, source if module.text is not source else "")
+    program.signature = signature(program.name, source if module.text is not source else "")
     return program
 
 
 @lru_cache(maxsize=8)
 def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
-    if ".address_size" in source or ".entry" in source:
+    if re.search(r"^\s*\.(version|target|address_size)\b", source, re.MULTILINE):
         return parse(source)
     compiled = compile_text(
         source, arch, options=tuple(f"-I{folder}" for folder in (*include, *_wmma_headers()))

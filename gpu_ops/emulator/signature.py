@@ -60,11 +60,18 @@ class Parameter:
         return dtype.itemsize in (self.element, self.scalar)
 
 
+def plain_name(name: str) -> str:
+    """A kernel's name as in its source: Numba mangles it with its module and types."""
+    plain, rest = name, name.removeprefix("_ZN" if name.startswith("_ZN") else "_Z")
+    while rest != name and (found := re.match(r"\d+", rest)):
+        end = found.end() + int(found.group())
+        plain, rest = rest[found.end() : end], rest[end:]
+    return plain
+
+
 def signature(entry: str, source: str = "") -> tuple[Parameter, ...]:
     """The parameters of an entry; empty if they are not known."""
-    plain = re.match(r"_Z(\d+)", entry)
-    name = entry[plain.end() : plain.end() + int(plain.group(1))] if plain else entry
-    return _declared(name, source) or _mangled(entry)
+    return _declared(plain_name(entry), source) or _mangled(entry)
 
 
 def variable(name: str, source: str) -> Parameter | None:

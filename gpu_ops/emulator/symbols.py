@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator.errors import EmulatorError
-from gpu_ops.emulator.program import Program, plain_name
-from gpu_ops.emulator.signature import Parameter, variable
+from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.signature import Parameter, plain_name, variable
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 
 
