@@ -187,20 +187,15 @@ def _steps(m: State) -> list[Step]:
     """The steps of the program; an error names the instruction and its line."""
     made = []
     for pc, instruction in enumerate(m.program.code):
-        form, text = instruction.form, m.program.module.source_line(instruction.line)
-        text += m.program.source(pc) + m.program.source_line(pc)
+        form, at = instruction.form, f"PTX line {instruction.line}"
         if missing := refused.feature(instruction.opcode, instruction.modifiers):
-            raise UnknownInstruction(
-                f"PTX line {instruction.line}: the emulator does not have {missing}: {text}"
-            )
+            raise UnknownInstruction(f"{at}: the emulator does not have {missing}: {m.program.text(pc)}")
         try:
             step = _BUILDERS.get(instruction.opcode, registers.arithmetic)(m, pc, instruction)
         except Unknown as error:
-            raise UnknownInstruction(
-                f"PTX line {instruction.line}: the emulator has no {form}: {text}"
-            ) from error
+            raise UnknownInstruction(f"{at}: the emulator has no {form}: {m.program.text(pc)}") from error
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise instruction.error(f"these operands make no {form}: {text}") from error
+            raise instruction.error(f"these operands make no {form}: {m.program.text(pc)}") from error
         if instruction.guard is not None:
             guard = m.register(instruction.guard.name)
             if guard is None:

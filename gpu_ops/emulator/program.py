@@ -33,9 +33,7 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)
-    callees: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # of an indirect call: addresses, as its table
+    callees: dict[str, list[int]] = field(default_factory=dict)  # indirect calls: the addresses of a table
     functions: dict[str, int] = field(default_factory=dict)  # name -> address
     parameters: list[Variable] = field(default_factory=list)
     signature: tuple[Parameter, ...] = ()  # names and types of the parameters, if they are known
@@ -57,11 +55,13 @@ class Program:
 
     def where(self, pc: int) -> str:
         """``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)`` and the text of that line, for messages."""
-        instruction = self.code[pc]
-        text = f"PTX line {instruction.line}: {self.module.source_line(instruction.line)}"
-        return f"{text}{self.source(pc)}{self.source_line(pc)}"
+        return f"PTX line {self.code[pc].line}: {self.text(pc)}"
 
-    def source_line(self, pc: int) -> str:
+    def text(self, pc: int) -> str:
+        """An instruction as it is written, and its source line."""
+        return f"{self.module.source_line(self.code[pc].line)}{self.source(pc)}{self._source_line(pc)}"
+
+    def _source_line(self, pc: int) -> str:
         """The source line on a line of its own: the first one in the text that the caller gave, or else on disk."""
         places = list(self.places(pc))
         given = [(file, line) for file, line in places if file in self.module.sources]
