@@ -71,6 +71,18 @@ def test_without_the_sanitizer_only_the_machine_finds_faults(bug, rng):
     assert found == (bug.kind if always else None)
 
 
+@pytest.mark.filterwarnings("ignore::gpu_ops.emulator.SanitizerNote")
+@pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
+def test_the_first_of_the_collected_faults_is_the_one_that_is_raised(bug):
+    errors = []
+    for mode in (True, "collect"):
+        with pytest.raises(SanitizerError) as caught:
+            run(bug, "bad", np.random.default_rng(1), sanitize=mode)
+        errors.append(caught.value)
+    assert str(errors[1].faults[0]) == str(errors[0])
+    assert errors[1].faults[0].kind == errors[1].kind == errors[0].kind == bug.kind
+
+
 STORE = 'extern "C" __global__ void k(float* y) { y[threadIdx.x + 2] = 7; }'
 ADD = 'extern "C" __global__ void k(float* y) { atomicAdd(y, 1.f); }'
 
