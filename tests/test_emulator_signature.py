@@ -139,7 +139,7 @@ def test_a_numba_kernel():
     name = ptx.partition(".entry ")[2].partition("(")[0]
     y = np.zeros((2, 2), np.float32)
     with pytest.raises(
-        EmulatorError, match=r"parameter 0 of .* is an array of float, .* argument 0 is .*float64"
+        EmulatorError, match=r"parameter 'x' of scale is an array of float, .* argument 0 is .*float64"
     ):
         launch(ptx, name, 1, 1, (np.ones(4), y, 2))
 

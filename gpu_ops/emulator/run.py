@@ -27,7 +27,7 @@ from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.sanitizer import Sanitizer
-from gpu_ops.emulator.signature import signature
+from gpu_ops.emulator.signature import named_in_python, signature
 from gpu_ops.emulator.symbols import bind
 from gpu_ops.emulator.syntax import Module
 from gpu_ops.kernels.compiler.jit import compile_text
@@ -209,7 +209,8 @@ def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()
     """The program of an entry of PTX or CUDA C++ text."""
     module = _module(source, arch, include)
     program = link(module, name)
-    program.signature = signature(program.name, source if module.text is not source else "")
+    known = signature(program.name, source if module.text is not source else "")
+    program.signature = named_in_python(program.name, known, module.files.values())
     return program
 
 

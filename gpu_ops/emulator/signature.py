@@ -1,13 +1,15 @@
-"""What a kernel's parameters are called and point to: from its CUDA C++ text, or from its mangled name.
+"""What a kernel's parameters are called and point to: from its CUDA C++ or Python text, and from its mangled name.
 
 PTX has neither. Whatever is not understood is left open: no names, no types, and no check against them.
 """
 
 from __future__ import annotations
 
+import ast
+import linecache
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,27 @@ def plain_name(name: str) -> str:
 def signature(entry: str, source: str = "") -> tuple[Parameter, ...]:
     """The parameters of an entry; empty if they are not known."""
     return _declared(plain_name(entry), source) or _mangled(entry)
+
+
+def named_in_python(entry: str, known: tuple[Parameter, ...], files: Iterable[str]) -> tuple[Parameter, ...]:
+    """The parameters with the names that a Numba kernel's function has, if one of the files defines it."""
+    found: set[tuple[str, ...]] = set()
+    plain = plain_name(entry)
+    for file in files:
+        text = "".join(linecache.getlines(file)) if file.endswith(".py") or file.startswith("<") else ""
+        if f"def {plain}(" in text:
+            try:
+                nodes = [
+                    n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == plain
+                ]
+            except SyntaxError:
+                continue
+            found |= {tuple(a.arg for a in node.args.args) for node in nodes}
+    names = found.pop() if len(found) == 1 else ()
+    if known and len(names) != len(known):
+        return known
+    types = known or [Parameter("", "")] * len(names)
+    return tuple(replace(p, name=name) for p, name in zip(types, names, strict=True))
 
 
 def variable(name: str, source: str) -> Parameter | None:
