@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -130,28 +132,46 @@ def damage_empty(path):
 
 
 def damage_other(path):
-    """A file of another version: its checksum holds, what is in it does not."""
-    import hashlib
-    import pickle
-
-    payload = pickle.dumps({"not": "a compile result"})
+    """A pickle, as entries once were: its checksum holds, and it must not be run."""
+    payload = pickle.dumps(Runs(path.parent))
     path.write_bytes(hashlib.sha256(payload).digest() + payload)
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other])
+class Runs:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / "unpickled"),)
+
+
+def damage_moved(path):
+    """Another variant's entry under this one's name."""
+    finish(start(path.parents[2], CALL.replace("(x, x", "(x, x, activation='gelu'")))
+    path.with_name("swiglu_forward_gelu-float32.nbc").replace(path)
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other, damage_moved])
 def test_a_damaged_entry_is_compiled_anew_and_replaced(tmp_path, damage):
     finish(start(tmp_path))
     (entry,) = entries(tmp_path)
     damage(entry)
     assert finish(start(tmp_path))[0] == COMPILED
     assert finish(start(tmp_path))[0] == LOADED
+    assert not (entry.parent / "unpickled").exists()
 
 
-@pytest.mark.parametrize("kind", ["below a file", "not permitted"])
+@pytest.mark.parametrize("kind", ["below a file", "not permitted", "of all"])
 def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
     if kind == "below a file":
         (tmp_path / "file").write_text("in the way")
         cache = tmp_path / "file" / "cache"
+    elif kind == "of all":
+        cache = tmp_path / "open"
+        finish(start(cache))
+        cache.chmod(0o777)
     else:
         if os.geteuid() == 0:
             pytest.skip("root may write anywhere: run as another user")
