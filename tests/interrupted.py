@@ -41,7 +41,9 @@ def main(seed: int, mean: float, ops: list[str]) -> None:
                 late.append(time.perf_counter() - due)
                 count += 1
         most = max(most, count)
-        digests[op] = [hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16] for x in results(found)]
+        digests[op] = [
+            hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16] for x in results(found)
+        ]
     print(json.dumps({"digests": digests, "late": late, "most of one op": most}))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import logging  # noqa: F401  # before the hooks below: see there
 import os
 import signal
 import threading
@@ -21,7 +22,9 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_POLL = 0.05  # seconds: an interrupt just before a wait begins, and any on Windows, is seen when the wait ends
+_POLL = (
+    0.05  # seconds: an interrupt just before a wait begins, and any on Windows, is seen when the wait ends
+)
 
 _running: dict[int, threading.Lock] = {}  # by thread: locked until its section has ended
 _gate = threading.Lock()  # held by a fork: no section begins
@@ -128,5 +131,6 @@ def _after_fork_in_child() -> None:
     _after_fork()
 
 
+# The last hooks registered run first. Those of logging take its lock, which a section may wait for.
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
