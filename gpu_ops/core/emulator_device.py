@@ -7,11 +7,13 @@ import functools
 import math
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, Launch, Limits, Memset, Tensor
 from gpu_ops.presets import ARCHES, select_preset
 
@@ -87,10 +89,8 @@ class EmulatorDevice:
         self._unwritten.discard(_address(views[name]))
 
     def _launch(self, launch: Launch, views: Views) -> None:
-        from gpu_ops import emulator
-        from gpu_ops.kernels.compiler.jit import compile_kernel
-
-        compiled = compile_kernel(launch.kernel, self.limits.arch)
+        emulator, jit = _emulator()
+        compiled = jit.compile_kernel(launch.kernel, self.limits.arch)
         if launch.cooperative:
             self._check_resident(launch, compiled)
         args = [_numpy_argument(a, views) for a in launch.arguments]
@@ -110,16 +110,14 @@ class EmulatorDevice:
         self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
 
     def _buffer(self, array: Array) -> Any:
-        from gpu_ops.emulator import Buffer
-
         at = _address(array)
         bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-        return Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
+        return _emulator()[0].Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
 
     def _check_resident(self, launch: Launch, compiled: Any) -> None:
         """A driver refuses a cooperative launch of more blocks than run at the same time."""
         from gpu_ops.emulator import EmulatorError
-        from gpu_ops.kernels.compiler import cubin
+        from gpu_ops.kernels.compiler import cubin  # jit has imported it
 
         blocks, threads = math.prod(launch.grid), math.prod(launch.block)
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
@@ -127,6 +125,15 @@ class EmulatorDevice:
         if blocks > fit * self.limits.sms:
             most = f"{fit} run at the same time on each of {self.limits.sms} SMs"
             raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {most}")
+
+
+@functools.cache
+@uninterrupted
+def _emulator() -> tuple[ModuleType, ModuleType]:
+    from gpu_ops import emulator
+    from gpu_ops.kernels.compiler import jit
+
+    return emulator, jit
 
 
 def _numpy_argument(a: Any, views: Views) -> Any:

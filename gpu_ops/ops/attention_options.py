@@ -14,6 +14,7 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Spec
 
 __all__ = [
@@ -174,6 +175,7 @@ def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) 
     return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
 
 
+@uninterrupted  # it imports
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """Why the CUDA C++ kernels cannot run this call."""
     from gpu_ops.kernels.lower.attention import raw_unsupported
