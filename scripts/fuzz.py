@@ -5,9 +5,11 @@
     python scripts/fuzz.py --cases 500 --seed 1         a fixed number of them
     python scripts/fuzz.py --case 1:137                 one case again
 
-A case is a right call (on the CPU with both backends, a few on the emulator), a call after a similar one, a wrong call,
-damaged model files, or a call after interrupts. It follows from its seed and number: not from the time, nor from what
-ran before. Exit code: 0 nothing found, 1 findings, 2 wrong usage.
+A case is a right call (on the CPU with both backends, a few on the emulator), a call after a similar one, a wrong
+call, damaged model files, or a call after interrupts. It follows from its seed and number: not from the time, nor
+from what ran before. Only the moments of the interrupts differ each time.
+
+Exit code: 0 nothing found, 1 findings, 2 wrong usage.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -270,7 +271,10 @@ def test_warmup_fills_the_folder(tmp_path):
     env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "kernels ready" in run.stdout
+    lines = run.stdout.splitlines()
+    assert re.match(r"\d of \d kernels ready in", lines[-1])
+    assert re.match(r"1 of \d  swiglu_forward_\w+ float32: \d+\.\d s", lines[2])
+    assert len(lines) == 3 + int(lines[-1][0]), run.stdout  # one per kernel, as it is done
     assert {e.stem for e in entries(tmp_path)} >= {
         "swiglu_forward_silu-float32",
         "swiglu_forward_gelu-float32",

@@ -27,7 +27,14 @@ from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
-from gpu_ops.kernels.compiler.kernel import CUDA_FOLDER, CudaKernel, NumbaKernel, Variant, spelled
+from gpu_ops.kernels.compiler.kernel import (
+    CUDA_FOLDER,
+    CudaKernel,
+    NumbaKernel,
+    Variant,
+    short_label,
+    spelled,
+)
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
 from gpu_ops.kernels.compiler.progress import visible
@@ -76,7 +83,7 @@ def compile_text(
 
     def build() -> Compiled:
         flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
-        with visible(f"gpu_ops: compiling {name} for {arch}"):
+        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}"):
             unit = _run_nvrtc(source, name, arch, flags, {})
         # NVRTC prefixes a relative name with the current folder.
         ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
@@ -105,7 +112,7 @@ def load(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
 
 def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
     if isinstance(kernel, NumbaKernel):
-        with visible(f"gpu_ops: compiling {kernel.label} for this GPU (once per process)"):
+        with visible(f"gpu_ops: compiling {short_label(kernel.label)} for this GPU (once per process)"):
             return NumbaLauncher(kernel.function, kernel.signature)
     compiled = compile_kernel(kernel, device_arch())
     assert compiled.cubin is not None  # every CUDA C++ kernel has one
@@ -197,7 +204,7 @@ def _from_disk(name: str, arch: str, key: str, build: Callable[[], Compiled]) ->
     if unit is None:
         folder = cache_folder("cuda")
         where = f" (once; then from {folder})" if folder else ""
-        with visible(f"gpu_ops: compiling {name} for {arch}{where}"):
+        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}{where}"):
             unit = build()
         if folder:
             publish(folder / entry, pack(unit))

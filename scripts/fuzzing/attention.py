@@ -43,7 +43,7 @@ def visible(options: Options, batch: int, heads: int, sq: int, sk: int) -> Array
 
 def scores(m: Maths, q: Array, k: Array, options: Options, seen: Array) -> tuple[Array, Array]:
     """Of (batch, heads, seqlen, head_dim) arrays: the scores, and the slope of the softcap."""
-    batch, heads, sq, head_dim = q.shape
+    sq, head_dim = q.shape[2:]
     sk = k.shape[2]
     s = m.r(m.matmul(q, k.swapaxes(-1, -2)) * m.wide(options.get("softmax_scale", head_dim**-0.5)))
     slope = np.ones_like(s)
@@ -123,7 +123,9 @@ def dims(draw: Draw) -> tuple[int, int, int, int, int]:
     """batch, heads, heads_kv, head_dim, head_dim_v."""
     heads_kv = draw.pick(1, 1, 2, 3)
     head_dim = draw.pick(8, 16, 32) if draw.small else draw.pick(1, 3, 8, 16, 24, 32, 64, 64, 80, 128)
-    head_dim_v = head_dim if draw.chance(0.85) else draw.pick(8, 16) if draw.small else draw.pick(1, 8, 40, 64)
+    head_dim_v = (
+        head_dim if draw.chance(0.85) else draw.pick(8, 16) if draw.small else draw.pick(1, 8, 40, 64)
+    )
     return draw.pick(1, 1, 2, 3), heads_kv * draw.pick(1, 1, 2, 4), heads_kv, head_dim, head_dim_v
 
 
@@ -311,8 +313,12 @@ def attention_decode(draw: Draw) -> Trial:
             of_sequence = dict(options)
             if options.get("alibi_slopes", np.empty(0)).ndim == 2:
                 of_sequence["alibi_slopes"] = options["alibi_slopes"][b]
-            found.append(forward(m, x[b : b + 1], *(one[b : b + 1, :, : used[b]] for one in (y, z)), of_sequence))
-        return heads_first(np.concatenate([out for out, _ in found])), np.concatenate([lse for _, lse in found])
+            found.append(
+                forward(m, x[b : b + 1], *(one[b : b + 1, :, : used[b]] for one in (y, z)), of_sequence)
+            )
+        return heads_first(np.concatenate([out for out, _ in found])), np.concatenate(
+            [lse for _, lse in found]
+        )
 
     results = (dtype, computing(dtype))
     linked = (("v_cache", 2), ("k_cache", 3), ("seqused_k", 0))

@@ -16,7 +16,22 @@ from scripts.fuzzing.maths import Array
 from scripts.fuzzing.ternary import FORMATS, matrix
 
 NUMBERS = (0, 1, 2, 8, 9, 255, 2**31, 2**32 - 1, 2**48, 2**61, 2**63 - 1, 2**63, 2**64 - 1)
-TOKENS = (b"[", b"]", b"{", b"}", b'"', b",", b":", b"null", b"true", b"-1", b"1e999", b"NaN", b"9" * 30, b"\\u0000")
+TOKENS = (
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b'"',
+    b",",
+    b":",
+    b"null",
+    b"true",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"9" * 30,
+    b"\\u0000",
+)
 DAMAGES = 25
 
 
@@ -42,7 +57,11 @@ def gguf(draw: Draw, path: Path) -> dict[str, Array]:
         tensors[name] = gpu_ops.TernaryMatrix.from_trits(found[name], format=format)
     metadata: dict[str, Any] = {"general.architecture": "bitnet", "a.words": ["x", "", "zz"], "a.float": 1.5}
     if draw.chance(0.5):
-        metadata |= {"general.alignment": draw.pick(8, 32, 64), "a.nested": [[1, 2], [3]], "a.i": np.arange(5)}
+        metadata |= {
+            "general.alignment": draw.pick(8, 32, 64),
+            "a.nested": [[1, 2], [3]],
+            "a.i": np.arange(5),
+        }
     gpu_ops.write_gguf(path, {**tensors, "norm": np.ones(5, np.float32)}, metadata)
     return found
 
@@ -68,7 +87,9 @@ def damaged(path: Path, written: dict[str, Array], exact: bool) -> str | None:
         return f"refused: {error}" if exact else None
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if exact and (found.keys() != written.keys() or any((found[n].trits() != t).any() for n, t in written.items())):
+    if exact and (
+        found.keys() != written.keys() or any((found[n].trits() != t).any() for n, t in written.items())
+    ):
         return "read other trits than were written"
     return None
 

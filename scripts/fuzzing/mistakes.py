@@ -52,10 +52,13 @@ def parameters(trial: Trial) -> dict[str, inspect.Parameter]:
 def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
     """What is wrong, and the arguments that make it so."""
     known, given = parameters(trial), trial.arguments
-    floats = [n for n, x in given.items() if isinstance(x, np.ndarray) and x.dtype in DTYPES and n not in RESULTS]
+    floats = [
+        n for n, x in given.items() if isinstance(x, np.ndarray) and x.dtype in DTYPES and n not in RESULTS
+    ]
     linked = [(n, axis) for n, axis in trial.linked if n in given and given[n].ndim > 0]
     ways = ["option"] * 2 + ["dtype", "no array"] * bool(floats) + ["length"] * 2 * bool(linked)
-    ways += ["out"] * 2 * isinstance(given.get("out"), np.ndarray)
+    is_result = "out" in known and known["out"].kind is inspect.Parameter.KEYWORD_ONLY  # of a gradient it is an input
+    ways += ["out"] * 2 * (is_result and isinstance(given.get("out"), np.ndarray))
     match draw.pick(*ways):
         case "option":
             name = draw.pick(*(n for n in WRONG_OPTIONS if n in known))
@@ -123,9 +126,15 @@ def change(draw: Draw, trial: Trial) -> dict[str, Any]:
     if isinstance(value, bool):
         return {name: draw.pick(not value, 1, 0, np.bool_(value), "yes", None)}
     if isinstance(value, int | float):
-        return {name: draw.pick(value + 1, -value, np.float32(value), True, None, NAN, 10**400, np.array(value), "1")}
+        return {
+            name: draw.pick(
+                value + 1, -value, np.float32(value), True, None, NAN, 10**400, np.array(value), "1"
+            )
+        }
     if isinstance(value, str):
-        return {name: draw.pick("bhsd", "gelu", "llama", "native", "planes", value.upper(), value.encode(), None)}
+        return {
+            name: draw.pick("bhsd", "gelu", "llama", "native", "planes", value.upper(), value.encode(), None)
+        }
     if isinstance(value, tuple):
         return {name: draw.pick(list(value), value[::-1], value[:-1], (*value, 1), value[0], None)}
     return {name: draw.pick(None, 1, 2.5, True, "x", (), (1, 2), np.ones(3, np.float32))}

@@ -119,7 +119,9 @@ def rope(draw: Draw) -> Trial:
         return tuple(found)
 
     linked = (("k", -1), ("dk", -1))
-    return Trial("rope_backward" if back else "rope", arguments, draw, dtype, (dtype,) * count, formula, linked=linked)
+    return Trial(
+        "rope_backward" if back else "rope", arguments, draw, dtype, (dtype,) * count, formula, linked=linked
+    )
 
 
 def rope_append_kv(draw: Draw) -> Trial:
@@ -139,7 +141,9 @@ def rope_append_kv(draw: Draw) -> Trial:
     if draw.chance(0.5):
         page = draw.pick(1, 4, 16)
         width = -(-capacity // page)
-        table = draw.rng.permutation(batch * width + 2)[: batch * width].reshape(batch, width).astype(np.int32)
+        table = (
+            draw.rng.permutation(batch * width + 2)[: batch * width].reshape(batch, width).astype(np.int32)
+        )
         arguments["block_table"] = draw.place(table)
         at = (table[np.arange(batch)[:, None], keys // page], keys % page)
         shape = (batch * width + 2, page, heads_kv, head_dim)

@@ -16,7 +16,10 @@ LEADS = ((), (1,), (3,), (7,), (2, 3), (33,), (130,), (0,), (2, 0))
 
 def shape_of(draw: Draw) -> tuple[int, ...]:
     lead = draw.pick(*(LEADS[:5] if draw.small else LEADS))
-    return (*lead, draw.length(129) if draw.small else draw.pick(1, 2, 7, 8, 16, 33, 64, 100, 128, 257, 512, 1000))
+    return (
+        *lead,
+        draw.length(129) if draw.small else draw.pick(1, 2, 7, 8, 16, 33, 64, 100, 128, 257, 512, 1000),
+    )
 
 
 def with_nan(draw: Draw, x: Array) -> Array:
@@ -28,7 +31,9 @@ def with_nan(draw: Draw, x: Array) -> Array:
 
 
 def x_of(draw: Draw, shape: tuple[int, ...], dtype: Any, written: bool = False) -> Array:
-    return draw.place(with_nan(draw, draw.values(shape, dtype, draw.pick(0.02, 1.0, 1.0, 6.0))), written, rows=written)
+    return draw.place(
+        with_nan(draw, draw.values(shape, dtype, draw.pick(0.02, 1.0, 1.0, 6.0))), written, rows=written
+    )
 
 
 def added(x: Array, residual: Array | None, dtype: np.dtype[Any]) -> Array:
@@ -287,7 +292,12 @@ def mlp(draw: Draw) -> Trial:
     limit = 33 if draw.small else 130
     tokens, hidden, ffn, hidden_out = (draw.length(limit) for _ in range(4))
     back, name = draw.chance(0.4), draw.pick("silu", "gelu", "gelu_tanh")
-    shapes = {"x": (tokens, hidden), "w_gate": (ffn, hidden), "w_up": (ffn, hidden), "w_down": (hidden_out, ffn)}
+    shapes = {
+        "x": (tokens, hidden),
+        "w_gate": (ffn, hidden),
+        "w_up": (ffn, hidden),
+        "w_down": (hidden_out, ffn),
+    }
     given = {n: draw.array(s, dtype, 1.0 if n == "x" else s[1] ** -0.5) for n, s in shapes.items()}
     arguments: dict[str, Any] = {**given, "activation": name}
     if back:

@@ -62,7 +62,9 @@ class Trial:
 
 def _word(x: Any) -> str:
     if isinstance(x, np.ndarray):
-        dense = "" if x.flags.c_contiguous else f" strides {tuple(s // max(x.itemsize, 1) for s in x.strides)}"
+        dense = (
+            "" if x.flags.c_contiguous else f" strides {tuple(s // max(x.itemsize, 1) for s in x.strides)}"
+        )
         return f"{x.dtype}{list(x.shape)}{dense}"
     if isinstance(x, tuple | list) and any(isinstance(one, np.ndarray) for one in x):
         return f"({', '.join(map(_word, x))})"
