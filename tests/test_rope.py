@@ -192,6 +192,17 @@ def test_out_may_be_strided_on_leading_axes(dtype, backend, rng):
     assert not room[..., 18:].any()
 
 
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+def test_what_is_not_rotated_is_copied_into_reversed_results(axis, backend, rng):
+    """Whose strides are negative."""
+    x = random(rng, (1, 5, 3, 16), np.float32)
+    out = np.full_like(x, np.nan)
+    view = np.flip(out, axis)
+    assert rope(x, rotary_dim=6, out=view, **backend) is view
+    np.testing.assert_array_equal(view[..., 6:], x[..., 6:])
+    np.testing.assert_allclose(view, reference.rope(x, rotary_dim=6), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8), (0, 2, 8)])
 def test_empty(shape, dtype, backend):
     x = np.zeros(shape, dtype)

@@ -28,6 +28,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.numba_import import uninterrupted
+from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.compiler.progress import visible
 
 from .codegen.numba_api import (
@@ -197,7 +198,7 @@ class Kernel:
                 dispatcher._cache = DiskCache(label)
                 kept = cache_dir(quiet=True)
                 where = f" (once; then from {kept})" if kept else ""
-                with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
+                with visible(f"gpu_ops: compiling {short_label(label)} for this CPU{where}"):
                     with _garbage_kept():
                         # an interrupt would leave half of what Numba fills in as it compiles
                         signature = (types.int64[::1], types.int64, *self._signature(*names))

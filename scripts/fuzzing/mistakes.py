@@ -57,7 +57,9 @@ def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
     ]
     linked = [(n, axis) for n, axis in trial.linked if n in given and given[n].ndim > 0]
     ways = ["option"] * 2 + ["dtype", "no array"] * bool(floats) + ["length"] * 2 * bool(linked)
-    is_result = "out" in known and known["out"].kind is inspect.Parameter.KEYWORD_ONLY  # of a gradient it is an input
+    is_result = (
+        "out" in known and known["out"].kind is inspect.Parameter.KEYWORD_ONLY
+    )  # of a gradient it is an input
     ways += ["out"] * 2 * (is_result and isinstance(given.get("out"), np.ndarray))
     match draw.pick(*ways):
         case "option":
@@ -117,10 +119,9 @@ def judge_mistake(draw: Draw, trial: Trial) -> tuple[str | None, dict[str, Any]]
 def change(draw: Draw, trial: Trial) -> dict[str, Any]:
     """One argument otherwise, right or wrong."""
     known = parameters(trial)
-    for skipped in ("device", "backend", "workspace", "max_seqlen_q", "max_seqlen_k"):
-        known.pop(skipped, None)
-    name = draw.pick(*trial.arguments) if draw.chance(0.7) else draw.pick(*known)
-    value = trial.arguments.get(name, known[name].default)
+    options = [name for name in known if name not in ("device", "backend", "workspace")]
+    name = draw.pick(*trial.arguments) if draw.chance(0.7) else draw.pick(*options)
+    value = trial.arguments[name] if name in trial.arguments else known[name].default
     if isinstance(value, np.ndarray):
         return {name: changed_array(draw, trial, value)}
     if isinstance(value, bool):
