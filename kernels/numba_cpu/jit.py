@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
-from gpu_ops.kernels.compiler.numba_import import uninterrupted
 from gpu_ops.kernels.compiler.kernel import short_label
+from gpu_ops.kernels.compiler.numba_import import uninterrupted
 from gpu_ops.kernels.compiler.progress import visible
 
 from .codegen.numba_api import (
