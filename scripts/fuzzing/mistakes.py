@@ -141,7 +141,8 @@ def change(draw: Draw, trial: Trial) -> dict[str, Any]:
     return {name: draw.pick(None, 1, 2.5, True, "x", (), (1, 2), np.ones(3, np.float32))}
 
 
-def changed_array(draw: Draw, trial: Trial, x: Array) -> Any:
+def changed_array(draw: Draw, trial: Trial, given: Array) -> Any:
+    x = np.atleast_1d(given)
     ways: list[Callable[[], Any]] = [
         lambda: x.astype(np.float64).astype(draw.pick(*DTYPES, np.dtype(np.int32), np.dtype(bool))),
         lambda: x[None],
@@ -157,7 +158,7 @@ def changed_array(draw: Draw, trial: Trial, x: Array) -> Any:
         lambda: None,
         lambda: draw.place(np.array(x)),
         lambda: x.view(np.ma.MaskedArray) if x.dtype.kind in "fi" else x,
-        lambda: np.broadcast_to(x[:1], x.shape) if x.ndim else x,
+        lambda: np.broadcast_to(x[:1], x.shape) if x.size else x,
     ]
     with np.errstate(all="ignore"):
         return draw.pick(*ways)()
