@@ -11,6 +11,7 @@ from gpu_ops.kernels.compiler import jit
 from gpu_ops.kernels.compiler.kernel import short_label
 from scripts import inspect_kernels, inspect_loops
 from tests import numba_kernels
+from tests.cards import slow
 from tests.compilers import ARCH_LIST, needs_numba_cuda, needs_nvrtc, needs_ptxas, scale, scale_tree, write
 
 pytestmark = [needs_nvrtc, needs_numba_cuda, needs_ptxas]
@@ -114,7 +115,7 @@ def test_nothing_to_look_at_is_an_error(kernels, capsys):
         inspect_kernels.main(["--arch", "sm_35"])
 
 
-@pytest.mark.parametrize("arch", ARCH_LIST)
+@pytest.mark.parametrize("arch", ["sm_120", *slow("sm_80", "sm_90a")])
 def test_kernels_of_the_ops(arch):
     """A sample on each kind of architecture; ``.ci/run`` looks at every kernel on every one."""
     variants = list(jit.all_variants(arch))

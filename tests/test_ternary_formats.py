@@ -298,19 +298,12 @@ T = np.zeros((2, 5), np.int8)
         (lambda: ternary_pack(T, "i2_s"), ShapeError, r"N\*K % 128 == 0, got shape \(2, 5\); .*'planes'"),
         (lambda: ternary_pack(T, "tq1_0"), ShapeError, "K % 256 == 0"),
         (lambda: ternary_pack(T, "tl1"), ShapeError, "N % 256 == 0 and K % 128 == 0, got shape"),
-        (
-            lambda: ternary_pack(np.zeros((256, 100), np.int8), "tl2"),
-            ShapeError,
-            r"\(K % 96\) % 32 == 0, got shape",
-        ),
+        (lambda: ternary_pack(np.zeros((256, 100), np.int8), "tl2"), ShapeError, r"\(K % 96\) % 32 == 0, got shape"),
         (lambda: ternary_unpack(T.view(np.uint8), (1536, 100), "tl2"), ShapeError, r"N % 256 == 0"),
         (lambda: ternary_pack(T, "bitnet_gpu"), ShapeError, "N % 16 == 0 and K % 32 == 0"),
         (lambda: ternary_pack(T, "w2", scale=2.0), OptionError, "only tq1_0, tq2_0, q2_0 embed"),
-        (
-            lambda: ternary_pack(np.zeros((2, 256), np.int8), "tq2_0", scale=np.ones(3, np.float32)),
-            ShapeError,
-            r"expected \(\), \(2,\) or \(2, 1\)",
-        ),
+        (lambda: ternary_pack(np.zeros((2, 256), np.int8), "tq2_0", scale=np.ones(3, np.float32)), ShapeError,
+         r"expected \(\), \(2,\) or \(2, 1\)"),
         (lambda: ternary_unpack(T, (2, 5), "w2"), DTypeError, "int8; expected uint8"),
         (lambda: ternary_unpack(T.view(np.uint8), (2, 5, 1), "w2"), ShapeError, r"must be \(N, K\)"),
         (lambda: ternary_unpack(T.view(np.uint8), 10, "w2"), ShapeError, r"must be \(N, K\)"),
@@ -319,7 +312,7 @@ T = np.zeros((2, 5), np.int8)
         (lambda: ternary_unpack(T.view(np.uint8), (2, 5), "w2", strict="yes"), OptionError, "True or False"),
         (lambda: TernaryMatrix.from_trits(T, format="q2"), OptionError, "allowed"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls(call, error, match):
     with pytest.raises(error, match=match) as caught:
         call()
