@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel, short_label
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.tensor import Layout, Tensor
 
@@ -120,7 +120,7 @@ class Launch:
     def __str__(self) -> str:
         grid, block = (" x ".join(map(str, _without_ones(size))) for size in (self.grid, self.block))
         shared = f", {self.shared} bytes of dynamic shared memory" if self.shared else ""
-        return f"{self.kernel.label}: grid {grid}, block {block}{shared}"
+        return f"{short_label(self.kernel.label)}: grid {grid}, block {block}{shared}"
 
 
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -285,7 +286,10 @@ def test_warmup_fills_the_folder(tmp_path):
     """``python -m gpu_ops warmup`` compiles in two processes; a call then compiles nothing."""
     arguments = ("warmup", "--jobs", 2, "--kernel", "swiglu_forward_", "--dtype", "float32")
     printed = python("-m", "gpu_ops", *arguments, GPU_OPS_CACHE_DIR=str(tmp_path))
-    assert "kernels ready" in printed
+    lines = printed.splitlines()
+    assert re.match(r"\d of \d kernels ready in", lines[-1])
+    assert re.match(r"1 of \d  swiglu_forward_\w+ float32: \d+\.\d s", lines[2])
+    assert len(lines) == 3 + int(lines[-1][0]), printed  # one per kernel, as it is done
     assert {e.stem for e in entries(tmp_path)} >= {
         "swiglu_forward_silu-float32",
         "swiglu_forward_gelu-float32",

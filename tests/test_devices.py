@@ -188,8 +188,8 @@ def test_a_builder_tells_what_is_launched_and_allocates_nothing(tmp_path):
     assert program.workspace_bytes == (3 << 36) + 2 * 256
     assert [w.zeroed for w in program.workspaces] == [False, False, True]
     assert str(program).splitlines() == [
-        "nothing[T=bf16]: grid 56 x 2, block 128, 1024 bytes of dynamic shared memory",
-        "nothing[T=bf16]: grid 1, block 32 x 4",
+        "nothing bfloat16: grid 56 x 2, block 128, 1024 bytes of dynamic shared memory",
+        "nothing bfloat16: grid 1, block 32 x 4",
     ]
 
 

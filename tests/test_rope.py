@@ -153,6 +153,17 @@ def test_many_tasks_with_ragged_ends(backend, rng):
     check(rope, reference.rope, [turned], q.dtype, backend, layout="bhsd")
 
 
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+def test_what_is_not_rotated_is_copied_into_reversed_results(axis, backend, rng):
+    """Whose strides are negative."""
+    x = random(rng, (1, 5, 3, 16), np.float32)
+    out = np.full_like(x, np.nan)
+    view = np.flip(out, axis)
+    assert rope(x, rotary_dim=6, out=view, **backend) is view
+    np.testing.assert_array_equal(view[..., 6:], x[..., 6:])
+    np.testing.assert_allclose(view, reference.rope(x, rotary_dim=6), rtol=0, atol=1e-5)
+
+
 def test_nan_and_inf_stay_in_their_pair(dtype, backend):
     q = np.ones((1, 3, 1, 8), dtype)
     q[0, 1, 0, 2] = np.nan

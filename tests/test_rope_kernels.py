@@ -265,7 +265,7 @@ def test_angles_far_out(name, theta, rng):
 def test_explain_names_the_kernel():
     q, k = np.ones((1, 64, 32, 128), np.float16), np.ones((1, 64, 8, 128), np.float16)
     text = str(gpu_ops.explain("rope", q, k, **RAW))
-    assert "rope[DTYPE=f16,VEC=8,INTERLEAVED=0]: grid 16 x 10, block 8 x 4 x 4" in text
+    assert "rope float16 vec8: grid 16 x 10, block 8 x 4 x 4" in text
     wide = gpu_ops.explain("rope", q.astype(np.float64), device="emulator")
     assert wide.choice.backend == "numba"
     assert "float64 has Numba kernels only" in str(wide)

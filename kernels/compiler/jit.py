@@ -28,7 +28,14 @@ from gpu_ops.kernels.compiler import nvrtc, toolkit
 from gpu_ops.kernels.compiler.cache import cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.cache_contents import CUDA, sources_digest
 from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
-from gpu_ops.kernels.compiler.kernel import CUDA_FOLDER, CudaKernel, NumbaKernel, Variant, spelled
+from gpu_ops.kernels.compiler.kernel import (
+    CUDA_FOLDER,
+    CudaKernel,
+    NumbaKernel,
+    Variant,
+    short_label,
+    spelled,
+)
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
 from gpu_ops.kernels.compiler.progress import visible
@@ -75,7 +82,7 @@ def compile_text(
 
     def build() -> Compiled:
         flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
-        with visible(f"gpu_ops: compiling {name} for {arch}"):
+        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}"):
             unit = _run_nvrtc(source, name, arch, flags, {})
         # NVRTC prefixes a relative name with the current folder.
         ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
@@ -104,7 +111,7 @@ def load(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
 
 def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
     if isinstance(kernel, NumbaKernel):
-        with visible(f"gpu_ops: compiling {kernel.label} for this GPU (once per process)"):
+        with visible(f"gpu_ops: compiling {short_label(kernel.label)} for this GPU (once per process)"):
             return NumbaLauncher(kernel.function, kernel.signature)
     compiled = compile_kernel(kernel, device_arch())
     assert compiled.cubin is not None  # every CUDA C++ kernel has one
@@ -200,7 +207,7 @@ def _from_disk(name: str, arch: str, key: str, origin: Path, build: Callable[[],
     if unit is None:
         folder = cache_folder(CUDA, quiet=True)
         where = f" (once; then from {folder})" if folder else ""
-        with visible(f"gpu_ops: compiling {name} for {arch}{where}"):
+        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}{where}"):
             unit = build()
         publish(pack(unit, {"origin": str(origin), "digest": sources_digest(origin)}), CUDA, entry)
     dump(unit, name, arch)

@@ -27,6 +27,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.cache import cache_folder, ignore_entry, publish, read_entry
 from gpu_ops.kernels.compiler.cache_contents import CPU, cpu_sources
+from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks, uninterrupted
 
@@ -198,7 +199,7 @@ class Kernel:
                 dispatcher._cache = DiskCache(function, label)
                 kept = cache_dir(quiet=True)
                 where = f" (once; then from {kept})" if kept else ""
-                with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
+                with visible(f"gpu_ops: compiling {short_label(label)} for this CPU{where}"):
                     # under the lock, which a fork takes too: no child keeps the thresholds
                     with global_compiler_lock, _garbage_in_batches():
                         dispatcher.compile(
