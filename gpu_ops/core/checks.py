@@ -138,7 +138,7 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     if not math.isfinite(result) or result < low or result <= above:
         bound = f" and > {above:g}" if above > -math.inf else f" and >= {low:g}" if low > -math.inf else ""
         raise OptionError(f"{op}: {name} must be finite{bound}, got {value!r}")
-    return result
+    return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
 
 
 def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:

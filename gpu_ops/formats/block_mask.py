@@ -67,7 +67,11 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         if not hasattr(self.visible, "dtype"):  # lists of bools are welcome
-            object.__setattr__(self, "visible", np.asarray(self.visible))
+            try:
+                visible = np.asarray(self.visible)
+            except ValueError as error:  # rows of different lengths
+                raise ShapeError(f"BlockMask.visible is no array: {error}") from error
+            object.__setattr__(self, "visible", visible)
         if self.visible.dtype != np.bool_:
             raise DTypeError(
                 f"BlockMask.visible must be bool (True: visible), got {self.visible.dtype}; "

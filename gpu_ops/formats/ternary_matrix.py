@@ -17,6 +17,7 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import CudaDevice, cuda_device
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError
 from gpu_ops.formats.ternary_checks import (
     check_scale,
@@ -30,7 +31,7 @@ from gpu_ops.formats.ternary_checks import (
 )
 from gpu_ops.formats.ternary_packing import repacked
 from gpu_ops.kernels.program import Layout
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 from gpu_ops.reference.ternary_layouts import block_scales, chunk_bitmap, decode
 
 __all__ = ["TernaryMatrix"]
@@ -83,6 +84,7 @@ class TernaryMatrix:
     _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
     _lies: tuple[int, str] | None = field(default=None, init=False)  # made on this device by this backend
 
+    @typed_memory_errors("TernaryMatrix")
     def __post_init__(self) -> None:
         fmt = FORMATS[one_of("TernaryMatrix", "format", self.format, FORMATS)]
         shape = matrix_shape("TernaryMatrix", self.shape)
@@ -192,6 +194,7 @@ class TernaryMatrix:
         return self.codes
 
     @classmethod
+    @typed_memory_errors("TernaryMatrix.from_trits")
     def from_trits(cls, trits: Any, scale: Any = 1.0, *, format: str = "w2") -> TernaryMatrix:
         """Pack an integer array (N, K) of -1, 0, +1."""
         fmt = FORMATS[one_of("TernaryMatrix", "format", format, FORMATS)]
@@ -234,6 +237,7 @@ class TernaryMatrix:
         """
         return chunk_bitmap(self.trits())
 
+    @typed_memory_errors("TernaryMatrix.trits")
     def trits(self) -> Array:
         """The trits, (N, K) int8, as a NumPy array; of codes on a GPU, unpacked there."""
         if self._lies is not None:
@@ -247,6 +251,7 @@ class TernaryMatrix:
         device, (codes, _) = cuda_device(ordinal), self._on_cuda[ordinal]
         return repacked(device, backend, codes, self.shape, FORMATS[self.format], FORMATS[format])
 
+    @typed_memory_errors("TernaryMatrix.dequantize")
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """``scale * t`` as a dense (N, K) array of ``dtype``, computed in float64 and rounded once."""
         scale = self._whole_scale().astype(np.float64)
@@ -262,21 +267,23 @@ class TernaryMatrix:
         ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``. Codes that were made on a GPU are converted there,
         and stay there.
         """
+        fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
         if format == self.format:
             return self
-        fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
-        done = self._converted.get(format)
-        if done is None:
-            if self._lies is not None:
-                fits("TernaryMatrix.to", self.shape, fmt)
-                held = self._repacked(format), self._on_cuda[self._lies[0]][1]
-                done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
-            else:
-                codes = pack("TernaryMatrix.to", self.trits(), fmt)
-                scale = check_scale(self._whole_scale(), self.shape)  # a product may be too large
-                done = TernaryMatrix._trusted(codes, scale, self.shape, format)
-            if format == "w2":  # what the kernels read: every matmul asks for it
-                self._converted[format] = done
+        return self._converted.get(format) or self._convert(format, fmt)
+
+    @typed_memory_errors("TernaryMatrix.to")
+    def _convert(self, format: str, fmt: TernaryFormat) -> TernaryMatrix:
+        if self._lies is not None:
+            fits("TernaryMatrix.to", self.shape, fmt)
+            held = self._repacked(format), self._on_cuda[self._lies[0]][1]
+            done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
+        else:
+            codes = pack("TernaryMatrix.to", self.trits(), fmt)
+            scale = check_scale(self._whole_scale(), self.shape)  # a product may be too large
+            done = TernaryMatrix._trusted(codes, scale, self.shape, format)
+        if format == "w2":  # what the kernels read: every matmul asks for it
+            self._converted[format] = done
         return done
 
     def on(self, device: Any) -> tuple[Array, Array]:
