@@ -306,7 +306,7 @@ MISTAKES = {
         "k_weight is float16",
         {"k_weight": np.ones(16, np.float16)},
     ),
-    "an eps of 0": ({}, OptionError, "eps must be finite and > 0", {"eps": 0}),
+    "an eps below 0": ({}, OptionError, "eps must be finite and >= 0", {"eps": -1e-6}),
     "an odd rotary_dim": ({}, OptionError, "rotary_dim is 5", {"rotary_dim": 5}),
 }
 
