@@ -1,7 +1,7 @@
 """Law: a call after any other gives the bits, or raises the error, that it gives or raises in a fresh process.
 
-``forget_calls`` stands for the fresh process. Both calls are small changes of one valid call: the second would often be
-taken for the first if remembered calls were found by too little.
+``forget_calls`` stands for the fresh process. Both calls are small changes of one valid call: the second would often
+be taken for the first if remembered calls were found by too little.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ __all__ = [
     "Choice",
     "choose",
     "has_cuda_kernels",
+    "is_emulated",
     "lowering",
     "require_cuda_kernels",
     "unavailable",
@@ -161,6 +162,12 @@ def choose(
     wanted = one_of(op, backend_source, wanted, BACKENDS[device]) if wanted else None
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items() if wanted in (None, name))
     raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")
+
+
+def is_emulated(device: Any) -> bool:
+    """Whether a call with this ``device=`` runs on the emulator."""
+    _, chosen = _setting("device", device)
+    return isinstance(chosen, str) and chosen == "emulator"
 
 
 def _by_estimate(op: str, backend: str | None, nbytes: float, flops: float) -> tuple[str, str]:

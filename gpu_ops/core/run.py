@@ -170,7 +170,7 @@ class Prepared:
             return place.source.make(x, self.device)
         if type(x) is not np.ndarray:
             x = x.view(np.ndarray) if isinstance(x, np.ndarray) else from_dlpack(x, self._library)
-        return np.ascontiguousarray(x) if place.name in self._copied else x
+        return np.array(x, order="C") if place.name in self._copied else x
 
     def first(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call that was bound."""
