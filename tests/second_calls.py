@@ -117,7 +117,9 @@ def values(x: Array, rng: Rng) -> Array:
     if x.size and x.dtype.isnative:
         odd = [-1, 0, 1, 2, 3, 7, 100, 2**31 - 1] if x.dtype.kind == "i" else [0, 1]
         where = np.unravel_index(int(rng.integers(x.size)), x.shape)
-        x[where] = pick(rng, odd if x.dtype.kind in "iub" else [np.nan, np.inf, 0.0])
+        x[where] = np.asarray(pick(rng, odd if x.dtype.kind in "iub" else [np.nan, np.inf, 0.0])).astype(
+            x.dtype
+        )
     return x
 
 
@@ -241,7 +243,7 @@ def within(x: Array, out: Array) -> Array:
         or x.nbytes < out.nbytes
     ):
         return x if isinstance(x, np.ndarray) else out
-    bits = x.reshape(-1).view(np.uint8)
+    bits = np.asarray(x).reshape(-1).view(np.uint8)
     return bits[: out.nbytes].view(out.dtype).reshape(out.shape)
 
 
