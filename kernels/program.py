@@ -262,7 +262,9 @@ class Builder:
         """A kernel launch; a grid without blocks launches nothing."""
         if any(n > most for n, most in zip(grid, MAX_GRID, strict=False)):
             blocks = " x ".join(map(str, grid))
-            raise LaunchTooLarge(f"{kernel.label} would take {blocks} blocks, more than a GPU launches at once")
+            raise LaunchTooLarge(
+                f"{kernel.label} would take {blocks} blocks, more than a GPU launches at once"
+            )
         if 0 not in grid:
             self._steps.append(Launch(kernel, grid, block, tuple(args), shared))
 

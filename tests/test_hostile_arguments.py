@@ -45,6 +45,8 @@ def test_formats_and_names_that_are_no_words(value):
         w.to(value)
     with pytest.raises(OptionError, match=r"^ternary_pack: format="):
         gpu_ops.ternary_pack(w.trits(), value)
+    with pytest.raises(DTypeError, match=r"^TernaryMatrix.dequantize: dtype="):
+        w.dequantize(value if value is not str else "no dtype")
     with pytest.raises(OptionError, match=r"^explain: op="):
         gpu_ops.explain(value)
 

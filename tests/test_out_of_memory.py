@@ -116,6 +116,12 @@ def test_methods_of_a_ternary_matrix(method, monkeypatch):
     assert caught.value.required == HUGE * 16
 
 
+def test_a_mask_that_does_not_fit_when_expanded():
+    mask = gpu_ops.BlockMask(np.ones((1, 1), bool), 1 << 28, 1 << 28)
+    with pytest.raises(OutOfMemoryError, match=r"^BlockMask.expand: no memory"):
+        mask.expand(1 << 25, 1 << 25)
+
+
 def test_what_gpus_say():
     """CuPy's error holds the size; the free memory is the device's."""
     found = out_of_memory("softmax", type("OutOfMemoryError", (MemoryError,), {"_size": 3 << 30})())

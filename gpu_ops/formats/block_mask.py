@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.call_key import array_key
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats import block_patterns
 
@@ -100,6 +101,7 @@ class BlockMask:
         """Blocks of queries and of keys that cover the two lengths."""
         return -(-seqlen_q // self.block_q), -(-seqlen_k // self.block_k)
 
+    @typed_memory_errors("BlockMask.expand")
     def expand(self, seqlen_q: int, seqlen_k: int) -> npt.NDArray[np.bool_]:
         """The dense mask ``(..., seqlen_q, seqlen_k)``, leading axes as in ``visible``.
 

@@ -254,11 +254,17 @@ class TernaryMatrix:
     @typed_memory_errors("TernaryMatrix.dequantize")
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """``scale * t`` as a dense (N, K) array of ``dtype``, computed in float64 and rounded once."""
+        try:
+            found = np.dtype(dtype)
+        except TypeError:
+            found = np.dtype(object)
+        if found.hasobject or found.names is not None:
+            raise DTypeError(f"TernaryMatrix.dequantize: dtype={dtype!r} is no dtype of numbers")
         scale = self._whole_scale().astype(np.float64)
         scale = scale[:, None] if scale.ndim == 1 else scale
         if scale.ndim == 2:
             scale = np.repeat(scale, self.shape[1] // max(scale.shape[1], 1), axis=1)
-        return np.asarray(self.trits() * scale).astype(dtype)
+        return np.asarray(self.trits() * scale).astype(found)
 
     def to(self, format: str) -> TernaryMatrix:
         """The same weights in another format, exactly; ``self`` when it is that format already.
