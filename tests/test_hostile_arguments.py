@@ -13,7 +13,6 @@ from tests.laws import refused
 
 ODD = {
     "array": np.array([1, 2]),
-    "array of a word": np.array("cpu"),
     "empty array": np.array([]),
     "bytes": b"cpu",
     "number": 1,

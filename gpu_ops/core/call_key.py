@@ -59,7 +59,10 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
     for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind is np.ndarray:
-            key += (x.dtype, x.shape, x.strides)
+            shape = x.shape
+            if not shape and x.dtype.kind in "UT":  # a word, such as a format's name: its value decides
+                return None
+            key += (x.dtype, shape, x.strides)
             if on_emulator:
                 key.append(x.__array_interface__["data"][0] % 16)
         elif kind in PLAIN:

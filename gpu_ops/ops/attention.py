@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import store
@@ -11,6 +11,7 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
+    DenseOptions,
     describe,
     forward_flops,
     raw_unsupported,
@@ -18,6 +19,7 @@ from gpu_ops.ops.attention_options import (
     read_options,
     reference_options,
     store_results,
+    takes,
     write_forward,
 )
 
@@ -141,6 +143,7 @@ def attention(
 
 
 @op(kernels="attention_backward")
+@takes(DenseOptions)
 def attention_backward(
     dout: Any,
     q: Any,
@@ -149,20 +152,13 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    block_mask: Any = None,
     layout: str = "bshd",
     deterministic: bool = False,
     return_extra: bool = False,
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
+    **options: Unpack[DenseOptions],
 ) -> Bound:
     """Gradients of :func:`attention` with respect to q, k and v.
 
@@ -215,24 +211,13 @@ def attention_backward(
     layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
     call.read("dout", dout)
     dtype = _read_inputs(call, layout, q, k, v)
-    options = read_options(
-        call,
-        dtype,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-    )
+    words = read_options(call, dtype, **options)
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     read_results(call, dtype, out, lse, shape, lse_shape)
     checks.flag(call.op, "deterministic", deterministic)
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, options),
+        problem=lambda: describe(call, dtype, seqlens, words),
         finish=returned_gradients(extra) if return_extra else None,
     )
 
