@@ -14,6 +14,7 @@ __all__ = [
     "OptionError",
     "OutOfMemoryError",
     "ShapeError",
+    "UnknownOptionError",
 ]
 
 
@@ -31,6 +32,10 @@ class DTypeError(GpuOpsError, TypeError):
 
 class OptionError(GpuOpsError, ValueError):
     """A keyword option is unknown, out of range, or contradicts another one."""
+
+
+class UnknownOptionError(OptionError, TypeError):
+    """A keyword argument that the op does not have."""
 
 
 class DeviceError(GpuOpsError, RuntimeError):

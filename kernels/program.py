@@ -26,6 +26,7 @@ __all__ = [
     "Dynamic",
     "HostCall",
     "Launch",
+    "LaunchTooLarge",
     "Layout",
     "LibraryCall",
     "Limits",
@@ -126,6 +127,13 @@ class Launch:
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
     """A grid or block without its trailing axes of length one."""
     return _without_ones(size[:-1]) if len(size) > 1 and size[-1] == 1 else size
+
+
+MAX_GRID = (2**31 - 1, 65535, 65535)  # blocks, by axis: the same for every GPU
+
+
+class LaunchTooLarge(ValueError):
+    """A grid that no GPU takes: the arrays are too large for one launch."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +261,11 @@ class Builder:
         shared: int = 0,
     ) -> None:
         """A kernel launch; a grid without blocks launches nothing."""
+        if any(n > most for n, most in zip(grid, MAX_GRID, strict=False)):
+            blocks = " x ".join(map(str, grid))
+            raise LaunchTooLarge(
+                f"{kernel.label} would take {blocks} blocks, more than a GPU launches at once"
+            )
         if 0 not in grid:
             self._steps.append(Launch(kernel, grid, block, tuple(args), shared))
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
 from tests.calls import IN_PLACE, OPS, OUT, WRITTEN, call
 from tests.laws import (
     WITH_OUT,
@@ -187,9 +187,26 @@ def test_unknown_devices_and_backends(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_misspelt_option_is_pythons_own_error(op):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wether'"):
-        call(op)(wether=True)
+def test_a_misspelt_option_names_the_nearest_and_lists_all(op):
+    """As a TypeError, which Python raises for such calls, and as an OptionError."""
+    text = refused(call(op).having(wether=True), UnknownOptionError, "unknown argument 'wether'; options: ")
+    parameters = inspect.signature(getattr(gpu_ops, op)).parameters
+    assert all(n in text for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY)
+    refused(call(op).having(bakend="cpu"), UnknownOptionError, "did you mean 'backend'?")
+    assert issubclass(UnknownOptionError, OptionError)
+    assert issubclass(UnknownOptionError, TypeError)
+    with pytest.raises(UnknownOptionError, match="did you mean 'backend'"):
+        gpu_ops.explain(op, *call(op).arrays.values(), bakend="cpu")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_argument_missing_or_too_many_is_pythons_own_error(op):
+    with pytest.raises(TypeError, match="missing") as caught:
+        getattr(gpu_ops, op)()
+    assert type(caught.value) is TypeError
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        getattr(gpu_ops, op)(*[1] * 20)
+    assert type(caught.value) is TypeError
 
 
 def test_the_table_of_outs_is_complete():

@@ -246,7 +246,7 @@ MISTAKES = {
     "one position": ({}, ShapeError, "positions is the number 7", {"positions": 7}),
     "weights of every head": ({}, ShapeError, "q_weight", {"q_weight": np.ones((4, 16), np.float32)}),
     "weights of another dtype": ({}, DTypeError, "k_weight is float16", {"k_weight": np.ones(16, np.float16)}),
-    "an eps of 0": ({}, OptionError, "eps must be finite and > 0", {"eps": 0}),
+    "an eps below 0": ({}, OptionError, "eps must be finite and >= 0", {"eps": -1}),
     "an odd rotary_dim": ({}, OptionError, "rotary_dim is 5", {"rotary_dim": 5}),
 }  # fmt: skip
 

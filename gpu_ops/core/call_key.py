@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,13 @@ INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllI
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
 PLAIN: set[type] = {bool, np.bool_, *INTEGERS, *_FLOATS, str, np.str_, type(None)}
 """Types of options that are their value; hashable."""
-ANY_INTEGER = SimpleNamespace(call_key="an integer", call_arrays=())
+
+
+class _AnyInteger:
+    call_key, call_arrays = "an integer", ()
+
+
+ANY_INTEGER = _AnyInteger()
 """Stands for an integer whose value does not decide how a call is run."""
 _ENVIRONMENT = tuple(
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
@@ -47,7 +52,10 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
     """
     environment = _environment()
     key: list[Any] = [*environment, len(args), *kwargs]
-    on_emulator = (kwargs.get("device") or environment[0]) not in (None, "cpu", b"cpu", "cuda", b"cuda")
+    device = kwargs.get("device")
+    if type(device) not in PLAIN:
+        return None
+    on_emulator = (device or environment[0]) not in (None, "cpu", b"cpu", "cuda", b"cuda")
     for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind is np.ndarray:
@@ -105,7 +113,7 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     describe = _describe.get(kind)
     if describe is not None:
         return describe(x)
-    says = getattr(x, "call_key", None)
+    says = x.call_key if hasattr(kind, "call_key") else None  # the class's: an object may answer to any name
     return None if says is None else (kind, says)
 
 
@@ -130,8 +138,8 @@ def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
             continue
         elif kind is tuple or kind is list:
             arrays += [i for i in x if type(i) not in INTEGERS]
-        elif (inside := getattr(x, "call_arrays", None)) is not None:
-            arrays += inside
+        elif hasattr(kind, "call_arrays"):
+            arrays += x.call_arrays
         else:
             arrays.append(x)
     if any([type(out) is not np.ndarray for out in results]):

@@ -19,6 +19,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 __all__ = [
     "FLOAT_DTYPES",
     "Axes",
+    "epsilon",
     "exactly",
     "flag",
     "float_dtype",
@@ -143,7 +144,15 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     if not math.isfinite(result) or result < low or result <= above:
         bound = f" and > {above:g}" if above > -math.inf else f" and >= {low:g}" if low > -math.inf else ""
         raise OptionError(f"{op}: {name} must be finite{bound}, got {value!r}")
-    return result
+    return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
+
+
+def epsilon(op: str, value: Any, dtype: str) -> float:
+    """``eps`` of a norm, ``>= 0``, but at least the smallest number of the dtype that ``dtype`` is computed in.
+
+    1 / sqrt(0) would make NaN of a row of zeros.
+    """
+    return max(number(op, "eps", value, low=0.0), float(np.finfo(computing_dtype(dtype)).smallest_subnormal))
 
 
 def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from gpu_ops.core.arrays import Array
-from gpu_ops.errors import FormatError
+from gpu_ops.errors import DTypeError, FormatError
 from gpu_ops.reference.ternary_formats import FORMATS
 from gpu_ops.reference.ternary_layouts import block_scales
 
-__all__ = ["whole_scale", "with_embedded_scale"]
+__all__ = ["dense", "whole_scale", "with_embedded_scale"]
 
 
 def whole_scale(codes: Array, scale: Array, shape: tuple[int, int], format: str) -> Array:
@@ -58,3 +59,19 @@ def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int,
     field = field[:, :2] if fmt.scale_first else field[:, -2:]
     field[:] = halves.reshape(-1, 1).view(np.uint8)
     return made
+
+
+def dense(op: str, trits: Array, scale: Array, dtype: Any) -> Array:
+    """``scale * t`` as an array of ``dtype``, computed in float64 and rounded once."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found.hasobject or found.names is not None:
+        raise DTypeError(f"{op}: dtype={dtype!r} is no dtype of numbers")
+    wide = scale.astype(np.float64)
+    if wide.ndim == 1:
+        wide = wide[:, None]
+    elif wide.ndim == 2:
+        wide = np.repeat(wide, trits.shape[1] // max(wide.shape[1], 1), axis=1)
+    return np.asarray(trits * wide).astype(found)

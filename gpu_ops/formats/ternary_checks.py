@@ -36,7 +36,7 @@ def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
     """``shape`` as two non-negative Python integers."""
     try:
         sizes = tuple(shape)
-    except TypeError:
+    except Exception:  # no sequence, or one that cannot be read: a memoryview of two axes
         sizes = ()
     if len(sizes) != 2:
         raise ShapeError(f"{op}: shape must be (N, K), got {shape!r}")

@@ -19,6 +19,7 @@ import numpy as np
 
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer, one_of
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.formats.files import files_in, opened, path_of, read_part
 from gpu_ops.formats.gguf_header import GGUFTensor, read_header
@@ -29,6 +30,7 @@ from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 __all__ = ["read_bitnet", "read_gguf"]
 
 
+@typed_memory_errors("read_bitnet")
 def read_bitnet(
     path: Any,
     *,
@@ -112,6 +114,7 @@ _CERTAIN = {34: "tq1_0", 35: "tq2_0"}
 _READABLE = ("i2_s", "tl1", "tl2", "tq1_0", "tq2_0", "q2_0")
 
 
+@typed_memory_errors("read_gguf")
 def read_gguf(
     path: Any,
     *,

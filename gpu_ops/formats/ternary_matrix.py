@@ -17,8 +17,9 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import CudaDevice, cuda_device
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError
-from gpu_ops.formats.ternary_blocks import whole_scale
+from gpu_ops.formats.ternary_blocks import dense, whole_scale
 from gpu_ops.formats.ternary_checks import (
     check_scale,
     check_trits,
@@ -32,7 +33,7 @@ from gpu_ops.formats.ternary_checks import (
 from gpu_ops.formats.ternary_packing import repacked
 from gpu_ops.formats.ternary_saved import load_parts, save_parts
 from gpu_ops.kernels.program import Layout
-from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 from gpu_ops.reference.ternary_layouts import chunk_bitmap, decode
 
 __all__ = ["TernaryMatrix"]
@@ -85,6 +86,7 @@ class TernaryMatrix:
     _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
     _lies: tuple[int, str] | None = field(default=None, init=False)  # made on this device by this backend
 
+    @typed_memory_errors("TernaryMatrix")
     def __post_init__(self) -> None:
         format = one_of("TernaryMatrix", "format", self.format, FORMATS)
         fmt = FORMATS[format]
@@ -195,6 +197,7 @@ class TernaryMatrix:
         return self.codes
 
     @classmethod
+    @typed_memory_errors("TernaryMatrix.from_trits")
     def from_trits(cls, trits: Any, scale: Any = 1.0, *, format: str = "w2") -> TernaryMatrix:
         """Pack an integer array (N, K) of -1, 0, +1."""
         format = one_of("TernaryMatrix", "format", format, FORMATS)
@@ -261,6 +264,7 @@ class TernaryMatrix:
         """
         return chunk_bitmap(self.trits())
 
+    @typed_memory_errors("TernaryMatrix.trits")
     def trits(self) -> Array:
         """The trits, (N, K) int8, as a NumPy array; of codes on a GPU, unpacked there."""
         if self._lies is not None:
@@ -274,13 +278,10 @@ class TernaryMatrix:
         device, (codes, _) = cuda_device(ordinal), self._on_cuda[ordinal]
         return repacked(device, backend, codes, self.shape, FORMATS[self.format], FORMATS[format])
 
+    @typed_memory_errors("TernaryMatrix.dequantize")
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """``scale * t`` as a dense (N, K) array of ``dtype``, computed in float64 and rounded once."""
-        scale = self._whole_scale().astype(np.float64)
-        scale = scale[:, None] if scale.ndim == 1 else scale
-        if scale.ndim == 2:
-            scale = np.repeat(scale, self.shape[1] // max(scale.shape[1], 1), axis=1)
-        return np.asarray(self.trits() * scale).astype(dtype)
+        return dense("TernaryMatrix.dequantize", self.trits(), self._whole_scale(), dtype)
 
     def to(self, format: str) -> TernaryMatrix:
         """The same weights in another format, exactly; ``self`` when it is that format already.
@@ -291,21 +292,21 @@ class TernaryMatrix:
         if type(format) is str and format == self.format:  # every matmul comes by here
             return self
         format = one_of("TernaryMatrix.to", "format", format, FORMATS)
-        if format == self.format:
-            return self
-        fmt = FORMATS[format]
-        done = self._converted.get(format)
-        if done is None:
-            if self._lies is not None:
-                fits("TernaryMatrix.to", self.shape, fmt)
-                held = self._repacked(format), self._on_cuda[self._lies[0]][1]
-                done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
-            else:
-                codes = pack("TernaryMatrix.to", self.trits(), fmt)
-                scale = check_scale(self._whole_scale(), self.shape)  # a product may be too large
-                done = TernaryMatrix._trusted(codes, scale, self.shape, format)
-            if format == "w2":  # what the kernels read: every matmul asks for it
-                self._converted[format] = done
+        done = self if format == self.format else self._converted.get(format)
+        return done or self._convert(format, FORMATS[format])
+
+    @typed_memory_errors("TernaryMatrix.to")
+    def _convert(self, format: str, fmt: TernaryFormat) -> TernaryMatrix:
+        if self._lies is not None:
+            fits("TernaryMatrix.to", self.shape, fmt)
+            held = self._repacked(format), self._on_cuda[self._lies[0]][1]
+            done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
+        else:
+            codes = pack("TernaryMatrix.to", self.trits(), fmt)
+            scale = self._whole_scale()  # checked: a product may be too large
+            done = TernaryMatrix._trusted(codes, check_scale(scale, self.shape), self.shape, format)
+        if format == "w2":  # what the kernels read: every matmul asks for it
+            self._converted[format] = done
         return done
 
     def on(self, device: Any) -> tuple[Array, Array]:

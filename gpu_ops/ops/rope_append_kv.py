@@ -142,7 +142,7 @@ def _bind(
     dtype = checks.float_dtype(call.op, **x, **weights)
     positions = place.read(call)
     cache = update_caches(call, k_cache, v_cache, x["q"].dtype, paged=place.paged)
-    norm.check(call)
+    norm.check(call, dtype)
     frequencies = rotary.check(call, dtype)
     call.write("rotated q", x["q"].shape, x["q"].dtype, out, in_place="q")
     seqlen = 0 if place.packed else call.axes["seqlen"]

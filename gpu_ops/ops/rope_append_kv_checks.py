@@ -61,9 +61,9 @@ class NormArguments:
             {} if missing else {name: call.read(name, weight, "head_dim") for name, weight in given.items()}
         )
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Call, dtype: str) -> None:
         call.option(
-            eps=checks.number(call.op, "eps", self.eps, above=0.0),
+            eps=checks.epsilon(call.op, self.eps, dtype),
             weight_offset=checks.number(call.op, "weight_offset", self.weight_offset),
         )
 
