@@ -106,9 +106,10 @@ def attention(
     Notes
     -----
     A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; one
-    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN. Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops
-    per head; key blocks that no query of a tile sees are skipped. Source: Vaswani et al. 2017; online
-    softmax: Milakov and Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022.
+    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN.
+    Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
+    no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
+    Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022.
 
     Examples
     --------
