@@ -16,6 +16,8 @@ from gpu_ops.kernels.program import Spec
 
 __all__ = [
     "INT32",
+    "backward_flops",
+    "backward_unsupported",
     "describe",
     "forward_flops",
     "raw_unsupported",
@@ -135,9 +137,22 @@ def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) 
     return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
 
 
+def backward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
+    """Five products in place of two: the scores are computed again."""
+    return 2.5 * forward_flops(call, queries, seqlen_k, causal)
+
+
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """Why the CUDA C++ kernels cannot run this call."""
     from gpu_ops.kernels.lower.attention import raw_unsupported
+
+    why = raw_unsupported(spec)
+    return {"raw": why} if why else {}
+
+
+def backward_unsupported(spec: Spec) -> Mapping[str, str]:
+    """The same for a call of the backward."""
+    from gpu_ops.kernels.lower.attention_backward import raw_unsupported
 
     why = raw_unsupported(spec)
     return {"raw": why} if why else {}

@@ -19,6 +19,8 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
+    backward_flops,
+    backward_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -116,7 +118,7 @@ def attention_varlen(
     )
 
 
-@op(kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward")
 def attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -140,6 +142,7 @@ def attention_varlen_backward(
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
+    workspace: Any = None,
 ) -> Bound:
     """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
 
@@ -154,6 +157,8 @@ def attention_varlen_backward(
         As in :func:`attention_backward`.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -175,7 +180,7 @@ def attention_varlen_backward(
     >>> dv.shape
     (10, 2, 8)
     """
-    call = Call("attention_varlen_backward", device, backend)
+    call = Call("attention_varlen_backward", device, backend, workspace)
     call.read("dout", dout)
     dtype = _read_inputs(call, q, k, v)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -195,8 +200,10 @@ def attention_varlen_backward(
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
+        unsupported=backward_unsupported,
         look=look,
         finish=returned_gradients(extra) if return_extra else None,
+        flops=backward_flops(call, call.axes["total_q"], seqlens[1], causal),
     )
 
 

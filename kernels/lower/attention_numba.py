@@ -11,7 +11,7 @@ from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.lower.attention_problem import Attention, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["UNLIMITED", "attend", "forward", "numba_variants"]
+__all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
 
 UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three lengths still fit in 31 bits
 
@@ -19,7 +19,7 @@ UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three leng
 def forward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     if a.batch * a.seqlen_q:
-        attend(a, on, _sequences(a, on))
+        attend(a, on, sequences_of(a, on))
 
 
 def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
@@ -60,7 +60,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         target,
         target_lse,
         sequences,
-        *_optional(a, config.sinks),
+        *score_arrays(a, config.sinks),
         a.softmax_scale if config.in_powers_of_e else a.softmax_scale * LOG2E,
         a.softcap,
         left,
@@ -77,7 +77,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
 
 
-def _sequences(a: Attention, on: Builder) -> Tensor:
+def sequences_of(a: Attention, on: Builder) -> Tensor:
     """The table of sequences: a constant, or written by a kernel from lengths that only the device knows."""
     if a.known_lengths:
         return on.constant(sequence_table(a), "sequences")
@@ -92,7 +92,7 @@ def _sequences(a: Attention, on: Builder) -> Tensor:
     return table
 
 
-def _optional(a: Attention, with_sinks: bool) -> list[Tensor | int]:
+def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | int]:
     """Block table, slopes, sinks, bias and visible blocks, written out by strides of 0; 0 for what there is not."""
     slopes, bias, visible = a.alibi_slopes, a.bias, a.visible
     if slopes is not None:
