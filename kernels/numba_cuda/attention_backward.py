@@ -47,14 +47,14 @@ def queries_kernel(config: Config) -> NumbaKernel:
     :mod:`.attention_backward_rows`. Pass 0 for an array that the kernel does not use.
     """
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
-    my_rows, my_keys, my_columns = config.my_rows, config.my_columns, slab // ROW_THREADS
+    (my_rows, my_keys), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p
     f, number = functions(config.scores.dtype), functions(config.scores.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
     masked, with_blocks, nothing = config.scores.masked, config.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
-    look, products, add = looker(config, True), multiplier(config), accumulator(config)
-    differentiate = differentiator(config, True)
+    look, products, add = looker(config), multiplier(config), accumulator(config)
+    differentiate = differentiator(config)
 
     def attention_backward_queries(
         dout, q, k, v, dq, statistics, sequences, alibi, bias, visible,
@@ -141,14 +141,14 @@ def queries_kernel(config: Config) -> NumbaKernel:
 def keys_kernel(config: Config) -> NumbaKernel:
     """dK and dV; the arguments are those of :func:`queries_kernel`."""
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
-    my_keys, my_rows, my_columns = config.my_rows, config.my_columns, slab // ROW_THREADS
+    (my_keys, my_rows), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p
     f, number = functions(config.scores.dtype), functions(config.scores.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_n, 2 * block_n, 2 * block_m
     masked, with_blocks, nothing = config.scores.masked, config.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_n), keys_locator(block_m)
-    look, products, add = looker(config, False), multiplier(config), accumulator(config)
-    differentiate = differentiator(config, False)
+    look, products, add = looker(config), multiplier(config), accumulator(config)
+    differentiate = differentiator(config)
 
     @cuda.jit(device=True, forceinline=True)
     def store(x, sums, factor, first, n, begins, first_column, r, c):

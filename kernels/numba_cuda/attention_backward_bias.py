@@ -42,14 +42,14 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
     ``queries_kernel``. Sequences have one length each for queries and keys.
     """
     block_m, block_n = config.block_m, config.block_n
-    my_rows, my_keys, stride_p = config.my_rows, config.my_columns, config.stride_p
+    (my_rows, my_keys), stride_p = config.tile, config.stride_p
     n_staged, n_p = config.staged, block_m * stride_p
     f, number = functions(config.scores.dtype), functions(config.scores.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
     masked, with_blocks, nothing = config.scores.masked, config.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
-    look, products = looker(config, True), multiplier(config)
-    differentiate = differentiator(config, True, with_slope=False)
+    look, products = looker(config), multiplier(config)
+    differentiate = differentiator(config, with_slope=False)
     stored_rows, stored_keys = 1 if sum_queries else my_rows, 1 if sum_keys else my_keys
 
     @cuda.jit(device=True, forceinline=True)

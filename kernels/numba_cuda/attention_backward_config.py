@@ -11,9 +11,10 @@ __all__ = ["RESOLUTION", "Config", "Scores", "count_parts", "select_config"]
 RESOLUTION = 2.0**-12
 """An lse in base 2 that does not change when this is added is too large to hold the sum of a row: see ``Row``."""
 
-# Columns of a block's accumulators, by itemsize. Wider heads are shared among blocks, each of which computes P and dS
-# again. 64 columns of dK and of dV beside S and dP leave no register unused; dQ is one accumulator.
-_SLAB = {"keys": {4: 64, 8: 32}, "queries": {4: 128, 8: 64}}
+# Columns of a block's accumulators, by itemsize. Wider heads are shared among blocks, which compute P and dS each.
+_SLAB = (16, 32, 64, 96)
+_SLAB_MAX = {4: 128, 8: 64}
+_MOST_NUMBERS = 128  # of a thread, for S, dP and accumulators: the other registers find room beside them
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Scores:
         return 8 if self.dtype == "float64" else 4
 
     @property
+    def special(self) -> bool:
+        """Whether a score is more than a scaled, masked product."""
+        return self.softcap or self.alibi or bool(self.bias) or self.block_mask
+
+    @property
     def label(self) -> str:
         flags = ("masked", "softcap", "alibi", "bias", "block_mask")
         return ",".join([self.dtype, *(flag for flag in flags if getattr(self, flag))])
@@ -43,6 +49,7 @@ class Config:
     """A kernel of tiles: a block owns ``block_m`` queries or keys, and walks over the others, ``block_n`` at a time."""
 
     scores: Scores
+    queries_own: bool
     block_m: int
     block_n: int
     chunk: int  # columns of Q and K, or of dO and V, in shared memory at a time
@@ -65,14 +72,24 @@ class Config:
         return max((self.block_m + self.block_n) * self.stride, self.chunk_v * self.slab)
 
     @property
-    def my_rows(self) -> int:
-        """Owned queries or keys of a thread."""
-        return self.block_m // ROWS
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return self.block_m if self.queries_own else self.block_n
 
     @property
-    def my_columns(self) -> int:
-        """Others of a thread."""
-        return self.block_n // ROW_THREADS
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return self.block_n if self.queries_own else self.block_m
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Owned ones and others of a thread."""
+        return self.block_m // ROWS, self.block_n // ROW_THREADS
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Queries and keys of a thread."""
+        return self.tile if self.queries_own else self.tile[::-1]
 
     @property
     def label(self) -> str:
@@ -84,25 +101,32 @@ class Config:
         """Static shared memory of a block: numbers, the queries' offsets, heads and statistics, the keys' offsets."""
         itemsize = self.scores.itemsize
         numbers = self.staged + self.block_m * self.stride_p
-        tables = self.block_m * 16 + self.block_n * 16  # two int64 for each query and each key
-        queries = max(self.block_m, self.block_n)
-        return numbers * itemsize + tables + queries * (4 + 4 + 3 * itemsize)
+        return numbers * itemsize + self.rows * (2 * 8 + 2 * 4 + 3 * itemsize) + self.keys * 2 * 8
 
 
-def select_config(scores: Scores, owned: str, dim: int = 0) -> Config:
-    """``owned``: "queries" (dQ), "keys" (dK and dV) or "both" (dbias, without accumulators of ``dim`` columns).
+def select_config(scores: Scores, owned: str, length: int, dim: int = 0) -> Config:
+    """``owned``: "queries" (dQ), "keys" (dK and dV) or "both" (dbias, without accumulators); how many, and of which dim.
 
-    64 x 64 tiles, 32 x 32 in float64, where a number takes two registers. Small heads take chunks of 16 columns.
+    ==========  ==========================================================================================
+    block_m     64, or 32 where options or the accumulators would leave too few registers; 32 in float64
+    block_n     64, 32 in float64: P takes 20 KB or 12 KB
+    chunk       32 columns, 16 in float64 and for small heads: a warp reads whole rows of a chunk
+    chunk_v     as many rows as fit in the place of Q and K, up to a tile: fewer barriers
+    ==========  ==========================================================================================
     """
     wide = scores.itemsize == 8
-    block, chunk = (32, 16) if wide else (64, 16 if 0 < dim <= 16 else 32)
+    block_n, chunk = (32, 16) if wide else (64, 16 if 0 < dim <= 16 else 32)
     if owned == "both":
-        return Config(scores, block, block, chunk)
-    most = _SLAB[owned][scores.itemsize]
-    slab = next((size for size in (16, 32, 64, 96) if dim <= size <= most), most)
-    staged = 2 * block * (chunk + 16 // scores.itemsize)
-    chunk_v = next(n for n in (64, 32, 16, 8) if n <= block and n * slab <= staged)
-    return Config(scores, block, block, chunk, slab, chunk_v)
+        return Config(scores, True, block_n, block_n, chunk)
+    most = _SLAB_MAX[scores.itemsize]
+    slab = next((size for size in _SLAB if dim <= size <= most), most)
+    accumulators = (2 if owned == "keys" else 1) * slab
+    numbers = 64 * (2 * block_n + accumulators) // THREADS
+    small = wide or scores.special or numbers > _MOST_NUMBERS or length <= 32
+    block_m = 32 if small else 64
+    staged = (block_m + block_n) * (chunk + 16 // scores.itemsize)
+    chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and n * slab <= staged)
+    return Config(scores, owned == "queries", block_m, block_n, chunk, slab, chunk_v)
 
 
 def count_parts(blocks: int, units: int, sms: int) -> int:

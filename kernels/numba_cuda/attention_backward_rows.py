@@ -21,7 +21,7 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_backward_config import RESOLUTION, Scores
-from gpu_ops.kernels.numba_cuda.attention_backward_tile import scorer_of, signature, span
+from gpu_ops.kernels.numba_cuda.attention_backward_tile import scorers, signature, span
 from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, take
@@ -37,10 +37,11 @@ CHUNK = 16  # columns of dO and O in shared memory at a time, of 128 rows: 17 KB
 def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
     """Statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head, a thread one."""
     f, number = functions(scores.dtype), functions(scores.dtype).compute
-    load, masked, with_blocks, score_of = f.load, scores.masked, scores.block_mask, scorer_of(scores)
-    exp2, log2 = (
-        (libdevice.exp2, libdevice.log2) if number is float64 else (libdevice.exp2f, libdevice.log2f)
-    )
+    load, masked, with_blocks = f.load, scores.masked, scores.block_mask
+    cap, add_terms = scorers(scores)
+    exp2, log2, fma = libdevice.exp2f, libdevice.log2f, libdevice.fmaf
+    if number is float64:
+        exp2, log2, fma = libdevice.exp2, libdevice.log2, libdevice.fma
     infinity, stride = float("inf"), CHUNK + 1  # threads read a column: 32 banks
     n_numbers, n_places = THREADS * stride, 2 * THREADS
     stage = stager(scores.dtype, THREADS, THREADS, CHUNK, stride)
@@ -60,9 +61,10 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
                 product = number(0.0)
                 for d in range(q.shape[3]):
                     x = load(q[entry, q_start + query, head, d])
-                    product += x * load(k[k_batch, k_start + key, head_kv, d])
-                score, _, hide = score_of(product, options, b, head, query, int32(key), diagonal, hide)
-                if not hide:
+                    product = fma(x, load(k[k_batch, k_start + key, head_kv, d]), product)
+                score, _ = cap(product, options)
+                score = add_terms(score, options, b, head, query, int32(key), diagonal, hide)
+                if score != -infinity:
                     if score > top:
                         total *= exp2((top - score) * number(LOG2E))
                         top = score
@@ -97,7 +99,7 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
             stage(results, 0, out, places, THREADS, column, dim, out.strides[3])
             cuda.syncthreads()
             for d in range(CHUNK):
-                delta += take(gradients, thread * stride + d) * take(results, thread * stride + d)
+                delta = fma(take(gradients, thread * stride + d), take(results, thread * stride + d), delta)
 
         if first + int32(thread) < q_len:
             top, rest = number(lse[entry, head, at]), number(0.0)

@@ -21,39 +21,47 @@ from gpu_ops.kernels.numba_cuda.attention_tile import accumulators, scorer
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, take
 
-__all__ = ["accumulator",  "differentiator", "keys_locator", "looker", "multiplier", "queries_locator", "scorer_of", "signature", "span"]
+__all__ = ["accumulator",  "differentiator", "keys_locator", "looker", "multiplier", "queries_locator", "scorers", "signature", "span"]
 
 
 @cache
-def scorer_of(scores: Scores):
-    """A device function: (score, slope of softcap, whether hidden) of a product of a query and a key.
+def scorers(scores: Scores):
+    """Two device functions that make a score of the product of a query and a key.
 
-    All kernels use it, so that all of them round a score alike: beside a bias of -1e9 one rounding is exp(64).
-    ``low`` and ``high`` bound the keys that the query sees.
+    All kernels use them, and none may fuse their additions with a multiplication: they have to round a score alike, as
+    next to a bias of -1e9 one rounding makes a weight of exp(64). The first returns the scaled and capped product, and the slope of the cap. The second adds ALiBi and bias, and
+    returns -inf for a hidden key.
     """
     number = functions(scores.dtype).compute
     bias_load = functions(scores.bias or scores.dtype).load
     capped, with_alibi, with_bias = scores.softcap, scores.alibi, bool(scores.bias)
-    tanh = libdevice.tanh if number is float64 else libdevice.tanhf
+    is_wide = number is float64
+    tanh = libdevice.tanh if is_wide else libdevice.tanhf
+    plus = libdevice.dadd_rn if is_wide else libdevice.fadd_rn
+    times = libdevice.dmul_rn if is_wide else libdevice.fmul_rn
     # Only -inf hides a key: the lowest finite bias plus a score, times log2(e), must stay finite.
-    lowest, infinity = -1.2e308 if number is float64 else -2.28e38, float("inf")
+    lowest, infinity = -1.2e308 if is_wide else -2.28e38, float("inf")
 
     @cuda.jit(device=True, forceinline=True)
-    def score_of(product, options, b, head, query, key, diagonal, hide):
-        scale, softcap, alibi, bias = options
-        score, slope = product * scale, number(1.0)
+    def cap(product, options):
+        scale, softcap, _, _ = options
         if capped:
-            share = tanh(score / softcap)
-            score, slope = softcap * share, number(1.0) - share * share
+            share = tanh(product * scale / softcap)
+            return times(softcap, share), number(1.0) - share * share
+        return times(product, scale), number(1.0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_terms(score, options, b, head, query, key, diagonal, hide):
+        _, _, alibi, bias = options
         if with_alibi:
-            score -= number(alibi[b, head]) * number(abs(query + diagonal - key))
+            score = plus(score, -number(alibi[b, head]) * number(abs(query + diagonal - key)))
         if with_bias:
             added = number(bias_load(bias[b, head, query, key]))
             hide = hide or added == -infinity
-            score += number(lowest) if added < number(lowest) else added
-        return score, slope, hide or score == -infinity
+            score = plus(score, number(lowest) if added < number(lowest) else added)
+        return number(-infinity) if hide else score
 
-    return score_of
+    return cap, add_terms
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -107,20 +115,19 @@ def keys_locator(keys: int):
 
 
 @cache
-def looker(config: Config, queries_own: bool):
+def looker(config: Config):
     """A device function: bits of the pairs of a thread that a block mask lets see each other."""
-    my_rows, my_columns = config.my_rows, config.my_columns
+    queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
 
     @cuda.jit(device=True, forceinline=True)
     def look(visible, b, query_of, head_of, first_key, end, block_q, block_k, r, c):
         seen = uint32(0)
-        for i in range(my_rows):
-            for j in range(my_columns):
-                own, other = r + i * ROWS, c + j * ROW_THREADS
-                row, key = (own, other) if queries_own else (other, own)
-                key = min(first_key + key, end - 1)
-                see = visible[b, head_of[row], query_of[row] // block_q, key // block_k] != 0
-                seen |= uint32(see) << uint32(i * my_columns + j)
+        for i in range(my_queries):
+            row = r + i * ROWS if queries_own else c + i * ROW_THREADS
+            block, head = query_of[row] // block_q, head_of[row]
+            for j in range(my_keys):
+                key = min(first_key + (c + j * ROW_THREADS if queries_own else r + j * ROWS), end - 1)
+                seen |= uint32(visible[b, head, block, key // block_k] != 0) << uint32(i * my_keys + j)
         return seen
 
     return look
@@ -131,7 +138,7 @@ def multiplier(config: Config):
     """A device function: products of the rows of two arrays, owned times others, into a tile of registers."""
     scores, chunk, stride = config.scores, config.chunk, config.stride
     number = functions(scores.dtype).compute
-    my_rows, my_columns, others = config.my_rows, config.my_columns, config.block_m * config.stride
+    (my_rows, my_columns), others = config.tile, config.block_m * config.stride
     stage_own = stager(scores.dtype, THREADS, config.block_m, chunk, stride)
     stage_other = stager(scores.dtype, THREADS, config.block_n, chunk, stride)
     multiply = scorer(number, config.block_m, config.block_n, chunk, stride)
@@ -155,40 +162,55 @@ def multiplier(config: Config):
 
 
 @cache
-def differentiator(config: Config, queries_own: bool, with_slope: bool = True):
+def differentiator(config: Config, with_slope: bool = True):
     """A device function: from products of a tile, S before scaling and dP, to P and dS in their place.
 
     ``with_slope``: dS is the gradient of ``softmax_scale * q k^T``; without, that of the bias.
     """
-    scores, block_rows = config.scores, config.block_m if queries_own else config.block_n
-    number, score_of = functions(scores.dtype).compute, scorer_of(scores)
-    masked, with_blocks, capped = scores.masked, scores.block_mask, scores.softcap and with_slope
-    my_rows, my_columns = config.my_rows, config.my_columns
+    scores, block_rows = config.scores, config.rows
+    number, (cap, add_terms) = functions(scores.dtype).compute, scorers(scores)
+    masked, with_blocks, with_slope = scores.masked, scores.block_mask, scores.softcap and with_slope
+    queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
-    hidden, nothing = -0.0, 0.0
+    infinity, hidden, nothing = float("inf"), -0.0, 0.0
 
     @cuda.jit(device=True, forceinline=True)
     def differentiate(
         s, dp, options, stats, query_of, head_of, b, first, n_rows, first_key, end, diagonal, left, right, seen, r, c
     ):  # fmt: skip
-        for i in range(my_rows):
-            for j in range(my_columns):
-                own, other = r + i * ROWS, c + j * ROW_THREADS
-                row, key = (own, other) if queries_own else (other, own)
-                query, head, key = query_of[row], head_of[row], int32(first_key + key)
-                low, high = span(masked, query, diagonal, left, right, end)
-                hide = int32(first + row) >= n_rows or key < low or key >= high
+        # In several loops: a longer one would not be unrolled, and the tile would leave the registers.
+        for i in range(my_queries):
+            row = r + i * ROWS if queries_own else c + i * ROW_THREADS
+            for j in range(my_keys):
+                at = (i, j) if queries_own else (j, i)
+                s[at], slope = cap(s[at], options)
+                if with_slope:
+                    dp[at] = (dp[at] - take(stats, 2 * block_rows + row)) * slope
+
+        for i in range(my_queries):
+            row = r + i * ROWS if queries_own else c + i * ROW_THREADS
+            query, head = query_of[row], head_of[row]
+            low, high = span(masked, query, diagonal, left, right, end)
+            if int32(first + row) >= n_rows:
+                high = low
+            for j in range(my_keys):
+                at = (i, j) if queries_own else (j, i)
+                key = int32(first_key + (c + j * ROW_THREADS if queries_own else r + j * ROWS))
+                hide = key < low or key >= high
                 if with_blocks:
-                    hide = hide or (seen >> uint32(i * my_columns + j)) & uint32(1) == 0
+                    hide = hide or (seen >> uint32(i * my_keys + j)) & uint32(1) == 0
                 key = min(key, end - 1)
-                score, slope, hide = score_of(s[i, j], options, b, head, query, key, diagonal, hide)
-                top, rest = take(stats, row), take(stats, block_rows + row)
-                weight = exp2((score - top) * number(LOG2E) - rest)
-                gradient = weight * (dp[i, j] - take(stats, 2 * block_rows + row))
-                if capped:
-                    gradient *= slope
-                s[i, j] = number(hidden) if hide else weight
-                dp[i, j] = number(hidden) if hide else gradient + number(nothing)  # -0 becomes 0
+                s[at] = add_terms(s[at], options, b, head, query, key, diagonal, hide)
+
+        for i in range(my_queries):
+            row = r + i * ROWS if queries_own else c + i * ROW_THREADS
+            top, rest, delta = take(stats, row), take(stats, block_rows + row), take(stats, 2 * block_rows + row)
+            for j in range(my_keys):
+                at = (i, j) if queries_own else (j, i)
+                hide, gradient = s[at] == -infinity, dp[at] if with_slope else dp[at] - delta
+                weight = exp2((s[at] - top) * number(LOG2E) - rest)
+                s[at] = number(hidden) if hide else weight
+                dp[at] = number(hidden) if hide else weight * gradient + number(nothing)  # -0 becomes 0
 
     return differentiate
 
@@ -201,7 +223,7 @@ def accumulator(config: Config):
     X begin at ``at`` of the table.
     """
     scores, slab, chunk_v, others = config.scores, config.slab, config.chunk_v, config.block_n
-    my_rows, my_columns, stride_p = config.my_rows, config.my_columns, config.stride_p
+    (my_rows, my_columns), stride_p = config.tile, config.stride_p
     stage = stager(scores.dtype, THREADS, chunk_v, slab, slab)
     number = functions(scores.dtype).compute
     accumulate, accumulate_seen = accumulators(
