@@ -49,7 +49,7 @@ def backward(spec: Spec, on: Builder) -> None:
     on.launch(rows, grid, (THREADS,), (dout, a.out, a.q, a.k, a.lse, sinks, *common))
 
     def tiles(owned: str, length: int, dim: int) -> tuple[Any, tuple[int]]:
-        config = select_config(scores, owned, length, dim)
+        config = select_config(scores, owned, dim)
         blocks = -(-length // config.block_m) * a.batch * a.nheads_kv * -(-dim // config.slab)
         return config, (blocks,)
 
@@ -70,7 +70,7 @@ def _bias(a: Attention, on: Builder, scores: Any, dout: Tensor, dbias: Tensor, c
     from gpu_ops.kernels.numba_cuda.attention_backward_config import count_parts, select_config
     from gpu_ops.kernels.numba_cuda.attention_config import THREADS
 
-    config = select_config(scores, "both", a.seqlen_q)
+    config = select_config(scores, "both")
     target = dbias[(None,) * (4 - dbias.ndim)]
     batch, nheads, queries, keys = target.shape
     sum_queries, sum_keys = queries != a.seqlen_q, keys != a.seqlen_k
@@ -95,5 +95,5 @@ def numba_variants() -> Iterator[Variant]:
 
     scores = Scores("bfloat16", masked=True)
     yield Variant(rows_kernel(scores, False), THREADS)
-    yield Variant(queries_kernel(select_config(scores, "queries", 4096, 128)), THREADS)
-    yield Variant(keys_kernel(select_config(scores, "keys", 4096, 128)), THREADS)
+    yield Variant(queries_kernel(select_config(scores, "queries", 128)), THREADS)
+    yield Variant(keys_kernel(select_config(scores, "keys", 128)), THREADS)

@@ -104,8 +104,8 @@ class Config:
         return numbers * itemsize + self.rows * (2 * 8 + 2 * 4 + 3 * itemsize) + self.keys * 2 * 8
 
 
-def select_config(scores: Scores, owned: str, length: int, dim: int = 0) -> Config:
-    """``owned``: "queries" (dQ), "keys" (dK and dV) or "both" (dbias, without accumulators); how many, and of which dim.
+def select_config(scores: Scores, owned: str, dim: int = 0) -> Config:
+    """``owned``: "queries" (dQ), "keys" (dK and dV) or "both" (dbias); ``dim``: columns of the accumulators, if any.
 
     ==========  ==========================================================================================
     block_m     64, or 32 where options or the accumulators would leave too few registers; 32 in float64
@@ -122,8 +122,7 @@ def select_config(scores: Scores, owned: str, length: int, dim: int = 0) -> Conf
     slab = next((size for size in _SLAB if dim <= size <= most), most)
     accumulators = (2 if owned == "keys" else 1) * slab
     numbers = 64 * (2 * block_n + accumulators) // THREADS
-    small = wide or scores.special or numbers > _MOST_NUMBERS or length <= 32
-    block_m = 32 if small else 64
+    block_m = 32 if wide or scores.special or numbers > _MOST_NUMBERS else 64
     staged = (block_m + block_n) * (chunk + 16 // scores.itemsize)
     chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and n * slab <= staged)
     return Config(scores, owned == "queries", block_m, block_n, chunk, slab, chunk_v)
