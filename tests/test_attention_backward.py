@@ -261,20 +261,21 @@ def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
         assert (gradient[0, 192:256] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_mask_hides_may_hold_anything(dtype, backend):
+# With a NaN near, the CPU's products round otherwise.
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 2e-2)])
+def test_what_a_mask_hides_may_hold_anything(dtype, atol, backend):
     """Queries 0 to 29 see no key, 33 to 53 see key 3, and through them keys 0 to 23 learn of it; nobody else does."""
     p = make(seqlens=(70, 40), head_dims=(16, 16), heads=(2, 1), batch=1, dtype=dtype, window_size=(20, 0))
-    before = gradients(p, backend)
+    before = [x.astype(np.float32) for x in gradients(p, backend)]
     for x, hidden in ((p.q, slice(30)), (p.dout, slice(30)), (p.k, 3), (p.v, 3)):
         x[:, hidden] = np.nan
-    dq, dk, dv = gradients(p, backend)
+    dq, dk, dv = (x.astype(np.float32) for x in gradients(p, backend))
     for rows in (slice(33), slice(54, None)):
-        np.testing.assert_array_equal(dq[:, rows], before[0][:, rows])
-    assert np.isnan(dq[:, 33:54].astype(np.float32)).all()
+        np.testing.assert_allclose(dq[:, rows], before[0][:, rows], rtol=0, atol=atol)
+    assert np.isnan(dq[:, 33:54]).all()
     for x, y in ((dk, before[1]), (dv, before[2])):
-        np.testing.assert_array_equal(x[:, 24:], y[:, 24:])
-        assert np.isnan(x[:, :24].astype(np.float32)).all()
+        np.testing.assert_allclose(x[:, 24:], y[:, 24:], rtol=0, atol=atol)
+        assert np.isnan(x[:, :24]).all()
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
