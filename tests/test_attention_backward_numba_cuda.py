@@ -81,7 +81,7 @@ def test_memory_accesses_are_whole():
     p = make(mask="causal", dtype="bfloat16", heads=(2, 1), head_dims=(32, 32), batch=1, seqlens=(64, 192))
     with emulator.record() as profiles:
         gradients(p)
-    names = [profile.kernel.removeprefix("attention_backward_") for profile in profiles]
+    names = [profile.name.removeprefix("attention_backward_") for profile in profiles]
     assert names == ["rows", "queries", "keys"]
     for name, profile in zip(names, profiles, strict=True):
         assert profile.counts.replays == 0, name  # no bank conflict

@@ -30,7 +30,7 @@ from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block, plus
 __all__ = ["SINK_THREADS", "rows_kernel", "sinks_kernel"]
 
 SINK_THREADS = 32 * WARPS
-CHUNK = 16  # columns of dO and O in shared memory at a time, of 128 rows: 17 KB, in float64 34 KB
+CHUNK = {4: 32, 8: 16}  # columns of dO and O in shared memory at a time, by itemsize: 128 rows of each take 34 KB
 
 
 @cache
@@ -42,9 +42,10 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
     exp2, log2, fma = libdevice.exp2f, libdevice.log2f, libdevice.fmaf
     if number is float64:
         exp2, log2, fma = libdevice.exp2, libdevice.log2, libdevice.fma
-    infinity, stride = float("inf"), CHUNK + 1  # threads read a column: 32 banks
+    infinity, chunk = float("inf"), CHUNK[scores.itemsize]
+    stride = chunk + 1  # threads read a column: 32 banks
     n_numbers, n_places = THREADS * stride, 2 * THREADS
-    stage = stager(scores.dtype, THREADS, THREADS, CHUNK, stride)
+    stage = stager(scores.dtype, THREADS, THREADS, chunk, stride)
 
     @cuda.jit(device=True)
     def walk(q, k, sink, sequences, options, visible, b, entry, k_batch, head, query, left, right, block_q, block_k):
@@ -93,12 +94,12 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
         places[THREADS + thread] = entry * out.strides[0] + at * out.strides[1] + head * out.strides[2]
 
         delta, dim = number(0.0), out.shape[3]
-        for column in range(0, dim, CHUNK):
+        for column in range(0, dim, chunk):
             cuda.syncthreads()
             stage(gradients, 0, dout, places, 0, column, dim, dout.strides[3])
             stage(results, 0, out, places, THREADS, column, dim, out.strides[3])
             cuda.syncthreads()
-            for d in range(CHUNK):
+            for d in range(chunk):
                 delta = fma(take(gradients, thread * stride + d), take(results, thread * stride + d), delta)
 
         if first + int32(thread) < q_len:
