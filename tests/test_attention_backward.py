@@ -21,7 +21,6 @@ from tests.attention_cases import (
     row_id,
 )
 
-
 DEVICES = ("cpu", "emulator", "cuda")
 REFERENCE = {"device": "cpu", "backend": "reference"}
 
@@ -38,13 +37,19 @@ def quick_on_emulator(raw):
         "test_head_dims": {"dtype": ["bfloat16"], "head_dims": [(80, 80), (192, 128)] * raw},
         "test_masks_and_options": {} if raw else {"settings": OPTIONS[:1]},
         "test_float64_is_float64": {"mask": ["band"]},
-        "test_bias_gradients_sum_over_broadcast_axes": {"shape": [(), *[(4, 1, 203), (2, 1, 113, 203)] * raw]},
+        "test_bias_gradients_sum_over_broadcast_axes": {
+            "shape": [(), *[(4, 1, 203), (2, 1, 113, 203)] * raw]
+        },
         "test_rows_that_see_nothing": {"dtype": ["bfloat16" if raw else "float32"], "sinks": [True]},
         "test_blocks_that_nobody_sees_may_hold_anything": {"bad": [np.nan] * raw},
         "test_what_a_mask_hides_may_hold_anything": {"dtype": ["bfloat16" if raw else "float32"]},
         "test_a_visible_nan_is_not_lost": {"dtype": ["float16" if raw else "float32"]},
         **dict.fromkeys(("test_options", "test_against_torch", "test_without_return_extra_only_three"), None),
-        **({} if raw else dict.fromkeys(("test_everything_masked", "test_a_sink_of_minus_infinity_is_none"), None)),
+        **(
+            {}
+            if raw
+            else dict.fromkeys(("test_everything_masked", "test_a_sink_of_minus_infinity_is_none"), None)
+        ),
     }
 
 

@@ -25,7 +25,10 @@ def quick_on_emulator(raw):
     """Each behaviour once; test_attention_pairwise crosses the options."""
     return {
         "test_options": None,
-        "test_lengths": {"dtype": ["bfloat16"], "lengths": list(LENGTHS) if raw else ["mixed", "long", "none"]},
+        "test_lengths": {
+            "dtype": ["bfloat16"],
+            "lengths": list(LENGTHS) if raw else ["mixed", "long", "none"],
+        },
         "test_a_sequence_does_not_depend_on_its_neighbours": {"dtype": ["bfloat16"] * raw},
         "test_equals_attention_per_sequence": {} if raw else None,
     }

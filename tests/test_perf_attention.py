@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from perf_case import FAST, LIMITS
 
-import gpu_ops
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
 from gpu_ops.reference.attention_backward import attention_backward as reference_backward

@@ -12,7 +12,7 @@ from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
     backward_flops,
-    backward_unsupported,
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -234,11 +234,11 @@ def attention_backward(
     )
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     read_results(call, dtype, out, lse, shape, lse_shape)
-    checks.flag(call.op, "deterministic", deterministic)
+    call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
-        unsupported=backward_unsupported,
+        unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
         flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], causal),
     )

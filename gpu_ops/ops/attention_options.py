@@ -17,7 +17,7 @@ from gpu_ops.kernels.program import Spec
 __all__ = [
     "INT32",
     "backward_flops",
-    "backward_unsupported",
+    "backward_raw_unsupported",
     "describe",
     "forward_flops",
     "raw_unsupported",
@@ -150,12 +150,9 @@ def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     return {"raw": why} if why else {}
 
 
-def backward_unsupported(spec: Spec) -> Mapping[str, str]:
-    """The same for a call of the backward."""
-    from gpu_ops.kernels.lower.attention_backward import raw_unsupported
-
-    why = raw_unsupported(spec)
-    return {"raw": why} if why else {}
+def backward_raw_unsupported(spec: Spec) -> Mapping[str, str]:
+    """The same of attention backward."""
+    return {"raw": "the gradients of attention have Numba kernels only"}
 
 
 def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool = False) -> float:

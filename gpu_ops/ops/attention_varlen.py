@@ -20,7 +20,7 @@ from gpu_ops.ops.attention import read_results, returned_gradients, store_gradie
 from gpu_ops.ops.attention_options import (
     INT32,
     backward_flops,
-    backward_unsupported,
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -196,11 +196,11 @@ def attention_varlen_backward(
         alibi_slopes=alibi_slopes,
     )
     read_results(call, dtype, out, lse, *_result_shapes(call))
-    checks.flag(call.op, "deterministic", deterministic)
+    call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
-        unsupported=backward_unsupported,
+        unsupported=backward_raw_unsupported,
         look=look,
         finish=returned_gradients(extra) if return_extra else None,
         flops=backward_flops(call, call.axes["total_q"], seqlens[1], causal),

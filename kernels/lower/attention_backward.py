@@ -16,7 +16,7 @@ from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensor
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["backward", "raw_unsupported", "variants"]
+__all__ = ["backward", "variants"]
 
 for _op in ("attention_backward", "attention_varlen_backward"):
     lowers(_op, "numba")(attention_backward_numba.backward)
@@ -53,11 +53,6 @@ def backward(spec: Spec, on: Builder) -> None:
             views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta)
 
     on.call(run, str(kernels.config_of(*inputs, a.batch, a.seqlen_q, a.seqlen_k)))
-
-
-def raw_unsupported(spec: Spec) -> str | None:
-    """Why the CUDA C++ kernels cannot run this call."""
-    return "the gradients of attention have Numba kernels only"
 
 
 def variants(arch: str) -> Iterator[Variant]:

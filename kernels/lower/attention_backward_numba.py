@@ -65,7 +65,9 @@ def backward(spec: Spec, on: Builder) -> None:
         on.launch(sinks_kernel(scores.dtype), (a.nheads,), (SINK_THREADS,), (a.sinks, statistics, dsinks))
 
 
-def _bias(a: Attention, on: Builder, scores: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]) -> None:
+def _bias(
+    a: Attention, on: Builder, scores: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]
+) -> None:
     from gpu_ops.kernels.numba_cuda.attention_backward_bias import bias_kernel, bias_sum_kernel
     from gpu_ops.kernels.numba_cuda.attention_backward_config import count_parts, select_config
     from gpu_ops.kernels.numba_cuda.attention_config import THREADS

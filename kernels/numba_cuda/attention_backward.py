@@ -6,15 +6,15 @@
     dZ = dS (1 - tanh(z / softcap)^2)       without softcap dS itself
     dQ = softmax_scale dZ K,   dK = softmax_scale dZ^T Q
 
-Nothing of size seqlen_q x seqlen_k is stored: P is computed again from q, k and lse. Two kernels share the work. In the
-first, a block owns queries and walks over keys, and sums dQ; in the second it owns keys and walks over queries, and
-sums dK and dV. Each sum is one block's, in registers, in a fixed order: no atomics, and the same bits each time. The
-price is that S and dP are computed twice, 7 products of matrices in place of 5: 14 flops per query, key and column.
+Nothing of size seqlen_q x seqlen_k is stored: P is computed again from q, k and lse. There are two kernels. In the
+first, a block owns queries, walks over keys and sums dQ. In the second it owns keys, walks over queries and sums dK
+and dV. A sum belongs to one block, which adds it up in registers in a fixed order: no atomics, the same bits each
+time. The price is that S and dP are computed twice, seven matrix products instead of five: 14 flops per query, key
+and column.
 
-As in attention.py, a row is a query of one of the heads that share a key head. A block that owns keys thus sums over
-the whole group, and dK and dV need no further reduction. :mod:`.attention_backward_tile` has the steps,
-:mod:`.attention_backward_rows` what is computed ahead for each row, :mod:`.attention_backward_bias` the gradient of the
-bias.
+As in attention.py, a row is a query of one of the heads that share a key head. A block that owns keys sums over the
+whole group, so dK and dV need no further reduction. :mod:`.attention_backward_rows` computes delta ahead,
+:mod:`.attention_backward_tile` has the steps, :mod:`.attention_backward_bias` computes the gradient of the bias.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def keys_kernel(config: Config) -> NumbaKernel:
         for first in range(first_query * group, last_query * group, block_n):
             cuda.syncthreads()  # no thread reads the last tile's tables any more
             locate_rows(
-                query_places, query_of, head_of, stats, q, dout, statistics, first, n_rows, group, head, q_batch, q_start
+                query_places, query_of, head_of, stats, q, dout, statistics, first, n_rows, group, head,
+                q_batch, q_start,
             )  # fmt: skip
             seen = uint32(0)
             if with_blocks:

@@ -2,13 +2,13 @@
 
     dbias = sum over batch, heads, queries or keys of P (dP - delta)
 
-A block owns a tile of dbias: up to 64 queries by 64 keys of a head and a batch entry, or all of an axis that dbias has
-once. It computes P and dS as the kernels of attention_backward.py do, of one *unit* after the other: the tiles of all
-heads, batch entries, queries and keys that add to what it owns. Each thread sums its pairs in registers; at the end the
-block sums over rows and keys where dbias has one. 4 flops per query, key and column.
+A block owns a tile of dbias: 64 queries by 64 keys of one head and batch entry, or, of an axis of length 1, that one
+element. It computes P and dS as the kernels of attention_backward.py do, for one *unit* after the other: every tile
+of heads, batch entries, queries and keys whose gradients add to what it owns. Each thread sums its pairs in
+registers; at the end the block sums over the rows or keys of the tile. 4 flops per query, key and column.
 
-Where blocks are few, as for a bias of (1, 1, 1, seqlen_k), the units are divided into parts, with a block each, and a
-second kernel adds their results. All sums have a fixed order.
+Where blocks are few, as for a bias of (1, 1, 1, seqlen_k), the units are divided into parts with a block each, and a
+second kernel adds the parts. All sums have a fixed order.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREA
 __all__ = ["RESOLUTION", "Config", "Scores", "count_parts", "select_config"]
 
 RESOLUTION = 2.0**-12
-"""An lse in base 2 that does not change when this is added is too large to hold the sum of a row: see ``Row``."""
+"""If adding this to an lse in base 2 changes nothing, lse is too coarse: see attention_backward_rows.py."""
 
 # Columns of a block's accumulators, by itemsize. Wider heads are shared among blocks, which compute P and dS each.
 _SLAB = (16, 32, 64, 96)
@@ -46,7 +46,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel of tiles: a block owns ``block_m`` queries or keys, and walks over the others, ``block_n`` at a time."""
+    """A kernel: a block owns ``block_m`` queries or keys, and walks over the others, ``block_n`` at a time."""
 
     scores: Scores
     queries_own: bool
@@ -129,5 +129,5 @@ def select_config(scores: Scores, owned: str, dim: int = 0) -> Config:
 
 
 def count_parts(blocks: int, units: int, sms: int) -> int:
-    """Parts that a sum of ``units`` tiles is divided into, for each of ``blocks``: two blocks per SM, if there are."""
+    """Parts that a sum of ``units`` tiles is divided into, for each of ``blocks``: enough for two blocks per SM."""
     return max(1, min(units, -(-2 * sms // max(blocks, 1)), THREADS))

@@ -3,12 +3,11 @@
     top, rest:   P = exp2((s - top) log2(e) - rest)
     delta:       rowsum(dO O)
 
-lse is top, and rest is 0. Where lse is so large that it cannot hold the logarithm of a sum, as beside a bias of -1e9 for
-all keys of a row (in float32 -1e9 + log(100) is -1e9), each of these keys would weigh 1. For such a row the kernel walks
-over the keys: top is the largest score, and rest the log2 of the sum of all weights relative to it.
+top is lse, and rest is 0, unless lse is too coarse. If all 100 keys of a row have a bias of -1e9, lse is
+-1e9 + log(100), which float32 rounds to -1e9, and each key would weigh 1 instead of 1/100. For such a row the kernel
+walks over the keys: top is the largest score, and rest the log2 of the sum of all weights relative to it.
 
-delta is summed over columns in order, by multiply-adds, as dP is. So where a row sees one key, and O is V, the two
-cancel exactly.
+delta is summed over columns in order, by multiply-adds, as dP is. So the two cancel exactly where a row sees one key.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block, plus
 __all__ = ["SINK_THREADS", "rows_kernel", "sinks_kernel"]
 
 SINK_THREADS = 32 * WARPS
-CHUNK = {4: 32, 8: 16}  # columns of dO and O in shared memory at a time, by itemsize: 128 rows of each take 34 KB
+CHUNK = {
+    4: 32,
+    8: 16,
+}  # columns of dO and O in shared memory at a time, by itemsize: 128 rows of each take 34 KB
 
 
 @cache
@@ -48,7 +50,9 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
     stage = stager(scores.dtype, THREADS, THREADS, chunk, stride)
 
     @cuda.jit(device=True)
-    def walk(q, k, sink, sequences, options, visible, b, entry, k_batch, head, query, left, right, block_q, block_k):
+    def walk(
+        q, k, sink, sequences, options, visible, b, entry, k_batch, head, query, left, right, block_q, block_k
+    ):
         """The largest score of a row, sink included, and the log2 of the sum of weights relative to it."""
         q_start, q_len, k_start, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 2], sequences[b, 3]
         head_kv, diagonal = head // (q.shape[2] // k.shape[2]), int32(k_len - q_len)

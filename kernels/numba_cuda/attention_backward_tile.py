@@ -1,11 +1,11 @@
 """What the Numba kernels for the gradients of attention do with a tile of queries and keys.
 
-A block owns queries and walks over keys ("queries own"), or owns keys and walks over queries. Thread (r, c) of its 8 x
-16 grid has owned ones r, r + 8, ... and, for each of them, others c, c + 16, ... The functions are inlined, so that the
-tile's numbers stay in registers. They are built once per set of sizes and options.
+A block owns queries and walks over keys (``queries_own``), or owns keys and walks over queries. Thread (r, c) of its
+8 x 16 grid has owned ones r, r + 8, ... and, for each of them, others c, c + 16, ... The functions are inlined, so
+that the tile's numbers stay in registers. They are built once per set of sizes and options.
 
-A hidden key weighs -0, and its dS is -0 too: what a product must skip, even if the other factor is NaN there. A key
-that is seen never weighs -0.
+P and dS of a hidden key are -0. A product must skip these, since the other factor may be NaN there. P and dS of a
+visible key are never -0.
 """
 
 from __future__ import annotations
@@ -21,16 +21,26 @@ from gpu_ops.kernels.numba_cuda.attention_tile import accumulators, scorer
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, take
 
-__all__ = ["accumulator",  "differentiator", "keys_locator", "looker", "multiplier", "queries_locator", "scorers", "signature", "span"]
+__all__ = [
+    "accumulator",
+    "differentiator",
+    "keys_locator",
+    "looker",
+    "multiplier",
+    "queries_locator",
+    "scorers",
+    "signature",
+    "span",
+]
 
 
 @cache
 def scorers(scores: Scores):
     """Two device functions that make a score of the product of a query and a key.
 
-    All kernels use them, and none may fuse their additions with a multiplication: they have to round a score alike, as
-    next to a bias of -1e9 one rounding makes a weight of exp(64). The first returns the scaled and capped product, and the slope of the cap. The second adds ALiBi and bias, and
-    returns -inf for a hidden key.
+    All kernels use them, and have to round a score alike: next to a bias of -1e9, one rounding is a factor of
+    exp(64). So no compiler may fuse their additions and multiplications. The first returns the scaled and capped
+    product, and the slope of the cap. The second adds ALiBi and bias, and returns -inf for a hidden key.
     """
     number = functions(scores.dtype).compute
     bias_load = functions(scores.bias or scores.dtype).load
@@ -204,7 +214,11 @@ def differentiator(config: Config, with_slope: bool = True):
 
         for i in range(my_queries):
             row = r + i * ROWS if queries_own else c + i * ROW_THREADS
-            top, rest, delta = take(stats, row), take(stats, block_rows + row), take(stats, 2 * block_rows + row)
+            top, rest, delta = (
+                take(stats, row),
+                take(stats, block_rows + row),
+                take(stats, 2 * block_rows + row),
+            )
             for j in range(my_keys):
                 at = (i, j) if queries_own else (j, i)
                 hide, gradient = s[at] == -infinity, dp[at] if with_slope else dp[at] - delta
@@ -219,16 +233,14 @@ def differentiator(config: Config, with_slope: bool = True):
 def accumulator(config: Config):
     """A device function: ``o += tile X`` for the ``slab`` columns of X from ``first_column`` on.
 
-    The tile is (owned, others) in registers and goes through ``p`` in shared memory; the places of the others' rows of
-    X begin at ``at`` of the table.
+    The tile is (owned, others) in registers and passes through ``p`` in shared memory. X has a row for each of the
+    others; their places begin at ``at`` of the table.
     """
     scores, slab, chunk_v, others = config.scores, config.slab, config.chunk_v, config.block_n
     (my_rows, my_columns), stride_p = config.tile, config.stride_p
     stage = stager(scores.dtype, THREADS, chunk_v, slab, slab)
     number = functions(scores.dtype).compute
-    accumulate, accumulate_seen = accumulators(
-        number, my_rows, slab // ROW_THREADS, chunk_v, slab, stride_p
-    )
+    accumulate, accumulate_seen = accumulators(number, my_rows, slab // ROW_THREADS, chunk_v, slab, stride_p)
 
     @cuda.jit(device=True, forceinline=True)
     def add(o, tile, p, staged, x, places, at, first_column, r, c):
