@@ -98,4 +98,5 @@ def numba_variants() -> Iterator[Variant]:
     scores = Scores("bfloat16", masked=True)
     yield Variant(rows_kernel(scores, False), THREADS)
     yield Variant(queries_kernel(select_config(scores, "queries", 128)), THREADS)
-    yield Variant(keys_kernel(select_config(scores, "keys", 128)), THREADS)
+    for head_dim in (64, 128):
+        yield Variant(keys_kernel(select_config(scores, "keys", head_dim)), THREADS)
