@@ -29,6 +29,7 @@ NO_OPS = (
     "read_bitnet",
     "read_gguf",
     "workspace_size",
+    "write_gguf",
 )
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 DTYPES = tuple(np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))

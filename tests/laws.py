@@ -57,6 +57,15 @@ def _refusal(name: str, backend: str) -> str:
     return refusal(law_call(name), backend)
 
 
+def is_slow(given: dict[str, Any]) -> bool:
+    """On the CPU every op runs in every dtype by default; its variants, and the reference, in one dtype each."""
+    if given["backend"]["device"] != "cpu":
+        return False
+    of_its_own = DTYPES[NAMES.index(given["name"]) % len(DTYPES)]
+    compiled = given["backend"]["backend"] == "numba" and given["name"] in FIRST_OF_OPS
+    return not compiled and given["dtype"] != of_its_own
+
+
 def quick(raw: bool) -> dict[str, Any]:
     """On the emulator a dtype of each backend, and of Numba, which compiles for seconds, one call per op."""
     return {"dtype": [DTYPES[1]]} if raw else {"dtype": [DTYPES[0]], "name": FIRST_OF_OPS}

@@ -10,6 +10,7 @@ import pytest
 import gpu_ops
 from gpu_ops import emulator
 from gpu_ops.core.device import compiler_missing
+from gpu_ops.kernels.attention_scores import PLAIN, Features
 from gpu_ops.kernels.compiler import cubin, jit, toolkit
 from tests.attention_cases import DTYPES, make
 
@@ -18,12 +19,12 @@ if compiler_missing("numba"):
 
 from gpu_ops.kernels.numba_cuda.attention_backward import keys_kernel, queries_kernel
 from gpu_ops.kernels.numba_cuda.attention_backward_bias import bias_kernel
-from gpu_ops.kernels.numba_cuda.attention_backward_config import Scores, count_parts, select_config
+from gpu_ops.kernels.numba_cuda.attention_backward_config import Problem, count_parts, select_config
 from gpu_ops.kernels.numba_cuda.attention_backward_rows import rows_kernel
 
 LIMIT = 48 * 1024  # of static shared memory; Numba has no way to ask for more
 BACKEND = {"device": "emulator", "backend": "numba"}
-EVERYTHING = {"masked": True, "softcap": True, "alibi": True, "block_mask": True}
+EVERYTHING = {"softcap": True, "alibi": True, "block_mask": True}
 
 
 def gradients(p, **more):
@@ -36,8 +37,8 @@ def gradients(p, **more):
 
 def test_tiles_fit():
     dims = (1, 8, 16, 17, 32, 40, 64, 80, 96, 111, 128, 192, 256, 512, 576)
-    for dtype, special, owned, dim in itertools.product(DTYPES, (False, True), ("queries", "keys"), dims):
-        c = select_config(Scores(dtype, softcap=special), owned, dim)
+    for dtype, scores, owned, dim in itertools.product(DTYPES, (PLAIN, Features(softcap=True)), ("queries", "keys"), dims):
+        c = select_config(Problem(dtype, scores), owned, dim)
         assert c.shared_bytes <= LIMIT, c
         assert c.slab >= min(dim, 64 if dtype == "float64" else 128)
         # what the kernel's division of work among 128 threads takes for granted
@@ -53,10 +54,10 @@ def test_tiles_fit():
 
 def kernels(dtype):
     """By name: those with the most registers, of plain scores and with every option."""
-    plain, every = Scores(dtype, masked=True), Scores(dtype, bias=dtype, **EVERYTHING)
-    for name, scores in (("plain", plain), ("every option", every)):
-        yield f"dq, {name}", queries_kernel(select_config(scores, "queries", 128))
-        yield f"dk and dv, {name}", keys_kernel(select_config(scores, "keys", 128))
+    plain, every = Problem(dtype, masked=True), Problem(dtype, Features(bias=dtype, **EVERYTHING), True)
+    for name, problem in (("plain", plain), ("every option", every)):
+        yield f"dq, {name}", queries_kernel(select_config(problem, "queries", 128))
+        yield f"dk and dv, {name}", keys_kernel(select_config(problem, "keys", 128))
     yield "dk and dv of small heads", keys_kernel(select_config(plain, "keys", 64))
     yield "dbias", bias_kernel(select_config(every, "both"), True, True)
     yield "rows", rows_kernel(every, True)

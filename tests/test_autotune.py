@@ -23,6 +23,7 @@ from gpu_ops.core.op import forget_calls
 from gpu_ops.errors import DeviceError, KernelCompileError, OptionError
 from gpu_ops.kernels.lower import attention_tuning, tuning
 from gpu_ops.kernels.lower.attention_config import DeviceLimits, Problem, select_config
+from tests.processes import PATIENCE
 
 pytestmark = needs_nvrtc
 
@@ -296,7 +297,7 @@ def test_two_processes_at_once(tmp_path):
         subprocess.Popen([*command, name], env=environment, stderr=subprocess.PIPE, text=True)
         for name in "ab"
     ]
-    assert [(p.communicate(timeout=60)[1], p.returncode) for p in running] == [("", 0), ("", 0)]
+    assert [(p.communicate(timeout=PATIENCE)[1], p.returncode) for p in running] == [("", 0), ("", 0)]
     (path,) = (tmp_path / "tuning").iterdir()
     assert json.loads(path.read_text())["winner"] in ("a" * 1000, "b" * 1000)
 

@@ -17,8 +17,7 @@ from gpu_ops.kernels.numba_cpu import jit, swiglu
 from gpu_ops.kernels.numba_cpu.codegen import numba_pipeline
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
 from tests.calls import OPS, call
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import PATIENCE, ROOT, python
 
 # Runs an op that compiles fast and prints where its kernel came from: "compiled" when saved, "loaded" when read.
 CALL = """
@@ -47,7 +46,7 @@ def start(cache, code=CALL, root=ROOT, **env):
 
 def finish(process):
     """(standard output, standard error) of a process that must succeed."""
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return out.strip(), err
 
@@ -56,10 +55,22 @@ def entries(cache):
     return sorted(Path(cache).rglob("*.nbc"))
 
 
-def test_compiled_once_then_loaded(tmp_path):
-    assert finish(start(tmp_path))[0] == COMPILED
-    assert [e.name for e in entries(tmp_path)] == ["swiglu_forward_silu-float32.nbc"]
-    assert finish(start(tmp_path))[0] == LOADED
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The folder after a first call."""
+    cache = tmp_path_factory.mktemp("first")
+    assert finish(start(cache))[0] == COMPILED
+    return cache
+
+
+@pytest.fixture
+def filled(first, tmp_path):
+    return shutil.copytree(first, tmp_path / "cache")
+
+
+def test_compiled_once_then_loaded(first):
+    assert [e.name for e in entries(first)] == ["swiglu_forward_silu-float32.nbc"]
+    assert finish(start(first))[0] == LOADED
 
 
 def test_kernels_of_several_processes_run_in_one(tmp_path):
@@ -139,12 +150,11 @@ def damage_other(path):
 
 
 @pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other])
-def test_a_damaged_entry_is_compiled_anew_and_replaced(tmp_path, damage):
-    finish(start(tmp_path))
-    (entry,) = entries(tmp_path)
+def test_a_damaged_entry_is_compiled_anew_and_replaced(filled, damage):
+    (entry,) = entries(filled)
     damage(entry)
-    assert finish(start(tmp_path))[0] == COMPILED
-    assert finish(start(tmp_path))[0] == LOADED
+    assert finish(start(filled))[0] == COMPILED
+    assert finish(start(filled))[0] == LOADED
 
 
 @pytest.mark.parametrize("kind", ["below a file", "not permitted"])
@@ -172,14 +182,13 @@ cache._writable = refuse
 """
 
 
-def test_a_folder_that_others_filled_is_read(tmp_path):
+def test_a_folder_that_others_filled_is_read(filled):
     """A container warmed as root and run as a user: no warning, as nothing is missing; one for all that is."""
-    finish(start(tmp_path))
-    out, err = finish(start(tmp_path, READ_ONLY + CALL))
+    out, err = finish(start(filled, READ_ONLY + CALL))
     assert out == LOADED
     assert "UserWarning" not in err
     more = "gpu_ops.rmsnorm(x, x[0]), gpu_ops.layernorm(x, x[0])\n"
-    out, err = finish(start(tmp_path, READ_ONLY + CALL + more))
+    out, err = finish(start(filled, READ_ONLY + CALL + more))
     assert len(out.splitlines()) == 3
     assert err.count("UserWarning") == 1
     assert "GPU_OPS_CACHE_DIR" in err
@@ -255,22 +264,9 @@ def test_default_folder_follows_xdg(tmp_path):
 
 def test_warmup_fills_the_folder(tmp_path):
     """``python -m gpu_ops warmup`` compiles in two processes; a call then compiles nothing."""
-    command = [
-        sys.executable,
-        "-m",
-        "gpu_ops",
-        "warmup",
-        "--jobs",
-        "2",
-        "--kernel",
-        "swiglu_forward_",
-        "--dtype",
-        "float32",
-    ]
-    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "kernels ready" in run.stdout
+    arguments = ("warmup", "--jobs", 2, "--kernel", "swiglu_forward_", "--dtype", "float32")
+    printed = python("-m", "gpu_ops", *arguments, GPU_OPS_CACHE_DIR=str(tmp_path))
+    assert "kernels ready" in printed
     assert {e.stem for e in entries(tmp_path)} >= {
         "swiglu_forward_silu-float32",
         "swiglu_forward_gelu-float32",
@@ -279,7 +275,5 @@ def test_warmup_fills_the_folder(tmp_path):
 
 
 def test_warmup_names_what_it_does_not_know(tmp_path):
-    command = [sys.executable, "-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 1
-    assert "no kernel matches" in run.stdout
+    printed = python("-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel", status=1)
+    assert "no kernel matches" in printed

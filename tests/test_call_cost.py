@@ -36,7 +36,7 @@ MOST = {
     "rmsnorm_backward": (19, 30),
     "rmsnorm_quant_int8": (20, 24),
     "rope": (24, 23),
-    "rope_append_kv": (24, 43),
+    "rope_append_kv": (22, 37),
     "rope_backward": (24, 23),
     "softmax": (17, 18),
     "softmax_backward": (18, 20),

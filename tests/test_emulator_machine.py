@@ -11,12 +11,12 @@ from gpu_ops.emulator import Buffer, EmulatorError, launch, profile
 from gpu_ops.emulator import run as runner
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler.jit import compile_text
+from tests.cards import slow
 from tests.emulator_kernel_cases import CASES, SHAPES, where_am_i
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu").read_text(encoding="utf-8")
-ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"]
 
 
 def run(case, arch="sm_80", **options):
@@ -28,7 +28,7 @@ def run(case, arch="sm_80", **options):
         )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", *slow("sm_86", "sm_89", "sm_90", "sm_90a", "sm_120")])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel(name, arch):
     """A newer NVVM compiles sm_100 and later, and generates different PTX."""

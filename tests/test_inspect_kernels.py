@@ -10,6 +10,7 @@ import pytest
 from gpu_ops.kernels.compiler import jit
 from scripts import inspect_kernels
 from tests import numba_kernels
+from tests.cards import slow
 from tests.compilers import ARCH_LIST, needs_numba_cuda, needs_nvrtc, needs_ptxas, scale, scale_tree, write
 
 pytestmark = [needs_nvrtc, needs_numba_cuda, needs_ptxas]
@@ -113,7 +114,7 @@ def test_nothing_to_look_at_is_an_error(kernels, capsys):
         inspect_kernels.main(["--arch", "sm_35"])
 
 
-@pytest.mark.parametrize("arch", ARCH_LIST)
+@pytest.mark.parametrize("arch", ["sm_120", *slow("sm_80", "sm_90a")])
 def test_kernels_of_the_ops(arch):
     """A sample on each kind of architecture; ``.ci/run`` looks at every kernel on every one."""
     variants = list(jit.all_variants(arch))

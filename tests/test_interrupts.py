@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.processes import python
 
-def run(code: str, timeout: int = 120) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+def run(code):
+    python("-c", code)
 
 
 ANYWHERE = """
 import faulthandler, sys, threading, time
 from gpu_ops.kernels.numba_cpu import parallel
 
-faulthandler.dump_traceback_later(90, exit=True)
+faulthandler.dump_traceback_later(300, exit=True)
 parallel.thread_count = lambda: 3
 parallel.waiting_threads()
 at_work = []
@@ -156,7 +155,7 @@ want = gpu_ops.rope(q)
 rope_tables._lock.acquire()  # as another thread may hold it
 child = os.fork()
 if not child:
-    signal.alarm(20)
+    signal.alarm(300)
     os._exit(0 if np.array_equal(gpu_ops.rope(q), want) else 1)
 assert os.waitpid(child, 0)[1] == 0
 """

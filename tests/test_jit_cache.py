@@ -15,6 +15,7 @@ import pytest
 from gpu_ops.kernels.compiler import cache, jit, numba_ptx, nvrtc
 from tests import numba_kernels
 from tests.compilers import SCALE, SCALE_HEADER, needs_numba_cuda, needs_nvrtc, scale, scale_tree, write
+from tests.processes import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -227,7 +228,7 @@ for factor in range(3):
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    results = [process.communicate(timeout=120) for process in running]
+    results = [process.communicate(timeout=PATIENCE) for process in running]
     assert [process.returncode for process in running] == [0] * 4, results
     assert len({out for out, _ in results}) == 1
     assert len(list(folder.iterdir())) == 6

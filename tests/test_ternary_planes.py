@@ -213,36 +213,17 @@ GROUPED = TernaryMatrix.from_trits(np.ones((2, 8), np.int8), np.ones((2, 2), np.
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (
-            lambda out: ternary_matmul(X, np.ones((3, 8)), out=out),
-            DTypeError,
-            "not a TernaryMatrix; make one",
-        ),
-        (
-            lambda out: ternary_matmul(X, TernaryMatrix.from_trits(np.ones((3, 7), np.int8)), out=out),
-            ShapeError,
-            r"x has shape \(2, 8\), expected \(M, K=7\) for w of shape \(3, 7\)",
-        ),
-        (
-            lambda out: ternary_matmul(GROUPED, W, out=out),
-            OptionError,
-            "x has a scale per group of 4; .*size=-1",
-        ),
-        (
-            lambda out: ternary_matmul(X, GROUPED, out=out),
-            OptionError,
-            "w has a scale per group of 4; .*dequantize",
-        ),
+        (lambda out: ternary_matmul(X, np.ones((3, 8)), out=out), DTypeError, "not a TernaryMatrix; make one"),
+        (lambda out: ternary_matmul(X, TernaryMatrix.from_trits(np.ones((3, 7), np.int8)), out=out), ShapeError,
+         r"x has shape \(2, 8\), expected \(M, K=7\) for w of shape \(3, 7\)"),
+        (lambda out: ternary_matmul(GROUPED, W, out=out), OptionError, "x has a scale per group of 4; .*size=-1"),
+        (lambda out: ternary_matmul(X, GROUPED, out=out), OptionError, "w has a scale per group of 4; .*dequantize"),
         (lambda out: ternary_matmul(X, W, activations="int4", out=out), OptionError, "'int8', 'native'"),
         (lambda out: ternary_matmul(X, W, out=out[:1]), ShapeError, r"expected exactly \(2, 3\)"),
-        (
-            lambda out: ternary_matmul(X, W, out=out.astype(np.float16)),
-            DTypeError,
-            "expected exactly float32",
-        ),
+        (lambda out: ternary_matmul(X, W, out=out.astype(np.float16)), DTypeError, "expected exactly float32"),
         (lambda out: ternary_matmul(X, W, out=out, device="tpu"), OptionError, "allowed: 'cpu'"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls(call, error, match):
     out = np.full((2, 3), 5, np.float32)
     with pytest.raises(error, match=match):

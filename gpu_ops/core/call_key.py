@@ -6,6 +6,7 @@ Values that decide nothing (lengths, pages, positions) are not in the key; an op
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -50,7 +51,10 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
     for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind is np.ndarray:
-            key += (x.dtype, x.shape, x.strides)
+            shape = x.shape
+            if not shape and x.dtype.kind in "UT":  # a word, such as a format's name: its value decides
+                return None
+            key += (x.dtype, shape, x.strides)
             if on_emulator:
                 key.append(x.__array_interface__["data"][0] % 16)
         elif kind in PLAIN:
@@ -161,33 +165,31 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
     extents = [extent(x) for x in arrays]
     places: list[Any] = []
     for out in results:
-        low, high = next((e for e, x in zip(extents, arrays, strict=True) if x is out), (0, 0))
-        same = []
-        for i, (start, end) in enumerate(extents):
-            if arrays[i] is out:
-                same.append(i)
-            elif start < high and low < end:
-                return None
+        same = [i for i, x in enumerate(arrays) if x is out]
+        low, high = extents[same[0]]
+        touched = [i for i, (start, end) in enumerate(extents) if start < high and low < end]
+        if touched and touched != same:  # an empty array touches nothing
+            return None
         places.append(tuple(same))
     return places
 
 
 def extent(x: Any) -> tuple[int, int]:
     """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
-    steps: Sequence[int]
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
-        steps = [stride * itemsize for stride in x.stride()]
-    elif type(x) is np.ndarray:
-        address, itemsize, steps = x.__array_interface__["data"][0], x.itemsize, x.strides
+        steps = tuple([stride * itemsize for stride in x.stride()])
     else:
-        address, itemsize, steps = x.data.ptr, x.itemsize, x.strides
-    low, high = address, address + itemsize
-    for step, n in zip(steps, x.shape, strict=True):
-        if n == 0:
-            return address, address
-        if step > 0:
-            high += step * (n - 1)
-        else:
-            low += step * (n - 1)
-    return low, high
+        address = x.__array_interface__["data"][0] if type(x) is np.ndarray else x.data.ptr
+        itemsize, steps = x.itemsize, x.strides
+    low, high = _span(x.shape, steps, itemsize)
+    return address + low, address + high
+
+
+@functools.lru_cache(4096)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """The first byte of an array and the one after its last, relative to its first element; kept."""
+    if 0 in shape:
+        return 0, 0
+    reach = [stride * (n - 1) for stride, n in zip(strides, shape, strict=True)]
+    return sum([r for r in reach if r < 0]), sum([r for r in reach if r > 0]) + itemsize

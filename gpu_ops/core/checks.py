@@ -117,10 +117,15 @@ def computing_dtype(dtype: str) -> np.dtype[Any]:
 def one_of(
     op: str, name: str, value: Any, allowed: Iterable[str], *, meant: Mapping[str, str] | None = None
 ) -> str:
-    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``."""
+    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``.
+
+    A 0-d array of a string counts as the string: np.load gives it for one that was saved in an .npz file.
+    """
     allowed = tuple(allowed)
+    if isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "UT":
+        value = value.item()
     if isinstance(value, str) and value in allowed:
-        return value
+        return str(value)  # not NumPy's, which is one too
     word = str(value)
     near = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

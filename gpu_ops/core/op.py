@@ -76,7 +76,8 @@ class Op:
         positional = self.parameters[: sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)]
         named = [name for name in ("out", "residual_out", "grads", *written) if name in self.parameters]
         self._results = tuple(n for n in named if n not in positional)
-        self._positional = tuple(n for n in named if n in positional and n in written)
+        both = [n for n in named if n in positional and n in written]
+        self._positional = tuple((self.parameters.index(n), n) for n in both)  # given either way
         self.known: dict[Any, Prepared] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,12 +100,8 @@ class Op:
             kwargs = {**kwargs, self.dynamic: ANY_INTEGER}
         written: tuple[str | int, ...] = self._results
         if self._positional:
-            written = (*written, *[self._place(name, args) for name in self._positional])
+            written = (*written, *[i if i < len(args) else name for i, name in self._positional])
         return call_key(written, args, kwargs)
-
-    def _place(self, name: str, args: tuple[Any, ...]) -> str | int:
-        position = self.parameters.index(name)
-        return position if position < len(args) else name
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         bound = self.binder(*args, **kwargs)

@@ -171,13 +171,13 @@ def record() -> Iterator[list[Profile]]:
         _recording.reset(token)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # 5 to 30 MB each
 def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
     """The program of an entry of PTX or CUDA C++ text."""
     return link(_module(source, arch, include), name)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
     if ".address_size" in source or ".entry" in source:
         return parse(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import store
@@ -13,6 +13,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
     backward_flops,
     backward_raw_unsupported,
+    DenseOptions,
     describe,
     forward_flops,
     raw_unsupported,
@@ -20,6 +21,7 @@ from gpu_ops.ops.attention_options import (
     read_options,
     reference_options,
     store_results,
+    takes,
     write_forward,
 )
 
@@ -143,6 +145,7 @@ def attention(
 
 
 @op(cuda=True, kernels="attention_backward")
+@takes(DenseOptions)
 def attention_backward(
     dout: Any,
     q: Any,
@@ -151,14 +154,6 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    block_mask: Any = None,
     layout: str = "bshd",
     deterministic: bool = False,
     return_extra: bool = False,
@@ -166,6 +161,7 @@ def attention_backward(
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
+    **options: Unpack[DenseOptions],
 ) -> Bound:
     """Gradients of :func:`attention` with respect to q, k and v.
 
@@ -220,27 +216,16 @@ def attention_backward(
     layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
     call.read("dout", dout)
     dtype = _read_inputs(call, layout, q, k, v)
-    options = read_options(
-        call,
-        dtype,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-    )
+    words = read_options(call, dtype, **options)
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     read_results(call, dtype, out, lse, shape, lse_shape)
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, options),
+        problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
-        flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], causal),
+        flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], options.get("causal")),
     )
 
 

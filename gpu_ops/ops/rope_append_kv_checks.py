@@ -164,7 +164,7 @@ class AppendLook:
 
     def _new_rows(self, used: Array, table: Array | None, backend: str) -> Rows:
         """The rows of the new tokens in their sequences, after a look at their places."""
-        steps = np.arange(self.seqlen)
+        steps = self._steps
         if not len(used) or not self.seqlen:
             return used[:, None] + steps, 0, -1
         if backend != "cpu":
@@ -177,6 +177,10 @@ class AppendLook:
             self._check_used(used, table)
         starts = found[:-1, 3:]
         return starts if self.seqlen == 1 else starts + steps, shortest, longest + self.seqlen - 1
+
+    @functools.cached_property
+    def _steps(self) -> Array:
+        return np.arange(self.seqlen)
 
     # On the CPU compiled kernels look first; where they find a fault, the functions below say what it is.
 

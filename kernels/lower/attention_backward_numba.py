@@ -21,35 +21,29 @@ __all__ = ["backward", "numba_variants"]
 
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda.attention_backward import keys_kernel, queries_kernel
-    from gpu_ops.kernels.numba_cuda.attention_backward_config import Scores, select_config
+    from gpu_ops.kernels.numba_cuda.attention_backward_config import Problem, select_config
     from gpu_ops.kernels.numba_cuda.attention_backward_rows import SINK_THREADS, rows_kernel, sinks_kernel
     from gpu_ops.kernels.numba_cuda.attention_config import THREADS
 
     a, layout = Attention.of(spec), spec["layout"]
     dout, dq, dk, dv = (as_bshd(spec.tensor(name), layout) for name in ("dout", "dq", "dk", "dv"))
     left, right = a.window(UNLIMITED)
-    scores = Scores(
-        a.q.dtype.name,
-        masked=left < UNLIMITED or right < UNLIMITED,
-        softcap=a.softcap > 0,
-        alibi=a.alibi_slopes is not None,
-        bias="" if a.bias is None else a.bias.dtype.name,
-        block_mask=a.visible is not None,
-    )
-    wide = np.float64 if scores.itemsize == 8 else np.float32
+    masked = left < UNLIMITED or right < UNLIMITED
+    problem = Problem(a.q.dtype.name, a.features(sinks=False), masked)
+    wide = np.float64 if problem.itemsize == 8 else np.float32
     statistics = on.empty((3, *a.lse_shape), wide, "statistics of rows")
     sequences = sequences_of(a, on)
     _, slopes, _, bias, visible = score_arrays(a, with_sinks=False)
-    options = (slopes, bias, visible, a.softmax_scale, a.softcap, left, right, a.block_q, a.block_k)
+    options = (slopes, bias, visible, *a.numbers.values(), left, right, a.block_q, a.block_k)
     common = (statistics, sequences, *options)
 
     grid = (-(-a.seqlen_q // THREADS) * a.batch * a.nheads,)
     sinks = 0 if a.sinks is None else a.sinks
-    rows = rows_kernel(scores, a.sinks is not None)
+    rows = rows_kernel(problem, a.sinks is not None)
     on.launch(rows, grid, (THREADS,), (dout, a.out, a.q, a.k, a.lse, sinks, *common))
 
     def tiles(owned: str, length: int, dim: int) -> tuple[Any, tuple[int]]:
-        config = select_config(scores, owned, dim)
+        config = select_config(problem, owned, dim)
         blocks = -(-length // config.block_m) * a.batch * a.nheads_kv * -(-dim // config.slab)
         return config, (blocks,)
 
@@ -60,19 +54,19 @@ def backward(spec: Spec, on: Builder) -> None:
 
     dbias, dsinks = spec.get("dbias"), spec.get("dsinks")
     if dbias is not None:
-        _bias(a, on, scores, dout, dbias, common)
+        _bias(a, on, problem, dout, dbias, common)
     if dsinks is not None:
-        on.launch(sinks_kernel(scores.dtype), (a.nheads,), (SINK_THREADS,), (a.sinks, statistics, dsinks))
+        on.launch(sinks_kernel(problem.dtype), (a.nheads,), (SINK_THREADS,), (a.sinks, statistics, dsinks))
 
 
 def _bias(
-    a: Attention, on: Builder, scores: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]
+    a: Attention, on: Builder, problem: Any, dout: Tensor, dbias: Tensor, common: tuple[Any, ...]
 ) -> None:
     from gpu_ops.kernels.numba_cuda.attention_backward_bias import bias_kernel, bias_sum_kernel
     from gpu_ops.kernels.numba_cuda.attention_backward_config import count_parts, select_config
     from gpu_ops.kernels.numba_cuda.attention_config import THREADS
 
-    config = select_config(scores, "both")
+    config = select_config(problem, "both")
     target = dbias[(None,) * (4 - dbias.ndim)]
     batch, nheads, queries, keys = target.shape
     sum_queries, sum_keys = queries != a.seqlen_q, keys != a.seqlen_k
@@ -85,18 +79,18 @@ def _bias(
     arguments = (dout, a.q, a.k, a.v, sums, batch, nheads, *common)
     on.launch(bias_kernel(config, sum_queries, sum_keys), (blocks * parts,), (THREADS,), arguments)
     grid = (-(-dbias.size // THREADS),)
-    on.launch(bias_sum_kernel(scores.dtype, dbias.dtype.name), grid, (THREADS,), (sums, target))
+    on.launch(bias_sum_kernel(problem.dtype, dbias.dtype.name), grid, (THREADS,), (sums, target))
 
 
 def numba_variants() -> Iterator[Variant]:
     """The commonest of the kernels."""
     from gpu_ops.kernels.numba_cuda.attention_backward import keys_kernel, queries_kernel
-    from gpu_ops.kernels.numba_cuda.attention_backward_config import Scores, select_config
+    from gpu_ops.kernels.numba_cuda.attention_backward_config import Problem, select_config
     from gpu_ops.kernels.numba_cuda.attention_backward_rows import rows_kernel
     from gpu_ops.kernels.numba_cuda.attention_config import THREADS
 
-    scores = Scores("bfloat16", masked=True)
-    yield Variant(rows_kernel(scores, False), THREADS)
-    yield Variant(queries_kernel(select_config(scores, "queries", 128)), THREADS)
+    problem = Problem("bfloat16", masked=True)
+    yield Variant(rows_kernel(problem, False), THREADS)
+    yield Variant(queries_kernel(select_config(problem, "queries", 128)), THREADS)
     for head_dim in (64, 128):
-        yield Variant(keys_kernel(select_config(scores, "keys", head_dim)), THREADS)
+        yield Variant(keys_kernel(select_config(problem, "keys", head_dim)), THREADS)

@@ -3,7 +3,7 @@
     P  = exp(s - lse)                       s: the scores, as attention.py computes them
     dP = dO V^T,   dS = P (dP - delta)      delta = rowsum(dO O)
     dV = P^T dO
-    dZ = dS (1 - tanh(z / softcap)^2)       without softcap dS itself
+    dZ = dS (1 - tanh(z / cap)^2)       without a cap dS itself
     dQ = softmax_scale dZ K,   dK = softmax_scale dZ^T Q
 
 Nothing of size seqlen_q x seqlen_k is stored: P is computed again from q, k and lse. There are two kernels. In the
@@ -49,16 +49,16 @@ def queries_kernel(config: Config) -> NumbaKernel:
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_rows, my_keys), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p
-    f, number = functions(config.scores.dtype), functions(config.scores.dtype).compute
+    f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
-    masked, with_blocks, nothing = config.scores.masked, config.scores.block_mask, 0.0
+    masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
     look, products, add = looker(config), multiplier(config), accumulator(config)
     differentiate = differentiator(config)
 
     def attention_backward_queries(
         dout, q, k, v, dq, statistics, sequences, alibi, bias, visible,
-        scale, softcap, left, right, block_q, block_k,
+        scale, cap, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -72,7 +72,7 @@ def queries_kernel(config: Config) -> NumbaKernel:
         o = cuda.local.array((my_rows, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, softcap, alibi, bias)
+        options = (scale, cap, alibi, bias)
 
         # The rows and columns of this block.
         batch, nheads_kv, head_dim = sequences.shape[0], k.shape[2], q.shape[3]
@@ -134,7 +134,7 @@ def queries_kernel(config: Config) -> NumbaKernel:
                         store_at(dq, begins + t * across, f.store(o[i, t] * scale))
 
     name = f"attention_backward_queries[{config.label}]"
-    return NumbaKernel(attention_backward_queries, signature(config.scores, f.element, 5), name)
+    return NumbaKernel(attention_backward_queries, signature(config.problem, f.element, 5), name)
 
 
 @cache
@@ -143,9 +143,9 @@ def keys_kernel(config: Config) -> NumbaKernel:
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_keys, my_rows), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p
-    f, number = functions(config.scores.dtype), functions(config.scores.dtype).compute
+    f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_n, 2 * block_n, 2 * block_m
-    masked, with_blocks, nothing = config.scores.masked, config.scores.block_mask, 0.0
+    masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_n), keys_locator(block_m)
     look, products, add = looker(config), multiplier(config), accumulator(config)
     differentiate = differentiator(config)
@@ -162,7 +162,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
 
     def attention_backward_keys(
         dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible,
-        scale, softcap, left, right, block_q, block_k,
+        scale, cap, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -177,7 +177,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
         sum_v = cuda.local.array((my_keys, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, softcap, alibi, bias)
+        options = (scale, cap, alibi, bias)
 
         # The keys and columns of this block. The first keys first: in a causal problem the most rows see them.
         batch, nheads_kv = sequences.shape[0], k.shape[2]
@@ -238,4 +238,4 @@ def keys_kernel(config: Config) -> NumbaKernel:
         store(dv, sum_v, number(1.0), first_key, end, begins, first_column, r, c)
 
     name = f"attention_backward_keys[{config.label}]"
-    return NumbaKernel(attention_backward_keys, signature(config.scores, f.element, 6), name)
+    return NumbaKernel(attention_backward_keys, signature(config.problem, f.element, 6), name)

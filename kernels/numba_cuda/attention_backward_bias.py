@@ -44,9 +44,9 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
     block_m, block_n = config.block_m, config.block_n
     (my_rows, my_keys), stride_p = config.tile, config.stride_p
     n_staged, n_p = config.staged, block_m * stride_p
-    f, number = functions(config.scores.dtype), functions(config.scores.dtype).compute
+    f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
-    masked, with_blocks, nothing = config.scores.masked, config.scores.block_mask, 0.0
+    masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
     look, products = looker(config), multiplier(config)
     differentiate = differentiator(config, with_slope=False)
@@ -74,7 +74,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
 
     def attention_backward_bias(
         dout, q, k, v, parts, batch_axis, nheads_axis, statistics, sequences, alibi, bias, visible,
-        scale, softcap, left, right, block_q, block_k,
+        scale, cap, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -88,7 +88,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
         sums = cuda.local.array((my_rows, my_keys), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, softcap, alibi, bias)
+        options = (scale, cap, alibi, bias)
 
         batch, seqlen_q, nheads, seqlen_k = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
         group = int32(nheads // k.shape[2])
@@ -152,8 +152,8 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
                 if mine and query < parts.shape[2] and key < parts.shape[3]:
                     parts[entry, head_axis, query, key] = sums[i, j]
 
-    words = [config.scores.label, *["sum queries"] * sum_queries, *["sum keys"] * sum_keys]
-    types = signature(config.scores, f.element, 4, f"{number}[:, :, :, ::1]", "int32", "int32")
+    words = [config.problem.label, *["sum queries"] * sum_queries, *["sum keys"] * sum_keys]
+    types = signature(config.problem, f.element, 4, f"{number}[:, :, :, ::1]", "int32", "int32")
     return NumbaKernel(attention_backward_bias, types, f"attention_backward_bias[{','.join(words)}]")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpu_ops.kernels.attention_scores import PLAIN, Features
 from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS, THREADS
 
-__all__ = ["RESOLUTION", "Config", "Scores", "count_parts", "select_config"]
+__all__ = ["RESOLUTION", "Config", "Problem", "count_parts", "select_config"]
 
 RESOLUTION = 2.0**-12
 """If adding this to an lse in base 2 changes nothing, lse is too coarse: see attention_backward_rows.py."""
@@ -18,15 +19,12 @@ _MOST_NUMBERS = 128  # of a thread, for S, dP and accumulators: the other regist
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What shapes the scores. A feature that is False costs nothing."""
+class Problem:
+    """What all kernels of a call have in common. A feature that is False costs nothing."""
 
     dtype: str
+    scores: Features = PLAIN
     masked: bool = False  # causal or a window
-    softcap: bool = False
-    alibi: bool = False
-    bias: str = ""  # its dtype
-    block_mask: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -34,21 +32,15 @@ class Scores:
         return 8 if self.dtype == "float64" else 4
 
     @property
-    def special(self) -> bool:
-        """Whether a score is more than a scaled, masked product."""
-        return self.softcap or self.alibi or bool(self.bias) or self.block_mask
-
-    @property
     def label(self) -> str:
-        flags = ("masked", "softcap", "alibi", "bias", "block_mask")
-        return ",".join([self.dtype, *(flag for flag in flags if getattr(self, flag))])
+        return ",".join([self.dtype, *["masked"] * self.masked, *self.scores.words])
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel: a block owns ``block_m`` queries or keys, and walks over the others, ``block_n`` at a time."""
 
-    scores: Scores
+    problem: Problem
     queries_own: bool
     block_m: int
     block_n: int
@@ -59,7 +51,7 @@ class Config:
     @property
     def stride(self) -> int:
         """Elements between rows in shared memory; the padding of 16 bytes avoids bank conflicts."""
-        return self.chunk + 16 // self.scores.itemsize
+        return self.chunk + 16 // self.problem.itemsize
 
     @property
     def stride_p(self) -> int:
@@ -94,17 +86,17 @@ class Config:
     @property
     def label(self) -> str:
         """For example ``float32,masked,64x64,slab 64``."""
-        return f"{self.scores.label},{self.block_m}x{self.block_n},slab {self.slab}"
+        return f"{self.problem.label},{self.block_m}x{self.block_n},slab {self.slab}"
 
     @property
     def shared_bytes(self) -> int:
         """Static shared memory of a block: numbers, the queries' offsets, heads and statistics, the keys' offsets."""
-        itemsize = self.scores.itemsize
+        itemsize = self.problem.itemsize
         numbers = self.staged + self.block_m * self.stride_p
         return numbers * itemsize + self.rows * (2 * 8 + 2 * 4 + 3 * itemsize) + self.keys * 2 * 8
 
 
-def select_config(scores: Scores, owned: str, dim: int = 0) -> Config:
+def select_config(problem: Problem, owned: str, dim: int = 0) -> Config:
     """``owned``: "queries" (dQ), "keys" (dK and dV) or "both" (dbias); ``dim``: columns of the accumulators, if any.
 
     ==========  ==========================================================================================
@@ -114,18 +106,19 @@ def select_config(scores: Scores, owned: str, dim: int = 0) -> Config:
     chunk_v     as many rows as fit in the place of Q and K, up to a tile: fewer barriers
     ==========  ==========================================================================================
     """
-    wide = scores.itemsize == 8
+    wide = problem.itemsize == 8
     block_n, chunk = (32, 16) if wide else (64, 16 if 0 < dim <= 16 else 32)
     if owned == "both":
-        return Config(scores, True, block_n, block_n, chunk)
-    most = _SLAB_MAX[scores.itemsize]
+        return Config(problem, True, block_n, block_n, chunk)
+    most = _SLAB_MAX[problem.itemsize]
     slab = next((size for size in _SLAB if dim <= size <= most), most)
     accumulators = (2 if owned == "keys" else 1) * slab
     numbers = 64 * (2 * block_n + accumulators) // THREADS
-    block_m = 32 if wide or scores.special or numbers > _MOST_NUMBERS else 64
-    staged = (block_m + block_n) * (chunk + 16 // scores.itemsize)
+    has_options = not problem.scores.plain or problem.scores.block_mask
+    block_m = 32 if wide or has_options or numbers > _MOST_NUMBERS else 64
+    staged = (block_m + block_n) * (chunk + 16 // problem.itemsize)
     chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and n * slab <= staged)
-    return Config(scores, owned == "queries", block_m, block_n, chunk, slab, chunk_v)
+    return Config(problem, owned == "queries", block_m, block_n, chunk, slab, chunk_v)
 
 
 def count_parts(blocks: int, units: int, sms: int) -> int:

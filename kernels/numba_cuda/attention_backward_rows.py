@@ -19,7 +19,7 @@ from numba import cuda, float64, int32, int64
 from numba.cuda import libdevice
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
-from gpu_ops.kernels.numba_cuda.attention_backward_config import RESOLUTION, Scores
+from gpu_ops.kernels.numba_cuda.attention_backward_config import RESOLUTION, Problem
 from gpu_ops.kernels.numba_cuda.attention_backward_tile import scorers, signature, span
 from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS
 from gpu_ops.kernels.numba_cuda.dtype import functions
@@ -36,18 +36,18 @@ CHUNK = {
 
 
 @cache
-def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
+def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
     """Statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head, a thread one."""
-    f, number = functions(scores.dtype), functions(scores.dtype).compute
-    load, masked, with_blocks = f.load, scores.masked, scores.block_mask
-    cap, add_terms = scorers(scores)
+    f, number = functions(problem.dtype), functions(problem.dtype).compute
+    load, masked, with_blocks = f.load, problem.masked, problem.scores.block_mask
+    cap_product, add_terms = scorers(problem)
     exp2, log2, fma = libdevice.exp2f, libdevice.log2f, libdevice.fmaf
     if number is float64:
         exp2, log2, fma = libdevice.exp2, libdevice.log2, libdevice.fma
-    infinity, chunk = float("inf"), CHUNK[scores.itemsize]
+    infinity, chunk = float("inf"), CHUNK[problem.itemsize]
     stride = chunk + 1  # threads read a column: 32 banks
     n_numbers, n_places = THREADS * stride, 2 * THREADS
-    stage = stager(scores.dtype, THREADS, THREADS, chunk, stride)
+    stage = stager(problem.dtype, THREADS, THREADS, chunk, stride)
 
     @cuda.jit(device=True)
     def walk(
@@ -67,7 +67,7 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
                 for d in range(q.shape[3]):
                     x = load(q[entry, q_start + query, head, d])
                     product = fma(x, load(k[k_batch, k_start + key, head_kv, d]), product)
-                score, _ = cap(product, options)
+                score, _ = cap_product(product, options)
                 score = add_terms(score, options, b, head, query, int32(key), diagonal, hide)
                 if score != -infinity:
                     if score > top:
@@ -78,7 +78,7 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
 
     def attention_backward_rows(
         dout, out, q, k, lse, sinks, statistics, sequences, alibi, bias, visible,
-        scale, softcap, left, right, block_q, block_k,
+        scale, cap, left, right, block_q, block_k,
     ):  # fmt: skip
         gradients = cuda.shared.array(n_numbers, number, alignment=16)
         results = cuda.shared.array(n_numbers, number, alignment=16)
@@ -112,7 +112,7 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
             if base2 + number(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
-                options = (scale, softcap, alibi, bias)
+                options = (scale, cap, alibi, bias)
                 top, rest = walk(
                     q, k, sink, sequences, options, visible, b, entry, k_batch, int32(head), query, left, right,
                     block_q, block_k,
@@ -122,8 +122,8 @@ def rows_kernel(scores: Scores, with_sinks: bool) -> NumbaKernel:
             statistics[2, entry, head, at] = delta
 
     more = (f"{f.statistics}[:, :, :]", "float32[:]" if with_sinks else "int32")
-    name = f"attention_backward_rows[{scores.label}{',sinks' if with_sinks else ''}]"
-    return NumbaKernel(attention_backward_rows, signature(scores, f.element, 4, *more), name)
+    name = f"attention_backward_rows[{problem.label}{',sinks' if with_sinks else ''}]"
+    return NumbaKernel(attention_backward_rows, signature(problem, f.element, 4, *more), name)
 
 
 @cache

@@ -15,7 +15,7 @@ from functools import cache
 from numba import cuda, float64, int32, uint32
 from numba.cuda import libdevice
 
-from gpu_ops.kernels.numba_cuda.attention_backward_config import Config, Scores
+from gpu_ops.kernels.numba_cuda.attention_backward_config import Config, Problem
 from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, ROW_THREADS, ROWS, THREADS
 from gpu_ops.kernels.numba_cuda.attention_tile import accumulators, scorer
 from gpu_ops.kernels.numba_cuda.dtype import functions
@@ -35,15 +35,15 @@ __all__ = [
 
 
 @cache
-def scorers(scores: Scores):
+def scorers(problem: Problem):
     """Two device functions that make a score of the product of a query and a key.
 
     All kernels use them, and have to round a score alike: next to a bias of -1e9, one rounding is a factor of
     exp(64). So no compiler may fuse their additions and multiplications. The first returns the scaled and capped
     product, and the slope of the cap. The second adds ALiBi and bias, and returns -inf for a hidden key.
     """
-    number = functions(scores.dtype).compute
-    bias_load = functions(scores.bias or scores.dtype).load
+    number, scores = functions(problem.dtype).compute, problem.scores
+    bias_load = functions(scores.bias or problem.dtype).load
     capped, with_alibi, with_bias = scores.softcap, scores.alibi, bool(scores.bias)
     is_wide = number is float64
     tanh = libdevice.tanh if is_wide else libdevice.tanhf
@@ -146,11 +146,11 @@ def looker(config: Config):
 @cache
 def multiplier(config: Config):
     """A device function: products of the rows of two arrays, owned times others, into a tile of registers."""
-    scores, chunk, stride = config.scores, config.chunk, config.stride
-    number = functions(scores.dtype).compute
+    dtype, chunk, stride = config.problem.dtype, config.chunk, config.stride
+    number = functions(dtype).compute
     (my_rows, my_columns), others = config.tile, config.block_m * config.stride
-    stage_own = stager(scores.dtype, THREADS, config.block_m, chunk, stride)
-    stage_other = stager(scores.dtype, THREADS, config.block_n, chunk, stride)
+    stage_own = stager(dtype, THREADS, config.block_m, chunk, stride)
+    stage_other = stager(dtype, THREADS, config.block_n, chunk, stride)
     multiply = scorer(number, config.block_m, config.block_n, chunk, stride)
     nothing = 0.0
 
@@ -177,9 +177,10 @@ def differentiator(config: Config, with_slope: bool = True):
 
     ``with_slope``: dS is the gradient of ``softmax_scale * q k^T``; without, that of the bias.
     """
-    scores, block_rows = config.scores, config.rows
-    number, (cap, add_terms) = functions(scores.dtype).compute, scorers(scores)
-    masked, with_blocks, with_slope = scores.masked, scores.block_mask, scores.softcap and with_slope
+    problem, block_rows = config.problem, config.rows
+    number, (cap, add_terms) = functions(problem.dtype).compute, scorers(problem)
+    masked, with_blocks = problem.masked, problem.scores.block_mask
+    with_slope = problem.scores.softcap and with_slope
     queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
     infinity, hidden, nothing = float("inf"), -0.0, 0.0
@@ -236,10 +237,10 @@ def accumulator(config: Config):
     The tile is (owned, others) in registers and passes through ``p`` in shared memory. X has a row for each of the
     others; their places begin at ``at`` of the table.
     """
-    scores, slab, chunk_v, others = config.scores, config.slab, config.chunk_v, config.block_n
+    dtype, slab, chunk_v, others = config.problem.dtype, config.slab, config.chunk_v, config.block_n
     (my_rows, my_columns), stride_p = config.tile, config.stride_p
-    stage = stager(scores.dtype, THREADS, chunk_v, slab, slab)
-    number = functions(scores.dtype).compute
+    stage = stager(dtype, THREADS, chunk_v, slab, slab)
+    number = functions(dtype).compute
     accumulate, accumulate_seen = accumulators(number, my_rows, slab // ROW_THREADS, chunk_v, slab, stride_p)
 
     @cuda.jit(device=True, forceinline=True)
@@ -259,9 +260,9 @@ def accumulator(config: Config):
     return add
 
 
-def signature(scores: Scores, element: str, arrays: int, *more: str) -> str:
+def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
     """Of a kernel with ``arrays`` arrays of four axes, ``more`` arguments, statistics, sequences and the options."""
-    rank4, computed = "[:, :, :, :]", str(functions(scores.dtype).compute)
+    rank4, computed, scores = "[:, :, :, :]", str(functions(problem.dtype).compute), problem.scores
     optional = {
         "float32[:, :]": scores.alibi,
         (functions(scores.bias).element if scores.bias else "") + rank4: scores.bias,

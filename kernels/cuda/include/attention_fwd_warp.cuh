@@ -2,13 +2,6 @@
 #pragma once
 #include "attention_fwd_config.cuh"
 
-// tanh for softcap. tanh.approx errs by half a unit of float16. That is too much for float32: a cap that is large
-// beside the scores magnifies the error of small ones.
-__device__ __forceinline__ float soft_sign(float x) {
-    if constexpr (sizeof(scalar) == 2) return ptx::tanh(x);
-    else return tanhf(x);
-}
-
 // A lower finite bias is raised to this one: in units of log2 it would overflow to -inf and hide its key.
 constexpr float kLowestBias = -2.28e38f;
 
@@ -122,7 +115,7 @@ struct Forward {
         else return widened(reinterpret_cast<const scalar*>(bias)[at]);
     }
 
-    // Applies softcap, ALiBi and bias; scores are in units of log2. `first` is the key of this lane's first column.
+    // Turns products into scores, in units of log2. `first` is the key of this lane's first column.
     __device__ __forceinline__ void shape_row(const Place& me, float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
         const float along = static_cast<float>(diagonal(me, r) - first);
@@ -132,8 +125,7 @@ struct Forward {
             for (int e = 0; e < 2; ++e) {
                 float& x = s[j][2 * h + e];
                 const int column = 8 * j + e;
-                if constexpr (SOFTCAP) x = shape.softcap_log2 * soft_sign(x * shape.softcap_in);
-                else x *= shape.scale_log2;
+                make_score<scalar>(x, shape.scores);
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {
                     // Do not read the bias of invisible keys.
@@ -222,7 +214,7 @@ struct Forward {
                 RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
             }
         }
-        softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
+        softmax.weigh(s, acc_o, kPlainScores ? shape.scores.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
         __syncthreads();  // V has arrived
@@ -246,8 +238,8 @@ struct Forward {
 
     // Waits for Q, but not for the first K, which was issued later.
     __device__ __forceinline__ void receive_q() {
-        if (kQInRegisters || shape.negate) ptx::cp_async_wait<1>();
-        if (shape.negate) {
+        if (kQInRegisters || shape.scores.negate) ptx::cp_async_wait<1>();
+        if (shape.scores.negate) {
             const unsigned signs = sizeof(scalar) == 2 ? 0x80008000u : 0x80000000u;
             Copy<TileQ, kThreads>::each_word(dynamic_shared + kOffsetQ, [=](unsigned word) { return word ^ signs; });
         }
