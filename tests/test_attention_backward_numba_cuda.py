@@ -37,7 +37,9 @@ def gradients(p, **more):
 
 def test_tiles_fit():
     dims = (1, 8, 16, 17, 32, 40, 64, 80, 96, 111, 128, 192, 256, 512, 576)
-    for dtype, scores, owned, dim in itertools.product(DTYPES, (PLAIN, Features(softcap=True)), ("queries", "keys"), dims):
+    for dtype, scores, owned, dim in itertools.product(
+        DTYPES, (PLAIN, Features(softcap=True)), ("queries", "keys"), dims
+    ):
         c = select_config(Problem(dtype, scores), owned, dim)
         assert c.shared_bytes <= LIMIT, c
         assert c.slab >= min(dim, 64 if dtype == "float64" else 128)

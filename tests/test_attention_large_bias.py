@@ -32,7 +32,7 @@ def check(name, actual, exact, dtype):
 
 
 def biased(dtype, large, mask, sinks, queries=150, keys=260):
-    """A problem in which all keys of one row have the same large bias, most keys of another; half of a third are masked."""
+    """All keys of one row have the same large bias, most keys of another too; half of a third are masked."""
     p = make(mask=mask, seqlens=(queries, keys), head_dims=(16, 16), heads=(2, 1), dtype=dtype, sinks=sinks)
     bias = np.zeros((queries, keys), np.float64 if dtype == "float64" else np.float32)
     bias[3], bias[queries // 2, 40:] = large, large

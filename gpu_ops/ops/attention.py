@@ -11,9 +11,9 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
+    DenseOptions,
     backward_flops,
     backward_raw_unsupported,
-    DenseOptions,
     describe,
     forward_flops,
     raw_unsupported,

@@ -18,10 +18,10 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
-    backward_flops,
-    backward_raw_unsupported,
     INT32,
     ScoreOptions,
+    backward_flops,
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
