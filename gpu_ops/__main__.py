@@ -29,9 +29,19 @@ def main(argv: list[str] | None = None) -> int:
     ahead.add_argument("--kernel", action="append", help="only kernels named like this; may be repeated")
     cards = commands.add_parser("presets", help="the cards, or what each kernel would use on one of them")
     cards.add_argument("card", nargs="?", help='such as H200, "RTX 4090" or sm_86')
+    kept = commands.add_parser("cache", help="what is kept of compiled kernels, and where")
+    kept.add_argument(
+        "--clear",
+        nargs="?",
+        const="all",
+        choices=("all", "old"),
+        help="remove it: all, or what was made of sources that have changed since",
+    )
     options = parser.parse_args(argv)
     if options.command == "presets":
         return presets(options.card)
+    if options.command == "cache":
+        return show_cache(options.clear)
     if options.command == "warmup":
         return warmup(options.jobs, options.kernel or [], options.dtype or [])
     found = environment()
@@ -53,6 +63,32 @@ def presets(card: str | None) -> int:
     except OptionError as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 1
+    return 0
+
+
+def show_cache(clear: str | None) -> int:
+    """Print the cache folder and what lies there, after clearing it if asked to; 1 when it cannot be used."""
+    from gpu_ops.kernels.compiler import cache, cache_contents
+
+    console = Console(soft_wrap=True)
+    problem = cache.folder_problem()
+    if problem is not None:
+        console.print(f"[red]the kernel cache is not used[/]: {escape(problem)}", highlight=False)
+        return 1
+    files = cache_contents.contents()
+    if clear is not None:
+        count, nbytes = cache_contents.clear(f for f in files if f.old or clear == "all")
+        console.print(f"{count} files removed, {nbytes / 2**20:.1f} MiB", highlight=False)
+        files = cache_contents.contents()
+    table = _table(f"kept in {escape(str(cache.root()))}")
+    for kind in dict.fromkeys(f.kind for f in files):
+        found = [f for f in files if f.kind == kind]
+        old = sum(f.old for f in found)
+        size = f"{sum(f.nbytes for f in found) / 2**20:.1f} MiB"
+        table.add_row(kind, str(len(found)), size, f"{old} of sources that have changed" if old else "")
+    if not files:
+        table.add_row("nothing")
+    console.print(table)
     return 0
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.tensor import Layout, Tensor
 
 __all__ = [
@@ -285,6 +286,7 @@ Lower: TypeAlias = "Callable[[Spec, Builder], None]"
 
 _lowers: dict[tuple[str, str], Lower] = {}
 _modules: dict[str, str] = {}
+_lowered: set[tuple[str, str]] = set()
 
 
 def lowers(op: str, *backends: str) -> Callable[[Lower], Lower]:
@@ -306,7 +308,12 @@ def lower_module(op: str, module: str) -> None:
 def lower(spec: Spec, backend: str, limits: Limits, candidate: str | None = None) -> tuple[Program, Builder]:
     """The program of a spec, and the builder that made it, which knows what was tuned."""
     if (spec.op, backend) not in _lowers and spec.op in _modules:
-        importlib.import_module(_modules[spec.op])
+        uninterrupted(importlib.import_module)(_modules[spec.op])
     builder = Builder(limits, candidate)
-    _lowers[spec.op, backend](spec, builder)
+    run = _lowers[spec.op, backend]
+    if (spec.op, backend) in _lowered:
+        run(spec, builder)
+    else:
+        uninterrupted(run)(spec, builder)  # imports the kernels
+        _lowered.add((spec.op, backend))
     return builder.program(), builder

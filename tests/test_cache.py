@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -83,7 +85,7 @@ def test_kernels_of_several_processes_run_in_one(tmp_path):
         assert found.splitlines() == [f"swiglu_forward_{name}-float32 {where}" for name in names]
 
 
-def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
+def test_a_kernel_shows_nothing_but_its_entry(tmp_path, monkeypatch):
     """What else it exported could take the place of another kernel's, or have it taken."""
     libraries = []
     kept = numba_pipeline.KernelLibrary._finalize_final_module
@@ -92,7 +94,7 @@ def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
         "_finalize_final_module",
         lambda self: libraries.append(self) or kept(self),
     )
-    monkeypatch.setattr(jit, "cache_dir", lambda quiet=False: None)
+    monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
     kernel = Kernel(
         swiglu.FORWARD["silu"]._function, swiglu.FORWARD["silu"]._signature, ("float32",), jit.CONTRACT
     )
@@ -141,27 +143,44 @@ def damage_empty(path):
 
 
 def damage_other(path):
-    """A file of another version: its checksum holds, what is in it does not."""
-    import hashlib
-    import pickle
-
-    payload = pickle.dumps({"not": "a compile result"})
+    """A pickle, as entries once were: its checksum holds, and it must not be run."""
+    payload = pickle.dumps(Runs(path.parent))
     path.write_bytes(hashlib.sha256(payload).digest() + payload)
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other])
+class Runs:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / "unpickled"),)
+
+
+def damage_moved(path):
+    """Another variant's entry under this one's name."""
+    finish(start(path.parents[2], CALL.replace("(x, x", "(x, x, activation='gelu'")))
+    path.with_name("swiglu_forward_gelu-float32.nbc").replace(path)
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other, damage_moved])
 def test_a_damaged_entry_is_compiled_anew_and_replaced(filled, damage):
     (entry,) = entries(filled)
     damage(entry)
     assert finish(start(filled))[0] == COMPILED
     assert finish(start(filled))[0] == LOADED
+    assert not (entry.parent / "unpickled").exists()
 
 
-@pytest.mark.parametrize("kind", ["below a file", "not permitted"])
-def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["below a file", "not permitted", "of all"])
+def test_an_unwritable_folder_warns_once_and_computes(filled, tmp_path, kind):
     if kind == "below a file":
         (tmp_path / "file").write_text("in the way")
         cache = tmp_path / "file" / "cache"
+    elif kind == "of all":
+        cache = filled
+        cache.chmod(0o777)
     else:
         if os.geteuid() == 0:
             pytest.skip("root may write anywhere: run as another user")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gpu_ops.emulator import EmulatorError, PtxError, SanitizerError, UnknownInstruction, launch
+from gpu_ops.emulator.linker import link
 from gpu_ops.emulator.machine import Machine
 from gpu_ops.emulator.parser import parse
-from gpu_ops.emulator.program import link
 
 HEAD = """.version 8.0
 .target sm_80
@@ -132,7 +132,7 @@ def test_forms(body, expected, rng):
     [
         ("frobnicate.b32 %r3, %r2;", UnknownInstruction, "the emulator has no frobnicate.b32"),
         ("add.e4m3 %r3, %r2, %r1;", UnknownInstruction, "the emulator has no add.e4m3"),
-        ("wgmma.fence.sync.aligned.f99;", UnknownInstruction, "the emulator has no wgmma"),
+        ("wgmma.fence.sync.aligned.f99;", UnknownInstruction, "does not have warpgroup products"),
         ("add.s32 %r3, %r2;", PtxError, "add.s32 wants 2 sources, got 1"),
         ("add.s32 %r3, %r2, %r99;", PtxError, "%r99 is neither a register nor a variable"),
         ("add.s32 %q3, %r2, %r1;", PtxError, "%q3 is not a register"),

@@ -46,7 +46,8 @@ _HOST_LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
     """A NumPy view of an array in host memory, and the library whose array it is; None for NumPy."""
     if isinstance(x, np.ndarray):
-        if isinstance(x, np.ma.MaskedArray):
+        # without the module, or while a thread imports it, there is no masked array
+        if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
             raise DTypeError(f"{op}: {name} is a masked array; fill it first: {name}.filled(value)")
         return np.asarray(x), None
     if not hasattr(x, "__dlpack__"):

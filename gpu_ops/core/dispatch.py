@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from gpu_ops.core import device as devices
 from gpu_ops.core.checks import one_of
 from gpu_ops.errors import DeviceError, OptionError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = [
     "BACKENDS",
@@ -79,6 +80,7 @@ def lowering(choice: Choice) -> str:
 
 
 @functools.cache
+@uninterrupted  # it imports, or asks what could be
 def unavailable(device: str, backend: str) -> str | None:
     """Why a backend cannot run on this machine at all; None when it can."""
     if device == "cpu":

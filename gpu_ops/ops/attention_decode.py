@@ -14,6 +14,7 @@ from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
     INT32,
@@ -159,6 +160,7 @@ def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int)
 
 
 @functools.lru_cache(256)
+@uninterrupted
 def _sequences(seqlen_q: int, num_pages: int, page_size: int) -> Callable[[Array, Array | None], Array]:
     from gpu_ops.kernels.numba_cpu.lengths import cached
 

@@ -14,6 +14,7 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Spec
 
 __all__ = [
@@ -181,6 +182,7 @@ def backward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False)
     return 2.5 * forward_flops(call, queries, seqlen_k, causal)
 
 
+@uninterrupted  # it imports
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """Why the CUDA C++ kernels cannot run this call."""
     from gpu_ops.kernels.lower.attention import raw_unsupported

@@ -15,6 +15,7 @@ from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
@@ -244,6 +245,7 @@ def _look(op: str, totals: tuple[int, int], bounds: list[int | None]) -> Look:
 
 
 @functools.lru_cache(256)
+@uninterrupted
 def _table(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
     from gpu_ops.kernels.numba_cpu.lengths import packed
 

@@ -14,6 +14,7 @@ from gpu_ops.core.arrays import Array, bounds_of
 from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.ops.rope_frequencies import Frequencies
 from gpu_ops.ops.rope_options import Rows, last_on_device, read_positions, rows_and_bounds, widened, widens
 
@@ -185,18 +186,21 @@ class AppendLook:
     # On the CPU compiled kernels look first; where they find a fault, the functions below say what it is.
 
     @functools.cached_property
+    @uninterrupted
     def _find_lengths(self) -> Callable[[Array, Array | None], Array]:
         from gpu_ops.kernels.numba_cpu.lengths import cached
 
         return cached(seqlen_q=0, new=self.seqlen, page_size=self.page_size, num_pages=self.num_pages)
 
     @functools.cached_property
+    @uninterrupted
     def _rows_differ(self) -> Callable[[Array, Array], bool]:
         from gpu_ops.kernels.numba_cpu.lengths import apart
 
         return apart(self.seqlen, self.page_size)
 
     @functools.cached_property
+    @uninterrupted
     def _slots_differ(self) -> Callable[[Array], bool]:
         from gpu_ops.kernels.numba_cpu.lengths import mapped
 
