@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ import pytest
 
 from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.errors import GpuOpsError
-from tests.calls import DTYPES, OUT, VARIANTS, Call, call, results
+from tests.calls import DTYPES, OUT, VARIANTS, Call, call, refusal, results
 
 NAMES = tuple(VARIANTS)
 WITH_OUT = tuple(name for name in NAMES if name.split()[0] in OUT)
@@ -48,7 +49,12 @@ def runs(given: dict[str, Any]) -> bool:
     op = given["name"].split()[0]
     if given["backend"]["device"] == "cpu":
         return given["backend"]["backend"] == "reference" or op not in ("ternary_pack", "ternary_unpack")
-    return has_cuda_kernels(op)
+    return has_cuda_kernels(op) and not _refusal(given["name"], given["backend"]["backend"])
+
+
+@cache
+def _refusal(name: str, backend: str) -> str:
+    return refusal(law_call(name), backend)
 
 
 def is_slow(given: dict[str, Any]) -> bool:

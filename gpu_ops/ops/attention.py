@@ -12,6 +12,8 @@ from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
     DenseOptions,
+    backward_flops,
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -143,7 +145,7 @@ def attention(
     )
 
 
-@op(kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward")
 @takes(DenseOptions)
 def attention_backward(
     dout: Any,
@@ -159,6 +161,7 @@ def attention_backward(
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
+    workspace: Any = None,
     **options: Unpack[DenseOptions],
 ) -> Bound:
     """Gradients of :func:`attention` with respect to q, k and v.
@@ -175,7 +178,7 @@ def attention_backward(
     out, lse : arrays
         As returned by ``attention(..., return_lse=True)``.
     deterministic : bool
-        The CPU's sums always have a fixed order on a given machine; this asks for it explicitly.
+        Ask for sums in a fixed order. On the CPU and with the Numba kernels for GPUs they always have one.
     return_extra : bool
         Also return a dict with the gradients of ``bias`` (its shape and dtype) and ``sinks``
         (float32, float64 for float64), those that were given.
@@ -183,6 +186,8 @@ def attention_backward(
         Arrays that receive the gradients (``out`` is the forward result here).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -208,18 +213,20 @@ def attention_backward(
     >>> round(float(dv[..., 0, 0].sum()), 6)  # each of the 16 queries hands out a weight of 1
     16.0
     """
-    call = Call("attention_backward", device, backend)
+    call = Call("attention_backward", device, backend, workspace)
     layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
     call.read("dout", dout)
     dtype = _read_inputs(call, layout, q, k, v)
     words = read_options(call, dtype, **options)
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     read_results(call, dtype, out, lse, shape, lse_shape)
-    checks.flag(call.op, "deterministic", deterministic)
+    call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, words),
+        unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
+        flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], options.get("causal")),
     )
 
 

@@ -21,6 +21,8 @@ __all__ = [
     "INT32",
     "DenseOptions",
     "ScoreOptions",
+    "backward_flops",
+    "backward_raw_unsupported",
     "describe",
     "forward_flops",
     "raw_unsupported",
@@ -175,6 +177,11 @@ def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) 
     return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
 
 
+def backward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
+    """Five products in place of two: the scores are computed again."""
+    return 2.5 * forward_flops(call, queries, seqlen_k, causal)
+
+
 @uninterrupted  # it imports
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """Why the CUDA C++ kernels cannot run this call."""
@@ -182,6 +189,11 @@ def raw_unsupported(spec: Spec) -> Mapping[str, str]:
 
     why = raw_unsupported(spec)
     return {"raw": why} if why else {}
+
+
+def backward_raw_unsupported(spec: Spec) -> Mapping[str, str]:
+    """The same of attention backward."""
+    return {"raw": "the gradients of attention have Numba kernels only"}
 
 
 def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool = False) -> float:

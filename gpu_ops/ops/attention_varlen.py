@@ -21,6 +21,8 @@ from gpu_ops.ops.attention import read_results, returned_gradients, store_gradie
 from gpu_ops.ops.attention_options import (
     INT32,
     ScoreOptions,
+    backward_flops,
+    backward_raw_unsupported,
     describe,
     forward_flops,
     raw_unsupported,
@@ -106,7 +108,7 @@ def attention_varlen(
     )
 
 
-@op(kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward")
 @takes(ScoreOptions)
 def attention_varlen_backward(
     dout: Any,
@@ -125,6 +127,7 @@ def attention_varlen_backward(
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
+    workspace: Any = None,
     **options: Unpack[ScoreOptions],
 ) -> Bound:
     """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
@@ -140,6 +143,8 @@ def attention_varlen_backward(
         As in :func:`attention_backward`.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -161,19 +166,21 @@ def attention_varlen_backward(
     >>> dv.shape
     (10, 2, 8)
     """
-    call = Call("attention_varlen_backward", device, backend)
+    call = Call("attention_varlen_backward", device, backend, workspace)
     call.read("dout", dout)
     dtype = _read_inputs(call, q, k, v)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     words = read_options(call, dtype, **options)
     read_results(call, dtype, out, lse, *_result_shapes(call))
-    checks.flag(call.op, "deterministic", deterministic)
+    call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, words),
+        unsupported=backward_raw_unsupported,
         look=look,
         finish=returned_gradients(extra) if return_extra else None,
+        flops=backward_flops(call, call.axes["total_q"], seqlens[1], options.get("causal")),
     )
 
 

@@ -11,7 +11,7 @@ from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.lower.attention_problem import Attention, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["UNLIMITED", "attend", "forward", "numba_variants"]
+__all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
 
 UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three lengths still fit in 31 bits
 
@@ -19,7 +19,7 @@ UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three leng
 def forward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     if a.batch * a.seqlen_q:
-        attend(a, on, _sequences(a, on))
+        attend(a, on, sequences_of(a, on))
 
 
 def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
@@ -51,7 +51,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         wide = np.float64 if config.itemsize == 8 else np.float32
         target = on.empty((parts * a.batch, *a.out.shape[1:]), wide, "parts of out")
         target_lse = on.empty((2 * parts * a.batch, *lse.shape[1:]), wide, "maxima and sums of parts")
-    arrays = (a.q, a.k, a.v, target, target_lse, sequences, *_optional(a, config.scores.sinks))
+    arrays = (a.q, a.k, a.v, target, target_lse, sequences, *score_arrays(a, config.scores.sinks))
     scale = scale if config.in_powers_of_e else scale * LOG2E
     arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
     on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
@@ -62,7 +62,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
 
 
-def _sequences(a: Attention, on: Builder) -> Tensor:
+def sequences_of(a: Attention, on: Builder) -> Tensor:
     """The table of sequences: a constant, or written by a kernel from lengths that only the device knows."""
     if a.known_lengths:
         return on.constant(sequence_table(a), "sequences")
@@ -77,7 +77,7 @@ def _sequences(a: Attention, on: Builder) -> Tensor:
     return table
 
 
-def _optional(a: Attention, with_sinks: bool) -> list[Tensor | int]:
+def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | int]:
     """Block table, slopes, sinks, bias and visible blocks, written out by strides of 0; 0 for what there is not."""
     slopes, bias, visible = a.alibi_slopes, a.bias, a.visible
     if slopes is not None:
