@@ -52,5 +52,5 @@ def test_other_options_are_refused_by_the_functions_name(op, name):
         p.name for p in inspect.signature(getattr(gpu_ops, op)).parameters.values() if p.default is p.empty
     ]
     arguments = dict.fromkeys(required, np.ones((1, 1, 1, 8)))
-    with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument '{name}'"):
+    with pytest.raises(TypeError, match=f"^{op}: unknown argument '{name}'"):
         getattr(gpu_ops, op)(**arguments, **{name: 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict
@@ -57,24 +56,15 @@ class DenseOptions(ScoreOptions, total=False):
 
 
 def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callable[P, Bound]]:
-    """Decorate a function of ``**options``: its signature and its docstring list them, and it takes no others."""
+    """Decorate a function of ``**options``: its signature and its docstring list them. ``@op`` refuses others."""
     listed = [inspect.signature(read_options).parameters[name] for name in options.__annotations__]
 
     def decorate(binder: Callable[P, Bound]) -> Callable[P, Bound]:
         own = inspect.signature(binder)
         parameters = [*list(own.parameters.values())[:-1], *listed]
-        known = {p.name for p in parameters}
-
-        @functools.wraps(binder)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> Bound:
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{binder.__name__}() got an unexpected keyword argument {name!r}")
-            return binder(*args, **kwargs)
-
-        checked.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        checked.__doc__ = (binder.__doc__ or "").replace("**options", ", ".join(options.__annotations__))
-        return checked
+        binder.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        binder.__doc__ = (binder.__doc__ or "").replace("**options", ", ".join(options.__annotations__))
+        return binder
 
     return decorate
 
