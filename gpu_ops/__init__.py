@@ -9,6 +9,7 @@ from gpu_ops import errors
 from gpu_ops.core.autotune import autotune
 from gpu_ops.core.op import explain, workspace_size
 from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.formats.gguf_writer import write_gguf
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
@@ -85,4 +86,5 @@ __all__ = [
     "ternary_quantize",
     "ternary_unpack",
     "workspace_size",
+    "write_gguf",
 ]

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from gpu_ops import __version__
 from gpu_ops.environment import Environment, environment
+from gpu_ops.terminal import make_console, print_table, waiting
 
 _DESCRIPTION = "Transformer kernels for arrays. Without a command: devices, backends, versions, caches."
 
@@ -29,16 +30,26 @@ def main(argv: list[str] | None = None) -> int:
     ahead.add_argument("--kernel", action="append", help="only kernels named like this; may be repeated")
     cards = commands.add_parser("presets", help="the cards, or what each kernel would use on one of them")
     cards.add_argument("card", nargs="?", help='such as H200, "RTX 4090" or sm_86')
+    kept = commands.add_parser("cache", help="what is kept of compiled kernels, and where")
+    kept.add_argument(
+        "--clear",
+        nargs="?",
+        const="all",
+        choices=("all", "old"),
+        help="remove it: all, or what was made of sources that have changed since",
+    )
     options = parser.parse_args(argv)
     if options.command == "presets":
         return presets(options.card)
+    if options.command == "cache":
+        return show_cache(options.clear)
     if options.command == "warmup":
         return warmup(options.jobs, options.kernel or [], options.dtype or [])
     found = environment()
     if options.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        show(found, Console())
+        show(found, make_console())
     return 0
 
 
@@ -47,12 +58,38 @@ def presets(card: str | None) -> int:
     from gpu_ops.errors import OptionError
     from gpu_ops.preset_report import show_card, show_cards
 
-    console = Console(soft_wrap=True)
+    console = make_console()
     try:
         show_card(card, console) if card else show_cards(console)
     except OptionError as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 1
+    return 0
+
+
+def show_cache(clear: str | None) -> int:
+    """Print the cache folder and what lies there, after clearing it if asked to; 1 when it cannot be used."""
+    from gpu_ops.kernels.compiler import cache, cache_contents
+
+    console = make_console()
+    problem = cache.folder_problem()
+    if problem is not None:
+        console.print(f"[red]the kernel cache is not used[/]: {escape(problem)}", highlight=False)
+        return 1
+    files = cache_contents.contents()
+    if clear is not None:
+        count, nbytes = cache_contents.clear(f for f in files if f.old or clear == "all")
+        console.print(f"{count} files removed, {nbytes / 2**20:.1f} MiB", highlight=False)
+        files = cache_contents.contents()
+    table = _table(f"kept in {escape(str(cache.root()))}")
+    for kind in dict.fromkeys(f.kind for f in files):
+        found = [f for f in files if f.kind == kind]
+        old = sum(f.old for f in found)
+        size = f"{sum(f.nbytes for f in found) / 2**20:.1f} MiB"
+        table.add_row(kind, str(len(found)), size, f"{old} of sources that have changed" if old else "")
+    if not files:
+        table.add_row("nothing")
+    print_table(console, table)
     return 0
 
 
@@ -77,13 +114,13 @@ def show(found: Environment, console: Console) -> None:
     if found.driver:
         devices.add_row("driver", escape(found.driver), "")
     devices.add_row("preset", found.preset or "none", escape(found.preset_reason))
-    console.print(devices)
+    print_table(console, devices)
 
     backends = _table("backends, best first")
     for row in found.backends:
         state = "[green]ready[/]" if row.missing is None else f"[yellow]no[/]: {escape(row.missing)}"
         backends.add_row(row.device, row.backend, state)
-    console.print(backends)
+    print_table(console, backends)
 
     for title, pairs in (
         ("versions", found.versions),
@@ -94,7 +131,7 @@ def show(found: Environment, console: Console) -> None:
             table = _table(title)
             for name, value in pairs.items():
                 table.add_row(name, escape(value))
-            console.print(table)
+            print_table(console, table)
 
 
 def _table(title: str) -> Table:
@@ -103,19 +140,16 @@ def _table(title: str) -> Table:
 
 
 def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
-    """Compile the chosen variants in parallel processes, with a progress bar; 1 when one fails."""
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
-
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Compile the chosen variants in parallel processes, with a line for each; 1 when one fails."""
     from gpu_ops.environment import cache_folder
-    from gpu_ops.warmup import compile_variant, variants
+    from gpu_ops.warmup import variants
 
-    console = Console()
+    console = make_console()
+    with waiting(console, "looking for kernels"):
+        listed = variants()
     labels = [
         label
-        for label, parts in variants().items()
+        for label, parts in listed.items()
         if (not kernels or any(word in label for word in kernels))
         and (not dtypes or any(word in parts for word in dtypes))
     ]
@@ -127,24 +161,43 @@ def warmup(jobs: int | None, kernels: list[str], dtypes: list[str]) -> int:
         console.print("[red]no cache folder is writable[/]: set GPU_OPS_CACHE_DIR to one that is")
         return 1
     start = time.perf_counter()
-    failed: dict[str, str] = {}
     workers = min(jobs or environment().cpu.threads, len(labels))
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console.print(f"compiling {len(labels)} kernels, {workers} at a time; each takes up to half a minute")
+    console.file.flush()
+    failed = _compile_all(labels, workers, console)
+    seconds = time.perf_counter() - start
+    console.print(f"{len(labels) - failed} of {len(labels)} kernels ready in {seconds:.0f} s: {folder}")
+    return 1 if failed else 0
+
+
+def _compile_all(labels: list[str], workers: int, console: Console) -> int:
+    """Print a line per kernel as it is done, and on a terminal a bar; how many failed."""
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    from gpu_ops.kernels.compiler.kernel import short_label
+    from gpu_ops.warmup import compile_variant
+
+    failed = 0
     # Processes, not threads: Numba compiles under one lock. Spawned, so that they start without ours.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    with pool, Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
-        task = progress.add_task("", total=len(labels))
-        running = {pool.submit(compile_variant, label): label for label in labels}
-        for done in as_completed(running):
-            label, error = running[done], done.exception()
-            if error is not None:
-                failed[label] = f"{type(error).__name__}: {error}"
-            progress.update(task, advance=1, description=label)
-    for label, reason in failed.items():
-        console.print(f"[red]{escape(label)}[/]: {escape(reason)}", highlight=False)
-    seconds = time.perf_counter() - start
-    console.print(f"{len(labels) - len(failed)} of {len(labels)} kernels ready in {seconds:.0f} s: {folder}")
-    return 1 if failed else 0
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with pool, bar:
+        task = bar.add_task("", total=len(labels))
+        running = {pool.submit(compile_variant, label): short_label(label) for label in labels}
+        for count, done in enumerate(as_completed(running), 1):
+            error = done.exception()
+            failed += error is not None
+            came = f"{done.result():.1f} s" if error is None else f"FAILED, {type(error).__name__}: {error}"
+            style = None if error is None else "red"
+            line = f"{count:{len(str(len(labels)))}} of {len(labels)}  {running[done]}: {came}"
+            console.print(line, style=style, markup=False, highlight=False)
+            console.file.flush()
+            bar.advance(task)
+    return failed
 
 
 if __name__ == "__main__":

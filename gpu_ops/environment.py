@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_ops.core.dispatch import BACKENDS, unavailable
 from gpu_ops.errors import OptionError
-from gpu_ops.kernels.compiler import cache
+from gpu_ops.kernels.compiler import cache, cache_contents
 from gpu_ops.presets import DevicePreset, select_preset
 
 __all__ = ["Backend", "Cpu", "CudaDevice", "Environment", "cache_folder", "environment"]
@@ -190,13 +190,17 @@ def _versions() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    nowhere = "nowhere writable: compiled anew in every process"
-    rows = {"gpu_ops, CPU kernels": str(cache_folder() or nowhere)}
-    rows["gpu_ops, GPU kernels"] = str(cache.cache_folder("cuda", quiet=True) or nowhere)
+    rows = {"gpu_ops, CPU kernels": str(cache_folder() or _nowhere(cache_contents.CPU))}
+    gpu = cache.cache_folder(cache_contents.CUDA, quiet=True)
+    rows["gpu_ops, GPU kernels"] = str(gpu or _nowhere(cache_contents.CUDA))
     for owner, variable, default in _CACHES:
         if importlib.util.find_spec(owner.lower()) is not None:
             rows[owner] = str(Path(os.environ.get(variable) or default).expanduser())
     return rows
+
+
+def _nowhere(folder: str) -> str:
+    return f"nowhere: compiled anew in every process ({cache.folder_problem(folder)})"
 
 
 def cache_folder() -> Path | None:

@@ -6,13 +6,15 @@ A message says what was given, what is allowed and what to do next.
 __all__ = [
     "DTypeError",
     "DeviceError",
+    "FileError",
     "FormatError",
     "GpuOpsError",
     "KernelCompileError",
-    "MissingPackageError",
+    "MissingFileError",
     "OptionError",
     "OutOfMemoryError",
     "ShapeError",
+    "UnknownOptionError",
 ]
 
 
@@ -32,6 +34,10 @@ class OptionError(GpuOpsError, ValueError):
     """A keyword option is unknown, out of range, or contradicts another one."""
 
 
+class UnknownOptionError(OptionError, TypeError):
+    """A keyword argument that the op does not have."""
+
+
 class DeviceError(GpuOpsError, RuntimeError):
     """Arrays lie on different devices, or the requested device or backend cannot run the problem."""
 
@@ -40,8 +46,12 @@ class FormatError(GpuOpsError, ValueError):
     """Packed data does not follow its format."""
 
 
-class MissingPackageError(GpuOpsError, ImportError):
-    """An optional package is not installed; the message holds the command that installs it."""
+class FileError(GpuOpsError, OSError):
+    """A file cannot be read or written, or is no regular file. ``errno`` and ``filename`` as in OSError."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """There is no file, or no folder to write one in, at this path."""
 
 
 class OutOfMemoryError(GpuOpsError, MemoryError):

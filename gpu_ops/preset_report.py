@@ -13,8 +13,10 @@ from rich.table import Table
 
 from gpu_ops.core.checks import FLOAT_DTYPES
 from gpu_ops.core.op import op_named
+from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.program import Launch, Limits, lower
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
+from gpu_ops.terminal import print_table
 
 __all__ = ["card_limits", "kernel_rows", "show_card", "show_cards"]
 
@@ -36,7 +38,7 @@ def show_cards(console: Console) -> None:
         like = f" (as {p.like})" if p.like else ""
         row = (f"{p.memory_gbps:g}", f"{p.memory_gb:g}", f"{p.peaks.float16:g}")
         table.add_row(escape(p.name + like), p.arch.name, str(p.sms), shared, l2, *row)
-    console.print(table)
+    print_table(console, table)
 
 
 def show_card(name: str, console: Console) -> None:
@@ -51,7 +53,7 @@ def show_card(name: str, console: Console) -> None:
     table = Table("op", "dtype", "kernel", "grid", "threads", "shared", box=None)
     for row in kernel_rows(limits):
         table.add_row(*map(escape, row))
-    console.print(table)
+    print_table(console, table)
 
 
 def kernel_rows(limits: Limits) -> Iterator[tuple[str, ...]]:
@@ -65,7 +67,14 @@ def kernel_rows(limits: Limits) -> Iterator[tuple[str, ...]]:
                 if isinstance(step, Launch):
                     grid = " x ".join(str(n) for n in step.grid if n > 1) or "1"
                     shared = f"{step.shared / 1024:.3g} KiB" if step.shared else ""
-                    yield title, dtype, step.kernel.label, grid, str(math.prod(step.block)), shared
+                    yield (
+                        title,
+                        dtype,
+                        short_label(step.kernel.label),
+                        grid,
+                        str(math.prod(step.block)),
+                        shared,
+                    )
                     title = ""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import time
 from typing import Any
 
 __all__ = ["compile_variant", "variants"]
@@ -17,15 +18,16 @@ def variants() -> dict[str, tuple[str, ...]]:
     return {k.label(v): tuple(map(str, v if isinstance(v, tuple) else (v,))) for k, v in _all_variants()}
 
 
-def compile_variant(label: str) -> None:
-    """Compile one variant into the cache folder, or load it from there."""
+def compile_variant(label: str) -> float:
+    """Compile one variant into the cache folder, or load it from there; the seconds it took."""
     from gpu_ops.kernels.compiler import progress
 
-    progress.PATIENCE = 1e6  # no lines of their own: the warm-up shows a bar
+    progress.PATIENCE = 1e6  # no lines of their own: the warm-up prints one per kernel
     for kernel, variant in _all_variants():
         if kernel.label(variant) == label:
+            start = time.perf_counter()
             kernel[variant]
-            return
+            return time.perf_counter() - start
     raise LookupError(f"no kernel variant {label}")
 
 

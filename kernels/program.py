@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel
+from gpu_ops.kernels.compiler.kernel import CudaKernel, NumbaKernel, short_label
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.tensor import Layout, Tensor
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Dynamic",
     "HostCall",
     "Launch",
+    "LaunchTooLarge",
     "Layout",
     "LibraryCall",
     "Limits",
@@ -119,12 +121,19 @@ class Launch:
     def __str__(self) -> str:
         grid, block = (" x ".join(map(str, _without_ones(size))) for size in (self.grid, self.block))
         shared = f", {self.shared} bytes of dynamic shared memory" if self.shared else ""
-        return f"{self.kernel.label}: grid {grid}, block {block}{shared}"
+        return f"{short_label(self.kernel.label)}: grid {grid}, block {block}{shared}"
 
 
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
     """A grid or block without its trailing axes of length one."""
     return _without_ones(size[:-1]) if len(size) > 1 and size[-1] == 1 else size
+
+
+MAX_GRID = (2**31 - 1, 65535, 65535)  # blocks, by axis: the same for every GPU
+
+
+class LaunchTooLarge(ValueError):
+    """A grid that no GPU takes: the arrays are too large for one launch."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +261,11 @@ class Builder:
         shared: int = 0,
     ) -> None:
         """A kernel launch; a grid without blocks launches nothing."""
+        if any(n > most for n, most in zip(grid, MAX_GRID, strict=False)):
+            blocks = " x ".join(map(str, grid))
+            raise LaunchTooLarge(
+                f"{kernel.label} would take {blocks} blocks, more than a GPU launches at once"
+            )
         if 0 not in grid:
             self._steps.append(Launch(kernel, grid, block, tuple(args), shared))
 
@@ -285,6 +299,7 @@ Lower: TypeAlias = "Callable[[Spec, Builder], None]"
 
 _lowers: dict[tuple[str, str], Lower] = {}
 _modules: dict[str, str] = {}
+_lowered: set[tuple[str, str]] = set()
 
 
 def lowers(op: str, *backends: str) -> Callable[[Lower], Lower]:
@@ -306,7 +321,12 @@ def lower_module(op: str, module: str) -> None:
 def lower(spec: Spec, backend: str, limits: Limits, candidate: str | None = None) -> tuple[Program, Builder]:
     """The program of a spec, and the builder that made it, which knows what was tuned."""
     if (spec.op, backend) not in _lowers and spec.op in _modules:
-        importlib.import_module(_modules[spec.op])
+        uninterrupted(importlib.import_module)(_modules[spec.op])
     builder = Builder(limits, candidate)
-    _lowers[spec.op, backend](spec, builder)
+    run = _lowers[spec.op, backend]
+    if (spec.op, backend) in _lowered:
+        run(spec, builder)
+    else:
+        uninterrupted(run)(spec, builder)  # imports the kernels
+        _lowered.add((spec.op, backend))
     return builder.program(), builder

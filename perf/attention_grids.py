@@ -1,8 +1,8 @@
 """Attention's problem shapes with their FLOPs and bytes, and the grids of ``--grid``.
 
 =========  ==========================================================================================
-``field``  the grid of attention papers: 16384 tokens, heads * head_dim = 2048, causal and not
-``gqa``    one long sequence, 64 query heads on 8 key heads of 128
+``field``  the grid of attention papers: 16384 tokens, heads * head_dim = 2048, causal and not, forward and backward
+``gqa``    one long sequence, 64 query heads on 8 key heads of 128, forward and backward
 ``decode`` one new query over a cache, by batch, length and grouping
 =========  ==========================================================================================
 """
@@ -61,7 +61,7 @@ class Shape:
 class Problem:
     """One cell of a grid."""
 
-    kind: Literal["forward", "decode"]
+    kind: Literal["forward", "backward", "decode"]
     shape: Shape
     dtype: str
     causal: bool = False
@@ -88,14 +88,19 @@ def field(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem
             for seqlen in seqlens or _lengths(FIELD_LENGTHS, dtype):
                 nheads = WIDTH // head_dim
                 shape = Shape(max(1, TOKENS // seqlen), seqlen, seqlen, nheads, nheads, head_dim)
-                yield from (Problem("forward", shape, dtype, causal) for causal in (False, True))
+                yield from _training(shape, dtype)
+
+
+def _training(shape: Shape, dtype: str) -> Iterator[Problem]:
+    for kind in ("forward", "backward"):
+        yield from (Problem(kind, shape, dtype, causal) for causal in (False, True))
 
 
 def gqa(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem]:
     for dtype in dtypes:
         for seqlen in seqlens or _lengths(GQA_LENGTHS, dtype):
             shape = Shape(1, seqlen, seqlen, 64, 8, 128)
-            yield from (Problem("forward", shape, dtype, causal) for causal in (False, True))
+            yield from _training(shape, dtype)
 
 
 def decode(dtypes: tuple[str, ...], seqlens: tuple[int, ...]) -> Iterator[Problem]:

@@ -105,9 +105,8 @@ def cases(config: Config) -> list[Case]:
             shape = Shape(1, seqlen, seqlen, NHEADS, NHEADS, HEAD_DIM)
             for option in OPTIONS:
                 found.append(with_torch(case(option, shape, small, dtype), option, config.device))
-                if config.device == "cpu":
-                    backward = case(option, shape, small, dtype, backward=True)
-                    found.append(with_torch(backward, option, config.device))
+                backward = case(option, shape, small, dtype, backward=True)
+                found.append(with_torch(backward, option, config.device))
     return found
 
 
@@ -140,7 +139,7 @@ def case(option: Option, shape: Shape, small: Shape, dtype: str, *, backward: bo
         bytes=shape.nbytes(itemsize, backward=backward) + bias_bytes,
         **made_by(data, (shape,), (small,), DTYPES[dtype], more),
         ours=ours,
-        numba=None if backward else functools.partial(ours, backend="numba"),
+        numba=functools.partial(ours, backend="numba"),
         naive=naive,
         reference=lambda x, precision: bind(REFERENCE, x, precision=precision)(),
         backward=backward,

@@ -105,6 +105,35 @@ def device_forward(causal: bool, x: Inputs) -> Call:
     return lambda: heads().transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
+def device_backward(causal: bool, x: Inputs) -> Call:
+    """dq, dk, dv, one head at a time, with the probabilities of that head and their gradients in memory."""
+    q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
+    batch, seqlen_q, nheads, head_dim = q.shape
+    shape = (batch, seqlen_q, k.shape[2], nheads // k.shape[2], head_dim)
+    q_, dout_ = (_contiguous(y.reshape(shape).transpose(0, 2, 3, 1, 4)) for y in (q, dout))
+    k_, v_, bias, dtype = _by_heads(k), _by_heads(v), _device_bias(q, k, causal), q.dtype
+    scale = np.float32(1 / math.sqrt(head_dim))
+
+    def call() -> tuple[Any, ...]:
+        dq = np.empty_like(q_)
+        dk, dv = np.zeros_like(k_, dtype=np.float32), np.zeros_like(v_, dtype=np.float32)
+        for b, h, part in np.ndindex(*q_.shape[:3]):
+            q1, k1, dout1 = q_[b, h, part], k_[b, h], dout_[b, h, part]
+            p = _device_probabilities(q1, k1, bias)
+            ds = (dout1 @ v_[b, h].T).astype(np.float32)
+            ds -= (p * ds).sum(axis=-1, keepdims=True)
+            ds *= p
+            ds *= scale
+            ds, p = ds.astype(dtype, copy=False), p.astype(dtype, copy=False)
+            dq[b, h, part] = ds @ k1
+            dk[b, h] += ds.T @ q1
+            dv[b, h] += p.T @ dout1
+        dk, dv = (y.astype(dtype, copy=False).transpose(0, 2, 1, 3) for y in (dk, dv))
+        return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk, dv
+
+    return call
+
+
 def device_decode(x: Inputs) -> Call:
     """The query heads of a group are the rows of one matmul."""
     q, k, v = (x[name] for name in "qkv")
@@ -117,17 +146,22 @@ def device_decode(x: Inputs) -> Call:
 def _heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
     """Attention of q (batch, nheads_kv, parts, rows, head_dim) to k, v (batch, nheads_kv, seqlen_k, head_dim)."""
     out = np.empty_like(q)
-    scale = np.float32(1 / math.sqrt(q.shape[-1]))
     for b, h, part in np.ndindex(*q.shape[:3]):
-        scores = (q[b, h, part] @ k[b, h].T).astype(np.float32)
-        scores *= scale
-        if bias is not None:
-            scores += bias
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        out[b, h, part] = scores.astype(q.dtype, copy=False) @ v[b, h]
+        p = _device_probabilities(q[b, h, part], k[b, h], bias)
+        out[b, h, part] = p.astype(q.dtype, copy=False) @ v[b, h]
     return out
+
+
+def _device_probabilities(q: Any, k: Any, bias: Any) -> Any:
+    """Of one head: a product in the arrays' dtype, softmax in float32."""
+    scores = (q @ k.T).astype(np.float32)
+    scores *= np.float32(1 / math.sqrt(q.shape[-1]))
+    if bias is not None:
+        scores += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
 
 
 def _by_heads(x: Any) -> Any:
@@ -217,7 +251,9 @@ def sdpa_peers(prepare: Prepare) -> dict[str, Prepare]:
 def _with_backend(member: str, prepare: Prepare, x: Inputs) -> Call:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    call, backend = prepare(x), getattr(SDPBackend, member)
+    backend = getattr(SDPBackend, member)
+    with sdpa_kernel(backend):  # the forward pass decides which backward runs
+        call = prepare(x)
 
     def limited() -> Any:
         with sdpa_kernel(backend):

@@ -26,8 +26,6 @@ from perf.build import calls, made_by
 from perf.case import DTYPES, Case, Config, Inputs, nbytes
 
 GRIDS = (*attention_grids.GRIDS, "options")
-GPU_BACKWARD = False
-"""attention_backward has no GPU kernels yet."""
 SAMPLED = 64
 """How many query rows at the end of the sequence the reference recomputes in float64."""
 WHOLE = 256 << 20
@@ -58,8 +56,7 @@ def cases(config: Config) -> list[Case]:
                 length = 1024 if config.quick and not config.seqlens else seqlen
                 for causal in (True,) if config.quick else (False, True):
                     found.append(forward(Shape(1, seqlen, seqlen, *group), dtype, causal, on))
-                    if on == "cpu" or GPU_BACKWARD:
-                        found.append(backward(Shape(1, length, length, *group), dtype, causal))
+                    found.append(backward(Shape(1, length, length, *group), dtype, causal, on))
         cached = heads[0] if on == "emulator" else (32, 8, 128)
         found += [decode(Shape(batch, 1, length, *cached), dtype, on) for batch, length in caches]
     return found
@@ -72,7 +69,7 @@ def grid(config: Config) -> list[Case]:
     return [
         decode(p.shape, p.dtype, config.device)
         if p.kind == "decode"
-        else forward(p.shape, p.dtype, p.causal, config.device)
+        else KINDS[p.kind](p.shape, p.dtype, p.causal, config.device)
         for p in problems
     ]
 
@@ -89,12 +86,19 @@ def forward(shape: Shape, dtype: str, causal: bool, device: str) -> Case:
     )
 
 
-def backward(shape: Shape, dtype: str, causal: bool) -> Case:
+def backward(shape: Shape, dtype: str, causal: bool, device: str) -> Case:
+    case = attention_options.case(CAUSAL if causal else PLAIN, shape, shape.small, dtype, backward=True)
+    torch = functools.partial(peers.torch_backward, functools.partial(peers.torch_sdpa, causal))
     return replace(
-        attention_options.case(CAUSAL if causal else PLAIN, shape, shape.small, dtype, backward=True),
-        torch=functools.partial(peers.torch_backward, functools.partial(peers.torch_sdpa, causal)),
+        case,
+        naive=functools.partial(peers.device_backward, causal) if device == "cuda" else case.naive,
+        torch=torch,
+        peers=peers.sdpa_peers(torch),
         note="naive recomputes the scores, as ours does",
     )
+
+
+KINDS = {"forward": forward, "backward": backward}
 
 
 def decode(shape: Shape, dtype: str, device: str) -> Case:

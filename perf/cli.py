@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.terminal import make_console, print_table, waiting
 from perf import compare, emulate, limits, machine, report, roofline, runs
 from perf.case import DTYPES, Config
 from perf.harness import HURRIED, Effort, Result, run_case
@@ -80,7 +84,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     if args.list:
         print("\n".join(case.key for name in names for case in bench(name).cases(config)))
         return 0
-    console = report.make_console()
+    console = make_console()
     if args.roofline:
         return roofline.run(config.dtypes, unique(args.seqlen), console)
     if args.device == "cuda" and machine.gpu() is None:
@@ -90,10 +94,11 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
         return emulate.run({name: bench(name).cases(config) for name in names}, console)
 
     start = time.perf_counter()
-    facts = machine.describe(config.device)
-    found = limits.measure(
-        device=config.device, threads=facts["threads"], quick=config.quick, use_torch=config.use_torch
-    )
+    with waiting(console, "measuring the limits of this machine"):
+        facts = machine.describe(config.device)
+        found = limits.measure(
+            device=config.device, threads=facts["threads"], quick=config.quick, use_torch=config.use_torch
+        )
     report.print_header(console, facts, found)
     results = run_all(names, config, found, console, memory=not args.no_memory)
     seconds = time.perf_counter() - start
@@ -135,7 +140,7 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[
 def run_all(
     names: Sequence[str], config: Config, found: limits.Limits, console: Console, *, memory: bool = True
 ) -> list[Result]:
-    """Every case of every named op. Prints each op's table as soon as it is done."""
+    """Every case of every named op. Prints a line per case, and each op's table as soon as it is complete."""
     results: list[Result] = []
     effort: Effort | None = None
     start = time.perf_counter()
@@ -144,20 +149,34 @@ def run_all(
         for name in names:
             done: list[Result] = []
             cases = bench(name).cases(config)
-            with Progress(*columns, console=console, transient=True) as progress:
-                task = progress.add_task("", total=len(cases))
-                for case in cases:
+            bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+            with bar:
+                task = bar.add_task("", total=len(cases))
+                for count, case in enumerate(cases, 1):
                     if config.quick and effort is None and time.perf_counter() - start > HURRY_AFTER:
                         effort = HURRIED
                         text = f"{HURRY_AFTER} s are over on this busy machine: fewer repetitions from here"
                         console.print(text, style="yellow")
-                    progress.update(task, description=f"{case.op} {case.name} {case.shape} {case.dtype}")
-                    done.append(run_case(case, config, found, probe if memory else None, effort))
-                    progress.advance(task)
+                    words = f"{case.op} {count} of {len(cases)}: {case.name} {case.shape} {case.dtype}"
+                    stage = functools.partial(show_stage, bar, task, words)
+                    done.append(run_case(case, config, found, probe if memory else None, effort, stage))
+                    console.print(
+                        f"{words}: {report.line(done[-1])}", style="dim", markup=False, highlight=False
+                    )
+                    console.file.flush()
+                    bar.advance(task)
             if done:
-                report.print_table(console, report.table(name, done))
+                print_table(console, report.table(name, done))
             results += done
     return results
+
+
+def show_stage(bar: Progress, task: TaskID, words: str, doing: str) -> AbstractContextManager[None]:
+    """In the bar; without one, on stderr where it takes longer than a second."""
+    if bar.disable:
+        return visible(f"{words}: {doing}")
+    bar.update(task, description=f"{words}: {doing}")
+    return nullcontext()
 
 
 def conclude(console: Console, results: Sequence[Result], seconds: float) -> int:

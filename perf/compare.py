@@ -11,16 +11,42 @@ THRESHOLD = 1.10
 
 @dataclass(frozen=True)
 class Change:
-    """``ratio`` is new time over old: 1.2 means a fifth slower."""
+    """A case in both runs. Times are in seconds; ratios are new over old: 1.2 means a fifth slower."""
 
     key: str
     old: float
     new: float
-    regressed: bool
+    fastest: float
+    """The ratio of the fastest calls."""
+    old_p80: float
+    new_p20: float
+    threshold: float
 
     @property
     def ratio(self) -> float:
         return self.new / self.old
+
+    @property
+    def slower(self) -> bool:
+        return self.ratio > self.threshold
+
+    @property
+    def regressed(self) -> bool:
+        """The median is slower and noise does not explain it: the fastest call is slower by as much, or the fast
+        end of the new calls lies above the slow end of the old ones."""
+        return self.slower and (self.fastest > self.threshold or self.new_p20 > self.old_p80)
+
+    @property
+    def verdict(self) -> str:
+        """In words, with what it was judged by."""
+        if not self.slower:
+            return "faster" if self.ratio < 1 / self.threshold else "same"
+        if self.fastest > self.threshold:
+            return f"REGRESSED: the fastest call too, {self.fastest:.2f}x"
+        ends = f"new p20 {1e3 * self.new_p20:.3f} ms, old p80 {1e3 * self.old_p80:.3f} ms"
+        if self.regressed:
+            return f"REGRESSED: the spreads do not meet, {ends}"
+        return f"noise: fastest call {self.fastest:.2f}x, {ends}"
 
 
 @dataclass
@@ -36,6 +62,11 @@ class Comparison:
         return [change for change in self.changes if change.regressed]
 
     @property
+    def noisy(self) -> list[Change]:
+        """Slower by more than the threshold, within the noise."""
+        return [change for change in self.changes if change.slower and not change.regressed]
+
+    @property
     def exit_code(self) -> int:
         return 1 if self.regressions or self.missing or not self.changes else 0
 
@@ -44,7 +75,14 @@ class Comparison:
             return "nothing to compare: the two runs have no case in common"
         bound, count = f"{self.threshold:.2f}x", len(self.changes)
         if not self.regressions and not self.missing:
-            return f"no regression: {count} cases within {bound} of the old run"
+            if not self.noisy:
+                return f"no regression: {count} cases within {bound} of the old run"
+            worst = max(self.noisy, key=lambda change: change.ratio)
+            return (
+                f"no regression that noise does not explain: {count - len(self.noisy)} of {count} cases within "
+                f"{bound} of the old run; {len(self.noisy)} above it, up to {worst.ratio:.2f}x, but not in their "
+                "fastest call (measure again on a quiet machine)"
+            )
         parts = []
         if self.regressions:
             worst = max(self.regressions, key=lambda change: change.ratio)
@@ -58,17 +96,16 @@ class Comparison:
 
 
 def compare(old: Run, new: Run, *, threshold: float = THRESHOLD, ops: set[str] | None = None) -> Comparison:
-    """A case regressed when its median is ``threshold`` times the old one and noise does not explain it: its
-    fastest call is slower by as much, or its fast end (p20) lies above the old slow end (p80)."""
+    """Every case that both runs timed; see :class:`Change` for what counts as a regression."""
     before, after = ({row["key"]: row for row in run.rows if timed(row, ops)} for run in (old, new))
     found = Comparison(threshold, warnings=warnings(old, new))
     for key, now in after.items():
         if key not in before:
             continue
         was = before[key]
-        apart = now["ours_p20"] > was["ours_p80"] or now["ours_fastest"] > threshold * was["ours_fastest"]
-        slower = now["ours_median"] > threshold * was["ours_median"] and apart
-        found.changes.append(Change(key, was["ours_median"], now["ours_median"], slower))
+        fastest = now["ours_fastest"] / was["ours_fastest"]
+        medians = was["ours_median"], now["ours_median"]
+        found.changes.append(Change(key, *medians, fastest, was["ours_p80"], now["ours_p20"], threshold))
     selection = ("device", "quick", "dtypes", "seqlens", "grid")
     if all(old.get("config", name) == new.get("config", name) for name in selection):
         found.missing = [

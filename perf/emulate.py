@@ -20,8 +20,9 @@ from gpu_ops.emulator.counts import SECTOR
 from gpu_ops.errors import GpuOpsError, KernelCompileError
 from gpu_ops.kernels.compiler import cubin, toolkit
 from gpu_ops.presets import select_preset
+from gpu_ops.terminal import print_table
 from perf.case import Case
-from perf.report import make_table, print_table, short_dtype
+from perf.report import make_table, short_dtype
 
 CAPTION = (
     "once: bytes if every 32-byte sector moved once each way, over the least the formula needs · uncached: the same "

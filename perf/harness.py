@@ -15,6 +15,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -203,8 +204,17 @@ def prepare_contenders(
     return contenders
 
 
+Stage = Callable[[str], AbstractContextManager[Any]]
+"""Shows what a part of a case's measurement does, while it runs."""
+
+
 def run_case(
-    case: Case, config: Config, limits: Limits, probe: Probe | None = None, effort: Effort | None = None
+    case: Case,
+    config: Config,
+    limits: Limits,
+    probe: Probe | None = None,
+    effort: Effort | None = None,
+    stage: Stage = nullcontext,
 ) -> Result:
     """Measure one case. An exception of a contender or a check ends up in ``failure``."""
     start = time.perf_counter()
@@ -216,24 +226,28 @@ def run_case(
     error, growths, failure, limit = None, {}, "", None
     try:
         release(config)
-        inputs = make_inputs(case, config)
-        contenders = prepare_contenders(case, inputs, config, left_out)
+        with stage("making inputs, preparing contenders"):
+            inputs = make_inputs(case, config)
+            contenders = prepare_contenders(case, inputs, config, left_out)
         if config.device == "cpu":
             from perf import peaks
 
             pacemaker = peaks.pacemaker(limited_by, buffer_size(config.quick), half=half)
             contenders.append(Contender("limit", [pacemaker.call]))
-        timings = interleave(contenders, effort, timer_for(config))
+        with stage(f"timing {', '.join(c.name for c in contenders)}"):
+            timings = interleave(contenders, effort, timer_for(config))
         if config.device == "cpu":
             limit = timings.pop("limit")
             work = case.flops if limited_by == "matmul" else case.bytes
             seconds = work / pacemaker.amount * limit.median
         del contenders
-        error = accuracy.check(case, inputs, config)
+        with stage("checking the result against the reference"):
+            error = accuracy.check(case, inputs, config)
         del inputs
         if probe is not None:
             names = [name for name in ("ours", "naive", ALL_SCORES) if name in timings]
-            growths = {name: probe.growth(case, config, name) for name in names}
+            with stage("measuring memory"):
+                growths = {name: probe.growth(case, config, name) for name in names}
     except Exception as exc:  # one broken case must not hide the others
         failure = f"{type(exc).__name__}: {exc}"
         if not str(exc) or isinstance(exc, AssertionError | AttributeError | NameError):

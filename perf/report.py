@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gpu_ops.terminal import print_table
 from perf.compare import Comparison
 from perf.harness import Result
 from perf.limits import Limits
@@ -27,25 +27,11 @@ PEERS = ("naive", "torch")
 """Contenders that always have a column. Others have one where they were timed."""
 
 
-UNLIMITED = 10_000
-"""A width that nothing reaches."""
-
-
-def make_console() -> Console:
-    """Lines wrap at the width of a terminal, and not at all in a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else UNLIMITED)
-
-
-def print_table(console: Console, table: Table) -> None:
-    """At its full width. A terminal that is too narrow wraps the lines, but no cell is cut."""
-    Console(width=UNLIMITED, file=console.file).print(table)
-
-
 def make_table(title: str, labels: Sequence[str], figures: Sequence[str]) -> Table:
-    """Labels are left-aligned, figures right-aligned; cells never wrap."""
+    """Labels are left-aligned and may wrap between words, figures right-aligned."""
     grid = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
     for name in labels:
-        grid.add_column(name, no_wrap=True)
+        grid.add_column(name)
     for name in figures:
         grid.add_column(name, justify="right", no_wrap=True)
     return grid
@@ -97,6 +83,16 @@ def cells(result: Result, peers: Sequence[str] = PEERS) -> list[str]:
     ]
 
 
+def line(result: Result) -> str:
+    """One case in a few words, for as long as its table is not complete."""
+    ours = result.timings.get("ours")
+    if ours is None:
+        return f"FAILED: {result.failure.splitlines()[0]}"
+    outside = "" if result.passed else ", FAILED: see below"
+    share = "" if result.share_of_limit is None else f", {result.share_of_limit:.0%} of the limit"
+    return f"{spread(ours)}{share}{outside}; measured in {result.seconds:.0f} s"
+
+
 def error_text(result: Result) -> str:
     parts = []
     if error := result.error:
@@ -137,10 +133,12 @@ def print_comparison(console: Console, found: Comparison) -> None:
     for warning in found.warnings:
         console.print(f"[yellow]{escape(warning)}[/]")
     grid = make_table("against the old run", ("case",), ("old", "new", "new / old"))
+    grid.add_column("verdict")
     for change in sorted(found.changes, key=lambda change: -change.ratio):
-        colour = "red" if change.regressed else "green" if change.ratio < 1 / found.threshold else "default"
+        word = change.verdict.partition(":")[0]
+        colour = {"REGRESSED": "red", "noise": "yellow", "faster": "green"}.get(word, "default")
         old, new = (f"{1e3 * t:.3f} ms" for t in (change.old, change.new))
-        grid.add_row(escape(change.key), old, new, f"[{colour}]{change.ratio:.2f}[/]")
+        grid.add_row(escape(change.key), old, new, f"{change.ratio:.2f}", f"[{colour}]{change.verdict}[/]")
     if found.changes:
         print_table(console, grid)
     console.print(f"[{'red' if found.exit_code else 'green'}]{escape(found.summary())}[/]")

@@ -35,9 +35,10 @@ from rich.table import Table
 from gpu_ops.kernels.lower.attention_config import Config, DeviceLimits, Problem, select_config
 from gpu_ops.kernels.lower.attention_shape import q_in_registers
 from gpu_ops.presets import PRESETS, DevicePreset, select_preset
+from gpu_ops.terminal import print_table
 from perf.attention_grids import FIELD_HEAD_DIMS, TOKENS, WIDTH, Shape
 from perf.case import DTYPES
-from perf.report import make_table, print_table, short_dtype
+from perf.report import make_table, short_dtype
 
 SHARED, EXP2, ISSUE, L2 = 128, 16, 4, 64  # per clock and SM
 UNITS = ("tensor", "shared", "exp2", "issue", "L2", "memory")

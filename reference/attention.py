@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 
 from .attention_backward import attention_backward, attention_varlen_backward
-from .attention_core import Options, matmul_visible, repeat_heads, sequences, softmax_rows, to_bhsd
-from .attention_mask import BlockMaskLike
+from .attention_core import (
+    DenseOptions,
+    Options,
+    matmul_visible,
+    repeat_heads,
+    sequences,
+    softmax_rows,
+    takes,
+    to_bhsd,
+)
 from .precision import Array, Precision, Steps, steps
 
 __all__ = [
@@ -24,24 +32,18 @@ __all__ = [
 ]
 
 
+@takes(DenseOptions)
 def attention(
     q: Array,
     k: Array,
     v: Array,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMaskLike | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
-    """``softmax(mask(softcap(softmax_scale * q k^T) + alibi + bias)) v``.
+    """``softmax(s) v``, with the scores ``s`` of ``softmax_scale * q k^T`` and the options.
 
     Parameters
     ----------
@@ -49,14 +51,7 @@ def attention(
     k : (batch, seqlen_k, nheads_kv, head_dim)
     v : (batch, seqlen_k, nheads_kv, head_dim_v)
         With ``layout="bhsd"`` axes 1 and 2 are swapped, in the output too.
-    causal : query ``i`` sees keys up to ``i + seqlen_k - seqlen_q`` (bottom-right aligned).
-    window_size : (left, right) keys visible around that diagonal; -1 is unlimited.
-    softmax_scale : factor on ``q k^T``; ``head_dim ** -0.5`` when None.
-    softcap : with ``softcap > 0`` scores become ``softcap * tanh(score / softcap)``.
-    sinks : (nheads,) one logit per head, which counts in the denominator only.
-    alibi_slopes : (nheads,) or (batch, nheads): adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
-    bias : broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks.
-    block_mask : object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen.
+    options : the fields of :class:`DenseOptions`, which says what they do; :func:`softmax_rows` has the formula
     return_lse : also return the natural log of each row's softmax denominator.
 
     Returns
@@ -75,12 +70,13 @@ def attention(
     >>> attention(q, k, v, causal=True).ravel()  # the first query sees one key, the second both
     array([2., 3.], dtype=float32)
     """
-    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
+    given = DenseOptions(**options)
     s = steps(precision, q.dtype)
-    out, lse = _forward(q, k, v, options, s, layout)
+    out, lse = _forward(q, k, v, given, s, layout)
     return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
 
 
+@takes(Options)
 def attention_varlen(
     q: Array,
     k: Array,
@@ -90,14 +86,9 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
     return_lse: bool = False,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Attention within each of several sequences packed end to end.
 
@@ -110,23 +101,24 @@ def attention_varlen(
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
     max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
-    The other options are those of :func:`attention`; ``alibi_slopes`` may be (batch, nheads).
+    options : the fields of :class:`Options`
 
     Returns
     -------
     out : (total_q, nheads, head_dim_v)
     lse : (nheads, total_q), only with ``return_lse``
     """
-    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
+    given = Options(**options)
     s = steps(precision, q.dtype)
     out = np.zeros((*q.shape[:2], v.shape[2]))
     lse = np.full(q.shape[1::-1], -np.inf)
     for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        one = _forward(q[None, rows], k[None, keys], v[None, keys], options.of_sequence(b), s)
+        one = _forward(q[None, rows], k[None, keys], v[None, keys], given.of_sequence(b), s)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
 
 
+@takes(Options)
 def attention_decode(
     q: Array,
     k_cache: Array,
@@ -134,14 +126,9 @@ def attention_decode(
     *,
     seqused_k: Array,
     block_table: Array | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
     return_lse: bool = False,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Attention of a few new queries over the used part of a key/value cache.
 
@@ -153,22 +140,22 @@ def attention_decode(
     seqused_k : (batch,) keys in use per sequence; the rest is never read.
     block_table : (batch, max_pages) pages of each sequence, in order. Entries past the last used page are ignored.
 
-    The other options are those of :func:`attention` with ``seqlen_k = seqused_k[b]``: causal aligns the last query
-    with the last used key.
+    options : the fields of :class:`Options`, with ``seqlen_k = seqused_k[b]``: causal aligns the last query with the
+        last used key
 
     Returns
     -------
     out : (batch, seqlen_q, nheads, head_dim_v)
     lse : (batch, nheads, seqlen_q), only with ``return_lse``
     """
-    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
+    given = Options(**options)
     s = steps(precision, q.dtype)
     batch, seqlen_q, nheads, _ = q.shape
     out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[3]))
     lse = np.full((batch, nheads, seqlen_q), -np.inf)
     for b in range(batch):
         k, v = (_used(cache, b, int(seqused_k[b]), block_table)[None] for cache in (k_cache, v_cache))
-        one = _forward(q[b, None], k, v, options.of_sequence(b), s)
+        one = _forward(q[b, None], k, v, given.of_sequence(b), s)
         out[b], lse[b] = one[0][0], one[1][0]
     return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
 

@@ -3,7 +3,7 @@
 With ``P`` the probabilities and ``delta_i = sum_d dout_id out_id``::
 
     dP = dout v^T                dS = P * (dP - delta)             dv = P^T dout
-    dbias = dS                   dZ = dS * (1 - tanh(z / softcap)^2) * softmax_scale
+    dbias = dS                   dZ = dS * ds/dz * softmax_scale   with the scores s of z = softmax_scale * q.k
     dq = dZ k                    dk = dZ^T q                       dsink = -sum_i P_sink,i delta_i
 
 (Dao et al., "FlashAttention", 2022, appendix B.4; a sink is a column whose value is 0.)
@@ -16,20 +16,22 @@ from typing import Any
 import numpy as np
 
 from .attention_core import (
+    DenseOptions,
     Options,
     matmul_visible,
     repeat_heads,
     sequences,
     softmax_rows,
     sum_groups,
+    takes,
     to_bhsd,
 )
-from .attention_mask import BlockMaskLike
 from .precision import Array, Precision, Steps, steps
 
 __all__ = ["attention_backward", "attention_varlen_backward"]
 
 
+@takes(DenseOptions)
 def attention_backward(
     dout: Array,
     q: Array,
@@ -38,17 +40,10 @@ def attention_backward(
     out: Array,
     lse: Array,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMaskLike | None = None,
     layout: str = "bshd",
     return_extra: bool = False,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Gradients of ``sum(dout * attention(q, k, v, ...))``.
 
@@ -67,21 +62,22 @@ def attention_backward(
 
     Queries that see no key have zero gradients and contribute none.
     """
-    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, bias, block_mask)
+    given = DenseOptions(**options)
     s = steps(precision, q.dtype)
-    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, options, s, layout)
+    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, given, s, layout)
     dq, dk, dv = (s.store(x) for x in (dq, dk, dv))
     if not return_extra:
         return dq, dk, dv
     extra = {}
-    if bias is not None:
-        dbias = _sum_to_shape(dscores, bias.shape)
-        extra["bias"] = dbias if precision == "float64" else dbias.astype(bias.dtype)
-    if sinks is not None:
+    if given.bias is not None:
+        dbias = _sum_to_shape(dscores, given.bias.shape)
+        extra["bias"] = dbias if precision == "float64" else dbias.astype(given.bias.dtype)
+    if given.sinks is not None:
         extra["sinks"] = s.store(dsinks, np.float32)
     return dq, dk, dv, extra
 
 
+@takes(Options)
 def attention_varlen_backward(
     dout: Array,
     q: Array,
@@ -94,14 +90,9 @@ def attention_varlen_backward(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
     return_extra: bool = False,
     precision: Precision = "rounded",
+    **options: Any,
 ) -> Any:
     """Gradients of ``sum(dout * attention_varlen(q, k, v, ...))``; see :func:`attention_backward`.
 
@@ -110,19 +101,19 @@ def attention_varlen_backward(
     dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
     extra : ``{"sinks": dsinks}`` if sinks are given, only with ``return_extra``
     """
-    options = Options(causal, window_size, softmax_scale, softcap, sinks, alibi_slopes)
+    given = Options(**options)
     s = steps(precision, q.dtype)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dsinks = np.zeros(q.shape[1])
     for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
         one = [x[None] for x in (dout[rows], q[rows], k[keys], v[keys])]
-        grads = _backward(one[0], one[1], one[2], one[3], options.of_sequence(b), s)
+        grads = _backward(one[0], one[1], one[2], one[3], given.of_sequence(b), s)
         dq[rows], dk[keys], dv[keys] = grads[0][0], grads[1][0], grads[2][0]
         dsinks += grads[4]
     result = (s.store(dq), s.store(dk), s.store(dv))
     if not return_extra:
         return result
-    return *result, {} if sinks is None else {"sinks": s.store(dsinks, np.float32)}
+    return *result, {} if given.sinks is None else {"sinks": s.store(dsinks, np.float32)}
 
 
 def _backward(
@@ -142,8 +133,8 @@ def _backward(
         delta = s.step((dout * out).sum(axis=-1))
         dprobs = s.step(s.matmul(dout, v.swapaxes(-1, -2)))
         dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
-        dproducts = s.step(s.step(dscores * rows.cap_slope) * options.scale(q.shape[-1]))
-        dproducts = np.where(rows.visible, dproducts, 0.0)  # removes cap_slope of a masked NaN
+        dproducts = s.step(s.step(dscores * rows.slope) * options.scale(q.shape[-1]))
+        dproducts = np.where(rows.visible, dproducts, 0.0)  # removes the slope of a masked NaN
         seen_by = rows.visible.swapaxes(-1, -2)
         dq = matmul_visible(dproducts, k, rows.visible, s)
         dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by, s))

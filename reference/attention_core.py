@@ -6,8 +6,10 @@ contribute nothing, whatever they hold: a NaN behind a mask stays behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from .attention_mask import BlockMaskLike, alibi_bias, visible_keys
 from .precision import Array, Steps
 
 __all__ = [
+    "DenseOptions",
     "Options",
     "Rows",
     "matmul_visible",
@@ -22,22 +25,29 @@ __all__ = [
     "sequences",
     "softmax_rows",
     "sum_groups",
+    "takes",
     "to_bhsd",
 ]
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that shape the scores, named as in the public functions."""
+    """The options of all attention functions: what decides the scores."""
 
     causal: bool = False
+    """Query ``i`` sees keys up to ``i + seqlen_k - seqlen_q`` (bottom-right aligned)."""
     window_size: tuple[int, int] = (-1, -1)
+    """(left, right): keys visible around that diagonal; -1 is unlimited."""
     softmax_scale: float | None = None
+    """Factor on ``q k^T``; ``head_dim ** -0.5`` when None."""
     softcap: float = 0.0
+    """If > 0, scores become ``softcap * tanh(score / softcap)``."""
     sinks: Array | None = None
+    """(nheads,) one logit per head, which counts in the denominator only."""
     alibi_slopes: Array | None = None
-    bias: Array | None = None
-    block_mask: BlockMaskLike | None = None
+    """(nheads,) or (batch, nheads): adds ``-slope * |i + seqlen_k - seqlen_q - j|``."""
 
     def scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -49,6 +59,30 @@ class Options:
 
 
 @dataclass(frozen=True)
+class DenseOptions(Options):
+    """Those of sequences of one length: also what is laid out by query and key."""
+
+    bias: Array | None = None
+    """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks."""
+    block_mask: BlockMaskLike | None = None
+    """Object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen."""
+
+
+def takes(options: type[Options]) -> Callable[[F], F]:
+    """Decorate a function of ``**options``: its signature lists the fields of ``options``."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        fields = inspect.signature(options).parameters.values()
+        listed = [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
+        parameters = [*list(own.parameters.values())[:-1], *listed]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@dataclass(frozen=True)
 class Rows:
     """One softmax row per query; all fields are float64, ``visible`` is bool."""
 
@@ -56,7 +90,7 @@ class Rows:
     sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
     lse: Array  # (batch, nheads, seqlen_q)
     visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
-    cap_slope: Array | float  # d softcap(s) / d s: 1 - tanh(s / softcap)**2, or 1.0
+    slope: Array | float  # d score / d (softmax_scale * q.k): with softcap 1 - tanh(s / softcap)**2, else 1.0
 
 
 def sequences(cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[tuple[int, slice, slice]]:
@@ -104,21 +138,22 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
     """
     step = steps.step
     shape = (*q.shape[:3], k.shape[2])
-    bias = None if options.bias is None else steps.load(options.bias)
+    dense = options if isinstance(options, DenseOptions) else DenseOptions()
+    bias = None if dense.bias is None else steps.load(dense.bias)
     visible = visible_keys(
         shape,
         causal=options.causal,
         window_size=options.window_size,
         bias=bias,
-        block_mask=options.block_mask,
+        block_mask=dense.block_mask,
     )
 
     scores = step(step(steps.matmul(q, k.swapaxes(-1, -2))) * options.scale(q.shape[-1]))
-    cap_slope: Array | float = 1.0
+    slope: Array | float = 1.0
     if options.softcap > 0:
         tanh = step(np.tanh(step(scores / options.softcap)))
         scores = step(options.softcap * tanh)
-        cap_slope = step(1.0 - tanh * tanh)
+        slope = step(1.0 - tanh * tanh)
     if options.alibi_slopes is not None:
         scores = step(scores + step(alibi_bias(steps.load(options.alibi_slopes), *shape[2:])))
     if bias is not None:
@@ -139,5 +174,5 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
         sink_probs=step(sink_numerator / divisor),
         lse=step(row_max + step(np.log(row_sum))),
         visible=visible,
-        cap_slope=cap_slope,
+        slope=slope,
     )

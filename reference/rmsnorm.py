@@ -42,9 +42,10 @@ def _narrow(x: Array, dtype: npt.DTypeLike, casting: Casting, precision: Precisi
 
 
 def reciprocal_rms(x: Array, eps: float, p: Steps) -> Array:
-    """``1 / sqrt(mean(x**2) + eps)`` over the last axis, kept with length 1."""
+    """``1 / sqrt(mean(x**2) + eps)`` over the last axis, kept with length 1; 0 for ``1 / 0``."""
     mean_square = p.step(np.mean(np.square(x), axis=-1, keepdims=True))
-    return p.step(1.0 / p.step(np.sqrt(p.step(mean_square + eps))))
+    root = p.step(np.sqrt(p.step(mean_square + eps)))
+    return p.step(np.divide(1.0, root, out=np.zeros_like(root), where=root != 0))
 
 
 def _normalise(

@@ -32,7 +32,9 @@ from rich.table import Table
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import cubin, jit, progress, toolkit
+from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.presets import ARCHES
+from gpu_ops.terminal import make_console, print_table
 
 PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
@@ -156,8 +158,9 @@ def chosen(arches: Sequence[str], kernel: str, each_on: int) -> list[tuple[jit.V
     listed: dict[str, list[tuple[jit.Variant, str]]] = collections.defaultdict(list)
     for arch in arches:
         for variant in jit.all_variants(arch):
-            if kernel in variant.kernel.label:
-                listed[variant.kernel.label].append((variant, arch))
+            label = variant.kernel.label
+            if kernel in label or kernel in short_label(label):
+                listed[label].append((variant, arch))
     tasks = []
     for i, found in enumerate(listed.values()):
         n = len(found)
@@ -199,21 +202,21 @@ def _inspect_task(index: int) -> Row:
 def table(rows: Sequence[Row]) -> Table:
     """A table for reading; rows are told apart by kernel and architecture."""
     out = Table(box=None, pad_edge=False, header_style="bold")
-    out.add_column("kernel", overflow="fold")
+    out.add_column("kernel")
     out.add_column("arch")
     for name in ("s", "regs", "spill", "local", "smem", "blocks/SM", "occupancy"):
         out.add_column(name, justify="right")
     out.add_column("limited by")
     if any(row.sass for row in rows):
-        out.add_column("machine instructions", overflow="fold")
+        out.add_column("machine instructions")
     for row in rows:
         if row.registers is None:
-            out.add_row(row.kernel, row.arch, "[red]does not compile[/red]")
+            out.add_row(short_label(row.kernel), row.arch, "[red]does not compile[/red]")
             continue
         shared = (row.static_shared or 0) + (row.dynamic_shared or 0)
         spill = f"[red]{row.spill_bytes}[/red]" if row.spill_bytes else str(row.spill_bytes)
         out.add_row(
-            row.kernel.replace("[", r"\["),
+            short_label(row.kernel),
             row.arch,
             f"{row.seconds:.2f}",
             str(row.registers),
@@ -231,7 +234,9 @@ def table(rows: Sequence[Row]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", nargs="+", default=PRESET_ARCHES, help="such as sm_80 sm_90a; default: all")
-    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument(
+        "--kernel", default="", help="only kernels whose name contains this, such as bfloat16"
+    )
     parser.add_argument(
         "--each-on",
         type=int,
@@ -255,10 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
         print()
     elif not options.check:
-        Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
+        print_table(make_console(), table(rows))
     if options.check:
         for row in faulty:
-            print(f"{row.kernel} on {row.arch}: {'; '.join(row.problems)}")
+            print(f"{short_label(row.kernel)} on {row.arch}: {'; '.join(row.problems)}")
         print(f"{len(rows)} kernels compiled on {', '.join(options.arch)}; {len(faulty)} with problems")
     return 1 if options.check and faulty else 0
 

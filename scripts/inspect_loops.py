@@ -1,12 +1,13 @@
 """What an iteration of attention's main loop issues beside tensor-core instructions, per exp2, without a GPU.
 
     python scripts/inspect_loops.py                             attention, all architectures
-    python scripts/inspect_loops.py --kernel DTYPE=bf16 --arch sm_80
+    python scripts/inspect_loops.py --kernel bfloat16 --arch sm_80
 
 Counted in machine code, along one iteration of the loop that holds both products and the softmax: of the ways through
 it the one that copies most, and of those the shortest. That is a tile that every row sees whole, with another one
 behind it, whose maxima are no news: comparisons with the mask, and the rescaling that the first tiles of a row need,
-are jumped over. ``NOP`` is what ptxas puts between tensor-core instructions from sm_100 on.
+are jumped over. ``NOP`` is what ptxas puts between tensor-core instructions from sm_100 on. Needs nvdisasm:
+``pip install nvidia-cuda-nvdisasm``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import collections
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
-from gpu_ops.kernels.compiler import jit
+from gpu_ops.kernels.compiler import jit, toolkit
+from gpu_ops.kernels.compiler.kernel import short_label
 from scripts.inspect_kernels import PRESET_ARCHES, sass
 
 CLASSES = {
@@ -85,16 +88,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", default=PRESET_ARCHES, help="such as sm_80 sm_90a; default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     options = parser.parse_args(arguments)
+    if toolkit.tool("nvdisasm") is None:
+        missing = "no nvdisasm, which lists machine code: pip install nvidia-cuda-nvdisasm"
+        print(f"inspect_loops: {missing}", file=sys.stderr)
+        return 1
+    counted = 0
     for arch in options.arch:
         for variant in jit.all_variants(arch):
             label = variant.kernel.label
-            if not label.startswith("attention_forward") or options.kernel not in label:
+            short = short_label(label)
+            chosen = options.kernel in label or options.kernel in short
+            if not label.startswith("attention_forward") or not chosen:
                 continue
             compiled = jit.assemble(jit.compile_kernel(variant.kernel, arch), arch)
             assert compiled.cubin is not None
             for counts in iterations(sass(compiled.cubin, compiled.entry)):
-                print(arch, label, " ".join(f"{name} {n:.2f}" for name, n in counts.items()))
-    return 0
+                counted += 1
+                print(arch, short, " ".join(f"{name} {n:.2f}" for name, n in counts.items()), flush=True)
+    if not counted:
+        named = f" whose name contains {options.kernel!r}" if options.kernel else ""
+        print(f"inspect_loops: no loop found in an attention kernel{named}", file=sys.stderr)
+    return 0 if counted else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +18,7 @@ import numpy as np
 from gpu_ops import BlockMask
 from gpu_ops.reference import attention as reference
 from gpu_ops.reference.tolerance import GRADIENT, error_report, tolerance
+from tests.calls import call, refusal
 from tests.compare import assert_close
 
 DTYPES = {
@@ -280,6 +281,16 @@ def assert_lse(actual: Any, exact: np.ndarray) -> None:
     """lse comes from float32 sums whatever the inputs are: some float32 roundings, -inf where -inf."""
     scale = np.abs(exact[np.isfinite(exact)]).max(initial=1.0)
     np.testing.assert_allclose(actual, exact, rtol=0, atol=2e-6 * scale, err_msg="lse")
+
+
+def has_gradients(backend: Mapping[str, str]) -> bool:
+    """Whether a backend runs attention_backward at all."""
+    return backend["device"] == "cpu" or not _backward_refusal(backend["backend"])
+
+
+@cache
+def _backward_refusal(backend: str) -> str:
+    return refusal(call("attention_backward"), backend)
 
 
 @lru_cache(maxsize=4)

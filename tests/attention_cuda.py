@@ -143,10 +143,11 @@ def run_attention(
     shape["nheads"], shape["group"] = nheads, nheads // nheads_kv
     shape["head_dim"], shape["head_dim_v"] = head_dim, head_dim_v
     shape["window_left"], shape["window_right"], shape["num_splits"] = left, right, num_splits
-    shape["scale_log2"] = max(abs(scale) * log2e, 1e-30)
+    scores = shape["scores"]
+    scores["scale_log2"] = max(abs(scale) * log2e, 1e-30)
     if softcap:
-        shape["softcap_in"], shape["softcap_log2"] = abs(scale) / softcap, softcap * log2e
-    shape["negate"] = scale < 0
+        scores["softcap_in"], scores["softcap_log2"] = abs(scale) / softcap, softcap * log2e
+    scores["negate"] = scale < 0
     visible: Any = NULL
     if bias is not None:
         full = np.broadcast_to(bias, (batch, nheads, rows, seqlen_k))

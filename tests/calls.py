@@ -13,10 +13,12 @@ import numpy as np
 
 import gpu_ops
 from gpu_ops import TernaryMatrix
+from gpu_ops.core.device import compiler_missing
+from gpu_ops.errors import DeviceError
 from tests import calls_attention, calls_rows, calls_ternary
 from tests.call_maker import WRITTEN, Call, Maker
 
-__all__ = ["DTYPES", "IN_PLACE", "OPS", "OUT", "VARIANTS", "WRITTEN", "Call", "call", "results"]
+__all__ = ["DTYPES", "IN_PLACE", "OPS", "OUT", "VARIANTS", "WRITTEN", "Call", "call", "refusal", "results"]
 
 NO_OPS = (
     "__version__",
@@ -27,6 +29,7 @@ NO_OPS = (
     "read_bitnet",
     "read_gguf",
     "workspace_size",
+    "write_gguf",
 )
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 DTYPES = tuple(np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
@@ -78,6 +81,17 @@ def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Cal
     new = Maker(dtype, seed, sizes)
     arrays, options = VARIANTS[name](new)
     return Call(name.split()[0], arrays, options, new.axes)
+
+
+def refusal(one: Call, backend: str) -> str:
+    """Why a backend for GPUs does not run a call; empty where it does."""
+    if compiler_missing(backend):
+        return ""  # tests are skipped, and say which package they need
+    try:
+        gpu_ops.explain(one.op, *one.arrays.values(), **one.options, device="emulator", backend=backend)
+    except DeviceError as error:
+        return str(error)
+    return ""
 
 
 def results(value: Any) -> tuple[Any, ...]:

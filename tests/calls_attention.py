@@ -130,6 +130,7 @@ def append_slots(new: Maker) -> Made:
 
 
 YARN = RopeScaling.yarn(4.0, 64)
+DYNAMIC = RopeScaling.dynamic(2.0, 4)
 EXTRA = {"return_extra": True}
 
 VARIANTS = {
@@ -164,7 +165,7 @@ VARIANTS = {
     ),
     "rope bhsd": lambda new: (new.normal(q="batch nheads seqlen head_dim"), {"layout": "bhsd"}),
     "rope llama3": lambda new: (rope(new, second=None), {"scaling": RopeScaling.llama3(8.0, 64)}),
-    "rope_backward": lambda new: (rope(new, "dq", "dk"), {}),
+    "rope_backward": lambda new: (rope(new, "dq", "dk"), {"scaling": DYNAMIC}),
     "rope_append_kv": append,
     "rope_append_kv pages": append_pages,
     "rope_append_kv slots": append_slots,

@@ -43,7 +43,7 @@ VARIANTS: dict[str, Any] = {
         {},
     ),
     "ternary_matmul_backward native": lambda new: (
-        {**new.normal(dy="batch rows N", x="batch rows K"), "w": matrix(new, 64)},
+        {**new.normal(dy="batch rows N", x="batch rows K"), "w": matrix(new, 64).to("base3")},
         {"activations": "native"},
     ),
 }

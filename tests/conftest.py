@@ -2,8 +2,8 @@
 
 A test file of an op with CUDA kernels says ``DEVICES = ("cpu", "emulator", "cuda")``; without, it is ``("cpu",)``.
 Its ``quick_on_emulator(raw)``, if it has one, says of tests by name, ``"*"`` for all others, which levels of their
-parameters run there by default, None for none; the rest is slow. Its ``runs(parameters)``, if it has one, says
-whether a test applies.
+parameters run there by default, None for none; the rest is slow. So is what its ``is_slow(parameters)``, if it has
+one, says of a test with a backend. Its ``runs(parameters)``, if it has one, says whether a test applies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import gc
 import mmap
 import os
 import sys
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -53,19 +55,39 @@ def _cell(device, name):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` skip without one. CUDA C++ kernels take no float64: those tests are left out."""
+    """What cannot run here skips, one test of each file for all. CUDA C++ kernels take no float64: left out."""
     for item in items:
-        if _is_slow_on_emulator(item):
+        if _is_slow(item) or _is_slow_on_emulator(item):
             item.add_marker(pytest.mark.slow)
     dropped = [item for item in items if _is_raw_float64(item) or not _applies(item)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        left_out = set(map(id, dropped))
-        items[:] = [item for item in items if id(item) not in left_out]
+    _drop(config, items, dropped)
     if cuda_missing():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; scripts/gpu_check.sh runs it"))
+        _collapse(config, items, "gpu", "needs a CUDA device; scripts/gpu_check.sh runs it")
+    if not any(map(find_spec, ("torch", "jax", "transformers"))):
+        _collapse(
+            config, items, "peers", "compares with torch, JAX or transformers; scripts/test_peers.sh runs it"
+        )
+
+
+def _collapse(config, items, mark, reason):
+    """Of a file's tests with this mark one stays: it skips, and says how many there are."""
+    first, dropped = {}, []
+    counts = Counter()
+    for item in items:
+        if item.get_closest_marker(mark):
+            group = item.path, item.get_closest_marker("slow") is not None
+            counts[group] += 1
+            if first.setdefault(group, item) is not item:
+                dropped.append(item)
+    for group, item in first.items():
+        item.add_marker(pytest.mark.skip(reason=f"{reason} (1 of {counts[group]} here)"))
+    _drop(config, items, dropped)
+
+
+def _drop(config, items, dropped):
+    config.hook.pytest_deselected(items=dropped)
+    left_out = set(map(id, dropped))
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def _is_raw_float64(item):
@@ -81,6 +103,12 @@ def _applies(item):
     return rule is None or "backend" not in given or rule(given)
 
 
+def _is_slow(item):
+    rule = getattr(item.module, "is_slow", None)
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return rule is not None and "backend" in given and rule(given)
+
+
 def _is_slow_on_emulator(item):
     rule = getattr(item.module, "quick_on_emulator", None)
     given = item.callspec.params if rule and hasattr(item, "callspec") else {}
@@ -92,20 +120,23 @@ def _is_slow_on_emulator(item):
     return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
 
 
-# Resident memory above which a process drops the emulator's programs: 5 to 30 MB each, kept for the next launch.
-MOST_MEMORY = 900 << 20
+# Above so much resident memory a process drops the emulator's programs, of 5 to 30 MB each, if it has this many.
+MOST_MEMORY, PROGRAMS = 800 << 20, 20
 STATM = Path("/proc/self/statm")
 
 
 def pytest_runtest_teardown(item):
     """Processes that run tests of many kernels stay below 1.5 GB."""
-    if not STATM.exists() or int(STATM.read_text().split()[1]) * mmap.PAGESIZE < MOST_MEMORY:
+    emulator_run = sys.modules.get("gpu_ops.emulator.run")
+    if (
+        emulator_run is None
+        or emulator_run.link_source.cache_info().currsize < PROGRAMS
+        or not STATM.exists()
+    ):
         return
-    if emulator_run := sys.modules.get("gpu_ops.emulator.run"):
-        for cached in vars(emulator_run).values():
-            if hasattr(cached, "cache_clear"):
-                cached.cache_clear()
-    gc.collect()
+    if int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MOST_MEMORY:
+        emulator_run.link_source.cache_clear()
+        gc.collect()  # a program refers to itself
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)

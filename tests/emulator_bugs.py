@@ -43,6 +43,7 @@ class Bug:
     block: int = 64
     shared: tuple[int, int] = (0, 0)  # good, bad
     sample: tuple[int, ...] | None = None
+    max_instructions: int = 1_000_000
 
     def source(self, form: str) -> str:
         """The CUDA C++ of one form; dropped lines become empty, so line numbers stay."""
@@ -143,7 +144,7 @@ BUGS = [
     y[i < n ? i : 0] = 2 * x[i];  // BUG
 """,
         thread="block (1,0,0) thread (36,0,0)",
-        says=("4-byte read", "0 bytes past the end of argument 0 (400 bytes)"),
+        says=("4-byte read", "past the end of `x`: element 100 of 100 (byte 400 of 400)"),
         args=_guarded,
         parameters="const float* x, float* y, int n",
         grid=2,
@@ -158,7 +159,7 @@ BUGS = [
     y[i] = 2 * v;  // BUG
 """,
         thread="block (1,0,0) thread (36,0,0)",
-        says=("4-byte write", "0 bytes past the end of argument 1"),
+        says=("4-byte write", "past the end of `y`: element 100 of 100"),
         args=_guarded,
         parameters="const float* x, float* y, int n",
         grid=2,
@@ -171,7 +172,7 @@ BUGS = [
   float before = x[t - 1];            // bad BUG
   y[t] = x[t] - before;
 """,
-        says=("4 bytes before argument 0",),
+        says=("before the start of `x`: element -1 of 64",),
         args=row(lambda x: np.diff(x, prepend=np.float32(0))),
     ),
     Bug(
@@ -183,7 +184,7 @@ BUGS = [
   float4 v = *(const float4*)(x + 8 * t + 2);  // bad BUG
   y[t] = v.x + v.w;
 """,
-        says=("16-byte read", "byte 8 of argument 0"),
+        says=("16-byte read", "of `x`: element 2 of 64 (byte 8 of 256)"),
         args=row(lambda x: x[::8] + x[3::8], outputs=8),
     ),
     Bug(
@@ -193,7 +194,7 @@ BUGS = [
   y[t] = 2 * x[t];         // good
   ((float*)x)[t] = y[t];   // bad BUG
 """,
-        says=("4-byte write", "byte 0 of argument 0 (256 bytes)"),
+        says=("4-byte write", "of `x`: element 0 of 64 (byte 0 of 256)"),
         args=_read_only,
     ),
     Bug(
@@ -233,7 +234,7 @@ BUGS = [
   y[t] = 2 * x[t];   // good
   y[t] += 2 * x[t];  // bad BUG
 """,
-        says=("byte 0 of y",),
+        says=("of `y`: element 0 of 64",),
         args=_result,
     ),
     Bug(
@@ -244,7 +245,7 @@ BUGS = [
   y[t] = x[t];                // bad BUG
 """,
         thread="block (0,0,0) thread (60,0,0)",
-        says=("byte 240 of x",),
+        says=("of `x`: element 60 of 64",),
         args=_padded,
         parameters="const float* x, float* y, int n",
     ),
@@ -259,7 +260,7 @@ BUGS = [
   y[t < 48 ? t : 0] = a;
 """,
         thread="block (0,0,0) thread (48,0,0)",
-        says=("belongs to no argument", "byte 192 of argument 0"),
+        says=("belongs to no argument", "of `x`: byte 192 of 960"),
         args=_strided,
         parameters="const float* x, float* y, int stride",
     ),
@@ -290,7 +291,7 @@ BUGS = [
   y[t] = x[at];  // BUG
 """,
         thread="block (2048,0,0) thread (0,0,0)",
-        says=("2147483648 bytes before argument 0",),
+        says=("before the start of `x`: byte -2147483648 of",),
         args=_huge,
         parameters="const unsigned char* x, unsigned char* y, int stride",
         grid=2049,

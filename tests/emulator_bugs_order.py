@@ -195,6 +195,22 @@ BUGS = [
         parameters="int* x, float* y",
     ),
     Bug(
+        "search that never ends",
+        "endless loop",
+        """
+  int low = 0, high = 64;
+  while (low + 1 < high) {  // good
+  while (low < high) {      // bad BUG
+    int middle = (low + high) / 2;
+    if (x[middle] <= t) low = middle; else high = middle;
+  }
+  y[t] = low;
+""",
+        says=("stopped after 20000 instructions (max_instructions)",),
+        args=lambda rng: ([np.arange(64, dtype=np.float32), np.zeros(64, np.float32)], {1: np.arange(64)}),
+        max_instructions=20_000,
+    ),
+    Bug(
         "flags of two kinds that nobody sets",
         "livelock",
         """

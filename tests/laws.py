@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ import pytest
 
 from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.errors import GpuOpsError
-from tests.calls import DTYPES, OUT, VARIANTS, Call, call, results
+from tests.calls import DTYPES, OUT, VARIANTS, Call, call, refusal, results
 
 NAMES = tuple(VARIANTS)
 WITH_OUT = tuple(name for name in NAMES if name.split()[0] in OUT)
@@ -48,7 +49,21 @@ def runs(given: dict[str, Any]) -> bool:
     op = given["name"].split()[0]
     if given["backend"]["device"] == "cpu":
         return given["backend"]["backend"] == "reference" or op not in ("ternary_pack", "ternary_unpack")
-    return has_cuda_kernels(op)
+    return has_cuda_kernels(op) and not _refusal(given["name"], given["backend"]["backend"])
+
+
+@cache
+def _refusal(name: str, backend: str) -> str:
+    return refusal(law_call(name), backend)
+
+
+def is_slow(given: dict[str, Any]) -> bool:
+    """On the CPU every op runs in every dtype by default; its variants, and the reference, in one dtype each."""
+    if given["backend"]["device"] != "cpu":
+        return False
+    of_its_own = DTYPES[NAMES.index(given["name"]) % len(DTYPES)]
+    compiled = given["backend"]["backend"] == "numba" and given["name"] in FIRST_OF_OPS
+    return not compiled and given["dtype"] != of_its_own
 
 
 def quick(raw: bool) -> dict[str, Any]:

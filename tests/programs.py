@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def run_program(
 ) -> dict[str, np.ndarray]:
     """All arrays by name, workspaces included. ``results``: those that the program writes."""
     device = EmulatorDevice() if device is None else device
-    layouts = {name: _layout(x) for name, x in arrays.items()}
+    layouts = {name: layout_of(x) for name, x in arrays.items()}
     spec = Spec(op, tuple(layouts.items()), tuple(options.items()))
     program, _ = lower(spec, backend, device.limits)
     return _run(program, device, arrays, results)
@@ -43,7 +44,7 @@ def run_part(
     """
     device = EmulatorDevice() if device is None else device
     on = Builder(device.limits)
-    made = launch(on, *(Tensor.of(name, _layout(x)) for name, x in arrays.items()), *more)
+    made = launch(on, *(Tensor.of(name, layout_of(x)) for name, x in arrays.items()), *more)
     return made, _run(on.program(), device, arrays, results, **values)
 
 
@@ -61,5 +62,22 @@ def _run(
     return views
 
 
-def _layout(x: np.ndarray) -> Layout:
+def layout_of(x: np.ndarray) -> Layout:
     return Layout(x.shape, x.strides, x.dtype, x.ctypes.data % 16)
+
+
+def device_with(sms: int | None = None, **arrays: np.ndarray) -> EmulatorDevice:
+    """An emulated GPU, with fewer SMs if given, that knows its arrays by name."""
+    device = EmulatorDevice()
+    device.limits = replace(device.limits, sms=sms or device.limits.sms)
+    for name, array in arrays.items():
+        device.name(name, array)
+    return device
+
+
+def run_raw(device: EmulatorDevice, op: str, options: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """The CUDA C++ kernels of an op over arrays that the device knows; those that are None are left out."""
+    views = {name: x for name, x in arrays.items() if x is not None}
+    layouts = tuple((name, layout_of(x)) for name, x in views.items())
+    program, _ = lower(Spec(op, layouts, tuple(options.items())), "raw", device.limits)
+    Linked(program, device)(views)

@@ -40,39 +40,23 @@ ROWS, WEIGHT = normal(64, 4096), normal(4096)
 CASES = {  # inputs, torch, ours
     "attention": (HEADS, attended(), attention()),
     "attention causal": (HEADS, attended(is_causal=True), attention(causal=True)),
-    "attention grouped": (
-        [normal(1, 8, 128, 128), *[normal(1, 2, 700, 128)] * 2],
-        attended(enable_gqa=True),
-        attention(),
-    ),
-    "attention of one query": (
-        [normal(2, 4, 1, 128), *[normal(2, 4, 1000, 128)] * 2],
-        attended(),
-        attention(),
-    ),
-    "rmsnorm": (
-        [ROWS, WEIGHT],
-        lambda torch, x, w: torch.nn.functional.rms_norm(x, w.shape, w, eps=1e-6),
-        gpu_ops.rmsnorm,
-    ),
+    "attention grouped": ([normal(1, 8, 128, 128), *[normal(1, 2, 700, 128)] * 2], attended(enable_gqa=True),
+     attention()),
+    "attention of one query": ([normal(2, 4, 1, 128), *[normal(2, 4, 1000, 128)] * 2], attended(), attention()),
+    "rmsnorm": ([ROWS, WEIGHT], lambda torch, x, w: torch.nn.functional.rms_norm(x, w.shape, w, eps=1e-6),
+     gpu_ops.rmsnorm),
     "layernorm": (
         [lambda rng: 3 + rng.standard_normal((64, 4096)), WEIGHT, WEIGHT],
         lambda torch, x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b, eps=1e-5),
         lambda x, w, b: gpu_ops.layernorm(x, w, b, eps=1e-5),
     ),
     "swiglu": ([ROWS, ROWS], gated(lambda f, g: f.silu(g)), gpu_ops.swiglu),
-    "geglu": (
-        [ROWS, ROWS],
-        gated(lambda f, g: f.gelu(g)),
-        lambda gate, up: gpu_ops.swiglu(gate, up, activation="gelu"),
-    ),
-    "geglu tanh": (
-        [ROWS, ROWS],
-        gated(lambda f, g: f.gelu(g, approximate="tanh")),
-        lambda gate, up: gpu_ops.swiglu(gate, up, activation="gelu_tanh"),
-    ),
+    "geglu": ([ROWS, ROWS], gated(lambda f, g: f.gelu(g)), lambda gate,
+     up: gpu_ops.swiglu(gate, up, activation="gelu")),
+    "geglu tanh": ([ROWS, ROWS], gated(lambda f, g: f.gelu(g, approximate="tanh")), lambda gate,
+     up: gpu_ops.swiglu(gate, up, activation="gelu_tanh")),
     "rope": ([normal(1, 500, 4, 128)], rotated, gpu_ops.rope),
-}
+}  # fmt: skip
 
 
 @pytest.mark.peers

@@ -7,6 +7,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops import BlockMask
+from gpu_ops.errors import DeviceError
 from tests.attention_cases import (
     DTYPES,
     HEAD_DIMS,
@@ -14,16 +15,63 @@ from tests.attention_cases import (
     SHAPES,
     SHAPES_SLOW,
     expected,
+    has_gradients,
     make,
     pairwise,
     row_id,
 )
 
+DEVICES = ("cpu", "emulator", "cuda")
+REFERENCE = {"device": "cpu", "backend": "reference"}
+
+
+def runs(given):
+    return has_gradients(given["backend"])
+
+
+def quick_on_emulator(raw):
+    """Each behaviour once, on small problems. Numba kernels compile for seconds: all options once, in float64."""
+    return {
+        "test_small_shapes": {} if raw else {"dtype": ["bfloat16"]},
+        "test_shapes": {"dtype": ["bfloat16"], "mask": ["causal"], "seqlens": [(1, 1), (113, 203)] * raw},
+        "test_head_dims": {"dtype": ["bfloat16"], "head_dims": [(80, 80), (192, 128)] * raw},
+        "test_masks_and_options": {} if raw else None,
+        "test_float64_is_float64": {"mask": ["band"]},
+        "test_bias_gradients_sum_over_broadcast_axes": {
+            "shape": [(), *[(4, 1, 203), (2, 1, 113, 203)] * raw]
+        },
+        "test_rows_that_see_nothing": {"dtype": ["bfloat16" if raw else "float32"], "sinks": [raw]},
+        "test_blocks_that_nobody_sees_may_hold_anything": {"bad": [np.nan] * raw},
+        "test_what_a_mask_hides_may_hold_anything": {"dtype": ["bfloat16" if raw else "float32"]},
+        "test_a_visible_nan_is_not_lost": {"dtype": ["float16" if raw else "float32"]},
+        **dict.fromkeys(("test_options", "test_against_torch", "test_without_return_extra_only_three"), None),
+        **(
+            {}
+            if raw
+            else dict.fromkeys(("test_everything_masked", "test_a_sink_of_minus_infinity_is_none"), None)
+        ),
+    }
+
+
+def small(backend, *sizes):
+    """Sequence lengths, smaller ones on the emulator."""
+    return tuple(-(-n // 3) for n in sizes) if backend["device"] == "emulator" else sizes
+
 
 def gradients(p, backend, **more):
-    """Forward, then backward, both on the backend."""
-    out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **backend)
+    """Forward, then backward, both on the backend; on the emulator the reference's forward."""
+    forward = REFERENCE if backend["device"] == "emulator" else backend
+    out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **forward)
+    if backend["backend"] == "raw":
+        skip_what_raw_refuses(p, out, lse, backend, **more)
     return gpu_ops.attention_backward(p.dout, *p.arrays, out, lse, **p.options, **more, **backend)
+
+
+def skip_what_raw_refuses(p, out, lse, backend, **more):
+    try:
+        gpu_ops.explain("attention_backward", p.dout, *p.arrays, out, lse, **p.options, **more, **backend)
+    except DeviceError as error:
+        pytest.skip(str(error))
 
 
 def check(backend, **settings):
@@ -52,6 +100,31 @@ def lse_dtype(p):
     return np.float64 if p.q.dtype == np.float64 else np.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("seqlens", [(1, 1), (1, 17), (17, 33), (33, 17), (70, 70), (70, 33)], ids=str)
+def test_small_shapes(seqlens, dtype, backend):
+    batch = 12 if seqlens[0] == 1 else 2
+    check(backend, seqlens=seqlens, mask="causal", dtype=dtype, heads=(6, 2), head_dims=(32, 32), batch=batch)
+
+
+OPTIONS = [
+    {
+        "seqlens": (33, 70), "mask": "wide_band", "softcap": 1.5, "sinks": True, "alibi": "batch_heads",
+        "bias": "masks", "block_mask": "each", "blocks": (16, 32), "layout": "bhsd", "head_dims": (40, 24),
+    },
+    {"seqlens": (70, 33), "mask": "causal", "softcap": 1.5, "sinks": True},
+    {"seqlens": (33, 70), "mask": "band", "alibi": "heads", "softmax_scale": -0.7},
+    {"seqlens": (70, 70), "bias": "full", "block_mask": "shared", "blocks": (5, 7)},
+    {"seqlens": (70, 17), "bias": "keys", "sinks": True, "heads": (3, 1)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", OPTIONS, ids=row_id)
+def test_masks_and_options(settings, backend):
+    """On the emulator the rows of test_options are slow; with CUDA C++ kernels these run by default."""
+    check(backend, **{"dtype": "bfloat16", "head_dims": (32, 32), "heads": (4, 2)} | settings)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("seqlens", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -77,7 +150,7 @@ def test_head_dims(head_dims, dtype, backend):
         backend,
         head_dims=head_dims,
         dtype=dtype,
-        seqlens=(113, 141),
+        seqlens=small(backend, 113, 141),
         mask="causal",
         heads=(2, 1),
         batch=batch,
@@ -89,19 +162,23 @@ def test_options(row, backend):
     check(backend, **row, batch=12 if row["seqlens"][0] == 1 else 2)
 
 
+@pytest.mark.parametrize("dtype", ["float64"])  # a parameter: CUDA C++ kernels have none
 @pytest.mark.parametrize("mask", ["full", "causal", "band"])
-def test_float64_is_float64(mask, backend):
+def test_float64_is_float64(mask, dtype, backend):
     check(
         backend,
         mask=mask,
-        dtype="float64",
-        seqlens=(70, 133),
+        dtype=dtype,
+        seqlens=small(backend, 70, 133),
         head_dims=(40, 24),
         heads=(4, 2),
         softcap=3.0,
         sinks=True,
         alibi="heads",
         bias="full",
+        block_mask="each",
+        blocks=(16, 32),
+        layout="bhsd",
     )
 
 
@@ -111,9 +188,11 @@ def test_float64_is_float64(mask, backend):
     ids=str,
 )
 def test_bias_gradients_sum_over_broadcast_axes(shape, backend):
-    p = make(seqlens=(113, 203), head_dims=(32, 32), heads=(4, 2), dtype="float32", mask="causal")
+    queries, keys = small(backend, 113, 203)
+    shape = tuple({113: queries, 203: keys}.get(n, n) for n in shape)
+    p = make(seqlens=(queries, keys), head_dims=(16, 16), heads=(4, 2), dtype="float32", mask="causal")
     p.options["bias"] = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
-    full = np.ascontiguousarray(np.broadcast_to(p.options["bias"], (2, 4, 113, 203)))
+    full = np.ascontiguousarray(np.broadcast_to(p.options["bias"], (2, 4, queries, keys)))
     *_, extra = gradients(p, backend, return_extra=True)
     p.options["bias"] = full
     *_, extra_full = gradients(p, backend, return_extra=True)
@@ -130,7 +209,8 @@ def test_without_return_extra_only_three(backend):
 
 
 def test_deterministic_gives_the_same_bits(backend):
-    p = make(mask="causal", seqlens=(200, 300), head_dims=(32, 32), heads=(4, 1), dtype="bfloat16")
+    seqlens = small(backend, 200, 300)
+    p = make(mask="causal", seqlens=seqlens, head_dims=(32, 32), heads=(4, 1), dtype="bfloat16")
     first = gradients(p, backend, deterministic=True)
     for _ in range(3):
         for x, y in zip(gradients(p, backend, deterministic=True), first, strict=True):
@@ -143,12 +223,14 @@ def test_deterministic_gives_the_same_bits(backend):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_see_nothing(dtype, sinks, backend):
-    p = make(mask="causal", seqlens=(150, 40), head_dims=(16, 16), sinks=sinks, dtype=dtype)
+    queries, keys = small(backend, 150, 40)
+    blind = queries - keys
+    p = make(mask="causal", seqlens=(queries, keys), head_dims=(16, 16), sinks=sinks, dtype=dtype)
     dq, dk, dv = gradients(p, backend)
-    assert (dq[:, :110] == 0).all()
+    assert (dq[:, :blind] == 0).all()
     assert np.isfinite(dk).all()
     assert np.isfinite(dv).all()
-    p.dout[:, :110] = 1000  # these rows have no gradient to give either
+    p.dout[:, :blind] = 1000  # these rows have no gradient to give either
     for x, y in zip(gradients(p, backend), (dq, dk, dv), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -185,6 +267,23 @@ def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
     for gradient in after[1:]:
         assert (gradient[:, 64:128] == 0).all()
         assert (gradient[0, 192:256] == 0).all()
+
+
+# With a NaN near, the CPU's products round otherwise.
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 2e-2)])
+def test_what_a_mask_hides_may_hold_anything(dtype, atol, backend):
+    """Queries 0 to 29 see no key, 33 to 53 see key 3, and through them keys 0 to 23 learn of it; nobody else does."""
+    p = make(seqlens=(70, 40), head_dims=(16, 16), heads=(2, 1), batch=1, dtype=dtype, window_size=(20, 0))
+    before = [x.astype(np.float32) for x in gradients(p, backend)]
+    for x, hidden in ((p.q, slice(30)), (p.dout, slice(30)), (p.k, 3), (p.v, 3)):
+        x[:, hidden] = np.nan
+    dq, dk, dv = (x.astype(np.float32) for x in gradients(p, backend))
+    for rows in (slice(33), slice(54, None)):
+        np.testing.assert_allclose(dq[:, rows], before[0][:, rows], rtol=0, atol=atol)
+    assert np.isnan(dq[:, 33:54]).all()
+    for x, y in ((dk, before[1]), (dv, before[2])):
+        np.testing.assert_allclose(x[:, 24:], y[:, 24:], rtol=0, atol=atol)
+        assert np.isnan(x[:, :24]).all()
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])

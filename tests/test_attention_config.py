@@ -18,8 +18,8 @@ from gpu_ops.kernels.lower.attention_config import (
 )
 from gpu_ops.kernels.lower.attention_shape import shared_bytes
 from gpu_ops.presets import PRESETS
+from tests.cards import each_card
 
-CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
 HEAD_DIMS = (
     *[(d, d) for d in (8, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256, 264, 512)],
     *[(40, 24), (192, 128), (64, 256), (256, 64), (64, 512), (512, 8)],
@@ -33,7 +33,7 @@ def limits(card):
 
 
 @pytest.mark.parametrize(("itemsize", "mask"), [(2, "kNone"), (2, "kCausal"), (2, "kLocal"), (4, "kCausal")])
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_every_choice_can_be_launched_and_covers_the_problem(card, itemsize, mask):
     device = limits(card)
     for head_dim, (seqlen_q, seqlen_k), (batch, nheads, nheads_kv) in itertools.product(
@@ -100,7 +100,7 @@ def test_the_tiles_of_long_sequences(card, itemsize, head_dim, tile):
         assert (c.tile, c.num_splits, c.pack_gqa) == (tile, 1, False)
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_decoding_reads_keys_once_and_fills_the_card_in_one_wave(card):
     device = limits(card)
     for batch, seqlen_k in ((1, 4096), (1, 131072), (4, 32768), (64, 4096), (512, 512)):
@@ -129,7 +129,7 @@ def test_heads_are_packed_where_that_pads_less():
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 256, 4096])
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_a_group_that_fits_one_tile_is_packed(card, seqlen_k):
     """A block takes as long for four rows as for one: packed, nobody reads the keys a second time."""
     for heads, itemsize, seqlen_q in itertools.product([(8, 2), (32, 8), (16, 1)], (2, 4), (1, 4)):

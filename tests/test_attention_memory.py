@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 LIMIT = 64 << 20
 
@@ -48,14 +47,6 @@ print(call(16384))
 @pytest.mark.parametrize("mask", [pytest.param("full", marks=pytest.mark.slow), "causal"])
 @pytest.mark.parametrize(("direction", "threads"), [("forward", None), ("backward", None), ("backward", 32)])
 def test_seqlen_16384_fits_in_64_megabytes(direction, threads, mask):
-    environment = {**os.environ} | ({} if threads is None else {"NUMBA_NUM_THREADS": str(threads)})
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, direction, mask],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    grown = int(done.stdout)
+    variables = {} if threads is None else {"NUMBA_NUM_THREADS": str(threads)}
+    grown = int(python("-c", SCRIPT, direction, mask, **variables))
     assert grown < LIMIT, f"{direction} grew by {grown / 2**20:.1f} MiB beyond its inputs and results"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.attention_cases import DTYPES, make
 if compiler_missing("numba"):
     pytest.skip(str(compiler_missing("numba")), allow_module_level=True)
 
+from gpu_ops.kernels.attention_scores import Features
 from gpu_ops.kernels.numba_cuda.attention import forward_kernel
 from gpu_ops.kernels.numba_cuda.attention_config import Config, count_splits, select_config
 
@@ -47,7 +49,7 @@ def test_tiles_fit():
         assert c.slab % lanes == 0
 
 
-OPTIONS = ("masked", "softcap", "sinks", "alibi", "block_mask")
+EVERY = Features(softcap=True, sinks=True, alibi=True, block_mask=True)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ OPTIONS = ("masked", "softcap", "sinks", "alibi", "block_mask")
     ],
 )
 def test_tiles_stay_in_registers(dtype, rows):
-    c = select_config(dtype, 128, 128, rows, bias=dtype, **dict.fromkeys(OPTIONS, True))
+    c = select_config(dtype, 128, 128, rows, replace(EVERY, bias=dtype), masked=True)
     compiled = jit.compile_kernel(forward_kernel(c), "sm_80")
     image, log = toolkit.assemble(compiled.ptx, "sm_80")
     needs = cubin.resources(image, compiled.entry, log)

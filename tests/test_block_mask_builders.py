@@ -14,7 +14,6 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 LENGTHS = [(64, 64), (37, 53), (53, 37), (130, 127), (1, 90), (90, 1), (1, 1), (0, 5), (5, 0), (0, 0)]
 BLOCKS = [(16, 16), (16, 24), (7, 5), (1, 1), (200, 8), (8, 200), (500, 500)]
 sizes = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-granularity = pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 
 
 def grid(seqlen_q, seqlen_k):
@@ -44,32 +43,32 @@ def check(mask, dense, blocks, *, lead=()):
 
 
 @sizes
-@granularity
-def test_causal(seqlen_q, seqlen_k, blocks):
-    mask = BlockMask.causal(seqlen_q, seqlen_k, block_q=blocks[0], block_k=blocks[1])
-    check(mask, window(seqlen_q, seqlen_k, -1, 0), blocks)
+def test_causal(seqlen_q, seqlen_k):
+    for blocks in BLOCKS:
+        mask = BlockMask.causal(seqlen_q, seqlen_k, block_q=blocks[0], block_k=blocks[1])
+        check(mask, window(seqlen_q, seqlen_k, -1, 0), blocks)
 
 
 @sizes
-@granularity
-def test_sliding_window(seqlen_q, seqlen_k, blocks):
-    for sides in ((0, 0), (10, 0), (0, 9), (17, 30), (-1, 3), (3, -1), (-1, -1), (1000, 0)):
-        mask = BlockMask.sliding_window(seqlen_q, seqlen_k, sides, block_q=blocks[0], block_k=blocks[1])
-        check(mask, window(seqlen_q, seqlen_k, *sides), blocks)
+def test_sliding_window(seqlen_q, seqlen_k):
+    for blocks in BLOCKS:
+        for sides in ((0, 0), (10, 0), (0, 9), (17, 30), (-1, 3), (3, -1), (-1, -1), (1000, 0)):
+            mask = BlockMask.sliding_window(seqlen_q, seqlen_k, sides, block_q=blocks[0], block_k=blocks[1])
+            check(mask, window(seqlen_q, seqlen_k, *sides), blocks)
 
 
 @sizes
-@granularity
-def test_prefix_lm(seqlen_q, seqlen_k, blocks):
-    causal, key = window(seqlen_q, seqlen_k, -1, 0), np.arange(seqlen_k)
-    lengths = sorted({0, seqlen_k // 3, seqlen_k})
-    options = {"block_q": blocks[0], "block_k": blocks[1]}
-    for prefix in lengths:
-        mask = BlockMask.prefix_lm(seqlen_q, seqlen_k, prefix, **options)
-        check(mask, causal | (key < prefix), blocks)
-    each = BlockMask.prefix_lm(seqlen_q, seqlen_k, np.array(lengths, np.uint8), **options)
-    dense = causal | (key < np.array(lengths)[:, None, None, None])
-    check(each, dense, blocks, lead=(len(lengths), 1))
+def test_prefix_lm(seqlen_q, seqlen_k):
+    for blocks in BLOCKS:
+        causal, key = window(seqlen_q, seqlen_k, -1, 0), np.arange(seqlen_k)
+        lengths = sorted({0, seqlen_k // 3, seqlen_k})
+        options = {"block_q": blocks[0], "block_k": blocks[1]}
+        for prefix in lengths:
+            mask = BlockMask.prefix_lm(seqlen_q, seqlen_k, prefix, **options)
+            check(mask, causal | (key < prefix), blocks)
+        each = BlockMask.prefix_lm(seqlen_q, seqlen_k, np.array(lengths, np.uint8), **options)
+        dense = causal | (key < np.array(lengths)[:, None, None, None])
+        check(each, dense, blocks, lead=(len(lengths), 1))
 
 
 def document_ids(kind, rng, shape):
@@ -81,19 +80,19 @@ def document_ids(kind, rng, shape):
 
 
 @sizes
-@granularity
 @pytest.mark.parametrize("kind", ["packed", "scattered", "large"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_document(seqlen_q, seqlen_k, blocks, kind, causal):
-    rng = np.random.default_rng(seqlen_q + seqlen_k)
-    options = {"causal": causal, "block_q": blocks[0], "block_k": blocks[1]}
-    past = window(seqlen_q, seqlen_k, -1, 0 if causal else -1)
-    q, k = (document_ids(kind, rng, (3, n)) for n in (seqlen_q, seqlen_k))
-    check(BlockMask.document(q[0], k[0], **options), (q[0][:, None] == k[0]) & past, blocks)
-    dense = (q[:, None, :, None] == k[:, None, None, :]) & past
-    check(BlockMask.document(q, k, **options), dense, blocks, lead=(3, 1))
-    dense = (q[:, None, :, None] == k[0]) & past
-    check(BlockMask.document(q, k[0], **options), dense, blocks, lead=(3, 1))
+def test_document(seqlen_q, seqlen_k, kind, causal):
+    for blocks in BLOCKS:
+        rng = np.random.default_rng(seqlen_q + seqlen_k)
+        options = {"causal": causal, "block_q": blocks[0], "block_k": blocks[1]}
+        past = window(seqlen_q, seqlen_k, -1, 0 if causal else -1)
+        q, k = (document_ids(kind, rng, (3, n)) for n in (seqlen_q, seqlen_k))
+        check(BlockMask.document(q[0], k[0], **options), (q[0][:, None] == k[0]) & past, blocks)
+        dense = (q[:, None, :, None] == k[:, None, None, :]) & past
+        check(BlockMask.document(q, k, **options), dense, blocks, lead=(3, 1))
+        dense = (q[:, None, :, None] == k[0]) & past
+        check(BlockMask.document(q, k[0], **options), dense, blocks, lead=(3, 1))
 
 
 def test_document_of_its_own_ids():
@@ -104,15 +103,15 @@ def test_document_of_its_own_ids():
 
 
 @sizes
-@granularity
-def test_strided(seqlen_q, seqlen_k, blocks):
-    position, key = grid(seqlen_q, seqlen_k)
-    distance = position // blocks[1] - key // blocks[1]
-    options = {"block_q": blocks[0], "block_k": blocks[1]}
-    for stride, local in ((1, None), (3, None), (3, 1), (4, 0), (100, 2)):
-        near = stride if local is None else local
-        dense = (np.abs(distance) < near) | (distance % stride == 0)
-        check(BlockMask.strided(seqlen_q, seqlen_k, stride, local=local, **options), dense, blocks)
+def test_strided(seqlen_q, seqlen_k):
+    for blocks in BLOCKS:
+        position, key = grid(seqlen_q, seqlen_k)
+        distance = position // blocks[1] - key // blocks[1]
+        options = {"block_q": blocks[0], "block_k": blocks[1]}
+        for stride, local in ((1, None), (3, None), (3, 1), (4, 0), (100, 2)):
+            near = stride if local is None else local
+            dense = (np.abs(distance) < near) | (distance % stride == 0)
+            check(BlockMask.strided(seqlen_q, seqlen_k, stride, local=local, **options), dense, blocks)
 
 
 def test_strided_blocks_are_exact_where_they_promise_it():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +20,7 @@ from gpu_ops.kernels.numba_cpu import jit, swiglu
 from gpu_ops.kernels.numba_cpu.codegen import numba_pipeline
 from gpu_ops.kernels.numba_cpu.jit import FLOATS, Kernel
 from tests.calls import OPS, call
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import PATIENCE, ROOT, python
 
 # Runs an op that compiles fast and prints where its kernel came from: "compiled" when saved, "loaded" when read.
 CALL = """
@@ -47,7 +49,7 @@ def start(cache, code=CALL, root=ROOT, **env):
 
 def finish(process):
     """(standard output, standard error) of a process that must succeed."""
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return out.strip(), err
 
@@ -56,10 +58,22 @@ def entries(cache):
     return sorted(Path(cache).rglob("*.nbc"))
 
 
-def test_compiled_once_then_loaded(tmp_path):
-    assert finish(start(tmp_path))[0] == COMPILED
-    assert [e.name for e in entries(tmp_path)] == ["swiglu_forward_silu-float32.nbc"]
-    assert finish(start(tmp_path))[0] == LOADED
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The folder after a first call."""
+    cache = tmp_path_factory.mktemp("first")
+    assert finish(start(cache))[0] == COMPILED
+    return cache
+
+
+@pytest.fixture
+def filled(first, tmp_path):
+    return shutil.copytree(first, tmp_path / "cache")
+
+
+def test_compiled_once_then_loaded(first):
+    assert [e.name for e in entries(first)] == ["swiglu_forward_silu-float32.nbc"]
+    assert finish(start(first))[0] == LOADED
 
 
 def test_kernels_of_several_processes_run_in_one(tmp_path):
@@ -72,7 +86,7 @@ def test_kernels_of_several_processes_run_in_one(tmp_path):
         assert found.splitlines() == [f"swiglu_forward_{name}-float32 {where}" for name in names]
 
 
-def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
+def test_a_kernel_shows_nothing_but_its_entry(tmp_path, monkeypatch):
     """What else it exported could take the place of another kernel's, or have it taken."""
     libraries = []
     kept = numba_pipeline.KernelLibrary._finalize_final_module
@@ -81,7 +95,7 @@ def test_a_kernel_shows_nothing_but_its_entry(monkeypatch):
         "_finalize_final_module",
         lambda self: libraries.append(self) or kept(self),
     )
-    monkeypatch.setattr(jit, "cache_dir", lambda quiet=False: None)
+    monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path))
     kernel = Kernel(
         swiglu.FORWARD["silu"]._function, swiglu.FORWARD["silu"]._signature, ("float32",), jit.CONTRACT
     )
@@ -130,28 +144,44 @@ def damage_empty(path):
 
 
 def damage_other(path):
-    """A file of another version: its checksum holds, what is in it does not."""
-    import hashlib
-    import pickle
-
-    payload = pickle.dumps({"not": "a compile result"})
+    """A pickle, as entries once were: its checksum holds, and it must not be run."""
+    payload = pickle.dumps(Runs(path.parent))
     path.write_bytes(hashlib.sha256(payload).digest() + payload)
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other])
-def test_a_damaged_entry_is_compiled_anew_and_replaced(tmp_path, damage):
-    finish(start(tmp_path))
-    (entry,) = entries(tmp_path)
+class Runs:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / "unpickled"),)
+
+
+def damage_moved(path):
+    """Another variant's entry under this one's name."""
+    finish(start(path.parents[2], CALL.replace("(x, x", "(x, x, activation='gelu'")))
+    path.with_name("swiglu_forward_gelu-float32.nbc").replace(path)
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_other, damage_moved])
+def test_a_damaged_entry_is_compiled_anew_and_replaced(filled, damage):
+    (entry,) = entries(filled)
     damage(entry)
-    assert finish(start(tmp_path))[0] == COMPILED
-    assert finish(start(tmp_path))[0] == LOADED
+    assert finish(start(filled))[0] == COMPILED
+    assert finish(start(filled))[0] == LOADED
+    assert not (entry.parent / "unpickled").exists()
 
 
-@pytest.mark.parametrize("kind", ["below a file", "not permitted"])
-def test_an_unwritable_folder_warns_once_and_computes(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["below a file", "not permitted", "of all"])
+def test_an_unwritable_folder_warns_once_and_computes(filled, tmp_path, kind):
     if kind == "below a file":
         (tmp_path / "file").write_text("in the way")
         cache = tmp_path / "file" / "cache"
+    elif kind == "of all":
+        cache = filled
+        cache.chmod(0o777)
     else:
         if os.geteuid() == 0:
             pytest.skip("root may write anywhere: run as another user")
@@ -172,14 +202,13 @@ cache._writable = refuse
 """
 
 
-def test_a_folder_that_others_filled_is_read(tmp_path):
+def test_a_folder_that_others_filled_is_read(filled):
     """A container warmed as root and run as a user: no warning, as nothing is missing; one for all that is."""
-    finish(start(tmp_path))
-    out, err = finish(start(tmp_path, READ_ONLY + CALL))
+    out, err = finish(start(filled, READ_ONLY + CALL))
     assert out == LOADED
     assert "UserWarning" not in err
     more = "gpu_ops.rmsnorm(x, x[0]), gpu_ops.layernorm(x, x[0])\n"
-    out, err = finish(start(tmp_path, READ_ONLY + CALL + more))
+    out, err = finish(start(filled, READ_ONLY + CALL + more))
     assert len(out.splitlines()) == 3
     assert err.count("UserWarning") == 1
     assert "GPU_OPS_CACHE_DIR" in err
@@ -255,22 +284,12 @@ def test_default_folder_follows_xdg(tmp_path):
 
 def test_warmup_fills_the_folder(tmp_path):
     """``python -m gpu_ops warmup`` compiles in two processes; a call then compiles nothing."""
-    command = [
-        sys.executable,
-        "-m",
-        "gpu_ops",
-        "warmup",
-        "--jobs",
-        "2",
-        "--kernel",
-        "swiglu_forward_",
-        "--dtype",
-        "float32",
-    ]
-    env = {**os.environ, "GPU_OPS_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "kernels ready" in run.stdout
+    arguments = ("warmup", "--jobs", 2, "--kernel", "swiglu_forward_", "--dtype", "float32")
+    printed = python("-m", "gpu_ops", *arguments, GPU_OPS_CACHE_DIR=str(tmp_path))
+    lines = printed.splitlines()
+    assert re.match(r"\d of \d kernels ready in", lines[-1])
+    assert re.match(r"1 of \d  swiglu_forward_\w+ float32: \d+\.\d s", lines[2])
+    assert len(lines) == 3 + int(lines[-1][0]), printed  # one per kernel, as it is done
     assert {e.stem for e in entries(tmp_path)} >= {
         "swiglu_forward_silu-float32",
         "swiglu_forward_gelu-float32",
@@ -279,7 +298,5 @@ def test_warmup_fills_the_folder(tmp_path):
 
 
 def test_warmup_names_what_it_does_not_know(tmp_path):
-    command = [sys.executable, "-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 1
-    assert "no kernel matches" in run.stdout
+    printed = python("-m", "gpu_ops", "warmup", "--kernel", "no_such_kernel", status=1)
+    assert "no kernel matches" in printed

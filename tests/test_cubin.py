@@ -12,6 +12,7 @@ import pytest
 from gpu_ops.kernels.compiler import cubin, jit, nvrtc, toolkit
 from gpu_ops.presets import ARCHES
 from tests.compilers import ARCH_LIST, needs_nvrtc
+from tests.processes import PATIENCE
 
 SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(96) plain(float* x, char flag, double scale, short n) {
@@ -168,7 +169,7 @@ def test_occupancy_is_the_toolkits(tmp_path):
         pytest.skip("no g++, or no toolkit headers")
     source, program = tmp_path / "occupancy.cpp", tmp_path / "occupancy"
     source.write_text(CALCULATOR)
-    subprocess.run([compiler, f"-I{headers}", source, "-o", program], check=True)
+    subprocess.run([compiler, f"-I{headers}", source, "-o", program], check=True, timeout=PATIENCE)
     rng = random.Random(0)
     lines, ours = [], []
     for _ in range(5000):
@@ -180,7 +181,9 @@ def test_occupancy_is_the_toolkits(tmp_path):
         words = (*arch.compute_capability, *limits, threads, registers, static, dynamic, barriers)
         lines.append(" ".join(map(str, words)))
         ours.append(cubin.occupancy(needs(registers, static, barriers), threads, dynamic, arch).blocks)
-    run = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [program], input="\n".join(lines), capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     theirs = list(map(int, run.stdout.split()))
     assert len(theirs) == len(lines)
     wrong = [(line, a, b) for line, a, b in zip(lines, ours, theirs, strict=True) if a != b]

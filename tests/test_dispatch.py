@@ -123,7 +123,7 @@ def test_explain_tells_the_launches_of_a_gpu_kernel():
     plan = str(gpu_ops.explain("rmsnorm", X, X[0], device="emulator", backend="raw"))
     assert "runs on   emulator, backend raw (asked for)" in plan
     assert "sm_80" in plan
-    assert re.search(r"rmsnorm_forward\[.*\]: grid \d+, block \d+", plan)
+    assert re.search(r"rmsnorm_forward float32 .*: grid \d+, block \d+", plan)
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:0", 0])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gpu_ops.emulator import EmulatorError, PtxError, SanitizerError, UnknownInstruction, launch
+from gpu_ops.emulator.linker import link
 from gpu_ops.emulator.machine import Machine
 from gpu_ops.emulator.parser import parse
-from gpu_ops.emulator.program import link
 
 HEAD = """.version 8.0
 .target sm_80
@@ -84,49 +84,32 @@ def test_branch_outside_the_table():
         ("add.cc.u32 %r4, %r2, 0xffffffff; addc.u32 %r3, 0, 0;", lambda x, t: x > 0),
         ("mov.b32 {%h1, %h2}, %r2; mov.b32 %r3, {%h2, %h1};", lambda x, t: (x << 16) | (x >> 16)),
         ("setp.gt.s32 %p1|%p2, %r2, 3; selp.s32 %r3, 1, 0, %p2;", lambda x, t: x <= 3),
-        (
-            "mov.u32 %r3, 7; setp.gt.s32 %p1, %r2, 3; @%p1 mov.u32 %r3, %r2;",
-            lambda x, t: np.where(x > 3, x, 7),
-        ),
+        ("mov.u32 %r3, 7; setp.gt.s32 %p1, %r2, 3; @%p1 mov.u32 %r3, %r2;", lambda x, t: np.where(x > 3, x, 7)),
         ("mov.u32 %r3, %lanemask_lt; popc.b32 %r3, %r3;", lambda x, t: t % 32),
-        (
-            "mov.u32 %r3, %ntid.x; mad.lo.s32 %r3, %r3, 10, %nctaid.x;",
-            lambda x, t: np.full(x.size, x.size * 10 + 1),
-        ),
+        ("mov.u32 %r3, %ntid.x; mad.lo.s32 %r3, %r3, 10, %nctaid.x;", lambda x, t: np.full(x.size, x.size * 10 + 1)),
         ("mov.f32 %f1, 0f40400000; cvt.rzi.s32.f32 %r3, %f1;", lambda x, t: np.full(x.size, 3)),
         ("shfl.sync.idx.b32 %r3|%p1, %r2, 0, 31, -1;", lambda x, t: x[t // 32 * 32]),
         ("{ .reg .b32 %r2; mov.u32 %r2, 5; add.s32 %r3, %r2, %r1; }", lambda x, t: 5 + t),
         ("setp.lt.u32 %p1, %r1, 40; barrier.cta.red.popc.u32 %r3, 0, %p1;", lambda x, t: np.full(x.size, 40)),
-        (
-            "setp.lt.u32 %p1, %r1, 40; bar.red.or.pred %p2, 3, 64, !%p1; selp.u32 %r3, 1, 0, %p2;",
-            lambda x, t: np.ones(x.size),
-        ),
+        ("setp.lt.u32 %p1, %r1, 40; bar.red.or.pred %p2, 3, 64, !%p1; selp.u32 %r3, 1, 0, %p2;", lambda x,
+         t: np.ones(x.size)),
         ("ld.global.s8 %r3, [%rd1];", lambda x, t: x.astype(np.int8)),
-        (
-            "st.global.u8 [%rd1], -2; ld.volatile.global.u16 %r3, [%rd1];",
-            lambda x, t: (x & 0xFF00 | 0xFE) & 0xFFFF,
-        ),
+        ("st.global.u8 [%rd1], -2; ld.volatile.global.u16 %r3, [%rd1];", lambda x, t: (x & 0xFF00 | 0xFE) & 0xFFFF),
         ("ld.global.v2.b16 {%h1, %h2}, [%rd1]; cvt.s32.s16 %r3, %h1;", lambda x, t: x.astype(np.int16)),
-        (
-            "st.local.u32 [place+4], %r2; mov.u64 %rd5, place; cvta.local.u64 %rd6, %rd5; ld.u32 %r3, [%rd6+4];",
-            lambda x, t: x,
-        ),
+        ("st.local.u32 [place+4], %r2; mov.u64 %rd5, place; cvta.local.u64 %rd6, %rd5; ld.u32 %r3, [%rd6+4];",
+         lambda x, t: x),
         ("mov.u32 %r3, rows; ld.global.u32 %r3, [rows+8];", lambda x, t: np.full(x.size, 30)),
         (
             "{ .param .b32 a; .param .b32 r; st.param.b32 [a], %r2; call.uni (r), add_ten, (a); "
             "ld.param.b32 %r3, [r]; }",
             lambda x, t: x + 10,
         ),
-        (
-            "mov.u32 %r3, 0; L: add.s32 %r3, %r3, 2; setp.lt.u32 %p1, %r3, %r2; @%p1 bra L;",
-            lambda x, t: np.maximum(2, (x + 1) // 2 * 2),
-        ),
-        (
-            "mov.u32 %r3, %r1; and.b32 %r4, %r1, 1; setp.eq.u32 %p1, %r4, 1; @%p1 exit;",
-            lambda x, t: np.where(t % 2, 0, t),
-        ),
+        ("mov.u32 %r3, 0; L: add.s32 %r3, %r3, 2; setp.lt.u32 %p1, %r3, %r2; @%p1 bra L;", lambda x,
+         t: np.maximum(2, (x + 1) // 2 * 2)),
+        ("mov.u32 %r3, %r1; and.b32 %r4, %r1, 1; setp.eq.u32 %p1, %r4, 1; @%p1 exit;", lambda x,
+         t: np.where(t % 2, 0, t)),
     ],
-)
+)  # fmt: skip
 def test_forms(body, expected, rng):
     before = """
 .global .align 4 .u32 rows[4] = {10, 20, 30};
@@ -149,7 +132,7 @@ def test_forms(body, expected, rng):
     [
         ("frobnicate.b32 %r3, %r2;", UnknownInstruction, "the emulator has no frobnicate.b32"),
         ("add.e4m3 %r3, %r2, %r1;", UnknownInstruction, "the emulator has no add.e4m3"),
-        ("wgmma.fence.sync.aligned.f99;", UnknownInstruction, "the emulator has no wgmma"),
+        ("wgmma.fence.sync.aligned.f99;", UnknownInstruction, "does not have warpgroup products"),
         ("add.s32 %r3, %r2;", PtxError, "add.s32 wants 2 sources, got 1"),
         ("add.s32 %r3, %r2, %r99;", PtxError, "%r99 is neither a register nor a variable"),
         ("add.s32 %q3, %r2, %r1;", PtxError, "%q3 is not a register"),

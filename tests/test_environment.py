@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +11,7 @@ import pytest
 import gpu_ops
 from gpu_ops import __main__ as cli
 from gpu_ops import environment as env
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import python
 
 
 class FakeNvml:
@@ -120,27 +117,21 @@ def test_a_missing_backend_says_why(monkeypatch):
     assert all(row.missing for row in env.environment().backends)
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "gpu_ops", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_json_is_the_environment():
-    out = json.loads(run("--json").stdout)
+    out = json.loads(python("-m", "gpu_ops", "--json"))
     assert out["cpu"]["threads"] >= 1
     assert out["versions"]["numpy"]
     assert {"device": "cpu", "backend": "reference", "missing": None} in out["backends"]
 
 
 def test_tables_show_devices_backends_versions_and_folders():
-    result = run()
-    assert result.returncode == 0, result.stderr
+    printed = python("-m", "gpu_ops")
     for word in ("cpu", "threads", "preset", "numba", "reference", "numpy", "numba_cpu"):
-        assert word in result.stdout
+        assert word in printed
 
 
 def test_version():
-    assert run("--version").stdout.strip() == f"gpu_ops {gpu_ops.__version__}"
+    assert python("-m", "gpu_ops", "--version").strip() == f"gpu_ops {gpu_ops.__version__}"
 
 
 def test_a_card_is_shown(nvml, capsys):

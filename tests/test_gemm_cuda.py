@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import random
-from emulated import device_with, layout_of
+from programs import device_with, layout_of
 
 from gpu_ops import emulator
 from gpu_ops.core.device import EmulatorDevice

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import PATIENCE
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_check.sh"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -21,7 +23,7 @@ def run(*arguments, **environment):
         env={**os.environ, "GPU_OPS_PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import gpu_ops
 from tests.calls import OPS
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import ROOT, python
 
 HEAVY = {"numba", "llvmlite", "cupy", "cuda", "rich", "torch", "jax", "pynvml", "scipy", "multiprocessing"}
-
-
-def python(code: str) -> str:
-    """Standard output of ``code`` in a fresh interpreter."""
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
 
 
 def test_import_loads_few_modules_and_nothing_heavy():
@@ -32,7 +19,7 @@ def test_import_loads_few_modules_and_nothing_heavy():
         "import sys, json, numpy; before = set(sys.modules); import gpu_ops; "
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
-    loaded = json.loads(python(code))
+    loaded = json.loads(python("-c", code))
     assert not HEAVY & {name.partition(".")[0] for name in loaded}
     ours = [name for name in loaded if name.partition(".")[0] == "gpu_ops"]
     assert len(loaded) - len(ours) <= 40, sorted(set(loaded) - set(ours))
@@ -45,19 +32,21 @@ def test_looking_around_loads_nothing_heavy():
         "import sys; before = set(sys.modules); import gpu_ops; dir(gpu_ops); gpu_ops.__all__; "
         "gpu_ops.errors.ShapeError; print(*set(sys.modules) - before)"
     )
-    assert not HEAVY & {name.partition(".")[0] for name in python(code).split()}
+    assert not HEAVY & {name.partition(".")[0] for name in python("-c", code).split()}
 
 
-@pytest.mark.parametrize(
-    "module", sorted(op for op in OPS if (ROOT / "gpu_ops" / "ops" / f"{op}.py").is_file())
-)
+MODULES = sorted(op for op in OPS if (ROOT / "gpu_ops" / "ops" / f"{op}.py").is_file())
+
+
 @pytest.mark.parametrize(
     "how", ["import gpu_ops.ops.{0}", "from gpu_ops.ops.{0} import *", "from gpu_ops import {0}"]
 )
-def test_a_function_is_never_shadowed_by_its_module(module, how):
+def test_a_function_is_never_shadowed_by_its_module(how):
     """``import gpu_ops.rope`` binds a module to ``gpu_ops.rope``, unless the package sees to it."""
-    code = how.format(module) + f"; import gpu_ops; print(callable(gpu_ops.{module}))"
-    assert python(code) == "True"
+    lines = [
+        f"{how.format(name)}\nimport gpu_ops\nassert callable(gpu_ops.{name}), {name!r}" for name in MODULES
+    ]
+    python("-c", "\n".join(lines))
 
 
 def test_every_public_name_resolves_and_is_listed():
@@ -72,7 +61,7 @@ def test_the_emulator_loads_when_it_is_asked_for():
         "import sys, gpu_ops; 'emulator' in dir(gpu_ops) or sys.exit(1); dir(gpu_ops); "
         "print('gpu_ops.emulator' in sys.modules, gpu_ops.emulator.record.__name__, 'emulator' in gpu_ops.__all__)"
     )
-    assert python(code) == "False record False"
+    assert python("-c", code).strip() == "False record False"
 
 
 def test_looking_around_shows_what_is_public():
@@ -83,7 +72,7 @@ def test_star_import_gives_exactly_the_public_names():
     code = (
         "import json; before = set(dir()); from gpu_ops import *; print(json.dumps([*(set(dir()) - before)]))"
     )
-    assert set(json.loads(python(code))) - {"before"} == set(gpu_ops.__all__)
+    assert set(json.loads(python("-c", code))) - {"before"} == set(gpu_ops.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

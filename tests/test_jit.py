@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +21,7 @@ from tests.compilers import (
     scale,
     scale_tree,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import PATIENCE, python
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +123,7 @@ def test_many_threads_compile_one_kernel_once(tree, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
     assert len(results) == 8
     assert {r.entry for r in results} == {"scale", "negate"}
     assert len(calls) == 1
@@ -146,7 +142,7 @@ def test_many_threads_compile_different_kernels(tree):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
     assert [results[k].replace("sm_86", "sm_80") for k in kernels] == want
 
 
@@ -215,7 +211,7 @@ def test_device_functions_see_the_target_in_the_compiling_thread_only(monkeypatc
         ask(here)
         thread = threading.Thread(target=ask, args=(elsewhere,))
         thread.start()
-        thread.join()
+        thread.join(PATIENCE)
         return ".entry k()", None
 
     numba_ptx.numba_cuda()
@@ -229,5 +225,4 @@ def test_device_functions_see_the_target_in_the_compiling_thread_only(monkeypatc
 
 def test_importing_loads_no_compiler():
     code = "import gpu_ops.kernels.compiler.jit, sys; print({'numba', 'cuda.bindings', 'cupy'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "set()"
+    assert python("-c", code).strip() == "set()"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import jit, toolkit
 from tests import numba_kernels
 from tests.compilers import SCALE, SCALE_HEADER, needs_numba_cuda, needs_nvrtc, scale, scale_tree, write
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import python
 
 
 @pytest.fixture(autouse=True)
@@ -136,8 +131,7 @@ try:
 except KernelCompileError as error:
     print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "pip install 'gpu-ops[emulator]'" in run.stdout, run.stderr
+    assert "pip install 'gpu-ops[emulator]'" in python("-c", code)
 
 
 @needs_nvrtc

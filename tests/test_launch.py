@@ -14,6 +14,7 @@ import pytest
 from gpu_ops.kernels.compiler import jit, launch, nvrtc
 from gpu_ops.kernels.program import Builder, Limits
 from tests.compilers import needs_nvrtc, scale, scale_tree
+from tests.processes import PATIENCE
 
 
 class Recorder:
@@ -115,7 +116,7 @@ def test_threads_raise_the_leave_together(cupy, kernel):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
     raised = [size for _, size in cupy.leave]
     assert raised == sorted(raised)
     assert raised[-1] == max(sizes)

@@ -9,7 +9,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
 from tests.calls import IN_PLACE, OPS, OUT, WRITTEN, call
 from tests.laws import (
     WITH_OUT,
@@ -114,18 +114,20 @@ def test_out_is_read_only_unaligned_or_of_another_kind(name):
             refused(with_result(one, outs, i, wrong), error, message)
 
 
-@pytest.mark.parametrize("mistake", [3, "out", 2.5, object()], ids=lambda x: type(x).__name__)
 @with_out
-def test_out_is_no_array(name, mistake):
+def test_out_is_no_array(name):
     one, outs = results_of(name)
     keyword, _ = OUT[one.op]
-    if takes_one(one):
-        refused(one.having(**{keyword: mistake}), DTypeError, "not an array")
-        return
-    refused(one.having(**{keyword: mistake}), OptionError, f"{keyword} must be")
-    refused(one.having(**{keyword: tuple(outs[:-1])}), OptionError, f"got tuple of {len(outs) - 1}")
-    refused(one.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
-    refused(one.having(**{keyword: (mistake,) * len(outs)}), DTypeError, "not an array")
+    for mistake in (3, "out", 2.5, object()):
+        if takes_one(one):
+            refused(one.having(**{keyword: mistake}), DTypeError, "not an array")
+        else:
+            refused(one.having(**{keyword: mistake}), OptionError, f"{keyword} must be")
+            refused(one.having(**{keyword: (mistake,) * len(outs)}), DTypeError, "not an array")
+    if not takes_one(one):
+        refused(one.having(**{keyword: outs[0]}), OptionError, "; got ndarray")
+        refused(one.having(**{keyword: tuple(outs[:-1])}), OptionError, f"got tuple of {len(outs) - 1}")
+        refused(one.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
@@ -155,13 +157,15 @@ FLOATS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name"), FLOATS)
+# One float array alone sets the dtype.
+SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o == op]) > 1]
+
+
+@pytest.mark.parametrize(("op", "name"), SEVERAL)
 def test_any_array_of_another_float_dtype(op, name):
     """No silent promotion, whichever argument is the odd one out."""
-    if len([n for o, n in FLOATS if o == op]) == 1:
-        pytest.skip("one float array alone sets the dtype")
     one = law_call(op)
-    refused(one.having(**{name: one.arrays[name].astype(np.float64)}), DTypeError, "float64")
+    refused(one.having(**{name: one.arrays[name].astype(np.float64)}), DTypeError, f"{name} is float64")
 
 
 @pytest.mark.parametrize(("op", "name"), FLOATS)
@@ -183,9 +187,26 @@ def test_unknown_devices_and_backends(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_misspelt_option_is_pythons_own_error(op):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wether'"):
-        call(op)(wether=True)
+def test_a_misspelt_option_names_the_nearest_and_lists_all(op):
+    """As a TypeError, which Python raises for such calls, and as an OptionError."""
+    text = refused(call(op).having(wether=True), UnknownOptionError, "unknown argument 'wether'; options: ")
+    parameters = inspect.signature(getattr(gpu_ops, op)).parameters
+    assert all(n in text for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY)
+    refused(call(op).having(bakend="cpu"), UnknownOptionError, "did you mean 'backend'?")
+    assert issubclass(UnknownOptionError, OptionError)
+    assert issubclass(UnknownOptionError, TypeError)
+    with pytest.raises(UnknownOptionError, match="did you mean 'backend'"):
+        gpu_ops.explain(op, *call(op).arrays.values(), bakend="cpu")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_argument_missing_or_too_many_is_pythons_own_error(op):
+    with pytest.raises(TypeError, match="missing") as caught:
+        getattr(gpu_ops, op)()
+    assert type(caught.value) is TypeError
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        getattr(gpu_ops, op)(*[1] * 20)
+    assert type(caught.value) is TypeError
 
 
 def test_the_table_of_outs_is_complete():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ import gpu_ops
 from gpu_ops import memory_pool
 from gpu_ops.errors import OptionError
 from gpu_ops.memory_pool import MemoryPool
+from tests.processes import exit_code, python
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems' C libraries keep large arrays"
@@ -190,7 +190,7 @@ def test_a_child_process_writes_its_own_copy(pool):
     if child == 0:
         x.fill(2)
         os._exit(0 if (x == 2).all() else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert exit_code(child) == 0
     assert (x == 1).all()
 
 
@@ -199,5 +199,4 @@ def test_results_at_the_end_of_a_process_go_quietly():
         "import numpy as np; from gpu_ops.memory_pool import POOL\n"
         "x = POOL.empty((64 << 20,), np.uint8); cycle = [x]; cycle.append(cycle)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-c", f"import sys; sys.stderr = sys.stdout\n{code}") == ""

@@ -11,38 +11,12 @@ from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.lower.norm import _backward, _forward, variants
 from gpu_ops.kernels.lower.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
 from gpu_ops.presets import ARCHES, PRESETS
+from tests.cards import each_card
 
-CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
-COLS = [
-    1,
-    2,
-    7,
-    8,
-    64,
-    100,
-    123,
-    128,
-    256,
-    257,
-    512,
-    1000,
-    1024,
-    2048,
-    4095,
-    4096,
-    5120,
-    8192,
-    8193,
-    12288,
-    16384,
-    24576,
-    32768,
-    50000,
-    65535,
-    65536,
-    131072,
-    1 << 20,
-]
+COLS = (
+    *(1, 2, 7, 8, 64, 100, 123, 128, 256, 257, 512, 1000, 1024, 2048, 4095, 4096, 5120, 8192, 8193, 12288, 16384),
+    *(24576, 32768, 50000, 65535, 65536, 131072, 1 << 20),
+)  # fmt: skip
 
 
 PASSES = ("forward", "backward of rmsnorm", "backward of layernorm")
@@ -61,7 +35,7 @@ def kernels(which, config, dtype):
     return [(_forward if which == "forward" else _backward)(norm, config, dtype) for norm in norms]
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("which", PASSES)
 def test_every_choice_can_be_launched_and_covers_the_problem(which, itemsize, card):
@@ -98,7 +72,7 @@ def check_team(c, rows, cols, card):
     assert 3 * (c.shared_bytes + 512 + 1024) <= card.arch.smem_per_sm
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_the_forward_reads_rows_once_that_all_sms_can_hold(card):
     """A team's block holds at least 7680 columns: 5 vectors of 4 of each of 384 threads."""
     for itemsize in (2, 4):
@@ -110,7 +84,7 @@ def test_the_forward_reads_rows_once_that_all_sms_can_hold(card):
         assert 0.99 * 3 * card.sms <= longest.team <= 3 * card.sms
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 @pytest.mark.parametrize("which", PASSES[1:])
 def test_the_backward_reads_rows_once_that_all_sms_can_hold(which, card):
     """An SM holds at least 9216 columns: single elements, 8 of each of 1152 threads."""
@@ -123,7 +97,7 @@ def test_the_backward_reads_rows_once_that_all_sms_can_hold(which, card):
         assert 0.99 * 3 * card.sms <= longest.team <= 3 * card.sms
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 @pytest.mark.parametrize("which", PASSES)
 def test_teams_have_work_for_the_whole_card(which, card):
     for cols in (16384, 32768, 65536, 131072):
@@ -148,7 +122,7 @@ def test_alignment_changes_how_vectors_are_fetched_and_nothing_else(which, items
     assert choose(which, 100, 4096, itemsize, card).access == 16 // itemsize
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_sums_of_dweight_stay_short(card):
     """A sum suffers a rounding per row of its thread and per row group of its block: at most 56, and 8 after."""
     for rows in (1, 100, 8192, 65536, 10**6, 10**7):
@@ -158,7 +132,7 @@ def test_sums_of_dweight_stay_short(card):
             assert -(-tiles // c.parts) + c.rows_per_block <= 56
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 @pytest.mark.parametrize("which", PASSES)
 def test_more_than_half_of_the_warps_on_every_card(which, card):
     """With as many registers as the kernel's __maxnreg__ allows; what it takes is in the test with a compiler."""

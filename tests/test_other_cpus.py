@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import python
+
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"
@@ -47,22 +45,14 @@ def environment(cpu, cache):
     if needs not in FLAGS:
         pytest.skip(f"needs an x86 CPU with {needs}")
     env = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "GPU_OPS_CACHE_DIR": str(cache)}
-    return os.environ | env, vector
-
-
-def run(command, env):
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    return env, vector
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", CPUS)
 def test_every_op(cpu, tmp_path):
     env, vector = environment(cpu, tmp_path)
-    assert int(run(["-c", SMALL_CALLS, str(vector)], env)) > 12
+    assert int(python("-c", SMALL_CALLS, vector, **env)) > 12
 
 
 BODIES = (
@@ -89,4 +79,4 @@ BODIES = (
 def test_the_same_bodies_pass(cpu, body, tmp_path_factory):
     env, _ = environment(cpu, tmp_path_factory.getbasetemp() / cpu.replace(" ", "-").replace(",", ""))
     chosen = ["-k", "not emulator and not cuda and not cpu-reference"]
-    run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, f"tests/test_{body}.py"], env)
+    python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, f"tests/test_{body}.py", **env)

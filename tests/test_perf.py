@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from perf_case import FAST, LIMITS, square_case
-from rich.console import Console
 
+from gpu_ops.terminal import make_console
 from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, stats
 from perf.attention_grids import Shape
 from perf.case import Config
@@ -155,7 +158,7 @@ def test_a_wrong_element_fails_and_is_named(wrong):
     result = harness.run_case(square_case(ours=ours), Config(use_torch=False), LIMITS, effort=FAST)
     assert not result.passed
     assert "(3, 4)" in result.error.worst
-    console = report.make_console()
+    console = make_console()
     assert cli.conclude(console, [result], 1.0) == 1
 
 
@@ -181,8 +184,40 @@ def test_a_case_that_raises_is_reported_and_fails_the_run():
     assert "failed" in report.cells(result)[3]
 
 
+def test_a_line_per_case_before_the_table(monkeypatch, capsys):
+    cases = [square_case(name=name) for name in ("forward", "backward")]
+    monkeypatch.setattr(
+        cli, "bench", lambda op: type("bench", (), {"cases": staticmethod(lambda config: cases)})
+    )
+    run = functools.partial(harness.run_case, effort=FAST)
+    monkeypatch.setattr(
+        cli, "run_case", lambda case, config, found, probe, effort, stage: run(case, config, found)
+    )
+    console = make_console()
+    cli.run_all(["square"], Config(use_torch=False), LIMITS, console, memory=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"square 1 of 2: forward 64 x 32 float32: .* us .*% of the limit; measured in", lines[0])
+    assert lines[1].startswith("square 2 of 2: backward")
+    assert lines[2] == "square" + " " * (len(lines[2]) - 6)
+
+
+def test_a_case_says_what_it_does():
+    said = []
+
+    def stage(doing):
+        said.append(doing)
+        return nullcontext()
+
+    harness.run_case(square_case(), Config(use_torch=False), LIMITS, effort=FAST, stage=stage)
+    assert said == [
+        "making inputs, preparing contenders",
+        "timing ours, naive, limit",
+        "checking the result against the reference",
+    ]
+
+
 def test_no_case_at_all_is_a_failure():
-    assert cli.conclude(report.make_console(), [], 0.0) == 1
+    assert cli.conclude(make_console(), [], 0.0) == 1
 
 
 # --- memory ---
@@ -255,22 +290,3 @@ def test_the_best_repetition_counts(monkeypatch):
     calls = []
     assert limits.best(lambda: calls.append(None), 3) == 2.0
     assert len(calls) == 4, "the first call is not timed"
-
-
-# --- the tables ---
-
-
-@pytest.mark.parametrize("columns", ["40", "200"])
-def test_tables_are_never_cut(columns, capsys):
-    grid = report.make_table("title", ("case",), ("figure",))
-    grid.add_row("a label of many words, " * 20, "1" * 300)
-    report.print_table(Console(width=int(columns)), grid)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "label" in line)
-    assert "a label of many words, " * 20 in line
-    assert "1" * 300 in line
-
-
-def test_nothing_wraps_off_a_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")
-    report.make_console().print("a long line, " * 20)
-    assert "a long line, " * 19 in capsys.readouterr().out

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from perf_case import FAST, LIMITS
 
-import gpu_ops
-from gpu_ops.errors import DeviceError
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
+from gpu_ops.reference.attention_backward import attention_backward as reference_backward
 from perf import (
     attention_grids,
     attention_options,
@@ -105,6 +104,17 @@ def test_the_gpu_baseline_computes_attention(dtype, causal):
     exact = reference_attention(x["q"], x["k"], x["v"], causal=causal)
     naive = reference_attention(x["q"], x["k"], x["v"], causal=causal, precision="naive")
     close(peers.device_forward(causal, x)(), exact, naive, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gpu_baseline_computes_gradients(dtype, causal):
+    x = attention_options.data(np.random.default_rng(0), Shape(2, 19, 31, 6, 2, 8), DTYPES[dtype], ("dout",))
+    arrays = (x["dout"], x["q"], x["k"], x["v"], None, None)  # the reference computes its own out and lse
+    exact = reference_backward(*arrays, causal=causal)
+    naive = reference_backward(*arrays, causal=causal, precision="naive")
+    for results in zip(peers.device_backward(causal, x)(), exact, naive, strict=True):
+        close(*results, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -213,31 +223,19 @@ def test_peers_are_timed_measured_and_shown(small, monkeypatch):
     assert {c.name for c in on_cpu} == {"ours", "naive", "torch"}
 
 
-def test_backward_waits_for_its_kernels_off_the_cpu(monkeypatch):
-    names = {c.name.split()[0] for c in bench_attention.cases(Config())}
+@pytest.mark.parametrize("device", ["cpu", "cuda", "emulator"])
+def test_every_device_has_forward_backward_and_decode(device):
+    names = {c.name.split()[0] for c in bench_attention.cases(Config(device=device, seqlens=(64,)))}
     assert names == {"forward", "backward", "decode"}
-    for has in (False, True):
-        monkeypatch.setattr(bench_attention, "GPU_BACKWARD", has)
-        for device in ("cuda", "emulator"):
-            names = {c.name.split()[0] for c in bench_attention.cases(Config(device=device, seqlens=(64,)))}
-            assert ("backward" in names) == has
-
-
-def test_the_bench_knows_whether_backward_has_gpu_kernels():
-    array, lse = np.zeros((1, 4, 1, 8), np.float32), np.zeros((1, 1, 4), np.float32)
-    missing = ""
-    try:
-        gpu_ops.explain("attention_backward", *[array] * 5, lse, device="emulator")
-    except DeviceError as error:
-        missing = str(error)
-    assert ("no CUDA kernels" not in missing) == bench_attention.GPU_BACKWARD
+    options = bench_attention.cases(Config(device=device, grid="options"))
+    assert [c.name.split()[0] for c in options[:2]] == ["forward", "backward"]
 
 
 def test_the_command_line_knows_the_grids(capsys):
     assert cli.main(argv=["--grid", "gqa", "--device", "cuda", "--list", "--dtype", "bfloat16"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == 10
-    assert listed[-1] == "attention | forward causal | B1 S32768 H64/8 D128 | bfloat16"
+    assert len(listed) == 20
+    assert listed[-1] == "attention | backward causal | B1 S32768 H64/8 D128 | bfloat16"
     for arguments, message in (
         (["--grid", "large", "--list"], "attention: field, gqa, decode, options"),
         (["--grid", "field", "--op", "rope", "--list"], "none for this op"),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from perf_case import FAST, LIMITS
 
-from perf import accuracy, case, cli, harness, machine, runs
+from perf import accuracy, case, cli, harness, runs
 from perf.case import Config
+from tests.processes import python
 
 TINY = {
     "attention": 48,
@@ -94,20 +93,19 @@ def align(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def test_a_bench_runs_as_a_file_from_the_root(tmp_path):
-    command = [
-        sys.executable,
-        "perf/bench_rmsnorm.py",
+    arguments = (
         "--device",
         "cpu",
         "--dtype",
         "float32",
         "--seqlen",
-        "8",
-    ]
-    command += ["--quick", "--no-torch", "--no-memory", "--save", str(tmp_path)]
-    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cases within tolerance" in done.stdout
+        8,
+        "--quick",
+        "--no-torch",
+        "--no-memory",
+    )
+    printed = python("perf/bench_rmsnorm.py", *arguments, "--save", tmp_path)
+    assert "cases within tolerance" in printed
     (path,) = tmp_path.glob("*.csv")
     assert {row["op"] for row in runs.load(path).rows} == {"rmsnorm"}
 

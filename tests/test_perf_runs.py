@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 from perf_case import FAST, LIMITS, square_case
 
+from gpu_ops.terminal import make_console
 from perf import compare, harness, report, runs
 from perf.case import Config
 
@@ -66,9 +67,32 @@ def test_no_regression_is_no_regression(tmp_path, factor):
 def test_a_slow_median_within_the_old_spread_is_noise_unless_no_call_was_fast(tmp_path):
     old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.2)
     old.rows[0]["ours_p80"] = 2e-3
-    assert compare.compare(old, new).exit_code == 1
+    found = compare.compare(old, new)
+    assert found.exit_code == 1
+    assert found.changes[0].verdict == "REGRESSED: the fastest call too, 1.20x"
     new.rows[0]["ours_fastest"] = 0.9e-3
-    assert compare.compare(old, new).exit_code == 0
+    found = compare.compare(old, new)
+    assert found.exit_code == 0
+    assert found.changes[0].verdict == "noise: fastest call 1.00x, new p20 1.140 ms, old p80 2.000 ms"
+    old.rows[0]["ours_p80"] = 1.05e-3
+    found = compare.compare(old, new)
+    assert found.exit_code == 1
+    assert (
+        found.changes[0].verdict == "REGRESSED: the spreads do not meet, new p20 1.140 ms, old p80 1.050 ms"
+    )
+
+
+def test_what_noise_explains_is_not_said_to_be_within_the_threshold(tmp_path, capsys):
+    old, new = saved_run(tmp_path / "a"), saved_run(tmp_path / "b", factor=1.26)
+    old.rows[0]["ours_p80"] = 2e-3
+    new.rows[0]["ours_fastest"] = 0.9e-3
+    found = compare.compare(old, new)
+    assert "0 of 1 cases within 1.10x" in found.summary()
+    assert "1 above it, up to 1.26x" in found.summary()
+    report.print_comparison(make_console(), found)
+    shown = capsys.readouterr().out
+    assert "1.26" in shown
+    assert "noise: fastest call 1.00x" in shown
 
 
 def test_a_vanished_case_is_flagged_unless_less_was_asked_for(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 
 import pytest
 
 from gpu_ops.kernels.compiler import progress
+from tests.processes import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +30,12 @@ def test_a_log_has_a_line_when_patience_ends_and_one_at_the_end(capsys):
         work(advance)
     first, last = capsys.readouterr().err.splitlines()
     assert first == "measuring ..."
-    assert last.startswith("measuring: 0.")
+    assert re.match(r"measuring: \d", last)
 
 
 def test_a_log_says_what_is_waited_for(capsys):
     """Not after the wait."""
-    waited, seen = time.monotonic() + 10, ""
+    waited, seen = time.monotonic() + PATIENCE, ""
     with progress.visible("compiling"):
         while not seen and time.monotonic() < waited:
             time.sleep(0.01)

@@ -16,6 +16,7 @@ from gpu_ops import emulator
 from gpu_ops.kernels.compiler import cubin, jit
 from gpu_ops.kernels.lower.rmsnorm_quant import _kernel, select_config, variants
 from gpu_ops.presets import ARCHES
+from tests.cards import slow
 
 pytestmark = needs_nvrtc
 
@@ -119,7 +120,7 @@ def test_every_choice_is_listed(arch):
 
 
 @needs_ptxas
-@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow("sm_120")])
 def test_registers_leave_room_for_warps(arch):
     """Up to 8192 columns of 16 bits, more than half of an SM's warps; no spills anywhere."""
     for variant in variants(arch):

@@ -38,7 +38,6 @@ def quick_on_emulator(raw):
         "test_without_weights_it_is_rope_and_two_copies": {"dtype": [np.dtype(np.float32)]},
         "test_with_weights_it_is_the_three_steps": {"place": ["rows"]},
         "test_large_and_small_numbers": {"dtype": [np.dtype(np.float32)]},
-        "test_empty": {"shape": [(2, 0)]},
         "test_what_attention_reads_next": None,
     }
 
@@ -193,36 +192,10 @@ def test_scalings(backend):
     )
 
 
-# ---- memory -----------------------------------------------------------------------------------------------
-
-
-def test_views_of_one_projection_in_place(backend):
-    """q, k and v as they leave the matmul; q is rotated where it lies."""
-    arrays, options = make(place=3, heads=(4, 2), dtype="bfloat16")
-    packed = np.concatenate(arrays[:3], axis=2)
-    views = packed[:, :, :4], packed[:, :, 4:6], packed[:, :, 6:]
-    caches = [cache.copy() for cache in arrays[3:]]
-    want = rope_append_kv(*arrays, **options, **backend)
-    assert rope_append_kv(*views, *caches, **options, out=views[0], **backend) is views[0]
-    assert views[0].tobytes() == want.tobytes()
-    for cache, expected in zip(caches, arrays[3:], strict=True):
-        assert cache.tobytes() == expected.tobytes()
-    for view, x in zip(views[1:], arrays[1:3], strict=True):
-        assert view.tobytes() == x.tobytes()
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_empty(shape, backend):
-    arrays, options = make()
-    q, k, v = (np.zeros((*shape, *x.shape[2:]), x.dtype) for x in arrays[:3])
-    options["seqused_k"] = np.full(shape[0], 11, np.int32)[: shape[0]]
-    caches = [x[: shape[0]].copy() for x in arrays[3:]]
-    before = [x.copy() for x in caches]
-    assert rope_append_kv(q, k, v, *caches, **options, **backend).shape == q.shape
-    assert [x.tobytes() for x in caches] == [x.tobytes() for x in before]
+def test_no_kv_heads(backend):
+    arrays, options = make(norm=None)
     none = np.zeros((*arrays[1].shape[:2], 0, 16), np.float32)
     cache = np.zeros((2, 9, 0, 16), np.float32)
-    _, options = make(norm=None)
     got = rope_append_kv(arrays[0], none, none, cache, cache.copy(), **options, **backend)
     assert got.tobytes() == rope_append_kv(*arrays, **options, **backend).tobytes()
 
@@ -252,37 +225,14 @@ def test_large_and_small_numbers(dtype, backend):
 PACKED = {"place": "slots", "norm": None, "used": (3,)}
 MISTAKES = {
     "lengths of int64": ({}, DTypeError, "seqused_k is int64", {"seqused_k": np.array([5, 0])}),
-    "a negative length": (
-        {},
-        OptionError,
-        "seqused_k must lie in",
-        {"seqused_k": np.array([-1, 0], np.int32)},
-    ),
-    "a page not there": (
-        {"place": 4},
-        OptionError,
-        "block_table[0, 1] is 99",
-        {"block_table": np.array([[0, 99], [1, -1]], np.int32)},
-    ),
-    "too few pages": (
-        {"place": 4},
-        OptionError,
-        "cache of 4",
-        {"block_table": np.array([[0], [1]], np.int32)},
-    ),
-    "two ways to say where": (
-        PACKED,
-        OptionError,
-        "without seqused_k",
-        {"seqused_k": np.array([1], np.int32)},
-    ),
+    "a negative length": ({}, OptionError, "seqused_k must lie in", {"seqused_k": np.array([-1, 0], np.int32)}),
+    "a page not there": ({"place": 4}, OptionError, "block_table[0, 1] is 99",
+     {"block_table": np.array([[0, 99], [1, -1]], np.int32)}),
+    "too few pages": ({"place": 4}, OptionError, "cache of 4", {"block_table": np.array([[0], [1]], np.int32)}),
+    "two ways to say where": (PACKED, OptionError, "without seqused_k", {"seqused_k": np.array([1], np.int32)}),
     "a slot beyond": (PACKED, OptionError, "slot_mapping[1] is 99", {"slot_mapping": np.array([-1, 99, 0])}),
-    "a slot for two": (
-        PACKED,
-        OptionError,
-        "slot_mapping[0] and slot_mapping[2] are both 3; no two",
-        {"slot_mapping": np.array([3, 1, 3])},
-    ),
+    "a slot for two": (PACKED, OptionError, "slot_mapping[0] and slot_mapping[2] are both 3; no two",
+     {"slot_mapping": np.array([3, 1, 3])}),
     "a row for two": (
         {"place": 4},
         OptionError,
@@ -290,25 +240,15 @@ MISTAKES = {
         "block_table[1, 0]; no two new",
         {"block_table": np.array([[0, 1], [1, -1]], np.int32)},
     ),
-    "slots of int32": (
-        PACKED,
-        DTypeError,
-        "slot_mapping is int32",
-        {"slot_mapping": np.arange(3, dtype=np.int32)},
-    ),
+    "slots of int32": (PACKED, DTypeError, "slot_mapping is int32", {"slot_mapping": np.arange(3, dtype=np.int32)}),
     "packed without positions": (PACKED, OptionError, "pass positions=", {"positions": None}),
     "packed without slots": (PACKED, ShapeError, "q has 3 axes", {"slot_mapping": None}),
     "one position": ({}, ShapeError, "positions is the number 7", {"positions": 7}),
     "weights of every head": ({}, ShapeError, "q_weight", {"q_weight": np.ones((4, 16), np.float32)}),
-    "weights of another dtype": (
-        {},
-        DTypeError,
-        "k_weight is float16",
-        {"k_weight": np.ones(16, np.float16)},
-    ),
-    "an eps of 0": ({}, OptionError, "eps must be finite and > 0", {"eps": 0}),
+    "weights of another dtype": ({}, DTypeError, "k_weight is float16", {"k_weight": np.ones(16, np.float16)}),
+    "an eps below 0": ({}, OptionError, "eps must be finite and >= 0", {"eps": -1}),
     "an odd rotary_dim": ({}, OptionError, "rotary_dim is 5", {"rotary_dim": 5}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -331,20 +271,13 @@ def refused(arrays, options, error, message):
 def test_mistakes_of_memory():
     arrays, options = make()
     q, k, v, k_cache, v_cache = arrays
-    frozen = v_cache.copy()
-    frozen.flags.writeable = False
     turned = v_cache.swapaxes(2, 3).copy().swapaxes(2, 3)
     for given, error, message in (
-        ([q, k, v, k_cache, frozen], ShapeError, "v_cache is read-only; pass a writable array"),
-        ([q, k, v, k_cache, k_cache], ShapeError, "v_cache shares memory with k_cache"),
-        ([q, k_cache[:, :3], v, k_cache, v_cache], ShapeError, "k_cache shares memory with k"),
         ([q, k, v, k_cache, turned], ShapeError, "the last axis of v_cache is not contiguous"),
         ([q, k, v, k_cache, v_cache[:, :-1]], ShapeError, "max_seqlen is 9 here but 10 in k_cache"),
-        ([q, k, v, k_cache.astype(np.float16), v_cache], DTypeError, "k_cache is float16"),
         ([q, k, v[:, :, :1], k_cache, v_cache], ShapeError, "nheads_kv is 1 here but 2 in k"),
     ):
         refused(given, options, error, message)
     memory = np.zeros((2, 10, 4, 16), np.float32)
     overlapping = [*arrays[:3], memory[:, :, :2], v_cache]
     refused(overlapping, {**options, "out": memory[:, :3]}, ShapeError, "out shares memory with k_cache")
-    refused(arrays, {**options, "out": q[::-1]}, ShapeError, "other than being q itself")

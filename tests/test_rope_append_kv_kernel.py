@@ -270,4 +270,4 @@ def test_explain():
     assert "QK-norm, rotary_dim 16 interleaved, scaling default" in text
     assert "tokens per task" in text
     text = str(gpu_ops.explain("rope_append_kv", *arrays, **options, device="emulator"))
-    assert "rope_append_kv[DTYPE=f32,VEC=4,ACCESS=4,INTERLEAVED=1,UNITS=1]: grid" in text
+    assert "rope_append_kv float32 interleaved vec4 access4: grid" in text

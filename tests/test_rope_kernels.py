@@ -19,11 +19,11 @@ from gpu_ops.kernels.lower import rope as kernels
 from gpu_ops.kernels.lower.rope_frequencies import turns
 from gpu_ops.presets import ARCHES, PRESETS
 from gpu_ops.reference import rope as reference
+from tests.cards import CARDS, each_card, slow
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
 RAW = {"device": "emulator", "backend": "raw"}
-CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
 
 
 def choose(tokens, nheads, nheads_kv, head_dim, card, *, itemsize=2, alignment=16, rotary_dim=None, **order):
@@ -36,7 +36,7 @@ def choose(tokens, nheads, nheads_kv, head_dim, card, *, itemsize=2, alignment=1
 # ---- the plan -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 @pytest.mark.parametrize("tokens_inner", [False, True])
 def test_every_plan_can_be_launched_and_has_no_idle_block(tokens_inner, card):
     for head_dim in (2, 3, 7, 40, 64, 80, 96, 128, 256, 1000, 4099):
@@ -77,7 +77,7 @@ def test_long_sequences_share_their_angles_and_short_ones_fill_the_card():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow("sm_90", "sm_120")])
 def test_more_than_half_of_the_warps_and_no_spills(arch):
     for variant in kernels.variants(arch):
         compiled = jit.compile_kernel(variant.kernel, arch)
@@ -265,7 +265,7 @@ def test_angles_far_out(name, theta, rng):
 def test_explain_names_the_kernel():
     q, k = np.ones((1, 64, 32, 128), np.float16), np.ones((1, 64, 8, 128), np.float16)
     text = str(gpu_ops.explain("rope", q, k, **RAW))
-    assert "rope[DTYPE=f16,VEC=8,INTERLEAVED=0]: grid 16 x 10, block 8 x 4 x 4" in text
+    assert "rope float16 vec8: grid 16 x 10, block 8 x 4 x 4" in text
     wide = gpu_ops.explain("rope", q.astype(np.float64), device="emulator")
     assert wide.choice.backend == "numba"
     assert "float64 has Numba kernels only" in str(wide)

@@ -151,28 +151,15 @@ LLAMA31 = {
 DEEPSEEK_V3 = {
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-}
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
 GPT_OSS = {
     "max_position_embeddings": 131072,
     "rope_theta": 150000,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-}
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+     "rope_type": "yarn", "truncate": False},
+}  # fmt: skip
 PHI3 = {
     "max_position_embeddings": 131072,
     "original_max_position_embeddings": 4096,
@@ -273,58 +260,35 @@ def test_from_hf_per_layer_type():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: RopeScaling("cubic"),
-            r"kind='cubic' is unknown; allowed: 'default', 'linear', 'ntk', 'dynamic'",
-        ),
+        (lambda: RopeScaling("cubic"), r"kind='cubic' is unknown; allowed: 'default', 'linear', 'ntk', 'dynamic'"),
         (lambda: RopeScaling.linear(0.0), r"RopeScaling\.linear: factor must be finite and > 0, got 0\.0"),
         (lambda: RopeScaling.linear("4"), r"factor must be a number, got str '4'"),
         (lambda: RopeScaling.ntk(0.5), r"RopeScaling\.ntk: factor must be >= 1"),
         (lambda: RopeScaling.ntk(float("nan")), r"factor must be finite"),
         (lambda: RopeScaling.dynamic(2.0, 2048.5), r"original_max_position must be an integer"),
         (lambda: RopeScaling("yarn", 2.0), r"RopeScaling\.yarn: original_max_position is missing"),
-        (
-            lambda: RopeScaling.yarn(2.0, 64, beta_fast=1, beta_slow=32),
-            r"beta_slow must be smaller than beta_fast",
-        ),
+        (lambda: RopeScaling.yarn(2.0, 64, beta_fast=1, beta_slow=32), r"beta_slow must be smaller than beta_fast"),
         (lambda: RopeScaling.yarn(2.0, 64, truncate="no"), r"truncate must be True or False"),
         (lambda: RopeScaling.yarn(2.0, 64).inv_freq(8, 1.0), r"theta must be > 1"),
-        (
-            lambda: RopeScaling.llama3(8.0, 64, low_freq_factor=4.0),
-            r"low_freq_factor must be smaller than high_freq",
-        ),
+        (lambda: RopeScaling.llama3(8.0, 64, low_freq_factor=4.0),
+         r"low_freq_factor must be smaller than high_freq"),
         (lambda: RopeScaling.longrope([1.0], [1.0, 2.0], 64), r"short_factor has 1 entries, long_factor 2"),
         (lambda: RopeScaling.longrope([], [], 64), r"short_factor is empty"),
-        (
-            lambda: RopeScaling.longrope([1.0, 0.0], [1.0, 1.0], 64),
-            r"short_factor\[1\] must be finite and > 0",
-        ),
-        (
-            lambda: RopeScaling.longrope([1.0], [1.0], 64).inv_freq(8),
-            r"rotary_dim=8 needs 4; .* pass rotary_dim=2",
-        ),
+        (lambda: RopeScaling.longrope([1.0, 0.0], [1.0, 1.0], 64), r"short_factor\[1\] must be finite and > 0"),
+        (lambda: RopeScaling.longrope([1.0], [1.0], 64).inv_freq(8), r"rotary_dim=8 needs 4; .* pass rotary_dim=2"),
         (lambda: RopeScaling.linear(2.0).inv_freq(7), r"rotary_dim must be even, got 7"),
         (lambda: RopeScaling("default", partial_rotary_factor=1.5), r"must lie in \(0, 1\], got 1\.5"),
-        (
-            lambda: RopeScaling.from_hf({"rope_type": "mystery"}),
-            r"'mystery' is unknown; there are .*'llama3'",
-        ),
+        (lambda: RopeScaling.from_hf({"rope_type": "mystery"}), r"'mystery' is unknown; there are .*'llama3'"),
         (lambda: RopeScaling.from_hf({"rope_type": ["yarn"]}), r"\['yarn'\] is unknown"),
         (lambda: RopeScaling.from_hf([1]), r"expected a dict, got list; pass config\.to_dict"),
         (lambda: RopeScaling.from_hf({"rope_scaling": "yarn"}), r"rope_scaling must be a dict, got str"),
-        (
-            lambda: RopeScaling.from_hf({"hidden_size": 8}),
-            r"found no rope entry; .* got the keys \['hidden_size'\]",
-        ),
+        (lambda: RopeScaling.from_hf({"hidden_size": 8}), r"found no rope entry; .* got the keys \['hidden_size'\]"),
         (lambda: RopeScaling.from_hf({"type": "linear"}), r"rope type 'linear' needs 'factor'"),
         (lambda: RopeScaling.from_hf({"type": "dynamic", "factor": 2.0}), r"pass the whole config"),
-        (
-            lambda: RopeScaling.from_hf({"type": "mrope", "mrope_section": [2, 2]}),
-            r"mrope_section .* not supported",
-        ),
+        (lambda: RopeScaling.from_hf({"type": "mrope", "mrope_section": [2, 2]}), r"mrope_section .* not supported"),
         (lambda: RopeScaling.from_hf(LLAMA31, layer_type="full_attention"), r"one set for all"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_answered(make, message):
     with pytest.raises(OptionError, match=message):
         make()

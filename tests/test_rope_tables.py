@@ -9,6 +9,7 @@ import pytest
 
 from gpu_ops import rope
 from gpu_ops.ops.rope_tables import RopeTables, clear_rope_tables
+from tests.processes import PATIENCE
 
 
 @pytest.mark.parametrize("computed", [np.float32, np.float64])
@@ -65,6 +66,6 @@ def test_threads_share_the_tables(rng):
     for t in threads:
         t.start()
     for t in threads:
-        t.join()
+        t.join(PATIENCE)
     for i, result in enumerate(results):
         np.testing.assert_allclose(result, want[:, : 500 - 30 * i], atol=1e-6)

@@ -92,22 +92,12 @@ def test_in_place(case, dtype, streamed, rng):
 
 GRADIENTS = {
     "rmsnorm": lambda dy, x, w: (gpu_ops.rmsnorm_backward, (dy, x, w, x[:, 0].astype(statistics(x))), {}),
-    "rmsnorm llama residual": lambda dy, x, w: (
-        gpu_ops.rmsnorm_backward,
-        (dy, x, w, x[:, 0].astype(statistics(x))),
-        {"casting": "llama", "dresidual": x},
-    ),
-    "layernorm": lambda dy, x, w: (
-        gpu_ops.layernorm_backward,
-        (dy, x, w, *[x[:, 0].astype(statistics(x))] * 2),
-        {},
-    ),
-    "layernorm residual": lambda dy, x, w: (
-        gpu_ops.layernorm_backward,
-        (dy, x, w, *[x[:, 0].astype(statistics(x))] * 2),
-        {"dresidual": x},
-    ),
-}
+    "rmsnorm llama residual": lambda dy, x, w: (gpu_ops.rmsnorm_backward, (dy, x, w, x[:, 0].astype(statistics(x))),
+     {"casting": "llama", "dresidual": x}),
+    "layernorm": lambda dy, x, w: (gpu_ops.layernorm_backward, (dy, x, w, *[x[:, 0].astype(statistics(x))] * 2), {}),
+    "layernorm residual": lambda dy, x, w: (gpu_ops.layernorm_backward,
+     (dy, x, w, *[x[:, 0].astype(statistics(x))] * 2), {"dresidual": x}),
+}  # fmt: skip
 
 
 def statistics(x):

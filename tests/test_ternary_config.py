@@ -19,8 +19,8 @@ from gpu_ops.kernels.lower.ternary_config import (
     gemv_configs,
 )
 from gpu_ops.presets import ARCHES, PRESETS
+from tests.cards import CARDS, each_card
 
-CARDS = [p for p in PRESETS.values() if p.arch.compute_capability >= (8, 0)]
 H200 = PRESETS["H200"]
 
 
@@ -28,7 +28,7 @@ def limits(card):
     return {"sms": card.sms, "smem_per_block_optin": card.arch.smem_per_block_optin}
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_every_choice_fits_and_is_listed(card):
     arch = card.arch.name
     listed = {v.kernel: v for v in kernels.variants(arch)}
@@ -66,7 +66,7 @@ def test_every_choice_fits_and_is_listed(card):
                 assert -(-k // 64) >= splits * gemm.units * gemm.stages, "every part fills the pipeline"
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+@each_card
 def test_every_choice_of_the_gradient_fits_and_is_listed(card):
     listed = {v.kernel: v for v in ternary_backward.variants(card.arch.name)}
     for m, n, k in itertools.product((1, 31, 33, 64, 65, 512, 8192), (1, 300, 4096, 28672), (1, 64, 4096)):

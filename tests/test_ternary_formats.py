@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -155,6 +156,41 @@ def test_a_block_scale_that_is_not_finite_is_refused(name, scale):
     assert not ternary_unpack(packed, (1, 256), name, strict=False).any()
 
 
+HALF = [0.5, *(kind(0.5) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))]
+
+
+@pytest.mark.parametrize(
+    "scale", [*HALF, *map(np.array, HALF)], ids=lambda x: f"{type(x).__name__} {np.asarray(x).dtype}"
+)
+@pytest.mark.parametrize("name", ["tq1_0", "tq2_0", "q2_0"])
+def test_a_number_of_any_type_is_a_scale(name, scale, rng):
+    t = trits(rng, (2, 256))
+    expected = ternary_pack(t, name, scale=np.full(2, 0.5, np.float32))
+    for _ in range(2):  # found again by its call key
+        np.testing.assert_array_equal(ternary_pack(t, name, scale=scale), expected)
+    w = TernaryMatrix.from_trits(t, scale, format=name)
+    assert (w.scale.shape, w.scale.dtype, float(w.scale)) == ((), np.float32, 0.5)
+
+
+@pytest.mark.parametrize("scale", [2, np.uint8(2), np.array(2)])
+def test_a_whole_number_is_a_scale(scale, rng):
+    t = trits(rng, (2, 256))
+    np.testing.assert_array_equal(ternary_pack(t, "q2_0", scale=scale), ternary_pack(t, "q2_0", scale=2.0))
+
+
+@pytest.mark.parametrize(
+    "scale", [True, np.True_, np.array(True), 1j, "1", np.array("1"), np.timedelta64(1), np.array(None)]
+)
+def test_what_is_no_number_is_no_scale(scale):
+    t = np.zeros((1, 256), np.int8)
+    for name, call in (
+        ("ternary_pack", lambda: ternary_pack(t, "tq2_0", scale=scale)),
+        ("TernaryMatrix", lambda: TernaryMatrix.from_trits(t, scale)),
+    ):
+        with pytest.raises(DTypeError, match=f"^{name}: scale is "):
+            call()
+
+
 def test_a_scale_beyond_fp16_is_refused():
     with pytest.raises(FormatError, match="does not fit fp16"):
         ternary_pack(np.zeros((1, 256), np.int8), "tq2_0", scale=1e6)
@@ -262,19 +298,12 @@ T = np.zeros((2, 5), np.int8)
         (lambda: ternary_pack(T, "i2_s"), ShapeError, r"N\*K % 128 == 0, got shape \(2, 5\); .*'planes'"),
         (lambda: ternary_pack(T, "tq1_0"), ShapeError, "K % 256 == 0"),
         (lambda: ternary_pack(T, "tl1"), ShapeError, "N % 256 == 0 and K % 128 == 0, got shape"),
-        (
-            lambda: ternary_pack(np.zeros((256, 100), np.int8), "tl2"),
-            ShapeError,
-            r"\(K % 96\) % 32 == 0, got shape",
-        ),
+        (lambda: ternary_pack(np.zeros((256, 100), np.int8), "tl2"), ShapeError, r"\(K % 96\) % 32 == 0, got shape"),
         (lambda: ternary_unpack(T.view(np.uint8), (1536, 100), "tl2"), ShapeError, r"N % 256 == 0"),
         (lambda: ternary_pack(T, "bitnet_gpu"), ShapeError, "N % 16 == 0 and K % 32 == 0"),
         (lambda: ternary_pack(T, "w2", scale=2.0), OptionError, "only tq1_0, tq2_0, q2_0 embed"),
-        (
-            lambda: ternary_pack(np.zeros((2, 256), np.int8), "tq2_0", scale=np.ones(3, np.float32)),
-            ShapeError,
-            r"expected \(\), \(2,\) or \(2, 1\)",
-        ),
+        (lambda: ternary_pack(np.zeros((2, 256), np.int8), "tq2_0", scale=np.ones(3, np.float32)), ShapeError,
+         r"expected \(\), \(2,\) or \(2, 1\)"),
         (lambda: ternary_unpack(T, (2, 5), "w2"), DTypeError, "int8; expected uint8"),
         (lambda: ternary_unpack(T.view(np.uint8), (2, 5, 1), "w2"), ShapeError, r"must be \(N, K\)"),
         (lambda: ternary_unpack(T.view(np.uint8), 10, "w2"), ShapeError, r"must be \(N, K\)"),
@@ -283,7 +312,7 @@ T = np.zeros((2, 5), np.int8)
         (lambda: ternary_unpack(T.view(np.uint8), (2, 5), "w2", strict="yes"), OptionError, "True or False"),
         (lambda: TernaryMatrix.from_trits(T, format="q2"), OptionError, "allowed"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls(call, error, match):
     with pytest.raises(error, match=match) as caught:
         call()

@@ -10,16 +10,8 @@ from fake_cupy import FakeArray
 from gpu_ops import ternary_pack, ternary_unpack
 from gpu_ops.errors import FormatError
 from gpu_ops.reference import ternary as reference
-from gpu_ops.reference.ternary_formats import FORMATS
-
-DEVICES = ("cpu", "emulator", "cuda")
-REFERENCE = {"device": "cpu", "backend": "reference"}
-RAW = {"device": "emulator", "backend": "raw"}
-
-NAMES = list(FORMATS)
 
 
-# Lines: one weight; rows that end within a unit; whole vectors; more units than threads, and than a block takes.
 def message(call):
     with pytest.raises(FormatError) as caught:
         call()

@@ -247,16 +247,8 @@ BYTE_0 = (np.arange(16) == 0).astype(np.uint8)
         (lambda: ternary_quantize(DENSE, method="absmin"), OptionError, "did you mean 'absm"),
         (lambda: ternary_quantize(DENSE, method="manual"), OptionError, "needs threshold="),
         (lambda: ternary_quantize(DENSE, threshold=0.5), OptionError, "'absmean' takes no threshold"),
-        (
-            lambda: ternary_quantize(DENSE, method="twn", threshold=-1),
-            OptionError,
-            "threshold must be finite",
-        ),
-        (
-            lambda: ternary_quantize(DENSE, method="twn", threshold="a"),
-            OptionError,
-            "threshold must be a number",
-        ),
+        (lambda: ternary_quantize(DENSE, method="twn", threshold=-1), OptionError, "threshold must be finite"),
+        (lambda: ternary_quantize(DENSE, method="twn", threshold="a"), OptionError, "threshold must be a number"),
         (lambda: ternary_quantize(DENSE, method="percentile", threshold=101), OptionError, "no percentile"),
         (lambda: ternary_quantize(DENSE, group_size=3), ShapeError, "group_size=3 does not divide K=8"),
         (lambda: ternary_quantize(DENSE, group_size=0), OptionError, "-1 per row"),
@@ -277,16 +269,12 @@ BYTE_0 = (np.arange(16) == 0).astype(np.uint8)
         (lambda: TernaryMatrix(CODES, "1", (3, 8), "w2"), DTypeError, "scale is str"),
         (lambda: TernaryMatrix(CODES, np.complex64(1j), (3, 8), "w2"), DTypeError, "scale is complex64"),
         (lambda: TernaryMatrix(CODES, np.timedelta64(2), (3, 8), "w2"), DTypeError, "scale is timedelta64"),
-        (
-            lambda: TernaryMatrix.from_trits(W.trits(), 10**400),
-            OptionError,
-            "scale is an integer that float32",
-        ),
+        (lambda: TernaryMatrix.from_trits(W.trits(), 10**400), OptionError, "scale is an integer that float32"),
         (lambda: W.to(["w2"]), OptionError, r"TernaryMatrix.to: format=\['w2'\] is unknown"),
         (lambda: W.to("gguf"), OptionError, "allowed"),
         (lambda: W.to("tq1_0"), ShapeError, "K % 256 == 0, got shape"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls(call, error, match):
     with pytest.raises(error, match=match) as caught:
         call()

@@ -226,4 +226,4 @@ def test_explain_says_what_is_launched():
         gpu_ops.explain("ternary_quantize", np.ones((9, 256), np.float32), group_size=64, device="emulator")
     )
     if not devices.compiler_missing("raw"):
-        assert "ternary_quantize_runs[DTYPE=f32]: grid 5, block 16 x 8" in text
+        assert "ternary_quantize_runs float32: grid 5, block 16 x 8" in text

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,12 +17,12 @@ import gpu_ops
 from gpu_ops.kernels.numba_cpu.codegen.gemm import gemm_rows
 from gpu_ops.kernels.numba_cpu.codegen.target import TILES
 from gpu_ops.kernels.numba_cpu.codegen.tiles import TILE, close_tiles, multiply_tiles, open_tiles
+from tests.processes import PATIENCE, ROOT, exit_code, python
 
 pytestmark = pytest.mark.skipif(
     not TILES, reason="needs an x86 CPU with AMX (Sapphire Rapids or later), on Linux"
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 BFLOAT16 = ml_dtypes.bfloat16
 
 
@@ -108,7 +105,7 @@ def test_threads_have_tiles_of_their_own():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
     assert not failed
 
 
@@ -141,7 +138,7 @@ def test_a_fork_may_use_them():
     child = os.fork()
     if child == 0:
         os._exit(0 if all(np.array_equal(x, y) for x, y in zip(attend(0), want, strict=True)) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_code(child) == 0
 
 
 REFUSED = """
@@ -163,15 +160,8 @@ print(build_id(), *(float(np.abs(x.astype(np.float64)).sum()) for x in attend(0)
 def test_a_process_that_may_not_use_them_has_other_code(tmp_path):
     from gpu_ops.kernels.numba_cpu.jit import build_id
 
-    env = os.environ | {
-        "GPU_OPS_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    build, *sums = done.stdout.split()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    build, *sums = python("-c", REFUSED, GPU_OPS_CACHE_DIR=str(tmp_path), PYTHONPATH=path).split()
     assert build != build_id()
     want = [np.abs(x.astype(np.float64)).sum() for x in attend(0)]
     np.testing.assert_allclose([float(x) for x in sums], want, rtol=1e-3)

@@ -38,28 +38,30 @@ Array: TypeAlias = npt.NDArray[Any]  # or a CuPy array, which has the same attri
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 13)  # device memory; managed memory
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# What the DLPack methods of other libraries raise, and NumPy for what they return.
-FOREIGN_ERRORS = (AttributeError, BufferError, IndexError, RuntimeError, TypeError, ValueError)
+FOREIGN_ERRORS = Exception
+"""What methods of other libraries' arrays raise: they may be anything, and raise anything."""
 _HOST_LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 
 
 def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
     """A NumPy view of an array in host memory, and the library whose array it is; None for NumPy."""
     if isinstance(x, np.ndarray):
-        if isinstance(x, np.ma.MaskedArray):
+        # without the module, or while a thread imports it, there is no masked array
+        if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
             raise DTypeError(f"{op}: {name} is a masked array; fill it first: {name}.filled(value)")
         return np.asarray(x), None
-    if not hasattr(x, "__dlpack__"):
+    if not _has(x, "__dlpack__"):
         kind = f"a number of type {type(x).__name__}" if isinstance(x, np.number) else type(x).__name__
         raise DTypeError(
             f"{op}: {name} is {kind}, not an array; pass a NumPy array or an object with "
             f"__dlpack__ (for a list: numpy.asarray({name}))"
         )
     try:
-        device = tuple(x.__dlpack_device__())
+        kind_of_device, number = x.__dlpack_device__()
+        device = int(kind_of_device), int(number)
     except FOREIGN_ERRORS as error:  # torch's meta tensors, for one
-        raise DeviceError(f"{op}: {name} has no data that can be shared: {error}") from error
-    if device[:1] != (_DLPACK_CPU,):
+        raise DeviceError(f"{op}: {name} has no data that can be shared: {error!r}") from error
+    if device[0] != _DLPACK_CPU:
         raise DeviceError(
             f"{op}: {name} is on device {device}; gpu_ops takes arrays in host memory and on CUDA devices"
         )
@@ -67,6 +69,8 @@ def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
     try:
         check_shareable(name, x)
         return from_dlpack(x, library), library
+    except MemoryError:
+        raise
     except FOREIGN_ERRORS as error:
         raise DTypeError(f"{op}: {name} cannot be shared through DLPack: {error}") from error
 
@@ -140,10 +144,18 @@ def on_cuda(x: Any) -> bool:
     """Whether ``x`` says that it lies on a CUDA device."""
     if hasattr(type(x), "__dlpack_device__"):  # torch: asking for the other protocol can raise
         try:
-            return x.__dlpack_device__()[0] in _DLPACK_CUDA
+            return int(x.__dlpack_device__()[0]) in _DLPACK_CUDA
         except FOREIGN_ERRORS:  # torch's meta tensors, for one
             return False
-    return hasattr(x, "__cuda_array_interface__")
+    return _has(x, "__cuda_array_interface__")
+
+
+def _has(x: Any, name: str) -> bool:
+    """``hasattr`` for objects whose attributes may raise anything."""
+    try:
+        return hasattr(x, name)
+    except FOREIGN_ERRORS:
+        return False
 
 
 def is_read_only(x: Any, view: Any) -> bool:

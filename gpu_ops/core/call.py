@@ -25,7 +25,7 @@ from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
 from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
 from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, as_integer
 from gpu_ops.core.checks import Axes
-from gpu_ops.core.dispatch import choose, require_cuda_kernels
+from gpu_ops.core.dispatch import choose, is_emulated, require_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Layout, Spec
 
@@ -43,6 +43,7 @@ class Call:
     ) -> None:
         self.op, self.axes = op, Axes(op)
         self._device, self._backend, self._workspace = device, backend, workspace
+        self._emulated = is_emulated(device)
         self._library: str | None = None
         self._views: dict[str, Array] = {}
         self._sources: dict[str, Source] = {}
@@ -74,7 +75,7 @@ class Call:
         """A read-only view of ``x``, its last axis contiguous, or a copy that is. ``axes`` names its axes.
 
         ``rows``: its leading axes merge into one as well; ``contiguous``: all its axes. A dotted name is an
-        attribute of an argument.
+        attribute of an argument. The emulator, as a GPU would, gets a copy of a misaligned array.
         """
         view = self._view(name, x)
         if not view.dtype.isnative:
@@ -85,11 +86,13 @@ class Call:
         if axes is not None:
             self.axes.bind(name, view, axes)
         strided = view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize
-        if (rows and not strided and not is_row_major(view)) or (contiguous and not view.flags.c_contiguous):
+        misaligned = self._emulated and not self._cuda and not view.flags.aligned
+        merged = (not rows or is_row_major(view)) and (not contiguous or view.flags.c_contiguous)
+        if misaligned or (not strided and not merged):
             strided = True
             self.hold(name, view)
         if strided:  # kernels need unit stride on the last axis only
-            view = self._cuda.contiguous(view) if self._cuda else np.ascontiguousarray(view)
+            view = self._cuda.contiguous(view) if self._cuda else np.array(view, order="C")
             self._copied.add(name)
         argument, _, attribute = name.partition(".")
         self._views[name], self._sources[name] = view, Source(argument, attribute or None)

@@ -6,9 +6,9 @@ Values that decide nothing (lengths, pages, positions) are not in the key; an op
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,13 @@ INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllI
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
 PLAIN: set[type] = {bool, np.bool_, *INTEGERS, *_FLOATS, str, np.str_, type(None)}
 """Types of options that are their value; hashable."""
-ANY_INTEGER = SimpleNamespace(call_key="an integer", call_arrays=())
+
+
+class _AnyInteger:
+    call_key, call_arrays = "an integer", ()
+
+
+ANY_INTEGER = _AnyInteger()
 """Stands for an integer whose value does not decide how a call is run."""
 _ENVIRONMENT = tuple(
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
@@ -46,11 +52,17 @@ def call_key(written: Sequence[str | int], args: tuple[Any, ...], kwargs: dict[s
     """
     environment = _environment()
     key: list[Any] = [*environment, len(args), *kwargs]
-    on_emulator = (kwargs.get("device") or environment[0]) not in (None, "cpu", b"cpu", "cuda", b"cuda")
+    device = kwargs.get("device")
+    if type(device) not in PLAIN:
+        return None
+    on_emulator = (device or environment[0]) not in (None, "cpu", b"cpu", "cuda", b"cuda")
     for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind is np.ndarray:
-            key += (x.dtype, x.shape, x.strides)
+            shape = x.shape
+            if not shape and x.dtype.kind in "UT":  # a word, such as a format's name: its value decides
+                return None
+            key += (x.dtype, shape, x.strides)
             if on_emulator:
                 key.append(x.__array_interface__["data"][0] % 16)
         elif kind in PLAIN:
@@ -101,7 +113,7 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     describe = _describe.get(kind)
     if describe is not None:
         return describe(x)
-    says = getattr(x, "call_key", None)
+    says = x.call_key if hasattr(kind, "call_key") else None  # the class's: an object may answer to any name
     return None if says is None else (kind, says)
 
 
@@ -126,8 +138,8 @@ def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
             continue
         elif kind is tuple or kind is list:
             arrays += [i for i in x if type(i) not in INTEGERS]
-        elif (inside := getattr(x, "call_arrays", None)) is not None:
-            arrays += inside
+        elif hasattr(kind, "call_arrays"):
+            arrays += x.call_arrays
         else:
             arrays.append(x)
     if any([type(out) is not np.ndarray for out in results]):
@@ -161,33 +173,31 @@ def _places_elsewhere(results: list[Any], arrays: list[Any]) -> list[Any] | None
     extents = [extent(x) for x in arrays]
     places: list[Any] = []
     for out in results:
-        low, high = next((e for e, x in zip(extents, arrays, strict=True) if x is out), (0, 0))
-        same = []
-        for i, (start, end) in enumerate(extents):
-            if arrays[i] is out:
-                same.append(i)
-            elif start < high and low < end:
-                return None
+        same = [i for i, x in enumerate(arrays) if x is out]
+        low, high = extents[same[0]]
+        touched = [i for i, (start, end) in enumerate(extents) if start < high and low < end]
+        if touched and touched != same:  # an empty array touches nothing
+            return None
         places.append(tuple(same))
     return places
 
 
 def extent(x: Any) -> tuple[int, int]:
     """The addresses that an array of NumPy's, CuPy's or torch's lies within."""
-    steps: Sequence[int]
     if hasattr(x, "data_ptr"):
         address, itemsize = x.data_ptr(), x.element_size()
-        steps = [stride * itemsize for stride in x.stride()]
-    elif type(x) is np.ndarray:
-        address, itemsize, steps = x.__array_interface__["data"][0], x.itemsize, x.strides
+        steps = tuple([stride * itemsize for stride in x.stride()])
     else:
-        address, itemsize, steps = x.data.ptr, x.itemsize, x.strides
-    low, high = address, address + itemsize
-    for step, n in zip(steps, x.shape, strict=True):
-        if n == 0:
-            return address, address
-        if step > 0:
-            high += step * (n - 1)
-        else:
-            low += step * (n - 1)
-    return low, high
+        address = x.__array_interface__["data"][0] if type(x) is np.ndarray else x.data.ptr
+        itemsize, steps = x.itemsize, x.strides
+    low, high = _span(x.shape, steps, itemsize)
+    return address + low, address + high
+
+
+@functools.lru_cache(4096)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """The first byte of an array and the one after its last, relative to its first element; kept."""
+    if 0 in shape:
+        return 0, 0
+    reach = [stride * (n - 1) for stride, n in zip(strides, shape, strict=True)]
+    return sum([r for r in reach if r < 0]), sum([r for r in reach if r > 0]) + itemsize

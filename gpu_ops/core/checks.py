@@ -19,6 +19,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 __all__ = [
     "FLOAT_DTYPES",
     "Axes",
+    "epsilon",
     "exactly",
     "flag",
     "float_dtype",
@@ -117,10 +118,15 @@ def computing_dtype(dtype: str) -> np.dtype[Any]:
 def one_of(
     op: str, name: str, value: Any, allowed: Iterable[str], *, meant: Mapping[str, str] | None = None
 ) -> str:
-    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``."""
+    """``value`` if it is one of ``allowed``, else an error with the nearest spelling, or the one in ``meant``.
+
+    A 0-d array of a string counts as the string: np.load gives it for one that was saved in an .npz file.
+    """
     allowed = tuple(allowed)
+    if isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "UT":
+        value = value.item()
     if isinstance(value, str) and value in allowed:
-        return value
+        return str(value)  # not NumPy's, which is one too
     word = str(value)
     near = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -138,7 +144,15 @@ def number(op: str, name: str, value: Any, *, low: float = -math.inf, above: flo
     if not math.isfinite(result) or result < low or result <= above:
         bound = f" and > {above:g}" if above > -math.inf else f" and >= {low:g}" if low > -math.inf else ""
         raise OptionError(f"{op}: {name} must be finite{bound}, got {value!r}")
-    return result
+    return result + 0.0  # -0.0 becomes 0.0: programs are found by equality
+
+
+def epsilon(op: str, value: Any, dtype: str) -> float:
+    """``eps`` of a norm, ``>= 0``, but at least the smallest number of the dtype that ``dtype`` is computed in.
+
+    1 / sqrt(0) would make NaN of a row of zeros.
+    """
+    return max(number(op, "eps", value, low=0.0), float(np.finfo(computing_dtype(dtype)).smallest_subnormal))
 
 
 def integer(op: str, name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:

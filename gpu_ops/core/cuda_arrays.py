@@ -26,7 +26,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.core.arrays import check_shareable, library_of, remember_torch
+from gpu_ops.core.arrays import FOREIGN_ERRORS, check_shareable, library_of, remember_torch
 from gpu_ops.core.call_key import describes
 from gpu_ops.core.device import CudaDevice, cuda_device, cuda_missing
 from gpu_ops.errors import DeviceError, DTypeError
@@ -120,7 +120,9 @@ class CudaArrays:
         try:
             check_shareable(name, x)
             yield
-        except (AttributeError, BufferError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        except MemoryError:
+            raise
+        except FOREIGN_ERRORS as error:
             raise DTypeError(f"{self.op}: {name} cannot be shared with CuPy: {error}") from error
 
 

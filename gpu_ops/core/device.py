@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import operator
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from gpu_ops.core.emulator_device import EmulatorDevice, dynamic_value
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler.kernel import CudaKernel
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, HostCall, Launch, LibraryCall, Limits, Memset, Tensor
 from gpu_ops.memory_pool import POOL
 from gpu_ops.presets import DevicePreset, find_preset
@@ -88,6 +90,14 @@ class HostDevice:
 
 
 HOST = HostDevice()
+
+
+@functools.cache
+@uninterrupted
+def _jit() -> ModuleType:
+    from gpu_ops.kernels.compiler import jit
+
+    return jit
 
 
 def _placeholder(a: Any) -> Any:
@@ -179,10 +189,8 @@ class CudaDevice:
         return operator.itemgetter(a.name) if a.is_whole else functools.partial(self._view_of, a, a.offset)
 
     def _link_launch(self, launch: Launch) -> Step:
-        from gpu_ops.kernels.compiler import jit
-
         with self._device:
-            launcher = jit.load(launch.kernel)
+            launcher = _jit().load(launch.kernel)
         template = launcher.arguments([_placeholder(a) for a in launch.arguments])
         by_pointer = isinstance(launch.kernel, CudaKernel)
         whole: list[tuple[int, str]] = []
@@ -232,6 +240,7 @@ def current_device(device: str) -> Any:
 
 
 @functools.cache
+@uninterrupted
 def cuda_missing() -> str | None:
     """Why no CUDA device can be used; None when one can."""
     if importlib.util.find_spec("cupy") is None:
@@ -259,6 +268,7 @@ def too_old(device: str, backend: str) -> str | None:
 
 
 @functools.cache
+@uninterrupted
 def compiler_missing(backend: str) -> str | None:
     """Why the kernels of a backend cannot be compiled here; None when they can."""
     from gpu_ops.kernels.compiler import nvrtc, toolkit

@@ -24,10 +24,12 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.checks import one_of
 from gpu_ops.errors import DeviceError, OptionError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = [
     "BACKENDS",
@@ -35,6 +37,7 @@ __all__ = [
     "Choice",
     "choose",
     "has_cuda_kernels",
+    "is_emulated",
     "lowering",
     "require_cuda_kernels",
     "unavailable",
@@ -45,6 +48,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cuda": ("raw", "numba"),
     "emulator": ("raw", "numba"),
 }
+_ALL_BACKENDS = tuple(dict.fromkeys(name for names in BACKENDS.values() for name in names))
 _LOWERING = {("cpu", "numba"): "cpu", ("cpu", "reference"): "reference"}
 
 WITH_CUDA_KERNELS: list[str] = []  # filled by the ops themselves: @op(cuda=True)
@@ -79,6 +83,7 @@ def lowering(choice: Choice) -> str:
 
 
 @functools.cache
+@uninterrupted  # it imports, or asks what could be
 def unavailable(device: str, backend: str) -> str | None:
     """Why a backend cannot run on this machine at all; None when it can."""
     if device == "cpu":
@@ -103,8 +108,8 @@ def require_cuda_kernels(op: str, because: str) -> None:
 
 def choose(
     op: str,
-    device: str | None,
-    backend: str | None,
+    device: Any,
+    backend: Any,
     on_cuda: bool = False,
     *,
     unsupported: Mapping[str, str] | Callable[[bool], Mapping[str, str]] | None = None,
@@ -119,6 +124,8 @@ def choose(
     """
     device_source, device = _setting("device", device)
     backend_source, wanted = _setting("backend", backend)
+    if backend is not None and type(backend) is not str:  # it may be anything
+        wanted = one_of(op, backend_source, backend, _ALL_BACKENDS)
     estimate = ""
     if device is None and on_cuda:
         device = "cuda"
@@ -159,6 +166,12 @@ def choose(
     raise DeviceError(f"{op}: no backend on {device} can run this: {reasons}")
 
 
+def is_emulated(device: Any) -> bool:
+    """Whether a call with this ``device=`` runs on the emulator."""
+    _, chosen = _setting("device", device)
+    return isinstance(chosen, str) and chosen == "emulator"
+
+
 def _by_estimate(op: str, backend: str | None, nbytes: float, flops: float) -> tuple[str, str]:
     """The device for arrays in host memory, and what :func:`explain` says of it."""
     on_gpu = backend is None or backend in BACKENDS["cuda"]
@@ -174,7 +187,7 @@ def _by_estimate(op: str, backend: str | None, nbytes: float, flops: float) -> t
     return ("cuda" if gpu < _WORTH_COPYING * cpu else "cpu"), text
 
 
-def _setting(name: str, argument: str | None) -> tuple[str, str | None]:
+def _setting(name: str, argument: Any) -> tuple[str, str | None]:
     """(where the choice comes from, the choice): the argument, else the environment."""
     if argument is not None:
         return name, argument

@@ -7,11 +7,13 @@ import functools
 import math
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Constant, Dynamic, Launch, Limits, Memset, Tensor
 from gpu_ops.presets import ARCHES, select_preset
 
@@ -27,7 +29,7 @@ class EmulatorDevice:
     """The emulator, for one call of an op: NumPy arrays, each known by name to the sanitizer.
 
     ``GPU_OPS_ARCH`` selects the card it stands for (default sm_80), ``GPU_OPS_SANITIZE=0`` switches the
-    sanitizer off, which is several times as fast.
+    sanitizer off, which is several times as fast; ``collect`` reports all faults of a launch, not only the first.
     """
 
     is_capturing = False
@@ -37,14 +39,16 @@ class EmulatorDevice:
         preset = select_preset(None if wanted else _DEFAULT_ARCH)
         self._preset = preset.name
         self.limits = Limits(preset.arch.name, preset.sms, preset.arch.smem_per_block_optin, "", preset.name)
-        self.sanitize = os.environ.get("GPU_OPS_SANITIZE") != "0"
+        mode = os.environ.get("GPU_OPS_SANITIZE", "")
+        self.sanitize: bool | str = "collect" if mode == "collect" else mode != "0"
         self._why_arch = "from GPU_OPS_ARCH" if wanted else "the default; GPU_OPS_ARCH selects another"
         self._names: dict[int, str] = {}
         self._unwritten: set[int] = set()
         self._keep: list[Array] = []  # a freed array's address could come back as another's
 
     def __str__(self) -> str:
-        sanitizer = "on" if self.sanitize else "off (GPU_OPS_SANITIZE=0)"
+        modes = {False: "off (GPU_OPS_SANITIZE=0)", "collect": "collects faults (GPU_OPS_SANITIZE=collect)"}
+        sanitizer = modes.get(self.sanitize, "on")
         return f"as {self.limits.arch} with {self.limits.sms} SMs ({self._why_arch}), sanitizer {sanitizer}"
 
     def name(self, name: str, array: Array, *, written: bool = True) -> None:
@@ -85,10 +89,8 @@ class EmulatorDevice:
         self._unwritten.discard(_address(views[name]))
 
     def _launch(self, launch: Launch, views: Views) -> None:
-        from gpu_ops import emulator
-        from gpu_ops.kernels.compiler.jit import compile_kernel
-
-        compiled = compile_kernel(launch.kernel, self.limits.arch)
+        emulator, jit = _emulator()
+        compiled = jit.compile_kernel(launch.kernel, self.limits.arch)
         if launch.cooperative:
             self._check_resident(launch, compiled)
         args = [_numpy_argument(a, views) for a in launch.arguments]
@@ -108,16 +110,14 @@ class EmulatorDevice:
         self._unwritten.difference_update(_address(a) for a in args if isinstance(a, np.ndarray))
 
     def _buffer(self, array: Array) -> Any:
-        from gpu_ops.emulator import Buffer
-
         at = _address(array)
         bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-        return Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
+        return _emulator()[0].Buffer(bits, self._names.get(at, ""), at not in self._unwritten)
 
     def _check_resident(self, launch: Launch, compiled: Any) -> None:
         """A driver refuses a cooperative launch of more blocks than run at the same time."""
         from gpu_ops.emulator import EmulatorError
-        from gpu_ops.kernels.compiler import cubin
+        from gpu_ops.kernels.compiler import cubin  # jit has imported it
 
         blocks, threads = math.prod(launch.grid), math.prod(launch.block)
         needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
@@ -125,6 +125,15 @@ class EmulatorDevice:
         if blocks > fit * self.limits.sms:
             most = f"{fit} run at the same time on each of {self.limits.sms} SMs"
             raise EmulatorError(f"{compiled.entry}: a cooperative grid of {blocks} blocks; {most}")
+
+
+@functools.cache
+@uninterrupted
+def _emulator() -> tuple[ModuleType, ModuleType]:
+    from gpu_ops import emulator
+    from gpu_ops.kernels.compiler import jit
+
+    return emulator, jit
 
 
 def _numpy_argument(a: Any, views: Views) -> Any:

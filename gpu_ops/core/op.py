@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from gpu_ops.core.call_key import ANY_INTEGER, INTEGERS, call_key
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.dispatch import WITH_CUDA_KERNELS, Choice
+from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.core.run import Prepared, forget
+from gpu_ops.errors import OutOfMemoryError, UnknownOptionError
 from gpu_ops.kernels.program import lower_module
 
 __all__ = ["Explanation", "Op", "explain", "forget_calls", "op", "op_named", "workspace_size"]
@@ -76,7 +79,8 @@ class Op:
         positional = self.parameters[: sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)]
         named = [name for name in ("out", "residual_out", "grads", *written) if name in self.parameters]
         self._results = tuple(n for n in named if n not in positional)
-        self._positional = tuple(n for n in named if n in positional and n in written)
+        both = [n for n in named if n in positional and n in written]
+        self._positional = tuple((self.parameters.index(n), n) for n in both)  # given either way
         self.known: dict[Any, Prepared] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,7 +89,7 @@ class Op:
         if prepared is not None:
             result = prepared(args, kwargs)
             return result if prepared.tuple_argument is None else kwargs[prepared.tuple_argument]
-        bound = self.binder(*args, **kwargs)
+        bound = self.bind(args, kwargs)
         prepared = Prepared(bound, self.parameters, args, kwargs)
         result = prepared.first(bound, args, kwargs)
         if key is not None:
@@ -99,15 +103,25 @@ class Op:
             kwargs = {**kwargs, self.dynamic: ANY_INTEGER}
         written: tuple[str | int, ...] = self._results
         if self._positional:
-            written = (*written, *[self._place(name, args) for name in self._positional])
+            written = (*written, *[i if i < len(args) else name for i, name in self._positional])
         return call_key(written, args, kwargs)
 
-    def _place(self, name: str, args: tuple[Any, ...]) -> str | int:
-        position = self.parameters.index(name)
-        return position if position < len(args) else name
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """The validated call. An argument missing or too many is Python's own TypeError."""
+        for name in kwargs:
+            if name not in self.parameters:
+                raise self._unknown(name)
+        return self.binder(*args, **kwargs)
+
+    def _unknown(self, name: str) -> UnknownOptionError:
+        near = difflib.get_close_matches(name, self.parameters, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        kinds = self.signature.parameters.items()
+        options = ", ".join(n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        return UnknownOptionError(f"{self.name}: unknown argument {name!r}{hint}; options: {options}")
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        bound = self.binder(*args, **kwargs)
+        bound = self.bind(args, kwargs)
         prepared = Prepared(bound, self.parameters, args, kwargs)
         views = prepared.views(bound, args, kwargs)
         values = bound.look(views, prepared.backend)[0] if bound.look else {}
@@ -143,7 +157,12 @@ def op(
 
     @functools.wraps(binder)
     def public(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return made(args, kwargs)
+        try:
+            return made(args, kwargs)
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:  # of scratch, or a copy of an argument
+            raise out_of_memory(made.name, error) from error
 
     public.__signature__ = made.signature.replace(return_annotation=inspect.Signature.empty)  # type: ignore[attr-defined]
     public.op = made  # type: ignore[attr-defined]

@@ -8,7 +8,8 @@ import numpy as np
 
 from gpu_ops.core import device as devices
 from gpu_ops.core.bound import Output, Source, as_integer
-from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.core.out_of_memory import out_of_memory
+from gpu_ops.errors import OptionError
 from gpu_ops.kernels.program import Layout, Spec
 from gpu_ops.memory_pool import FROM_BYTES
 
@@ -55,9 +56,7 @@ class Allocation:
             raise
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
             required = Layout.contiguous(self.shape, self.dtype).nbytes
-            raise OutOfMemoryError(
-                f"{op}: no memory for a result of shape {self.shape}, {required / 2**30:.1f} GiB", required
-            ) from error
+            raise out_of_memory(op, error, f"a result of shape {self.shape}", required) from error
         return array if self.axes is None else array.transpose(self.axes)
 
 

@@ -19,7 +19,7 @@ from gpu_ops.core.bound import Bound, as_integer
 from gpu_ops.core.dispatch import lowering
 from gpu_ops.core.places import Allocation, Place
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
-from gpu_ops.kernels.program import ALIGNMENT, Limits, Program, Spec, Workspace, lower
+from gpu_ops.kernels.program import ALIGNMENT, LaunchTooLarge, Limits, Program, Spec, Workspace, lower
 
 __all__ = ["Linked", "Prepared", "forget", "program_of"]
 
@@ -31,7 +31,10 @@ _NOTHING = contextlib.nullcontext()
 @functools.lru_cache(4096)
 def program_of(spec: Spec, backend: str, limits: Limits) -> Program:
     """The program of a spec; kept."""
-    return lower(spec, backend, limits)[0]
+    try:
+        return lower(spec, backend, limits)[0]
+    except LaunchTooLarge as error:
+        raise DeviceError(f"{spec.op}: {error}; split the arrays into several calls") from error
 
 
 def forget() -> None:
@@ -170,7 +173,7 @@ class Prepared:
             return place.source.make(x, self.device)
         if type(x) is not np.ndarray:
             x = x.view(np.ndarray) if isinstance(x, np.ndarray) else from_dlpack(x, self._library)
-        return np.ascontiguousarray(x) if place.name in self._copied else x
+        return np.array(x, order="C") if place.name in self._copied else x
 
     def first(self, bound: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call that was bound."""

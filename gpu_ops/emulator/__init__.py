@@ -1,6 +1,11 @@
 """Runs compiled GPU kernels (PTX) on the CPU, under a sanitizer and a profiler. See README.md in this folder."""
+# ruff: noqa: E402  # Numba is imported before the modules that use it
 
-from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, UnknownInstruction
+from gpu_ops.kernels.compiler.numba_import import import_numba
+
+import_numba()
+
+from gpu_ops.emulator.errors import EmulatorError, PtxError, SanitizerError, SanitizerNote, UnknownInstruction
 from gpu_ops.emulator.memory import Buffer
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.run import launch, profile, record
@@ -11,6 +16,7 @@ __all__ = [
     "Profile",
     "PtxError",
     "SanitizerError",
+    "SanitizerNote",
     "UnknownInstruction",
     "launch",
     "profile",

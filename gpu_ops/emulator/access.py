@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from gpu_ops.emulator import aot
@@ -20,27 +22,35 @@ _HINTS = {"nc", "ca", "cg", "cs", "lu", "wb", "wt"}
 _IGNORED = {"weak", "release", "cta", "gpu", "sys", "cluster"} | _HINTS | _POLLS
 
 
-def locate(m: State, access: Access, mask: Mask, where: Array) -> Place:
-    """The addresses of the active lanes; an invalid one raises."""
+def locate(m: State, access: Access, mask: Mask, where: Array, values: Array | None = None) -> Place:
+    """The addresses of the active lanes; an invalid one raises. ``values`` is what a store writes, by lane."""
     lanes = m.active_lanes(mask)
     if len(where) > 1 and len(lanes) < len(where):
         where = where[lanes]
-    space, size = access.space, access.size
-    host, owner, kind, position = m.memory.resolve(space, lanes, where, size, write=access.write)
+    place, kind, position = m.memory.resolve(access, lanes, where)
     if kind:
-        at = int(where[0 if len(where) == 1 else position])
-        what = "misaligned" if kind == aot.MISALIGNED else "out of bounds"
-        if what == "out of bounds" and access.write and m.memory.read_only(space, at, size):
-            what = "write to a read-only argument"
-        verb = "atomic" if access.atomic else "write" if access.write else "read"
-        extent = f"{size}-byte {verb} at {at:#x}, {m.memory.describe(space, at)}"
-        raise m.fault(what, access.pc, int(lanes[position]), extent)
-    place = Place(lanes, where, host, owner)
+        _report(m, access, place, kind, position)
     if m.sanitizer is not None:
-        m.sanitizer.access(access, place)
+        m.sanitizer.access(access, place, values)
     if m.profiler is not None:
         m.profiler.access(access, place)
     return place
+
+
+def _report(m: State, access: Access, place: Place, kind: int, position: int) -> None:
+    """Raise for an invalid address. Where faults are collected, the lane accesses scratch memory in its place."""
+    while kind:
+        at = int(place.address[0 if len(place.address) == 1 else position])
+        what = "misaligned" if kind == aot.MISALIGNED else "out of bounds"
+        if what == "out of bounds" and access.write and m.memory.read_only(access, at):
+            what = "write to a read-only argument"
+        m.report(what, access.pc, int(place.lanes[position]), partial(_text, m, access, at))
+        kind, position = m.memory.resume(access, place, position)
+
+
+def _text(m: State, access: Access, at: int) -> str:
+    verb = "atomic" if access.atomic else "write" if access.write else "read"
+    return f"{access.size}-byte {verb} {m.memory.describe(access.space, at)}"
 
 
 def _parse(instruction: Instruction) -> tuple[int, int, str, bool]:
@@ -122,10 +132,10 @@ def _store(m: State, pc: int, instruction: Instruction) -> Step:
     access = Access(pc, space, count * DTYPE[ptx_type].itemsize, read=False, write=True)
 
     def run(mask: Mask) -> None:
-        place = locate(m, access, mask, where())
         values = np.empty((count, m.threads), DTYPE[bits])
         for row, read in zip(values, readers, strict=True):
             row[:] = read()
+        place = locate(m, access, mask, where(), values)
         aot.scatter(place.host, place.lanes, values)
 
     return Step(run)

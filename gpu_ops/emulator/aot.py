@@ -10,8 +10,8 @@ block and threads per block of shared memory; host pointer, limit and stride of 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.numba_cpu.codegen.numba_pipeline import KernelCompiler
 from gpu_ops.kernels.numba_cpu.jit import DiskCache
 
@@ -63,19 +64,27 @@ def ufunc(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def _at_first_call(function: Callable[..., Any], build: Callable[..., Any]) -> Callable[..., Any]:
-    @cache
-    def compiled() -> Any:
-        with visible(f"gpu_ops: compiling the emulator's {function.__name__} for this CPU (once)"):
-            return build(function)
+    lock, made = threading.Lock(), list[Any]()
 
-    return lambda *arguments: compiled()(*arguments)
+    @uninterrupted
+    def compile() -> None:
+        with lock, visible(f"gpu_ops: compiling the emulator's {function.__name__} for this CPU (once)"):
+            if not made:
+                made.append(build(function))
+
+    def call(*arguments: Any) -> Any:
+        if not made:
+            compile()
+        return made[0](*arguments)
+
+    return call
 
 
 def _on_disk(function: Callable[..., Any], i: int) -> DiskCache:
     """The disk cache of one signature, keyed by a hash of the sources its code comes from."""
     files = {Path(function.__code__.co_filename), Path(__file__)}
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
-    return DiskCache(f"emulator-{function.__name__}-{i}-{digest}")
+    return DiskCache(function, f"emulator-{function.__name__}-{i}-{digest}")
 
 
 @intrinsic  # type: ignore[untyped-decorator]

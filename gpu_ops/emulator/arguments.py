@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy.typing as npt
 from gpu_ops.emulator.errors import EmulatorError
 from gpu_ops.emulator.memory import Buffer, Memory
 from gpu_ops.emulator.program import Program
+from gpu_ops.emulator.signature import Parameter
 from gpu_ops.emulator.syntax import DTYPE, Array, Variable
 from gpu_ops.errors import OptionError
 from gpu_ops.presets import PRESETS, Arch, DevicePreset, select_preset
@@ -51,6 +54,23 @@ def block_ids(sample: Iterable[int] | None, count: int) -> npt.NDArray[np.int64]
     if ids and not 0 <= ids[0] <= ids[-1] < count:
         raise EmulatorError(f"sample names blocks outside the grid of {count}")
     return np.array(ids, np.int64)
+
+
+def sanitize_mode(given: bool | str | None) -> bool | str:
+    """``sanitize=``, by default from ``GPU_OPS_SANITIZE``: False, True or ``"collect"``."""
+    if given is None:
+        mode = os.environ.get("GPU_OPS_SANITIZE", "")
+        given = "collect" if mode == "collect" else mode != "0"
+    if given not in (False, True, "collect"):
+        raise EmulatorError(f"sanitize is {given!r}; pass True, False or 'collect'")
+    return given
+
+
+def limit(given: int) -> int:
+    """``max_instructions=``"""
+    if not isinstance(given, int | np.integer) or given < 1:
+        raise EmulatorError(f"max_instructions is {given!r}; pass a number, 1 or more")
+    return int(given)
 
 
 def select_card(arch: str) -> tuple[str, DevicePreset]:
@@ -121,15 +141,30 @@ def _type(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def buffers(args: Sequence[Any]) -> list[Buffer]:
-    """The arrays among the arguments, with names for messages."""
+def buffers(args: Sequence[Any], signature: Sequence[Parameter] = ()) -> list[Buffer]:
+    """The arrays among the arguments, with names for messages: those of the parameters if they are known."""
     found = []
     for i, arg in enumerate(args):
+        name = signature[i].name if len(signature) == len(args) else ""
+        name = name or f"argument {i}"
         if isinstance(arg, Buffer):
-            found.append(arg if arg.name else Buffer(arg.array, f"argument {i}", arg.written, arg.poison))
+            found.append(arg if arg.name else replace(arg, name=name))
         elif _is_array(arg):
-            found.append(Buffer(arg, f"argument {i}"))
+            found.append(Buffer(arg, name))
     return found
+
+
+def check_types(title: str, signature: Sequence[Parameter], args: Sequence[Any]) -> None:
+    """Refuse an array whose elements have another size than what the parameter points to, where that is known."""
+    for i, (parameter, arg) in enumerate(zip(signature, args, strict=len(signature) == len(args))):
+        array = arg.array if isinstance(arg, Buffer) else arg
+        if len(signature) != len(args) or not _is_array(array) or parameter.accepts(array.dtype):
+            continue
+        name = f"parameter {parameter.name!r} of {title}" if parameter.name else f"parameter {i} of {title}"
+        raise EmulatorError(
+            f"{name} is {parameter.type}, with {parameter.scalar} bytes per element; argument {i} is an array of "
+            f"{array.dtype}, with {array.itemsize}: convert it with astype, or reinterpret it with view"
+        )
 
 
 def pack(parameters: Sequence[Variable], args: Sequence[Any], memory: Memory) -> tuple[Array, dict[str, int]]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_ops.emulator.errors import SanitizerError
+from gpu_ops.emulator.faults import Faults
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.syntax import Array
@@ -16,6 +17,9 @@ WARP = 32
 
 #: The threads an instruction runs for: a bool per thread, or None for all of them.
 Mask = Array | None
+
+#: What a fault is, or a function that says it when it is needed.
+Text = str | Callable[[], str]
 
 #: The mask of no thread; compared by identity.
 NONE: Array = np.zeros(1, np.bool_)
@@ -28,6 +32,7 @@ class Batch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     dynamic_shared: int
+    faults: Faults | None
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -51,7 +56,25 @@ class Batch:
         block = f"block ({b % gx},{b // gx % gy},{b // (gx * gy)})"
         return f"{block} thread ({t % x},{t // x % y},{t // (x * y)})"
 
-    def fault(self, kind: str, pc: int, lane: int, what: str) -> SanitizerError:
+    def report(self, kind: str, pc: int, lane: int, what: Text, rival: int = -1) -> None:
+        """Raise a fault, or keep it if the launch collects them.
+
+        ``rival`` is the pc of the other access, if there is one: the same two instructions
+        are one fault, however many threads run them.
+        """
+        if self.faults is None:
+            raise self.fault(kind, pc, lane, what)
+        key = kind, pc, rival
+        if not self.faults.repeated(key):
+            self.faults.found[key] = self.fault(kind, pc, lane, what)
+
+    def note(self, pc: int, lane: int, what: Text) -> None:
+        """Keep a note, once for each instruction, if the launch collects faults."""
+        if self.faults is not None and pc not in self.faults.notes:
+            self.faults.notes[pc] = str(self.fault("note", pc, lane, what))
+
+    def fault(self, kind: str, pc: int, lane: int, what: Text) -> SanitizerError:
+        what = what if isinstance(what, str) else what()
         where = f"kernel {self.program.title}, {self.thread(lane)}\n  at {self.program.where(pc)}"
         return SanitizerError(kind, f"{what}\n  {where}")
 
@@ -128,6 +151,8 @@ _VALUES_U32: dict[str, Callable[[Batch], Array]] = {
     "%lanemask_ge": _lanemask(False, True, True),
     "%dynamic_smem_size": lambda b: _u32(b.dynamic_shared),
     "%total_smem_size": lambda b: _u32(b.dynamic_shared + b.program.shared_bytes),
+    "%envreg1": lambda b: _u32(b.memory.grid_barrier >> 32),
+    "%envreg2": lambda b: _u32(b.memory.grid_barrier & 0xFFFFFFFF),
     "WARP_SZ": lambda b: _u32(WARP),
 }
 

@@ -30,7 +30,7 @@ _OPCODES = {
     "cp.async": "cp",
     "warp": "shfl vote match redux elect activemask movmatrix",
     "barrier": "bar barrier mbarrier",
-    "control": "bra brx ret exit trap brkpt nanosleep",
+    "control": "bra brx ret exit trap brkpt nanosleep dispatch refuse host",
     "other": "membar fence prefetch prefetchu discard griddepcontrol setmaxnreg",
 }
 CLASSES = tuple(_OPCODES)

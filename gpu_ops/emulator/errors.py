@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpu_ops.errors import GpuOpsError
 
 
@@ -18,8 +20,23 @@ class UnknownInstruction(PtxError):
 
 
 class SanitizerError(EmulatorError):
-    """A fault in the kernel. ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`."""
+    """A fault in the kernel. ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`.
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}")
+    With ``sanitize="collect"`` it stands for all faults of a launch: ``faults`` has an error for each of them, of
+    which ``count`` is the number of times it was found. ``kind`` is that of the first.
+    """
+
+    def __init__(self, kind: str, message: str, faults: Sequence[SanitizerError] = ()) -> None:
+        super().__init__(message if faults else f"{kind}: {message}")
         self.kind = kind
+        self.count = 1
+        self._faults = tuple(faults)
+
+    @property
+    def faults(self) -> tuple[SanitizerError, ...]:
+        """Every fault that was found: only this one, unless the launch collected them."""
+        return self._faults or (self,)
+
+
+class SanitizerNote(UserWarning):
+    """What is no fault, but worth knowing: a warning of a launch with ``sanitize="collect"`` that found no fault."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_ops.emulator import access, registers, warp_ops
+from gpu_ops.emulator import access, host, refused, registers, warp_ops, wmma
 from gpu_ops.emulator.batch import NONE, WARP, Mask
 from gpu_ops.emulator.errors import SanitizerError, UnknownInstruction
 from gpu_ops.emulator.instructions import Unknown
@@ -74,7 +74,10 @@ def _trap(m: State, pc: int, instruction: Instruction) -> Step:
         what = f"call of {instruction.operands[0].name}, which has no body here"  # type: ignore[union-attr]
 
     def run(group: Group, active: Mask) -> int | None:
-        raise m.fault("trap", pc, int(m.active_lanes(active)[0]), what)
+        alone = m.program.waits_for_grid and not m.memory.grid_barrier
+        hint = "; grid.sync() needs a cooperative launch: pass together=True" if alone else ""
+        m.report("trap", pc, int(m.active_lanes(active)[0]), what + hint)
+        return m.exit(group, active)
 
     return Step(run, plain=False)
 
@@ -163,6 +166,8 @@ _BUILDERS: dict[str, Builder] = {
     **registers.BUILDERS,
     **access.BUILDERS,
     **warp_ops.BUILDERS,
+    **host.BUILDERS,
+    **wmma.BUILDERS,
     "bra": _bra,
     "brx": _brx,
     "ret": _exit,
@@ -182,14 +187,15 @@ def _steps(m: State) -> list[Step]:
     """The steps of the program; an error names the instruction and its line."""
     made = []
     for pc, instruction in enumerate(m.program.code):
-        form, text = instruction.form, m.program.module.source_line(instruction.line)
+        form, at = instruction.form, f"PTX line {instruction.line}"
+        if missing := refused.feature(instruction.opcode, instruction.modifiers):
+            raise UnknownInstruction(f"{at}: the emulator does not have {missing}: {m.program.text(pc)}")
         try:
             step = _BUILDERS.get(instruction.opcode, registers.arithmetic)(m, pc, instruction)
         except Unknown as error:
-            what = f"the emulator has no {form}: {text}{m.program.source(pc)}"
-            raise UnknownInstruction(f"PTX line {instruction.line}: {what}") from error
+            raise UnknownInstruction(f"{at}: the emulator has no {form}: {m.program.text(pc)}") from error
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise instruction.error(f"these operands make no {form}: {text}") from error
+            raise instruction.error(f"these operands make no {form}: {m.program.text(pc)}") from error
         if instruction.guard is not None:
             guard = m.register(instruction.guard.name)
             if guard is None:
@@ -205,10 +211,12 @@ class Machine(State):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.steps = _steps(self)
+        self.max_instructions = self.stop_at = _NO_LIMIT
 
     def run(self, blocks: Array) -> None:
         """Run these blocks (linear ids) to the end."""
         self.begin(blocks)
+        self.stop_at = self.clock + self.max_instructions
         self._repeats = self._rounds = 0
         self._seen: list[Array | int | None] = []
         while (group := self._next()) is not None:
@@ -295,8 +303,11 @@ class Machine(State):
                     return
                 if group.retried:
                     group.retried, self.failed = False, 0
-                if following <= group.pc and group.polled:
-                    group.yielded, group.polled = True, False
+                if following <= group.pc:
+                    if self.clock > self.stop_at:
+                        raise self._endless(group, following)
+                    if group.polled:
+                        group.yielded, group.polled = True, False
                 group.pc = following
                 alone = self._alone()
                 if len(self.groups) != before:
@@ -304,6 +315,13 @@ class Machine(State):
             if group.pc >= limit or group.yielded:
                 break
         self.groups.append(group)
+
+    def _endless(self, group: Group, first: int) -> SanitizerError:
+        """The fault when a batch executes more instructions than it may: the loop that it is in."""
+        lane = int(np.flatnonzero(self.full(group.mask))[0])
+        loop = f"this loop of {group.pc - first + 1} instructions begins at {self.program.where(first)}"
+        what = f"stopped after {self.max_instructions} instructions (max_instructions); {loop}"
+        return self.fault("endless loop", group.pc, lane, what)
 
     def _alone(self) -> bool:
         return not (self.groups or self.parked or self.barriers.any)

@@ -13,8 +13,8 @@ Global allocations lie far apart, so an address that misses its allocation is a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,17 @@ from gpu_ops.emulator import aot
 from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
 from gpu_ops.emulator.program import Program, initial_bytes
 from gpu_ops.emulator.shadow import OUTSIDE, POISONED, UNWRITTEN
+from gpu_ops.emulator.signature import plain_name
+from gpu_ops.emulator.symbols import is_unset
 from gpu_ops.emulator.syntax import Array, Variable
 
 GENERIC, GLOBAL, SHARED, LOCAL = range(4)
 SPACES = {"global": GLOBAL, "const": GLOBAL, "shared": SHARED, "local": LOCAL}
 
+SCRATCH = -3  # the owner of an access that is not valid, where faults are collected; -1 is shared, -2 local
+
 _SPACING = 1 << 36
+_NULL = 1 << 32  # an address below is a null pointer with an offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +93,31 @@ class Allocation:
     keep: Any  # keeps the host memory alive
     writable: bool = True
     shadow: Array | None = None
+    arrays: list[Array] = field(default_factory=list)  # those that it holds
+    unset: bool = False  # a __constant__ variable without a value
 
     @property
     def end(self) -> int:
         return self.start + self.bytes
+
+    def describe(self, offset: int) -> str:
+        """``past the end of `out`: element 1024 of 1024 (byte 4096 of 4096)``, for an offset in or near it."""
+        name = f"`{self.name}`" if self.name.isidentifier() else self.name or "a buffer"
+        where = f"byte {offset} of {self.bytes}"
+        array = self.arrays[0] if self.arrays else None
+        plain = {(a.itemsize, a.nbytes if a.flags.c_contiguous else 0) for a in self.arrays}
+        if array is not None and array.itemsize > 1 and plain == {(array.itemsize, self.bytes)}:
+            index = offset // array.itemsize
+            if array.ndim > 1 and 0 <= index < array.size:
+                at = tuple(int(i) for i in np.unravel_index(index, array.shape))
+                where = f"element {at} of {array.shape} ({where})"
+            else:
+                where = f"element {index} of {array.size} ({where})"
+        if self.unset:
+            where += f", a __constant__ variable without a value: pass symbols={{{self.name!r}: array}}"
+        if offset < 0:
+            return f"before the start of {name}: {where}"
+        return f"past the end of {name}: {where}" if offset >= self.bytes else f"of {name}: {where}"
 
 
 @dataclass(eq=False)
@@ -104,24 +130,45 @@ class _Range:
 
 
 class Memory:
-    """Everything that a launch can address."""
+    """Everything that a launch can address. ``symbols``: the arrays that stand for global variables, by name."""
 
-    def __init__(self, program: Program, buffers: Sequence[Buffer], *, shadowed: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        buffers: Sequence[Buffer],
+        *,
+        shadowed: bool,
+        symbols: Mapping[str, Array] | None = None,
+    ) -> None:
         self.program = program
         self.shadowed = shadowed
         self.allocations: list[Allocation] = []
-        self.symbols: dict[str, int] = {}
+        self.symbols = dict(program.functions)
+        self.grid_barrier = 0
         for span in _merge(buffers):
             self._allocate_arguments(span)
-        for variable in program.globals:
-            data = np.zeros(max(1, variable.bytes), np.uint8)
-            self.symbols[variable.name] = self._allocate(
-                variable.name, data.ctypes.data, data.size, data
-            ).start
-            self._variable_bytes(variable, data)
+        fresh = [(v, self._allocate_variable(v, (symbols or {}).get(v.name))) for v in program.globals]
+        for variable, data in fresh:  # an initial value may be the address of a later variable
+            initial = bytes(initial_bytes(variable, self.symbols))
+            data[: len(initial)] = np.frombuffer(initial, np.uint8)
         self._tabulate()
         self.windows = np.zeros(7, np.int64)
+        self._scratch = np.zeros(64, np.uint8)
         self.shared = self.local = np.zeros((0, 0), np.uint8)
+
+    def _allocate_variable(self, variable: Variable, given: Array | None) -> Array:
+        """The bytes in which to put the initial value; none if the caller gives the memory."""
+        data = np.zeros(max(1, variable.bytes), np.uint8) if given is None else given
+        host = int(data.__array_interface__["data"][0])
+        allocation = self._allocate(plain_name(variable.name), host, data.nbytes, data)
+        self.symbols[variable.name] = allocation.start
+        if given is not None:
+            allocation.arrays, allocation.writable = [given], given.flags.writeable
+            return np.zeros(variable.bytes, np.uint8)
+        if self.shadowed and is_unset(self.program, variable):
+            allocation.unset = True
+            allocation.shadow = np.full(data.size, UNWRITTEN, np.uint8)
+        return data
 
     def _tabulate(self) -> None:
         """Make the lookup tables. For stores a read-only allocation is empty, so no access pays for the check."""
@@ -134,10 +181,6 @@ class Memory:
         for row, allocation in zip(self._store_table, self.allocations, strict=True):
             if not allocation.writable:
                 row[1] = allocation.start
-
-    def _variable_bytes(self, variable: Variable, data: Array) -> None:
-        initial = bytes(initial_bytes(variable, self.symbols))
-        data[: len(initial)] = np.frombuffer(initial, np.uint8)
 
     def _allocate(self, name: str, host: int, size: int, keep: Any, skew: int = 0) -> Allocation:
         previous = self.allocations[-1].end if self.allocations else 0
@@ -153,6 +196,7 @@ class Memory:
         name = " / ".join(dict.fromkeys(b.name for b in span.buffers if b.name))
         keep = [b.array for b in span.buffers]
         allocation = self._allocate(name, span.low, span.high - span.low, keep, skew)
+        allocation.arrays = keep
         allocation.writable = any(array.flags.writeable for array in keep)
         if self.shadowed:
             allocation.shadow = _shadow(span)
@@ -183,43 +227,45 @@ class Memory:
         self.windows[:4] = self.shared.ctypes.data, SHARED_BASE + shared, self.shared.shape[1], threads
         self.windows[4:] = self.local.ctypes.data, LOCAL_BASE + local, self.local.shape[1]
 
-    def resolve(
-        self, space: int, lanes: Array, address: Array, size: int, *, write: bool
-    ) -> tuple[Array, Array, int, int]:
-        """(host pointers, owners, fault kind or 0, position of the first fault) for each lane."""
-        host, owner = np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32)
-        table = self._store_table if write else self.table
-        kind, position = aot.resolve(space, lanes, address, size, table, self.windows, host, owner)
-        return host, owner, kind, position
+    def resolve(self, access: Access, lanes: Array, address: Array) -> tuple[Place, int, int]:
+        """(where each lane's access goes, fault kind or 0, position of the first fault)."""
+        place = Place(lanes, address, np.empty(len(lanes), np.int64), np.empty(len(lanes), np.int32))
+        table = self._store_table if access.write else self.table
+        kind, position = aot.resolve(
+            access.space, lanes, address, access.size, table, self.windows, place.host, place.owner
+        )
+        return place, kind, position
 
-    def read_only(self, space: int, address: int, size: int) -> bool:
+    def resume(self, access: Access, place: Place, position: int) -> tuple[int, int]:
+        """After a fault that is not raised: give that lane scratch memory, and look for the next fault."""
+        self._scratch[:] = 0
+        place.host[position], place.owner[position] = self._scratch.ctypes.data, SCRATCH
+        first = position + 1
+        rest = place.address if len(place.address) == 1 else place.address[first:]
+        table = self._store_table if access.write else self.table
+        lanes, host, owner = place.lanes[first:], place.host[first:], place.owner[first:]
+        kind, at = aot.resolve(access.space, lanes, rest, access.size, table, self.windows, host, owner)
+        return kind, first + at
+
+    def read_only(self, access: Access, address: int) -> bool:
         """Whether these bytes, which no store may reach, can be loaded."""
         lane, at = np.zeros(1, np.int32), np.array([address], np.uint64)
-        return not self.resolve(space, lane, at, size, write=False)[2]
+        return not self.resolve(replace(access, write=False), lane, at)[1]
 
     def describe(self, space: int, address: int) -> str:
-        """The allocation that an address is in or next to, for messages."""
+        """Where an address is, for messages: in or next to which allocation, and at which element of it."""
         if space == GENERIC and address >= aot.LOCAL_WINDOW:
-            return f"local offset {address - aot.LOCAL_WINDOW - LOCAL_BASE}"
+            return f"at local offset {address - aot.LOCAL_WINDOW - LOCAL_BASE}"
         if space == GENERIC and address >= aot.SHARED_WINDOW:
             space, address = SHARED, address - aot.SHARED_WINDOW
         if space == SHARED:
-            return f"shared offset {address - SHARED_BASE} of {int(self.windows[1]) - SHARED_BASE} bytes"
+            return f"at shared offset {address - SHARED_BASE} of {int(self.windows[1]) - SHARED_BASE} bytes"
         if space == LOCAL:
-            return f"local offset {address - LOCAL_BASE} of {int(self.windows[5]) - LOCAL_BASE} bytes"
-        near = min(
-            self.allocations,
-            key=lambda a: max(a.start - address, address - a.end + 1, 0),
-            default=None,
-        )
-        if near is None:
-            return f"global address {address:#x}; the kernel has no buffers"
-        offset = address - near.start
-        where = f"{near.name or 'a buffer'} ({near.bytes} bytes)"
-        if offset < 0:
-            return f"{-offset} bytes before {where}"
-        past = offset - near.bytes
-        return f"{past} bytes past the end of {where}" if past >= 0 else f"byte {offset} of {where}"
+            return f"at local offset {address - LOCAL_BASE} of {int(self.windows[5]) - LOCAL_BASE} bytes"
+        if 0 <= address < _NULL or not self.allocations:
+            return f"at address {address:#x}: a null pointer"
+        near = min(self.allocations, key=lambda a: max(a.start - address, address - a.end + 1, 0))
+        return near.describe(address - near.start)
 
 
 def _owner(array: Array) -> int:

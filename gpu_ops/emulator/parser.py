@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpu_ops.emulator import refused
 from gpu_ops.emulator.syntax import (
     DTYPE,
     Address,
@@ -129,6 +130,8 @@ class _Parser(Cursor):
             yield self.operand(Scope(None, ""))
 
     def size(self, ptx_type: str) -> int:
+        if ptx_type in refused.HANDLES:
+            return 8
         bits = ptx_type.lstrip(".bsuf")
         if bits not in _SIZES:
             raise self.error(f"{ptx_type!r} is not a type")
@@ -271,6 +274,9 @@ class _Parser(Cursor):
         operands: list[Operand] = []
         if opcode == "call":
             operands.append(self.call(scope))
+        elif refused.feature(opcode, modifiers):
+            self.skip_statement()
+            self.at -= 1
         elif self.peek() != ";":
             operands.append(self.operand(scope))
             while self.accept(","):

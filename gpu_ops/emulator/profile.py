@@ -6,7 +6,6 @@ spills (see :mod:`gpu_ops.kernels.compiler.cubin`), L1 hits, or the order in whi
 
 from __future__ import annotations
 
-import linecache
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,8 @@ from gpu_ops.emulator.counts import (
     several,
     total,
 )
-from gpu_ops.emulator.program import plain_name
+from gpu_ops.emulator.signature import plain_name
+from gpu_ops.emulator.syntax import source_text
 
 _LINES = 12  # hot lines that are shown
 _SPLITS = 4  # lines that split warps, likewise
@@ -111,15 +111,9 @@ class Profile:
                 groups.setdefault(i.places[0] if inlined and i.places else i.place, []).append(i)
         found = []
         for (file, line), group in groups.items():
-            text = self._text(file, line) if file else group[0].ptx
+            text = source_text(self.sources, file, line) if file else group[0].ptx
             found.append(total(group, LineProfile, file=file, line=line, text=text))
         return sorted(found, key=lambda line: -line.cost)
-
-    def _text(self, file: str, line: int) -> str:
-        if file in self.sources:
-            lines = self.sources[file].splitlines()
-            return lines[line - 1].strip() if 0 < line <= len(lines) else ""
-        return linecache.getline(file, line).strip()
 
     # -- memory ---------------------------------------------------------------------------------
 

@@ -1,42 +1,26 @@
-"""Links an entry of a module into one flat program: calls inlined, labels resolved, variables laid out.
-
-A device function is cloned at each call, and its parameters are bound to the caller's ``.param`` variables, which
-become per-thread memory. The machine therefore needs no stack and no scopes: a call disappears and a return is a
-branch.
-"""
+"""A linked program: one flat list of instructions, and the address of every variable."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.emulator.aot import LOCAL_BASE, SHARED_BASE
-from gpu_ops.emulator.errors import EmulatorError, PtxError
+from gpu_ops.emulator.signature import Parameter, plain_name
 from gpu_ops.emulator.syntax import (
     DTYPE,
-    Address,
     Array,
-    Call,
-    Function,
     Immediate,
     Instruction,
-    Label,
     Module,
     Name,
-    Negated,
-    Operand,
-    Pair,
     Variable,
-    Vector,
+    source_text,
 )
-
-_Rename = Callable[[str], str]
-
-_DEPTH = 64  # nested calls; deeper is taken for recursion
 
 
 @dataclass
@@ -49,7 +33,10 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)
+    callees: dict[str, list[int]] = field(default_factory=dict)  # indirect calls: the addresses of a table
+    functions: dict[str, int] = field(default_factory=dict)  # name -> address
     parameters: list[Variable] = field(default_factory=list)
+    signature: tuple[Parameter, ...] = ()  # names and types of the parameters, if they are known
     shared: dict[str, int] = field(default_factory=dict)  # name -> window offset
     local: dict[str, int] = field(default_factory=dict)
     globals: list[Variable] = field(default_factory=list)
@@ -61,11 +48,27 @@ class Program:
     def title(self) -> str:
         return plain_name(self.name)
 
+    @cached_property
+    def waits_for_grid(self) -> bool:
+        """Whether it may wait for all blocks: it asks for the barrier that only a cooperative launch has."""
+        return any(o == Name("%envreg1") for instruction in self.code for o in instruction.operands)
+
     def where(self, pc: int) -> str:
-        """``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)``, for messages."""
-        instruction = self.code[pc]
-        text = f"PTX line {instruction.line}: {self.module.source_line(instruction.line)}"
-        return f"{text}{self.source(pc)}"
+        """``PTX line 120: ld.global.f32 ... (rmsnorm.cu:35)`` and the text of that line, for messages."""
+        return f"PTX line {self.code[pc].line}: {self.text(pc)}"
+
+    def text(self, pc: int) -> str:
+        """An instruction as it is written, and its source line."""
+        return f"{self.module.source_line(self.code[pc].line)}{self.source(pc)}{self._source_line(pc)}"
+
+    def _source_line(self, pc: int) -> str:
+        """The source line on a line of its own: the first one in the text that the caller gave, or else on disk."""
+        places = list(self.places(pc))
+        given = [(file, line) for file, line in places if file in self.module.sources]
+        for file, line in given or places:
+            if text := source_text(self.module.sources, file, line):
+                return f"\n      {Path(file).name} line {line}: {text}"
+        return ""
 
     def source(self, pc: int) -> str:
         """`` (reduce.cuh:12, inlined at kernel.cu:35)``, or nothing without line information."""
@@ -78,138 +81,6 @@ class Program:
         while location is not None and location.file in self.module.files:
             yield self.module.files[location.file], location.line
             location = location.caller
-
-
-def plain_name(name: str) -> str:
-    """A kernel's name as in its source: Numba mangles it with its module and types."""
-    plain, rest = name, name.removeprefix("_ZN" if name.startswith("_ZN") else "_Z")
-    while rest != name and (found := re.match(r"\d+", rest)):
-        end = found.end() + int(found.group())
-        plain, rest = rest[found.end() : end], rest[end:]
-    return plain
-
-
-def link(module: Module, name: str) -> Program:
-    """The program of an entry; the :class:`EmulatorError` for an unknown name lists the entries."""
-    entry = module.functions.get(name)
-    if entry is None or not entry.entry:
-        entries = [f.name for f in module.functions.values() if f.entry]
-        raise EmulatorError(f"no kernel named {name!r}; the module has: {', '.join(entries) or 'none'}")
-    linker = _Linker(module, Program(name, module))
-    linker.program.parameters = entry.parameters
-    linker.inline(entry, "", {}, 0)
-    linker.lay_out()
-    return linker.program
-
-
-class _Linker:
-    def __init__(self, module: Module, program: Program) -> None:
-        self.module = module
-        self.program = program
-        self.clones = 0
-        self.variables: list[Variable] = []
-
-    def inline(self, function: Function, prefix: str, bound: dict[str, str], depth: int) -> None:
-        if depth > _DEPTH:
-            raise PtxError(f"{function.name} calls itself: recursion is not supported")
-        program = self.program
-        labels = {s.name for s in function.body if isinstance(s, Label)}
-        own = {v.name for v in function.variables}
-        mine = labels | own | function.registers.keys()
-
-        def rename(name: str) -> str:
-            return prefix + name if name in mine else bound.get(name, name)
-
-        for name, ptx_type in function.registers.items():
-            program.registers[prefix + name] = ptx_type
-        for parameter in (*function.parameters, *function.results):
-            if parameter.space == "reg":  # hand-written PTX may pass registers
-                raise PtxError(f"{function.name} takes registers; pass .param variables")
-        for name, targets in function.tables.items():
-            program.tables[prefix + name] = [rename(t) for t in targets]
-        for variable in function.variables:
-            self.variables.append(replace(variable, name=rename(variable.name)))
-        end = f"{prefix}end of {function.name}"
-        for statement in function.body:
-            if isinstance(statement, Label):
-                program.labels[rename(statement.name)] = len(program.code)
-            elif statement.opcode == "call":
-                self.call(statement, rename, depth)
-            else:
-                operands = tuple(_rename(o, rename) for o in statement.operands)
-                placed = statement._replace(operands=operands)
-                if statement.guard is not None:
-                    guard = statement.guard._replace(name=rename(statement.guard.name))
-                    placed = placed._replace(guard=guard)
-                if statement.opcode == "ret" and not function.entry:
-                    placed = placed._replace(opcode="bra", modifiers=(), operands=(Name(end),))
-                program.code.append(placed)
-        program.labels[end] = len(program.code)
-        if function.entry:  # falling off the end returns
-            line = program.code[-1].line if program.code else 1
-            program.code.append(Instruction(line, None, None, "ret", (), ()))
-
-    def call(self, statement: Instruction, rename: _Rename, depth: int) -> None:
-        call = statement.operands[0]
-        assert isinstance(call, Call)
-        function = self.module.functions.get(call.callee)
-        if function is None or function.declared_only:
-            self.program.code.append(
-                statement._replace(opcode="trap", modifiers=(), operands=(Name(call.callee),))
-            )
-            return
-        if statement.guard is not None:
-            raise statement.error("a predicated call is not supported")
-        self.clones += 1
-        formal = (*function.results, *function.parameters)
-        actual = (*call.results, *call.arguments)
-        if len(formal) != len(actual) or not all(isinstance(a, Name) for a in actual):
-            raise statement.error(f"{call.callee} wants {len(formal)} .param variables")
-        bound = {f.name: rename(a.name) for f, a in zip(formal, actual, strict=True) if isinstance(a, Name)}
-        self.inline(function, f"{self.clones}:", bound, depth + 1)
-
-    def lay_out(self) -> None:
-        """Static variables in order, then dynamic shared memory; all its symbols name one address."""
-        program = self.program
-        shared, local, dynamic = SHARED_BASE, LOCAL_BASE, []
-        for variable in (*self.module.variables.values(), *self.variables):
-            if variable.space == "shared":
-                if variable.extern:
-                    dynamic.append(variable)
-                    continue
-                shared = _round_up(shared, variable.align)
-                program.shared[variable.name] = shared
-                shared += variable.bytes
-            elif variable.space in ("local", "param"):
-                local = _round_up(local, variable.align)
-                program.local[variable.name] = local
-                local += variable.bytes
-            else:
-                program.globals.append(variable)
-        if dynamic:
-            shared = _round_up(shared, max(16, *(v.align for v in dynamic)))
-            program.shared.update((v.name, shared) for v in dynamic)
-        program.shared_bytes = shared - SHARED_BASE
-        program.local_bytes = local - LOCAL_BASE
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // max(1, multiple)) * max(1, multiple)
-
-
-def _rename(operand: Operand, rename: _Rename) -> Operand:
-    match operand:
-        case Name(name):
-            return Name(rename(name))
-        case Negated(name):
-            return Negated(rename(name))
-        case Address(base, offset):
-            return Address(rename(base), offset)
-        case Vector(parts):
-            return Vector(tuple(_rename(p, rename) for p in parts))
-        case Pair(first, second):
-            return Pair(_rename(first, rename), _rename(second, rename))
-    return operand
 
 
 def immediate(operand: Immediate, ptx_type: str) -> Array:

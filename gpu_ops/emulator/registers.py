@@ -158,6 +158,9 @@ def _symbol(m: State, instruction: Instruction, operand: Name | Address) -> Read
         if name in table:
             value = np.array([table[name] + offset], np.uint64)
             return lambda: value
+    if name in program.functions and isinstance(operand, Name):
+        function = np.array([program.functions[name]], np.uint64)
+        return lambda: function
     if name not in (v.name for v in (*program.globals, *program.parameters)):
         raise instruction.error(f"{name} is neither a register nor a variable")
     return lambda: np.array([m.memory.symbols[name] + offset], np.uint64)  # each launch allocates anew

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from os import PathLike, fspath
 from typing import Any
 
@@ -15,22 +17,41 @@ import numpy as np
 from gpu_ops.emulator import arguments
 from gpu_ops.emulator.batch import WARP
 from gpu_ops.emulator.counts import several
+from gpu_ops.emulator.errors import EmulatorError, SanitizerError
+from gpu_ops.emulator.faults import Faults
+from gpu_ops.emulator.linker import link
 from gpu_ops.emulator.machine import Machine
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.parser import parse
 from gpu_ops.emulator.profile import Profile
 from gpu_ops.emulator.profiler import Profiler
-from gpu_ops.emulator.program import Program, link
+from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.sanitizer import Sanitizer
+from gpu_ops.emulator.signature import named_in_python, signature
+from gpu_ops.emulator.symbols import bind
 from gpu_ops.emulator.syntax import Module
 from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.toolkit import tool
 from gpu_ops.presets import DevicePreset
 
 _THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
 _SHARED_BYTES = 1 << 24  # per batch; the sanitizer's state takes 16 times as much
 
 Dimensions = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How to launch; see :func:`launch`."""
+
+    shared: int
+    sanitize: bool | str
+    sample: Iterable[int] | None
+    together: bool
+    symbols: Mapping[str, Any] | None
+    max_instructions: int
+
 
 _recording: ContextVar[list[Profile] | None] = ContextVar("recording", default=None)
 
@@ -44,10 +65,12 @@ def launch(
     *,
     shared: int = 0,
     arch: str | None = None,
-    sanitize: bool = True,
+    sanitize: bool | str | None = None,
     sample: Iterable[int] | None = None,
     together: bool = False,
     include: Sequence[str | PathLike[str]] = (),
+    symbols: Mapping[str, Any] | None = None,
+    max_instructions: int = 20_000_000,
 ) -> None:
     """Run a kernel on the CPU, under the sanitizer.
 
@@ -56,7 +79,7 @@ def launch(
     source : str
         CUDA C++, which is compiled, or PTX. For a Numba kernel, the PTX that ``numba.cuda.compile`` returns.
     name : str
-        The entry; in CUDA C++ an ``extern "C" __global__`` function.
+        The entry, as in PTX or as in its source: ``f`` for ``_Z1fPf``, if one kernel only is called so.
     grid, block : int or tuple of up to 3 ints
         Blocks, and threads per block (1 to 1024, 64 along z), as ``x``, ``(x, y)`` or ``(x, y, z)``.
     args : sequence
@@ -67,25 +90,34 @@ def launch(
     arch : str, optional
         The card to emulate, as in ``GPU_OPS_ARCH``: ``"sm_90"``, ``"RTX 4090"``. CUDA C++ is compiled for it, its
         limits apply, and a profile uses its L2 cache. Default: sm_80 for CUDA C++, the ``.target`` for PTX.
-    sanitize : bool
-        False does not check for races, uninitialised reads and wrong masks. Faster.
+    sanitize : bool or "collect", optional
+        False does not check for races, uninitialised reads and wrong masks. Faster. ``"collect"`` runs to the end,
+        reports all faults and notes in one error; notes alone are warnings (:class:`SanitizerNote`). Default: True,
+        unless ``GPU_OPS_SANITIZE`` is ``0`` or ``collect``.
     sample : iterable of int, optional
         Run only these blocks, by linear id.
     together : bool
-        Run all blocks at once, like a cooperative launch: they may wait for each other. Otherwise in batches.
+        Run all blocks at once, like a cooperative launch: they may wait for each other, as in ``grid.sync()``.
+        Otherwise in batches.
     include : sequence of folders
         Header folders for CUDA C++, besides the toolkit's. A header is read once per process.
+    symbols : dict, optional
+        Arrays for ``__constant__`` and ``__device__`` variables, by name. An array is the variable's memory, used in
+        place: pass it again to keep the variable for the next launch. The others start anew in each launch.
+    max_instructions : int
+        A batch of blocks that executes more is stopped, as in an endless loop. The default takes about two minutes.
 
     Raises
     ------
     SanitizerError
         The kernel is at fault: ``kind`` is one of :data:`gpu_ops.emulator.sanitizer.KINDS`, and the message names the
-        block, thread, instruction and source line. The arrays keep what was written before.
+        block, thread, instruction and source line. The arrays keep what was written before. ``faults`` has every
+        fault that was found.
     PtxError, UnknownInstruction
         The text cannot be parsed, or has an instruction that is not implemented.
     EmulatorError
-        There is no such kernel or card, the arguments do not fit the parameters, or no driver would accept the
-        launch.
+        There is no such kernel, card or variable, the arguments do not fit the parameters, or no driver would accept
+        the launch.
     KernelCompileError
         The CUDA C++ does not compile, or there is no compiler.
 
@@ -120,7 +152,7 @@ def launch(
     >>> emulator.launch(ptx, "twice", 1, 5, [x])
     Traceback (most recent call last):
         ...
-    gpu_ops.emulator.errors.SanitizerError: out of bounds: 4-byte read at ..., 0 bytes past the end of argument 0 ...
+    gpu_ops.emulator.errors.SanitizerError: out of bounds: 4-byte read past the end of argument 0: element 4 of 4 ...
       kernel twice, block (0,0,0) thread (4,0,0)
       at PTX line 14: ld.global.f32 %f0, [%rd0];
     """
@@ -131,9 +163,16 @@ def launch(
     program = link_source(source, name, compiled_for, folders)
     if arch is None:
         _, card = arguments.select_card(program.module.target or "sm_80")
-    options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, together=together)
     shape = arguments.dimensions("grid", grid), arguments.dimensions("block", block)
-    _launch(program, card, shape, args, **options)
+    options = _Options(
+        shared,
+        arguments.sanitize_mode(sanitize),
+        sample,
+        together,
+        symbols,
+        arguments.limit(max_instructions),
+    )
+    _launch(program, card, shape, args, options)
 
 
 def profile(
@@ -142,17 +181,11 @@ def profile(
     grid: int | tuple[int, ...],
     block: int | tuple[int, ...],
     args: Sequence[Any],
-    *,
-    shared: int = 0,
-    arch: str | None = None,
-    sanitize: bool = True,
-    sample: Iterable[int] | None = None,
-    include: Sequence[str | PathLike[str]] = (),
+    **options: Any,
 ) -> Profile:
-    """Run :func:`launch` and return its profile, which ``print`` shows."""
+    """Run :func:`launch`, which has the options, and return its profile, which ``print`` shows."""
     with record() as profiles:
-        options: Any = dict(shared=shared, sanitize=sanitize, sample=sample, include=include)
-        launch(source, name, grid, block, args, arch=arch, **options)
+        launch(source, name, grid, block, args, **options)
     return profiles[0]
 
 
@@ -171,20 +204,35 @@ def record() -> Iterator[list[Profile]]:
         _recording.reset(token)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # 5 to 30 MB each
 def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
     """The program of an entry of PTX or CUDA C++ text."""
-    return link(_module(source, arch, include), name)
+    module = _module(source, arch, include)
+    program = link(module, name)
+    known = signature(program.name, source if module.text is not source else "")
+    program.signature = named_in_python(program.name, known, module.files.values())
+    return program
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _module(source: str, arch: str, include: tuple[str, ...]) -> Module:
-    if ".address_size" in source or ".entry" in source:
+    if re.search(r"^\s*\.(version|target|address_size)\b", source, re.MULTILINE):
         return parse(source)
-    compiled = compile_text(source, arch, options=tuple(f"-I{folder}" for folder in include))
+    compiled = compile_text(
+        source, arch, options=tuple(f"-I{folder}" for folder in (*include, *_wmma_headers()))
+    )
     module = parse(compiled.ptx)
     module.sources = dict(compiled.sources)
     return module
+
+
+@cache
+def _wmma_headers() -> tuple[str, ...]:
+    """The folder that <mma.h> needs besides the toolkit's own, if the wheels have it: it comes with ptxas."""
+    ptxas = tool("ptxas")
+    folder = ptxas.parent.parent / "include" if ptxas else None
+    apart = folder and (folder / "crt" / "mma.h").is_file() and not (folder / "cuda_fp16.h").exists()
+    return (str(folder),) if apart else ()
 
 
 def _launch(
@@ -192,37 +240,48 @@ def _launch(
     card: DevicePreset,
     shape: tuple[Dimensions, Dimensions],
     args: Sequence[Any],
-    *,
-    shared: int,
-    sanitize: bool,
-    sample: Iterable[int] | None,
-    together: bool,
+    options: _Options,
 ) -> None:
     grid, block = shape
-    arguments.check_launch(program, card.arch, grid, block, shared)
+    arguments.check_launch(program, card.arch, grid, block, options.shared)
     threads = math.prod(block)
-    blocks = arguments.block_ids(sample, math.prod(grid))
+    blocks = arguments.block_ids(options.sample, math.prod(grid))
+    if program.waits_for_grid and options.together and len(blocks) < math.prod(grid):
+        raise EmulatorError(f"{program.title} waits for the whole grid, and sample leaves blocks out")
     args = arguments.check_arguments(args)
-    memory = Memory(program, arguments.buffers(args), shadowed=sanitize)
+    arguments.check_types(program.title, program.signature, args)
+    buffers, sanitize = arguments.buffers(args, program.signature), options.sanitize
+    memory = Memory(program, buffers, shadowed=bool(sanitize), symbols=bind(program, options.symbols))
     data, offsets = arguments.pack(program.parameters, args, memory)
     start = memory.constant("kernel parameters", data)
     memory.symbols.update({name: start + at for name, at in offsets.items()})
+    if options.together:
+        memory.grid_barrier = memory.constant("the barrier of the grid", np.zeros(64, np.uint8))
     sanitizer = Sanitizer(program) if sanitize else None
     recording = _recording.get()
     profiler = None if recording is None else Profiler(program, memory)
+    faults = Faults() if sanitize == "collect" else None
     machine = program.idle.pop() if program.idle else Machine(program)
-    machine.configure(memory, grid, block, shared, (data, offsets), sanitizer, profiler)
-    bytes_per_block = max(1, program.shared_bytes + shared)
+    machine.configure(memory, grid, block, options.shared, (data, offsets), sanitizer, profiler, faults)
+    machine.max_instructions = options.max_instructions
+    bytes_per_block = max(1, program.shared_bytes + options.shared)
     padded = -(-threads // WARP) * WARP
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))
-    if together:
+    if options.together:
         batch = max(1, len(blocks))
     size = f"{several(len(blocks), 'block')} of {several(threads, 'thread')}"
     with visible(f"gpu_ops: emulating {program.title}, {size}"), np.errstate(all="ignore"):
-        for first in range(0, len(blocks), batch):
-            machine.run(blocks[first : first + batch])
+        try:
+            for first in range(0, len(blocks), batch):
+                machine.run(blocks[first : first + batch])
+        except SanitizerError as error:  # that ends the launch
+            if faults is None:
+                raise
+            faults.found[error.kind, "the end"] = error
     if len(blocks):
         machine.release()
     program.idle.append(machine)
+    if faults is not None:
+        faults.finish(program.title)
     if recording is not None and profiler is not None:
-        recording.append(profiler.profile(card, grid, block, len(blocks), shared))
+        recording.append(profiler.profile(card, grid, block, len(blocks), options.shared))

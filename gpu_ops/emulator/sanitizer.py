@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from gpu_ops.emulator import shadow
 from gpu_ops.emulator.aot import SHARED_BASE
 from gpu_ops.emulator.batch import WARP, Batch
-from gpu_ops.emulator.errors import SanitizerError
 from gpu_ops.emulator.memory import Access, Place
 from gpu_ops.emulator.program import Program
 from gpu_ops.emulator.shadow import EACH_BYTE, OUTSIDE, POISONED, STORED, UNWRITTEN
@@ -33,6 +33,7 @@ KINDS = (
     "barrier divergence",
     "deadlock",
     "livelock",
+    "endless loop",
     "warp mask",
     "trap",
 )
@@ -40,7 +41,7 @@ KINDS = (
 _GLOBAL = {
     OUTSIDE: ("out of bounds", "a byte that belongs to no argument (between the rows of a strided array?)"),
     POISONED: ("poisoned read", "padding that must not be read"),
-    UNWRITTEN: ("uninitialised read", "a byte of a result that nobody has written"),
+    UNWRITTEN: ("uninitialised read", "a byte that nothing has written"),
     STORED: ("read-only load of written data", "a byte that this launch has written, by ld.global.nc"),
 }
 
@@ -75,8 +76,8 @@ class Sanitizer:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def access(self, access: Access, place: Place) -> None:
-        """Check an access before it happens."""
+    def access(self, access: Access, place: Place, values: Array | None = None) -> None:
+        """Check an access before it happens. ``values``: what a store writes, ``[elements, threads]``."""
         owners = place.owner
         if len(owners) == 0:
             return
@@ -84,46 +85,80 @@ class Sanitizer:
         if high >= 0:
             self._global(access, place)
         if low < 0:
-            for owner, check in ((-1, self._shared), (-2, self._local)):
-                if low == high == owner:
-                    check(access, place.lanes, place.host)
-                elif low <= owner:
-                    mine = owners == owner
-                    check(access, place.lanes[mine], place.host[mine])
+            if low == high == -1:
+                self._shared(access, place.lanes, place.host, values)
+            elif low == high == -2:
+                self._local(access, place.lanes, place.host)
+            else:
+                mine = owners == -1
+                self._shared(access, place.lanes[mine], place.host[mine], values)
+                mine = owners == -2
+                self._local(access, place.lanes[mine], place.host[mine])
 
     def _global(self, access: Access, place: Place) -> None:
         wrong = OUTSIDE | POISONED | UNWRITTEN | (STORED if access.constant else 0)
         table, wrong = self.m.memory.table, wrong * EACH_BYTE
-        bits, position, byte = shadow.check_global(
-            place.host, place.owner, table, access.size, wrong, access.read, access.write
-        )
-        if bits:
+        host, owner, first = place.host, place.owner, 0
+        while True:
+            bits, position, byte = shadow.check_global(
+                host, owner, table, access.size, wrong, access.read, access.write
+            )
+            if not bits:
+                return
             kind, what = next(text for bit, text in _GLOBAL.items() if bits & bit)
-            address = int(place.address[0 if len(place.address) == 1 else position]) + byte
-            verb = "read" if access.read else "write"
-            where = self.m.memory.describe(access.space, address)
-            raise self.m.fault(kind, access.pc, int(place.lanes[position]), f"{verb} of {what}: {where}")
+            address = int(place.address[0 if len(place.address) == 1 else first + position]) + byte
+            lane = int(place.lanes[first + position])
+            self.m.report(kind, access.pc, lane, partial(self._global_text, access, address, what))
+            first += position + 1
+            host, owner = place.host[first:], place.owner[first:]
+
+    def _global_text(self, access: Access, address: int, what: str) -> str:
+        verb = "read" if access.read else "write"
+        return f"{verb} of {what}, {self.m.memory.describe(access.space, address)}"
 
     def _local(self, access: Access, lanes: Array, host: Array) -> None:
         if access.read and not access.element:
             return
         base, stride = int(self.m.memory.windows[4]), int(self.m.memory.windows[6])
-        position = shadow.check_local(host, lanes, base, stride, self.written, access.size, access.element)
-        if position >= 0:
+        while True:
+            position = shadow.check_local(
+                host, lanes, base, stride, self.written, access.size, access.element
+            )
+            if position < 0:
+                return
             lane = int(lanes[position])
             offset = int(host[position]) - base - lane * stride
             what = f"{access.size}-byte read of local offset {offset}, which the thread has not written"
-            raise self.m.fault("uninitialised read", access.pc, lane, what)
+            self.m.report("uninitialised read", access.pc, lane, what)
+            lanes, host = lanes[position + 1 :], host[position + 1 :]
 
-    def _shared(self, access: Access, lanes: Array, host: Array) -> None:
+    def _shared(self, access: Access, lanes: Array, host: Array, values: Array | None) -> None:
         flags = access.read, access.write, access.atomic, access.asynchronous
-        kind, position, row = shadow.check_shared(host, lanes, access.size, *self.tables, access.pc, *flags)
-        if kind:
-            raise self._shared_fault(access, kind, int(lanes[position]), int(row))
+        while True:
+            kind, position, row = shadow.check_shared(
+                host, lanes, access.size, *self.tables, access.pc, *flags
+            )
+            if not kind:
+                break
+            if kind == shadow.RACE_WRITE and values is not None:
+                first = _distinct_stores(lanes, host, values)
+                values = None
+                if len(first) < len(lanes):
+                    what = partial(self._alike, lanes, host, first)
+                    self.m.note(access.pc, int(lanes[position]), what)
+                    lanes, host = lanes[first], host[first]
+                    continue
+            self._shared_fault(access, kind, int(lanes[position]), int(row))
+            lanes, host = lanes[position + 1 :], host[position + 1 :]
         if access.asynchronous:
             self.copies.append(_Copies(lanes, host, access.size, self.committed[lanes]))
 
-    def _shared_fault(self, access: Access, kind: int, lane: int, row: int) -> SanitizerError:
+    def _alike(self, lanes: Array, host: Array, first: Array) -> str:
+        other = np.setdiff1d(np.arange(len(lanes)), first)[0]
+        same = (host == host[other]) & (lanes // WARP == lanes[other] // WARP)
+        return f"{int(same.sum())} lanes of a warp store the same value to one address of shared memory"
+
+    def _shared_fault(self, access: Access, kind: int, lane: int, row: int) -> None:
         m, s = self.m, self.state[row]
         per_block = int(m.memory.windows[2]) // self.granule
         block = row // per_block
@@ -136,14 +171,18 @@ class Sanitizer:
             return f"{did} by {m.thread(block * m.padded + thread)}\n    at {m.program.where(pc)}"
 
         if kind == shadow.UNINITIALISED:
-            return m.fault("uninitialised read", access.pc, lane, f"{what}, which no thread has written")
-        if kind in (shadow.PENDING_READ, shadow.PENDING_WRITE):
-            copy = other(int(s[shadow.PENDING]) - 1, int(s[shadow.PENDING_PC]), "the copy was issued")
-            what = f"{what}, where an asynchronous copy is pending; {copy}"
-            return m.fault("asynchronous copy not waited for", access.pc, lane, what)
-        wrote = kind == shadow.RACE_WRITE
-        last = other(*_rival(s, wrote, lane % m.padded, access.atomic), "written" if wrote else "read")
-        return m.fault("shared-memory race", access.pc, lane, f"{what}, with no barrier since it was {last}")
+            m.report("uninitialised read", access.pc, lane, lambda: f"{what}, which no thread has written")
+        elif kind in (shadow.PENDING_READ, shadow.PENDING_WRITE):
+            thread, pc = int(s[shadow.PENDING]) - 1, int(s[shadow.PENDING_PC])
+            pending = f"{what}, where an asynchronous copy is pending"
+            text = partial(other, thread, pc, "the copy was issued")
+            m.report("asynchronous copy not waited for", access.pc, lane, lambda: f"{pending}; {text()}", pc)
+        else:
+            wrote = kind == shadow.RACE_WRITE
+            thread, pc = _rival(s, wrote, lane % m.padded, access.atomic)
+            text = partial(other, thread, pc, "written" if wrote else "read")
+            unordered = f"{what}, with no barrier since it was"
+            m.report("shared-memory race", access.pc, lane, lambda: f"{unordered} {text()}", pc)
 
     # -- order ------------------------------------------------------------------------------------
 
@@ -183,11 +222,10 @@ class Sanitizer:
         """A lane that runs a warp instruction must be in its own mask."""
         lane = np.arange(WARP, dtype=np.uint32)
         absent = here & ((named >> lane) & 1 == 0)
-        if absent.any():
-            at = int(np.flatnonzero(absent.ravel())[0])
+        for at in np.flatnonzero(absent).tolist():
             mask = int(named.ravel()[at])
             what = f"lane {at % WARP} is not in its own member mask {mask:#010x}"
-            raise self.m.fault("warp mask", pc, at, what)
+            self.m.report("warp mask", pc, at, what)
 
     def shuffled(self, pc: int, here: Array, named: Array, source: Array, valid: Array) -> None:
         """A lane must not read from a lane that takes no part."""
@@ -195,11 +233,17 @@ class Sanitizer:
         there = np.take_along_axis(here, source, axis=1)
         member = (named >> source.astype(np.uint32)) & 1 != 0
         wrong = here & valid & ~(there & member)
-        if wrong.any():
-            at = int(np.flatnonzero(wrong.ravel())[0])
+        for at in np.flatnonzero(wrong).tolist():
             of = int(source.ravel()[at])
             why = "has ended or is elsewhere" if not there.ravel()[at] else "is not in the mask"
-            raise self.m.fault("warp mask", pc, at, f"lane {at % WARP} shuffles from lane {of}, which {why}")
+            what = f"lane {at % WARP} shuffles from lane {of}, which {why}"
+            self.m.report("warp mask", pc, at, what)
+
+
+def _distinct_stores(lanes: Array, host: Array, values: Array) -> Array:
+    """Positions of the lanes that remain if lanes of one warp that store equal bits to one address count once."""
+    rows = np.stack([lanes // WARP, host, *values[:, lanes].astype(np.int64)], axis=1)
+    return np.sort(np.unique(rows, axis=0, return_index=True)[1])
 
 
 def _granule(program: Program) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.emulator.batch import NONE, SPECIAL_REGISTERS, Batch, Mask
+from gpu_ops.emulator.faults import Faults
 from gpu_ops.emulator.memory import Memory
 from gpu_ops.emulator.profiler import Profiler
 from gpu_ops.emulator.program import Program
@@ -79,20 +80,21 @@ class State(Batch):
         parameters: tuple[Array, dict[str, int]],
         sanitizer: Sanitizer | None,
         profiler: Profiler | None,
+        faults: Faults | None = None,
     ) -> None:
         """Set up a launch. ``parameters``: the bytes of the parameter space, and the offset of each parameter."""
         self.memory = memory
         self.grid, self.block = grid, block
         self.dynamic_shared = dynamic_shared
         self._parameters, self._offsets = parameters
-        self.sanitizer, self.profiler = sanitizer, profiler
+        self.sanitizer, self.profiler, self.faults = sanitizer, profiler, faults
 
     def release(self) -> None:
         """Drop everything that belongs to the launch."""
         del self.memory, self.barriers, self.alive, self.lanes, self.groups
         self.registers.clear()
         self._mask_of_lanes, self._lanes_of_mask = None, np.zeros(0, np.int32)
-        self.sanitizer = self.profiler = None
+        self.sanitizer = self.profiler = self.faults = None
 
     def begin(self, blocks: Array) -> None:
         super().begin(blocks)
@@ -238,6 +240,8 @@ class Barriers:
         if not done.any():
             return
         free = (at & done[:, None]).ravel()
+        if m.faults is not None:
+            self._note_absent(m, at, done & (wanted == 0))
         self.waiting &= ~free
         self.any = bool(self.waiting.any())
         self.arrived[done, barrier] = 0
@@ -252,6 +256,15 @@ class Barriers:
             m.steps[pc].run.finish(free, mask)
             yield int(pc) + 1, mask
 
+    def _note_absent(self, m: State, at: Array, opens: Array) -> None:
+        """Note a barrier that opens without threads that have ended: it does since Volta; CUDA C++ leaves it open."""
+        size = m.block[0] * m.block[1] * m.block[2]
+        for block in np.flatnonzero(opens & (at.sum(axis=1) < size)):
+            lane = int(block) * self.shape[1] + int(np.flatnonzero(at[block])[0])
+            here = int(at[block].sum())
+            what = f"a barrier of the block opens for {here} of {size} threads, because the others have ended"
+            m.note(int(self.pc[lane]), lane, what)
+
     def _check_divergence(self, m: State, free: Array) -> None:
         """Raise if threads of one block met at different instructions, which CUDA C++ leaves undefined."""
         for block, mine in enumerate(free.reshape(self.shape)):
@@ -261,7 +274,7 @@ class Barriers:
                 first = [block * self.shape[1] + int(np.flatnonzero(mine & (pc == p))[0]) for p in pcs[:2]]
                 other = f"{m.thread(first[0])} waits at {m.program.where(int(pcs[0]))}"
                 what = f"threads of one block meet at two barriers; {other}"
-                raise m.fault("barrier divergence", int(pcs[1]), first[1], what)
+                m.report("barrier divergence", int(pcs[1]), first[1], what, int(pcs[0]))
 
     def standing(self) -> Iterator[tuple[int, Array, str]]:
         """(pc, mask, reason) of the threads that wait, for messages."""

@@ -7,8 +7,9 @@ compute with them unpack them.
 
 from __future__ import annotations
 
+import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -177,6 +178,14 @@ class Module:
         return self.text.splitlines()[line - 1].strip()
 
 
+def source_text(sources: Mapping[str, str], file: str, line: int) -> str:
+    """A line of a source file, without its indentation: from ``sources`` or from disk; empty if there is none."""
+    if file in sources:
+        lines = sources[file].splitlines()
+        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    return linecache.getline(file, line).strip()
+
+
 # -- tokens ---------------------------------------------------------------------------------------
 
 _PATTERN = re.compile(
@@ -206,9 +215,11 @@ def _tokens(text: str) -> Iterator[Token]:
             if not text[position:].strip("\0 \n\t"):  # compilers end the text with NUL
                 return
             raise PtxError(f"PTX line {line}: unexpected {text[position : position + 20]!r}")
-        kind = match.lastgroup or ""
-        if kind not in ("skip", "newline"):
-            yield Token(kind, match.group(), line)
+        kind, word = match.lastgroup or "", match.group()
+        if kind == "word" and word.startswith("."):  # directives may touch: `{.reg.b16 h;`
+            yield from (Token(kind, f".{part}", line) for part in word[1:].split("."))
+        elif kind not in ("skip", "newline"):
+            yield Token(kind, word, line)
         line += match.group().count("\n")
         position = match.end()
 

@@ -46,7 +46,7 @@ def _together(here: Array, named: Array) -> Array:
     return together
 
 
-def _collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
+def collective(m: State, pc: int, members: Reader | None, run: Callable[[Array, Array, Mask], None]) -> Step:
     """``run(active [W, 32], members [W, 32], mask)`` for the lanes whose partners have all arrived."""
 
     def step(group: Group, active: Mask) -> int | None:
@@ -79,7 +79,7 @@ def syncwarp(m: State, pc: int, instruction: Instruction) -> Step:
         if m.sanitizer is not None:
             m.sanitizer.warp_barrier(here)
 
-    return _collective(m, pc, members, run)
+    return collective(m, pc, members, run)
 
 
 def _write_all(
@@ -111,7 +111,7 @@ def _shfl(m: State, pc: int, instruction: Instruction) -> Step:
             m.sanitizer.shuffled(pc, here, named, source, valid)
         write(warp.shfl(mode, lane, distance, clamp, named, here), mask)
 
-    return _collective(m, pc, members, run)
+    return collective(m, pc, members, run)
 
 
 def _exchange(
@@ -129,7 +129,7 @@ def _exchange(
     def run(here: Array, named: Array, mask: Mask) -> None:
         write(evaluate(_rows(m, read()), named, here), mask)
 
-    return _collective(m, pc, reader(m, instruction, members, "u32"), run)
+    return collective(m, pc, reader(m, instruction, members, "u32"), run)
 
 
 def _vote(m: State, pc: int, instruction: Instruction) -> Step:
@@ -145,8 +145,9 @@ def _match(m: State, pc: int, instruction: Instruction) -> Step:
 
 
 def _redux(m: State, pc: int, instruction: Instruction) -> Step:
-    _, operation, ptx_type = instruction.modifiers
-    run = partial(warp.redux, operation, ptx_type)
+    _, operation, *modifiers, ptx_type = instruction.modifiers
+    warp.check_redux(operation, ptx_type, tuple(modifiers))
+    run = partial(warp.redux, operation, ptx_type, modifiers=tuple(modifiers))
     return _exchange(m, pc, instruction, (ptx_type, ptx_type), lambda *a: (run(*a),))
 
 
@@ -156,7 +157,7 @@ def _elect(m: State, pc: int, instruction: Instruction) -> Step:
     def run(here: Array, named: Array, mask: Mask) -> None:
         write(warp.elect(named, here), mask)
 
-    return _collective(m, pc, reader(m, instruction, instruction.operands[1], "u32"), run)
+    return collective(m, pc, reader(m, instruction, instruction.operands[1], "u32"), run)
 
 
 def _activemask(m: State, pc: int, instruction: Instruction) -> Step:
@@ -182,7 +183,11 @@ def _spread(m: State, warps: Array, values: Array) -> Array:
 
 
 def _mma(m: State, pc: int, instruction: Instruction) -> Step:
-    form = matrix.mma(instruction.modifiers)
+    return product(m, pc, instruction, matrix.mma(instruction.modifiers))
+
+
+def product(m: State, pc: int, instruction: Instruction, form: matrix.Mma) -> Step:
+    """The step of ``d, a, b, c`` that multiplies tiles: ``mma`` and ``wmma.mma``."""
     d, *sources = instruction.operands
     readers = [
         [reader(m, instruction, part, ptx_type) for part in parts(operand)]
@@ -205,7 +210,7 @@ def _mma(m: State, pc: int, instruction: Instruction) -> Step:
         if m.profiler is not None:
             m.profiler.multiplied(form.kind, form.macs * len(warps))
 
-    return _collective(m, pc, None, run)
+    return collective(m, pc, None, run)
 
 
 def _matrix_form(instruction: Instruction) -> tuple[bool, int, bool, int]:
@@ -243,7 +248,7 @@ def _ldmatrix(m: State, pc: int, instruction: Instruction) -> Step:
         for write, fragment in zip(writers, load(data), strict=True):
             write(_spread(m, warps, fragment), mask)
 
-    return _collective(m, pc, None, run)
+    return collective(m, pc, None, run)
 
 
 def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
@@ -262,7 +267,7 @@ def _stmatrix(m: State, pc: int, instruction: Instruction) -> Step:
         words[:, place.lanes] = np.ascontiguousarray(data).view(np.uint64).reshape(-1, 2).T
         aot.scatter(place.host, place.lanes, words)
 
-    return _collective(m, pc, None, run)
+    return collective(m, pc, None, run)
 
 
 def _movmatrix(m: State, pc: int, instruction: Instruction) -> Step:
@@ -272,7 +277,7 @@ def _movmatrix(m: State, pc: int, instruction: Instruction) -> Step:
     def run(here: Array, named: Array, mask: Mask) -> None:
         write(matrix.movmatrix(np.ascontiguousarray(_rows(m, read()))).ravel(), mask)
 
-    return _collective(m, pc, None, run)
+    return collective(m, pc, None, run)
 
 
 BUILDERS: dict[str, Builder] = {

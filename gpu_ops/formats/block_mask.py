@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.call_key import array_key
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats import block_patterns
 
@@ -67,7 +68,11 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         if not hasattr(self.visible, "dtype"):  # lists of bools are welcome
-            object.__setattr__(self, "visible", np.asarray(self.visible))
+            try:
+                visible = np.asarray(self.visible)
+            except ValueError as error:  # rows of different lengths
+                raise ShapeError(f"BlockMask.visible is no array: {error}") from error
+            object.__setattr__(self, "visible", visible)
         if self.visible.dtype != np.bool_:
             raise DTypeError(
                 f"BlockMask.visible must be bool (True: visible), got {self.visible.dtype}; "
@@ -96,6 +101,7 @@ class BlockMask:
         """Blocks of queries and of keys that cover the two lengths."""
         return -(-seqlen_q // self.block_q), -(-seqlen_k // self.block_k)
 
+    @typed_memory_errors("BlockMask.expand")
     def expand(self, seqlen_q: int, seqlen_k: int) -> npt.NDArray[np.bool_]:
         """The dense mask ``(..., seqlen_q, seqlen_k)``, leading axes as in ``visible``.
 

@@ -335,8 +335,9 @@ def _inv_freq(s: RopeScaling, rotary_dim: int, theta: float, seqlen: int) -> npt
 
 
 def _divisors(who: str, name: str, values: Any, *, empty: bool = False) -> tuple[float, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise OptionError(f"{who}: {name} must be a sequence of numbers, got {type(values).__name__}")
+    if isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) != 1:
+        shape = f" of shape {values.shape}" if isinstance(values, np.ndarray) else ""
+        raise OptionError(f"{who}: {name} must be a sequence of numbers, got {type(values).__name__}{shape}")
     result = tuple(number(who, f"{name}[{i}]", v, above=0.0) for i, v in enumerate(values))
     if not result and not empty:
         raise OptionError(f"{who}: {name} is empty; it needs rotary_dim / 2 numbers")

@@ -93,7 +93,8 @@ class _Reader:
 
 def _find(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The rope part, and the config around it."""
-    present = [name for name in _PARTS if config.get(name)]
+    parts = {name: config.get(name) for name in _PARTS}
+    present = [n for n, part in parts.items() if part is not None and (not isinstance(part, Mapping) or part)]
     if present:
         # transformers 5 writes rope_parameters; a rope_scaling beside it is the same thing, older
         part = config[present[0]]
@@ -123,7 +124,7 @@ def _layer(part: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]
         if layer_type is not None:
             raise OptionError(f"{_WHO}: layer_type={layer_type!r}, but this config has one set for all")
         return part
-    if layer_type not in layers:
+    if not isinstance(layer_type, str) or layer_type not in layers:
         raise OptionError(
             f"{_WHO}: this config has rope parameters per layer type; pass layer_type=, one of "
             f"{', '.join(map(repr, layers))}; got {layer_type!r}"
@@ -134,9 +135,9 @@ def _layer(part: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]
 def _kind(part: Mapping[str, Any]) -> str:
     kind = part.get("rope_type", part.get("type", "default"))
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise OptionError(f"{_WHO}: rope type {kind!r} is unknown; there are {', '.join(map(repr, KINDS))}")
-    return str(kind)
+    return kind
 
 
 def _build(new: type[RopeScaling], kind: str, read: _Reader) -> RopeScaling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from gpu_ops.core.arrays import Array
@@ -21,6 +22,7 @@ __all__ = [
     "fits",
     "matrix_shape",
     "not_finite",
+    "number_array",
     "on_host",
     "pack",
     "unpack",
@@ -34,7 +36,7 @@ def matrix_shape(op: str, shape: Any) -> tuple[int, int]:
     """``shape`` as two non-negative Python integers."""
     try:
         sizes = tuple(shape)
-    except TypeError:
+    except Exception:  # no sequence, or one that cannot be read: a memoryview of two axes
         sizes = ()
     if len(sizes) != 2:
         raise ShapeError(f"{op}: shape must be (N, K), got {shape!r}")
@@ -107,21 +109,27 @@ def not_finite(op: str) -> OptionError:
     return OptionError(f"{op}: w holds NaN or infinity (or its |w| overflow); a trit cannot carry them on")
 
 
+def number_array(op: str, scale: Any) -> Array | None:
+    """A real number of Python or NumPy, or a 0-d NumPy array of one, as a 0-d array of float32; else None."""
+    if isinstance(scale, np.ndarray) and not scale.ndim:
+        scale = scale[()]
+    real = isinstance(scale, (int, float, np.integer, np.floating, ml_dtypes.bfloat16))
+    if real and not isinstance(scale, (bool, np.timedelta64)):
+        try:
+            with np.errstate(over="ignore"):  # infinity is refused in any case
+                return np.asarray(scale, np.float32)
+        except OverflowError as error:
+            raise OptionError(f"{op}: scale is an integer that float32 cannot hold") from error
+    if isinstance(scale, (bool, complex, str, np.generic)):
+        raise DTypeError(f"{op}: scale is {type(scale).__name__}; expected a number or a float32 array")
+    return None
+
+
 def check_scale(scale: Any, shape: tuple[int, int]) -> Array:
     """A finite float32 scale whose shape says what it scales."""
     n, k = shape
-    if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(
-        scale, (bool, np.timedelta64)
-    ):
-        try:
-            scale = np.asarray(scale, np.float32)
-        except OverflowError as error:
-            raise OptionError("TernaryMatrix: scale is an integer that float32 cannot hold") from error
-    elif isinstance(scale, (bool, complex, str, np.generic)):
-        raise DTypeError(
-            f"TernaryMatrix: scale is {type(scale).__name__}; expected a number or a float32 array"
-        )
-    array = Call("TernaryMatrix").read("scale", scale)
+    number = number_array("TernaryMatrix", scale)
+    array = Call("TernaryMatrix").read("scale", scale) if number is None else number
     if array.dtype != np.float32:
         raise DTypeError(
             f"TernaryMatrix: scale is {array.dtype}; scales are float32: scale.astype(np.float32)"

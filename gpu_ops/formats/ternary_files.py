@@ -1,33 +1,36 @@
 """Ternary matrices from model files: BitNet checkpoints in safetensors, and GGUF.
 
-Checkpoints need the package ``safetensors``: ``pip install "gpu-ops[files]"``. Every byte is checked by the strict
-decoder of its format, and whatever a file leaves open must be said by the caller: a wrong guess would decode
-to plausible nonsense.
+Every byte is checked by the strict decoder of its format, and whatever a file leaves open must be said by the caller:
+a wrong guess would decode to plausible nonsense.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import importlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer, one_of
-from gpu_ops.errors import FormatError, MissingPackageError, OptionError, ShapeError
+from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.errors import FormatError, OptionError, ShapeError
+from gpu_ops.formats.files import files_in, opened, path_of, read_part
 from gpu_ops.formats.gguf_header import GGUFTensor, read_header
+from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, StoredTensor
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 
 __all__ = ["read_bitnet", "read_gguf"]
 
 
+@typed_memory_errors("read_bitnet")
 def read_bitnet(
     path: Any,
     *,
@@ -63,9 +66,8 @@ def read_bitnet(
         that are not there.
     FormatError
         Bytes that are no trits, a scale that is none or that float32 cannot hold, a config that is no object.
-    FileNotFoundError
-        There is nothing at ``path``.
-    MissingPackageError
+    FileError
+        The file cannot be read, or is no regular file; MissingFileError, a FileNotFoundError, where there is none.
 
     Notes
     -----
@@ -78,45 +80,28 @@ def read_bitnet(
     >>> y = gpu_ops.ternary_matmul(x, weights["model.layers.0.mlp.up_proj"])  # doctest: +SKIP
     """
     name = "read_bitnet"
-    where = Path(path)
-    where.stat()  # what is not there needs no package, and nobody has to say what its scales are
-    safetensors = _package(name, "safetensors")
-    files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
+    where = path_of(name, path)
+    files = files_in(name, where, "*.safetensors")
     if not files:
         raise OptionError(f"{name}: no .safetensors file in {where}")
     if weight_scale is not None:
         weight_scale = one_of(name, "weight_scale", weight_scale, ("multiply", "divide"))
     meaning = _scale_meaning(name, weight_scale, _config(name, where, config))
-    opened = [_open(name, safetensors, file) for file in files]
-    holder: dict[str, Any] = {}
-    for file, contents in zip(files, opened, strict=True):
-        for key in contents.keys():  # noqa: SIM118  # not a dict
-            if key in holder:
-                raise FormatError(
-                    f"{name}: {key} is in {file.name} and in a file before it; expected it once"
-                )
-            holder[key] = contents
-    packed = [key.removesuffix(".weight_scale") for key in holder if key.endswith(".weight_scale")]
-    matrices = {}
-    for module in _chosen(name, names, packed):
-        weight, bias, scale = (f"{module}.{part}" for part in ("weight", "bias", "weight_scale"))
-        stored = holder[weight].get_slice(weight) if weight in holder else None
-        shape = () if stored is None else tuple(stored.get_shape())
-        if stored is None or stored.get_dtype() != "U8" or len(shape) != 2:
-            raise FormatError(
-                f"{name}: {module} has a weight_scale and {_described(stored, 'weight')}; "
-                "expected the packed U8 (N / 4, K)"
-            )
-        codes: Array = holder[weight].get_tensor(weight)
-        outputs = 4 * len(codes)
-        if bias in holder:
-            added = holder[bias].get_slice(bias)
-            if len(added.get_shape()) != 1:
-                raise FormatError(f"{name}: {module} has {_described(added, 'bias')}; expected one axis")
-            outputs = int(added.get_shape()[0])
-        factor = _factor(f"{name}: {scale}", _one_number(f"{name}: {scale}", holder[scale], scale), meaning)
-        matrices[module] = _named(f"{name}: {module}", codes, factor, (outputs, codes.shape[1]), "hf_bitnet")
-    return matrices
+    with contextlib.ExitStack() as stack:
+        holder: dict[str, SafetensorsFile] = {}
+        for file in files:
+            contents = SafetensorsFile(name, file, stack.enter_context(opened(name, file)))
+            for key in contents.tensors:
+                if key in holder:
+                    raise FormatError(
+                        f"{name}: {key} is in {file.name} and in a file before it; expected it once"
+                    )
+                holder[key] = contents
+        packed = [key.removesuffix(".weight_scale") for key in holder if key.endswith(".weight_scale")]
+        return {
+            module: _from_safetensors(name, module, holder, meaning)
+            for module in _chosen(name, names, packed)
+        }
 
 
 # What else the number of a tensor type means, for those that two projects gave out.
@@ -129,6 +114,7 @@ _CERTAIN = {34: "tq1_0", 35: "tq2_0"}
 _READABLE = ("i2_s", "tl1", "tl2", "tq1_0", "tq2_0", "q2_0")
 
 
+@typed_memory_errors("read_gguf")
 def read_gguf(
     path: Any,
     *,
@@ -158,6 +144,8 @@ def read_gguf(
         A tensor's type has two meanings and ``formats`` names none.
     FormatError, ShapeError
         The file is damaged, cut short or big-endian, its bytes are no trits, or the shape does not fit the format.
+    FileError
+        The file cannot be read, or is no regular file; MissingFileError, a FileNotFoundError, where there is none.
 
     Examples
     --------
@@ -170,32 +158,53 @@ def read_gguf(
         raise OptionError(f"{name}: formats must be a dict such as {{36: 'i2_s'}}, got {formats!r}")
     for number, format in (formats or {}).items():
         meanings[integer(name, "formats", number, low=0)] = one_of(name, "formats", format, _READABLE)
-    data, tensors = read_header(name, Path(path))
-    ternary = [tensor.name for tensor in tensors if tensor.type in meanings or tensor.type in _CLASHES]
-    chosen = set(_chosen(name, names, ternary))
-    matrices = {}
-    for tensor in tensors:
-        if tensor.name not in chosen:
-            continue
-        if tensor.type not in meanings:
-            raise OptionError(
-                f"{name}: {tensor.name} has type {tensor.type}, which is {_CLASHES[tensor.type]}; say which: "
-                f"formats={{{tensor.type}: ...}}"
-            )
-        matrices[tensor.name] = _from_gguf(
-            f"{name}: {tensor.name}", data, tensor, FORMATS[meanings[tensor.type]]
-        )
+    where = path_of(name, path)
+    with opened(name, where) as file:
+        tensors = read_header(name, where, file)
+        ternary = [tensor.name for tensor in tensors if tensor.type in meanings or tensor.type in _CLASHES]
+        chosen = set(_chosen(name, names, ternary))
+        matrices, read = {}, 0
+        for tensor in tensors:
+            if tensor.name not in chosen:
+                continue
+            if tensor.type not in meanings:
+                raise OptionError(
+                    f"{name}: {tensor.name} has type {tensor.type}, which is {_CLASHES[tensor.type]}; say which: "
+                    f"formats={{{tensor.type}: ...}}"
+                )
+            what = f"{name}: {tensor.name}"
+            matrix = _from_gguf(what, file, tensor, FORMATS[meanings[tensor.type]])
+            read += matrix.codes.nbytes
+            if read > os.fstat(file.fileno()).st_size:
+                raise FormatError(
+                    f"{what}: the tensors up to this one take {read} bytes, more than the file has"
+                )
+            matrices[tensor.name] = matrix
     return matrices
 
 
 # --- safetensors -----------------------------------------------------------------------------------
 
 
-def _open(name: str, safetensors: Any, file: Path) -> Any:
-    try:
-        return safetensors.safe_open(file, framework="np")
-    except safetensors.SafetensorError as error:
-        raise FormatError(f"{name}: {file}: {error}") from error
+def _from_safetensors(
+    name: str, module: str, holder: Mapping[str, SafetensorsFile], meaning: str
+) -> TernaryMatrix:
+    weight, bias, scale = (f"{module}.{part}" for part in ("weight", "bias", "weight_scale"))
+    stored = holder[weight].tensors[weight] if weight in holder else None
+    if stored is None or stored.dtype != "U8" or len(stored.shape) != 2:
+        raise FormatError(
+            f"{name}: {module} has a weight_scale and {_described(stored, 'weight')}; "
+            "expected the packed U8 (N / 4, K)"
+        )
+    codes = holder[weight].read(weight)
+    outputs = 4 * len(codes)
+    if bias in holder:
+        added = holder[bias].tensors[bias]
+        if len(added.shape) != 1:
+            raise FormatError(f"{name}: {module} has {_described(added, 'bias')}; expected one axis")
+        outputs = added.shape[0]
+    factor = _factor(f"{name}: {scale}", _one_number(f"{name}: {scale}", holder[scale], scale), meaning)
+    return _named(f"{name}: {module}", codes, factor, (outputs, codes.shape[1]), "hf_bitnet")
 
 
 def _config(name: str, where: Path, config: Any) -> Mapping[str, Any]:
@@ -203,16 +212,27 @@ def _config(name: str, where: Path, config: Any) -> Mapping[str, Any]:
         return config
     if not isinstance(config, (str, os.PathLike, type(None))):
         raise OptionError(f"{name}: config must be a path or a dict, got {type(config).__name__}")
-    file = (where if where.is_dir() else where.parent) / "config.json" if config is None else Path(config)
+    file = (
+        (where if where.is_dir() else where.parent) / "config.json"
+        if config is None
+        else path_of(name, config)
+    )
     if config is None and not file.is_file():
         return {}
+    with opened(name, file) as contents:
+        text = contents.read(_LONGEST_CONFIG + 1)
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        if len(text) > _LONGEST_CONFIG:
+            raise ValueError(f"it has more than {_LONGEST_CONFIG} bytes")
+        read = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{name}: {file} is not JSON: {error}") from error
     if not isinstance(read, Mapping):
         raise FormatError(f"{name}: {file} holds no JSON object, as a model's config is one")
     return read
+
+
+_LONGEST_CONFIG = 1 << 20  # in bytes; published ones have a few thousand
 
 
 def _scale_meaning(name: str, given: str | None, config: Mapping[str, Any]) -> str:
@@ -238,21 +258,20 @@ def _scale_meaning(name: str, given: str | None, config: Mapping[str, Any]) -> s
 _LINEAR_CLASSES = {"bitlinear": "divide", "autobitlinear": "multiply"}
 
 
-def _described(stored: Any, part: str) -> str:
-    return f"no {part}" if stored is None else f"a {part} of {stored.get_dtype()} {tuple(stored.get_shape())}"
+def _described(stored: StoredTensor | None, part: str) -> str:
+    return f"no {part}" if stored is None else f"a {part} of {stored}"
 
 
-def _one_number(what: str, opened: Any, key: str) -> float:
-    stored = opened.get_slice(key)
-    if stored.get_dtype() not in _SCALES or math.prod(stored.get_shape()) != 1:
+def _one_number(what: str, file: SafetensorsFile, key: str) -> float:
+    stored = file.tensors[key]
+    if stored.dtype not in _SCALES or math.prod(stored.shape) != 1:
         raise FormatError(
-            f"{what} has {stored.get_dtype()} and shape {tuple(stored.get_shape())}; "
-            f"expected one number of {', '.join(_SCALES)}"
+            f"{what} has {stored.dtype} and shape {stored.shape}; expected one number of {', '.join(_SCALES)}"
         )
-    return float(opened.get_tensor(key).reshape(-1)[0])
+    return float(file.read(key).reshape(-1)[0])
 
 
-_SCALES = ("BF16", "F16", "F32", "F64")
+_SCALES = tuple(name for name in NUMPY_DTYPES if name != "U8")
 
 
 def _factor(what: str, value: float, meaning: str) -> np.float32:
@@ -270,7 +289,7 @@ def _factor(what: str, value: float, meaning: str) -> np.float32:
 # --- GGUF ------------------------------------------------------------------------------------------
 
 
-def _from_gguf(what: str, data: Array, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
+def _from_gguf(what: str, file: BinaryIO, tensor: GGUFTensor, fmt: TernaryFormat) -> TernaryMatrix:
     if len(tensor.shape) != 2:
         raise ShapeError(f"{what} has shape {tensor.shape}; ternary matrices have two axes")
     shape = (tensor.shape[0], tensor.shape[1])
@@ -278,11 +297,11 @@ def _from_gguf(what: str, data: Array, tensor: GGUFTensor, fmt: TernaryFormat) -
         size = math.prod(fmt.packed_shape(shape))
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from error
-    codes = _cut(what, data, tensor.start, size)
+    codes = read_part(what, file, tensor.start, size)
     if fmt.block_scale:
         return _named(what, codes, np.float32(1), shape, fmt.name)
     behind = _tl2_scale(shape, size) if fmt.name == "tl2" else size
-    scale = _cut(what, data, tensor.start + behind, 4).view("<f4")
+    scale = read_part(what, file, tensor.start + behind, 4).view("<f4")
     factor = _factor(f"{what}: the scale behind the codes", float(scale[0]), "multiply")
     return _named(what, codes, factor, shape, fmt.name)
 
@@ -294,24 +313,7 @@ def _tl2_scale(shape: tuple[int, int], size: int) -> int:
     return max(size, -(-reckoned // 32) * 32)
 
 
-def _cut(what: str, data: Array, start: int, size: int) -> Array:
-    """A copy, so that the file may change or go."""
-    part = np.array(data[start : start + size])
-    if part.size != size:
-        raise FormatError(f"{what}: the file ends {size - part.size} bytes before the tensor does")
-    return part
-
-
 # --- both ------------------------------------------------------------------------------------------
-
-
-def _package(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingPackageError(
-            f'{name}: the package {package} is not installed: pip install "gpu-ops[files]"'
-        ) from error
 
 
 def _chosen(name: str, names: Iterable[str] | None, found: list[str]) -> list[str]:

@@ -17,7 +17,9 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import CudaDevice, cuda_device
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError
+from gpu_ops.formats.ternary_blocks import dense, whole_scale
 from gpu_ops.formats.ternary_checks import (
     check_scale,
     check_trits,
@@ -29,9 +31,10 @@ from gpu_ops.formats.ternary_checks import (
     unpack,
 )
 from gpu_ops.formats.ternary_packing import repacked
+from gpu_ops.formats.ternary_saved import load_parts, save_parts
 from gpu_ops.kernels.program import Layout
-from gpu_ops.reference.ternary_formats import FORMATS
-from gpu_ops.reference.ternary_layouts import block_scales, chunk_bitmap, decode
+from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
+from gpu_ops.reference.ternary_layouts import chunk_bitmap, decode
 
 __all__ = ["TernaryMatrix"]
 
@@ -83,8 +86,10 @@ class TernaryMatrix:
     _on_cuda: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)  # by device
     _lies: tuple[int, str] | None = field(default=None, init=False)  # made on this device by this backend
 
+    @typed_memory_errors("TernaryMatrix")
     def __post_init__(self) -> None:
-        fmt = FORMATS[one_of("TernaryMatrix", "format", self.format, FORMATS)]
+        format = one_of("TernaryMatrix", "format", self.format, FORMATS)
+        fmt = FORMATS[format]
         shape = matrix_shape("TernaryMatrix", self.shape)
         codes = Call("TernaryMatrix").read("codes", self.codes)
         unpack("TernaryMatrix", codes, shape, fmt, strict=True)
@@ -92,7 +97,7 @@ class TernaryMatrix:
             np.ascontiguousarray(codes).reshape(fmt.packed_shape(shape)),
             check_scale(self.scale, shape),
             shape,
-            self.format,
+            format,
         )
 
     def _set(self, codes: Array | None, scale: Array, shape: tuple[int, int], format: str) -> None:
@@ -192,11 +197,36 @@ class TernaryMatrix:
         return self.codes
 
     @classmethod
+    @typed_memory_errors("TernaryMatrix.from_trits")
     def from_trits(cls, trits: Any, scale: Any = 1.0, *, format: str = "w2") -> TernaryMatrix:
         """Pack an integer array (N, K) of -1, 0, +1."""
-        fmt = FORMATS[one_of("TernaryMatrix", "format", format, FORMATS)]
+        format = one_of("TernaryMatrix", "format", format, FORMATS)
+        fmt = FORMATS[format]
         t = check_trits("TernaryMatrix", Call("TernaryMatrix").read("trits", trits))
         return cls._trusted(pack("TernaryMatrix", t, fmt), check_scale(scale, t.shape), t.shape, format)
+
+    def save(self, path: Any) -> None:
+        """Write codes, scale, shape and format to one file. An old file is replaced when the new one is complete.
+
+        It is a safetensors file of ``scale`` (F32) and ``codes`` (U8, the bytes of the format). Its metadata are
+        ``gpu_ops.kind`` ("TernaryMatrix 1"), ``gpu_ops.format`` (such as "w2") and ``gpu_ops.shape`` ("[N, K]").
+        FileError if it cannot be written, OptionError if ``path`` is no path.
+
+        >>> import tempfile, numpy as np
+        >>> from gpu_ops import TernaryMatrix
+        >>> w = TernaryMatrix.from_trits(np.array([[1, 0, -1]], np.int8), 0.5, format="base3")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     w.save(f"{folder}/w.safetensors")
+        ...     TernaryMatrix.load(f"{folder}/w.safetensors").dequantize()
+        array([[ 0.5,  0. , -0.5]], dtype=float32)
+        """
+        save_parts(path, self.codes, self.scale, self.shape, self.format)
+
+    @classmethod
+    def load(cls, path: Any) -> TernaryMatrix:
+        """The matrix in a file of :meth:`save`. FormatError if the file is another or damaged, FileError if it
+        cannot be read (MissingFileError, a FileNotFoundError, if there is none)."""
+        return cls._trusted(*load_parts(path))
 
     @staticmethod
     def describe_formats() -> str:
@@ -234,6 +264,7 @@ class TernaryMatrix:
         """
         return chunk_bitmap(self.trits())
 
+    @typed_memory_errors("TernaryMatrix.trits")
     def trits(self) -> Array:
         """The trits, (N, K) int8, as a NumPy array; of codes on a GPU, unpacked there."""
         if self._lies is not None:
@@ -247,36 +278,35 @@ class TernaryMatrix:
         device, (codes, _) = cuda_device(ordinal), self._on_cuda[ordinal]
         return repacked(device, backend, codes, self.shape, FORMATS[self.format], FORMATS[format])
 
+    @typed_memory_errors("TernaryMatrix.dequantize")
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """``scale * t`` as a dense (N, K) array of ``dtype``, computed in float64 and rounded once."""
-        scale = self._whole_scale().astype(np.float64)
-        scale = scale[:, None] if scale.ndim == 1 else scale
-        if scale.ndim == 2:
-            scale = np.repeat(scale, self.shape[1] // max(scale.shape[1], 1), axis=1)
-        return np.asarray(self.trits() * scale).astype(dtype)
+        return dense("TernaryMatrix.dequantize", self.trits(), self._whole_scale(), dtype)
 
     def to(self, format: str) -> TernaryMatrix:
         """The same weights in another format, exactly; ``self`` when it is that format already.
 
-        The scale stays apart: blocks of tq1_0, tq2_0 and q2_0 hold 1.0. To write a block file, embed it:
-        ``ternary_pack(w.trits(), "tq2_0", scale=w.scale)``. Codes that were made on a GPU are converted there,
-        and stay there.
+        The scale stays apart: blocks of tq1_0, tq2_0 and q2_0 hold 1.0; :func:`write_gguf` embeds it. Codes that
+        were made on a GPU are converted there, and stay there.
         """
-        if format == self.format:
+        if type(format) is str and format == self.format:  # every matmul comes by here
             return self
-        fmt = FORMATS[one_of("TernaryMatrix.to", "format", format, FORMATS)]
-        done = self._converted.get(format)
-        if done is None:
-            if self._lies is not None:
-                fits("TernaryMatrix.to", self.shape, fmt)
-                held = self._repacked(format), self._on_cuda[self._lies[0]][1]
-                done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
-            else:
-                codes = pack("TernaryMatrix.to", self.trits(), fmt)
-                scale = check_scale(self._whole_scale(), self.shape)  # a product may be too large
-                done = TernaryMatrix._trusted(codes, scale, self.shape, format)
-            if format == "w2":  # what the kernels read: every matmul asks for it
-                self._converted[format] = done
+        format = one_of("TernaryMatrix.to", "format", format, FORMATS)
+        done = self if format == self.format else self._converted.get(format)
+        return done or self._convert(format, FORMATS[format])
+
+    @typed_memory_errors("TernaryMatrix.to")
+    def _convert(self, format: str, fmt: TernaryFormat) -> TernaryMatrix:
+        if self._lies is not None:
+            fits("TernaryMatrix.to", self.shape, fmt)
+            held = self._repacked(format), self._on_cuda[self._lies[0]][1]
+            done = TernaryMatrix._on_gpu(self._lies, held, self.scale, self.shape, format)
+        else:
+            codes = pack("TernaryMatrix.to", self.trits(), fmt)
+            scale = self._whole_scale()  # checked: a product may be too large
+            done = TernaryMatrix._trusted(codes, check_scale(scale, self.shape), self.shape, format)
+        if format == "w2":  # what the kernels read: every matmul asks for it
+            self._converted[format] = done
         return done
 
     def on(self, device: Any) -> tuple[Array, Array]:
@@ -305,21 +335,9 @@ class TernaryMatrix:
 
     def _whole_scale(self) -> Array:
         """``scale`` times the scales that the format embeds, if it does."""
-        block = FORMATS[self.format].block_scale
-        if not block or self._lies is not None:  # of codes made on a GPU, blocks hold 1.0
+        if self._lies is not None:  # of codes made on a GPU, blocks hold 1.0
             return self.scale
-        embedded = block_scales(self.codes, self.shape, self.format)
-        if (embedded == 1).all():
-            return self.scale
-        scale = self.scale
-        if scale.ndim == 2:  # groups on both sides: cut K at every boundary of either
-            k = self.shape[1]
-            common = math.gcd(k // scale.shape[1], block)
-            scale = np.repeat(scale, k // scale.shape[1] // common, axis=1)
-            embedded = np.repeat(embedded, block // common, axis=1)
-        elif scale.ndim == 1:
-            scale = scale[:, None]
-        return np.asarray(scale * embedded, np.float32)
+        return whole_scale(self.codes, self.scale, self.shape, self.format)
 
     def __repr__(self) -> str:
         per = {0: "per tensor", 1: "per row"}.get(self.scale.ndim, f"per group of {self.group_size}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import store
@@ -11,6 +11,8 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
+    DenseOptions,
+    backward_flops,
     backward_raw_unsupported,
     describe,
     forward_flops,
@@ -19,6 +21,7 @@ from gpu_ops.ops.attention_options import (
     read_options,
     reference_options,
     store_results,
+    takes,
     write_forward,
 )
 
@@ -105,9 +108,10 @@ def attention(
     Notes
     -----
     A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; one
-    behind a mask does not. Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops
-    per head; key blocks that no query of a tile sees are skipped. Source: Vaswani et al. 2017; online
-    softmax: Milakov and Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022.
+    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN.
+    Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
+    no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
+    Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022.
 
     Examples
     --------
@@ -142,6 +146,7 @@ def attention(
 
 
 @op(cuda=True, kernels="attention_backward")
+@takes(DenseOptions)
 def attention_backward(
     dout: Any,
     q: Any,
@@ -150,20 +155,14 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    block_mask: Any = None,
     layout: str = "bshd",
     deterministic: bool = False,
     return_extra: bool = False,
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
+    workspace: Any = None,
+    **options: Unpack[DenseOptions],
 ) -> Bound:
     """Gradients of :func:`attention` with respect to q, k and v.
 
@@ -179,7 +178,7 @@ def attention_backward(
     out, lse : arrays
         As returned by ``attention(..., return_lse=True)``.
     deterministic : bool
-        The CPU's sums always have a fixed order on a given machine; this asks for it explicitly.
+        Ask for sums in a fixed order. On the CPU and with the Numba kernels for GPUs they always have one.
     return_extra : bool
         Also return a dict with the gradients of ``bias`` (its shape and dtype) and ``sinks``
         (float32, float64 for float64), those that were given.
@@ -187,6 +186,8 @@ def attention_backward(
         Arrays that receive the gradients (``out`` is the forward result here).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -212,30 +213,20 @@ def attention_backward(
     >>> round(float(dv[..., 0, 0].sum()), 6)  # each of the 16 queries hands out a weight of 1
     16.0
     """
-    call = Call("attention_backward", device, backend)
+    call = Call("attention_backward", device, backend, workspace)
     layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
     call.read("dout", dout)
     dtype = _read_inputs(call, layout, q, k, v)
-    options = read_options(
-        call,
-        dtype,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-    )
+    words = read_options(call, dtype, **options)
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     read_results(call, dtype, out, lse, shape, lse_shape)
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, options),
+        problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
+        flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], options.get("causal")),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_options import (
     INT32,
+    ScoreOptions,
     describe,
     forward_flops,
     raw_unsupported,
@@ -24,6 +26,7 @@ from gpu_ops.ops.attention_options import (
     read_options,
     reference_options,
     store_results,
+    takes,
     write_forward,
 )
 
@@ -31,6 +34,7 @@ __all__ = ["attention_decode"]
 
 
 @op(cuda=True, kernels="attention")
+@takes(ScoreOptions)
 def attention_decode(
     q: Any,
     k_cache: Any,
@@ -38,18 +42,13 @@ def attention_decode(
     *,
     seqused_k: Any,
     block_table: Any = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
     num_splits: int = 0,
     return_lse: bool = False,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
+    **options: Unpack[ScoreOptions],
 ) -> Bound:
     """:func:`attention` over the used part of a cache: the last query sits on the last used key.
 
@@ -66,7 +65,7 @@ def attention_decode(
         ignored and may be -1.
     num_splits : int
         Parts into which the keys are cut, to give every thread work; 0: chosen.
-    causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, return_lse, out
+    **options, return_lse, out
         As in :func:`attention`, with seqlen_k = seqused_k[b].
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -102,16 +101,7 @@ def attention_decode(
     )
     seqlen_q = call.axes["seqlen_q"]
     seqlen_k, look = _read_lengths(call, seqused_k, block_table)
-    options = read_options(
-        call,
-        dtype,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+    words = read_options(call, dtype, **options)
     call.option(
         layout="bshd",
         max_seqlen_q=seqlen_q,
@@ -123,7 +113,7 @@ def attention_decode(
     shape, lse_shape = (batch, seqlen_q, heads, call.axes["head_dim_v"]), (batch, heads, seqlen_q)
     write_forward(call, dtype, shape, lse_shape, out, return_lse)
     return call.bind(
-        problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), options),
+        problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), words),
         unsupported=raw_unsupported,
         look=look,
         flops=forward_flops(call, batch * seqlen_q, seqlen_k),
@@ -170,6 +160,7 @@ def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int)
 
 
 @functools.lru_cache(256)
+@uninterrupted
 def _sequences(seqlen_q: int, num_pages: int, page_size: int) -> Callable[[Array, Array | None], Array]:
     from gpu_ops.kernels.numba_cpu.lengths import cached
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypedDict
 
 import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
-from gpu_ops.core.call import Call
+from gpu_ops.core.call import Bound, Call
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.block_mask import BlockMask
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Spec
 
 __all__ = [
     "INT32",
+    "DenseOptions",
+    "ScoreOptions",
+    "backward_flops",
     "backward_raw_unsupported",
     "describe",
     "forward_flops",
@@ -24,10 +29,44 @@ __all__ = [
     "read_options",
     "reference_options",
     "store_results",
+    "takes",
     "write_forward",
 ]
 
 INT32 = np.dtype(np.int32)
+P = ParamSpec("P")
+
+
+class ScoreOptions(TypedDict, total=False):
+    """What every attention function takes to decide the scores; :func:`attention` says what each does."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    sinks: Any
+    alibi_slopes: Any
+
+
+class DenseOptions(ScoreOptions, total=False):
+    """The same where all sequences have one length."""
+
+    bias: Any
+    block_mask: Any
+
+
+def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callable[P, Bound]]:
+    """Decorate a function of ``**options``: its signature and its docstring list them. ``@op`` refuses others."""
+    listed = [inspect.signature(read_options).parameters[name] for name in options.__annotations__]
+
+    def decorate(binder: Callable[P, Bound]) -> Callable[P, Bound]:
+        own = inspect.signature(binder)
+        parameters = [*list(own.parameters.values())[:-1], *listed]
+        binder.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        binder.__doc__ = (binder.__doc__ or "").replace("**options", ", ".join(options.__annotations__))
+        return binder
+
+    return decorate
 
 
 def read_inputs(call: Call, **inputs: tuple[Any, str]) -> str:
@@ -50,12 +89,12 @@ def read_options(
     call: Call,
     dtype: str,
     *,
-    causal: Any,
-    window_size: Any,
-    softmax_scale: Any,
-    softcap: Any,
-    sinks: Any,
-    alibi_slopes: Any,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
     bias: Any = None,
     block_mask: Any = None,
 ) -> str:
@@ -89,16 +128,8 @@ def read_options(
 
 def reference_options(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
     """The same as keyword arguments of the reference."""
-    options: dict[str, Any] = {
-        "causal": spec["causal"],
-        "window_size": spec["window_size"],
-        "softmax_scale": spec["softmax_scale"],
-        "softcap": spec["softcap"],
-        "sinks": views.get("sinks"),
-        "alibi_slopes": views.get("alibi_slopes"),
-    }
-    if "bias" in views:
-        options["bias"] = views["bias"]
+    names = DenseOptions.__annotations__
+    options = {name: x for name, x in (*spec.options, *views.items()) if name in names}
     if "block_mask.visible" in views:
         visible = views["block_mask.visible"]
         options["block_mask"] = BlockMask(visible, spec["block_q"], spec["block_k"])
@@ -136,6 +167,12 @@ def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) 
     return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
 
 
+def backward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
+    """Five products in place of two: the scores are computed again."""
+    return 2.5 * forward_flops(call, queries, seqlen_k, causal)
+
+
+@uninterrupted  # it imports
 def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """Why the CUDA C++ kernels cannot run this call."""
     from gpu_ops.kernels.lower.attention import raw_unsupported
@@ -144,6 +181,7 @@ def raw_unsupported(spec: Spec) -> Mapping[str, str]:
     return {"raw": why} if why else {}
 
 
+@uninterrupted  # as above
 def backward_raw_unsupported(spec: Spec) -> Mapping[str, str]:
     """The same of attention backward."""
     from gpu_ops.kernels.lower.attention_backward_raw import raw_unsupported

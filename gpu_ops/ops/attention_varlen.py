@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -15,10 +15,13 @@ from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
+    ScoreOptions,
+    backward_flops,
     backward_raw_unsupported,
     describe,
     forward_flops,
@@ -27,6 +30,7 @@ from gpu_ops.ops.attention_options import (
     read_options,
     reference_options,
     store_results,
+    takes,
     write_forward,
 )
 
@@ -34,6 +38,7 @@ __all__ = ["attention_varlen", "attention_varlen_backward"]
 
 
 @op(cuda=True, kernels="attention")
+@takes(ScoreOptions)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -43,17 +48,12 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
     return_lse: bool = False,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
+    **options: Unpack[ScoreOptions],
 ) -> Bound:
     """:func:`attention` of each sequence of a packed batch.
 
@@ -68,7 +68,7 @@ def attention_varlen(
         The longest sequence, or a bound; a smaller value than the true one is an error. Give it with
         arrays on a GPU: their lengths are taken on trust, since looking would wait for the GPU, and
         without a bound blocks are launched for sequences as long as the total.
-    causal, window_size, softmax_scale, softcap, sinks, alibi_slopes, return_lse, out
+    **options, return_lse, out
         As in :func:`attention`; causal is bottom-right aligned within each sequence.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -97,27 +97,19 @@ def attention_varlen(
     dtype = _read_inputs(call, q, k, v)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
-    options = read_options(
-        call,
-        dtype,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+    words = read_options(call, dtype, **options)
     shape, lse_shape = _result_shapes(call)
     write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, options),
+        problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=raw_unsupported,
         look=look,
-        flops=forward_flops(call, shape[0], seqlens[1], causal),
+        flops=forward_flops(call, shape[0], seqlens[1], options.get("causal")),
     )
 
 
 @op(cuda=True, kernels="attention_backward")
+@takes(ScoreOptions)
 def attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -130,17 +122,13 @@ def attention_varlen_backward(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
     deterministic: bool = False,
     return_extra: bool = False,
     grads: Any = None,
     device: str | None = None,
     backend: str | None = None,
+    workspace: Any = None,
+    **options: Unpack[ScoreOptions],
 ) -> Bound:
     """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
 
@@ -155,6 +143,8 @@ def attention_varlen_backward(
         As in :func:`attention_backward`.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
 
     Returns
     -------
@@ -176,29 +166,21 @@ def attention_varlen_backward(
     >>> dv.shape
     (10, 2, 8)
     """
-    call = Call("attention_varlen_backward", device, backend)
+    call = Call("attention_varlen_backward", device, backend, workspace)
     call.read("dout", dout)
     dtype = _read_inputs(call, q, k, v)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
-    options = read_options(
-        call,
-        dtype,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+    words = read_options(call, dtype, **options)
     read_results(call, dtype, out, lse, *_result_shapes(call))
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, options),
-        look=look,
+        problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
+        look=look,
         finish=returned_gradients(extra) if return_extra else None,
+        flops=backward_flops(call, call.axes["total_q"], seqlens[1], options.get("causal")),
     )
 
 
@@ -263,6 +245,7 @@ def _look(op: str, totals: tuple[int, int], bounds: list[int | None]) -> Look:
 
 
 @functools.lru_cache(256)
+@uninterrupted
 def _table(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
     from gpu_ops.kernels.numba_cpu.lengths import packed
 

@@ -46,7 +46,8 @@ def layernorm(
     bias : array (cols,), optional
         Same dtype as ``x``.
     eps : float
-        Added to the variance; > 0. PyTorch's default; BERT and MiniLM have 1e-12.
+        Added to the variance; >= 0. PyTorch's default; BERT and MiniLM have 1e-12. Below 2^-149, the smallest
+        float32, it counts as that (float64: 2^-1074), so that a row of equal numbers gives the bias.
     residual : array like x, optional
         Added to ``x`` first; the sum is returned too, for the next residual add.
     return_sum : bool
@@ -91,7 +92,7 @@ def layernorm(
     bias_ = call.optional("bias", bias)
     residual_ = call.optional("residual", residual, rows=True)
     dtype = validate(call.op, x_, weight_, bias_, residual=residual_)
-    call.option(eps=checks.number(call.op, "eps", eps, above=0.0))
+    call.option(eps=checks.epsilon(call.op, eps, dtype))
     return_stats = checks.flag(call.op, "return_stats", return_stats)
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
     write_outputs(call, x_, has_sum, out, residual_out)

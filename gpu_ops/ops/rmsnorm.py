@@ -45,7 +45,8 @@ def rmsnorm(
     weight : array (cols,)
         Same dtype as ``x``.
     eps : float
-        Added to the mean square; > 0.
+        Added to the mean square; >= 0. Below 2^-149, the smallest float32, it counts as that (float64: 2^-1074), so
+        that a row of zeros gives 0.
     residual : array like x, optional
         Added to ``x`` first; the sum is returned too, for the next residual add.
     return_sum : bool
@@ -93,7 +94,7 @@ def rmsnorm(
     residual_ = call.optional("residual", residual, rows=True)
     dtype = validate(call.op, x_, weight_, residual=residual_)
     call.option(
-        eps=checks.number(call.op, "eps", eps, above=0.0),
+        eps=checks.epsilon(call.op, eps, dtype),
         weight_offset=checks.number(call.op, "weight_offset", weight_offset),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )

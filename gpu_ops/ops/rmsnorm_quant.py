@@ -90,7 +90,7 @@ def rmsnorm_quant_int8(
     residual_ = call.optional("residual", residual, rows=True)
     dtype = validate(call.op, x_, weight_, residual=residual_)
     call.option(
-        eps=checks.number(call.op, "eps", eps, above=0.0),
+        eps=checks.epsilon(call.op, eps, dtype),
         weight_offset=checks.number(call.op, "weight_offset", weight_offset),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )

@@ -11,6 +11,7 @@ from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.rope_append_kv_checks import (
     AppendLook,
@@ -141,7 +142,7 @@ def _bind(
     dtype = checks.float_dtype(call.op, **x, **weights)
     positions = place.read(call)
     cache = update_caches(call, k_cache, v_cache, x["q"].dtype, paged=place.paged)
-    norm.check(call)
+    norm.check(call, dtype)
     frequencies = rotary.check(call, dtype)
     call.write("rotated q", x["q"].shape, x["q"].dtype, out, in_place="q")
     seqlen = 0 if place.packed else call.axes["seqlen"]
@@ -160,6 +161,7 @@ def _bind(
     )
 
 
+@uninterrupted  # it imports
 def _unsupported(dtype: str, shape: tuple[int, ...], r: Rotation) -> dict[str, str]:
     from gpu_ops.kernels.lower.rope_append_kv import raw_cannot
 

@@ -14,6 +14,7 @@ from gpu_ops.core.arrays import Array, bounds_of
 from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.ops.rope_frequencies import Frequencies
 from gpu_ops.ops.rope_options import Rows, last_on_device, read_positions, rows_and_bounds, widened, widens
 
@@ -60,9 +61,9 @@ class NormArguments:
             {} if missing else {name: call.read(name, weight, "head_dim") for name, weight in given.items()}
         )
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Call, dtype: str) -> None:
         call.option(
-            eps=checks.number(call.op, "eps", self.eps, above=0.0),
+            eps=checks.epsilon(call.op, self.eps, dtype),
             weight_offset=checks.number(call.op, "weight_offset", self.weight_offset),
         )
 
@@ -164,7 +165,7 @@ class AppendLook:
 
     def _new_rows(self, used: Array, table: Array | None, backend: str) -> Rows:
         """The rows of the new tokens in their sequences, after a look at their places."""
-        steps = np.arange(self.seqlen)
+        steps = self._steps
         if not len(used) or not self.seqlen:
             return used[:, None] + steps, 0, -1
         if backend != "cpu":
@@ -178,21 +179,28 @@ class AppendLook:
         starts = found[:-1, 3:]
         return starts if self.seqlen == 1 else starts + steps, shortest, longest + self.seqlen - 1
 
+    @functools.cached_property
+    def _steps(self) -> Array:
+        return np.arange(self.seqlen)
+
     # On the CPU compiled kernels look first; where they find a fault, the functions below say what it is.
 
     @functools.cached_property
+    @uninterrupted
     def _find_lengths(self) -> Callable[[Array, Array | None], Array]:
         from gpu_ops.kernels.numba_cpu.lengths import cached
 
         return cached(seqlen_q=0, new=self.seqlen, page_size=self.page_size, num_pages=self.num_pages)
 
     @functools.cached_property
+    @uninterrupted
     def _rows_differ(self) -> Callable[[Array, Array], bool]:
         from gpu_ops.kernels.numba_cpu.lengths import apart
 
         return apart(self.seqlen, self.page_size)
 
     @functools.cached_property
+    @uninterrupted
     def _slots_differ(self) -> Callable[[Array], bool]:
         from gpu_ops.kernels.numba_cpu.lengths import mapped
 

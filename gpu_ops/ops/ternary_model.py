@@ -13,6 +13,7 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.core.checks import FLOAT_DTYPES
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import DTypeError, OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.ops.ternary import ternary_quantize
@@ -90,6 +91,7 @@ class QuantizedModel:
 _COLUMNS = ("weight", "shape", "density", "error", "bits")
 
 
+@typed_memory_errors("quantize_model")
 def quantize_model(
     weights: Mapping[str, Any],
     *,

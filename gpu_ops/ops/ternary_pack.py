@@ -20,6 +20,7 @@ from gpu_ops.formats.ternary_checks import (
     check_trits,
     fits,
     matrix_shape,
+    number_array,
     on_host,
     pack,
     unpack,
@@ -222,8 +223,9 @@ def _embedded_scale(scale: Any, shape: tuple[int, int], fmt: TernaryFormat) -> A
     if not block:
         others = ", ".join(f.name for f in FORMATS.values() if f.block_scale)
         raise OptionError(f"{name}: format {fmt.name!r} keeps scales apart; only {others} embed scale=")
-    array = np.asarray(scale) if isinstance(scale, (int, float)) else Call(name).read("scale", scale)
-    if array.dtype.kind != "f" and not isinstance(scale, (int, float)):
+    number = number_array(name, scale)
+    array = Call(name).read("scale", scale) if number is None else number
+    if array.dtype.kind != "f":
         raise DTypeError(f"{name}: scale is {array.dtype}; expected float32")
     n, k = shape
     if array.shape not in ((), (n,), (n, k // block)):

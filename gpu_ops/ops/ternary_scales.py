@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.formats.ternary_checks import not_finite
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.reference.ternary import DEFAULT_THRESHOLD, Method
 
 __all__ = ["group_size_of", "quantize", "threshold_of"]
@@ -45,12 +48,19 @@ def threshold_of(name: str, method: Method, threshold: Any) -> float | None:
     return value
 
 
+@functools.cache
+@uninterrupted
+def _kernels() -> ModuleType:
+    from gpu_ops.kernels.numba_cpu import ternary
+
+    return ternary
+
+
 def quantize(
     name: str, w: Array, method: Method, group_size: int | None, threshold: float | None
 ) -> tuple[Array, Array]:
     """w2 codes and scale by the kernels: statistics, a limit per scope, then codes."""
-    from gpu_ops.kernels.numba_cpu import ternary as kernels
-
+    kernels = _kernels()
     n, k = w.shape
     group = k if group_size is None or group_size == -1 else group_size
     size = n * k if group_size is None else group

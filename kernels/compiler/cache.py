@@ -1,50 +1,71 @@
-"""The cache folder. Files appear there whole or not at all, however many processes write at once.
+"""The cache folder: compiled kernels and measured choices, kept for later processes of this user.
 
-An entry, a compiled kernel, is 32 bytes of SHA-256 followed by the payload. It is written to a temporary file and
-renamed, so readers see the old file or the new one. A torn or foreign file fails its checksum and is compiled again.
+What lies there becomes machine code of this process. So folders are made for their owner alone, and nothing is read
+that another user (root apart) owns or may write to, nor through a link within the cache. Without such a folder every
+process compiles for itself, and says so in one line.
+
+A file appears whole or not at all, however many processes write at once: it is written under a temporary name and
+renamed. An entry is parsed, not unpickled::
+
+    MAGIC | SHA-256 of the rest | length of the header | header: JSON | parts, one after the other
+
+    header: {"key": "numba_cpu/<build>/<label>.nbc", "fields": {...}, "parts": {"code": 63055, ...}}
+
+The key is the entry's own path below the folder: an entry under another one's name is not used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import json
 import os
+import stat
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 __all__ = [
+    "Entry",
     "cache_folder",
-    "cache_path",
+    "folder_problem",
     "ignore_entry",
     "publish",
     "read_entry",
+    "read_file",
+    "read_header",
+    "root",
+    "warn_once",
     "write_whole",
 ]
 
-_DIGEST = 32
-_warned: set[Path | None] = set()
+_MAGIC = b"gpu_ops entry 3\n"
+_DIGEST, _LENGTH = 32, 4
+_HEADER = len(_MAGIC) + _DIGEST + _LENGTH
+_TEMPORARY, _OLD_SECONDS = ".tmp", 24 * 3600
+_warned: set[object] = set()
 
 
-def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
-    """A writable folder of the cache. If there is none: None, and one warning per process and folder."""
-    try:
-        return _writable(_root().joinpath(*parts))
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        if not quiet:
-            _warn_unwritable(cache_path(*parts), error)
-        return None
+@dataclass(frozen=True)
+class Entry:
+    """What is kept of one kernel: ``fields`` are what JSON holds, ``parts`` are bytes."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, bytes] = field(default_factory=dict)
 
 
-def cache_path(*parts: str) -> Path | None:
-    """A path in the cache, for reading; it need not exist. None if there is no home folder."""
-    try:
-        return _root().joinpath(*parts)
-    except RuntimeError:
-        return None
+class UntrustedError(OSError):
+    """A folder or file that another user may have written."""
 
 
-def _root() -> Path:
+def root() -> Path:
+    """The cache folder. RuntimeError where there is no home folder."""
     ours = os.environ.get("GPU_OPS_CACHE_DIR")
     if ours:
         return Path(ours)
@@ -52,55 +73,212 @@ def _root() -> Path:
     return (Path(users) if users else Path.home() / ".cache") / "gpu_ops"
 
 
+def cache_folder(*parts: str, quiet: bool = False) -> Path | None:
+    """A writable folder of the cache. If there is none: None, and one warning per process and cache."""
+    problem = folder_problem(*parts)
+    if problem is None:
+        return root().joinpath(*parts)
+    if not quiet:
+        _warn_unusable(problem)
+    return None
+
+
+def folder_problem(*parts: str) -> str | None:
+    """Why a folder of the cache cannot be written, or must not be read; None when it can. It is made if need be."""
+    try:
+        top = root()
+        _make(top)
+        _check_folders(top, parts, make=True)
+        _writable(top.joinpath(*parts))
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        return str(error)
+    return None
+
+
 @cache  # errors are not cached: the folder may become writable
-def _writable(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def _writable(folder: Path) -> None:
     with tempfile.TemporaryFile(dir=folder):
-        return folder
+        pass
+    _remove_leftovers(folder)
 
 
-def _warn_unwritable(folder: Path | None, reason: Exception) -> None:
-    if folder in _warned:
+def _make(folder: Path) -> None:
+    """With all parents, each for its owner alone."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_folders(top: Path, parts: tuple[str, ...], *, make: bool = False) -> None:
+    """Raise for a folder from ``top`` on that is none, or that another user may write to.
+
+    ``top`` may be a link: it is the user's word, and where it leads is checked.
+    """
+    _check_owner(top, top.stat())
+    folder = top
+    for part in parts:
+        folder = folder / part
+        if make:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder))
+        _check_owner(folder, found)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if not hasattr(os, "geteuid"):  # Windows: a user's folders are closed to others
         return
-    _warned.add(folder)
-    warnings.warn(
-        f"gpu_ops: cannot write the kernel cache ({reason}); kernels missing from it are compiled again in every "
-        "process. Set GPU_OPS_CACHE_DIR to a writable folder.",
-        stacklevel=3,
+    if found.st_uid not in (os.geteuid(), 0):
+        who = f"{path} belongs to user {found.st_uid}, this process to user {os.geteuid()}"
+        raise UntrustedError(f"{who}: it is neither read nor written")
+    if found.st_mode & 0o022:
+        raise UntrustedError(
+            f"other users may write to {path}: it is not read. Once you trust it: chmod go-w {path}"
+        )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Temporary files of processes that ended while they wrote."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f".*{_TEMPORARY}"):
+            if path.lstat().st_mtime < time.time() - _OLD_SECONDS:
+                path.unlink()
+
+
+def read_file(*parts: str) -> bytes | None:
+    """A file of the cache. None if it is missing or, with a warning, if it cannot be read or trusted."""
+    try:
+        top = root()
+        _check_folders(top, parts[:-1])
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):
+        return None
+    except OSError as error:
+        _warn_unusable(str(error))
+        return None
+    try:
+        with _opened(top.joinpath(*parts)) as file:
+            return bytes(file.read())
+    except FileNotFoundError:
+        return None
+    except UntrustedError as error:
+        warn_once("entry", f"gpu_ops: ignoring cached kernels: {error}")
+    except OSError as error:
+        ignore_entry(parts[-1], error)
+    return None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A regular file of ours for reading; no link is followed, and no pipe waited for."""
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        _check_owner(path, found)
+        yield file
+
+
+def read_entry(*parts: str) -> Entry | None:
+    """An entry. None if it is missing or, with a warning, if it is damaged or must not be trusted."""
+    content = read_file(*parts)
+    if content is None:
+        return None
+    try:
+        return _unpack(content, "/".join(parts))
+    except ValueError as error:
+        ignore_entry(parts[-1], error)
+        return None
+
+
+def read_header(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """The key and the fields of an entry, without a check of its content; None for anything else."""
+    try:
+        with _opened(path) as file:
+            start = file.read(_HEADER)
+            if len(start) < _HEADER or not start.startswith(_MAGIC):
+                return None
+            header = json.loads(file.read(int.from_bytes(start[-_LENGTH:], "little")))
+            return str(header["key"]), dict(header["fields"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+def _pack(entry: Entry, key: str) -> bytes:
+    sizes = {name: len(part) for name, part in entry.parts.items()}
+    header = json.dumps({"key": key, "fields": entry.fields, "parts": sizes}).encode()
+    rest = b"".join((len(header).to_bytes(_LENGTH, "little"), header, *entry.parts.values()))
+    return _MAGIC + hashlib.sha256(rest).digest() + rest
+
+
+def _unpack(content: bytes, key: str) -> Entry:
+    start = len(_MAGIC) + _DIGEST
+    if not content.startswith(_MAGIC):
+        raise ValueError("it is not an entry of this version")
+    if hashlib.sha256(content[start:]).digest() != content[len(_MAGIC) : start]:
+        raise ValueError("its checksum does not match")
+    at = _HEADER + int.from_bytes(content[start:_HEADER], "little")
+    try:
+        header = json.loads(content[_HEADER:at])
+        found, fields, sizes = str(header["key"]), dict(header["fields"]), dict(header["parts"])
+        parts = {}
+        for name, size in sizes.items():
+            parts[name] = content[at : at + size]
+            at += size
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"its header is wrong: {error!r}") from error
+    if at != len(content):
+        raise ValueError("its header does not fit its size")
+    if found != key:
+        raise ValueError(f"it is the entry {found}")
+    return Entry(fields, parts)
+
+
+def ignore_entry(name: str, reason: object) -> None:
+    """Warn that an entry is not used. The kernel is compiled again, and the entry replaced."""
+    warnings.warn(f"gpu_ops: ignoring the cached kernel {name}: {reason}", stacklevel=3)
+
+
+def _warn_unusable(reason: str) -> None:
+    try:
+        key: object = root()
+    except RuntimeError:
+        key = None
+    warn_once(
+        key,
+        f"gpu_ops: the kernel cache is not used ({reason}); kernels missing from it are compiled again in every "
+        "process. Set GPU_OPS_CACHE_DIR to a writable folder of your own.",
     )
 
 
-def read_entry(path: Path) -> bytes | None:
-    """The payload of an entry. None if it is missing or, with a warning, if it cannot be trusted."""
-    try:
-        blob = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        ignore_entry(path, error)
-        return None
-    if hashlib.sha256(blob[_DIGEST:]).digest() != blob[:_DIGEST]:
-        ignore_entry(path, "its checksum does not match")
-        return None
-    return blob[_DIGEST:]
+def warn_once(key: object, message: str) -> None:
+    """Once per process and key."""
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, stacklevel=5)
 
 
-def ignore_entry(path: Path, reason: object) -> None:
-    """Warn that an entry is not used. The kernel is compiled again, and the entry replaced."""
-    warnings.warn(f"gpu_ops: ignoring the cached kernel {path.name}: {reason}", stacklevel=3)
-
-
-def publish(path: Path, payload: bytes) -> None:
+def publish(entry: Entry, *parts: str) -> None:
     """Write an entry, all or nothing. On a full disk the entry is lost, but not the kernel in memory."""
+    folder = cache_folder(*parts[:-1])
+    if folder is None:
+        return
     try:
-        write_whole(path, hashlib.sha256(payload).digest() + payload)
+        write_whole(folder / parts[-1], _pack(entry, "/".join(parts)))
     except OSError as error:
-        warnings.warn(f"gpu_ops: kernel {path.name} not cached: {error}", stacklevel=3)
+        warnings.warn(f"gpu_ops: kernel {parts[-1]} not cached: {error}", stacklevel=3)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a temporary file and rename it: others see all of the content, or what was there before."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-")
+    """Write a temporary file and rename it: others see all of the content, or what was there before.
+
+    A link in the place of the file is replaced, not followed.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:64]}-", suffix=_TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

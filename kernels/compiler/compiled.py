@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import errno
 import json
 import os
 import re
@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from gpu_ops.kernels.compiler.cache import Entry, warn_once, write_whole
 
 __all__ = ["Compiled", "dump", "file_name", "pack", "source_files", "unpack"]
 
@@ -36,34 +38,53 @@ def source_files(ptx: str) -> list[str]:
     return re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', ptx, re.MULTILINE)
 
 
-def pack(unit: Compiled) -> bytes:
-    cubin = None if unit.cubin is None else base64.b64encode(unit.cubin).decode()
-    return zlib.compress(json.dumps({**vars(unit), "cubin": cubin}).encode(), 1)
+def pack(unit: Compiled, made_of: Mapping[str, str]) -> Entry:
+    """``made_of``: what tells later whether the sources have changed."""
+    parts = {
+        "ptx": unit.ptx.encode(),
+        "log": unit.log.encode(),
+        "sources": json.dumps(dict(unit.sources)).encode(),
+    }
+    if unit.cubin is not None:
+        parts["cubin"] = unit.cubin
+    fields = {"entry": unit.entry, "seconds": unit.seconds, "made_of": dict(made_of)}
+    return Entry(fields, {name: zlib.compress(part, 1) for name, part in parts.items()})
 
 
-def unpack(payload: bytes) -> Compiled:
+def unpack(entry: Entry) -> Compiled:
     """The inverse of :func:`pack`; ValueError for anything else."""
     try:
-        fields = json.loads(zlib.decompress(payload))
-        cubin = fields.pop("cubin")
-        return Compiled(**fields, cubin=None if cubin is None else base64.b64decode(cubin))
-    except (zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        parts = {name: zlib.decompress(part) for name, part in entry.parts.items()}
+        texts = {name: parts[name].decode() for name in ("ptx", "log", "sources")}
+        sources = dict(json.loads(texts.pop("sources")))
+        name, seconds = str(entry.fields["entry"]), float(entry.fields["seconds"])
+        return Compiled(name, texts["ptx"], parts.get("cubin"), texts["log"], seconds, sources)
+    except (zlib.error, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"not a compiled kernel: {error!r}") from error
 
 
 def dump(unit: Compiled, name: str, arch: str) -> None:
-    """With ``GPU_OPS_DUMP=folder``, write sources, PTX and machine code of every kernel used."""
+    """With ``GPU_OPS_DUMP=folder``, write sources, PTX and machine code of every kernel used.
+
+    No link is followed. A folder that cannot be written costs the files and one warning, not the call.
+    """
     target = os.environ.get("GPU_OPS_DUMP")
     if not target:
         return
-    folder = Path(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{file_name(name)}.{arch}"
-    for file, text in unit.sources.items():
-        (folder / f"{stem}.{Path(file).name}").write_text(text, encoding="utf-8")
-    (folder / f"{stem}.ptx").write_text(unit.ptx, encoding="utf-8")
+    files = {Path(file).name: text.encode() for file, text in unit.sources.items()} | {
+        "ptx": unit.ptx.encode()
+    }
     if unit.cubin is not None:
-        (folder / f"{stem}.cubin").write_bytes(unit.cubin)
+        files["cubin"] = unit.cubin
+    folder = Path(target)
+    try:
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, name the folder itself", target)
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, content in files.items():
+            write_whole(folder / f"{file_name(name)}.{arch}.{kind}", content)
+    except OSError as error:
+        warn_once(("dump", target), f"gpu_ops: GPU_OPS_DUMP={target}: cannot write there: {error}")
 
 
 def file_name(label: str) -> str:

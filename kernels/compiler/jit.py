@@ -25,12 +25,21 @@ from pathlib import Path
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler import nvrtc, toolkit
-from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.cache_contents import CUDA, sources_digest
 from gpu_ops.kernels.compiler.compiled import Compiled, dump, file_name, pack, source_files, unpack
-from gpu_ops.kernels.compiler.kernel import CUDA_FOLDER, CudaKernel, NumbaKernel, Variant, spelled
+from gpu_ops.kernels.compiler.kernel import (
+    CUDA_FOLDER,
+    CudaKernel,
+    NumbaKernel,
+    Variant,
+    short_label,
+    spelled,
+)
 from gpu_ops.kernels.compiler.launch import CudaLauncher, NumbaLauncher, current_device, device_arch
 from gpu_ops.kernels.compiler.numba_ptx import NUMBA_FOLDER, compile_numba, numba_key
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = [
     "Compiled",
@@ -45,9 +54,6 @@ __all__ = [
     "load",
     "source_key",
 ]
-
-_FORMAT = 2  # version of the entries on disk
-
 
 _memory: dict[tuple[object, ...], Compiled] = {}
 _locks: defaultdict[tuple[object, ...], threading.Lock] = defaultdict(threading.Lock)
@@ -76,7 +82,7 @@ def compile_text(
 
     def build() -> Compiled:
         flags = (f"-I{CUDA_FOLDER / 'include'}", *options)
-        with visible(f"gpu_ops: compiling {name} for {arch}"):
+        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}"):
             unit = _run_nvrtc(source, name, arch, flags, {})
         # NVRTC prefixes a relative name with the current folder.
         ptx = unit.ptx.replace(f'"{Path.cwd() / name}"', f'"{name}"')
@@ -105,7 +111,7 @@ def load(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
 
 def _load_on_device(kernel: CudaKernel | NumbaKernel) -> CudaLauncher | NumbaLauncher:
     if isinstance(kernel, NumbaKernel):
-        with visible(f"gpu_ops: compiling {kernel.label} for this GPU (once per process)"):
+        with visible(f"gpu_ops: compiling {short_label(kernel.label)} for this GPU (once per process)"):
             return NumbaLauncher(kernel.function, kernel.signature)
     compiled = compile_kernel(kernel, device_arch())
     assert compiled.cubin is not None  # every CUDA C++ kernel has one
@@ -150,21 +156,25 @@ def all_variants(arch: str) -> Iterator[Variant]:
 def _once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
     """Call ``build()`` for the first caller of a key; other threads wait for it. Failures are not cached."""
     found = _memory.get(key)
-    if found is None:
-        with _locks_lock:
-            lock = _locks[key]
-        with lock:
-            found = _memory.get(key)
-            if found is None:
-                found = _memory[key] = build()
-    return found
+    return _build_once(key, build) if found is None else found
+
+
+@uninterrupted  # an interrupt would leave half of what Numba fills in as it compiles
+def _build_once(key: tuple[object, ...], build: Callable[[], Compiled]) -> Compiled:
+    with _locks_lock:
+        lock = _locks[key]
+    with lock:
+        found = _memory.get(key)
+        if found is None:
+            found = _memory[key] = build()
+        return found
 
 
 def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     _check_arch(arch)
     if isinstance(kernel, NumbaKernel):
         key = numba_key(kernel.function, kernel.signature)
-        unit = _cached(kernel.label, arch, key, lambda: _run_numba(kernel, arch))
+        unit = _cached(kernel.label, arch, key, NUMBA_FOLDER, lambda: _run_numba(kernel, arch))
         return replace(unit, entry=unit.entries[0])
     path = kernel.folder / f"{kernel.stem}.cu"
     files = _read_tree(path)
@@ -174,6 +184,7 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
         kernel.stem + spelled(kernel.defines),
         arch,
         repr((nvrtc.build_key(), flags, sorted(files.items()))),
+        path,
         lambda: _run_nvrtc(files[str(path)], str(path), arch, flags, files),
     )
     if kernel.entry not in unit.entries:
@@ -184,33 +195,31 @@ def _compile_kernel(kernel: CudaKernel | NumbaKernel, arch: str) -> Compiled:
     return replace(unit, entry=kernel.entry)
 
 
-def _cached(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
-    """From memory or disk, or else built and stored."""
-    key = hashlib.sha256(f"{_FORMAT} {arch} {key}".encode()).hexdigest()[:24]
-    return _once((key,), lambda: _from_disk(name, arch, key, build))
+def _cached(name: str, arch: str, key: str, origin: Path, build: Callable[[], Compiled]) -> Compiled:
+    """From memory or disk, or else built and stored. ``origin``: the file or folder of its sources."""
+    key = hashlib.sha256(f"{arch} {key}".encode()).hexdigest()[:24]
+    return _once((key,), lambda: _from_disk(name, arch, key, origin, build))
 
 
-def _from_disk(name: str, arch: str, key: str, build: Callable[[], Compiled]) -> Compiled:
+def _from_disk(name: str, arch: str, key: str, origin: Path, build: Callable[[], Compiled]) -> Compiled:
     entry = f"{file_name(name)}.{arch}.{key}.jit"
-    path = cache_path("cuda", entry)
-    unit = _load(path) if path else None
+    unit = _load(entry)
     if unit is None:
-        folder = cache_folder("cuda")
+        folder = cache_folder(CUDA, quiet=True)
         where = f" (once; then from {folder})" if folder else ""
-        with visible(f"gpu_ops: compiling {name} for {arch}{where}"):
+        with visible(f"gpu_ops: compiling {short_label(name)} for {arch}{where}"):
             unit = build()
-        if folder:
-            publish(folder / entry, pack(unit))
+        publish(pack(unit, {"origin": str(origin), "digest": sources_digest(origin)}), CUDA, entry)
     dump(unit, name, arch)
     return unit
 
 
-def _load(path: Path) -> Compiled | None:
-    payload = read_entry(path)
+def _load(name: str) -> Compiled | None:
+    entry = read_entry(CUDA, name)
     try:
-        return None if payload is None else unpack(payload)
+        return None if entry is None else unpack(entry)
     except ValueError as error:  # intact, but not a kernel
-        ignore_entry(path, error)
+        ignore_entry(name, error)
         return None
 
 

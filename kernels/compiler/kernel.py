@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CUDA_FOLDER", "CudaKernel", "Define", "NumbaKernel", "Variant", "spelled"]
+__all__ = ["CUDA_FOLDER", "CudaKernel", "Define", "NumbaKernel", "Variant", "short_label", "spelled"]
 
 CUDA_FOLDER = Path(__file__).resolve().parents[1] / "cuda"
 
@@ -57,3 +57,61 @@ class Variant:
 def spelled(defines: tuple[Define, ...]) -> str:
     """Macros as labels and cache entries have them."""
     return f"[{','.join(f'{name}={value}' for name, value in defines)}]" if defines else ""
+
+
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_FLAGS = frozenset(
+    {
+        *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA", "SPLIT", "GATED"),
+        *("INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED", "EXACT", "SKIP"),
+        *("A_ALONG_K", "B_ALONG_K"),
+    }
+)
+_NOTHING = frozenset({"kNone", "kOne", "nothing"})
+
+
+def short_label(label: str) -> str:
+    """A kernel's label for people: ``attention_forward bfloat16 D128 causal 128x64 warps8x1``.
+
+    ``label``: of a GPU kernel, ``name[MACRO=value,...]``, or of a CPU kernel, ``name-dtype-...``. Options that are
+    off and numbers that are 1 are left out.
+    """
+    name, bracket, rest = label.partition("[")
+    if not bracket:
+        return " ".join(part for part in name.split("-") if part != "None")
+    macros: dict[str, str] = {}
+    plain = []
+    for part in rest.removesuffix("]").split(","):
+        key, equals, value = part.partition("=")
+        if equals:
+            macros[key] = value
+        else:
+            plain.append(key)
+    return " ".join([name, *plain, *_words(macros)])
+
+
+def _words(macros: dict[str, str]) -> list[str]:
+    dtype, out = macros.pop("DTYPE", ""), macros.pop("OUT", "")
+    words = [_DTYPES.get(dtype, dtype)] if dtype else []
+    if out != dtype and out:
+        words.append(f"to {_DTYPES.get(out, out)}")
+    dim, dim_v = macros.pop("HEAD_DIM", ""), macros.pop("HEAD_DIM_V", "")
+    words += [f"D{dim}"] if dim else []
+    words += [f"Dv{dim_v}"] if dim_v != dim else []
+    macros.pop("NORM", None)  # the name says it
+    numbers: list[str] = []
+    sizes: dict[str, list[str]] = {}
+    for key, value in macros.items():
+        if key in _FLAGS:
+            words += [key.lower()] if value == "1" else []
+        elif value in _DTYPES:
+            words += ["mask"] * (key == "MASK") + [_DTYPES[value]]
+        elif not value.isdigit():
+            words += [] if value in _NOTHING else [value.removeprefix("k").lower()]
+        elif key.startswith(("BLOCK_", "WARPS_")):
+            kind = key.partition("_")[0].lower()
+            sizes.setdefault(kind, []).append(value)
+        elif int(value) > 1:
+            numbers.append(f"{key.lower()}{value}")
+    blocks, warps = ("x".join(sizes.get(kind, [])) for kind in ("block", "warps"))
+    return words + [blocks] * bool(blocks) + [f"warps{warps}"] * bool(warps) + numbers

@@ -17,6 +17,7 @@ import numpy as np
 
 from gpu_ops.errors import KernelCompileError
 from gpu_ops.kernels.compiler.toolkit import INSTALL
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 __all__ = ["NUMBA_FOLDER", "compile_numba", "numba_cuda", "numba_key"]
 
@@ -24,6 +25,7 @@ NUMBA_FOLDER = Path(__file__).resolve().parents[1] / "numba_cuda"
 
 
 @cache
+@uninterrupted
 def numba_cuda() -> Any:
     """``numba.cuda`` from numba-cuda, or a typed error. The old one that Numba includes is not used."""
     if importlib.util.find_spec("numba_cuda") is None:

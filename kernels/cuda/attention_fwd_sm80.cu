@@ -4,7 +4,7 @@
 //   out  (batch, seqlen_q, nheads,    head_dim_v)  DTYPE     v    (batch, seqlen_k, nheads_kv, head_dim_v)
 //   lse  (batch, nheads, seqlen_q) float, natural log
 //
-//   s = softcap(softmax_scale q k^T) - slope |i + seqlen_k - seqlen_q - j| + bias     masked scores are -inf
+//   s = softmax_scale q k^T and the options of include/attention_scores.cuh     masked scores are -inf
 //   out = softmax(s) v        lse = ln sum exp(s)        a row that sees no key: out 0, lse -inf
 //
 // Reads q once, and k and v once per block of rows. 4 seqlen_q seqlen_k head_dim flops per head, all on tensor
@@ -30,8 +30,7 @@
 //   BLOCK_M     WARPS_M times 16 or 32           WARPS_M
 //   BLOCK_N     WARPS_N times a multiple of 16   WARPS_N    warps that share rows and divide the keys of a tile
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
-//   SOFTCAP ALIBI SINKS      0 or 1
-//   BIAS        kNone, kSame (DTYPE), kFloat
+//   those of include/attention_scores.cuh
 //   BLOCK_MASK  0 or 1, not with PACK_GQA
 //   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0; lse is (nheads, total_q)
 //   SEQUSED_K   0 or 1: seqused_k (batch) int replaces shape.seqlen_k

@@ -17,7 +17,6 @@ __all__ = [
     "alignment",
     "as_line",
     "as_rows",
-    "epsilon",
     "float32",
     "heads_alignment",
     "row_stride",

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.attention_scores import PLAIN, Features
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import attention_cpu, attention_numba
-from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, address, strides_of
 from gpu_ops.kernels.lower.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -34,10 +35,8 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["UNLIMITED", "forward", "raw_unsupported", "variants"]
 
-_LOG2E = math.log2(math.e)
 _ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
 _MAX_GRID_YZ = 65535
-_SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the scale, and -inf times 0 is NaN
 _COMBINE_ROWS = 4  # per block, a warp each
 
 for _op in ("attention", "attention_varlen", "attention_decode"):
@@ -61,23 +60,12 @@ def forward(spec: Spec, on: Builder) -> None:
         parts = (config.num_splits, *a.lse_shape)  # packed sequences: one of total_q
         out = on.empty((*parts, a.head_dim_v), np.float32, "parts of out")
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
-    arrays = (
-        a.q,
-        a.k,
-        a.v,
-        out,
-        lse,
-        *(a.cu_seqlens or (None, None)),
-        a.seqused_k,
-        a.block_table,
-        None if split else a.sinks,
-        a.alibi_slopes,
-        a.bias,
-        None if a.visible is None else a.visible.view(np.uint8),
-    )
+    lengths = (*(a.cu_seqlens or (None, None)), a.seqused_k, a.block_table)
+    visible = None if a.visible is None else a.visible.view(np.uint8)
+    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
     shape = _shape(a, config, out, lse)
     arguments = (*map(_pointer, arrays), shape[()])
-    kernel = _kernel(config, a.q.dtype.name, problem.mask, **_features(a, split))
+    kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a))
     on.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
     if lse is not None and split:
         _combine_parts(a, on, out, lse, shape)
@@ -114,7 +102,6 @@ def tile_problem(a: Attention) -> Problem:
     left, right = a.window(UNLIMITED)
     mask: Mask = "kNone" if left == right == UNLIMITED else "kCausal" if left == UNLIMITED else "kLocal"
     own_lengths = a.packed or a.block_table is not None
-    plain = a.softcap <= 0 and a.alibi_slopes is None and a.bias is None
     return Problem(
         a.q.itemsize,
         a.batch,
@@ -129,7 +116,7 @@ def tile_problem(a: Attention) -> Problem:
         block_mask=a.visible is not None,
         varlen=a.packed,
         num_splits=a.num_splits,
-        lean=plain and not (mask == "kLocal" and own_lengths),
+        lean=a.features().plain and not (mask == "kLocal" and own_lengths),
     )
 
 
@@ -148,7 +135,6 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
     if a.block_table is not None:
         shape["block_table_batch"] = strides_of(a.block_table)[0]
     left, right = a.window(UNLIMITED)
-    scale = max(abs(a.softmax_scale), _SMALLEST)
     numbers = {
         "seqlen_q": a.seqlen_q,
         "seqlen_k": a.seqlen_k,
@@ -162,33 +148,23 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
         "block_k": a.block_k,
         "page_size": a.k.shape[1],
         "num_splits": config.num_splits,
-        "scale_log2": float32(scale * _LOG2E),
-        "negate": a.softmax_scale < 0,
+        "scores": a.cuda_numbers(),
     }
-    if a.softcap > 0:
-        numbers["softcap_in"] = float32(scale / a.softcap)
-        numbers["softcap_log2"] = float32(a.softcap * _LOG2E)
     for name, value in numbers.items():
         shape[name] = value
     return shape
 
 
-def _features(a: Attention, split: bool) -> dict[str, str | int]:
-    """Macros of the kernel that options decide."""
-    bias = "kNone" if a.bias is None else "kSame" if a.bias.dtype == a.q.dtype else "kFloat"
+def _reads(a: Attention) -> dict[str, int]:
+    """Macros of the kernel: how it finds the sequences and their keys."""
     return {
-        "BIAS": bias,
-        "SOFTCAP": int(a.softcap > 0),
-        "ALIBI": int(a.alibi_slopes is not None),
-        "SINKS": int(a.sinks is not None and not split),
-        "BLOCK_MASK": int(a.visible is not None),
         "VARLEN": int(a.packed),
         "SEQUSED_K": int(a.seqused_k is not None),
         "PAGED": int(a.block_table is not None),
     }
 
 
-def _kernel(config: Config, dtype: str, mask: Mask, **features: str | int) -> CudaKernel:
+def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **reads: int) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
         "DTYPE": DTYPES[dtype],
@@ -200,9 +176,9 @@ def _kernel(config: Config, dtype: str, mask: Mask, **features: str | int) -> Cu
         "WARPS_M": tile.warps_m,
         "WARPS_N": tile.warps_n,
         "MASK": mask,
-        "BIAS": "kNone",
-        **dict.fromkeys(("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED"), 0),
-        **features,
+        **scores.macros(dtype),
+        **dict.fromkeys(("VARLEN", "SEQUSED_K", "PAGED"), 0),
+        **reads,
         "PACK_GQA": int(config.pack_gqa),
         "SPLIT": int(config.num_splits > 1),
     }
@@ -260,7 +236,7 @@ def variants(arch: str) -> Iterator[Variant]:
             Problem(itemsize, 4, 32, 8, seqlen_q, 4096, head_dim, head_dim, mask=mask), limits
         )
         decode = seqlen_q == 1
-        kernel = _kernel(config, dtype, mask, SEQUSED_K=int(decode), PAGED=int(decode))
+        kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
         yield Variant(kernel, config.threads, config.shared_bytes)
     yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
     yield from attention_numba.numba_variants()

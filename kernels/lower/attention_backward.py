@@ -1,21 +1,26 @@
-"""Gradients of attention on the CPU: the arguments of ``numba_cpu/attention_backward.py``."""
+"""How each backend computes the gradients of attention; here, the arguments of ``numba_cpu/attention_backward.py``.
+
+:mod:`.attention_backward_raw` launches the CUDA C++ kernels for GPUs, :mod:`.attention_backward_numba` their twins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.lower import attention_backward_raw
+from gpu_ops.kernels.compiler.jit import Variant
+from gpu_ops.kernels.lower import attention_backward_numba, attention_backward_raw
 from gpu_ops.kernels.lower.attention_cpu import optional_arrays, optional_tensors, prepared
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["backward"]
+__all__ = ["backward", "variants"]
 
-lowers("attention_backward", "raw")(attention_backward_raw.backward)
-lowers("attention_varlen_backward", "raw")(attention_backward_raw.backward)
+for _op in ("attention_backward", "attention_varlen_backward"):
+    lowers(_op, "numba")(attention_backward_numba.backward)
+    lowers(_op, "raw")(attention_backward_raw.backward)
 
 
 @lowers("attention_backward", "cpu")
@@ -49,3 +54,8 @@ def backward(spec: Spec, on: Builder) -> None:
             views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta)
 
     on.call(run, str(kernels.config_of(*inputs, a.batch, a.seqlen_q, a.seqlen_k)))
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """The commonest of the kernels."""
+    yield from attention_backward_numba.numba_variants()

@@ -95,7 +95,7 @@ class Problem:
     window: int = 0  # keys that a row of a local mask sees at most
     block_mask: bool = False
     varlen: bool = False
-    lean: bool = True  # neither softcap, ALiBi nor bias; nor a window over sequences of their own lengths
+    lean: bool = True  # plain scores, and no window over sequences of their own lengths
     num_splits: int = 0  # 0: choose
 
     @property

@@ -64,12 +64,11 @@ def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable
         max_seqlen_k=a.seqlen_k,
         left=left,
         right=right,
-        softmax_scale=a.softmax_scale,
-        softcap=a.softcap,
         block_q=a.block_q,
         block_k=a.block_k,
         packed=a.packed,
         given=optional_tensors(a),
+        **a.numbers,
         **more,
     )
     return run
@@ -77,14 +76,9 @@ def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable
 
 def optional_tensors(a: Attention) -> dict[str, Any]:
     """The arrays that a call has beside q, k and v, by the names of the CPU's kernels."""
-    tensors = {
-        "block_table": a.block_table,
-        "sinks": a.sinks,
-        "alibi_slopes": a.alibi_slopes,
-        "bias": a.bias,
-        "visible": a.visible,
-    }
-    return {name: x for name, x in tensors.items() if x is not None}
+    from gpu_ops.kernels.numba_cpu.attention_config import OPTIONAL
+
+    return {name: x for name in OPTIONAL if (x := getattr(a, name)) is not None}
 
 
 def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:

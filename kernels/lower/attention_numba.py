@@ -11,7 +11,7 @@ from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.lower.attention_problem import Attention, sequence_table
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["UNLIMITED", "attend", "forward", "numba_variants"]
+__all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
 
 UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three lengths still fit in 31 bits
 
@@ -19,7 +19,7 @@ UNLIMITED = 1 << 29  # a side of a window that hides nothing: sums of three leng
 def forward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     if a.batch * a.seqlen_q:
-        attend(a, on, _sequences(a, on))
+        attend(a, on, sequences_of(a, on))
 
 
 def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
@@ -29,23 +29,21 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
     from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS, count_splits, select_config
 
     left, right = a.window(UNLIMITED)
+    scale, *numbers = a.numbers.values()
     rows = a.nheads // a.nheads_kv * a.seqlen_q
     config = select_config(
         a.q.dtype.name,
         a.head_dim,
         a.head_dim_v,
         rows,
-        bias="" if a.bias is None else a.bias.dtype.name,
+        a.features(sinks=False),
         masked=left < UNLIMITED or right < UNLIMITED,
-        softcap=a.softcap > 0,
-        alibi=a.alibi_slopes is not None,
-        block_mask=a.visible is not None,
         paged=a.block_table is not None,
     )
     blocks = -(-rows // config.block_m) * a.batch * a.nheads_kv * -(-a.head_dim_v // config.slab)
     wanted = 1 if a.packed else a.num_splits  # parts lie in batch entries, one sequence each
     parts = min(wanted or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
-    config = replace(config, split=parts > 1, sinks=a.sinks is not None and parts == 1)
+    config = replace(config, split=parts > 1, scores=a.features(sinks=parts == 1))
 
     lse = on.empty(a.lse_shape, a.lse_dtype, "lse") if a.lse is None else a.lse
     target, target_lse = a.out, lse
@@ -53,22 +51,9 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         wide = np.float64 if config.itemsize == 8 else np.float32
         target = on.empty((parts * a.batch, *a.out.shape[1:]), wide, "parts of out")
         target_lse = on.empty((2 * parts * a.batch, *lse.shape[1:]), wide, "maxima and sums of parts")
-    arguments = (
-        a.q,
-        a.k,
-        a.v,
-        target,
-        target_lse,
-        sequences,
-        *_optional(a, config.sinks),
-        a.softmax_scale if config.in_powers_of_e else a.softmax_scale * LOG2E,
-        a.softcap,
-        left,
-        right,
-        a.block_q,
-        a.block_k,
-        parts,
-    )
+    arrays = (a.q, a.k, a.v, target, target_lse, sequences, *score_arrays(a, config.scores.sinks))
+    scale = scale if config.in_powers_of_e else scale * LOG2E
+    arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
     on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
     if config.split:
         kernel = combine_kernel(a.q.dtype.name, a.sinks is not None)
@@ -77,7 +62,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
 
 
-def _sequences(a: Attention, on: Builder) -> Tensor:
+def sequences_of(a: Attention, on: Builder) -> Tensor:
     """The table of sequences: a constant, or written by a kernel from lengths that only the device knows."""
     if a.known_lengths:
         return on.constant(sequence_table(a), "sequences")
@@ -92,7 +77,7 @@ def _sequences(a: Attention, on: Builder) -> Tensor:
     return table
 
 
-def _optional(a: Attention, with_sinks: bool) -> list[Tensor | int]:
+def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | int]:
     """Block table, slopes, sinks, bias and visible blocks, written out by strides of 0; 0 for what there is not."""
     slopes, bias, visible = a.alibi_slopes, a.bias, a.visible
     if slopes is not None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.attention_scores import Scores, score_options
 from gpu_ops.kernels.program import Spec, Tensor
 
 __all__ = ["Attention", "as_bshd", "sequence_table"]
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One call of an attention function, forward or backward.
+class Attention(Scores):
+    """One call of an attention function, forward or backward: what decides its scores, and its arrays.
 
     q, k, v and out are views of shape (batch, seqlen, nheads, head_dim) whatever the layout of the caller; of
     sequences that lie end to end ("thd") the batch axis has length 1. lse is (batch, nheads, seqlen_q).
@@ -30,19 +31,6 @@ class Attention:
     seqlen_q: int
     """Of the longest sequence, or a bound; as ``seqlen_k``."""
     seqlen_k: int
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float
-    softcap: float
-    """0: none."""
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    """(nheads,) or (batch, nheads)."""
-    bias: Tensor | None
-    """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), as the blocks of ``visible``."""
-    visible: Tensor | None
-    block_q: int
-    block_k: int
     cu_seqlens: tuple[Tensor, ...]
     """Of q and k, where their sequences lie end to end."""
     seqused_k: Tensor | None
@@ -68,20 +56,11 @@ class Attention:
             batch=len(cu_seqlens[0]) - 1 if cu_seqlens else q_.shape[0],
             seqlen_q=options["max_seqlen_q"],
             seqlen_k=options["max_seqlen_k"],
-            causal=options["causal"],
-            window_size=options["window_size"],
-            softmax_scale=options["softmax_scale"],
-            softcap=options["softcap"],
-            sinks=spec.get("sinks"),
-            alibi_slopes=spec.get("alibi_slopes"),
-            bias=spec.get("bias"),
-            visible=spec.get("block_mask.visible"),
-            block_q=options.get("block_q", 0),
-            block_k=options.get("block_k", 0),
             cu_seqlens=tuple(cu_seqlens),
             seqused_k=spec.get("seqused_k"),
             block_table=spec.get("block_table"),
             num_splits=options.get("num_splits", 0),
+            **score_options(spec),
         )
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gpu_ops.kernels.attention_scores import CUDA_SCORES
+
 __all__ = ["ATTENTION_SHAPE", "UNLIMITED", "q_in_registers", "shared_bytes"]
 
 # Of a window's side: further than any sequence is long, and sums with lengths stay in int32.
@@ -20,8 +22,7 @@ ATTENTION_SHAPE = np.dtype(
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k", "page_size")],
         ("num_splits", "i4"),
-        *[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")],
-        ("negate", "i4"),
+        ("scores", CUDA_SCORES),
     ],
     align=True,
 )

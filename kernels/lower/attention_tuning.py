@@ -49,7 +49,7 @@ def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
 def bucket(problem: Problem) -> str:
     """Lengths, and sequences times key heads, rounded up to a power of two; everything else the model knows, exactly.
 
-    What the model does not know, such as softcap or pages, changes the kernel but not the merits of a tile.
+    What the model does not know, such as sinks or pages, changes the kernel but not the merits of a tile.
     """
     p = problem
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)

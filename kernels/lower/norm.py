@@ -17,7 +17,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, NumbaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, alignment, epsilon, float32, row_stride, rows_of
+from gpu_ops.kernels.lower.arguments import DTYPES, alignment, float32, row_stride, rows_of
 from gpu_ops.kernels.lower.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
@@ -46,7 +46,7 @@ def forward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
         np.int64(rows),
         *map(np.int32, (cols, c.shared_vecs, c.team, c.block_cols)),
         *map(row_stride, (a.x, a.residual, a.y, a.s)),
-        epsilon(spec["eps"]),
+        float32(spec["eps"]),
         *map(float32, (1 / cols, 1 / c.on_chip(cols), a.weight_offset)),
         *(np.int32(a.llama), *a.present),
     )

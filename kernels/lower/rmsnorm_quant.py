@@ -20,7 +20,6 @@ from gpu_ops.kernels.lower.arguments import (
     alignment,
     as_line,
     as_rows,
-    epsilon,
     float32,
     row_stride,
     rows_of,
@@ -116,7 +115,7 @@ def forward_raw(spec: Spec, on: Builder) -> None:
     )
     config = select_config(rows, cols, x.itemsize, aligned=aligned)
     strides = map(row_stride, (x, residual, q, s))
-    numbers = epsilon(spec["eps"]), float32(1 / cols), float32(spec["weight_offset"])
+    numbers = float32(spec["eps"]), float32(1 / cols), float32(spec["weight_offset"])
     flags = np.int32(spec["casting"] == "llama"), has_residual
     args = (*arrays, np.int64(rows), np.int32(cols), *strides, *numbers, *flags)
     block = (config.threads_per_row, config.rows_per_block, 1)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, epsilon, float32, heads_alignment, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, float32, heads_alignment, strides_of
 from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
@@ -204,7 +204,7 @@ def _shape(spec: Spec, o: _Operands, config: AppendConfig) -> Any:
         "rotary_units": config.rotary_units,
         "inverse_head_dim": 1 / head_dim,
         "attention_factor": spec["attention_factor"],
-        "eps": epsilon(spec["eps"]),
+        "eps": float32(spec["eps"]),
         "weight_offset": float32(spec["weight_offset"]),
     }
     if o.block_table is not None:

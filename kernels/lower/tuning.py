@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, write_whole
+from gpu_ops.kernels.compiler.cache import cache_folder, read_file, write_whole
+from gpu_ops.kernels.compiler.cache_contents import TUNING
 from gpu_ops.kernels.compiler.jit import source_key
 from gpu_ops.kernels.program import Builder
 
 __all__ = ["Asked", "Space", "choose", "forget", "keep"]
-
-_FOLDER = "tuning"
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +99,7 @@ def keep(asked: Asked, winner: str, microseconds: Mapping[str, float]) -> Path |
     space, card, bucket = asked.space, asked.card, asked.bucket
     _winners[space.name, card, bucket] = winner
     _choose.cache_clear()
-    folder = cache_folder(_FOLDER)
+    folder = cache_folder(TUNING)
     if folder is None:  # it has warned
         return None
     entry = {**_identity(space, card, bucket), "winner": winner, "microseconds": dict(microseconds)}
@@ -120,18 +119,17 @@ def forget() -> None:
 
 
 def _read(space: Space, card: str, bucket: str) -> str | None:
-    path = cache_path(_FOLDER, _file_name(space, card, bucket))
-    if path is None:
+    name = _file_name(space, card, bucket)
+    content = read_file(TUNING, name)
+    if content is None:
         return None
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = json.loads(content)
         identity = _identity(space, card, bucket)
         # Otherwise it was measured with other sources, or another compiler.
         return str(entry["winner"]) if identity.items() <= entry.items() else None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        warnings.warn(f"gpu_ops: ignoring the measured choice {path}: {error!r}", stacklevel=2)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        warnings.warn(f"gpu_ops: ignoring the measured choice {name}: {error!r}", stacklevel=2)
         return None
 
 

@@ -60,40 +60,19 @@ def prepare(
     config: Config,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    left: int,
-    right: int,
-    softmax_scale: float,
-    softcap: float,
-    block_q: int,
-    block_k: int,
-    packed: bool,
     given: dict[str, Array],
+    **options: Any,
 ) -> Callable[..., None]:
     """``run(q, k, v, out, lse, sequences, given)`` for these options and arrays like these, which are not kept.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
-    ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``packed``: the
-    arrays have one batch entry that holds all sequences. ``given``: the optional arrays block_table (k and v are
-    then pages), alibi_slopes, sinks, bias and visible.
+    ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``given``: the optional arrays
+    block_table (k and v are then pages), alibi_slopes, sinks, bias and visible. ``options``: of :class:`Call`, left,
+    right, packed and the like.
     """
-    call = make_call(
-        q,
-        v,
-        batch,
-        config,
-        nheads_kv=k.shape[2],
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        left=left,
-        right=right,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        block_q=block_q,
-        block_k=block_k,
-        page_size=k.shape[1] if "block_table" in given else 0,
-        packed=packed,
-        given=given,
-    )
+    sizes = {"nheads_kv": k.shape[2], "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    page_size = k.shape[1] if "block_table" in given else 0
+    call = make_call(q, v, batch, config, page_size=page_size, given=given, **sizes, **options)
     dtype, split = q.dtype, call.n_splits > 1
     fill = optional_arrays(dtype)
     unsplit = _parts(call, 0, dtype)
@@ -111,7 +90,7 @@ def prepare(
     def run(
         q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
     ) -> None:
-        optional = fill(**given)
+        optional = fill(given)
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
         arrays = *all_bits(q, k, v, out), lse, sequences
         if config.kernel == "decode":

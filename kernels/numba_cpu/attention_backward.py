@@ -98,18 +98,8 @@ def prepare(
     """
     nheads_kv, dtype, wide = k.shape[2], q.dtype, _sums_of(q)
     config = config_of(q, k, v, batch, max_seqlen_q, max_seqlen_k)
-    call = make_call(
-        q,
-        v,
-        batch,
-        config,
-        nheads_kv=nheads_kv,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        page_size=0,
-        given=given,
-        **options,
-    )
+    sizes = {"nheads_kv": nheads_kv, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    call = make_call(q, v, batch, config, page_size=0, given=given, **sizes, **options)
     fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
     lanes = VECTOR_BYTES // wide.itemsize
     widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
@@ -142,41 +132,18 @@ def prepare(
             parts_of = sums_of_parts(int(starts[-1]))
         delta = np.zeros(lse.shape, np.float64)
         dq, *targets = all_bits(dq, dk, dv)
-        inputs = *all_bits(dout, q, k, v, out), lse, sequences, *fill(**given)
-        launch(
-            attention_backward[variant],
-            batch * nheads_kv * parts,
-            call,
-            *inputs,
-            dq,
-            *targets,
-            delta,
-            *parts_of,
-            starts,
-        )
+        inputs = *all_bits(dout, q, k, v, out), lse, sequences, *fill(given)
+        results = dq, *targets, delta, *parts_of, starts
+        launch(attention_backward[variant], batch * nheads_kv * parts, call, *inputs, *results)
         if parts > 1:
-            for part, target, scale in zip(parts_of, targets, (call.scale, 1.0), strict=True):
-                launch(
-                    attention_sum_parts[dtype],
-                    batch * nheads_kv * sums,
-                    call,
-                    part,
-                    starts,
-                    sequences,
-                    target,
-                    scale,
-                )
+            for part, target, scale in zip(parts_of, targets, (call.softmax_scale, 1.0), strict=True):
+                arrays = part, starts, sequences, target
+                launch(attention_sum_parts[dtype], batch * nheads_kv * sums, call, *arrays, scale)
         if dbias is not None:
             full = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
             blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
-            launch(
-                attention_backward_bias[variant],
-                full.shape[0] * full.shape[1] * blocks,
-                by_head,
-                *inputs,
-                delta,
-                full,
-            )
+            tasks = full.shape[0] * full.shape[1] * blocks
+            launch(attention_backward_bias[variant], tasks, by_head, *inputs, delta, full)
         return delta
 
     return run
@@ -197,29 +164,9 @@ STARTS = types.Array(types.int64, 1, "C", readonly=True)
     variants=VARIANTS,
 )
 def attention_backward(
-    state,
-    n_tasks,
-    call,
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    sequences,
-    table,
-    alibi,
-    sinks,
-    bias,
-    visible,
-    dq,
-    dk,
-    dv,
-    delta,
-    dk_parts,
-    dv_parts,
-    starts,
-):
+    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+    dq, dk, dv, delta, dk_parts, dv_parts, starts,
+):  # fmt: skip
     inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta))
     results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts))
     size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
@@ -241,7 +188,7 @@ def backward_tasks(state, n_tasks, memory, call, x, y):
     own_dk, own_dv = make_sums(memory, call, y.dk_parts, y.dv_parts)
     groups = call.nheads // call.heads // call.nheads_kv  # row groups that share a key head
     blocks = (call.heads * call.max_seqlen_q + call.block_m - 1) // call.block_m
-    scale = like(wide, call.scale)
+    scale = like(wide, call.softmax_scale)
     task = claim(state)
     while task < n_tasks:
         part = task % call.n_splits

@@ -25,6 +25,14 @@ DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kern
 VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
 VARIANTS = tuple(dict.fromkeys(VARIANTS))
 
+OPTIONAL = (
+    "block_table",
+    "alibi_slopes",
+    "sinks",
+    "bias",
+    "visible",
+)  # arrays of a call, in the kernels' order
+
 
 @dataclass(frozen=True)
 class Config:
@@ -107,14 +115,7 @@ def _decode_tasks(nanoseconds: int) -> int:
 
 
 def make_call(
-    q: Array,
-    v: Array,
-    batch: int,
-    config: Config,
-    *,
-    softmax_scale: float,
-    given: dict[str, Array],
-    **rest: Any,
+    q: Array, v: Array, batch: int, config: Config, *, given: dict[str, Array], **rest: Any
 ) -> Call:
     return Call(
         batch=batch,
@@ -128,7 +129,6 @@ def make_call(
         has_alibi="alibi_slopes" in given,
         has_bias="bias" in given,
         has_sinks="sinks" in given,
-        scale=float(softmax_scale),
         **rest,
     )
 
@@ -139,32 +139,29 @@ def launcher_of(call: Call, passes: float = 1) -> Callable[..., None]:
     return launcher(passes * scores * (call.head_dim + call.head_dim_v) / _PRODUCTS_PER_NANOSECOND)
 
 
-def optional_arrays(dtype: np.dtype[Any]) -> Callable[..., tuple[Array, ...]]:
-    """A function that returns the optional arrays in the order of :func:`optional_types`, empty ones if not given."""
-    no_table = np.empty((0, 0), np.int32)
-    no_alibi, no_sinks = np.empty((0, 0), np.float64), np.empty(0, np.float64)
+def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[Array, ...]]:
+    """A function from the optional arrays by name to those of :data:`OPTIONAL`, empty ones if not given."""
     no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)
+    no_table, no_slopes, no_sinks = np.empty((0, 0), np.int32), np.empty((0, 0)), np.empty(0)
+    nothing = no_table, no_slopes, no_sinks, no_bias, no_visible
 
-    def fill(
-        block_table: Array | None = None,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        bias: Array | None = None,
-        visible: Array | None = None,
-    ) -> tuple[Array, ...]:
+    def fill(given: dict[str, Array]) -> tuple[Array, ...]:
+        if not given:
+            return nothing
+        get, bias = given.get, given.get("bias")
         return (
-            no_table if block_table is None else block_table,
-            no_alibi if alibi_slopes is None else alibi_slopes,
-            no_sinks if sinks is None else sinks,
+            get("block_table", no_table),
+            get("alibi_slopes", no_slopes),
+            get("sinks", no_sinks),
             no_bias if bias is None else bits(bias),
-            no_visible if visible is None else visible,
+            get("visible", no_visible),
         )
 
     return fill
 
 
 def optional_types(bias: str) -> tuple[types.Type, ...]:
-    """block_table, alibi_slopes, sinks, bias, visible."""
+    """Of :data:`OPTIONAL`."""
     return (
         types.Array(types.int32, 2, "A", readonly=True),
         types.Array(types.float64, 2, "A", readonly=True),

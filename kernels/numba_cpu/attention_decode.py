@@ -41,7 +41,7 @@ from .attention_decode_block import (
     values_careful,
     weigh_block,
 )
-from .attention_tile import CALL, Call, lse_of, place_lanes
+from .attention_tile import CALL, Call, is_plain, lse_of, place_lanes
 from .codegen.arena import arena, arena_array, arena_size, by_reference
 from .codegen.decode import ADDED_KEYS
 from .codegen.decode_rows import chunk_elements, from_slots, query_type, to_query
@@ -248,7 +248,7 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
             place_rows(next_places, x.k, x.table, call, b, k_start, first_kv, first + n_keys, n_next)
         padded = round_up(n_keys, w.row_max.shape[1] // len(w.tile))
         score_block(w, call, x.k, padded)
-        if call.softcap > 0 or call.has_alibi:
+        if not is_plain(call):
             finish_scores(w, call, x.alibi, b, first, n_keys, n, offset)
         if first < low_all or first + n_keys - 1 > high_all or padded > n_keys:
             mask_scores(w, call, first, n_keys, padded, n)

@@ -4,13 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention_tile import TINY, score_scale
+from .attention_tile import TINY, cap_row, score_scale
 from .codegen.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
 from .codegen.decode_rows import slot
 from .codegen.exp2 import LOG2E
 from .codegen.memory import larger, smaller
 from .dtype import like, load, read_row
-from .fastmath import tanh
 from .jit import device_function
 
 
@@ -106,15 +105,12 @@ def add_block(w, padded):
 
 @device_function
 def finish_scores(w, call, alibi, b, first, n_keys, n, offset):
-    """softcap and ALiBi; leaves scores in base 2."""
+    """The options of scores but for bias; leaves them in base 2."""
     rows = len(w.tile)
     tiles = call.block_m // rows
     for t in range(w.heads_kv * tiles):
         row = w.s[t]
-        if call.softcap > 0:
-            cap, inverse = like(row[0], call.softcap * LOG2E), like(row[0], 1.0 / call.softcap)
-            for i in range(n_keys * rows):
-                row[i] = cap * tanh(row[i] * inverse)
+        cap_row(row, call, n_keys * rows)
         if call.has_alibi:
             first_row = t % tiles * rows
             for r in range(first_row, smaller(first_row + rows, n)):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention_operands import finite, k_unroll, put_row, transpose, turned
-from .attention_tile import make_terms, place_lanes, place_terms, score_scale
+from .attention_tile import is_linear, make_terms, place_lanes, place_terms, score_scale
 from .codegen.arena import arena_array, as_type
 from .codegen.attention_gradient import PANEL
 from .codegen.exp2 import LOG2E
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     dp: Any  # (n, m) dP^T and dS^T likewise
     s_panel: Any  # (n, PANEL) for tiles, S^T and dP^T of one panel, which stay in the first caches
     dp_panel: Any
-    dscore: Any  # (n, m) gradient of the score after softcap, if it differs; else the same memory as dp
+    dscore: Any  # (n, m) gradient of the finished score, if it differs; else the same memory as dp
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
     rest: Any  # (m) what lse2 leaves out: see split_lse
     delta: Any  # (m)
@@ -106,7 +106,7 @@ def make_scratch(memory, call, x, wide):
         dp,
         arena_array(memory, (n if in_tiles(one) else 0, PANEL), wide),
         arena_array(memory, (n if in_tiles(one) else 0, PANEL), wide),
-        arena_array(memory, (n, m + SKEW), wide) if call.softcap > 0 else dp,
+        arena_array(memory, (n, m + SKEW), wide) if not is_linear(call) else dp,
         arena_array(memory, m, wide),
         arena_array(memory, m, wide),
         arena_array(memory, m, wide),
@@ -114,7 +114,7 @@ def make_scratch(memory, call, x, wide):
         arena_array(memory, m, np.int64(0)),
         arena_array(memory, m, np.int32(0)),
         arena_array(memory, m, np.int32(0)),
-        make_terms(memory, n if call.softcap > 0 else 0, m + SKEW, wide),
+        make_terms(memory, n if not is_linear(call) else 0, m + SKEW, wide),
         arena_array(memory, m, np.int32(0)),
         arena_array(memory, (m // PANEL, 4), np.int64(0)),
         arena_array(memory, (m // PANEL, 2), np.int64(0)),

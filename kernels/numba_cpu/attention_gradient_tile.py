@@ -32,7 +32,14 @@ from .attention_gradient_operands import (
     unscaled,
 )
 from .attention_operands import k_unroll, transpose
-from .attention_tile import TINY_LOG2, finish_scores, is_plain, mask_scores, score_scale
+from .attention_tile import (
+    TINY_LOG2,
+    finish_scores,
+    is_plain,
+    mask_scores,
+    score_scale,
+    unfinish_gradients,
+)
 from .codegen.arena import arena_array
 from .codegen.attention_gradient import PANEL, score_tile
 from .codegen.exp2 import LOG2E
@@ -73,7 +80,7 @@ def multiply_scores(w, s, dp, row, n, lane, width, words, words_v):
 
 @generic
 def plain_gradients(w, call, width, first, n_keys):
-    """P^T and dS^T of finite numbers without softcap, ALiBi or bias. False for float64: nothing done."""
+    """P^T and dS^T of finite numbers and plain scores. False for float64: nothing done."""
 
     def by_panels(w, call, width, first, n_keys):
         step = k_unroll(w.p)
@@ -181,7 +188,7 @@ def weigh_visible(s, lse, n_keys, width):
 
 @device_function
 def any_gradients(w, call, n, first, n_keys, finite, bias):
-    """P^T and dS^T with every option, in floats: w.s, w.dp and (before softcap's slope) w.dscore."""
+    """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore."""
     width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
     any_scores(w, call, n, first, n_keys, bias)
     if not finite:
@@ -194,12 +201,7 @@ def any_gradients(w, call, n, first, n_keys, finite, bias):
             p = weight if score != -np.inf else zero  # lse may be NaN
             gradient = p * (dp[c] - delta[c])
             s[c], dp[c] = p, gradient if p != 0 else zero  # p = 0 may face a NaN behind a mask
-    if call.softcap > 0:
-        for j in range(n_keys):
-            dp, dscore, slope = w.dp[j], w.dscore[j], w.terms.cap_slope[j]
-            for c in range(width):
-                dscore[c] = dp[c]
-                dp[c] = dp[c] * slope[c]
+    unfinish_gradients(w.dp, w.dscore, call, n_keys, width, w.terms)
     clear(w.s, n_keys, rows)
     clear(w.dp, n_keys, rows)
 

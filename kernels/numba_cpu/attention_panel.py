@@ -201,7 +201,7 @@ def all_visible(w, panel, first, n_keys):
 
 @device_function
 def finish_panel(w, call, x, b, panel, n, first, n_keys, seen, width, factor):
-    """Turn the products of ``n_keys`` keys from ``first`` into scores: softcap, ALiBi, bias, then the masks."""
+    """Turn the products of ``n_keys`` keys from ``first`` into scores: the options, then the masks."""
     start, s = panel * w.s.shape[1], w.s
     stop = smaller(n, start + w.s.shape[1])
     head, query, end = w.head[start:stop], w.query[start:stop], start + width

@@ -14,7 +14,7 @@ of the second product. A lane is one (head, query) pair: with few queries per he
 group lie side by side and share every key that is read.
 
 Scores are kept in base 2 (softmax_scale * log2 e is folded into Q; softcap wants natural units first), -inf where
-masked.
+masked. All that options do to them is here.
 """
 
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class Call(NamedTuple):
     has_alibi: bool
     has_bias: bool
     has_sinks: bool
-    scale: float
+    softmax_scale: float
     softcap: float
 
 
@@ -78,7 +78,13 @@ def is_plain(call):
 @device_function
 def score_scale(call):
     """The factor of q.k: scores are in base 2, but in natural units before softcap."""
-    return call.scale if call.softcap > 0 else call.scale * LOG2E
+    return call.softmax_scale if call.softcap > 0 else call.softmax_scale * LOG2E
+
+
+@device_function
+def is_linear(call):
+    """Whether the derivative of a score by softmax_scale * q.k is 1; else gradients need ``Terms.derivative``."""
+    return call.softcap == 0
 
 
 @device_function
@@ -114,26 +120,35 @@ def lse_of(top, total):
 
 
 @device_function
-def cap_scores(s, softcap, n, width, factor, slope, keep_slope):
-    """log2(e) * softcap * tanh(factor * s / softcap); on request its slope 1 - tanh^2 too, for the gradient."""
+def cap_scores(s, softcap, n, width, factor, derivative, keep):
+    """log2(e) * softcap * tanh(factor * s / softcap); with ``keep`` its derivative 1 - tanh^2 too."""
     cap = like(s[0, 0], softcap * LOG2E)
     inverse = like(s[0, 0], factor / softcap)
     for j in range(n):
-        row, slope_row = s[j], slope[j]
+        row, derivative_row = s[j], derivative[j]
         for c in range(width):
             t = tanh(row[c] * inverse)
             row[c] = cap * t
-            if keep_slope:
-                slope_row[c] = like(t, 1.0) - t * t
+            if keep:
+                derivative_row[c] = like(t, 1.0) - t * t
+
+
+@device_function
+def cap_row(row, call, n):
+    """The same for a row of ``n`` scores, if there is a cap."""
+    if call.softcap > 0:
+        cap, inverse = like(row[0], call.softcap * LOG2E), like(row[0], 1.0 / call.softcap)
+        for i in range(n):
+            row[i] = cap * tanh(row[i] * inverse)
 
 
 class Terms(NamedTuple):
-    """Scratch of ALiBi, bias and softcap."""
+    """Scratch of what is done to scores."""
 
     slope: Any  # (m) what a score loses, in base 2, per key between it and the lane's position
     position: Any  # (m) of the query on the axis of keys
     starts: Any  # (m and a panel) addresses of the lanes' rows of bias
-    cap_slope: Any  # (n, m) for gradients, the slope of softcap
+    derivative: Any  # (n, m) for gradients, of scores by softmax_scale * q.k, if it is not 1
 
 
 @device_function
@@ -179,13 +194,14 @@ def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
 
 
 @device_function
-def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_slope, bias):
+def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep, bias):
     """softcap, ALiBi and bias; leaves scores in base 2.
 
     ``factor``: the part of score_scale that is not applied yet. ``lane``: the first lane, counted in the block.
+    ``keep``: the derivative too.
     """
     if call.softcap > 0:
-        cap_scores(s, call.softcap, n, width, factor, terms.cap_slope if keep_slope else s, keep_slope)
+        cap_scores(s, call.softcap, n, width, factor, terms.derivative if keep else s, keep)
         factor = like(factor, 1.0)
     if call.has_alibi:
         slope, position = terms.slope[lane : lane + width], terms.position[lane : lane + width]
@@ -196,6 +212,17 @@ def finish_scores(s, call, first, n, lane, n_lanes, width, factor, terms, keep_s
         factor = like(factor, 1.0)
     if call.has_bias:
         add_bias(s, first, n, lane, n_lanes, factor, terms.starts, bias)
+
+
+@device_function
+def unfinish_gradients(ds, dscore, call, n, width, terms):
+    """Gradients of scores become those of softmax_scale * q.k; ``dscore`` keeps the former."""
+    if not is_linear(call):
+        for j in range(n):
+            row, kept, derivative = ds[j], dscore[j], terms.derivative[j]
+            for c in range(width):
+                kept[c] = row[c]
+                row[c] = row[c] * derivative[c]
 
 
 @noinline_function

@@ -13,29 +13,27 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
-import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.compiler.cache import cache_folder, cache_path, ignore_entry, publish, read_entry
-from gpu_ops.kernels.compiler.numba_import import uninterrupted
+from gpu_ops.kernels.compiler.cache import cache_folder, ignore_entry, publish, read_entry
+from gpu_ops.kernels.compiler.cache_contents import CPU, cpu_sources
+from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks, uninterrupted
 
 from .codegen.numba_api import (
     VERSIONS,
     Cache,
-    CompileResult,
-    CompileResultCacheImpl,
-    dumps,
     global_compiler_lock,
     intrinsic,
     njit,
@@ -44,6 +42,7 @@ from .codegen.numba_api import (
     target,
     types,
 )
+from .codegen.numba_kept import reduce, restore
 from .codegen.numba_pipeline import DeviceCompiler, KernelCompiler, NoinlineCompiler, njit_once
 from .codegen.target import request_amx
 
@@ -106,6 +105,8 @@ def constant(of: Callable[[types.Type], int | bool]) -> Any:
     value.__doc__ = of.__doc__
     return intrinsic(value)
 
+
+hold_in_forks(global_compiler_lock)  # a fork waits until nobody compiles, other users of Numba included
 
 KERNELS: list[Kernel] = []
 
@@ -179,6 +180,7 @@ class Kernel:
         parts = variant if isinstance(variant, tuple) else (variant,)
         return "-".join([self.name, *map(str, parts)])
 
+    @uninterrupted  # an interrupt would leave half of what Numba fills in as it compiles
     def _compile(self, variant: Any) -> Callable[..., None]:
         parts = variant if isinstance(variant, tuple) else (variant,)
         names = tuple(part.name if isinstance(part, np.dtype) else part for part in parts)
@@ -194,14 +196,15 @@ class Kernel:
                     fastmath=set(self._fastmath),
                     pipeline_class=KernelCompiler,
                 )(function)
-                dispatcher._cache = DiskCache(label)
+                dispatcher._cache = DiskCache(function, label)
                 kept = cache_dir(quiet=True)
                 where = f" (once; then from {kept})" if kept else ""
-                with visible(f"gpu_ops: compiling {label} for this CPU{where}"):
-                    with _garbage_kept():
-                        # an interrupt would leave half of what Numba fills in as it compiles
-                        signature = (types.int64[::1], types.int64, *self._signature(*names))
-                        uninterrupted(partial(dispatcher.compile, signature))
+                with visible(f"gpu_ops: compiling {short_label(label)} for this CPU{where}"):
+                    # under the lock, which a fork takes too: no child keeps the thresholds
+                    with global_compiler_lock, _garbage_in_batches():
+                        dispatcher.compile(
+                            types.void(types.int64[::1], types.int64, *self._signature(*names))
+                        )
                 dispatcher.disable_compile()
                 self._compiled[names] = dispatcher
             self._compiled[variant] = self._compiled[names]  # the next look-up spells it the same way
@@ -209,15 +212,17 @@ class Kernel:
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """No cyclic garbage is looked for: a compiler makes a million small objects, an eighth of its time went there."""
-    enabled = gc.isenabled()
-    gc.disable()
+def _garbage_in_batches() -> Iterator[None]:
+    """Cyclic garbage is looked for after every 50000 new objects, instead of 700: a compiler makes a million.
+
+    That halves the time of the search. Without any, one would follow of 0.2 s, in which no other thread runs.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 5, 1000)
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.set_threshold(*before)
 
 
 def all_variants() -> Iterator[tuple[Kernel, Any]]:
@@ -228,15 +233,14 @@ def all_variants() -> Iterator[tuple[Kernel, Any]]:
 
 
 class DiskCache(Cache):
-    """One compiled variant in one file: the pickled compile result."""
+    """One compiled variant in one file: see :mod:`.codegen.numba_kept`."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._impl = CompileResultCacheImpl
+    def __init__(self, function: Callable[..., Any], label: str) -> None:
+        self._function, self._label = function, label
 
     @property
     def cache_path(self) -> str:
-        return str(cache_path(*_parts()) or "")
+        return str(cache_dir(quiet=True) or "")
 
     def enable(self) -> None: ...
 
@@ -245,39 +249,24 @@ class DiskCache(Cache):
     def flush(self) -> None: ...
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        path = cache_path(*_parts(), f"{self._label}.nbc")
-        payload = None if path is None else read_entry(path)
-        if path is None or payload is None:
+        entry = read_entry(*_parts(), f"{self._label}.nbc")
+        if entry is None:
             return None
         # machine code allocates; the rest of the compiler need not be made ready
         rtsys.initialize(target_context)
         try:
-            return CompileResult._rebuild(target_context, *pickle.loads(payload))
+            return restore(self._function, sig, target_context, entry)
         except Exception as error:  # whole, but not ours
-            ignore_entry(path, repr(error))
+            ignore_entry(f"{self._label}.nbc", repr(error))
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        folder = cache_dir()
-        if folder is None:
-            return
-        publish(folder / f"{self._label}.nbc", dumps(data._reduce()))
-
-
-def _after_fork() -> None:
-    """Locks that threads by_reference which the child does not have."""
-    for k in KERNELS:
-        k._lock = threading.Lock()
-    global_compiler_lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    # a fork waits until no thread compiles: what that changes is whole in the child
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=_after_fork,
-    )
+        try:
+            entry = reduce(data)
+        except ValueError as error:
+            warnings.warn(f"gpu_ops: kernel {self._label} not cached: {error}", stacklevel=2)
+        else:
+            publish(entry, *_parts(), f"{self._label}.nbc")
 
 
 def cache_dir(quiet: bool = False) -> Path | None:
@@ -286,14 +275,11 @@ def cache_dir(quiet: bool = False) -> Path | None:
 
 
 def _parts() -> tuple[str, str]:
-    return "numba_cpu", build_id()
+    return CPU, build_id()
 
 
 @cache
 def build_id() -> str:
-    """Hash of everything that shapes machine code: our sources, the compilers, the CPU."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("**/*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((*VERSIONS, sys.version, target(), request_amx())).encode())
-    return digest.hexdigest()[:16]
+    """Hashes of what shapes machine code: our sources, a dash, then the compilers and the CPU."""
+    build = repr((*VERSIONS, sys.version, target(), request_amx()))
+    return f"{cpu_sources()}-{hashlib.sha256(build.encode()).hexdigest()[:16]}"

@@ -25,11 +25,15 @@ import atexit
 import os
 import platform
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+
+from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 
 from .codegen.numba_api import config, get_or_insert_function, intrinsic, ir, signature, types
 from .jit import kernel
@@ -49,9 +53,24 @@ _helpers: list[threading.Thread] = []
 _start = threading.Lock()
 
 
+MAX_THREADS_PER_CPU = 16
+"""More than one compute no faster; some more let a small machine check the results and the memory of a large one."""
+
+
+@cache
 def thread_count() -> int:
-    """Threads that work on one call: NUMBA_NUM_THREADS, else the cores this process may use."""
-    return int(config.NUMBA_NUM_THREADS)
+    """Threads that work on one call: NUMBA_NUM_THREADS, else the CPUs this process may use.
+
+    At most :data:`MAX_THREADS_PER_CPU` for each of these CPUs, as each thread takes a stack.
+    """
+    count, cpus = int(config.NUMBA_NUM_THREADS), int(config.NUMBA_DEFAULT_NUM_THREADS)
+    most = MAX_THREADS_PER_CPU * cpus
+    if count > most:
+        warnings.warn(
+            f"gpu_ops: NUMBA_NUM_THREADS={count}, but this process may use {cpus} CPUs; {most} threads are used",
+            stacklevel=2,
+        )
+    return min(count, most)
 
 
 # Elements below which a second thread costs more (waking it: about 30 us) than it saves.
@@ -150,20 +169,26 @@ def _help(work: Iterator[_Work], ended: Array, errors: _Errors, ends: SimpleQueu
 
 def waiting_threads() -> _Offers:
     """Where threads wait for offers: as many as help one call."""
+    return _start_threads() if _offers is None else _offers
+
+
+@uninterrupted  # else fewer threads than asked for would be left for good
+def _start_threads() -> _Offers:
     global _offers
     with _start:
         if _offers is None:
             # compiled now: a child forked while another thread compiles would wait for that for ever
             spin_wait[None]
-            _offers = SimpleQueue()
+            offers = _Offers()
             for i in range(max(thread_count() - 1, 1)):
                 name = f"gpu_ops_{i}"
-                helper = threading.Thread(target=_wait_for_work, args=(_offers,), name=name, daemon=True)
+                helper = threading.Thread(target=_wait_for_work, args=(offers,), name=name, daemon=True)
                 try:
                     helper.start()
                 except RuntimeError:  # the interpreter is shutting down, or has no thread to give
                     break
                 _helpers.append(helper)
+            _offers = offers
         return _offers
 
 

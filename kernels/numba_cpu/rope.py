@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .codegen.memory import copy_row, from_beginning, place_of, scratch
+from .codegen.memory import copy_row, from_beginning, place_of, scratch, span
 from .codegen.numba_api import njit
 from .codegen.rotate import rotate_halves, rotate_halves_each, rotate_pairs, rotate_pairs_each
 from .codegen.stream import fence, finish, put, stays_in_cache
@@ -170,7 +170,7 @@ def rotate_tokens(x, out, turn, first, count, heads_outer, line, streaming):
                     for i in range(n):
                         at = (b, s + t + i, h) if heads_outer else (b, s, h + i)
                         kept, place = read_row(x, at)[rotary_dim:], step * i + rotary_dim
-                        copy_row(from_beginning(target, place + len(kept))[place:], kept, len(kept))
+                        copy_row(span(target, place, len(kept)), kept, len(kept))  # place may be negative
             if heads_outer:
                 t += n
                 if t == tokens:

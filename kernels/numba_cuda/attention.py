@@ -65,15 +65,17 @@ def forward_kernel(config: Config) -> NumbaKernel:
     2, followed by as many sums.
     """
     f, number = functions(config.dtype), functions(config.dtype).compute
-    bias_load = functions(config.bias or config.dtype).load
+    scores = config.scores
+    bias_load = functions(scores.bias or config.dtype).load
     block_m, block_n, chunk, chunk_v, slab = _tiles(config)
     stride, stride_p = config.stride, config.stride_p
     n_staged, n_p = config.staged, block_m * stride_p
     staged_k = block_m * stride  # K follows Q
     my_rows, my_keys, my_columns = block_m // ROWS, block_n // ROW_THREADS, slab // ROW_THREADS
 
-    masked, capped, with_sinks, with_alibi = config.masked, config.softcap, config.sinks, config.alibi
-    with_bias, with_blocks, paged, split = bool(config.bias), config.block_mask, config.paged, config.split
+    capped, with_sinks, with_alibi = scores.softcap, scores.sinks, scores.alibi
+    with_bias, with_blocks = bool(scores.bias), scores.block_mask
+    masked, paged, split = config.masked, config.paged, config.split
     in_powers_of_e = config.in_powers_of_e
     exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
     log2 = libdevice.log2 if number is float64 else libdevice.log2f
@@ -90,25 +92,9 @@ def forward_kernel(config: Config) -> NumbaKernel:
     accumulate, accumulate_seen = accumulators(number, my_rows, my_columns, chunk_v, slab, stride_p)
 
     def attention_forward(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        sequences,
-        table,
-        alibi,
-        sinks,
-        bias,
-        visible,
-        scale,
-        softcap,
-        left,
-        right,
-        block_q,
-        block_k,
-        n_parts,
-    ):
+        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
+        scale, softcap, left, right, block_q, block_k, n_parts,
+    ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
         q_offset = cuda.shared.array(block_m, int64)  # byte offset of a row in its array
@@ -283,15 +269,15 @@ def _tiles(config):
 
 def _signature(config: Config) -> str:
     f = functions(config.dtype)
-    computed = str(f.compute)
+    computed, scores = str(f.compute), config.scores
     result, statistics = (computed, computed) if config.split else (f.element, f.statistics)
     rank4 = "[:, :, :, :]"
     optional = {
         "int32[:, :]": config.paged,
-        "float32[:, :]": config.alibi,
-        "float32[:]": config.sinks,
-        (functions(config.bias).element if config.bias else "") + rank4: config.bias,
-        "uint8" + rank4: config.block_mask,
+        "float32[:, :]": scores.alibi,
+        "float32[:]": scores.sinks,
+        (functions(scores.bias).element if scores.bias else "") + rank4: scores.bias,
+        "uint8" + rank4: scores.block_mask,
     }
     arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
     arrays += [array if given else "int32" for array, given in optional.items()]

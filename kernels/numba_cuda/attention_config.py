@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gpu_ops.kernels.attention_scores import LOG2E, PLAIN, Features
+
 __all__ = ["LN2", "LOG2E", "ROWS", "ROW_THREADS", "THREADS", "Config", "count_splits", "select_config"]
 
 THREADS = 128
 ROW_THREADS = 16  # threads that share a row: half a warp
 ROWS = THREADS // ROW_THREADS
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
+LN2 = math.log(2.0)  # scores are kept in powers of 2: exp2 is an instruction
 
 # Rows of the problem up to | block_m. Each staged key serves block_m rows, of which a thread has block_m / 8 in
 # registers. Decoding with few heads per key head reads keys once, so more rows would only add arithmetic.
@@ -34,12 +36,8 @@ class Config:
     chunk: int  # columns of Q and K in shared memory at a time
     slab: int  # columns of V and O per block
     chunk_v: int  # rows of V in shared memory at a time
+    scores: Features = PLAIN
     masked: bool = False  # causal or a window
-    softcap: bool = False
-    sinks: bool = False
-    alibi: bool = False
-    bias: str = ""  # its dtype
-    block_mask: bool = False
     paged: bool = False
     split: bool = False  # keys in parts, one block each
 
@@ -51,7 +49,7 @@ class Config:
     @property
     def in_powers_of_e(self) -> bool:
         """Whether scores are in natural units. Otherwise softmax_scale already includes the factor log2(e)."""
-        return self.softcap or self.alibi or bool(self.bias)
+        return not self.scores.plain
 
     @property
     def stride(self) -> int:
@@ -80,14 +78,14 @@ class Config:
     @property
     def label(self) -> str:
         """For example ``attention_forward[float32,64x64,slab 64,masked]``."""
-        flags = ("masked", "softcap", "sinks", "alibi", "bias", "block_mask", "paged", "split")
         words = [self.dtype, f"{self.block_m}x{self.block_n}", f"slab {self.slab}"]
-        words += [flag for flag in flags if getattr(self, flag)]
+        words += [*(["masked"] if self.masked else []), *self.scores.words]
+        words += [flag for flag in ("paged", "split") if getattr(self, flag)]
         return f"attention_forward[{','.join(words)}]"
 
 
 def select_config(
-    dtype: str, head_dim: int, head_dim_v: int, rows: int, *, bias: str = "", **features: bool
+    dtype: str, head_dim: int, head_dim_v: int, rows: int, scores: Features = PLAIN, **features: bool
 ) -> Config:
     """Choose the tiles. ``rows``: queries of the longest sequence times query heads per key head.
 
@@ -104,7 +102,7 @@ def select_config(
     slab = next((size for limit, size in _SLAB if head_dim_v <= limit), _SLAB_MAX)
     staged = (block_m + block_n) * (chunk + 16 // itemsize)
     chunk_v = next(n for n in (64, 32, 16, 8) if n <= block_n and (n * slab <= staged or n == 8))
-    return Config(dtype, block_m, block_n, chunk, slab, chunk_v, bias=bias, **features)
+    return Config(dtype, block_m, block_n, chunk, slab, chunk_v, scores, **features)
 
 
 def count_splits(config: Config, blocks: int, seqlen_k: int, sms: int) -> int:

@@ -95,7 +95,7 @@ def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int,
         for j in range(chunk_v):
             for i in range(my_rows):
                 weight = take(p, (r + i * ROWS) * stride_p + first_v + j)
-                if not math.copysign(1.0, weight) < 0:
+                if weight != 0 or math.copysign(1.0, weight) > 0:  # not -0
                     for t in range(my_columns):
                         o[i, t] += weight * take(staged, j * slab + c + t * ROW_THREADS)
 

@@ -40,8 +40,9 @@ from gpu_ops.reference import rmsnorm as reference_rmsnorm
 from gpu_ops.reference import rope as reference_rope
 from gpu_ops.reference import swiglu as reference_swiglu
 from gpu_ops.reference.tolerance import tolerance
+from gpu_ops.terminal import make_console, print_table
 from perf.memory import peak_growth
-from perf.report import make_console, make_table, print_table
+from perf.report import make_table
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -6,7 +6,8 @@ One rule lays out every fragment. Lane ``L`` is in group ``g = L / 4`` at place 
 * register r of A is at row ``g + 8 (r % (M/8))``, word ``t + 4 (r / (M/8))``; register r of B, transposed, is at row
   ``n = g``, word ``t + 4 r``; the same holds for 64-bit registers (f64);
 * C and D of 32- or 64-bit elements have two registers per pair of columns: element ``r % 2`` of word ``t`` in row
-  ``g + 8 (r / 2)``; of f16 they have one word per pair, register r in row ``g + 8 r``.
+  ``g + 8 (r / 2)``; of f16 they have one word per pair, register r in row ``g + 8 r``. The registers of the next 8
+  columns follow (wmma).
 
 Gathering a matrix therefore copies each register into one strided block. The bytes are then the matrix in row-major
 order, whatever its element type. Products are exact in float64, are summed there with C, and are rounded once to D.
@@ -79,7 +80,7 @@ _WIDTHS = {64: "f64", 32: "tf32", 16: "f16 bf16", 8: "e4m3 e5m2 s8 u8", 4: "s4 u
 ELEMENT_BITS = {name: width for width, names in _WIDTHS.items() for name in names.split()}
 
 _WIDE = {"f64": np.float64, "f32": np.float32, "s32": np.int32}  # one element of C per register
-_ACCUMULATORS = {**_WIDE, "f16": np.float16}
+ACCUMULATORS = {**_WIDE, "f16": np.float16}
 
 _CHUNK = 1 << 14  # elements of A at a time, so that their float64 values stay in the L2 cache
 
@@ -119,7 +120,7 @@ def accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
     return np.clip(products.astype(np.int64) + c, limits.min, limits.max).astype(np.int32)
 
 
-def _bit_products(combine: str) -> Callable[[Array, Array, Array, bool], Array]:
+def bit_products(combine: str) -> Callable[[Array, Array, Array, bool], Array]:
     """Sum over k of ``a and b`` or ``a xor b``, of matrices of zeros and ones, added to c."""
     if combine == "and":
         return accumulate
@@ -131,22 +132,22 @@ def _bit_products(combine: str) -> Callable[[Array, Array, Array, bool], Array]:
     return run
 
 
-def _accumulator(registers: Sequence[Array], rows: int, dtype: type) -> Array:
-    """The matrix ``[W, rows, 8]`` that the registers of C hold."""
+def accumulator(registers: Sequence[Array], rows: int, dtype: type) -> Array:
+    """The matrix ``[W, rows, n]`` that the registers of C hold."""
     if dtype is np.float16:
         return gather(registers, rows).view(dtype)
-    warps = registers[0].shape[0]
-    words = np.empty((warps, rows // 8, 8, 4, 2), registers[0].dtype)
+    warps, groups = registers[0].shape[0], rows // 8
+    words = np.empty((warps, groups, 8, len(registers) // (2 * groups), 4, 2), registers[0].dtype)
     for r, register in enumerate(registers):
-        words[:, r // 2, :, :, r % 2] = register.reshape(warps, 8, 4)
-    return words.reshape(warps, rows, 8).view(dtype)
+        words[:, r // 2 % groups, :, r // 2 // groups, :, r % 2] = register.reshape(warps, 8, 4)
+    return words.reshape(warps, rows, -1).view(dtype)
 
 
-def _scatter(matrix: Array, bits: type) -> Array:
-    """Registers of D, ``[count, W, 32]``: the inverse of :func:`_accumulator`."""
-    warps, rows = matrix.shape[:2]
-    words: Array = matrix.view(bits).reshape(warps, rows // 8, 8, 4, -1).transpose(1, 4, 0, 2, 3)
-    return words.reshape(-1, warps, 32)
+def scatter(matrix: Array, bits: type) -> Array:
+    """Registers of D, ``[count, W, 32]``: the inverse of :func:`accumulator`."""
+    warps, rows, columns = matrix.shape
+    words: Array = matrix.view(bits).reshape(warps, rows // 8, 8, columns // 8, 4, -1)
+    return words.transpose(3, 1, 5, 0, 2, 4).reshape(-1, warps, 32)
 
 
 _NAME = re.compile(
@@ -176,10 +177,10 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
         raise unknown("mma", modifiers)
 
     m, n, k = (int(size) for size in re.findall(r"\d+", found["shape"]))
-    decode_a, decode_b, dtype = DECODE[a_type], DECODE[b_type], _ACCUMULATORS[c_type]
+    decode_a, decode_b, dtype = DECODE[a_type], DECODE[b_type], ACCUMULATORS[c_type]
     word_bits, bits = (64, np.uint64) if kind == "f64" else (32, np.uint32)
     step = _CHUNK // (m * k)
-    multiply = _bit_products(combine) if combine else accumulate
+    multiply = bit_products(combine) if combine else accumulate
 
     def run(a: Sequence[Array], b: Sequence[Array], c: Sequence[Array]) -> list[Array]:
         d = np.empty((len(c), *c[0].shape), bits)
@@ -187,8 +188,8 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
             warps = slice(start, start + step)
             left = decode_a(gather([register[warps] for register in a], m))
             right = decode_b(gather([register[warps] for register in b], n)).swapaxes(1, 2)
-            addend = _accumulator([register[warps] for register in c], m, dtype)
-            d[:, warps] = _scatter(multiply(left, right, addend, saturate), bits)
+            addend = accumulator([register[warps] for register in c], m, dtype)
+            d[:, warps] = scatter(multiply(left, right, addend, saturate), bits)
         return list(d)
 
     word = "f64" if kind == "f64" else "b32"

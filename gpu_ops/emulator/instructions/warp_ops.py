@@ -160,21 +160,50 @@ _REDUCTIONS = {
 }
 
 
-def redux(op: str, ptx_type: str, value: Array, members: Array, active: Array) -> Array:
-    """The sum (wrapping), minimum, ... of ``value`` over each group, in the dtype of ``ptx_type``."""
-    types = ("u32", "s32") if op in ("add", "min", "max") else ("b32",)
-    if op not in _REDUCTIONS or ptx_type not in types:
-        raise unknown("redux", ("sync", op, ptx_type))
-    ufunc, dtype = _REDUCTIONS[op], DTYPE[ptx_type]
-    value = value.view(dtype)
-    limits = np.iinfo(dtype)
+def redux(
+    op: str, ptx_type: str, value: Array, members: Array, active: Array, modifiers: tuple[str, ...] = ()
+) -> Array:
+    """The sum (wrapping), minimum, ... of ``value`` over each group, in the dtype of ``ptx_type``.
+
+    f32 has min and max, with ``abs`` and ``NaN``: NaN is ignored, or the result if any lane has it.
+    """
+    check_redux(op, ptx_type, modifiers)
+    ufunc, floats = _REDUCTIONS[op], ptx_type == "f32"
+    value = value.view(DTYPE[ptx_type])
+    nan = np.isnan(value)
+    value = _order(value, "abs" in modifiers) if floats else value
+    dtype, limits = value.dtype, np.iinfo(value.dtype)
     identity = dtype.type({"min": limits.max, "max": limits.min, "and": limits.max}.get(op, 0))
 
     def evaluate(group: Array) -> Array:
-        shared: Array = ufunc.reduce(np.where(group, value, identity), axis=1, keepdims=True, dtype=dtype)
-        return shared
+        known = group & ~nan
+        shared: Array = ufunc.reduce(np.where(known, value, identity), axis=1, keepdims=True, dtype=dtype)
+        if not floats:
+            return shared
+        none = (
+            (group & nan).any(axis=1, keepdims=True)
+            if "NaN" in modifiers
+            else ~known.any(axis=1, keepdims=True)
+        )
+        return np.where(none, np.int32(0x7FFFFFFF), _order(shared.view(np.float32), False)).view(np.float32)
 
     return _per_group(members, active, evaluate)
+
+
+def check_redux(op: str, ptx_type: str, modifiers: tuple[str, ...]) -> None:
+    """Raise for a form that does not exist."""
+    types = ("u32", "s32", "f32") if op in ("min", "max") else ("u32", "s32") if op == "add" else ("b32",)
+    allowed = ((), ("abs",), ("NaN",), ("abs", "NaN")) if ptx_type == "f32" else ((),)
+    if op not in _REDUCTIONS or ptx_type not in types or modifiers not in allowed:
+        raise unknown("redux", ("sync", op, *modifiers, ptx_type))
+
+
+def _order(value: Array, absolute: bool) -> Array:
+    """The bits of floats as int32 in the order of their values, -0 right before 0; its own inverse."""
+    bits = value.view(np.int32)
+    if absolute:
+        return bits & np.int32(0x7FFFFFFF)
+    return np.where(bits < 0, np.int32(-(1 << 31)) - bits - np.int32(1), bits)
 
 
 def elect(members: Array, active: Array) -> tuple[Array, Array]:

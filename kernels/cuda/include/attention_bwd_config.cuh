@@ -1,8 +1,9 @@
 // Constants and types derived from the macros of attention_bwd_sm80.cu, and a block's share of the problem.
 #pragma once
 #include "attention_bwd_shape.cuh"
-#include "attention_score.cuh"
+#include "attention_scores.cuh"
 #include "mask.cuh"
+#include "mma.cuh"
 #include "scalar.cuh"
 #include "tile.cuh"
 
@@ -12,7 +13,6 @@ enum class Rows { kKeys, kQueries };
 constexpr Rows kOwn = Rows::ROWS;
 constexpr bool kOwnsKeys = kOwn == Rows::kKeys;
 constexpr Mask kMask = Mask::MASK;
-constexpr Bias kBias = Bias::BIAS;
 constexpr bool kHalf = sizeof(scalar) == 2;
 
 constexpr int kWarps = WARPS_R * WARPS_D, kThreads = 32 * kWarps;

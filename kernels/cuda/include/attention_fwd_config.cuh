@@ -1,6 +1,5 @@
 // Constants and types derived from the macros of attention_fwd_sm80.cu, and a block's share of the problem.
 #pragma once
-#include "attention_score.cuh"
 #include "attention_shape.cuh"
 #include "key_rows.cuh"
 #include "mask.cuh"
@@ -15,7 +14,6 @@ template <typename A, typename B> struct ChooseType<false, A, B> { typedef B typ
 typedef DTYPE scalar;
 
 constexpr Mask kMask = Mask::MASK;
-constexpr Bias kBias = Bias::BIAS;
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // slabs of 16 rows per warp; rows per lane
 constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile per warp
@@ -25,9 +23,6 @@ constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // mma steps
 // 160 of 255 registers for matrices leave enough for addresses, row state and loads in flight. A float32 Q would
 // have to be kept as two TF32 halves.
 constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
-
-// Without softcap, ALiBi and bias, the scale folds into the FMA that computes the exponent.
-constexpr bool kPlainScores = !SOFTCAP && !ALIBI && kBias == Bias::kNone;
 
 // True if rows of one tile may see different keys.
 constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;

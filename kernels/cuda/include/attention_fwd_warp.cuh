@@ -112,7 +112,7 @@ struct Forward {
         else return widened(reinterpret_cast<const scalar*>(bias)[at]);
     }
 
-    // Applies softcap, ALiBi and bias; scores are in units of log2. `first` is the key of this lane's first column.
+    // Turns products into scores, in units of log2. `first` is the key of this lane's first column.
     __device__ __forceinline__ void shape_row(const Place& me, float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
         const float along = static_cast<float>(diagonal(me, r) - first);
@@ -122,8 +122,7 @@ struct Forward {
             for (int e = 0; e < 2; ++e) {
                 float& x = s[j][2 * h + e];
                 const int column = 8 * j + e;
-                if constexpr (SOFTCAP) x = shape.softcap_log2 * soft_sign<scalar>(x * shape.softcap_in);
-                else x *= shape.scale_log2;
+                make_score<scalar>(x, shape.scores);
                 if constexpr (ALIBI) x = fmaf(-slope[PACK_GQA ? r : 0], fabsf(along - column), x);
                 if constexpr (kBias != Bias::kNone) {
                     // Do not read the bias of invisible keys.
@@ -212,7 +211,7 @@ struct Forward {
                 RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
             }
         }
-        softmax.weigh(s, acc_o, kPlainScores ? shape.scale_log2 : 1.0f);
+        softmax.weigh(s, acc_o, kPlainScores ? shape.scores.scale_log2 : 1.0f);
 
         ptx::cp_async_wait<1>();
         __syncthreads();  // V has arrived
@@ -236,8 +235,8 @@ struct Forward {
 
     // Waits for Q, but not for the first K, which was issued later.
     __device__ __forceinline__ void receive_q() {
-        if (kQInRegisters || shape.negate) ptx::cp_async_wait<1>();
-        if (shape.negate) {
+        if (kQInRegisters || shape.scores.negate) ptx::cp_async_wait<1>();
+        if (shape.scores.negate) {
             const unsigned signs = sizeof(scalar) == 2 ? 0x80008000u : 0x80000000u;
             Copy<TileQ, kThreads>::each_word(dynamic_shared + kOffsetQ, [=](unsigned word) { return word ^ signs; });
         }

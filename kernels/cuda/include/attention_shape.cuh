@@ -3,6 +3,7 @@
 // Strides are in elements; the stride of head_dim is 1. With VARLEN or SEQUSED_K, seqlen_q and seqlen_k are those
 // of the longest sequence.
 #pragma once
+#include "attention_scores.cuh"
 
 typedef long long int64;
 
@@ -23,7 +24,5 @@ struct AttentionShape {
     int window_left, window_right;         // visible keys left and right of the diagonal; 2^30: unlimited
     int block_q, block_k, page_size;
     int num_splits;
-    float scale_log2;                      // |softmax_scale| log2(e), > 0
-    float softcap_in, softcap_log2;        // |softmax_scale| / softcap and softcap log2(e)
-    int negate;                            // softmax_scale < 0
+    AttentionScores scores;
 };

@@ -13,7 +13,6 @@ from llvmlite import ir
 from llvmlite.binding import Linkage, llvm_version_info
 from numba import njit
 from numba.core import cgutils, config, types
-from numba.core.caching import CompileResultCacheImpl
 from numba.core.caching import _Cache as Cache
 from numba.core.cgutils import alloca_once, get_or_insert_function, unpack_tuple
 from numba.core.codegen import JITCodeLibrary
@@ -21,10 +20,12 @@ from numba.core.compiler import Compiler, CompilerBase, CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import PassManager
 from numba.core.datamodel import PrimitiveModel
+from numba.core.environment import Environment
+from numba.core.funcdesc import PythonFunctionDescriptor
 from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
-from numba.core.serialize import dumps
+from numba.core.sigutils import normalize_signature
 from numba.core.typed_passes import (
     AnnotateTypes,
     IRLegalization,

@@ -1,0 +1,79 @@
+"""MemoryError of NumPy, Numba, CuPy or the system as :class:`OutOfMemoryError`: bytes asked for, bytes available."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.errors import OutOfMemoryError
+
+__all__ = ["available_bytes", "out_of_memory", "required_bytes", "typed_memory_errors"]
+
+
+class typed_memory_errors(contextlib.ContextDecorator):
+    """Raises OutOfMemoryError in place of a MemoryError, in the name of a public function."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, MemoryError) and not isinstance(error, OutOfMemoryError):
+            raise out_of_memory(self._who, error) from error
+
+
+def out_of_memory(who: str, error: BaseException, what: str = "", required: int = 0) -> OutOfMemoryError:
+    """The typed error for one of any library. ``what`` did not fit; ``required``: its bytes, where known."""
+    on_gpu = type(error).__module__.partition(".")[0] == "cupy"
+    required, available = required or required_bytes(error), available_bytes(on_gpu)
+    text = f"{who}: no memory for {what or 'scratch or a copy of an argument'}"
+    if required:
+        text += f", {_size(required)}"
+    if available:
+        text += f"; {_size(available)} {'on the device' if on_gpu else 'of memory'} are available"
+    return OutOfMemoryError(f"{text}. Free some, or split the arrays into several calls", required, available)
+
+
+def required_bytes(error: BaseException) -> int:
+    """Bytes that an allocation of NumPy's or CuPy's asked for; 0 where the error does not say."""
+    shape, dtype = getattr(error, "shape", None), getattr(error, "dtype", None)
+    if isinstance(shape, tuple) and isinstance(dtype, np.dtype):  # numpy's _ArrayMemoryError
+        return int(math.prod(shape) * dtype.itemsize)
+    return int(getattr(error, "_size", 0))  # cupy.cuda.memory.OutOfMemoryError
+
+
+def available_bytes(on_gpu: bool = False) -> int:
+    """Bytes that could be allocated now; 0 where the system does not say."""
+    if on_gpu:
+        import cupy
+
+        return int(cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes())
+    if sys.platform != "linux":
+        return 0
+    import resource
+
+    free = next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return free
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return min(free, max(limit - used, 0))
+
+
+def _size(nbytes: int) -> str:
+    """
+    >>> _size(3 << 30), _size(1536)
+    ('3.0 GiB', '1536 bytes')
+    """
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 26 else f"{nbytes} bytes"

@@ -1,0 +1,136 @@
+"""Files of any origin: only regular ones are read, and a new one takes its place whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.errors import FileError, FormatError, MissingFileError, OptionError
+
+__all__ = ["check_regular", "files_in", "opened", "path_of", "read_part", "write_file"]
+
+
+def path_of(op: str, path: Any) -> Path:
+    """A path that the system can look up."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise OptionError(f"{op}: path must be a str or a pathlib.Path, got {type(path).__name__} {path!r}")
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise OptionError(f"{op}: path {text!r} is no path: it {'holds a NUL' if text else 'is empty'}")
+    try:
+        os.fsencode(text)
+    except UnicodeError as error:
+        raise OptionError(f"{op}: path {text!r} cannot be encoded for the file system: {error}") from error
+    return Path(text)
+
+
+def files_in(op: str, path: Path, pattern: str) -> list[Path]:
+    """``path`` itself, or the files of this pattern in the folder that it is, sorted by name."""
+    with _system_errors(op, path):
+        return sorted(path.glob(pattern)) if stat.S_ISDIR(path.stat().st_mode) else [path]
+
+
+@contextlib.contextmanager
+def opened(op: str, path: Path) -> Iterator[BinaryIO]:
+    """A regular file for reading; FileError for anything else, without waiting for its other end."""
+    with _system_errors(op, path):
+        check_regular(op, path, path.stat())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe by now
+        with os.fdopen(descriptor, "rb") as file:
+            yield file
+
+
+def read_part(what: str, file: BinaryIO, start: int, size: int) -> Array:
+    """``size`` bytes from ``start`` on, as a new array; FormatError where the file ends before."""
+    missing = start + size - os.fstat(file.fileno()).st_size
+    if missing <= 0:
+        part = np.empty(size, np.uint8)
+        file.seek(start)
+        missing = size - file.readinto(part.data)  # type: ignore[attr-defined]  # a buffered reader has it
+    if missing > 0:
+        raise FormatError(f"{what}: the file ends {missing} bytes before the tensor does")
+    return part
+
+
+def write_file(op: str, path: Path, parts: Iterable[Any]) -> None:
+    """Write ``parts``, bytes or uint8 vectors, to a temporary file beside ``path``, then rename it.
+
+    Until the rename, which comes after the bytes are on the disk, the old file is as it was. Whatever goes wrong, no
+    temporary file is left. A link stays one: the file it points to is replaced. Permissions are kept.
+    """
+    with _system_errors(op, path):
+        target = Path(os.path.realpath(path))
+        mode = _permissions(op, path, target)
+        temporary = target.with_name(f".gpu_ops-{secrets.token_hex(8)}.tmp")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+                for part in parts:
+                    left = part
+                    while len(left):
+                        left = left[file.write(left) :]
+                if mode is not None:
+                    os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        with contextlib.suppress(OSError):  # the file is in place; some file systems cannot sync a folder
+            _sync_folder(target.parent)
+
+
+def check_regular(op: str, path: Path, status: os.stat_result) -> None:
+    """Refuse folders, pipes, sockets and devices."""
+    kinds = {
+        stat.S_IFDIR: (errno.EISDIR, "it is a folder"),
+        stat.S_IFIFO: (errno.EINVAL, "it is a pipe"),
+        stat.S_IFSOCK: (errno.EINVAL, "it is a socket"),
+    }
+    if not stat.S_ISREG(status.st_mode):
+        code, kind = kinds.get(stat.S_IFMT(status.st_mode), (errno.EINVAL, "it is a device"))
+        raise FileError(code, f"{op}: {kind}; expected a regular file", str(path))
+
+
+def _permissions(op: str, path: Path, target: Path) -> int | None:
+    """Of the file that is to be replaced, which must be one that may be written; None if there is none."""
+    try:
+        status = target.stat()
+    except FileNotFoundError:
+        return None
+    check_regular(op, path, status)
+    if not status.st_mode & 0o222 or not os.access(target, os.W_OK):  # to root, access() allows everything
+        raise FileError(
+            errno.EACCES, f"{op}: it is read-only; chmod u+w it, or choose another path", str(path)
+        )
+    return stat.S_IMODE(status.st_mode)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _system_errors(op: str, path: Path) -> Iterator[None]:
+    """Errors of the system as FileError, with the path the caller gave."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        code = error.errno or errno.EIO
+        raise kind(code, f"{op}: {error.strerror or error}", str(path)) from error

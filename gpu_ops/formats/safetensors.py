@@ -1,0 +1,147 @@
+"""Safetensors files: 8 bytes of header length, a JSON header, and the bytes of the tensors.
+
+The header is believed as far as the file bears it out: tensors lie in the file without gaps and overlaps, as the
+format demands, so that reading all of them takes no more memory than the file's size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.errors import FormatError
+from gpu_ops.formats.files import read_part
+
+__all__ = ["NUMPY_DTYPES", "SafetensorsFile", "StoredTensor", "header_of"]
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype(np.uint8),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+"""Dtypes that are read."""
+
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+_MOST_HEADER = (
+    1 << 24
+)  # of 120 bytes per tensor in published files: 140,000 tensors; as objects, up to 25 times that
+_MOST_AXES = 64
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # in bytes from the start of the file
+    size: int  # in bytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+class SafetensorsFile:
+    """The tensors and metadata of an open file; FormatError where it is damaged."""
+
+    def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
+        self._file, self._what = file, f"{op}: {path}"
+        try:
+            self.metadata, self.tensors = _read_header(file)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{self._what} cannot be read as a safetensors file: {error}") from error
+
+    def read(self, name: str) -> Array:
+        """A tensor of one of ``NUMPY_DTYPES``, as a new array."""
+        stored = self.tensors[name]
+        data = read_part(f"{self._what}: {name}", self._file, stored.start, stored.size)
+        return data.view(NUMPY_DTYPES[stored.dtype]).reshape(stored.shape)
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file in which ``tensors``, of (dtype, shape), follow each other in this order."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * _BITS[dtype] // 8
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(file: BinaryIO) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    total = os.fstat(file.fileno()).st_size
+    if total < 8:
+        raise ValueError(f"it has {total} bytes, and the length of the header takes 8")
+    size = int.from_bytes(file.read(8), "little")
+    if size > total - 8:
+        raise ValueError(f"its header should have {size} bytes, and {total - 8} follow")
+    if size > _MOST_HEADER:
+        raise ValueError(f"its header has {size} bytes; at most {_MOST_HEADER} are read")
+    text = file.read(size)
+    if text[:1] != b"{":
+        raise ValueError("its header does not begin with {")
+    entries = json.loads(text.decode(), object_pairs_hook=_without_repetitions)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its __metadata__ is no object of strings")
+    tensors = {name: _tensor(name, entry, 8 + size) for name, entry in entries.items()}
+    at = 8 + size
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if stored.start != at:
+            raise ValueError(
+                f"tensor {name[:80]!r} begins at byte {stored.start}, and the one before it ends at {at}"
+            )
+        at += stored.size
+    if at != total:
+        raise ValueError(f"its tensors end at byte {at}, and the file at {total}")
+    return metadata, tensors
+
+
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("its header has a key twice")
+    return made
+
+
+def _tensor(name: str, entry: Any, data: int) -> StoredTensor:
+    """``data``: where the bytes of the tensors begin."""
+    wrong = ValueError(
+        f"the header's entry of {name[:80]!r} is not a dtype, a shape and data_offsets that fit each other"
+    )
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise wrong
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+        raise wrong
+    size = offsets[1] - offsets[0]
+    bits = _BITS.get(dtype)  # one of a later version of the format is nothing that is read here
+    if size < 0 or (bits is not None and math.prod(shape) * bits != 8 * size):
+        raise wrong
+    return StoredTensor(dtype, tuple(shape), data + offsets[0], size)
+
+
+def _sizes(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= _MOST_AXES
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )

@@ -1,0 +1,77 @@
+"""Scales that the blocks of tq1_0, tq2_0 and q2_0 embed, together with those kept apart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.arrays import Array
+from gpu_ops.errors import DTypeError, FormatError
+from gpu_ops.reference.ternary_formats import FORMATS
+from gpu_ops.reference.ternary_layouts import block_scales
+
+__all__ = ["dense", "whole_scale", "with_embedded_scale"]
+
+
+def whole_scale(codes: Array, scale: Array, shape: tuple[int, int], format: str) -> Array:
+    """``scale`` times the scales in the blocks of ``codes``: (), (N,) or (N, groups), float32."""
+    block = FORMATS[format].block_scale
+    if not block:
+        return scale
+    embedded = block_scales(codes, shape, format)
+    if (embedded == 1).all():
+        return scale
+    if scale.ndim == 2:  # groups on both sides: cut K at every boundary of either
+        k = shape[1]
+        common = math.gcd(k // scale.shape[1], block)
+        scale = np.repeat(scale, k // scale.shape[1] // common, axis=1)
+        embedded = np.repeat(embedded, block // common, axis=1)
+    elif scale.ndim == 1:
+        scale = scale[:, None]
+    return np.asarray(scale * embedded, np.float32)
+
+
+def with_embedded_scale(what: str, codes: Array, scale: Array, shape: tuple[int, int], format: str) -> Array:
+    """The codes, their blocks holding the whole scale, rounded to float16; FormatError where they cannot."""
+    if (scale == 1).all():
+        return codes
+    fmt = FORMATS[format]
+    n, blocks = shape[0], shape[1] // fmt.block_scale
+    whole = whole_scale(codes, scale, shape, format)
+    if whole.ndim == 2:
+        run = shape[1] // whole.shape[1]
+        if run % fmt.block_scale:
+            raise FormatError(
+                f"{what} has a scale per {run} weights, and {format} holds one per {fmt.block_scale}: quantise with "
+                f"a group_size of None, -1 or a multiple of {fmt.block_scale}"
+            )
+        whole = np.repeat(whole, run // fmt.block_scale, axis=1)
+    columns = np.broadcast_to(whole[:, None] if whole.ndim == 1 else whole, (n, blocks))
+    with np.errstate(over="ignore", under="ignore"):
+        halves = columns.astype("<f2")
+    lost = ~np.isfinite(halves) | ((halves == 0) & (columns != 0))
+    if lost.any():
+        raise FormatError(f"{what} has the scale {columns[lost][0]}, and {format} stores scales as float16")
+    made = codes.copy()
+    field = made.reshape(-1, fmt.unit_bytes)
+    field = field[:, :2] if fmt.scale_first else field[:, -2:]
+    field[:] = halves.reshape(-1, 1).view(np.uint8)
+    return made
+
+
+def dense(op: str, trits: Array, scale: Array, dtype: Any) -> Array:
+    """``scale * t`` as an array of ``dtype``, computed in float64 and rounded once."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found.hasobject or found.names is not None:
+        raise DTypeError(f"{op}: dtype={dtype!r} is no dtype of numbers")
+    wide = scale.astype(np.float64)
+    if wide.ndim == 1:
+        wide = wide[:, None]
+    elif wide.ndim == 2:
+        wide = np.repeat(wide, trits.shape[1] // max(wide.shape[1], 1), axis=1)
+    return np.asarray(trits * wide).astype(found)

@@ -1,0 +1,114 @@
+"""The options that decide attention's scores, as all lowerings see them: :class:`Scores`.
+
+    s = softmax_scale * q.k,   then softcap * tanh(s / softcap),   + ALiBi + bias,   masks (-inf)
+
+A new option is a field here, and in :class:`Features` if kernels are compiled with or without it. The kernels' own
+parts are ``cuda/include/attention_scores.cuh``, ``numba_cuda/attention.py`` and ``numba_cpu/attention_tile.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.kernels.lower.arguments import float32
+from gpu_ops.kernels.program import Spec, Tensor
+
+__all__ = ["CUDA_SCORES", "LOG2E", "PLAIN", "Features", "Scores", "score_options"]
+
+LOG2E = math.log2(math.e)
+_SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the scale, and -inf times 0 is NaN
+
+# AttentionScores of cuda/include/attention_scores.cuh
+CUDA_SCORES = np.dtype(
+    [*[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")], ("negate", "i4")], align=True
+)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Which options a kernel for GPUs is compiled with. One that is False costs nothing."""
+
+    softcap: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    bias: str = ""
+    """Its dtype."""
+    block_mask: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are softmax_scale * q.k and nothing else, but for masks."""
+        return not (self.softcap or self.alibi or self.bias)
+
+    @property
+    def words(self) -> list[str]:
+        return [field.name for field in fields(self) if getattr(self, field.name)]
+
+    def macros(self, dtype: str) -> dict[str, str | int]:
+        """Of the CUDA C++ kernels. ``dtype``: that of q."""
+        return {
+            "BIAS": "kNone" if not self.bias else "kSame" if self.bias == dtype else "kFloat",
+            "SOFTCAP": int(self.softcap),
+            "ALIBI": int(self.alibi),
+            "SINKS": int(self.sinks),
+            "BLOCK_MASK": int(self.block_mask),
+        }
+
+
+PLAIN = Features()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The options of one call, forward or backward."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float
+    softcap: float
+    """0: none."""
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    """(nheads,) or (batch, nheads)."""
+    bias: Tensor | None
+    """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), as the blocks of ``visible``."""
+    visible: Tensor | None
+    block_q: int
+    block_k: int
+
+    def features(self, *, sinks: bool = True) -> Features:
+        """``sinks``: False for a kernel that leaves them to the one that combines its parts."""
+        return Features(
+            softcap=self.softcap > 0,
+            sinks=sinks and self.sinks is not None,
+            alibi=self.alibi_slopes is not None,
+            bias="" if self.bias is None else self.bias.dtype.name,
+            block_mask=self.visible is not None,
+        )
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """By the names of ``numba_cpu.attention_tile.Call``, and in the order of the Numba kernel's arguments."""
+        return {"softmax_scale": float(self.softmax_scale), "softcap": float(self.softcap)}
+
+    def cuda_numbers(self) -> np.ndarray[Any, Any]:
+        """Of CUDA_SCORES."""
+        scale = max(abs(self.softmax_scale), _SMALLEST)
+        numbers = np.zeros((), CUDA_SCORES)
+        numbers["scale_log2"] = float32(scale * LOG2E)
+        numbers["negate"] = self.softmax_scale < 0
+        if self.softcap > 0:
+            numbers["softcap_in"] = float32(scale / self.softcap)
+            numbers["softcap_log2"] = float32(self.softcap * LOG2E)
+        return numbers
+
+
+def score_options(spec: Spec) -> dict[str, Any]:
+    """The fields of :class:`Scores`, by name."""
+    found: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
+    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0}
+    return found | {name: x for name, x in spec.options if name in found}

@@ -1,0 +1,127 @@
+"""What lies in the cache folder, which of it is of use to today's sources, and how to clear it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from gpu_ops.kernels.compiler.cache import read_header, root
+
+__all__ = ["CPU", "CUDA", "TUNING", "File", "clear", "contents", "cpu_sources", "sources_digest"]
+
+CPU, CUDA, TUNING = "numba_cpu", "cuda", "tuning"  # folders of the cache
+
+_CPU_KERNELS = Path(__file__).resolve().parents[1] / "numba_cpu"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the cache. ``old``: made of sources that have changed since, or are gone."""
+
+    path: Path
+    kind: str
+    nbytes: int
+    old: bool
+
+
+def contents() -> list[File]:
+    """All files of the cache. Call it for a cache that ``cache.folder_problem`` finds no fault with."""
+    return [*_cpu_files(root() / CPU), *_cuda_files(root() / CUDA), *_tuning_files(root() / TUNING)]
+
+
+def clear(files: Iterable[File]) -> tuple[int, int]:
+    """Remove files, and folders that are empty then: how many, and their bytes. What is gone already is not counted.
+
+    Safe beside processes that use the cache: they read whole files, and make folders that they miss.
+    """
+    count = nbytes = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            file.path.unlink()
+            count, nbytes = count + 1, nbytes + file.nbytes
+        with contextlib.suppress(OSError):  # not empty
+            file.path.parent.rmdir()
+    return count, nbytes
+
+
+def sources_digest(origin: Path) -> str:
+    """A hash of the .py files of a folder, or of a .cu file and the headers beside it."""
+    include = origin.parent / "include"
+    if origin.suffix == ".cu":
+        files = [origin, *sorted(p for p in include.rglob("[!.]*") if p.is_file())]
+    else:
+        files = sorted(origin.rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(
+            f"{file.relative_to(origin.parent)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
+        )
+    return digest.hexdigest()[:16]
+
+
+@cache
+def cpu_sources() -> str:
+    """:func:`sources_digest` of the CPU kernels, once per process: it is their folder's name up to the dash."""
+    return sources_digest(_CPU_KERNELS)
+
+
+def _cpu_files(folder: Path) -> Iterator[File]:
+    for build in _scan(folder, stat.S_ISDIR):
+        old = build.name.partition("-")[0] != cpu_sources()
+        for path in _scan(build, stat.S_ISREG):
+            if path.suffix == ".nbc":
+                yield _file(path, "emulator" if path.name.startswith("emulator-") else "CPU kernels", old)
+            elif path.name.startswith("."):
+                yield _file(path, "left over", True)
+
+
+def _cuda_files(folder: Path) -> Iterator[File]:
+    now: dict[str, str] = {}
+    for path in _scan(folder, stat.S_ISREG):
+        if path.suffix == ".jit":
+            yield _file(path, "GPU kernels", _is_old(path, now))
+        elif path.name.startswith("."):
+            yield _file(path, "left over", True)
+
+
+def _is_old(path: Path, now: dict[str, str]) -> bool:
+    """``now``: digests of the sources by their origin, as far as they are known."""
+    header = read_header(path)
+    if header is None:
+        return True
+    made_of = header[1].get("made_of", {})
+    origin = str(made_of.get("origin", ""))
+    if origin not in now:
+        try:
+            now[origin] = sources_digest(Path(origin))
+        except OSError:
+            now[origin] = "gone"
+    return bool(made_of.get("digest") != now[origin])
+
+
+def _tuning_files(folder: Path) -> Iterator[File]:
+    """A new measurement replaces the old one, so none is old."""
+    for path in _scan(folder, stat.S_ISREG):
+        if path.suffix == ".json":
+            yield _file(path, "measured choices", False)
+        elif path.name.startswith("."):
+            yield _file(path, "left over", True)
+
+
+def _scan(folder: Path, wanted: Callable[[int], bool]) -> list[Path]:
+    """Folders or regular files of a folder that is no link; none if it is missing."""
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return []
+        return sorted(path for path in folder.iterdir() if wanted(path.lstat().st_mode))
+    except OSError:
+        return []
+
+
+def _file(path: Path, kind: str, old: bool) -> File:
+    return File(path, kind, path.lstat().st_size, old)

@@ -1,0 +1,136 @@
+"""A call with what it should give; running it and judging it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import gpu_ops
+from gpu_ops.errors import DeviceError, GpuOpsError
+from scripts.fuzzing.draw import Draw
+from scripts.fuzzing.maths import Array, Formula, allowed, expected, fault
+
+FORWARD, BACKWARD = 2.0, 3.0
+
+
+@dataclass
+class Trial:
+    """``results``: the dtypes of the results, in order. ``formula`` gives as many arrays.
+
+    ``check``, where results are integers or objects: says what is wrong with them. ``linked``: (argument, axis)
+    whose length another argument has too. ``in_place``: the results whose arrays are also inputs are in
+    ``Draw.written``, and are put back before the buffers are compared.
+    """
+
+    op: str
+    arguments: dict[str, Any]
+    draw: Draw
+    dtype: np.dtype[Any]
+    results: tuple[Any, ...] = ()
+    formula: Formula | None = None
+    factor: float = FORWARD
+    check: Callable[[list[Any]], str | None] | None = None
+    linked: tuple[tuple[str, int], ...] = ()
+    device: str = "cpu"
+    backend: str = "numba"
+    after: Callable[[], None] | None = None
+    """Runs after the call, before what was written is put back."""
+
+    def call(self, changed: dict[str, Any] | None = None) -> Any:
+        """Required arguments by position, as people write it."""
+        named = {**self.arguments, "device": self.device, "backend": self.backend, **(changed or {})}
+        function = getattr(gpu_ops, self.op)
+        positional = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY or name not in named:
+                break
+            positional.append(named.pop(name))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return function(*positional, **named)
+
+    def words(self, changed: dict[str, Any] | None = None) -> str:
+        """The call, for a report."""
+        named = {**self.arguments, **(changed or {})}
+        return f"{self.op}({', '.join(f'{n}={_word(x)}' for n, x in named.items())}) on {self.device}, {self.backend}"
+
+
+def _word(x: Any) -> str:
+    if isinstance(x, np.ndarray):
+        dense = (
+            "" if x.flags.c_contiguous else f" strides {tuple(s // max(x.itemsize, 1) for s in x.strides)}"
+        )
+        return f"{x.dtype}{list(x.shape)}{dense}"
+    if isinstance(x, tuple | list) and any(isinstance(one, np.ndarray) for one in x):
+        return f"({', '.join(map(_word, x))})"
+    if isinstance(x, gpu_ops.TernaryMatrix):
+        return f"TernaryMatrix({x.shape}, {x.format}, scale {x.scale.shape})"
+    return repr(x)[:80]
+
+
+def flat(result: Any) -> list[Any]:
+    """One result or several, dicts too, as a list."""
+    if isinstance(result, dict):
+        result = tuple(result.values())
+    if isinstance(result, tuple | list):
+        return [one for part in result for one in flat(part)]
+    return [result]
+
+
+def judge(trial: Trial) -> str | None:
+    """Make the call; None, or what is wrong."""
+    draw = trial.draw
+    before = [buffer.copy() for buffer in draw.buffers]
+    held = [view.copy() for view in draw.written]
+    try:
+        found = flat(call_somewhere(trial))
+    except DeviceError as error:
+        return None if trial.device != "cpu" else f"refused: {error}"
+    except GpuOpsError as error:
+        return f"refused: {type(error).__name__}: {error}"
+    found = [one.copy() if isinstance(one, np.ndarray) else one for one in found]
+    if trial.after is not None:
+        trial.after()
+    for view, values in zip(draw.written, held, strict=True):
+        view[...] = values
+    if not same_bytes(draw.buffers, before):
+        return "wrote into an input or beside a result"
+    return compare(trial, found)
+
+
+def call_somewhere(trial: Trial) -> Any:
+    """A backend may refuse a problem; then another one of the CPU has to take it."""
+    try:
+        return trial.call()
+    except DeviceError:
+        if trial.device != "cpu":
+            raise
+        return trial.call({"backend": None})
+
+
+def same_bytes(arrays: list[Array], others: list[Array]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(arrays, others, strict=True))
+
+
+def compare(trial: Trial, found: list[Any]) -> str | None:
+    """The results against the formula."""
+    if trial.check is not None:
+        wrong = trial.check(found)
+        if wrong or trial.formula is None:
+            return wrong
+    assert trial.formula is not None
+    exact, errors = expected(trial.formula, trial.dtype)
+    if len(found) < len(exact) or len(exact) != len(trial.results):
+        return f"{len(found)} results, expected {len(trial.results)}"
+    for i, (got, want, error, dtype) in enumerate(zip(found, exact, errors, trial.results, strict=False)):
+        if got.dtype != dtype:
+            return f"result {i} is {got.dtype}, expected {dtype}"
+        bound = allowed(want, error, np.dtype(dtype), trial.factor)
+        if wrong := fault(got, want, bound):
+            return f"result {i}: {wrong}"
+    return None

@@ -1,0 +1,193 @@
+"""``sanitize="collect"``: all faults of a launch in one error, and notes of what is no fault."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops.emulator import Buffer, EmulatorError, SanitizerError, SanitizerNote, launch
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+SOURCE = r"""
+__constant__ float unset;
+extern "C" __global__ void k(const float* x, float* y, int n) {
+  __shared__ float s[64];
+  __shared__ int flag;
+  int t = threadIdx.x, i = blockIdx.x * 64 + t;
+  float before = x[i - 1];
+  s[t] = before;
+  float other = s[63 - t];
+  __syncthreads();
+  if (t < 40) s[0] = t;
+  if (t >= 60) flag = n;
+  __syncthreads();
+  y[i] = other + flag + unset;
+  float v = t & 1 ? 0.f : *(const float*)((const char*)x + 2);
+  y[i % 8] = __shfl_sync(0xffff, v, 0);
+}
+"""
+
+
+def collect(source, block, args, grid=1, **options):
+    """(the error or None, texts of the notes)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            launch(source, "k", grid, block, args, sanitize="collect", **options)
+            error = None
+        except SanitizerError as found:
+            error = found
+    assert all(w.category is SanitizerNote for w in caught)
+    assert all(w.filename == __file__ for w in caught)
+    return error, [str(w.message) for w in caught]
+
+
+def line_of(text):
+    return 1 + next(i for i, line in enumerate(SOURCE.splitlines()) if text in line)
+
+
+def test_every_fault_is_reported_once():
+    x, y = np.zeros(128, np.float32), Buffer(np.zeros(100, np.float32), written=False)
+    error, notes = collect(SOURCE, 64, (x, y, 3), grid=2)
+    found = [(f.kind, f.count) for f in error.faults]
+    assert found == [
+        ("out of bounds", 1),  # x[-1]
+        ("shared-memory race", 128),  # s[63 - t]
+        ("shared-memory race", 2 * 39),  # s[0]
+        ("uninitialised read", 128),  # unset
+        ("out of bounds", 28),  # y[100]
+        ("misaligned", 64),
+        ("warp mask", 64),
+    ]
+    assert error.kind == "out of bounds"
+    message = str(error)
+    assert message.startswith("7 faults in kernel k\n1. out of bounds: 4-byte read before the start of `x`")
+    places = ("x[i - 1]", "s[63 - t]", "s[0] = t", "y[i] =", "y[i] =", "+ 2);", "__shfl_sync")
+    for i, (text, fault) in enumerate(zip(places, error.faults, strict=True), 1):
+        times = f" ({fault.count} times; the first:)" if fault.count > 1 else ""
+        assert f"\n{i}.{times} {fault.kind}: " in f"\n{message}"
+        assert f"kernel.cu line {line_of(text)}: " in str(fault), fault
+    note = message.rpartition("\nnote: ")[2]
+    assert note.startswith("4 lanes of a warp store the same value to one address of shared memory")
+    assert f"kernel.cu line {line_of('flag = n')}: " in note
+    assert notes == []
+
+
+def test_a_launch_goes_on_after_a_fault():
+    """What a fault does not touch is computed; an access that is not valid reads zeros and writes nothing."""
+    source = 'extern "C" __global__ void k(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x] + 1; }'
+    x, y = np.arange(40, dtype=np.float32), np.zeros(50, np.float32)
+    error, _ = collect(source, 64, (x, y))
+    assert [(f.kind, f.count) for f in error.faults] == [("out of bounds", 24), ("out of bounds", 14)]
+    np.testing.assert_array_equal(y, [*(x + 1), *([1] * 10)])
+
+
+def test_a_fault_that_ends_the_launch_comes_last():
+    source = """
+extern "C" __global__ void k(float* y) {
+  y[threadIdx.x + 1] = 1;
+  if (threadIdx.x < 16) __syncthreads();
+  else asm volatile("bar.sync 1;");
+}
+"""
+    error, _ = collect(source, 32, (np.zeros(32, np.float32),))
+    assert [f.kind for f in error.faults] == ["out of bounds", "barrier divergence"]
+    assert "none of the 32 threads" in str(error)
+
+
+def test_what_traps_ends_its_threads_only():
+    source = 'extern "C" __global__ void k(int* y) { assert(threadIdx.x != 5); y[threadIdx.x] = 1; }'
+    y = np.zeros(8, np.int32)
+    error, _ = collect(source, 8, (y,))
+    assert [f.kind for f in error.faults] == ["trap"]
+    assert y.tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
+
+
+SAME = r"""
+extern "C" __global__ void k(const int* x, int* y) {
+  __shared__ int s[4];
+  int t = threadIdx.x;
+  if (t < 4) s[t] = 0;
+  __syncthreads();
+  s[t / 16] = x[t];
+  __syncthreads();
+  y[t] = s[t / 16];
+}
+"""
+
+
+def test_lanes_that_store_one_value_do_not_race():
+    x, y = np.repeat([7, 8, 9, 10], 16).astype(np.int32), np.zeros(64, np.int32)
+    launch(SAME, "k", 1, 64, (x, y))
+    np.testing.assert_array_equal(y, x)
+    error, notes = collect(SAME, 64, (x, y))
+    assert error is None
+    assert [n.split("\n")[0] for n in notes] == [
+        "note: 16 lanes of a warp store the same value to one address of shared memory"
+    ]
+    x[20] = 0
+    with pytest.raises(SanitizerError, match="shared-memory race: 4-byte write"):
+        launch(SAME, "k", 1, 64, (x, y))
+
+
+def test_lanes_that_store_one_value_race_with_other_warps():
+    source = SAME.replace("s[t / 16] = x[t]", "s[0] = 5").replace("s[t / 16]", "s[0]")
+    with pytest.raises(SanitizerError, match="shared-memory race: 4-byte write") as caught:
+        launch(source, "k", 1, 64, (np.zeros(64, np.int32), np.zeros(64, np.int32)))
+    assert "thread (32,0,0)" in str(caught.value)
+
+
+def test_a_barrier_without_threads_that_ended_is_noted():
+    """Since Volta a barrier waits for the threads that have not ended."""
+    source = """
+extern "C" __global__ void k(float* y) {
+  if (threadIdx.x >= 40) return;
+  __syncthreads();
+  y[threadIdx.x] = 1;
+}
+"""
+    y = np.zeros(64, np.float32)
+    launch(source, "k", 1, 64, (y,))
+    assert y.sum() == 40
+    error, notes = collect(source, 64, (y,))
+    assert error is None
+    (note,) = notes
+    assert note.startswith(
+        "note: a barrier of the block opens for 40 of 64 threads, because the others have ended"
+    )
+    assert "kernel.cu line 4: __syncthreads();" in note
+
+
+def test_modes_and_the_variable(monkeypatch):
+    source = (
+        'extern "C" __global__ void k(float* y) { y[threadIdx.x] = y[threadIdx.x + 1] + y[threadIdx.x + 2]; }'
+    )
+    args = (np.zeros(32, np.float32),)
+    with pytest.raises(EmulatorError, match="sanitize is 'all'; pass True, False or 'collect'"):
+        launch(source, "k", 1, 32, args, sanitize="all")
+    for mode, faults in (("collect", 2), ("1", 1), ("0", 1)):
+        monkeypatch.setenv("GPU_OPS_SANITIZE", mode)
+        with pytest.raises(SanitizerError) as caught:
+            launch(source, "k", 1, 32, args)
+        assert len(caught.value.faults) == faults
+
+
+def test_the_variable_for_ops(monkeypatch):
+    monkeypatch.setenv("GPU_OPS_SANITIZE", "collect")
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    y = gpu_ops.rmsnorm(x, np.ones(64, np.float32), device="emulator")
+    np.testing.assert_allclose(y, x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-6), rtol=1e-5)
+    assert "GPU_OPS_SANITIZE=collect" in str(
+        gpu_ops.explain("rmsnorm", x, np.ones(64, np.float32), device="emulator")
+    )
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, None])
+def test_the_limit_of_instructions_is_a_number(given):
+    source = 'extern "C" __global__ void k() {}'
+    with pytest.raises(EmulatorError, match=r"max_instructions is .*; pass a number, 1 or more"):
+        launch(source, "k", 1, 32, (), max_instructions=given)

@@ -1,0 +1,67 @@
+"""Tables and lines of the commands, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from gpu_ops import terminal
+from perf import report
+
+WORDS = "measured between words that are long"
+
+
+class Screen(io.StringIO):
+    """A terminal, as far as programs can tell."""
+
+    def isatty(self):
+        return True
+
+
+def shown(columns, monkeypatch):
+    """A table with a label of many words, on a terminal."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    grid = report.make_table("title", ("case",), ("figure",))
+    grid.add_row(" ".join([WORDS] * 4), "123456")
+    screen = Screen()
+    terminal.print_table(terminal.make_console(screen), grid)
+    return re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 400])
+def test_a_table_fits_a_terminal(columns, monkeypatch):
+    lines = shown(columns, monkeypatch)
+    assert max(map(len, lines)) <= columns
+    text = " ".join(lines)
+    assert all(text.count(word) == 4 * WORDS.split().count(word) for word in ("measured", "between", "words"))
+
+
+def test_a_terminal_narrower_than_a_word_breaks_none(monkeypatch):
+    lines = shown(12, monkeypatch)
+    assert any("measured" in line for line in lines)
+    assert any("123456" in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_nothing_wraps_off_a_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    grid = report.make_table("title", ("case",), ("figure",))
+    grid.add_row("a label of many words, " * 20, "1" * 300)
+    console = terminal.make_console()
+    terminal.print_table(console, grid)
+    console.print("a long line, " * 20)
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if "label" in line)
+    assert "a label of many words, " * 20 in line
+    assert "1" * 300 in line
+    assert "a long line, " * 19 in out
+
+
+def test_a_pipe_is_told_what_is_waited_for(capsys):
+    console = Console(width=80)
+    with terminal.waiting(console, "looking for [kernels]"):
+        assert capsys.readouterr().out == "looking for [kernels] ...\n"
