@@ -95,8 +95,8 @@ class Scores:
         """By the names of ``numba_cpu.attention_tile.Call``, and in the order of the Numba kernel's arguments."""
         return {"softmax_scale": float(self.softmax_scale), "softcap": float(self.softcap)}
 
-    def cuda_numbers(self) -> np.ndarray[Any, Any]:
-        """Of CUDA_SCORES."""
+    def cuda_numbers(self, *, signed: bool = False) -> np.ndarray[Any, Any]:
+        """Of CUDA_SCORES. ``signed``: a negative scale is in the factors, for kernels that do not negate q."""
         scale = max(abs(self.softmax_scale), _SMALLEST)
         numbers = np.zeros((), CUDA_SCORES)
         numbers["scale_log2"] = float32(scale * LOG2E)
@@ -104,6 +104,9 @@ class Scores:
         if self.softcap > 0:
             numbers["softcap_in"] = float32(scale / self.softcap)
             numbers["softcap_log2"] = float32(self.softcap * LOG2E)
+        if signed and numbers["negate"]:
+            numbers["negate"] = 0
+            numbers["scale_log2"], numbers["softcap_in"] = -numbers["scale_log2"], -numbers["softcap_in"]
         return numbers
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.attention_scores import CUDA_SCORES, PLAIN
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, strides_of
@@ -35,7 +36,6 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor
 
 __all__ = ["BACKWARD_SHAPE", "backward", "raw_unsupported", "variants"]
 
-_LOG2E = math.log2(math.e)
 _ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
 _MAX_GRID_YZ = 65535
 _THREADS = 256  # of attention_bwd_rows.cu
@@ -55,7 +55,8 @@ BACKWARD_SHAPE = np.dtype(
         ("bias_shape", "i4", (4,)),
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k")],
-        *[(name, "f4") for name in ("scale", "scale_log2", "softcap_in", "softcap_log2")],
+        ("scale", "f4"),
+        ("scores", CUDA_SCORES),
     ],
     align=True,
 )
@@ -203,11 +204,8 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
         "block_q": a.block_q,
         "block_k": a.block_k,
         "scale": float32(a.softmax_scale),
-        "scale_log2": float32(a.softmax_scale * _LOG2E),
+        "scores": a.cuda_numbers(signed=True),
     }
-    if a.softcap > 0:
-        numbers["softcap_in"] = float32(a.softmax_scale / a.softcap)
-        numbers["softcap_log2"] = float32(a.softcap * _LOG2E)
     for name, value in numbers.items():
         shape[name] = value
     return _Call(a, rows, a.lse, statistics, shape, head_dims(a.head_dim, a.head_dim_v))
@@ -281,13 +279,7 @@ def _mask(a: Attention) -> str:
 
 def _features(a: Attention) -> dict[str, str | int]:
     """Macros of the kernel that options decide."""
-    return {
-        "SOFTCAP": int(a.softcap > 0),
-        "ALIBI": int(a.alibi_slopes is not None),
-        "BIAS": "kNone" if a.bias is None else "kSame" if a.bias.dtype == a.q.dtype else "kFloat",
-        "BLOCK_MASK": int(a.visible is not None),
-        "VARLEN": int(a.packed),
-    }
+    return {**a.features(sinks=False).macros(a.q.dtype.name), "VARLEN": int(a.packed)}
 
 
 def _kernel(
@@ -305,8 +297,8 @@ def _kernel(
         "STRIP": tile.strip,
         "STAGES": tile.stages,
         "MASK": mask,
-        "BIAS": "kNone",
-        **dict.fromkeys(("SOFTCAP", "ALIBI", "BLOCK_MASK", "VARLEN", "ADD_DQ", "PARTS"), 0),
+        **PLAIN.macros(dtype),
+        **dict.fromkeys(("VARLEN", "ADD_DQ", "PARTS"), 0),
         **macros,
     }
     return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))

@@ -36,8 +36,8 @@ struct BackwardShape {
     int head_dim, head_dim_v;              // multiples of 8
     int window_left, window_right;         // visible keys left and right of the diagonal; 2^30: unlimited
     int block_q, block_k;
-    float scale, scale_log2;               // softmax_scale, times log2(e)
-    float softcap_in, softcap_log2;        // softmax_scale / softcap and softcap log2(e)
+    float scale;                           // softmax_scale
+    AttentionScores scores;                // with the sign of softmax_scale in its factors
 };
 
 // Where a sequence lies in q, k and the padded arrays.

@@ -288,12 +288,8 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                 const int i = kOwnsKeys ? other : own, key = kOwnsKeys ? own : other;
                 if (kMasked && BLOCK_MASK && partly && visible) visible = work.blocks(shape, head).sees(i, key);
                 float slope_of_cap = 1.0f;
-                if constexpr (SOFTCAP) {
-                    const float t = soft_sign<scalar>(x * shape.softcap_in);
-                    x = shape.softcap_log2 * t;
-                    slope_of_cap = fmaf(-t, t, 1.0f);
-                }
-                const float scale = SOFTCAP ? 1.0f : shape.scale_log2;
+                if constexpr (SOFTCAP) slope_of_cap = cap_score<scalar>(x, shape.scores);
+                const float scale = SOFTCAP ? 1.0f : shape.scores.scale_log2;
                 if constexpr (ALIBI) x = fmaf(-slope, fabsf(along + (8 * r - column)), SOFTCAP ? x : x * scale);
                 if constexpr (kBias != Bias::kNone) {
                     const float b = visible ? work.bias_at(shape, head, i, key) : minus_infinity();

@@ -36,4 +36,11 @@ template <typename scalar> __device__ __forceinline__ void make_score(float& x, 
     if constexpr (SOFTCAP) x = scores.softcap_log2 * soft_sign<scalar>(x * scores.softcap_in);
     else x *= scores.scale_log2;
 }
+
+// The same with SOFTCAP, for gradients; returns the derivative of the cap.
+template <typename scalar> __device__ __forceinline__ float cap_score(float& x, const AttentionScores& scores) {
+    const float t = soft_sign<scalar>(x * scores.softcap_in);
+    x = scores.softcap_log2 * t;
+    return fmaf(-t, t, 1.0f);
+}
 #endif
