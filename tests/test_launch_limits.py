@@ -157,7 +157,14 @@ def check(launch, card):
         )
 
 
-FROM_VALUES = ("ternary_pack", "ternary_unpack", "ternary_matmul both", "attention mask", "softmax mask")
+FROM_VALUES = (
+    "ternary_pack",
+    "ternary_unpack",
+    "ternary_matmul both",
+    "attention mask",
+    "attention_backward mask",
+    "softmax mask",
+)
 WITH_KERNELS = [n for n in NAMES if has_cuda_kernels(n.split()[0]) and n not in FROM_VALUES]
 TRIES = 24
 TOO_LARGE = "more than a GPU launches at once"
