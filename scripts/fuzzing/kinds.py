@@ -101,10 +101,18 @@ def check_interrupt(draw: Draw, trial: Trial, seed: Sequence[int]) -> tuple[str 
     """Ctrl-C at any time; the next call is right."""
     delays = [10 ** draw.rng.uniform(-5, -2) for _ in range(6)]
     before = [buffer.copy() for buffer in trial.draw.buffers]
-    for delay in delays:
-        interrupted(lambda: call_somewhere(trial), delay)
+
+    def restore() -> None:
         for buffer, values in zip(trial.draw.buffers, before, strict=True):
             buffer[...] = values
+
+    def call() -> None:
+        restore()  # a call in place, made over and over, would overflow
+        call_somewhere(trial)
+
+    for delay in delays:
+        interrupted(call, delay)
+    restore()
     return judge(trial), trial.words()
 
 
