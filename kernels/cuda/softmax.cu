@@ -111,7 +111,8 @@ __device__ __forceinline__ float score(float x, float scale, float mask, const v
     return mask != 0.0f ? x * scale : -infinity();
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
+// One block per SM is enough: aiming for more, ptxas spills for sm_100.
+extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
 softmax_forward(const scalar* x, const MASK* mask, scalar* y, long long rows, long long cols, long long x_stride,
                 long long y_stride, MaskAxes axes, float scale) {
     const Columns columns(rows, cols);
