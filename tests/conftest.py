@@ -126,7 +126,7 @@ STATM = Path("/proc/self/statm")
 
 
 def pytest_runtest_teardown(item):
-    """Processes that run tests of many kernels stay below 1.5 GB."""
+    """In a process above MOST_MEMORY, drop emulated programs each time PROGRAMS of them are kept."""
     emulator_run = sys.modules.get("gpu_ops.emulator.run")
     if (
         emulator_run is None

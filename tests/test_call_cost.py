@@ -37,7 +37,7 @@ MOST = {
     "rmsnorm_quant_int8": (20, 24),
     "rope": (24, 23),
     "rope_append_kv": (22, 37),
-    "rope_backward": (24, 28),  # its scaling goes by the length
+    "rope_backward": (24, 28),  # dynamic scaling: looks at positions
     "softmax": (17, 18),
     "softmax_backward": (18, 20),
     "swiglu": (17, 20),

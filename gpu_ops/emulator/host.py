@@ -97,7 +97,7 @@ def _format(m: State, pc: int, lane: int, text: str, at: int) -> tuple[str, int]
 
 
 def _offset(m: State, operand: Operand) -> int:
-    """Where a ``.param`` variable lies in the local memory of a thread."""
+    """Offset of a ``.param`` variable in a thread's local memory."""
     assert isinstance(operand, Name)
     return m.program.local[operand.name] - LOCAL_BASE
 

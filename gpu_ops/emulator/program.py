@@ -50,7 +50,7 @@ class Program:
 
     @cached_property
     def waits_for_grid(self) -> bool:
-        """Whether it may wait for all blocks: it asks for the barrier that only a cooperative launch has."""
+        """Whether it uses the grid-wide barrier, which needs a cooperative launch."""
         return any(o == Name("%envreg1") for instruction in self.code for o in instruction.operands)
 
     def where(self, pc: int) -> str:

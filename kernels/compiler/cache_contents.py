@@ -1,4 +1,4 @@
-"""What lies in the cache folder, which of it is of use to today's sources, and how to clear it."""
+"""Lists the entries of the cache folder, tells which match the current sources, and clears them."""
 
 from __future__ import annotations
 

@@ -134,18 +134,8 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     if a.block_table is not None:
         shape["block_table_batch"] = strides_of(a.block_table)[0]
-    left, right = a.window(UNLIMITED)
     numbers = {
-        "seqlen_q": a.seqlen_q,
-        "seqlen_k": a.seqlen_k,
-        "nheads": a.nheads,
-        "group": a.nheads // a.nheads_kv,
-        "head_dim": a.head_dim,
-        "head_dim_v": a.head_dim_v,
-        "window_left": left,
-        "window_right": right,
-        "block_q": a.block_q,
-        "block_k": a.block_k,
+        **a.cuda_sizes(UNLIMITED),
         "page_size": a.k.shape[1],
         "num_splits": config.num_splits,
         "scores": a.cuda_numbers(),

@@ -190,19 +190,9 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
         shape["bias_shape"] = _four_axes(a.bias).shape
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
-    left, right = a.window(UNLIMITED)
     numbers = {
         "batch": a.batch,
-        "seqlen_q": a.seqlen_q,
-        "seqlen_k": a.seqlen_k,
-        "nheads": a.nheads,
-        "group": a.nheads // a.nheads_kv,
-        "head_dim": a.head_dim,
-        "head_dim_v": a.head_dim_v,
-        "window_left": left,
-        "window_right": right,
-        "block_q": a.block_q,
-        "block_k": a.block_k,
+        **a.cuda_sizes(UNLIMITED),
         "scale": float32(a.softmax_scale),
         "scores": a.cuda_numbers(signed=True),
     }

@@ -106,6 +106,22 @@ class Attention(Scores):
             right = unlimited  # the only query sits on the last key
         return left, right
 
+    def cuda_sizes(self, unlimited: int) -> dict[str, int]:
+        """Sizes and windows, by their names in the structures of the CUDA C++ kernels."""
+        left, right = self.window(unlimited)
+        return {
+            "seqlen_q": self.seqlen_q,
+            "seqlen_k": self.seqlen_k,
+            "nheads": self.nheads,
+            "group": self.nheads // self.nheads_kv,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "window_left": left,
+            "window_right": right,
+            "block_q": self.block_q,
+            "block_k": self.block_k,
+        }
+
 
 def as_bshd(x: Any, layout: str) -> Any:
     """A view (batch, seqlen, nheads, head_dim) of a tensor or an array."""
