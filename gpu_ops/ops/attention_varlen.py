@@ -17,7 +17,7 @@ from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
+from gpu_ops.ops.attention_gradients import read_results, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
     ScoreOptions,
@@ -122,9 +122,11 @@ def attention_varlen_backward(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    delta: Any = None,
     deterministic: bool = False,
     return_extra: bool = False,
     grads: Any = None,
+    accumulate: bool = False,
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
@@ -139,7 +141,7 @@ def attention_varlen_backward(
         As returned by ``attention_varlen(..., return_lse=True)``.
     q, k, v, cu_seqlens_q, cu_seqlens_k, and every option
         As given to :func:`attention_varlen`.
-    deterministic, return_extra, grads
+    delta, deterministic, return_extra, grads, accumulate
         As in :func:`attention_backward`.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -172,14 +174,14 @@ def attention_varlen_backward(
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     words = read_options(call, dtype, **options)
-    read_results(call, dtype, out, lse, *_result_shapes(call))
+    read_results(call, dtype, out, lse, delta, *_result_shapes(call))
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
-    extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
+    finish = write_gradients(call, dtype, grads, accumulate=accumulate, return_extra=return_extra)
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
         look=look,
-        finish=returned_gradients(extra) if return_extra else None,
+        finish=finish,
         flops=backward_flops(call, call.axes["total_q"], seqlens[1], options.get("causal")),
     )
 
@@ -303,10 +305,10 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.attention_backward import attention_varlen_backward
 
     def run(views: Mapping[str, Any]) -> None:
-        names = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")
-        *gradients, extra = attention_varlen_backward(
-            *(views[name] for name in names), return_extra=True, **reference_options(spec, views)
-        )
-        store_gradients(views, gradients, extra)
+        arrays = [*(views[name] for name in ("dout", "q", "k", "v")), views.get("out")]
+        arrays += [views[name] for name in ("lse", "cu_seqlens_q", "cu_seqlens_k")]
+        more = {"delta": views.get("delta"), **reference_options(spec, views)}
+        *gradients, extra = attention_varlen_backward(*arrays, return_extra=True, precision="float64", **more)
+        store_gradients(spec, views, gradients, extra)
 
     on.call(run, "NumPy, float64")

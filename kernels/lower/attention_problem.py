@@ -44,14 +44,15 @@ class Attention(Scores):
         options = dict(spec.options)
         layout = options["layout"]
         k, v = ("k", "v") if spec.get("k_cache") is None else ("k_cache", "v_cache")
-        q_, k_, v_, out = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, "out"))
+        out = "dout" if spec.get("out") is None else "out"  # alike: a backward with delta does not read out
+        q_, k_, v_, out_ = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, out))
         lse = spec.get("lse")
         cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]
         return cls(
             q=q_,
             k=k_,
             v=v_,
-            out=out,
+            out=out_,
             lse=lse[None] if lse is not None and lse.ndim == 2 else lse,
             batch=len(cu_seqlens[0]) - 1 if cu_seqlens else q_.shape[0],
             seqlen_q=options["max_seqlen_q"],

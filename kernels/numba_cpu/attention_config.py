@@ -12,7 +12,7 @@ from .attention_tile import CALL, Call
 from .codegen.memory import round_up
 from .codegen.target import DOT_BFLOAT16, MAX_LANES
 from .dtype import bits
-from .jit import compute, read, types
+from .jit import read, types
 from .parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -174,7 +174,9 @@ def optional_types(bias: str) -> tuple[types.Type, ...]:
 SEQUENCES = types.Array(types.int64, 2, "C", readonly=True)
 
 
+ROWS = types.Array(types.float64, 3, "A", readonly=True)
+
+
 def backward_types(t: str, bias: str) -> tuple[types.Type, ...]:
-    """Of the backward kernels: call, dout, q, k, v, out, lse, sequences, and the optional arrays."""
-    lse = types.Array(compute(t), 3, "A", readonly=True)
-    return (CALL, *(read(t, 4),) * 5, lse, SEQUENCES, *optional_types(bias))
+    """Of the backward kernels: call, dout, q, k, v, lse, sequences, the optional arrays, delta, and two limits."""
+    return (CALL, *(read(t, 4),) * 4, ROWS, SEQUENCES, *optional_types(bias), ROWS, *(types.float64,) * 2)
