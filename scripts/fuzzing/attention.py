@@ -19,9 +19,15 @@ def computing(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return FLOAT64 if dtype == np.float64 else FLOAT32
 
 
+def distances(options: Options, sq: int, sk: int) -> Array:
+    """How far each key lies to the left of each query."""
+    offset = options["q_start"] - options["k_start"] if "q_start" in options else sk - sq
+    return np.arange(sq)[:, None] + offset - np.arange(sk)[None, :]
+
+
 def visible(options: Options, batch: int, heads: int, sq: int, sk: int) -> Array:
     """Bool (batch, heads, sq, sk)."""
-    distance = np.arange(sq)[:, None] + sk - sq - np.arange(sk)[None, :]
+    distance = distances(options, sq, sk)
     seen = np.ones((batch, heads, sq, sk), bool)
     left, right = options.get("window_size", (-1, -1))
     if options.get("causal"):
@@ -53,8 +59,7 @@ def scores(m: Maths, q: Array, k: Array, options: Options, seen: Array) -> tuple
     if "alibi_slopes" in options:
         slopes = m.load(options["alibi_slopes"])
         slopes = (slopes if slopes.ndim == 2 else slopes[None])[:, :, None, None]
-        distance = np.abs(np.arange(sq)[:, None] + sk - sq - np.arange(sk)[None, :])
-        s = m.r(s - m.r(slopes * distance))
+        s = m.r(s - m.r(slopes * np.abs(distances(options, sq, sk))))
     if "bias" in options:
         bias = m.load(options["bias"])
         s = m.r(s + np.where(np.isinf(bias), 0, bias))
@@ -148,8 +153,10 @@ def options_of(draw: Draw, batch: int, heads: int) -> Options:
 
 
 def dense_options(draw: Draw, dtype: Any, shape: tuple[int, int, int, int]) -> Options:
-    """bias and block_mask, which only :func:`attention` has."""
+    """bias, block_mask and positions, which only :func:`attention` has."""
     found: Options = {}
+    if draw.chance(0.2):
+        found["q_start"], found["k_start"] = draw.pick(0, 5, 40, 1000), draw.pick(0, 7, 60, 1030)
     if draw.chance(0.2):
         cut = tuple(n if draw.chance(0.6) else 1 for n in shape)[draw.pick(0, 0, 1, 2) :]
         bias = draw.values(cut, draw.pick(dtype, FLOAT32))
