@@ -178,8 +178,8 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : array like out
-        Gradient of the result: q's dtype, or float32, which is rounded to q's dtype for the products.
+    dout : array like out, q's dtype
+        Gradient of the result.
     q, k, v, and every option
         As given to :func:`attention`.
     out, lse : arrays

@@ -28,13 +28,12 @@ def read_results(
 ) -> None:
     """What the forward pass returned; ``dout`` has been read. With ``delta``, out is not looked at."""
     op, native, wide = call.op, checks.FLOAT_DTYPES[dtype], checks.computing_dtype(dtype)
-    read = {"dout": call.views["dout"]}
+    checks.exactly(op, "dout", call.views["dout"], shape, native)
     if delta is None:
         if out is None:
-            raise OptionError(f"{op}: out is None; pass the forward result, or delta=, rowsum(dout * out)")
-        read["out"] = call.read("out", out)
-    for name, x in read.items():
-        checks.exactly(op, name, x, shape, wide if x.dtype == wide else native)
+            raise OptionError(f"{op}: out is None; pass the forward result, or delta=, sum(dout * out)")
+        out_ = call.read("out", out)
+        checks.exactly(op, "out", out_, shape, wide if out_.dtype == wide else native)
     lse_ = call.read("lse", lse)
     checks.exactly(op, "lse", lse_, lse_shape, lse_.dtype if lse_.dtype == np.float64 else wide)
     if delta is not None:

@@ -31,7 +31,7 @@ def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu.attention_backward_rows import deltas
 
     a = Attention.of(spec)
-    lse_dtype, computing, native = spec.tensor("lse").dtype, a.lse_dtype, a.q.dtype
+    lse_dtype, computing = spec.tensor("lse").dtype, a.lse_dtype
     differentiate = prepared(kernels.prepare, a, lse_dtype=lse_dtype, add=spec["accumulate"])
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     if a.known_lengths:
@@ -48,7 +48,6 @@ def backward(spec: Spec, on: Builder) -> None:
             lse = lse if lse.ndim == 3 else lse[None]
         delta = deltas(dout, as_bshd(views["out"], layout)) if delta is None else delta.reshape(lse.shape)
         lse, delta = np.asarray(lse, np.float64), np.asarray(delta, np.float64)
-        dout = dout if dout.dtype == native else dout.astype(native)
         dbias, given = views.get("dbias"), optional_arrays(a, views) if has_options else {}
         sums = None if dbias is None else np.zeros(dbias.shape, computing)
         differentiate(dout, q, k, v, lse, delta, dq, dk, dv, views["sequences"], given, sums)

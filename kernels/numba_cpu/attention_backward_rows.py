@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .dtype import bits, load, read_row
-from .jit import inner, kernel, read, types
+from .jit import FLOATS, inner, kernel, read, types
 from .parallel import claim, launcher
 
 __all__ = ["deltas"]
@@ -17,12 +17,11 @@ Array = np.ndarray[Any, Any]
 ROWS_PER_TASK = 256
 _PRODUCTS_PER_NANOSECOND = 4
 
-_SAME = [(t, t) for t in ("float32", "bfloat16", "float16", "float64")]
-_MIXED = [pair for t in ("bfloat16", "float16") for pair in ((t, "float32"), ("float32", t))]
+VARIANTS = (*((t, t) for t in FLOATS), ("bfloat16", "float32"), ("float16", "float32"))
 
 
 def deltas(dout: Array, out: Array) -> Array:
-    """(batch, nheads, queries) of dout and out (batch, queries, nheads, head_dim_v), which may differ in dtype."""
+    """(batch, nheads, queries) of dout and out (batch, queries, nheads, head_dim_v), of which out may be float32."""
     batch, queries, heads, dim = dout.shape
     delta = np.empty((batch, heads, queries))
     launch = launcher(delta.size * dim / _PRODUCTS_PER_NANOSECOND)
@@ -33,7 +32,7 @@ def deltas(dout: Array, out: Array) -> Array:
 
 @kernel(
     lambda dout, out: (read(dout, 4), read(out, 4), types.Array(types.float64, 3, "C")),
-    variants=(*_SAME, *_MIXED),
+    variants=VARIANTS,
 )
 def attention_backward_delta(state, n_tasks, dout, out, delta):
     batch, queries, heads, dim = dout.shape
