@@ -138,6 +138,7 @@ VARIANTS = {
     "attention lse": lambda new: (dense(new), {"return_lse": True, "softcap": 2.0}),
     "attention scores": lambda new: (dense(new), {**scores(new), **slopes(new)}),
     "attention mask": lambda new: (dense(new), block_mask(new)),
+    "attention offset": lambda new: (dense(new), {**CAUSAL, "q_start": 30, "k_start": 11, **slopes(new)}),
     "attention bhsd": lambda new: (bhsd(new), {"layout": "bhsd", "window_size": (4, 2)}),
     "attention_backward": lambda new: backward(new, "attention", dense(new), **CAUSAL),
     "attention_backward slopes": lambda new: backward(new, "attention", dense(new), **slopes(new)),

@@ -112,7 +112,7 @@ def tile_problem(a: Attention) -> Problem:
         a.head_dim,
         a.head_dim_v,
         mask=mask,
-        window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
+        window=max(left + right + 1, 1) if mask == "kLocal" and right < UNLIMITED else 0,
         block_mask=a.visible is not None,
         varlen=a.packed,
         num_splits=a.num_splits,

@@ -93,7 +93,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
 
     def attention_forward(
         q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-        scale, softcap, left, right, block_q, block_k, n_parts,
+        scale, softcap, ahead, left, right, block_q, block_k, n_parts,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -199,7 +199,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     if capped:
                         score = softcap * tanh(score / softcap)
                     if with_alibi:
-                        score -= number(alibi[b, head]) * number(abs(query + diagonal - key))
+                        score -= number(alibi[b, head]) * number(abs(query + diagonal + ahead - key))
                     if with_bias:
                         added = number(bias_load(bias[b, head, query, min(key, end - 1)]))
                         hide = hide or added == -infinity
@@ -281,4 +281,4 @@ def _signature(config: Config) -> str:
     }
     arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
     arrays += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*arrays, computed, computed, *['int32'] * 5])})"
+    return f"void({', '.join([*arrays, computed, computed, *['int32'] * 6])})"

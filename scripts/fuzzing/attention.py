@@ -56,8 +56,10 @@ def options_of(draw: Draw, batch: int, heads: int) -> Options:
 
 
 def dense_options(draw: Draw, dtype: Any, shape: tuple[int, int, int, int]) -> Options:
-    """bias and block_mask, which only :func:`attention` has."""
+    """bias, block_mask and positions, which only :func:`attention` has."""
     found: Options = {}
+    if draw.chance(0.2):
+        found["q_start"], found["k_start"] = draw.pick(0, 5, 40, 1000), draw.pick(0, 7, 60, 1030)
     if draw.chance(0.2):
         cut = tuple(n if draw.chance(0.6) else 1 for n in shape)[draw.pick(0, 0, 1, 2) :]
         bias = draw.values(cut, draw.pick(dtype, FLOAT32))

@@ -11,9 +11,15 @@ from scripts.fuzzing.maths import Array, Maths
 Options = dict[str, Any]
 
 
+def distances(options: Options, sq: int, sk: int) -> Array:
+    """How far each key lies to the left of each query."""
+    offset = options["q_start"] - options["k_start"] if "q_start" in options else sk - sq
+    return np.arange(sq)[:, None] + offset - np.arange(sk)[None, :]
+
+
 def visible(options: Options, batch: int, heads: int, sq: int, sk: int) -> Array:
     """Bool (batch, heads, sq, sk)."""
-    distance = np.arange(sq)[:, None] + sk - sq - np.arange(sk)[None, :]
+    distance = distances(options, sq, sk)
     seen = np.ones((batch, heads, sq, sk), bool)
     left, right = options.get("window_size", (-1, -1))
     if options.get("causal"):
@@ -45,8 +51,7 @@ def scores(m: Maths, q: Array, k: Array, options: Options, seen: Array) -> tuple
     if "alibi_slopes" in options:
         slopes = m.load(options["alibi_slopes"])
         slopes = (slopes if slopes.ndim == 2 else slopes[None])[:, :, None, None]
-        distance = np.abs(np.arange(sq)[:, None] + sk - sq - np.arange(sk)[None, :])
-        s = m.r(s - m.r(slopes * distance))
+        s = m.r(s - m.r(slopes * np.abs(distances(options, sq, sk))))
     if "bias" in options:
         bias = m.load(options["bias"])
         s = m.r(s + np.where(np.isinf(bias), 0, bias))
