@@ -20,6 +20,7 @@ from gpu_ops.ops.attention_options import (
     read_inputs,
     read_options,
     reference_options,
+    results_dtypes,
     store_results,
     takes,
     visible_pairs,
@@ -49,6 +50,8 @@ def attention(
     k_start: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -88,6 +91,12 @@ def attention(
         "bhsd": axes 1 and 2 of q, k, v and out are swapped. Costs no copy.
     return_lse : bool
         Also return the log of the softmax denominator, natural log.
+    out_dtype : dtype, default q's
+        np.float32 returns the sums of float16 and bfloat16 inputs as they are computed, not rounded to their dtype:
+        for parts that :func:`attention_merge` adds up.
+    lse_dtype : dtype, default float32 (float64 for float64)
+        np.float64 returns the sum of a row, and the largest score beside it, without rounding one to the other: from
+        |lse| = 2839 on float32 has fewer digits than the gradients of a row need.
     out : array like the result, optional
         Receives the result; may not share memory with an input. With ``return_lse`` also a pair, (out, lse).
     device, backend : str, optional
@@ -97,8 +106,8 @@ def attention(
 
     Returns
     -------
-    out : array (batch, seqlen_q, nheads, head_dim_v), q's dtype
-    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64), only with ``return_lse``
+    out : array (batch, seqlen_q, nheads, head_dim_v), q's dtype or ``out_dtype``
+    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64) or ``lse_dtype``, only with ``return_lse``
 
     Raises
     ------
@@ -141,8 +150,9 @@ def attention(
         block_mask=block_mask,
         **places,
     )
-    shape, lse_shape, seqlens = _result_shapes(call, layout)
-    write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
+    *shapes, seqlens = _result_shapes(call, layout)
+    return_lse = checks.flag(call.op, "return_lse", return_lse)
+    write_forward(call, dtype, (shapes[0], shapes[1]), out, return_lse, out_dtype, lse_dtype)
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
         unsupported=raw_unsupported,
@@ -272,8 +282,8 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("q", "k", "v")]
-        found = attention(*arrays, layout=spec["layout"], return_lse=True, **reference_options(spec, views))
-        store_results(views, found)
+        given = {**reference_options(spec, views), **results_dtypes(views)}
+        store_results(views, attention(*arrays, layout=spec["layout"], return_lse=True, **given))
 
     on.call(run, "NumPy, float64")
 

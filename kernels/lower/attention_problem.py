@@ -82,6 +82,8 @@ class Attention(Scores):
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
+        if self.lse is not None:
+            return self.lse.dtype
         return np.dtype(np.float64 if self.q.dtype == np.float64 else np.float32)
 
     @property

@@ -21,9 +21,16 @@ _ACCUMULATOR_BYTES, _L2 = 4, 1 << 20
 _PRODUCTS_PER_NANOSECOND = 20  # of one thread, about
 DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kernel
 
-# (dtype, dtype of the bias)
+
+def results_of(t: str) -> tuple[str, str]:
+    """The dtypes of out and lse, if no others are asked for."""
+    return t, "float64" if t == "float64" else "float32"
+
+
+# (dtype, dtype of the bias); forward also the dtypes of out and lse
 VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
 VARIANTS = tuple(dict.fromkeys(VARIANTS))
+FORWARD_VARIANTS = tuple((t, bias, *results_of(t)) for t, bias in VARIANTS)
 
 OPTIONAL = (
     "block_table",
