@@ -115,6 +115,7 @@ def tile_problem(a: Attention) -> Problem:
         window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
         block_mask=a.visible is not None,
         varlen=a.packed,
+        paged=a.block_table is not None,
         num_splits=a.num_splits,
         lean=a.features().plain and not (mask == "kLocal" and own_lengths),
     )

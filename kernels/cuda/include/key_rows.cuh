@@ -37,7 +37,8 @@ public:
             if constexpr (kPages == Pages::kTiles) {
                 return tile + row * stride_.row;
             } else if constexpr (kPages == Pages::kRows) {
-                return row_of(min(first + row, seqlen_k - 1));  // never look up a page that holds no key
+                // Never look up a page that holds no key.
+                return row_of(whole ? first + row : min(first + row, seqlen_k - 1));
             } else {
                 const Scalar* now = at_;
                 at_ = ptx::opaque(now - Loader::kStep * stride_.row);
