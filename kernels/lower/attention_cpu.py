@@ -33,10 +33,11 @@ def forward(spec: Spec, on: Builder) -> None:
         dims=a.head_dim + a.head_dim_v,
     )
     few = DECODE_ROWS // (a.nheads // a.nheads_kv) if a.packed and decodes and config.kernel == "tiled" else 0
+    more: dict[str, Any] = {"config": config, "results": (a.out.dtype, a.lse_dtype)}
     if few:
-        attend = prepared(kernels.prepare_ragged, a, config=config, few=few)
+        attend = prepared(kernels.prepare_ragged, a, few=few, **more)
     else:
-        attend = prepared(kernels.prepare, a, config=config)
+        attend = prepared(kernels.prepare, a, **more)
     if a.lse is None:
         on.empty(a.lse_shape, a.lse_dtype, "lse")
     if a.known_lengths:
