@@ -126,8 +126,9 @@ def _look(op: str, totals: tuple[int, int], pages: tuple[int, int], bounds: list
     def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
         sound, found = False, {}
         if backend == "cpu":
-            names = (*_STARTS, "seqused_k", "block_table")
-            table = _table(*totals, *pages)(*(views.get(name) for name in names))
+            get = views.get
+            arrays = get("cu_seqlens_q"), get("cu_seqlens_k"), get("seqused_k"), get("block_table")
+            table = _table(*totals, *pages)(*arrays)
             *longest, sound, _ = table[-1].tolist()
             found["sequences"] = table[:-1]
         if not sound:  # says where, on the CPU
