@@ -32,19 +32,19 @@ public:
     // A thread's rows are evenly spaced, also across tiles: one subtraction per row, no address arithmetic per tile.
     __device__ __forceinline__ void load(unsigned to, int n, bool whole, int seqlen_k, int cols) {
         const int first = n * TileT::kRows;
-        const Scalar* const tile = kPages == Pages::kTiles ? row_of(first) : at_;
+        const Scalar* at = at_;
+        if constexpr (kPages == Pages::kTiles) at = row_of(first) + (Loader::kLast + Loader::row()) * stride_.row;
         Loader::template start<kSpare>(to, whole, seqlen_k - first, cols, [&](int row) {
-            if constexpr (kPages == Pages::kTiles) {
-                return tile + row * stride_.row;
-            } else if constexpr (kPages == Pages::kRows) {
+            if constexpr (kPages == Pages::kRows) {
                 // Never look up a page that holds no key.
                 return row_of(whole ? first + row : min(first + row, seqlen_k - 1));
             } else {
-                const Scalar* now = at_;
-                at_ = ptx::opaque(now - Loader::kStep * stride_.row);
+                const Scalar* now = at;
+                at = ptx::opaque(now - Loader::kStep * stride_.row);
                 return now;
             }
         });
+        if constexpr (!kPaged) at_ = at;
     }
 
     // One element, before seek(). Slow.
