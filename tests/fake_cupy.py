@@ -150,7 +150,11 @@ class FakeCupy(ModuleType):
         self.streams, self.entered, self.launched = [], [], []
         self.capturing = False
         self.graph = []  # what a captured stream has recorded: functions
-        stream = SimpleNamespace(null=_Stream(self, 0), ptds=_Stream(self, 2))
+        stream = SimpleNamespace(
+            null=_Stream(self, 0),
+            ptds=_Stream(self, 2),
+            from_external=lambda x: _Stream(self, x.__cuda_stream__()[1]),
+        )
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
             getDevice=self.current_device,
@@ -160,7 +164,6 @@ class FakeCupy(ModuleType):
         self.cuda = SimpleNamespace(
             Device=lambda n: _Device(self, n),
             Stream=stream,
-            ExternalStream=lambda n: _Stream(self, n),
             get_current_stream=lambda: _Stream(self, self.streams[-1] if self.streams else 0),
             runtime=runtime,
         )

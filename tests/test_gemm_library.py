@@ -6,9 +6,8 @@ It proves nothing about cuBLAS or CuPy themselves; the tests marked ``gpu`` do.
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -32,13 +31,12 @@ pytestmark = needs_nvrtc
 TYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
 
 
-class FakeCublas(ModuleType):
+class FakeCublas:
     """cublasGemmEx over host memory: column-major matrices of these leading dimensions."""
 
     CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F = 0, 1, 68
 
     def __init__(self):
-        super().__init__("cupy_backends.cuda.libs.cublas")
         self.calls = []
 
     def gemmEx(self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo):
@@ -62,11 +60,11 @@ def matrix(address, kind, leading, rows, cols):
 
 
 @pytest.fixture
-def cublas(cupy, monkeypatch):
+def cublas(cupy):
     """A card of sm_90 with CuPy and cuBLAS; its kernels run on the emulator."""
     library = FakeCublas()
     cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
-    monkeypatch.setitem(sys.modules, library.__name__, library)
+    cupy.cuda.cublas = library
     device = devices.cuda_device(0)
     device.limits = replace(device.limits, arch="sm_90", preset="sm_90")
     return library

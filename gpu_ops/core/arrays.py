@@ -41,6 +41,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FOREIGN_ERRORS = Exception
 """What methods of other libraries' arrays raise: they may be anything, and raise anything."""
 _HOST_LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_CUPY = {"cupy": "cupy"}
 
 
 def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
@@ -142,6 +143,8 @@ def bounds_of(x: Array) -> tuple[int, int]:
 
 def on_cuda(x: Any) -> bool:
     """Whether ``x`` says that it lies on a CUDA device."""
+    if library_of(x, _CUPY):  # it would ask the driver about its address
+        return True
     if hasattr(type(x), "__dlpack_device__"):  # torch: asking for the other protocol can raise
         try:
             return int(x.__dlpack_device__()[0]) in _DLPACK_CUDA

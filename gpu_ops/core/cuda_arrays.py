@@ -20,6 +20,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,7 +114,9 @@ class CudaArrays:
     def _stream_at(self, number: int) -> Any:
         if number in (0, 1):
             return self._cupy.cuda.Stream.null
-        return self._cupy.cuda.Stream.ptds if number == 2 else self._cupy.cuda.ExternalStream(number)
+        if number == 2:
+            return self._cupy.cuda.Stream.ptds
+        return self._cupy.cuda.Stream.from_external(_StreamAt(number))
 
     @contextlib.contextmanager
     def _import_errors(self, name: str, x: Any) -> Iterator[None]:
@@ -124,6 +127,16 @@ class CudaArrays:
             raise
         except FOREIGN_ERRORS as error:
             raise DTypeError(f"{self.op}: {name} cannot be shared with CuPy: {error}") from error
+
+
+@dataclass(frozen=True)
+class _StreamAt:
+    """A stream by its address, in the CUDA stream protocol."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 @functools.cache

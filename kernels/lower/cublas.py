@@ -17,7 +17,6 @@ The rules are from data sheets and published measurements, not measured by this 
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +113,9 @@ class GemmEx:
     def __call__(self, first: Any, second: Any, out: Any) -> None:
         import cupy
 
-        cublas: Any = importlib.import_module("cupy_backends.cuda.libs.cublas")
+        cublas: Any = (
+            cupy.cuda.cublas
+        )  # as this attribute CuPy finds the library of a wheel; a plain import does not
         operations = (cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T)
         types, leading = self.types, self.leading
         cublas.gemmEx(
