@@ -89,6 +89,19 @@ class Driverless:
             def __exit__(self, *_):
                 """What was not entered cannot be left."""
 
+        class Stream(cupy.cuda.Stream):
+            def __init__(self, **kind):
+                through(super().__init__, lambda **_: base.__init__(self, next(_addresses), 0))(**kind)
+
+            def __del__(self):
+                """What was not created cannot be destroyed."""
+
+        class Event(cupy.cuda.Event):
+            def __init__(self, **kind):
+                through(super().__init__, lambda **_: None)(**kind)
+
+            record = through(cupy.cuda.Event.record, lambda *_: None)
+
         def set_(name, stand_in):
             owner, _, last = name.rpartition(".")
             where = cupy
@@ -107,13 +120,16 @@ class Driverless:
         set_("ascontiguousarray", lambda x: cupy.empty(x.shape, x.dtype))
         set_("zeros", cupy.empty)
         set_("cuda.device.get_cublas_handle", lambda: 7)
-        monkeypatch.setattr(cupy.cuda, "Device", Device)
+        set_("cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
+        for kind in (Device, Event, Stream):
+            monkeypatch.setattr(cupy.cuda, kind.__name__, kind)
         monkeypatch.setattr(cupy, "RawModule", self._module)
         monkeypatch.setattr(base, "__exit__", lambda *_: state._streams.pop())
         for name, stand_in in (
             ("__enter__", lambda stream: state._streams.append(stream)),
             ("is_capturing", lambda _: state.capturing),
             ("synchronize", lambda _: state.waits.append("synchronize")),
+            ("wait_event", lambda *_: None),
         ):
             monkeypatch.setattr(base, name, through(getattr(base, name), stand_in))
         before = cupy.cuda.get_allocator()
@@ -151,7 +167,7 @@ class _Kernel:
     """A RawKernel whose launch ends at the driver, after CuPy has taken its arguments in."""
 
     def __init__(self, state, name):
-        self.__dict__.update(state=state, name=name)
+        self.__dict__.update(state=state, name=name, kernel=SimpleNamespace(ptr=0))
 
     def __setattr__(self, name, value):
         assert name in _SETTABLE, f"RawKernel.{name} is none"

@@ -24,6 +24,7 @@ from tests import fake_cupy
 from tests.calls import OUT, VARIANTS, call, refusal
 from tests.cuda_cases import CASES, NO_CAPTURE, case_id
 from tests.driverless import Driverless, allocate, at_the_driver, cupy, on_device
+from tests.fake_driver import FakeDriver, FakeEvent, FakeStream
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -192,24 +193,15 @@ def test_cupy_has_what_is_used_of_it(name):
 
 def test_the_stand_in_has_nothing_that_cupy_has_not():
     fake = fake_cupy.FakeCupy()
-    own = {
-        "streams",
-        "entered",
-        "launched",
-        "capturing",
-        "graph",
-        "current_device",
-        "capture",
-        "replay",
-        "memset",
-    }
-    own |= {"run", "load"}
-    names = [n for n in {*vars(fake), *vars(type(fake))} if not n.startswith("_") and n not in own]
-    pairs = [(n, cupy) for n in names]
-    pairs += [(n, cupy.cuda) for n in vars(fake.cuda)] + [
-        (n, cupy.cuda.runtime) for n in vars(fake.cuda.runtime)
+    driver = {*vars(FakeDriver()), *vars(FakeDriver)}
+    pairs = [
+        (cupy, {*vars(fake), *vars(type(fake))} - driver),
+        (cupy.cuda, vars(fake.cuda)),
+        (cupy.cuda.runtime, vars(fake.cuda.runtime)),
+        (cupy.cuda.driver, vars(fake.cuda.driver)),
+        (cupy.cuda.Stream, {*vars(fake.cuda.Stream), *vars(type(fake.cuda.Stream)), *vars(FakeStream)}),
+        (cupy.cuda.Event, vars(FakeEvent)),
+        (cupy.ndarray, vars(fake_cupy.FakeArray)),
     ]
-    pairs += [(n, cupy.cuda.Stream) for n in vars(fake.cuda.Stream)]
-    array = [n for n in vars(fake_cupy.FakeArray) if not n.startswith("__")]
-    missing = [n for n, where in [*pairs, *((n, cupy.ndarray) for n in array)] if not hasattr(where, n)]
+    missing = [n for where, names in pairs for n in names if not n.startswith("_") and not hasattr(where, n)]
     assert not missing
