@@ -236,6 +236,23 @@ def test_a_candidate_that_cannot_run_is_told_and_left_out(gpu):
     assert "failed: it does not compile" in str(report)
 
 
+def test_a_candidate_that_fails_later_is_told_and_left_out(gpu):
+    class Sometimes(dict):
+        """The fastest, until its tenth call."""
+
+        calls = 0
+
+        def get(self, block_n, default):
+            self.calls += block_n == 16
+            return default if block_n != 16 else 0.5 if self.calls < 10 else RuntimeError("it was here")
+
+    gpu.times = Sometimes()
+    report = gpu_ops.autotune("attention", *arrays())
+    assert set(report.failed.values()) == {"it was here"}
+    assert not set(report.failed) & set(report.seconds)
+    assert report.winner in report.seconds
+
+
 def test_a_candidate_that_the_driver_refuses_is_left_out(gpu):
     gpu.times = {64: RuntimeError("too many resources requested")}
     report = gpu_ops.autotune("attention", *arrays())
