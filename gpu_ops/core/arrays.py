@@ -80,6 +80,7 @@ def from_dlpack(x: Any, library: str | None) -> Array:
     """A NumPy view of an array of another library."""
     if library == "torch":
         remember_torch()
+        x = x.detach()  # torch exports no leaf, though grad mode is off
         if x.dtype == sys.modules["torch"].bfloat16:
             return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(_BFLOAT16)
     if library == "jax":
@@ -113,7 +114,7 @@ def remember_torch() -> None:
 
     @describes(torch.Tensor)
     def describe(x: Any) -> tuple[Any, ...] | None:
-        if x.requires_grad or x.is_neg() or x.is_conj() or x.layout is not torch.strided:
+        if _is_tracked(x) or x.is_neg() or x.is_conj() or x.layout is not torch.strided:
             return None
         return torch.Tensor, x.dtype, tuple(x.shape), x.stride(), x.device, x.data_ptr() % 16
 
@@ -122,10 +123,20 @@ def remember_torch() -> None:
 
 def check_shareable(name: str, x: Any) -> None:
     """TypeError for a torch tensor that is more than its bits: a view of them would drop the rest silently."""
-    if getattr(x, "requires_grad", False):
-        raise TypeError(f"gpu_ops does not track gradients; call {name}.detach()")
+    if _is_tracked(x):
+        raise TypeError(
+            f"gpu_ops does not track gradients; call {name}.detach(), or compute under torch.no_grad()"
+        )
     if hasattr(x, "is_neg") and x.is_neg():
         raise TypeError(f"its bits are the negated values; resolve it first: {name}.resolve_neg()")
+
+
+def _is_tracked(x: Any) -> bool:
+    """Whether torch would record what is done with ``x``: not under ``no_grad``, nor inside ``autograd.Function``."""
+    if not getattr(x, "requires_grad", False):
+        return False
+    torch = sys.modules.get("torch")
+    return torch is None or library_of(x, _HOST_LIBRARIES) != "torch" or bool(torch.is_grad_enabled())
 
 
 def as_rows(x: Array) -> Array:

@@ -87,10 +87,12 @@ class CudaArrays:
         if isinstance(x, self._cupy.ndarray):
             return x
         if hasattr(type(x), "__dlpack_device__"):
+            bits, source = False, x
             if library_of(x, _LIBRARIES) == "torch":
                 remember_torch()
-            bits = library_of(x, _LIBRARIES) == "torch" and x.dtype == sys.modules["torch"].bfloat16
-            source = x.view(sys.modules["torch"].int16) if bits else x
+                bits, source = x.dtype == sys.modules["torch"].bfloat16, x.detach()
+            if bits:
+                source = source.view(sys.modules["torch"].int16)
             with self._cupy.cuda.Device(x.__dlpack_device__()[1]), stream or contextlib.nullcontext():
                 view = self._cupy.from_dlpack(source)
             return view.view(_BFLOAT16) if bits else view
