@@ -9,7 +9,7 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 from gpu_ops import RopeScaling, rope
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import DeviceError, OptionError
 
 RAW = {"device": "emulator", "backend": "raw"}
 
@@ -76,6 +76,8 @@ def test_scalings_that_go_by_the_length(cupy, problem):
     assert ("copy to the host", 0) not in cupy.waits
     reached = rope(*here, positions=there, scaling=dynamic)  # their largest decides
     assert ("copy to the host", 0) in cupy.waits
+    with cupy.capture(), pytest.raises(DeviceError, match=r"largest position.*pass seqlen="):
+        rope(*here, positions=there, scaling=dynamic, out=here)
     np.testing.assert_array_equal(reached[0].host, rope(q, k, positions=positions, scaling=dynamic, **RAW)[0])
     np.testing.assert_array_equal(  # which needs no asking where positions count up
         rope(*here, positions=100, scaling=dynamic)[1].host,
