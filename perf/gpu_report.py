@@ -226,7 +226,7 @@ def draw(rows: Sequence[Row], preset: DevicePreset | None, folder: Path) -> Iter
     axis.set(yticks=places, yticklabels=names, xlabel="share of the limit")
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.invert_yaxis()
-    axis.legend()
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     figure.tight_layout()
     figure.savefig(folder / "shares.png", dpi=110)
     pyplot.close(figure)
