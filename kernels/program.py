@@ -283,8 +283,9 @@ class Builder:
         self._steps.append(HostCall(function, text))
 
     def note(self, text: str) -> None:
-        """A line for ``explain``."""
-        self._notes.append(text)
+        """A line for ``explain``, once."""
+        if text not in self._notes:
+            self._notes.append(text)
 
     def program(self) -> Program:
         return Program(

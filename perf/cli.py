@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +56,7 @@ def parser(prog: str, *, one_op: bool) -> argparse.ArgumentParser:
     add("--grid", default="", metavar="NAME", help="attention: options, or for GPUs field, gqa, decode")
     bounds = "attention: upper bounds from data sheets; measures nothing, needs no GPU"
     add("--roofline", action="store_true", help=bounds)
+    add("--first", type=_positive, metavar="N", help="only the first N cases of each op")
     add("--list", action="store_true", help="print the cases and measure nothing")
     add("--save", metavar="DIR", help="write the results as a CSV file into this folder")
     add("--compare", metavar="OLD.csv", help="flag regressions against a saved run")
@@ -82,7 +83,7 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
     seqlens = unique(args.seqlen) or ((emulate.SEQLEN,) if emulated else ())
     config = Config(args.device, args.quick, unique(args.dtype), seqlens, not args.no_torch, args.grid)
     if args.list:
-        print("\n".join(case.key for name in names for case in bench(name).cases(config)))
+        print("\n".join(case.key for name in names for case in bench(name).cases(config)[: args.first]))
         return 0
     console = make_console()
     if args.roofline:
@@ -100,11 +101,16 @@ def main(ops: Sequence[str] | None = None, argv: Sequence[str] | None = None) ->
             device=config.device, threads=facts["threads"], quick=config.quick, use_torch=config.use_torch
         )
     report.print_header(console, facts, found)
-    results = run_all(names, config, found, console, memory=not args.no_memory)
-    seconds = time.perf_counter() - start
-    run = runs.new_run([result.row() for result in results], facts, found, config, seconds)
+    run = runs.new_run([], facts, found, config, 0.0)
 
-    code = conclude(console, results, seconds)
+    def keep(done: Sequence[Result]) -> None:
+        """After every case: a run that is cut off leaves what it has measured."""
+        run.rows, run.facts["seconds"] = [result.row() for result in done], time.perf_counter() - start
+        if args.save:
+            runs.save(run, args.save)
+
+    results = run_all(names, config, found, console, memory=not args.no_memory, first=args.first, keep=keep)
+    code = conclude(console, results, time.perf_counter() - start)
     path = Path("perf.png")
     if args.save:
         saved = runs.save(run, args.save)
@@ -138,9 +144,17 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[
 
 
 def run_all(
-    names: Sequence[str], config: Config, found: limits.Limits, console: Console, *, memory: bool = True
+    names: Sequence[str],
+    config: Config,
+    found: limits.Limits,
+    console: Console,
+    *,
+    memory: bool = True,
+    first: int | None = None,
+    keep: Callable[[Sequence[Result]], None] = lambda done: None,
 ) -> list[Result]:
-    """Every case of every named op. Prints a line per case, and each op's table as soon as it is complete."""
+    """The first cases, or every one, of every named op. Prints a line per case, and each op's table as soon as it is
+    complete. ``keep`` gets all results so far, after each case."""
     results: list[Result] = []
     effort: Effort | None = None
     start = time.perf_counter()
@@ -148,7 +162,7 @@ def run_all(
     with Probe() as probe:
         for name in names:
             done: list[Result] = []
-            cases = bench(name).cases(config)
+            cases = bench(name).cases(config)[:first]
             bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
             with bar:
                 task = bar.add_task("", total=len(cases))
@@ -164,6 +178,7 @@ def run_all(
                         f"{words}: {report.line(done[-1])}", style="dim", markup=False, highlight=False
                     )
                     console.file.flush()
+                    keep([*results, *done])
                     bar.advance(task)
             if done:
                 print_table(console, report.table(name, done))

@@ -1,8 +1,9 @@
-"""Timing, memory and limits on a CUDA device. Imported only with ``--device cuda``; needs CuPy.
+"""Timing, memory, energy and limits on a CUDA device. Imported only with ``--device cuda``; needs CuPy.
 
-Time comes from device events around one call. A large fill runs first: it keeps the device busy while Python prepares
-the call, so the launch overhead is hidden, and it leaves the caches cold. Memory is the peak of CuPy's pool during a
-call, and the driver's count around it. The limits are a device-to-device copy and cuBLAS.
+Time comes from device events around one call. A large fill runs first, and is read again: that keeps the device busy
+while Python prepares the call, so the launch overhead is hidden, and leaves the caches cold and clean: lines that are
+still to be written back would cost the call. Memory is the peak of CuPy's pool during a call, and the driver's count
+around it. Energy and clocks are NVML's, over calls back to back. The limits are a device-to-device copy and cuBLAS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -17,6 +20,8 @@ import numpy as np
 
 from perf.case import Call, Case, Config, Inputs, make_inputs, nbytes
 from perf.limits import Limits
+from perf.machine import nvml_device
+from perf.stats import Power
 
 
 def put(x: Inputs) -> Inputs:
@@ -35,10 +40,16 @@ def _scratch() -> Any:
     return cupy.empty(max(4 * last_level_cache(), 512 << 20), cupy.uint8)
 
 
+def flush() -> None:
+    """Empty the L2 cache, of lines that were written as well."""
+    _scratch().fill(1)
+    _scratch().view(cupy.uint64).max()
+
+
 def timed(call: Call) -> float:
     """Seconds between two device events, including the gaps between launches."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    _scratch().fill(1)
+    flush()
     start.record()
     call()
     end.record()
@@ -48,6 +59,42 @@ def timed(call: Call) -> float:
 
 def last_level_cache() -> int:
     return int(cupy.cuda.Device().attributes["L2CacheSize"])
+
+
+def power(call: Callable[[], Any], seconds: float) -> Power | None:
+    """Of calls back to back for this long, of which NVML's counter notices steps of 20 to 100 ms; None where it is
+    not there."""
+    try:
+        nvml, device = nvml_device()
+        joules(nvml, device)
+    except Exception:  # no package, no permission, a card before Volta
+        return None
+    call()
+    cupy.cuda.Device().synchronize()
+    calls, clocks, last = 0, [], None
+    before, start = joules(nvml, device), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for _ in range(_BATCH):
+            call()
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+        clocks.append(
+            [nvml.nvmlDeviceGetClockInfo(device, of) for of in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)]
+        )
+        if last is not None:  # one batch stays queued, so that the device never waits for the host
+            last.synchronize()
+        calls, last = calls + _BATCH, event
+    cupy.cuda.Device().synchronize()
+    spent, took = joules(nvml, device) - before, time.perf_counter() - start
+    return Power(spent / calls, spent / took, *np.mean(clocks, axis=0).tolist())
+
+
+_BATCH = 8  # calls
+
+
+def joules(nvml: Any, device: Any) -> float:
+    """That a device has used since its driver was loaded."""
+    return float(nvml.nvmlDeviceGetTotalEnergyConsumption(device)) / 1e3
 
 
 class PoolPeak(cupy.cuda.MemoryHook):  # type: ignore[misc]
@@ -101,13 +148,20 @@ def measure_limits(repetitions: int = 20) -> Limits:
     read = best(lambda: source.max(), repetitions)
     n = 8192
     a, b = (cupy.random.standard_normal((n, n), dtype=cupy.float32) for _ in range(2))
-    single = best(lambda: a @ b, repetitions)
-    half_a, half_b = a.astype(cupy.float16), b.astype(cupy.float16)
-    half = best(lambda: half_a @ half_b, repetitions)
+    out = cupy.empty_like(a)
+    single = best(lambda: cupy.matmul(a, b, out=out), repetitions)
+    half_a, half_b, half_out = (x.astype(cupy.float16) for x in (a, b, out))
+    half = best(lambda: cupy.matmul(half_a, half_b, out=half_out), repetitions)
     flops = 2.0 * n**3
     return Limits(2 * size / copy, size / read, flops / single, buffer_bytes=size, matmul_half=flops / half)
 
 
 def best(call: Call, repetitions: int) -> float:
-    timed(call)
+    """After as much of the same work as brings the clocks up."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < _WARM_SECONDS:
+        timed(call)
     return min(timed(call) for _ in range(repetitions))
+
+
+_WARM_SECONDS = 0.5

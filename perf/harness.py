@@ -24,7 +24,7 @@ from perf.case import DTYPES, Call, Case, Config, Prepare, make_inputs
 from perf.limits import Limits, buffer_size
 from perf.machine import memory_available, threads
 from perf.memory import Growth, Probe
-from perf.stats import Timing, summarise
+from perf.stats import Power, Timing, summarise
 
 MAX_SETS = 64
 ALL_SCORES = "torch math"
@@ -40,11 +40,12 @@ class Effort:
     slow_seconds: float = 12.0
     """A contender that would take longer in total runs fewer rounds, but is timed at least twice."""
     pause: float = 0.03
+    power_seconds: float = 1.0
 
 
 THOROUGH = Effort()
-QUICK = Effort(rounds=5, slice_seconds=0.04, slow_seconds=0.8, pause=0.02)
-HURRIED = Effort(rounds=2, slice_seconds=0.01, slow_seconds=0.0, pause=0.02)
+QUICK = Effort(rounds=5, slice_seconds=0.04, slow_seconds=0.8, pause=0.02, power_seconds=0.2)
+HURRIED = Effort(rounds=2, slice_seconds=0.01, slow_seconds=0.0, pause=0.02, power_seconds=0.1)
 """For the rest of a ``--quick`` run that takes too long on a busy machine."""
 
 
@@ -79,6 +80,8 @@ class Result:
     """On a CPU: the loop at the limit, in turns with the others. ``limit_seconds`` comes from its median."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that cannot run this case on the GPU, each with its error."""
+    power: Power | None = None
+    """Of ours, on a GPU."""
 
     @property
     def share_of_limit(self) -> float | None:
@@ -102,6 +105,8 @@ class Result:
         }
         for name, timing in self.timings.items():
             found |= _columns(name, asdict(timing))
+        if self.power is not None:
+            found |= _columns("ours", asdict(self.power))
         if self.limit is not None:
             found |= _columns("limit", asdict(self.limit))
         found |= {"limit_seconds": self.limit_seconds, "limited_by": self.limited_by}
@@ -223,7 +228,7 @@ def run_case(
     seconds, limited_by = limits.seconds(case.flops, case.bytes, case.bandwidth, half=half)
     timings: dict[str, Timing] = {}
     left_out: dict[str, str] = {}
-    error, growths, failure, limit = None, {}, "", None
+    error, growths, failure, limit, power = None, {}, "", None, None
     try:
         release(config)
         with stage("making inputs, preparing contenders"):
@@ -240,6 +245,11 @@ def run_case(
             limit = timings.pop("limit")
             work = case.flops if limited_by == "matmul" else case.bytes
             seconds = work / pacemaker.amount * limit.median
+        if config.device == "cuda":
+            from perf import cuda
+
+            with stage("measuring energy"):
+                power = cuda.power(contenders[0].calls[0], effort.power_seconds)
         del contenders
         with stage("checking the result against the reference"):
             error = accuracy.check(case, inputs, config)
@@ -253,7 +263,7 @@ def run_case(
         if not str(exc) or isinstance(exc, AssertionError | AttributeError | NameError):
             failure += "\n" + traceback.format_exc()
     spent = time.perf_counter() - start
-    return Result(case, timings, seconds, limited_by, error, growths, failure, spent, limit, left_out)
+    return Result(case, timings, seconds, limited_by, error, growths, failure, spent, limit, left_out, power)
 
 
 def release(config: Config) -> None:

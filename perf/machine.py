@@ -133,12 +133,9 @@ def commit() -> str:
 def gpu() -> dict[str, Any] | None:
     """Name, driver, memory and clocks from NVML, or less from CuPy; None without a usable GPU."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        pynvml, handle = nvml_device()
     except Exception:  # no package, no driver or no permission
         return _gpu_of_cupy()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
     return {
         "name": name.decode() if isinstance(name, bytes) else name,
@@ -149,11 +146,24 @@ def gpu() -> dict[str, Any] | None:
     }
 
 
+def nvml_device() -> tuple[Any, Any]:
+    """NVML, and CuPy's current device in it; without CuPy the first. NVML counts devices in an order of its own."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        import cupy
+    except ImportError:
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+    bus = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.runtime.getDevice())
+    return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(bus)
+
+
 def _gpu_of_cupy() -> dict[str, Any] | None:
     try:
         import cupy
 
-        found = cupy.cuda.runtime.getDeviceProperties(0)
+        found = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     except Exception:  # as above
         return None
     return {"name": found["name"].decode(), "memory_bytes": int(found["totalGlobalMem"])}

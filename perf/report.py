@@ -16,12 +16,12 @@ from perf.harness import Result
 from perf.limits import Limits
 from perf.machine import label
 from perf.runs import Row
-from perf.stats import Timing
+from perf.stats import Power, Timing
 
 CAPTION = (
     "time: median (p20-p80) · limit: share of the roofline, on a CPU measured in turns with the case: M matmul, "
-    "C copy, R read bandwidth · memory: peak beyond inputs and results, ours / naive · x naive, x torch: their "
-    "time over ours · error: largest / tolerance (mean)"
+    "C copy, R read bandwidth · memory: peak beyond inputs and results, ours / naive · energy: of a call, on a GPU, "
+    "and the mean clock · x naive, x torch: their time over ours · error: largest / tolerance (mean)"
 )
 PEERS = ("naive", "torch")
 """Contenders that always have a column. Others have one where they were timed."""
@@ -58,18 +58,19 @@ def print_header(console: Console, machine: Mapping[str, Any], limits: Limits) -
 def table(op: str, results: Sequence[Result]) -> Table:
     timed = (name for result in results for name in result.timings if name != "ours")
     peers = tuple(dict.fromkeys((*PEERS, *timed)))
-    figures = ("time", "rate", "limit", "memory", *(f"x {peer}" for peer in peers), "error")
+    energy = ("energy",) if any(result.power for result in results) else ()
+    figures = ("time", "rate", "limit", "memory", *energy, *(f"x {peer}" for peer in peers), "error")
     grid = make_table(op, ("case", "shape", "dtype"), figures)
     for result in results:
-        grid.add_row(*cells(result, peers))
+        grid.add_row(*cells(result, peers, energy=bool(energy)))
     return grid
 
 
-def cells(result: Result, peers: Sequence[str] = PEERS) -> list[str]:
+def cells(result: Result, peers: Sequence[str] = PEERS, *, energy: bool = False) -> list[str]:
     case, ours = result.case, result.timings.get("ours")
     head = [case.name, case.shape, short_dtype(case.dtype)]
     if ours is None:
-        return [*head, "[red]failed[/]", *[""] * (3 + len(peers)), error_text(result)]
+        return [*head, "[red]failed[/]", *[""] * (3 + energy + len(peers)), error_text(result)]
     rate = tflops(case.flops / ours.median) if case.in_flops else f"{case.bytes / ours.median / 1e9:.1f} GB/s"
     memory = (result.memory.get(name) for name in ("ours", "naive"))
     return [
@@ -78,6 +79,7 @@ def cells(result: Result, peers: Sequence[str] = PEERS) -> list[str]:
         rate,
         f"{result.share_of_limit:.0%} {result.limited_by[0].upper()}",
         " / ".join(size(growth.working) if growth else "-" for growth in memory),
+        *([power_text(result.power)] if energy else []),
         *(times(result.times(peer)) for peer in peers),
         error_text(result),
     ]
@@ -115,6 +117,10 @@ def spread(timing: Timing) -> str:
     unit, scale = ("s", 1.0) if timing.median >= 1 else ("ms", 1e3) if timing.median >= 1e-3 else ("us", 1e6)
     median, low, high = (scale * t for t in (timing.median, timing.p20, timing.p80))
     return f"{median:.3g} {unit} ({low:.3g}-{high:.3g})"
+
+
+def power_text(power: Power | None) -> str:
+    return "-" if power is None else f"{1e3 * power.joules:.3g} mJ, {power.sm_mhz:.0f} MHz"
 
 
 def tflops(per_second: float) -> str:

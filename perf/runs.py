@@ -57,13 +57,15 @@ def save(run: Run, folder: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # two columns name the run, so that tables of several runs can be joined
     rows = [{"device": label(machine), "commit": machine["commit"], **row} for row in run.rows]
-    with path.open("w", encoding="utf-8", newline="") as file:
+    partial = path.with_suffix(".partial")  # so that an interrupt leaves the file of the case before
+    with partial.open("w", encoding="utf-8", newline="") as file:
         file.writelines(f"# {key}: {json.dumps(value)}\n" for key, value in run.facts.items())
         columns = list(dict.fromkeys(column for row in rows for column in row))
         # text is quoted, so that a reader does not take a "#" in it for a comment
         writer = csv.DictWriter(file, columns, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    partial.replace(path)
     return path
 
 

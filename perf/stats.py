@@ -23,6 +23,16 @@ class Timing:
     """How many copies of the inputs the calls rotate over."""
 
 
+@dataclass(frozen=True)
+class Power:
+    """Of calls back to back: energy of one, and means meanwhile."""
+
+    joules: float
+    watts: float
+    sm_mhz: float
+    memory_mhz: float
+
+
 def summarise(samples: Sequence[float], *, first: float = 0.0, sets: int = 1) -> Timing:
     if not len(samples):
         raise ValueError("no samples to summarise")

@@ -1,4 +1,4 @@
-"""As much of CuPy as gpu_ops uses, over host memory; kernels run on the emulator.
+"""As much of CuPy as gpu_ops uses, over host memory and by the driver's rules (fake_driver.py).
 
 For what happens around a kernel on a GPU: which arrays are taken in, copied, refused and given back, on which device
 and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
@@ -6,17 +6,16 @@ and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.machinery
 import math
+import sys
 from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 
-from gpu_ops.core.device import EmulatorDevice
-from gpu_ops.kernels.program import Launch
+from tests.fake_driver import FakeDriver, FakeEvent, FakeStream
 
 
 class FakePointer:
@@ -64,7 +63,23 @@ class FakeArray:
         return FakeArray(self.host.view(dtype), self.device.id)
 
     def fill(self, value):
-        self.host.fill(value)
+        sys.modules["cupy"].run(lambda: self.host.fill(value))
+
+    def max(self):
+        """By a kernel of CuPy's: whose number is asked for waits for it."""
+        cupy = sys.modules["cupy"]
+        found = cupy.empty((), self.dtype)
+        cupy.run(lambda: np.copyto(found.host, self.host.max()))
+        return found
+
+    def astype(self, dtype, order="K"):
+        cupy = sys.modules["cupy"]
+        found = cupy.empty(self.shape, dtype)
+        cupy.run(lambda: np.copyto(found.host, self.host, casting="unsafe"))
+        return found
+
+    def __int__(self):
+        return int(sys.modules["cupy"].asnumpy(self))
 
     def transpose(self, axes):
         return FakeArray(self.host.transpose(axes), self.device.id)
@@ -111,27 +126,13 @@ class ForeignDLPack:
         raise AssertionError("FakeCupy.from_dlpack takes the memory itself")
 
 
-class _Stream:
-    def __init__(self, cupy, number):
-        self.cupy, self.number, self.ptr = cupy, number, number
-
-    def is_capturing(self):
-        return self.cupy.capturing
-
-    def __enter__(self):
-        self.cupy.streams.append(self.number)
-
-    def __exit__(self, *_):
-        self.cupy.streams.pop()
-
-
 class _Device:
     """An A30, as the generic row of sm_80."""
 
     def __init__(self, cupy, ordinal):
         self.cupy, self.ordinal = cupy, ordinal
         self.compute_capability = "80"
-        self.attributes = {"MultiProcessorCount": 56, "MaxSharedMemoryPerBlockOptin": 163 * 1024}
+        self.attributes = {"MultiProcessorCount": cupy.sms, "MaxSharedMemoryPerBlockOptin": 163 * 1024}
 
     def __enter__(self):
         self.cupy.entered.append(self.ordinal)
@@ -140,57 +141,43 @@ class _Device:
         self.cupy.entered.pop()
 
 
-class FakeCupy(ModuleType):
-    """The module. ``streams``: those entered; ``launched``: (kernel label, device, stream) of each launch."""
+class FakeCupy(ModuleType, FakeDriver):
+    """The module, and its driver. A capture refuses what takes memory, copies or waits; what waits is noted."""
 
     def __init__(self, devices=1):
         super().__init__("cupy")
+        FakeDriver.__init__(self)
         self.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
-        self.ndarray = FakeArray
-        self.streams, self.entered, self.launched = [], [], []
-        self.capturing = False
-        self.graph = []  # what a captured stream has recorded: functions
-        stream = SimpleNamespace(null=_Stream(self, 0), ptds=_Stream(self, 2))
+        self.ndarray, self.RawModule = FakeArray, self.module
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
             getDevice=self.current_device,
             getDeviceProperties=lambda ordinal: {"name": b"NVIDIA A30"},
-            memsetAsync=self.memset,
+            memsetAsync=lambda ptr, value, nbytes, stream: self.run(
+                lambda: ctypes.memset(ptr, value, nbytes)
+            ),
         )
         self.cuda = SimpleNamespace(
-            Device=lambda n: _Device(self, n),
-            Stream=stream,
-            ExternalStream=lambda n: _Stream(self, n),
-            get_current_stream=lambda: _Stream(self, self.streams[-1] if self.streams else 0),
+            Device=lambda n=None: _Device(self, self.current_device() if n is None else n),
+            Event=lambda **kind: FakeEvent(self, **kind),
+            Stream=_Streams(self),
+            get_current_stream=lambda: FakeStream(self, self.current_stream()),
+            driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=self.occupancy),
             runtime=runtime,
         )
 
-    def current_device(self):
-        return self.entered[-1] if self.entered else 0
-
-    @contextlib.contextmanager
-    def capture(self):
-        """A graph: work is recorded, and run; what a driver refuses in a capture is an error."""
-        self.capturing, self.graph = True, []
-        try:
-            yield
-        finally:
-            self.capturing = False
-
-    def replay(self):
-        for work in self.graph:
-            work()
-
-    def _allocate(self):
-        assert not self.capturing, "memory is allocated or the host waits while the stream is captured"
-
     def asarray(self, x, blocking=False):
-        self._allocate()
         if isinstance(x, np.ndarray):
             assert x.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
-            return FakeArray(x.copy(), self.current_device())
+            array, staged = self.empty(x.shape, x.dtype), x.copy()
+            self.run(lambda: np.copyto(array.host, staged))
+            if blocking:
+                self.wait("copy to the device")
+            return array
         interface = x.__cuda_array_interface__
         assert interface["typestr"] != "<V2", "CuPy does not know it"
+        if interface.get("stream") is not None:
+            self.wait("array of another library", interface["stream"])
         owner = getattr(x, "owner", x)
         host = np.asarray(
             SimpleNamespace(__array_interface__=dict(interface, data=interface["data"]), owner=x)
@@ -201,53 +188,35 @@ class FakeCupy(ModuleType):
         return FakeArray(x.host, x.ordinal)
 
     def asnumpy(self, x):
-        self._allocate()
         assert isinstance(x, FakeArray)
+        self.wait("copy to the host")
         return x.host.copy()
 
     def empty(self, shape, dtype):
-        self._allocate()
+        self.refuse_in_capture("memory is allocated")
         return FakeArray(np.empty(shape, dtype), self.current_device())
 
     def zeros(self, shape, dtype):
-        self._allocate()
-        return FakeArray(np.zeros(shape, dtype), self.current_device())
+        array = self.empty(shape, dtype)
+        self.run(lambda: array.host.fill(0))
+        return array
 
     def ascontiguousarray(self, x):
-        self._allocate()
         assert self.current_device() == x.device.id
-        return FakeArray(np.ascontiguousarray(x.host), x.device.id)
-
-    def memset(self, ptr, value, nbytes, stream):
-        self.run(lambda: ctypes.memset(ptr, value, nbytes))
-
-    def run(self, work):
-        """Work for the current stream."""
-        if self.capturing:
-            self.graph.append(work)
-        work()
-
-    def load(self, kernel):
-        """In place of gpu_ops.kernels.compiler.jit.load."""
-        return FakeLauncher(self, kernel)
+        array = self.empty(x.shape, x.dtype)
+        self.run(lambda: np.copyto(array.host, x.host))
+        return array
 
 
-class FakeLauncher:
-    """Runs a kernel on the emulator."""
+class _Streams:
+    """cupy.cuda.Stream."""
 
-    def __init__(self, cupy, kernel):
-        self.cupy, self.kernel = cupy, kernel
+    def __init__(self, driver):
+        self._driver = driver
+        self.null, self.ptds = FakeStream(driver, 0), FakeStream(driver, 2)
 
-    def arguments(self, args):
-        return list(args)
+    def __call__(self, *, non_blocking):
+        return FakeStream(self._driver)
 
-    def __call__(self, grid, block, args, shared):
-        cupy = self.cupy
-        assert not any(isinstance(a, np.ndarray) and a.ndim for a in args), "host memory does not reach a GPU"
-        assert all(a.device.id == cupy.current_device() for a in args if isinstance(a, FakeArray))
-        stream = cupy.streams[-1] if cupy.streams else None
-        cupy.launched.append((self.kernel.label, cupy.current_device(), stream))
-        host = [a.host if isinstance(a, FakeArray) else a for a in args]
-        host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
-        launch = Launch(self.kernel, grid, block, tuple(host), shared)
-        cupy.run(lambda: EmulatorDevice().link(launch)({}))
+    def from_external(self, x):
+        return FakeStream(self._driver, x.__cuda_stream__()[1])

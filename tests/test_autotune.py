@@ -236,6 +236,14 @@ def test_a_candidate_that_cannot_run_is_told_and_left_out(gpu):
     assert "failed: it does not compile" in str(report)
 
 
+def test_a_candidate_that_fails_later_is_told_and_left_out(gpu):
+    fastest = iter([0.5] * 9 + [RuntimeError("it was here")] * 99)
+    gpu.times = SimpleNamespace(get=lambda block_n, default: next(fastest) if block_n == 16 else default)
+    report = gpu_ops.autotune("attention", *arrays())
+    assert set(report.failed.values()) == {"it was here"}
+    assert report.winner in report.seconds.keys() - report.failed.keys()
+
+
 def test_a_candidate_that_the_driver_refuses_is_left_out(gpu):
     gpu.times = {64: RuntimeError("too many resources requested")}
     report = gpu_ops.autotune("attention", *arrays())

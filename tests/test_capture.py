@@ -12,30 +12,11 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 import gpu_ops
-from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
-from tests.calls import OPS, OUT, call, refusal
+from tests.calls import OUT, call
+from tests.cuda_cases import CAPTURED, case_id
 
 pytestmark = needs_nvrtc
-
-# Results that are no arrays, or go through the host: calls with these cannot be captured.
-NO_CAPTURE = ("ternary_quantize", "ternary_pack", "ternary_unpack")
-CAPTURED = [op for op in OPS if has_cuda_kernels(op) and op not in NO_CAPTURE]
-# Forms of an op with more results or workspaces.
-FORMS = {
-    "rmsnorm": [{"return_rstd": True}],
-    "layernorm": [{"return_stats": True}],
-    "attention": [{"return_lse": True}],
-    "attention_varlen": [{"return_lse": True}],
-    "attention_decode": [{"return_lse": True}, {"num_splits": 3}],
-}
-CASES = [
-    (op, form, kernels)
-    for op in CAPTURED
-    for kernels in ("raw", "numba")
-    if not refusal(call(op), kernels)
-    for form in ({}, *FORMS.get(op, []))
-]
 
 
 def on_device(x):
@@ -46,11 +27,7 @@ def results(x):
     return x if isinstance(x, tuple) else (x,)
 
 
-@pytest.mark.parametrize(
-    ("op", "form", "kernels"),
-    CASES,
-    ids=[f"{op}{'-' * bool(form)}{''.join(form)}-{kernels}" for op, form, kernels in CASES],
-)
+@pytest.mark.parametrize(("op", "form", "kernels"), CAPTURED, ids=map(case_id, CAPTURED))
 def test_a_captured_call_replays(cupy, op, form, kernels):
     one = call(op)
     one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options}.items()}, **form)

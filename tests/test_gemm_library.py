@@ -6,9 +6,8 @@ It proves nothing about cuBLAS or CuPy themselves; the tests marked ``gpu`` do.
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -32,13 +31,12 @@ pytestmark = needs_nvrtc
 TYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
 
 
-class FakeCublas(ModuleType):
+class FakeCublas:
     """cublasGemmEx over host memory: column-major matrices of these leading dimensions."""
 
     CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F = 0, 1, 68
 
     def __init__(self):
-        super().__init__("cupy_backends.cuda.libs.cublas")
         self.calls = []
 
     def gemmEx(self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo):
@@ -62,11 +60,11 @@ def matrix(address, kind, leading, rows, cols):
 
 
 @pytest.fixture
-def cublas(cupy, monkeypatch):
+def cublas(cupy):
     """A card of sm_90 with CuPy and cuBLAS; its kernels run on the emulator."""
     library = FakeCublas()
     cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 7)
-    monkeypatch.setitem(sys.modules, library.__name__, library)
+    cupy.cuda.cublas = library
     device = devices.cuda_device(0)
     device.limits = replace(device.limits, arch="sm_90", preset="sm_90")
     return library
@@ -113,6 +111,7 @@ def test_explain_says_so(cublas, rng):
     plan = str(gpu_ops.explain("swiglu_mlp", *arguments))
     assert f"cublasGemmEx: {TOKENS} x {FFN} x {HIDDEN}, NT" in plan
     assert "swiglu_forward" in plan
+    assert "cuBLAS multiplies by wgmma" in plan
     assert not cublas.calls
 
 
@@ -125,6 +124,9 @@ def test_explain_says_so(cublas, rng):
         (True, {"preset": "H200"}),
         (False, {"card": ""}),
         (False, {"dtype": np.float32}),
+        (True, {"dtype": np.float32, "preset": "RTX 4090"}),
+        (False, {"dtype": np.float16, "preset": "RTX 4090"}),
+        (False, {"dtype": np.float32, "preset": "A100-80"}),
         (False, {"preset": "sm_80"}),
         (False, {"preset": "sm_120"}),
         (False, {"rows": 127}),
@@ -143,7 +145,28 @@ def test_the_rules(taken, changes):
     assert gemm_library.takes(on, product(Operand(x), Operand(w), out)) is taken
 
 
-def test_the_cards_with_cublas_are_those_of_sm_90_and_sm_100():
-    assert set(gemm_library._LIBRARY) == {
-        name for name, preset in PRESETS.items() if preset.arch.name in ("sm_90", "sm_100")
-    }
+def test_the_rows_follow_from_the_presets():
+    """Tensor cores that mma.sync does not fill, and multiply-adds that beat a third of TF32."""
+    for name, preset in PRESETS.items():
+        want = {"float16", "bfloat16"} if preset.arch.name in ("sm_90", "sm_100") else set()
+        peaks = preset.peaks
+        if peaks.tf32 and peaks.tf32 / 3 < peaks.float32:
+            want.add("float32")
+        row = gemm_library._LIBRARY.get(name, {})
+        assert set(row) == want, name
+        if "float32" in want:
+            figures = f"{peaks.float32:.3g} TFLOPS against {peaks.tf32 / 3:.3g} TFLOPS by 3 x TF32"
+            assert figures in row["float32"], name
+
+
+def test_float32_on_geforce(cublas, rng):
+    """By multiply-adds; the emulator's kernels add the activation."""
+    devices.cuda_device(0).limits = replace(devices.cuda_device(0).limits, arch="sm_86", preset="RTX 3090 Ti")
+    _, *arguments = make(rng, np.float32)
+    there = list(map(FakeArray, arguments))
+    plan = str(gpu_ops.explain("swiglu_mlp", *there))
+    assert plan.count("cuBLAS multiplies by float32 multiply-adds, 40 TFLOPS against 13.3 TFLOPS") == 1
+    y = gpu_ops.swiglu_mlp(*there).host
+    assert len(cublas.calls) == 3
+    want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
+    close(y, want, naive, np.dtype(np.float32), what="y")

@@ -5,6 +5,8 @@ What does not need one is in test_cuda_arrays.py and, for each op, in its own fi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -70,13 +72,13 @@ def ulps(a, b):
 @pytest.fixture
 def like_the_gpu(cupy, monkeypatch):
     """The emulator stands for this very GPU, so that both get the same kernels and the same grid."""
-    gpu = current_device("cuda")
+    gpu = current_device("cuda").limits
     monkeypatch.setenv("GPU_OPS_ARCH", gpu.arch)
 
     class Emulator(devices.EmulatorDevice):
         def __init__(self):
             super().__init__()
-            self.sms, self.smem_per_block_optin = gpu.sms, gpu.smem_per_block_optin
+            self.limits = replace(self.limits, sms=gpu.sms, smem_per_block_optin=gpu.smem_per_block_optin)
 
     monkeypatch.setattr(devices, "EmulatorDevice", Emulator)
 
@@ -204,7 +206,7 @@ def test_numba_arrays(cupy, rng):
 
 def test_the_device_says_what_it_is(cupy):
     assert cuda_missing() is None
-    device = current_device("cuda")
+    device = current_device("cuda").limits
     assert device.arch == f"sm_{cupy.cuda.Device().compute_capability}"
     assert device.sms > 0
     assert device.smem_per_block_optin >= 64 * 1024

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import gpu_ops
 from gpu_ops import errors
 from tests.calls import OPS, WRITTEN, call, results
 
@@ -191,6 +192,49 @@ def test_torch_that_requires_grad_is_refused_with_the_remedy():
         x = torch.ones(3, 16, dtype=dtype, requires_grad=True)
         with pytest.raises(errors.DTypeError, match=r"x\.detach\(\)"):
             one.having(x=x, weight=torch.ones(16, dtype=dtype))()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_parameters_are_arrays_where_grad_mode_is_off(dtype):
+    """In a layer's forward pass under no_grad, in results, and inside autograd.Function; also in later calls."""
+    torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+    kind = getattr(torch, dtype)
+    x, weight = torch.randn(3, 16, dtype=kind), torch.nn.Parameter(torch.randn(16, dtype=kind))
+    want = call("rmsnorm").having(x=x, weight=weight.detach())()
+    leaf, out = x.clone().requires_grad_(), torch.nn.Parameter(torch.zeros(3, 16, dtype=kind))
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(call("rmsnorm").having(x=leaf, weight=weight)(), want)
+            assert call("rmsnorm").having(x=leaf, weight=weight)(out=out) is out
+            assert torch.equal(out, want)
+        with pytest.raises(errors.DTypeError, match=r"weight\.detach\(\), or compute under torch\.no_grad"):
+            call("rmsnorm").having(x=x, weight=weight)()
+        with pytest.raises(errors.DTypeError, match=r"out\.detach\(\)"):
+            call("rmsnorm").having(x=x, weight=weight.detach())(out=out)
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            y, rstd = call("rmsnorm").having(x=x, weight=weight)(return_rstd=True)
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return gpu_ops.rmsnorm_backward(dy, *ctx.saved_tensors)
+
+    y = Norm.apply(leaf, weight)
+    assert torch.equal(y, want)
+    y.sum().backward()
+    dx, dweight = gpu_ops.rmsnorm_backward(
+        torch.ones_like(want),
+        x,
+        weight.detach(),
+        call("rmsnorm").having(x=x, weight=weight.detach())(return_rstd=True)[1],
+    )
+    assert torch.equal(leaf.grad, dx)
+    assert torch.equal(weight.grad, dweight.to(kind))
 
 
 @pytest.mark.peers

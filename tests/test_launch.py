@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gpu_ops.errors import DeviceError
 from gpu_ops.kernels.compiler import jit, launch, nvrtc
 from gpu_ops.kernels.program import Builder, Limits
 from tests.compilers import needs_nvrtc, scale, scale_tree
@@ -22,10 +23,12 @@ class Recorder:
 
     def __init__(self):
         self.device, self.capability = 0, "90"
-        self.loaded, self.leave, self.launches, self.cooperative = [], [], [], []
+        self.loaded, self.leave, self.launches, self.cooperative, self.asked = [], [], [], [], []
         recorder = self
 
         class Kernel:
+            kernel = SimpleNamespace(ptr=7)
+
             def __setattr__(self, name, value):
                 assert name == "max_dynamic_shared_size_bytes"
                 recorder.leave.append((recorder.device, value))
@@ -45,7 +48,12 @@ class Recorder:
         self.RawModule = RawModule
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(getDevice=lambda: self.device),
-            Device=lambda: SimpleNamespace(compute_capability=self.capability),
+            Device=lambda: SimpleNamespace(
+                compute_capability=self.capability, attributes={"MultiProcessorCount": 10}
+            ),
+            driver=SimpleNamespace(
+                occupancyMaxActiveBlocksPerMultiprocessor=lambda *of: self.asked.append(of) or 2
+            ),
         )
 
 
@@ -93,6 +101,22 @@ def test_a_kernel_whose_blocks_wait_for_each_other_is_launched_cooperatively(cup
         run(each, (2,), (32,), (ARRAY, ARRAY, 4))
     assert cupy.cooperative == [False, True]
     assert len(cupy.launches) == 2
+
+
+@needs_nvrtc
+def test_a_cooperative_grid_that_does_not_fit_is_refused(cupy, kernel):
+    """CuPy would launch 20 blocks, and they would wait for the others for ever."""
+    team = replace(kernel, cooperative=True)
+    for blocks in (20, 20, 10):
+        run(team, (blocks,), (32,), (ARRAY, ARRAY, 4))
+    for grid in ((21,), (3, 7)):
+        with pytest.raises(
+            DeviceError, match=r"scale: its 21 blocks wait for each other, .* runs 20 of them"
+        ):
+            run(team, grid, (32,), (ARRAY, ARRAY, 4))
+    assert cupy.asked == [(7, 32, 0)]  # once
+    assert len(cupy.launches) == 3
+    run(kernel, (21,), (32,), (ARRAY, ARRAY, 4))
 
 
 @needs_nvrtc

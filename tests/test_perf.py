@@ -13,7 +13,7 @@ import pytest
 from perf_case import FAST, LIMITS, square_case
 
 from gpu_ops.terminal import make_console
-from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, stats
+from perf import accuracy, build, case, cli, harness, limits, machine, memory, report, runs, stats
 from perf.attention_grids import Shape
 from perf.case import Config
 
@@ -199,6 +199,29 @@ def test_a_line_per_case_before_the_table(monkeypatch, capsys):
     assert re.match(r"square 1 of 2: forward 64 x 32 float32: .* us .*% of the limit; measured in", lines[0])
     assert lines[1].startswith("square 2 of 2: backward")
     assert lines[2] == "square" + " " * (len(lines[2]) - 6)
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has_measured(monkeypatch, tmp_path):
+    cases = [square_case(name=name) for name in ("forward", "backward", "later")]
+    monkeypatch.setattr(
+        cli, "bench", lambda op: type("bench", (), {"cases": staticmethod(lambda config: cases)})
+    )
+    monkeypatch.setattr(cli.limits, "measure", lambda **_: LIMITS)
+
+    def run_case(case, config, found, probe, effort, stage):
+        if case.name == "later":
+            raise KeyboardInterrupt
+        return harness.run_case(case, config, found, effort=FAST)
+
+    monkeypatch.setattr(cli, "run_case", run_case)
+    command = ["--no-torch", "--no-memory", "--save", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["square"], command)
+    (path,) = tmp_path.iterdir()
+    assert [row["name"] for row in runs.load(path).rows] == ["forward", "backward"]
+    assert cli.main(["square"], [*command[:-1], str(tmp_path / "first"), "--first", "1"]) == 0
+    (path,) = (tmp_path / "first").iterdir()
+    assert [row["name"] for row in runs.load(path).rows] == ["forward"]
 
 
 def test_a_case_says_what_it_does():

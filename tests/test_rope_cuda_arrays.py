@@ -9,7 +9,7 @@ from compilers import needs_nvrtc
 from fake_cupy import FakeArray
 
 from gpu_ops import RopeScaling, rope
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import DeviceError, OptionError
 
 RAW = {"device": "emulator", "backend": "raw"}
 
@@ -23,7 +23,6 @@ def problem(rng):
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, None], ids=["int32", "int64", "none"])
 def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkeypatch):
-    """FakeArray has no max() and does not become NumPy."""
     q, k, positions = problem
     waited, asarray = [], cupy.asarray
     monkeypatch.setattr(cupy, "asarray", lambda x, blocking: waited.append(blocking) or asarray(x, blocking))
@@ -38,14 +37,11 @@ def test_positions_on_the_device_are_not_waited_for(cupy, problem, dtype, monkey
             np.testing.assert_array_equal(g.host, w)
     assert len(cupy.launched) == 3
     assert waited == [True], "the frequencies are copied once"
+    assert ("copy to the host", 0) not in cupy.waits
 
 
 @needs_nvrtc
-def test_positions_of_other_integers_are_widened_on_the_device(cupy, problem, monkeypatch):
-    def astype(x, dtype, order):
-        return FakeArray(x.host.astype(dtype, order=order), x.device.id)
-
-    monkeypatch.setattr(FakeArray, "astype", astype, raising=False)
+def test_positions_of_other_integers_are_widened_on_the_device(cupy, problem):
     q, k, positions = problem
     for dtype in (np.uint8, np.int16):
         there = FakeArray(positions.astype(dtype))
@@ -77,8 +73,12 @@ def test_scalings_that_go_by_the_length(cupy, problem):
     here, there = (FakeArray(q), FakeArray(k)), FakeArray(positions)
     got = rope(*here, positions=there, scaling=dynamic, seqlen=5000)
     np.testing.assert_array_equal(got[0].host, want[0])
-    with pytest.raises(AttributeError):  # it asks for their largest
-        rope(*here, positions=there, scaling=dynamic)
+    assert ("copy to the host", 0) not in cupy.waits
+    reached = rope(*here, positions=there, scaling=dynamic)  # their largest decides
+    assert ("copy to the host", 0) in cupy.waits
+    with cupy.capture(), pytest.raises(DeviceError, match=r"largest position.*pass seqlen="):
+        rope(*here, positions=there, scaling=dynamic, out=here)
+    np.testing.assert_array_equal(reached[0].host, rope(q, k, positions=positions, scaling=dynamic, **RAW)[0])
     np.testing.assert_array_equal(  # which needs no asking where positions count up
         rope(*here, positions=100, scaling=dynamic)[1].host,
         rope(q, k, positions=100, scaling=dynamic, **RAW)[1],

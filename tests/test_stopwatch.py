@@ -21,7 +21,7 @@ def test_the_stopwatch_keeps_the_device_busy_while_the_host_enqueues(monkeypatch
         def synchronize(self):
             log.append("wait")
 
-    scratch = SimpleNamespace(fill=lambda value: log.append("fill"))
+    scratch = SimpleNamespace(fill=lambda value: log.append("fill"), max=lambda: log.append("read"))
     cuda = SimpleNamespace(
         Device=lambda: SimpleNamespace(attributes={"L2CacheSize": 40 << 20}),
         Event=Event,
@@ -36,7 +36,7 @@ def test_the_stopwatch_keeps_the_device_busy_while_the_host_enqueues(monkeypatch
     assert sizes == [128 << 20]
     log.clear()
     assert stopwatch(lambda: log.append("run")) == 1e-3
-    assert log == ["fill", "record", "run", "record", "wait"]
+    assert log == ["fill", "read", "record", "run", "record", "wait"]
     log.clear()
     stopwatch(lambda: log.append("run"))
-    assert log == ["fill"] * 7 + ["record", "run", "record", "wait"]  # 2 * 3.1 ms at 1 ms each
+    assert log == ["fill"] * 7 + ["read", "record", "run", "record", "wait"]  # 2 * 3.1 ms at 1 ms each

@@ -41,6 +41,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FOREIGN_ERRORS = Exception
 """What methods of other libraries' arrays raise: they may be anything, and raise anything."""
 _HOST_LIBRARIES = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_CUPY = {"cupy": "cupy"}
 
 
 def host_view(op: str, name: str, x: Any) -> tuple[Array, str | None]:
@@ -79,6 +80,7 @@ def from_dlpack(x: Any, library: str | None) -> Array:
     """A NumPy view of an array of another library."""
     if library == "torch":
         remember_torch()
+        x = x.detach()  # torch exports no leaf, though grad mode is off
         if x.dtype == sys.modules["torch"].bfloat16:
             return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(_BFLOAT16)
     if library == "jax":
@@ -112,7 +114,7 @@ def remember_torch() -> None:
 
     @describes(torch.Tensor)
     def describe(x: Any) -> tuple[Any, ...] | None:
-        if x.requires_grad or x.is_neg() or x.is_conj() or x.layout is not torch.strided:
+        if _is_tracked(x) or x.is_neg() or x.is_conj() or x.layout is not torch.strided:
             return None
         return torch.Tensor, x.dtype, tuple(x.shape), x.stride(), x.device, x.data_ptr() % 16
 
@@ -121,10 +123,20 @@ def remember_torch() -> None:
 
 def check_shareable(name: str, x: Any) -> None:
     """TypeError for a torch tensor that is more than its bits: a view of them would drop the rest silently."""
-    if getattr(x, "requires_grad", False):
-        raise TypeError(f"gpu_ops does not track gradients; call {name}.detach()")
+    if _is_tracked(x):
+        raise TypeError(
+            f"gpu_ops does not track gradients; call {name}.detach(), or compute under torch.no_grad()"
+        )
     if hasattr(x, "is_neg") and x.is_neg():
         raise TypeError(f"its bits are the negated values; resolve it first: {name}.resolve_neg()")
+
+
+def _is_tracked(x: Any) -> bool:
+    """Whether torch would record what is done with ``x``: not under ``no_grad``, nor inside ``autograd.Function``."""
+    if not getattr(x, "requires_grad", False):
+        return False
+    torch = sys.modules.get("torch")
+    return torch is None or library_of(x, _HOST_LIBRARIES) != "torch" or bool(torch.is_grad_enabled())
 
 
 def as_rows(x: Array) -> Array:
@@ -142,6 +154,8 @@ def bounds_of(x: Array) -> tuple[int, int]:
 
 def on_cuda(x: Any) -> bool:
     """Whether ``x`` says that it lies on a CUDA device."""
+    if library_of(x, _CUPY):  # it would ask the driver about its address
+        return True
     if hasattr(type(x), "__dlpack_device__"):  # torch: asking for the other protocol can raise
         try:
             return int(x.__dlpack_device__()[0]) in _DLPACK_CUDA

@@ -162,22 +162,34 @@ def _measure(
     def timed(label: str) -> float:
         return stopwatch(lambda: run(linked[label]))
 
+    def begin(label: str) -> float:
+        linked[label] = link(label)  # compiles it
+        timed(label)
+        return min(timed(label) for _ in range(3))
+
+    def attempt(measure: Callable[[str], float], label: str) -> float | None:
+        """None for a candidate that fails: then it is out."""
+        try:
+            return measure(label)
+        except Exception as error:  # of the compiler, the driver or the allocator
+            failed[label] = str(error).partition("\n")[0] or type(error).__name__
+            return None
+
     with steps(f"gpu_ops: measuring {len(labels)} ways to run {op}", len(labels)) as advance:
         for label in labels:
-            try:
-                linked[label] = link(label)  # compiles it
-                timed(label)
-                first[label] = min(timed(label) for _ in range(3))
-            except Exception as error:  # of the compiler, the driver or the allocator
-                failed[label] = str(error).partition("\n")[0] or type(error).__name__
+            if (seconds := attempt(begin, label)) is not None:
+                first[label] = seconds
             advance()
         fastest = min(first.values(), default=math.inf)
         samples: dict[str, list[float]] = {
             label: [] for label, seconds in first.items() if seconds <= _NEAR * fastest
         }
         for _ in range(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(_SECONDS / fastest)))):
-            for label, some in samples.items():
-                some.append(timed(label))
+            for label in list(samples):
+                if (seconds := attempt(timed, label)) is None:
+                    del first[label], samples[label]
+                else:
+                    samples[label].append(seconds)
     return first | {label: statistics.median(some) for label, some in samples.items()}, failed
 
 
@@ -185,7 +197,8 @@ class Stopwatch:
     """Seconds that the current device spends on a call, on CuPy's current stream.
 
     Before the call the device fills more memory than the L2 cache holds, for twice as long as it took to enqueue the
-    previous call. So the call starts with a cold cache and does not wait for the host.
+    previous call, and reads it. So the call starts with a cold cache, which has nothing to write back, and does not
+    wait for the host.
     """
 
     def __init__(self) -> None:
@@ -204,6 +217,7 @@ class Stopwatch:
         start, end = self._event(), self._event()
         for _ in range(self._fills):
             self._fill()
+        self._scratch.max()
         start.record()
         began = time.perf_counter()
         run()

@@ -9,9 +9,10 @@ Numba, others       ``__cuda_array_interface__``              the stream the arr
 JAX, others         DLPack                                    CuPy's current stream
 ==================  ========================================  ======================================
 
-No copy is made. The first array of a call decides the device, the stream and the library of the results; what
-comes from elsewhere is waited for as its protocol says. Work that the caller enqueues afterwards on that stream
-sees the results.
+No copy is made, and the host waits for nothing. The first array of a call decides the device, the stream and the
+library of the results; that stream waits on the device for the streams that other arrays name. Work that the caller
+enqueues afterwards on it sees the results. A Numba array names its stream: ``copy_to_host`` runs there, and a kernel
+on another stream has to wait for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,7 @@ class CudaArrays:
         """A CuPy view of ``x``, which must lie on the device of the first array."""
         with self.active(), self._import_errors(name, x):
             view = self._import(x, self._stream)
+            self._follow(x)
         if view.device.id != self.ordinal:
             raise DeviceError(
                 f"{self.op}: {name} is on CUDA device {view.device.id} but {self._first} on {self.ordinal}; "
@@ -84,10 +87,12 @@ class CudaArrays:
         if isinstance(x, self._cupy.ndarray):
             return x
         if hasattr(type(x), "__dlpack_device__"):
+            bits, source = False, x
             if library_of(x, _LIBRARIES) == "torch":
                 remember_torch()
-            bits = library_of(x, _LIBRARIES) == "torch" and x.dtype == sys.modules["torch"].bfloat16
-            source = x.view(sys.modules["torch"].int16) if bits else x
+                bits, source = x.dtype == sys.modules["torch"].bfloat16, x.detach()
+            if bits:
+                source = source.view(sys.modules["torch"].int16)
             with self._cupy.cuda.Device(x.__dlpack_device__()[1]), stream or contextlib.nullcontext():
                 view = self._cupy.from_dlpack(source)
             return view.view(_BFLOAT16) if bits else view
@@ -95,9 +100,22 @@ class CudaArrays:
         if interface.get("mask") is not None:
             raise TypeError("it has a mask")
         bits = interface["typestr"][1:] == "V2"  # what bfloat16 is to NumPy without ml_dtypes
-        as_bits = SimpleNamespace(owner=x, __cuda_array_interface__=interface | {"typestr": "<u2"})
-        view = self._cupy.asarray(as_bits if bits else x)  # keeps what it is given alive
+        interface |= {"typestr": "<u2"} if bits else {}
+        interface |= {"stream": None}  # else the host would wait for it; _follow does without
+        # keeps what it is given alive
+        view = self._cupy.asarray(SimpleNamespace(owner=x, __cuda_array_interface__=interface))
         return view.view(_BFLOAT16) if bits else view
+
+    def _follow(self, x: Any) -> None:
+        """Let the current stream wait, on the device, for the one that ``x`` names. DLPack has done so."""
+        if isinstance(x, self._cupy.ndarray) or hasattr(type(x), "__dlpack_device__"):
+            return
+        other, cuda = self._stream_of(x), self._cupy.cuda
+        if other is None or other.ptr == (self._stream or cuda.get_current_stream()).ptr:
+            return
+        event = cuda.Event(disable_timing=True)
+        event.record(other)
+        cuda.get_current_stream().wait_event(event)
 
     def _stream_of(self, x: Any) -> Any:
         """The stream that the owner of ``x`` works on; None for CuPy's current one."""
@@ -113,7 +131,9 @@ class CudaArrays:
     def _stream_at(self, number: int) -> Any:
         if number in (0, 1):
             return self._cupy.cuda.Stream.null
-        return self._cupy.cuda.Stream.ptds if number == 2 else self._cupy.cuda.ExternalStream(number)
+        if number == 2:
+            return self._cupy.cuda.Stream.ptds
+        return self._cupy.cuda.Stream.from_external(_StreamAt(number))
 
     @contextlib.contextmanager
     def _import_errors(self, name: str, x: Any) -> Iterator[None]:
@@ -124,6 +144,16 @@ class CudaArrays:
             raise
         except FOREIGN_ERRORS as error:
             raise DTypeError(f"{self.op}: {name} cannot be shared with CuPy: {error}") from error
+
+
+@dataclass(frozen=True)
+class _StreamAt:
+    """A stream by its address, in the CUDA stream protocol."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 @functools.cache
@@ -146,4 +176,5 @@ def give_cuda(x: Any, library: str) -> Any:
         return sys.modules["jax"].numpy.from_dlpack(x)
     from numba import cuda
 
-    return cuda.as_cuda_array(x.view(np.uint16) if x.dtype == _BFLOAT16 else x)
+    # It names CuPy's current stream, on which it is being made: what runs there, or waits for it, sees the result.
+    return cuda.as_cuda_array(x.view(np.uint16) if x.dtype == _BFLOAT16 else x, sync=False)

@@ -124,6 +124,7 @@ class CudaDevice:
         self.preset: DevicePreset | None = preset
         self.limits = Limits(arch, sms, smem, card, preset.name if preset else "")
         self._constants: dict[bytes, Any] = {}
+        self._uploads: Any = None
 
     def __str__(self) -> str:
         return f"device {self.ordinal}: {self.limits.card}, {self.limits.arch} with {self.limits.sms} SMs"
@@ -146,12 +147,23 @@ class CudaDevice:
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Any:
         return self._cupy.empty(shape, dtype)
 
+    def upload(self, values: Array) -> Any:
+        """A copy that any stream may read from now on. A captured call must not be the first to need it.
+
+        The host waits for the copy alone: it has a stream of its own, which is never behind work that is queued.
+        """
+        with self._device:
+            if self._uploads is None:
+                self._uploads = self._cupy.cuda.Stream(non_blocking=True)
+            with self._uploads:
+                return self._cupy.asarray(values, blocking=True)
+
     def constant(self, constant: Constant) -> Any:
-        """Copied and waited for once. Other streams will read it, so a captured call must not be the first."""
+        """Copied once."""
         key = constant.values.tobytes() + constant.values.dtype.str.encode()
         found = self._constants.get(key)
         if found is None:
-            found = self._cupy.asarray(constant.values, blocking=True)
+            found = self.upload(constant.values)
             if len(self._constants) >= _MOST_CONSTANTS:
                 self._constants.pop(next(iter(self._constants)))
             self._constants[key] = found

@@ -318,11 +318,8 @@ class TernaryMatrix:
         if isinstance(device, CudaDevice):
             held = self._on_cuda.get(device.ordinal)
             if held is None:
-                import cupy
-
                 codes, scale = self._on_host
-                with device:  # blocking: later calls may come on other streams
-                    copies = (cupy.asarray(codes, blocking=True), cupy.asarray(scale, blocking=True))
+                copies = device.upload(codes), device.upload(scale)
                 held = self._on_cuda.setdefault(device.ordinal, copies)
             return held
         if device is None and self.codes.ctypes.data % 16:  # the emulator: a GPU's copy is always aligned

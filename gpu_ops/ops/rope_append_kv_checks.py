@@ -159,7 +159,7 @@ class AppendLook:
         """Positions or lengths are read, and waited for, only if the frequencies depend on them."""
         given, options = views.get("positions"), {}
         if self.frequencies.by_length:
-            last = last_on_device(views["seqused_k"] if given is None else given)
+            last = last_on_device(self.op, views["seqused_k"] if given is None else given)
             options = self.frequencies.at(last if given is not None else last + self.seqlen).options
         return options, widened(given)
 

@@ -14,7 +14,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, bounds_of
 from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Call
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
 from gpu_ops.ops.rope_frequencies import Frequencies
 
 __all__ = [
@@ -117,7 +117,7 @@ class PositionsLook:
         if given is None:
             _, last = self._bounds(views)
         else:
-            last = last_on_device(given) if self.frequencies.by_length else 0
+            last = last_on_device(self.op, given) if self.frequencies.by_length else 0
         return self.frequencies.at(last).options if self.frequencies.by_length else {}, widened(given)
 
     def _bounds(self, views: dict[str, Any]) -> tuple[int, int]:
@@ -141,8 +141,15 @@ def rows_and_bounds(op: str, positions: Array) -> Rows:
     return (positions if positions.ndim == 2 else positions[None]).astype(np.int64, copy=False), first, last
 
 
-def last_on_device(positions: Array) -> int:
+def last_on_device(op: str, positions: Array) -> int:
     """The largest, after waiting for it."""
+    import cupy
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise DeviceError(
+            f"{op}: frequencies of this scaling depend on the largest position, and a captured stream cannot be "
+            "asked for it; pass seqlen="
+        )
     return int(positions.max()) if positions.size else -1
 
 

@@ -36,7 +36,13 @@ _NUMPY_ONLY = {"cpu numba": "packing is NumPy code (about 1 ns per weight); it h
 
 @op(cuda=True, kernels="ternary_pack")
 def ternary_pack(
-    trits: Any, format: str, *, scale: Any = None, device: str | None = None, backend: str | None = None
+    trits: Any,
+    format: str,
+    *,
+    scale: Any = None,
+    check: bool = True,
+    device: str | None = None,
+    backend: str | None = None,
 ) -> Bound:
     """Pack trits into one uint8 array of a named format.
 
@@ -50,6 +56,9 @@ def ternary_pack(
     scale : float or array, optional
         Only for tq1_0, tq2_0 (blocks of 256 weights) and q2_0 (64), which embed an fp16 scale per block: a number,
         ``(N,)`` or ``(N, K / block)``; 1.0 when absent. Elsewhere scales are kept apart.
+    check : bool
+        On a GPU, wait for the kernel and refuse what is no trit or a scale that does not fit. With ``check=False``
+        the host waits for nothing, and such codes mean nothing. In host memory all is checked anyway.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
@@ -64,7 +73,8 @@ def ternary_pack(
     Notes
     -----
     On a GPU, int8 trits are packed and unpacked by kernels, each byte read or written once; wider integers go by way
-    of the host, as ``explain`` says. What kernels refuse is looked for again on the host, which says what it is.
+    of the host, as ``explain`` says. What kernels refuse is looked for again on the host, which says what it is. The
+    host waits for that, once per call: see ``check``, and ``strict`` of :func:`ternary_unpack`.
 
     Examples
     --------
@@ -74,6 +84,7 @@ def ternary_pack(
     """
     call = Call("ternary_pack", device, backend)
     fmt = FORMATS[checks.one_of(call.op, "format", format, FORMATS)]
+    check = checks.flag(call.op, "check", check)
     t = call.read("trits", trits)
     check_integers(call.op, t)
     if fmt.name == "i2_s" and t.shape[1] % 128:  # its blocks lie across rows
@@ -98,10 +109,11 @@ def ternary_pack(
 
     because = why_numpy(shape, "" if t.dtype == np.int8 else f"trits are {t.dtype}")
     call.option(format=fmt.name, tile=() if because else tile_of(fmt, shape), by_numpy=because)
+    strict = check or not call.on_cuda
     return call.bind(
         problem=f"{shape[0]} x {shape[1]} trits to {fmt.name}, {fmt.bits_per_weight:.4g} bits per weight",
         unsupported=_NUMPY_ONLY,
-        finish=functools.partial(_checked, name="packed", by_numpy=by_numpy, because=because, strict=True),
+        finish=functools.partial(_checked, name="packed", by_numpy=by_numpy, because=because, strict=strict),
     )
 
 
@@ -128,7 +140,7 @@ def ternary_unpack(
     strict : bool
         Refuse every byte that no encoder writes: invalid codes, a wrong length, filled padding, a scale
         that is not finite. With ``strict=False`` longer input is cut and invalid codes become what the format's
-        published decoder makes of them (a 2-bit code 3 gives +2).
+        published decoder makes of them (a 2-bit code 3 gives +2); on a GPU the host then waits for nothing.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
 
@@ -199,10 +211,7 @@ for _op in ("ternary_pack", "ternary_unpack"):
 def _on_device(x: Array, device: Any) -> Array:
     if not isinstance(device, CudaDevice) or not isinstance(x, np.ndarray):
         return x
-    import cupy
-
-    with device:
-        copy: Array = cupy.asarray(x, blocking=True)
+    copy: Array = device.upload(x)
     return copy
 
 
@@ -231,4 +240,4 @@ def _embedded_scale(scale: Any, shape: tuple[int, int], fmt: TernaryFormat) -> A
     if array.shape not in ((), (n,), (n, k // block)):
         allowed = f"(), ({n},) or ({n}, {k // block}): one per {block} weights"
         raise ShapeError(f"{name}: scale has shape {array.shape}; expected {allowed}")
-    return array if array.dtype == np.float32 else on_host(array).astype(np.float32)
+    return array if array.dtype == np.float32 else array.astype(np.float32)

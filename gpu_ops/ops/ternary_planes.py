@@ -64,10 +64,7 @@ class _Occupied:
             return self.starts, self.chunks
         held = self._on_cuda.get(device.ordinal)
         if held is None:
-            import cupy
-
-            with device:  # blocking: later calls may come on other streams
-                copies = (cupy.asarray(self.starts, blocking=True), cupy.asarray(self.chunks, blocking=True))
+            copies = device.upload(self.starts), device.upload(self.chunks)
             held = self._on_cuda.setdefault(device.ordinal, copies)
         return held
 

@@ -8,6 +8,7 @@ not track our headers. Numba kernels run through numba-cuda's dispatcher.
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.errors import DeviceError
 from gpu_ops.kernels.compiler import cubin, nvrtc
 from gpu_ops.kernels.compiler.numba_ptx import numba_cuda
 
@@ -42,13 +44,15 @@ def device_arch() -> str:
 class CudaLauncher:
     """One entry of a cubin, loaded on the current device.
 
-    ``cooperative``: the driver starts all blocks of a grid together, or refuses a grid that does not fit.
+    ``cooperative``: all blocks of a grid start together; a grid that does not fit is refused.
     """
 
     def __init__(self, image: bytes, entry: str, *, cooperative: bool = False) -> None:
         self._lock = threading.Lock()
         self._opted_in = 0
-        self._sizes = cubin.parameter_sizes(image, entry)
+        self._cooperative = cooperative
+        self._resident: dict[tuple[int, int], int] = {}  # blocks, by threads and shared memory of each
+        self._entry, self._sizes = entry, cubin.parameter_sizes(image, entry)
         with tempfile.TemporaryDirectory(prefix="gpu_ops-") as folder:
             path = Path(folder, "kernel.cubin")
             path.write_bytes(image)
@@ -73,7 +77,24 @@ class CudaLauncher:
                 if shared > self._opted_in:
                     self._kernel.max_dynamic_shared_size_bytes = shared
                     self._opted_in = shared
+        if self._cooperative:
+            self._check_resident(math.prod(grid), math.prod(block), shared)
         self._kernel(grid, block, tuple(args), shared_mem=shared)
+
+    def _check_resident(self, blocks: int, threads: int, shared: int) -> None:
+        """CuPy would launch fewer blocks, with a warning, and those would wait for the others for ever."""
+        most = self._resident.get((threads, shared))
+        if most is None:
+            cuda = _cupy().cuda
+            one = cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                self._kernel.kernel.ptr, threads, shared
+            )
+            most = self._resident[threads, shared] = one * cuda.Device().attributes["MultiProcessorCount"]
+        if blocks > most:
+            raise DeviceError(
+                f"{self._entry}: its {blocks} blocks wait for each other, and this device runs {most} of them at the "
+                "same time; pass backend='numba', whose kernels do not wait"
+            )
 
 
 def for_parameter(value: Any, size: int) -> Any:

@@ -4,20 +4,20 @@
 
 1. the emulator: ours, there is no other.
 2. a card and dtype without a row in ``_LIBRARY``: ours.
-   float32: 3 x TF32 on tensor cores is several times as fast as cuBLAS' float32 multiply-adds.
-   sm_80 to sm_89 and sm_120: cuBLAS reaches their tensor cores by mma.sync as well, and our epilogues save a pass
-   over gate, up and dh.
+   16 bits on sm_80 to sm_89 and sm_120: cuBLAS reaches their tensor cores by mma.sync as well, and our epilogues save
+   a pass over gate, up and dh.
+   float32 where 3 x TF32 on tensor cores, our way, is faster than the multiply-adds of cuBLAS. On GeForce and L40S it
+   is not: a third of their TF32 rate is less than their float32 rate.
 3. fewer than 128 rows or columns: ours. Reading the weights takes most of the time, and we read them once.
 4. arrays that are not aligned to 16 bytes: ours. cuBLAS would fall back to slow kernels as well.
 5. cuBLAS. wgmma (sm_90) reaches one and a half times, tcgen05 (sm_100) twice the throughput of mma.sync; passing the
    activation kernel over a chunk that was just written costs less.
 
-The rules are from data sheets and published measurements, not measured by this project.
+``explain`` says which. The rules are from data sheets and published measurements, not measured by this project.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,34 @@ from gpu_ops.kernels.program import Builder, Tensor
 
 __all__ = ["GemmEx", "run", "takes"]
 
-_HALF = {"float16": "cublas", "bfloat16": "cublas"}
-# The library that multiplies, by row of gpu_ops.presets and dtype; where there is none, our kernels do.
+
+def _half(by: str, times: str) -> dict[str, str]:
+    return dict.fromkeys(("float16", "bfloat16"), f"by {by}, at {times} the throughput of mma.sync")
+
+
+def _single(multiply_adds: float, tf32: float) -> dict[str, str]:
+    """TFLOPS, as in the presets."""
+    ours = f"{tf32 / 3:.3g} TFLOPS by 3 x TF32"
+    return {"float32": f"by float32 multiply-adds, {multiply_adds:.3g} TFLOPS against {ours}"}
+
+
+_WGMMA, _TCGEN05 = _half("wgmma", "1.5 times"), _half("tcgen05", "twice")
+# Where the library multiplies, by row of gpu_ops.presets and dtype, and why; where there is none, our kernels do.
 _LIBRARY = {
-    # wgmma
-    "H100 SXM": _HALF,
-    "H100 PCIe": _HALF,
-    "H200": _HALF,
-    "sm_90": _HALF,
-    # tcgen05
-    "B200": _HALF,
-    "sm_100": _HALF,
+    "H100 SXM": _WGMMA,
+    "H100 PCIe": _WGMMA,
+    "H200": _WGMMA,
+    "sm_90": _WGMMA,
+    "B200": _TCGEN05,
+    "sm_100": _TCGEN05,
+    "RTX 3090 Ti": _single(40, 40),
+    "sm_86": _single(12.7, 12.7),
+    "RTX 4090": _single(82.6, 82.6),
+    "L40S": _single(91.6, 183),
+    "sm_89": _single(15.1, 15.1),
+    "RTX 5080": _single(56.3, 56.3),
+    "RTX 5090": _single(104.8, 104.8),
+    "sm_120": _single(19.2, 19.2),
 }
 _MIN_ROWS = 128
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0}  # cudaDataType
@@ -58,6 +75,7 @@ def takes(on: Builder, g: Gemm) -> bool:
 def run(on: Builder, g: Gemm) -> None:
     """The same results as ``cuda/gemm_sm80.cu``; sums are float32. A ``total`` is added to in place."""
     a, b, out, total = g.a, g.b, g.out, g.total
+    on.note(f"cuBLAS multiplies {_LIBRARY[on.limits.preset][g.dtype.name]}")
     if g.epilogue == "kGate":
         up = on.scratch(out[0].shape, g.dtype, "up of cuBLAS")
         for w, target in zip(b, (out[0], up), strict=True):
@@ -114,7 +132,9 @@ class GemmEx:
     def __call__(self, first: Any, second: Any, out: Any) -> None:
         import cupy
 
-        cublas: Any = importlib.import_module("cupy_backends.cuda.libs.cublas")
+        cublas: Any = (
+            cupy.cuda.cublas
+        )  # as this attribute CuPy finds the library of a wheel; a plain import does not
         operations = (cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T)
         types, leading = self.types, self.leading
         cublas.gemmEx(

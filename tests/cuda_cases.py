@@ -1,0 +1,31 @@
+"""Calls with arrays on a CUDA device, for tests on stand-ins: one of every op with kernels, and its fuller forms."""
+
+from __future__ import annotations
+
+from gpu_ops.core.dispatch import has_cuda_kernels
+from tests.calls import OPS, call, refusal
+
+# Results that are no arrays, or go through the host: calls with these cannot be captured.
+NO_CAPTURE = ("ternary_quantize", "ternary_pack", "ternary_unpack")
+# Forms of an op with more results or workspaces.
+FORMS = {
+    "rmsnorm": [{"return_rstd": True}],
+    "layernorm": [{"return_stats": True}],
+    "attention": [{"return_lse": True}],
+    "attention_varlen": [{"return_lse": True}],
+    "attention_decode": [{"return_lse": True}, {"num_splits": 3}],
+}
+CASES = [
+    (op, form, kernels)
+    for op in OPS
+    if has_cuda_kernels(op)
+    for kernels in ("raw", "numba")
+    if not refusal(call(op), kernels)
+    for form in ({}, *FORMS.get(op, []))
+]
+CAPTURED = [case for case in CASES if case[0] not in NO_CAPTURE]
+
+
+def case_id(case: tuple[str, dict[str, object], str]) -> str:
+    op, form, kernels = case
+    return f"{op}{'-' * bool(form)}{''.join(form)}-{kernels}"
