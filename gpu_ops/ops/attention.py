@@ -37,7 +37,7 @@ __all__ = [
 LAYOUTS = ("bshd", "bhsd")
 
 
-@op(cuda=True, kernels="attention")
+@op(cuda=True, kernels="attention", dynamic="seed")
 def attention(
     q: Any,
     k: Any,
@@ -49,6 +49,8 @@ def attention(
     softcap: float = 0.0,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
     bias: Any = None,
     block_mask: Any = None,
     layout: str = "bshd",
@@ -80,6 +82,13 @@ def attention(
         One extra logit per head in the denominator; it takes weight and adds nothing. lse counts it in.
     alibi_slopes : float32 array (nheads,) or (batch, nheads), optional
         Adds -slope * |i + seqlen_k - seqlen_q - j|.
+    dropout_p : float
+        If > 0, each weight is 0 with this probability, and otherwise divided by 1 - dropout_p. Takes multiples of
+        2**-16, to which it is rounded, up to 1 - 2**-15. lse knows nothing of it.
+    seed : int from 0 to 2**64 - 1, or array of one uint64 or int64
+        With dropout_p: decides which weights are 0, with their batch entry, head, query and key; the same on every
+        device and backend. Pass another one in every layer and step, and the same to the backward. An array is read
+        when the call runs, so that a CUDA graph drops other weights when the array has changed.
     bias : array broadcastable to (batch, nheads, seqlen_q, seqlen_k), optional
         q's dtype or float32; added to the scores, -inf masks.
     block_mask : BlockMask, optional
@@ -108,10 +117,11 @@ def attention(
     Notes
     -----
     A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; one
-    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN.
+    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN, dropped or not.
     Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
     no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
-    Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022.
+    Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022. Dropout: Srivastava et al. 2014, by Philox 4x32-10;
+    ``gpu_ops.reference.attention_dropout.dropout_mask`` shows which weights are kept.
 
     Examples
     --------
@@ -133,6 +143,8 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        seed=seed,
         bias=bias,
         block_mask=block_mask,
     )
@@ -145,7 +157,7 @@ def attention(
     )
 
 
-@op(cuda=True, kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward", dynamic="seed")
 @takes(DenseOptions)
 def attention_backward(
     dout: Any,

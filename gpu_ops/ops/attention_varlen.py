@@ -20,7 +20,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
-    ScoreOptions,
+    WeightOptions,
     backward_flops,
     backward_raw_unsupported,
     describe,
@@ -37,8 +37,8 @@ from gpu_ops.ops.attention_options import (
 __all__ = ["attention_varlen", "attention_varlen_backward"]
 
 
-@op(cuda=True, kernels="attention")
-@takes(ScoreOptions)
+@op(cuda=True, kernels="attention", dynamic="seed")
+@takes(WeightOptions)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -53,7 +53,7 @@ def attention_varlen(
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[WeightOptions],
 ) -> Bound:
     """:func:`attention` of each sequence of a packed batch.
 
@@ -108,8 +108,8 @@ def attention_varlen(
     )
 
 
-@op(cuda=True, kernels="attention_backward")
-@takes(ScoreOptions)
+@op(cuda=True, kernels="attention_backward", dynamic="seed")
+@takes(WeightOptions)
 def attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -128,7 +128,7 @@ def attention_varlen_backward(
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[WeightOptions],
 ) -> Bound:
     """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
 

@@ -4,7 +4,7 @@
 //   attention_backward_rows         dq, dk or dv from accumulators of mma.sync (d._sum), summed over parts
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
 //
-// Macros: DTYPE; VARLEN 0 or 1; for rows, ROWS kQ, kK or kV, and COLUMNS their HEAD_DIM as in attention_bwd_sm80.cu.
+// Macros: DTYPE; VARLEN, DROPOUT 0 or 1; for rows, ROWS kQ, kK or kV, and COLUMNS their HEAD_DIM as in attention_bwd_sm80.cu.
 //   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)   rows: the same, of q or of k   sinks: (nheads)   block 256
 // All sums are in a fixed order.
 #include "attention_bwd_shape.cuh"
@@ -49,7 +49,9 @@ attention_backward_statistics(const scalar* out, const scalar* dout, const float
         if (lane != 0) continue;
         const float natural = exists ? lse[row * shape.lse[2]] : -infinity();
         const bool empty = natural == -infinity();  // a row that sees no key: P = 0, and no gradient whatever dout is
-        statistics[row] = {empty ? infinity() : natural * kLog2e, empty ? 0.0f : sum};
+        const float to_kept = DROPOUT ? shape.scores.keep_scale_log2 : 0.0f;
+        if constexpr (DROPOUT) sum /= shape.scores.keep_scale;
+        statistics[row] = {empty ? infinity() : natural * kLog2e - to_kept, empty ? 0.0f : sum};
     }
 }
 

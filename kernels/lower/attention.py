@@ -62,9 +62,9 @@ def forward(spec: Spec, on: Builder) -> None:
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
     lengths = (*(a.cu_seqlens or (None, None)), a.seqused_k, a.block_table)
     visible = None if a.visible is None else a.visible.view(np.uint8)
-    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
+    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
     shape = _shape(a, config, out, lse)
-    arguments = (*map(_pointer, arrays), shape[()])
+    arguments = (*map(_pointer, arrays), a.with_seed(shape))
     kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a))
     on.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
     if lse is not None and split:
@@ -116,6 +116,7 @@ def tile_problem(a: Attention) -> Problem:
         block_mask=a.visible is not None,
         varlen=a.packed,
         num_splits=a.num_splits,
+        dropout=a.dropped > 0,
         lean=a.features().plain and not (mask == "kLocal" and own_lengths),
     )
 

@@ -49,7 +49,9 @@ BACKWARD_SHAPE = np.dtype(
         *[(name, _ROW_STRIDES) for name in _ROWS],
         ("lse", "i8", (3,)),
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
-        *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
+        ("alibi_batch", "i8"),
+        ("seed", "u8"),
+        *[(name, "i8") for name in ("padded_batch", "padded_head")],
         *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
         *[(name, "i4") for name in ("parts", "part_heads", "batch")],
         ("bias_shape", "i4", (4,)),
@@ -85,9 +87,9 @@ class _Call:
 
     @property
     def options(self) -> tuple[Tensor | np.uint64, ...]:
-        """alibi_slopes, bias, block_mask."""
+        """alibi_slopes, bias, block_mask, seed."""
         visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
-        return tuple(_NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible))
+        return tuple(_NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible, self.a.seed))
 
     @property
     def dtype(self) -> str:
@@ -102,10 +104,11 @@ def backward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     call = _prepare(spec, a, on)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
+    options += a.dropped > 0
     tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin, options=options)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
     inputs = call.rows["out"], call.rows["dout"], call.lse, *call.starts, call.statistics
-    _launch_rows(call, on, "statistics", of_queries, inputs)
+    _launch_rows(call, on, "statistics", of_queries, inputs, DROPOUT=int(a.dropped > 0))
     if dict(spec.options).get("deterministic", False):
         _gradients_of_keys(call, on, tile, None)
         _launch(call, on, tile, keys=False)
@@ -223,7 +226,7 @@ def _launch(
         _NULL if dq_sum is None else dq_sum,
         rows["dq"],
         *(sums or (rows["dk"], rows["dv"])),
-        call.shape[()],
+        a.with_seed(call.shape),
     )
     shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys)
     on.launch(
@@ -253,7 +256,7 @@ def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     batches, heads, queries, keys = _four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
-    arguments = (*inputs, call.statistics, *call.options, dbias, call.shape[()])
+    arguments = (*inputs, call.statistics, *call.options, dbias, a.with_seed(call.shape))
     shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
     on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
 
@@ -300,7 +303,7 @@ def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **mac
 
 
 def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    defines = {"VARLEN": 0, "ROWS": "kQ", "COLUMNS": 32, **macros}
+    defines = {"VARLEN": 0, "DROPOUT": 0, "ROWS": "kQ", "COLUMNS": 32, **macros}
     return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 
 

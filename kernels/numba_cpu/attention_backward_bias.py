@@ -55,10 +55,11 @@ def add_bias_tile(dbias, w, n, first, n_keys):
     variants=VARIANTS,
 )
 def attention_backward_bias(
-    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
-):
+    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed,
+    delta, dbias,
+):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta))
+    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, seed, delta))
     size, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
     make_scratch(size, options, operand(q, wide), wide)
     bias_tasks(state, n_tasks, arena(size[0]), options, inputs, dbias)
@@ -96,7 +97,7 @@ def add_bias_block(dbias, w, call, x, b, h, block):
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
         if seen:
             finite = load_keys(w, call, x, b, head_kv, first, n_keys)
-            any_gradients(w, call, n, first, n_keys, finite, x.bias)
+            any_gradients(w, call, x, b, n, first, n_keys, finite)
             add_bias_tile(dbias, w, n, first, n_keys)
         first += n_keys
 

@@ -18,11 +18,13 @@ one of its lanes sees. Neighbours with the same range go together.
 
 import numpy as np
 
+from .attention_dropout import drop
 from .attention_gradient_operands import (
     clear,
     clear_columns,
     extremes,
     is_coarse,
+    kept_log2,
     load_block,
     load_keys,
     packing,
@@ -160,7 +162,7 @@ def split_lse(w, call, x, b, head_kv, n, first, last):
                     sum_weights(w, c, n_keys)
         first += n_keys
     for c in range(n):
-        w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
+        w.rest[c] = kept_log2(call) + (np.log2(w.rest[c]) if w.rest[c] > 0 else 0)
 
 
 @noinline_function
@@ -187,10 +189,21 @@ def weigh_visible(s, lse, n_keys, width):
 
 
 @device_function
-def any_gradients(w, call, n, first, n_keys, finite, bias):
-    """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore."""
+def drop_lanes(tile, w, call, x, b, n, first, n_keys, careful):
+    width = round_up(n, PANEL)
+    drop(tile, w.terms.words, call, b, first, n_keys, width, w.head, w.query, x.seed, careful)
+
+
+@device_function
+def any_gradients(w, call, x, b, n, first, n_keys, finite):
+    """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore.
+
+    Dropout is in dS, but not yet in P.
+    """
     width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
-    any_scores(w, call, n, first, n_keys, bias)
+    any_scores(w, call, n, first, n_keys, x.bias)
+    if call.dropout_p > 0:
+        drop_lanes(w.dp, w, call, x, b, n, first, n_keys, False)
     if not finite:
         weigh_visible(w.s, w.lse2, n_keys, width)
     lse, rest, delta, zero = w.lse2, w.rest, w.delta, like(w.lse2[0], 0.0)
@@ -314,7 +327,7 @@ def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
     n, first, last, finite_block, coarse = load_block(w, call, x, b, group, block)
     if coarse:
         split_lse(w, call, x, b, head_kv, n, first, last)
-    width, plain = round_up(n, PANEL), is_plain(call) and not coarse
+    width, plain = round_up(n, PANEL), is_plain(call) and call.dropout_p == 0 and not coarse
     clear(w.dq, 0, width)
     while first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
@@ -322,7 +335,9 @@ def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
             finite = load_keys(w, call, x, b, head_kv, first, n_keys)
             all_finite = finite and finite_block
             if not (all_finite and plain and plain_gradients(w, call, width, first, n_keys)):
-                any_gradients(w, call, n, first, n_keys, finite, x.bias)
+                any_gradients(w, call, x, b, n, first, n_keys, finite)
+                if call.dropout_p > 0:
+                    drop_lanes(w.s, w, call, x, b, n, first, n_keys, not all_finite)
                 pair_gradients(w, width, n_keys)
             if all_finite:
                 add_products(w, width, dk, dv, start + first, n_keys)

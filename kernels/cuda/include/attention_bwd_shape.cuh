@@ -15,7 +15,8 @@
 
 constexpr int kPad = 64;
 
-// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta).
+// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
+// 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: then dP = 0 for the others is all.
 struct RowStatistics {
     float lse;    // in units of log2; +inf for rows that see no key and for padding, so that P is 0
     float delta;  // sum over head_dim_v of dout * out
@@ -26,6 +27,7 @@ struct BackwardShape {
     int64 lse[3];                          // batch, head, query
     int64 bias[4], dbias[4], block_mask[4];  // batch, head, query (block), key (block); 0 if broadcast
     int64 alibi_batch;                     // 0: all sequences share the slopes
+    unsigned long long seed;               // DROPOUT: unless it is in an array
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum
     int64 padded_batch_k, padded_head_k, padded_part;  // rows of dk_sum and dv_sum
     int parts, part_heads;                 // into which the query heads of a group are divided, and how many each has

@@ -3,6 +3,7 @@
 //   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + seqlen_k - seqlen_q - j|, + bias
 //
 //   SOFTCAP ALIBI SINKS   0 or 1
+//   DROPOUT               0 or 1: of the weights, see attention_dropout.cuh
 //   BIAS                  kNone, kSame (DTYPE), kFloat
 #pragma once
 #include "ptx.cuh"
@@ -13,6 +14,8 @@ struct AttentionScores {
     float scale_log2;                      // |softmax_scale| log2(e), > 0
     float softcap_in, softcap_log2;        // |softmax_scale| / softcap and softcap log2(e)
     int negate;                            // softmax_scale < 0
+    unsigned dropped;                      // 2^32 dropout_p: with DROPOUT, random bits below it drop a weight
+    float keep_scale, keep_scale_log2;     // 1 / (1 - dropout_p) and its log2
 };
 
 #ifdef SOFTCAP  // a kernel that computes scores
