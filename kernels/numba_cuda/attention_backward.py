@@ -57,8 +57,8 @@ def queries_kernel(config: Config) -> NumbaKernel:
     differentiate = differentiator(config)
 
     def attention_backward_queries(
-        dout, q, k, v, dq, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        dout, q, k, v, dq, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -72,7 +72,7 @@ def queries_kernel(config: Config) -> NumbaKernel:
         o = cuda.local.array((my_rows, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias)
+        options = (scale, cap, alibi, bias, seed, dropout_p)
 
         # The rows and columns of this block.
         batch, nheads_kv, head_dim = sequences.shape[0], k.shape[2], q.shape[3]
@@ -161,8 +161,8 @@ def keys_kernel(config: Config) -> NumbaKernel:
                         store_at(x, row + t * across, f.store(sums[i, t] * factor))
 
     def attention_backward_keys(
-        dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -177,7 +177,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
         sum_v = cuda.local.array((my_keys, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias)
+        options = (scale, cap, alibi, bias, seed, dropout_p)
 
         # The keys and columns of this block. The first keys first: in a causal problem the most rows see them.
         batch, nheads_kv = sequences.shape[0], k.shape[2]

@@ -40,6 +40,7 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
     """Statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head, a thread one."""
     f, number = functions(problem.dtype), functions(problem.dtype).compute
     load, masked, with_blocks = f.load, problem.masked, problem.scores.block_mask
+    with_dropout = bool(problem.scores.dropout)
     cap_product, add_terms = scorers(problem)
     exp2, log2, fma = libdevice.exp2f, libdevice.log2f, libdevice.fmaf
     if number is float64:
@@ -77,8 +78,8 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
         return top, log2(total) if total > 0 else number(0.0)
 
     def attention_backward_rows(
-        dout, out, q, k, lse, sinks, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        dout, out, q, k, lse, sinks, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, left, right, block_q, block_k,
     ):  # fmt: skip
         gradients = cuda.shared.array(n_numbers, number, alignment=16)
         results = cuda.shared.array(n_numbers, number, alignment=16)
@@ -112,11 +113,14 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
             if base2 + number(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
-                options = (scale, cap, alibi, bias)
+                options = (scale, cap, alibi, bias, seed, dropout_p)
                 top, rest = walk(
                     q, k, sink, sequences, options, visible, b, entry, k_batch, int32(head), query, left, right,
                     block_q, block_k,
                 )  # fmt: skip
+            if with_dropout:  # P includes 1 / (1 - dropout_p), and delta its inverse: see differentiator
+                kept = number(1.0) - dropout_p
+                rest, delta = rest + log2(kept), delta * kept
             statistics[0, entry, head, at] = top
             statistics[1, entry, head, at] = rest
             statistics[2, entry, head, at] = delta
