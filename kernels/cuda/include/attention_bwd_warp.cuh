@@ -324,7 +324,7 @@ __device__ __forceinline__ unsigned drop_gradients(const BackwardShape& shape, c
     draw<kOwnsKeys ? kTilesS : kLaneRows, kOwnsKeys ? kLaneRows : kTilesS, kOwnsKeys>(
         work.seed, shape.scores.dropped, work.sequence.number, head, kOwnsKeys ? first : row, kOwnsKeys ? row : first,
         drop);
-    return dropped;
+    return ptx::opaque(dropped);  // else the bits become so many predicates, which do not find room
 }
 
 // P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on
