@@ -104,7 +104,6 @@ def backward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     call = _prepare(spec, a, on)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
-    options += a.dropped > 0
     tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin, options=options)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
     inputs = call.rows["out"], call.rows["dout"], call.lse, *call.starts, call.statistics
