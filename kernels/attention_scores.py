@@ -29,7 +29,14 @@ CUDA_SCORES = np.dtype(
     [
         *[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")],
         ("negate", "i4"),
-        *[("dropped", "u4"), ("keep_scale", "f4"), ("keep_scale_log2", "f4")],
+        ("ahead", "i4"),
+        *[
+            ("dropped", "u4"),
+            ("keep_scale", "f4"),
+            ("keep_scale_log2", "f4"),
+            ("query0", "i4"),
+            ("key0", "i4"),
+        ],
     ],
     align=True,
 )
@@ -89,6 +96,11 @@ class Scores:
     visible: Tensor | None
     block_q: int
     block_k: int
+    ahead: int
+    """How many keys further right than bottom-right alignment puts it the diagonal lies."""
+    query0: int
+    """Positions of the first query and key, by which dropout draws; ``ahead`` has those of scores."""
+    key0: int
     dropout_p: float
     """0: none."""
     seed: Tensor | None
@@ -107,7 +119,7 @@ class Scores:
 
     @property
     def dropped(self) -> int:
-        """How many of the 2**16 values of a weight's random bits drop it, the lowest; 1 / (1 - p) stays in float16."""
+        """How many of the 2**16 values of a weight's bits drop it, the lowest. 1 / (1 - p) stays in float16."""
         return min(round(self.dropout_p * _STEPS), _STEPS - 2)
 
     @property
@@ -115,7 +127,21 @@ class Scores:
         """As an argument of kernels for GPUs, an array of one or a number; None without dropout."""
         if not self.dropped:
             return None
-        return Dynamic("seed", np.dtype(np.uint64)) if self.seed is None else self.seed.reshape(1).view(np.uint64)
+        return (
+            Dynamic("seed", np.dtype(np.uint64))
+            if self.seed is None
+            else self.seed.reshape(1).view(np.uint64)
+        )
+
+    @property
+    def raw_dropout_unsupported(self) -> str | None:
+        """Why the CUDA C++ kernels cannot draw; None when they can. A warp's rows share draws by position."""
+        if self.dropped and (self.query0 % 16 or self.key0 % 32):
+            return (
+                f"dropout from q_start={self.query0} and k_start={self.key0} on: "
+                "they have to be multiples of 16 and of 32"
+            )
+        return None
 
     def with_seed(self, shape: np.ndarray[Any, Any]) -> Any:
         """A structure of a CUDA C++ kernel as its argument, which has the number that is the seed of each call."""
@@ -128,6 +154,9 @@ class Scores:
             "softmax_scale": float(self.softmax_scale),
             "softcap": float(self.softcap),
             "dropout_p": self.dropped / _STEPS,
+            "ahead": self.ahead,
+            "query0": self.query0,
+            "key0": self.key0,
         }
 
     def cuda_numbers(self, *, signed: bool = False) -> np.ndarray[Any, Any]:
@@ -136,12 +165,14 @@ class Scores:
         numbers = np.zeros((), CUDA_SCORES)
         numbers["scale_log2"] = float32(scale * LOG2E)
         numbers["negate"] = self.softmax_scale < 0
+        numbers["ahead"] = self.ahead
         if self.softcap > 0:
             numbers["softcap_in"] = float32(scale / self.softcap)
             numbers["softcap_log2"] = float32(self.softcap * LOG2E)
         if self.dropped:
             keep_scale = _STEPS / (_STEPS - self.dropped)
             numbers["dropped"] = self.dropped << 16
+            numbers["query0"], numbers["key0"] = self.query0, self.key0
             numbers["keep_scale"], numbers["keep_scale_log2"] = keep_scale, math.log2(keep_scale)
         if signed and numbers["negate"]:
             numbers["negate"] = 0
@@ -153,4 +184,9 @@ def score_options(spec: Spec) -> dict[str, Any]:
     """The fields of :class:`Scores`, by name."""
     found: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
     found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0, "dropout_p": 0.0}
-    return found | {name: x for name, x in spec.options if name in found}
+    found |= {"ahead": 0, "query0": 0, "key0": 0}
+    options = dict(spec.options)
+    if "q_start" in options:
+        found["query0"], found["key0"] = query0, key0 = options["q_start"], options["k_start"]
+        found["ahead"] = query0 - key0 - (options["max_seqlen_k"] - options["max_seqlen_q"])
+    return found | {name: x for name, x in options.items() if name in found}

@@ -119,7 +119,14 @@ def attention_varlen_backward(
 
 
 def _backward(
-    dout: Array, q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd", sequence: int = 0
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    s: Steps,
+    layout: str = "bshd",
+    sequence: int = 0,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """dq, dk, dv, dscores (batch, nheads, seqlen_q, seqlen_k) and dsinks (nheads,), before the last rounding.
 

@@ -59,7 +59,10 @@ def dropout_mask(
     queries, keys = q_start + np.arange(seqlen_q), k_start + np.arange(seqlen_k)
     row_groups, row_group = np.unique(queries // 16 * 8 + queries % 8, return_inverse=True)
     key_groups, key_group = np.unique(keys // 32 * 8 + keys % 8, return_inverse=True)
-    heads, sequences = np.arange(nheads)[:, None, None], first_sequence + np.arange(batch)[:, None, None, None]
+    heads, sequences = (
+        np.arange(nheads)[:, None, None],
+        first_sequence + np.arange(batch)[:, None, None, None],
+    )
     number = int(np.asarray(seed).reshape(())) % (1 << 64)
     counter = (row_groups[:, None], key_groups, heads, sequences)
     words = philox4x32(counter, (number & 0xFFFFFFFF, number >> 32))

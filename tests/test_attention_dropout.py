@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gpu_ops
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.reference import attention as reference
 from gpu_ops.reference.attention_dropout import dropout_mask, rounded_dropout
 from gpu_ops.reference.philox import philox4x32
@@ -22,7 +22,8 @@ def quick_on_emulator(raw):
     """Each kernel once. Those of Numba compile for seconds, and draw for each weight."""
     return {
         "test_values_and_gradients": {"dtype": ["bfloat16"] * raw, "row": ROWS[1::2]},
-        "test_the_masks_of_all_passes": {"case": [CASES[0], CASES[-1]] if raw else CASES[:1]},
+        "test_the_masks_of_all_passes": {"case": [CASES[0], CASES[-1]] * raw},
+        "test_a_block_drops_what_the_whole_drops": {} if raw else {"starts": [(5, 39)]},
         "test_packed_sequences": {} if raw else None,
         "test_a_seed_in_an_array": {} if raw else None,
         "test_a_value_that_is_dropped_may_not_hide": None,
@@ -82,23 +83,39 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_masks_of_all_passes(case, backend):
+def check_masks(batch, n, dtype, head_dim, backend, *, starts=None, **of_backward):
     """Where out and dv are 0, with equal weights and with unit vectors as values and as gradients."""
-    dtype, head_dim, options = case
-    batch, n, nheads = (2, 72, 2) if case is CASES[0] and backend["backend"] != "numba" else (1, 40, 2)
-    q, unit = np.zeros((batch, n, nheads, head_dim), DTYPES[dtype]), np.zeros((batch, n, nheads, n), DTYPES[dtype])
+    nheads, starts = 2, starts or {}
+    q, unit = (np.zeros((batch, n, nheads, dim), DTYPES[dtype]) for dim in (head_dim, n))
     unit[:] = np.eye(n)[None, :, None, :]
-    given = {"dropout_p": 0.4, "seed": SEED, **backend}
+    given = {"dropout_p": 0.4, "seed": SEED, **starts, **backend}
     out, lse = gpu_ops.attention(q, q, unit, return_lse=True, **given)
-    kept = dropout_mask((batch, nheads, n, n), 0.4, SEED)
+    kept = dropout_mask((batch, nheads, n, n), 0.4, SEED, **starts)
     np.testing.assert_array_equal(out.transpose(0, 2, 1, 3) != 0, kept)
     np.testing.assert_allclose(lse, np.log(n), rtol=1e-6)  # which knows nothing of dropout
-    _, _, dv = gpu_ops.attention_backward(unit, q, q, unit, out, lse, **given, **options)
+    _, _, dv = gpu_ops.attention_backward(unit, q, q, unit, out, lse, **given, **of_backward)
     np.testing.assert_array_equal(dv.transpose(0, 2, 3, 1) != 0, kept)
     scale = 1 / (1 - rounded_dropout(0.4)) / n
     for x in (out, dv):
         np.testing.assert_allclose(x[x != 0].astype(np.float64), scale, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_masks_of_all_passes(case, backend):
+    dtype, head_dim, options = case
+    batch, n = (2, 72) if case is CASES[0] and backend["backend"] != "numba" else (1, 40)
+    check_masks(batch, n, dtype, head_dim, backend, **options)
+
+
+@pytest.mark.parametrize("starts", [(16, 96), (5, 39)], ids=str)
+def test_a_block_drops_what_the_whole_drops(starts, backend):
+    """CUDA C++ kernels draw for whole groups of positions."""
+    starts = dict(zip(("q_start", "k_start"), starts, strict=True))
+    if backend["backend"] == "raw" and starts["q_start"] % 16:
+        with pytest.raises(DeviceError, match=r"dropout from q_start=5 and k_start=39 on: .* of 16 and of 32"):
+            check_masks(1, 40, "float16", 8, backend, starts=starts)
+        return
+    check_masks(1, 40, "float16", 8, backend, starts=starts)
 
 
 # ---- values -------------------------------------------------------------------------------------------------
@@ -129,7 +146,9 @@ def dropped(dropout_p=0.3, seed=SEED, **settings):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_values_and_gradients(row, dtype, backend):
-    e = dropped(**{"heads": (2, 1), "head_dims": (32, 40), "blocks": (16, 32), "batch": 1, **row}, dtype=dtype)
+    e = dropped(
+        **{"heads": (2, 1), "head_dims": (32, 40), "blocks": (16, 32), "batch": 1, **row}, dtype=dtype
+    )
     p = e.problem
     out, lse = gpu_ops.attention(*p.arrays, **p.options, return_lse=True, **backend)
     e.check("out", out)
@@ -169,7 +188,9 @@ def test_packed_sequences_drop_what_a_batch_drops():
     starts = np.arange(4, dtype=np.int32) * 33
     for given in (REFERENCE, {"device": "cpu"}):
         options = {"dropout_p": 0.5, "seed": SEED, **given}
-        packed = gpu_ops.attention_varlen(*(x.reshape(99, 2, 8) for x in (q, k, v)), starts, starts, **options)
+        packed = gpu_ops.attention_varlen(
+            *(x.reshape(99, 2, 8) for x in (q, k, v)), starts, starts, **options
+        )
         np.testing.assert_allclose(packed.reshape(q.shape), gpu_ops.attention(q, k, v, **options), atol=1e-13)
 
 
@@ -182,7 +203,9 @@ def test_the_reference_equals_finite_differences():
     for i, gradient in enumerate(grads):
         step = rng.standard_normal(p.arrays[i].shape)
         moved = [
-            reference.attention(*(x + sign * h * step if j == i else x for j, x in enumerate(p.arrays)), **options)
+            reference.attention(
+                *(x + sign * h * step if j == i else x for j, x in enumerate(p.arrays)), **options
+            )
             for sign in (1, -1)
         ]
         slope = (p.dout * (moved[0] - moved[1])).sum() / (2 * h)
@@ -222,7 +245,7 @@ def test_seeds():
         np.testing.assert_array_equal(draw(np.array(seed, np.uint64)), want)
     assert len({x.tobytes() for x in first}) == len(seeds)
     for bad in (-1, 2**64, True, 1.0, None):
-        with pytest.raises(OptionError, match="attention: .*seed"):
+        with pytest.raises(OptionError, match=r"attention: .*seed"):
             draw(bad)
 
 

@@ -13,7 +13,7 @@ import gpu_ops
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("causal", "window_size", "softmax_scale", "softcap", "sinks", "alibi_slopes")
 WEIGHTS = (*SHARED, "dropout_p", "seed")
-DENSE = (*WEIGHTS, "bias", "block_mask")
+DENSE = (*WEIGHTS, "bias", "block_mask", "q_start", "k_start")
 TAKEN = {
     "attention": DENSE,
     "attention_backward": DENSE,

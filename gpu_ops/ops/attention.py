@@ -22,6 +22,7 @@ from gpu_ops.ops.attention_options import (
     reference_options,
     store_results,
     takes,
+    visible_pairs,
     write_forward,
 )
 
@@ -53,6 +54,8 @@ def attention(
     seed: Any = None,
     bias: Any = None,
     block_mask: Any = None,
+    q_start: int | None = None,
+    k_start: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -93,6 +96,11 @@ def attention(
         q's dtype or float32; added to the scores, -inf masks.
     block_mask : BlockMask, optional
         Blocks that are False are skipped; intersects with the other masks.
+    q_start, k_start : int, optional
+        Positions of the first query and of the first key, for causal, windows, ALiBi and dropout; bias and
+        block_mask count from the first ones given. If either is given, the other is 0 by default, and
+        i + seqlen_k - seqlen_q above becomes i + q_start - k_start: blocks of queries and of keys may lie anywhere,
+        as in ring attention. With dropout, the CUDA C++ kernels want multiples of 16 and of 32.
     layout : {"bshd", "bhsd"}
         "bhsd": axes 1 and 2 of q, k, v and out are swapped. Costs no copy.
     return_lse : bool
@@ -134,11 +142,15 @@ def attention(
     call = Call("attention", device, backend, workspace)
     layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
     dtype = _read_inputs(call, layout, q, k, v)
+    places: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "q_start": q_start,
+        "k_start": k_start,
+    }
     options = read_options(
         call,
         dtype,
-        causal=causal,
-        window_size=window_size,
         softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks,
@@ -147,13 +159,14 @@ def attention(
         seed=seed,
         bias=bias,
         block_mask=block_mask,
+        **places,
     )
     shape, lse_shape, seqlens = _result_shapes(call, layout)
     write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
         unsupported=raw_unsupported,
-        flops=forward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], causal),
+        flops=forward_flops(call, call.axes["batch"] * visible_pairs(seqlens, **places)),
     )
 
 
@@ -238,7 +251,7 @@ def attention_backward(
         problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
         finish=returned_gradients(extra) if return_extra else None,
-        flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], options.get("causal")),
+        flops=backward_flops(call, call.axes["batch"] * visible_pairs(seqlens, **options)),
     )
 
 

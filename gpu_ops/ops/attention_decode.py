@@ -116,7 +116,7 @@ def attention_decode(
         problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), words),
         unsupported=raw_unsupported,
         look=look,
-        flops=forward_flops(call, batch * seqlen_q, seqlen_k),
+        flops=forward_flops(call, batch * seqlen_q * seqlen_k),
     )
 
 

@@ -32,11 +32,13 @@ __all__ = [
     "reference_options",
     "store_results",
     "takes",
+    "visible_pairs",
     "write_forward",
 ]
 
 INT32 = np.dtype(np.int32)
 _LARGEST_SEED = (1 << 64) - 1
+MAX_START = (1 << 30) - 1  # of q_start and k_start: distances between positions stay in int32
 P = ParamSpec("P")
 
 
@@ -63,6 +65,8 @@ class DenseOptions(WeightOptions, total=False):
 
     bias: Any
     block_mask: Any
+    q_start: int | None
+    k_start: int | None
 
 
 def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callable[P, Bound]]:
@@ -109,6 +113,8 @@ def read_options(
     seed: Any = None,
     bias: Any = None,
     block_mask: Any = None,
+    q_start: int | None = None,
+    k_start: int | None = None,
 ) -> str:
     """Check what decides the scores and weights, and make it part of the call; its words for ``explain``."""
     op, axes = call.op, call.axes
@@ -131,11 +137,19 @@ def read_options(
         _read_bias(call, bias, checks.FLOAT_DTYPES[dtype])
     if block_mask is not None:
         _read_block_mask(call, block_mask)
+    if q_start is not None or k_start is not None:
+        starts = {"q_start": q_start, "k_start": k_start}
+        for name, start in starts.items():
+            starts[name] = 0 if start is None else checks.integer(op, name, start, low=0, high=MAX_START)
+        call.option(**starts)
     words = [f"scale {softmax_scale:.4g}"]
     words += ["causal"] if causal else []
     words += [f"window {window_size}"] if window_size != (-1, -1) else []
     words += [f"softcap {softcap:g}"] if softcap else []
     words += [f"dropout {dropout_p:g}"] if dropout_p else []
+    words += [
+        f"{name} {start}" for name, start in (("q_start", q_start), ("k_start", k_start)) if start is not None
+    ]
     given = {"sinks": sinks, "ALiBi": alibi_slopes, "bias": bias, "block mask": block_mask}
     return ", ".join([*words, *(word for word, x in given.items() if x is not None)])
 
@@ -175,15 +189,44 @@ def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> 
     )
 
 
-def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
-    """``queries``: of all sequences."""
-    pairs = call.axes["nheads"] * queries * seqlen_k * (0.5 if causal else 1.0)
-    return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
+def visible_pairs(
+    seqlens: tuple[int, int],
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    q_start: int | None = None,
+    k_start: int | None = None,
+    **_: Any,
+) -> int:
+    """(query, key) pairs of a head that causal and windows leave."""
+    seqlen_q, seqlen_k = seqlens
+    offset = seqlen_k - seqlen_q
+    if q_start is not None or k_start is not None:
+        offset = (q_start or 0) - (k_start or 0)
+    left, right = window_size
+
+    def keys_before(first: int) -> int:
+        """Over all queries i, keys before key first + i."""
+
+        def sum_below(stop: int) -> int:  # of min(x, seqlen_k) for x < stop
+            stop = max(stop, 0)
+            most = min(stop, seqlen_k)
+            return most * (most - 1) // 2 + (stop - most) * seqlen_k
+
+        return sum_below(first + seqlen_q) - sum_below(first)
+
+    seen = keys_before(offset + (0 if causal else right) + 1) if causal or right >= 0 else seqlen_q * seqlen_k
+    return seen - (keys_before(offset - left) if left >= 0 else 0)
 
 
-def backward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
+def forward_flops(call: Call, pairs: float) -> float:
+    """``pairs``: of all sequences that a head sees."""
+    return 2 * pairs * call.axes["nheads"] * (call.axes["head_dim"] + call.axes["head_dim_v"])
+
+
+def backward_flops(call: Call, pairs: float) -> float:
     """Five products in place of two: the scores are computed again."""
-    return 2.5 * forward_flops(call, queries, seqlen_k, causal)
+    return 2.5 * forward_flops(call, pairs)
 
 
 @uninterrupted  # it imports
@@ -216,26 +259,28 @@ def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool =
 def _read_dropout(call: Call, dropout_p: Any, seed: Any) -> float:
     """The seed is an array, or an integer that changes from call to call of one program."""
     op = call.op
-    dropout_p = checks.number(op, "dropout_p", dropout_p, low=0.0)
-    if dropout_p >= 1:
-        raise OptionError(f"{op}: dropout_p must be at least 0 and less than 1, got {dropout_p:g}")
-    call.option(dropout_p=dropout_p)
+    p = checks.number(op, "dropout_p", dropout_p, low=0.0)
+    if p >= 1:
+        raise OptionError(f"{op}: dropout_p must be at least 0 and less than 1, got {p:g}")
+    call.option(dropout_p=p)
     if seed is None:
-        if dropout_p:
+        if p:
             raise OptionError(
-                f"{op}: dropout_p={dropout_p:g} needs seed=, an integer from 0 to 2**64 - 1 that is another in "
+                f"{op}: dropout_p={p:g} needs seed=, an integer from 0 to 2**64 - 1 that is another in "
                 "every layer and step, and the same forward and backward"
             )
     elif hasattr(seed, "shape") and not isinstance(seed, np.generic):
         seed_ = call.read("seed", seed)
         if seed_.dtype not in (np.int64, np.uint64):
-            raise DTypeError(f"{op}: seed is {seed_.dtype}, expected an integer, or an array of uint64 or int64")
+            raise DTypeError(
+                f"{op}: seed is {seed_.dtype}, expected an integer, or an array of uint64 or int64"
+            )
         if seed_.shape not in ((), (1,)):
             raise ShapeError(f"{op}: seed has shape {seed_.shape}, expected one number: () or (1,)")
     else:
         _integer_seed(op, seed, None)
         call.provide("seed", None, "seed", functools.partial(_integer_seed, op))
-    return dropout_p
+    return p
 
 
 def _integer_seed(op: str, seed: Any, device: Any) -> int:

@@ -104,7 +104,7 @@ def attention_varlen(
         problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=raw_unsupported,
         look=look,
-        flops=forward_flops(call, shape[0], seqlens[1], options.get("causal")),
+        flops=forward_flops(call, shape[0] * seqlens[1] * (0.5 if options.get("causal") else 1.0)),
     )
 
 
@@ -180,7 +180,9 @@ def attention_varlen_backward(
         unsupported=backward_raw_unsupported,
         look=look,
         finish=returned_gradients(extra) if return_extra else None,
-        flops=backward_flops(call, call.axes["total_q"], seqlens[1], options.get("causal")),
+        flops=backward_flops(
+            call, call.axes["total_q"] * seqlens[1] * (0.5 if options.get("causal") else 1.0)
+        ),
     )
 
 

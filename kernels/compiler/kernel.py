@@ -64,7 +64,7 @@ _FLAGS = frozenset(
     {
         *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA", "SPLIT", "GATED"),
         *("INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED", "EXACT", "SKIP"),
-        *("A_ALONG_K", "B_ALONG_K"),
+        *("A_ALONG_K", "B_ALONG_K", "WIDE_LSE"),
     }
 )
 _NOTHING = frozenset({"kNone", "kOne", "nothing"})

@@ -62,7 +62,19 @@ def forward(spec: Spec, on: Builder) -> None:
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
     lengths = (*(a.cu_seqlens or (None, None)), a.seqused_k, a.block_table)
     visible = None if a.visible is None else a.visible.view(np.uint8)
-    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
+    arrays = (
+        a.q,
+        a.k,
+        a.v,
+        out,
+        lse,
+        *lengths,
+        None if split else a.sinks,
+        a.alibi_slopes,
+        a.bias,
+        visible,
+        a.seed,
+    )
     shape = _shape(a, config, out, lse)
     arguments = (*map(_pointer, arrays), a.with_seed(shape))
     kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a))
@@ -94,7 +106,7 @@ def raw_unsupported(spec: Spec) -> str | None:
     seqlen = max(a.seqlen_q, a.seqlen_k)
     if seqlen >= UNLIMITED:
         return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
-    return None
+    return a.raw_dropout_unsupported
 
 
 def tile_problem(a: Attention) -> Problem:
@@ -112,7 +124,7 @@ def tile_problem(a: Attention) -> Problem:
         a.head_dim,
         a.head_dim_v,
         mask=mask,
-        window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
+        window=max(left + right + 1, 1) if mask == "kLocal" and right < UNLIMITED else 0,
         block_mask=a.visible is not None,
         varlen=a.packed,
         num_splits=a.num_splits,

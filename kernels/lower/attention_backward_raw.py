@@ -89,7 +89,9 @@ class _Call:
     def options(self) -> tuple[Tensor | np.uint64, ...]:
         """alibi_slopes, bias, block_mask, seed."""
         visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
-        return tuple(_NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible, self.a.seed))
+        return tuple(
+            _NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible, self.a.seed)
+        )
 
     @property
     def dtype(self) -> str:
@@ -160,7 +162,7 @@ def raw_unsupported(spec: Spec) -> str | None:
     seqlen = max(a.seqlen_q, a.seqlen_k)
     if seqlen >= UNLIMITED:
         return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
-    return None
+    return a.raw_dropout_unsupported
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:

@@ -98,12 +98,24 @@ class Attention(Scores):
         return not self.cu_seqlens and self.seqused_k is None
 
     def window(self, unlimited: int) -> tuple[int, int]:
-        """Keys visible to the left and to the right of the diagonal; ``unlimited``: all."""
+        """Keys visible to the left and to the right of the bottom-right diagonal; ``unlimited``: all.
+
+        Where the lengths are known, ``ahead`` is counted in, so that a side may be negative; it is unlimited where
+        it hides nothing, and no longer than it takes to hide everything.
+        """
         left, right = (unlimited if side < 0 else min(side, unlimited) for side in self.window_size)
         if self.causal:
             right = min(right, 0)
-        if self.seqlen_q == 1 and right >= 0:
-            right = unlimited  # the only query sits on the last key
+        if not self.known_lengths:
+            if self.seqlen_q == 1 and right >= 0:
+                right = unlimited  # the only query sits on the last key
+            return left, right
+        if left < unlimited:
+            left = max(left - self.ahead, -self.seqlen_q)
+            left = unlimited if left >= self.seqlen_k - 1 else left  # the last query's is the first key
+        if right < unlimited:
+            right = max(right + self.ahead, -self.seqlen_k)
+            right = unlimited if right >= self.seqlen_q - 1 else right
         return left, right
 
     def cuda_sizes(self, unlimited: int) -> dict[str, int]:

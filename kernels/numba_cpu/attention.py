@@ -115,7 +115,9 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 
 
 # as prepare describes them; part_out and part_sums as _parts makes them
-Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks bias visible seed part_out part_sums")
+Arrays = namedtuple(
+    "Arrays", "q k v out lse sequences table alibi sinks bias visible seed part_out part_sums"
+)
 
 
 @kernel(

@@ -167,7 +167,9 @@ def attention_backward(
     state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed,
     dq, dk, dv, delta, dk_parts, dv_parts, starts,
 ):  # fmt: skip
-    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, seed, delta))
+    inputs = by_reference(
+        Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, seed, delta)
+    )
     results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts))
     size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
     make_scratch(size, options, operand(q, wide), wide)

@@ -59,7 +59,9 @@ def attention_backward_bias(
     delta, dbias,
 ):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, seed, delta))
+    inputs = by_reference(
+        Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, seed, delta)
+    )
     size, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
     make_scratch(size, options, operand(q, wide), wide)
     bias_tasks(state, n_tasks, arena(size[0]), options, inputs, dbias)

@@ -23,23 +23,24 @@ def drop(x, words, call, b, first, n, width, head, query, seed, careful):
 
     ``words`` (4, lanes) is scratch. ``careful``: nonzero numbers stay so, as zeros would hide what is not finite.
     """
-    least = np.uint32(call.dropout_p * STEPS)
-    for group in range(first // KEYS, (first + n - 1) // KEYS + 1):
+    least, query0, key = np.uint32(call.dropout_p * STEPS), call.query0, call.key0 + first
+    for group in range(key // KEYS, (key + n - 1) // KEYS + 1):
         for i in range(8):
-            draw(words, b, group * 8 + i, width, head, query, seed[0])
+            draw(words, b, group * 8 + i, width, head, query, query0, seed[0])
             for word in range(4):
-                j = group * KEYS + word * 8 + i - first
+                j = group * KEYS + word * 8 + i - key
                 if 0 <= j < n:
-                    drop_row(x, j, words[word], query, width, least, careful)
+                    drop_row(x, j, words[word], query, query0, width, least, careful)
 
 
 @noinline_function
-def draw(words, b, key_group, width, head, query, seed):
+def draw(words, b, key_group, width, head, query, query0, seed):
     k0, k1 = np.uint32(seed), np.uint32(seed >> np.uint64(32))
     c1, c3 = np.uint32(key_group), np.uint32(b)
     first, second, third, fourth = words[0], words[1], words[2], words[3]
     for c in range(width):
-        c0, c2 = np.uint32(query[c] >> 4 << 3 | query[c] & 7), np.uint32(head[c])
+        i = query0 + query[c]
+        c0, c2 = np.uint32(i >> 4 << 3 | i & 7), np.uint32(head[c])
         first[c], second[c], third[c], fourth[c] = philox4x32(c0, c1, c2, c3, k0, k1)
 
 
@@ -49,23 +50,23 @@ def is_kept(word, query, least):
 
 
 @generic
-def drop_row(x, j, words, query, width, least, careful):
+def drop_row(x, j, words, query, query0, width, least, careful):
     """Row j of floats, or of pairs of bfloat16 along the rows."""
 
-    def floats(x, j, words, query, width, least, careful):
+    def floats(x, j, words, query, query0, width, least, careful):
         row, zero, least_number = x[j], like(x[0, 0], 0.0), like(x[0, 0], 1e-45)
         for c in range(width):
             value = row[c]
             dropped = least_number if careful and value != 0 else zero
-            row[c] = value if is_kept(words[c], query[c], least) else dropped
+            row[c] = value if is_kept(words[c], query0 + query[c], least) else dropped
 
-    def pairs(x, j, words, query, width, least, careful):
+    def pairs(x, j, words, query, query0, width, least, careful):
         row, shift = x[j // 2], np.uint32(16 * (j % 2))
         mine, one = np.uint32(0xFFFF) << shift, np.uint32(1) << shift
         for c in range(width):
             dropped = np.uint32(row[c] & ~mine)
             if careful and row[c] & mine != 0:
                 dropped |= one
-            row[c] = row[c] if is_kept(words[c], query[c], least) else dropped
+            row[c] = row[c] if is_kept(words[c], query0 + query[c], least) else dropped
 
     return pairs if x.dtype == types.uint32 else floats

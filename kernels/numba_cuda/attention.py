@@ -96,7 +96,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
 
     def attention_forward(
         q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed,
-        scale, softcap, dropout_p, left, right, block_q, block_k, n_parts,
+        scale, softcap, dropout_p, ahead, query0, key0, left, right, block_q, block_k, n_parts,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -202,7 +202,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     if capped:
                         score = softcap * tanh(score / softcap)
                     if with_alibi:
-                        score -= number(alibi[b, head]) * number(abs(query + diagonal - key))
+                        score -= number(alibi[b, head]) * number(abs(query + diagonal + ahead - key))
                     if with_bias:
                         added = number(bias_load(bias[b, head, query, min(key, end - 1)]))
                         hide = hide or added == -infinity
@@ -218,9 +218,10 @@ def forward_kernel(config: Config) -> NumbaKernel:
             if with_dropout:
                 for i in range(my_rows):
                     row = r + i * ROWS
+                    query = query0 + query_of[row]
                     for j in range(my_keys):
-                        key, at = first + c + j * ROW_THREADS, row * stride_p + c + j * ROW_THREADS
-                        if p[at] != 0 and not keep(seed, dropout_p, b, head_of[row], query_of[row], key):
+                        key, at = key0 + first + c + j * ROW_THREADS, row * stride_p + c + j * ROW_THREADS
+                        if p[at] != 0 and not keep(seed, dropout_p, b, head_of[row], query, key):
                             p[at] = nothing
 
             # 5. O += P V. A weight of -0 marks a hidden key, whose value must not count, not even if it is NaN.
@@ -294,4 +295,4 @@ def _signature(config: Config) -> str:
     }
     arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
     arrays += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*arrays, *[computed] * 3, *['int32'] * 5])})"
+    return f"void({', '.join([*arrays, *[computed] * 3, *['int32'] * 8])})"

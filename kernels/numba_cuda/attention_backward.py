@@ -58,7 +58,7 @@ def queries_kernel(config: Config) -> NumbaKernel:
 
     def attention_backward_queries(
         dout, q, k, v, dq, statistics, sequences, alibi, bias, visible, seed,
-        scale, cap, dropout_p, left, right, block_q, block_k,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -72,7 +72,7 @@ def queries_kernel(config: Config) -> NumbaKernel:
         o = cuda.local.array((my_rows, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias, seed, dropout_p)
+        options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         # The rows and columns of this block.
         batch, nheads_kv, head_dim = sequences.shape[0], k.shape[2], q.shape[3]
@@ -162,7 +162,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
 
     def attention_backward_keys(
         dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible, seed,
-        scale, cap, dropout_p, left, right, block_q, block_k,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -177,7 +177,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
         sum_v = cuda.local.array((my_keys, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias, seed, dropout_p)
+        options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         # The keys and columns of this block. The first keys first: in a causal problem the most rows see them.
         batch, nheads_kv = sequences.shape[0], k.shape[2]

@@ -79,7 +79,7 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
 
     def attention_backward_rows(
         dout, out, q, k, lse, sinks, statistics, sequences, alibi, bias, visible, seed,
-        scale, cap, dropout_p, left, right, block_q, block_k,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         gradients = cuda.shared.array(n_numbers, number, alignment=16)
         results = cuda.shared.array(n_numbers, number, alignment=16)
@@ -113,7 +113,7 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
             if base2 + number(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
-                options = (scale, cap, alibi, bias, seed, dropout_p)
+                options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
                 top, rest = walk(
                     q, k, sink, sequences, options, visible, b, entry, k_batch, int32(head), query, left, right,
                     block_q, block_k,

@@ -63,9 +63,9 @@ def scorers(problem: Problem):
 
     @cuda.jit(device=True, forceinline=True)
     def add_terms(score, options, b, head, query, key, diagonal, hide):
-        alibi, bias = options[2:4]
+        ahead, alibi, bias = options[2:5]
         if with_alibi:
-            score = plus(score, -number(alibi[b, head]) * number(abs(query + diagonal - key)))
+            score = plus(score, -number(alibi[b, head]) * number(abs(query + diagonal + ahead - key)))
         if with_bias:
             added = number(bias_load(bias[b, head, query, key]))
             hide = hide or added == -infinity
@@ -196,12 +196,12 @@ def differentiator(config: Config, with_slope: bool = True):
         # In several loops: a longer one would not be unrolled, and the tile would leave the registers.
         dropped = uint32(0)
         if with_dropout:
-            seed, dropout_p = options[4:]
+            seed, dropout_p, query0, key0 = options[5:]
             for i in range(my_queries):
                 row = r + i * ROWS if queries_own else c + i * ROW_THREADS
                 for j in range(my_keys):
-                    key = first_key + (c + j * ROW_THREADS if queries_own else r + j * ROWS)
-                    kept = keep(seed, dropout_p, b, head_of[row], query_of[row], key)
+                    key = key0 + first_key + (c + j * ROW_THREADS if queries_own else r + j * ROWS)
+                    kept = keep(seed, dropout_p, b, head_of[row], query0 + query_of[row], key)
                     dropped |= uint32(not kept) << uint32(i * my_keys + j)
             for i in range(my_queries):
                 for j in range(my_keys):
@@ -291,4 +291,4 @@ def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
     }
     types = [element + rank4] * arrays + [*more, computed + "[:, :, :, ::1]", "int64[:, ::1]"]
     types += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*types, *[computed] * 3, *['int32'] * 4])})"
+    return f"void({', '.join([*types, *[computed] * 3, *['int32'] * 7])})"

@@ -267,7 +267,8 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     const int row0 = work.row0 + me.row(0), diagonal = work.diagonal(row0) - first;
     const int begin = diagonal - seen_before(shape), end = diagonal + seen_after(shape) + 1;
     const int rows_left = work.rows() - row0, columns_left = work.columns() - first;
-    [[maybe_unused]] const float along = static_cast<float>(diagonal);
+    const int ahead = ALIBI ? shape.scores.ahead : 0;
+    [[maybe_unused]] const float along = static_cast<float>(diagonal + (kOwnsKeys ? -ahead : ahead));
     [[maybe_unused]] const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
@@ -322,7 +323,7 @@ __device__ __forceinline__ unsigned drop_gradients(const BackwardShape& shape, c
         dropped |= kept ? 0 : 1u << ((r / 2 * kTilesS + j) * 4 + r % 2 * 2 + e);
     };
     draw<kOwnsKeys ? kTilesS : kLaneRows, kOwnsKeys ? kLaneRows : kTilesS, kOwnsKeys>(
-        work.seed, shape.scores.dropped, work.sequence.number, head, kOwnsKeys ? first : row, kOwnsKeys ? row : first,
+        work.seed, shape.scores, work.sequence.number, head, kOwnsKeys ? first : row, kOwnsKeys ? row : first,
         drop);
     return ptx::opaque(dropped);  // else the bits become so many predicates, which do not find room
 }

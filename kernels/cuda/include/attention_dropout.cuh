@@ -18,8 +18,9 @@ __device__ __forceinline__ Seed seed_of(const Seed* seed, Seed number) { return 
 // Calls visit(a, c, e, kept) for a lane's pairs of query tile a and key tile c, which lie 8 apart from `query` and
 // `key` on; e is 0 or 1, the one of the two neighbouring columns. kKeyRows: the columns are queries, else keys.
 template <int kQueryTiles, int kKeyTiles, bool kKeyRows, typename Visit>
-__device__ __forceinline__ void draw(Seed seed, unsigned dropped, unsigned sequence, unsigned head, unsigned query,
-                                     unsigned key, Visit visit) {
+__device__ __forceinline__ void draw(Seed seed, const AttentionScores& scores, unsigned sequence, unsigned head,
+                                     unsigned query, unsigned key, Visit visit) {
+    query += scores.query0, key += scores.key0;
     constexpr int kQ = kQueryTiles > 1 ? 2 : 1, kK = kKeyTiles % 4 == 0 ? 4 : kKeyTiles > 1 ? 2 : 1;
     #pragma unroll
     for (int first_q = 0; first_q < kQueryTiles; first_q += kQ) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ void draw(Seed seed, unsigned dropped, unsigned seque
                     for (int a = 0; a < kQ; ++a) {
                         const bool high = kQ == 2 ? a == 1 : i & 8;
                         // the half in the upper bits, as `dropped` has its limit; what is below decides nothing
-                        visit(first_q + a, first_k + c, e, (high ? words[c] : words[c] << 16) >= dropped);
+                        visit(first_q + a, first_k + c, e, (high ? words[c] : words[c] << 16) >= scores.dropped);
                     }
                 }
             }

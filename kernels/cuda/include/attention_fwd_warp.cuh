@@ -116,7 +116,7 @@ struct Forward {
     // Turns products into scores, in units of log2. `first` is the key of this lane's first column.
     __device__ __forceinline__ void shape_row(const Place& me, float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
-        const float along = static_cast<float>(diagonal(me, r) - first);
+        const float along = static_cast<float>(diagonal(me, r) + (ALIBI ? shape.scores.ahead : 0) - first);
         #pragma unroll
         for (int j = 0; j < kTilesS; ++j) {
             #pragma unroll
@@ -221,7 +221,7 @@ struct Forward {
                 float& x = s[a / 2][c][a % 2 * 2 + e];
                 x = kept ? x : 0.0f;
             };
-            draw<kRows, kTilesS, false>(seed, shape.scores.dropped, work.batch, work.head, row(me, 0), key, drop);
+            draw<kRows, kTilesS, false>(seed, shape.scores, work.batch, work.head, row(me, 0), key, drop);
         }
 
         ptx::cp_async_wait<1>();

@@ -1,6 +1,7 @@
 // What options do to the scores of attention; kernels/attention_scores.py mirrors the structure and sets the macros.
 //
-//   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + seqlen_k - seqlen_q - j|, + bias
+//   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + offset - j|, + bias
+//   offset = seqlen_k - seqlen_q + ahead
 //
 //   SOFTCAP ALIBI SINKS   0 or 1
 //   DROPOUT               0 or 1: of the weights, see attention_dropout.cuh
@@ -14,8 +15,10 @@ struct AttentionScores {
     float scale_log2;                      // |softmax_scale| log2(e), > 0
     float softcap_in, softcap_log2;        // |softmax_scale| / softcap and softcap log2(e)
     int negate;                            // softmax_scale < 0
+    int ahead;                             // of ALiBi alone; the host counts it in with windows
     unsigned dropped;                      // 2^32 dropout_p: with DROPOUT, random bits below it drop a weight
     float keep_scale, keep_scale_log2;     // 1 / (1 - dropout_p) and its log2
+    int query0, key0;                      // positions of the first query and key, multiples of 16 and 32: of dropout
 };
 
 #ifdef SOFTCAP  // a kernel that computes scores
