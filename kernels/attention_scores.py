@@ -133,16 +133,6 @@ class Scores:
             else self.seed.reshape(1).view(np.uint64)
         )
 
-    @property
-    def raw_dropout_unsupported(self) -> str | None:
-        """Why the CUDA C++ kernels cannot draw; None when they can. A warp's rows share draws by position."""
-        if self.dropped and (self.query0 % 16 or self.key0 % 32):
-            return (
-                f"dropout from q_start={self.query0} and k_start={self.key0} on: "
-                "they have to be multiples of 16 and of 32"
-            )
-        return None
-
     def with_seed(self, shape: np.ndarray[Any, Any]) -> Any:
         """A structure of a CUDA C++ kernel as its argument, which has the number that is the seed of each call."""
         return Dynamic("seed", shape.dtype, shape[()]) if self.dropped and self.seed is None else shape[()]

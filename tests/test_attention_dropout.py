@@ -112,7 +112,9 @@ def test_a_block_drops_what_the_whole_drops(starts, backend):
     """CUDA C++ kernels draw for whole groups of positions."""
     starts = dict(zip(("q_start", "k_start"), starts, strict=True))
     if backend["backend"] == "raw" and starts["q_start"] % 16:
-        with pytest.raises(DeviceError, match=r"dropout from q_start=5 and k_start=39 on: .* of 16 and of 32"):
+        with pytest.raises(
+            DeviceError, match=r"dropout from q_start=5 and k_start=39 on: .* of 16 and of 32"
+        ):
             check_masks(1, 40, "float16", 8, backend, starts=starts)
         return
     check_masks(1, 40, "float16", 8, backend, starts=starts)

@@ -30,6 +30,7 @@ __all__ = [
     "read_inputs",
     "read_options",
     "reference_options",
+    "results_dtypes",
     "store_results",
     "takes",
     "visible_pairs",
@@ -40,6 +41,7 @@ INT32 = np.dtype(np.int32)
 _LARGEST_SEED = (1 << 64) - 1
 MAX_START = (1 << 30) - 1  # of q_start and k_start: distances between positions stay in int32
 P = ParamSpec("P")
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -164,6 +166,11 @@ def reference_options(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def results_dtypes(views: Mapping[str, Any]) -> dict[str, Any]:
+    """The dtypes of out and lse, as keyword arguments of the reference."""
+    return {f"{name}_dtype": views[name].dtype for name in ("out", "lse") if name in views}
+
+
 def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
     """The reference's out and lse; lse where it is wanted."""
     views["out"][...] = found[0]
@@ -172,12 +179,17 @@ def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
 
 
 def write_forward(
-    call: Call, dtype: str, shape: tuple[int, ...], lse_shape: tuple[int, ...], out: Any, return_lse: bool
+    call: Call, dtype: str, shapes: Shapes, out: Any, return_lse: bool, out_dtype: Any, lse_dtype: Any
 ) -> None:
-    """The results of a forward pass: ``out`` and, where it is wanted, ``lse``."""
-    call.write("out", shape, checks.FLOAT_DTYPES[dtype], out, item=0)
+    """The results of a forward pass: ``out`` and, where it is wanted, ``lse``. ``shapes``: theirs."""
+    computed = checks.computing_dtype(dtype)
+    of_out = checks.result_dtype(call.op, "out_dtype", out_dtype, checks.FLOAT_DTYPES[dtype], computed)
+    of_lse = checks.result_dtype(call.op, "lse_dtype", lse_dtype, computed, np.dtype(np.float64))
+    if lse_dtype is not None and not return_lse:
+        raise OptionError(f"{call.op}: lse_dtype is that of lse, which only return_lse=True returns")
+    call.write("out", shapes[0], of_out, out, item=0)
     if return_lse:
-        call.write("lse", lse_shape, checks.computing_dtype(dtype), out, item=1)
+        call.write("lse", shapes[1], of_lse, out, item=1)
 
 
 def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> str:

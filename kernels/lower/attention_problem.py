@@ -44,14 +44,15 @@ class Attention(Scores):
         options = dict(spec.options)
         layout = options["layout"]
         k, v = ("k", "v") if spec.get("k_cache") is None else ("k_cache", "v_cache")
-        q_, k_, v_, out = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, "out"))
+        out = "dout" if spec.get("out") is None else "out"  # alike: a backward with delta does not read out
+        q_, k_, v_, out_ = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, out))
         lse = spec.get("lse")
         cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]
         return cls(
             q=q_,
             k=k_,
             v=v_,
-            out=out,
+            out=out_,
             lse=lse[None] if lse is not None and lse.ndim == 2 else lse,
             batch=len(cu_seqlens[0]) - 1 if cu_seqlens else q_.shape[0],
             seqlen_q=options["max_seqlen_q"],
@@ -81,6 +82,8 @@ class Attention(Scores):
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
+        if self.lse is not None:
+            return self.lse.dtype
         return np.dtype(np.float64 if self.q.dtype == np.float64 else np.float32)
 
     @property
@@ -117,6 +120,16 @@ class Attention(Scores):
             right = max(right + self.ahead, -self.seqlen_k)
             right = unlimited if right >= self.seqlen_q - 1 else right
         return left, right
+
+    def raw_positions_unsupported(self, unlimited: int) -> str | None:
+        """Why the CUDA C++ kernels do not take these lengths and positions; None when they do."""
+        seqlen = max(self.seqlen_q, self.seqlen_k)
+        if seqlen >= unlimited:
+            return f"sequences of {seqlen}: at most {unlimited - 1} tokens"
+        if self.dropped and (self.query0 % 16 or self.key0 % 32):  # rows of accumulators share draws
+            starts = f"q_start={self.query0} and k_start={self.key0}"
+            return f"dropout from {starts} on: they have to be multiples of 16 and of 32"
+        return None
 
     def cuda_sizes(self, unlimited: int) -> dict[str, int]:
         """Sizes and windows, by their names in the structures of the CUDA C++ kernels."""

@@ -33,6 +33,12 @@ def drop(x, words, call, b, first, n, width, head, query, seed, careful):
                     drop_row(x, j, words[word], query, query0, width, least, careful)
 
 
+@device_function
+def drop_lanes(tile, w, call, x, b, width, first, n, careful):
+    """The same for a tile of the backward pass, its scratch ``w`` and the call's arrays ``x``."""
+    drop(tile, w.terms.words, call, b, first, n, width, w.head, w.query, x.seed, careful)
+
+
 @noinline_function
 def draw(words, b, key_group, width, head, query, query0, seed):
     k0, k1 = np.uint32(seed), np.uint32(seed >> np.uint64(32))

@@ -18,12 +18,12 @@ one of its lanes sees. Neighbours with the same range go together.
 
 import numpy as np
 
-from .attention_dropout import drop
+from .attention_dropout import drop_lanes
 from .attention_gradient_operands import (
     clear,
     clear_columns,
     extremes,
-    is_coarse,
+    is_large,
     kept_log2,
     load_block,
     load_keys,
@@ -141,28 +141,36 @@ def scale_scores(s, n, width, factor):
 
 @device_function
 def split_lse(w, call, x, b, head_kv, n, first, last):
-    """Of rows with a coarse lse: w.lse2 the largest score, and w.rest the log2 of the sum of the weights beside it.
+    """Of rows with a large lse (``split_from``): w.lse2 and w.rest, whose sum is lse in base 2.
 
-    float32 of -1e9 + log 100 is -1e9: keys that all have such a bias would weigh 1 each.
+    From ``coarse_from`` on lse does not hold the sum of a row: float32 of -1e9 + log 100 is -1e9, and keys that all
+    have such a bias would weigh 1 each. There w.lse2 is the largest score of this call's keys, and w.rest the log2 of
+    the sum of the weights beside it.
     """
+    ob, coarse = 0 if call.packed else b, False
     for c in range(n):
-        if is_coarse(w.lse2[c]):
+        row_lse = x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]]
+        w.rest[c] = 0
+        if is_large(row_lse, x.coarse_from):
             has_sink = call.has_sinks and x.sinks[w.head[c]] != -np.inf
             w.lse2[c] = x.sinks[w.head[c]] * LOG2E if has_sink else -np.inf
             w.rest[c] = 1 if has_sink else 0  # the sum, for now
-        else:
-            w.rest[c] = -1
-    while first <= last:
+            coarse = True
+        elif is_large(row_lse, x.split_from):
+            w.rest[c] = row_lse * LOG2E - w.lse2[c]
+    while coarse and first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
         if seen:
             load_keys(w, call, x, b, head_kv, first, n_keys)
             any_scores(w, call, n, first, n_keys, x.bias)
             for c in range(n):
-                if w.rest[c] >= 0:
+                if is_large(x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]], x.coarse_from):
                     sum_weights(w, c, n_keys)
         first += n_keys
     for c in range(n):
-        w.rest[c] = kept_log2(call) + (np.log2(w.rest[c]) if w.rest[c] > 0 else 0)
+        if coarse and is_large(x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]], x.coarse_from):
+            w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
+        w.rest[c] += kept_log2(call)
 
 
 @noinline_function
@@ -189,21 +197,15 @@ def weigh_visible(s, lse, n_keys, width):
 
 
 @device_function
-def drop_lanes(tile, w, call, x, b, n, first, n_keys, careful):
-    width = round_up(n, PANEL)
-    drop(tile, w.terms.words, call, b, first, n_keys, width, w.head, w.query, x.seed, careful)
-
-
-@device_function
 def any_gradients(w, call, x, b, n, first, n_keys, finite):
     """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore.
 
-    Dropout is in dS, but not yet in P.
+    dS is that of weights that dropout drops or scales, P of all, scaled.
     """
     width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
     any_scores(w, call, n, first, n_keys, x.bias)
     if call.dropout_p > 0:
-        drop_lanes(w.dp, w, call, x, b, n, first, n_keys, False)
+        drop_lanes(w.dp, w, call, x, b, width, first, n_keys, False)
     if not finite:
         weigh_visible(w.s, w.lse2, n_keys, width)
     lse, rest, delta, zero = w.lse2, w.rest, w.delta, like(w.lse2[0], 0.0)
@@ -324,10 +326,10 @@ def add_row(total, weight, row, dim):
 @device_function
 def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
     """dQ of a block of queries into w.dq; adds its dK and dV, whose rows begin at ``start``. Returns lanes used."""
-    n, first, last, finite_block, coarse = load_block(w, call, x, b, group, block)
-    if coarse:
+    n, first, last, finite_block, split = load_block(w, call, x, b, group, block)
+    if split:
         split_lse(w, call, x, b, head_kv, n, first, last)
-    width, plain = round_up(n, PANEL), is_plain(call) and call.dropout_p == 0 and not coarse
+    width, plain = round_up(n, PANEL), is_plain(call) and call.dropout_p == 0 and not split
     clear(w.dq, 0, width)
     while first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
@@ -337,7 +339,7 @@ def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
             if not (all_finite and plain and plain_gradients(w, call, width, first, n_keys)):
                 any_gradients(w, call, x, b, n, first, n_keys, finite)
                 if call.dropout_p > 0:
-                    drop_lanes(w.s, w, call, x, b, n, first, n_keys, not all_finite)
+                    drop_lanes(w.s, w, call, x, b, width, first, n_keys, not all_finite)
                 pair_gradients(w, width, n_keys)
             if all_finite:
                 add_products(w, width, dk, dv, start + first, n_keys)
