@@ -26,6 +26,7 @@ def quick_on_emulator(raw):
         "test_a_block_drops_what_the_whole_drops": {} if raw else {"starts": [(5, 39)]},
         "test_packed_sequences": {} if raw else None,
         "test_a_seed_in_an_array": {} if raw else None,
+        "test_a_given_delta_and_a_wide_lse": {} if raw else None,
         "test_a_value_that_is_dropped_may_not_hide": None,
     }
 
@@ -162,6 +163,20 @@ def test_values_and_gradients(row, dtype, backend):
         e.check(name, x)
     for name, x in extra.items():
         e.check(f"d{name}", x)
+
+
+def test_a_given_delta_and_a_wide_lse(backend):
+    """delta is that of the results, dropout included; lse that of the weights before it."""
+    e = dropped(seqlens=(40, 70), heads=(2, 1), head_dims=(32, 32), batch=1, sinks=True, dtype="float32")
+    p = e.problem
+    delta = (p.dout * e.exact["out"]).sum(axis=-1).swapaxes(1, 2).astype(np.float32)
+    nothing = np.full_like(p.dout, np.nan)  # out is not read
+    for lse in (e.exact["lse"], e.exact["lse"].astype(np.float32)):
+        *gradients, extra = gpu_ops.attention_backward(
+            p.dout, *p.arrays, nothing, lse, delta=delta, **p.options, return_extra=True, **backend
+        )
+        for name, x in zip(("dq", "dk", "dv", "dsinks"), (*gradients, extra["sinks"]), strict=True):
+            e.check(name, x)
 
 
 def test_packed_sequences(backend):

@@ -18,7 +18,7 @@ from gpu_ops.kernels.attention_scores import PLAIN, Features
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import attention_cpu, attention_numba
-from gpu_ops.kernels.lower.arguments import DTYPES, address, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, address, four_axes, strides_of
 from gpu_ops.kernels.lower.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -131,9 +131,9 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
         shape[name] = strides_of(x)[:3]
     _place(shape, out, lse, config.num_splits > 1)
     if a.bias is not None:
-        shape["bias"] = strides_of(_four_axes(a.bias))
+        shape["bias"] = strides_of(four_axes(a.bias))
     if a.visible is not None:
-        shape["block_mask"] = strides_of(_four_axes(a.visible))
+        shape["block_mask"] = strides_of(four_axes(a.visible))
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     if a.block_table is not None:
@@ -237,12 +237,12 @@ def variants(arch: str) -> Iterator[Variant]:
         decode = seqlen_q == 1
         kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
         yield Variant(kernel, config.threads, config.shared_bytes)
+    trained = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", dropout=True)
+    config = select_config(trained, limits)
+    kernel = _kernel(config, "bfloat16", "kCausal", Features(dropout="number"))
+    yield Variant(kernel, config.threads, config.shared_bytes)
     yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
     yield from attention_numba.numba_variants()
-
-
-def _four_axes(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.ndim)]
 
 
 def _pointer(array: Tensor | None) -> Tensor | np.uint64:

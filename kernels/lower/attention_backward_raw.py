@@ -18,7 +18,7 @@ import numpy as np
 from gpu_ops.kernels.attention_scores import CUDA_SCORES, PLAIN
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, four_axes, strides_of
 from gpu_ops.kernels.lower.attention_backward_config import (
     MAX_HEAD_DIM,
     PAD,
@@ -198,9 +198,9 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
     for name, given in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
         if given is not None:
-            shape[name] = strides_of(_four_axes(given))
+            shape[name] = strides_of(four_axes(given))
     if a.bias is not None:
-        shape["bias_shape"] = _four_axes(a.bias).shape
+        shape["bias_shape"] = four_axes(a.bias).shape
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     numbers = {
@@ -267,16 +267,12 @@ def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
     macros = {**_features(a), "SPLIT_LSE": int(call.split_lse)}
     kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
-    batches, heads, queries, keys = _four_axes(dbias).shape
+    batches, heads, queries, keys = four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
     arguments = (*inputs, call.statistics, *call.options, dbias, a.with_seed(call.shape))
     shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
     on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
-
-
-def _four_axes(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.ndim)]
 
 
 def _mask(a: Attention) -> str:
@@ -332,6 +328,7 @@ def variants(arch: str) -> Iterator[Variant]:
         ("bf16", 64, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1, "PARTS": 1}),
+        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "DROPOUT": 1}),
         ("bf16", 128, "kCausal", {}),  # dq of the deterministic way
         ("f16", 128, "kNone", {"ADD_DQ": 1}),
         ("bf16", 256, "kNone", {"ADD_DQ": 1}),
@@ -346,5 +343,5 @@ def variants(arch: str) -> Iterator[Variant]:
     tile = select_bias_tile(2, 128, 128, most)
     kernel = _bias_kernel("bf16", tile, (128, 128), "kCausal", BIAS="kSame")
     yield Variant(kernel, tile.threads, bias_shared_bytes(tile, 2, 128, 128))
-    for what in ("statistics", "rows", "sinks"):
-        yield Variant(_rows_kernel(what, DTYPE="bf16", COLUMNS=128), _THREADS)
+    rows = (_rows_kernel(what, DTYPE="bf16", COLUMNS=128) for what in ("statistics", "rows", "sinks"))
+    yield from (Variant(kernel, _THREADS) for kernel in rows)
