@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .attention_dropout import WORDS
 from .codegen.arena import arena_array
 from .codegen.bias import PANEL, add_square
 from .codegen.decode_rows import chunk_elements
@@ -153,7 +154,7 @@ class Terms(NamedTuple):
     position: Any  # (m) of the query on the axis of keys
     starts: Any  # (m and a panel) addresses of the lanes' rows of bias
     derivative: Any  # (n, m) for gradients, of scores by softmax_scale * q.k, if it is not 1
-    words: Any  # (4, m) random bits for dropout
+    words: Any  # (4, WORDS) random bits for dropout
 
 
 @device_function
@@ -163,7 +164,7 @@ def make_terms(memory, n, m, wide):
         arena_array(memory, m, wide),
         arena_array(memory, m + PANEL * MAX_LANES, np.int64(0)),
         arena_array(memory, (n, m), wide),
-        arena_array(memory, (4, m), np.uint32(0)),
+        arena_array(memory, (4, WORDS), np.uint32(0)),
     )
 
 
