@@ -88,12 +88,16 @@ def _alibi(x: Inputs) -> np.ndarray:
     return -_SLOPES[:, None, None] * np.abs(_distances(x)).astype(np.float32)
 
 
+# without peers: they would drop other weights
+DROPOUT = Option("dropout", lambda x: {"dropout_p": 0.1, "seed": 0})
+
 OPTIONS = (
     Option("bias", lambda x: {"bias": x["bias"]}, lambda x: x["bias"].astype(np.float32)),
     Option("alibi", lambda x: {"alibi_slopes": _SLOPES}, _alibi),
     Option("softcap", lambda x: {"softcap": SOFTCAP}, softcap=SOFTCAP),
     Option("window", lambda x: {"window_size": (_window(x) - 1, 0)}, _window_mask),
     Option("documents", _document_blocks, _document_mask),
+    DROPOUT,
 )
 
 
@@ -147,6 +151,8 @@ def case(option: Option, shape: Shape, small: Shape, dtype: str, *, backward: bo
 
 
 def with_torch(one: Case, option: Option, device: str) -> Case:
+    if option is DROPOUT:
+        return replace(one, naive=None)
     torch = peers.torch_backward if one.backward else peers.torch_forward
     return replace(
         one,

@@ -14,6 +14,7 @@ from .attention_backward import attention_backward, attention_varlen_backward
 from .attention_core import (
     DenseOptions,
     Options,
+    WeightOptions,
     matmul_visible,
     repeat_heads,
     sequences,
@@ -80,7 +81,7 @@ def attention(
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
-@takes(Options)
+@takes(WeightOptions)
 def attention_varlen(
     q: Array,
     k: Array,
@@ -112,14 +113,14 @@ def attention_varlen(
     seqused_k : (batch,) keys in use per sequence, its first ones; the rest is never read
     max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
-    options : the fields of :class:`Options`
+    options : the fields of :class:`WeightOptions`
 
     Returns
     -------
     out : (total_q, nheads, head_dim_v)
     lse : (nheads, total_q), only with ``return_lse``
     """
-    given = Options(**options)
+    given = WeightOptions(**options)
     s = steps(precision, q.dtype)
     out = np.zeros((*q.shape[:2], v.shape[-1]))
     lse = np.full(q.shape[1::-1], -np.inf)
@@ -128,7 +129,7 @@ def attention_varlen(
     for b, rows, keys in sequences(cu_seqlens_q, starts_k):
         seqlen = keys.stop - keys.start if seqused_k is None else int(seqused_k[b])
         k_b, v_b = (_used(x, b, seqlen, block_table) if paged else x[keys][:seqlen] for x in (k, v))
-        one = _forward(q[None, rows], k_b[None], v_b[None], given.of_sequence(b), s)
+        one = _forward(q[None, rows], k_b[None], v_b[None], given.of_sequence(b), s, sequence=b)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
@@ -180,14 +181,14 @@ def attention_decode(
 
 
 def _forward(
-    q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd"
+    q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd", sequence: int = 0
 ) -> tuple[Array, Array]:
     """``out`` and ``lse`` in float64, before the last rounding."""
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     nheads = q.shape[1]
     with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the inputs, are valid here
-        rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
-        out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible, s)
+        rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s, sequence)
+        out = matmul_visible(s.step(rows.probs * rows.kept), s.load(repeat_heads(v, nheads)), rows.visible, s)
     return to_bhsd(s.step(out), layout), rows.lse
 
 

@@ -36,7 +36,7 @@ def test_contenders_agree_with_the_reference(name, contender):
     if contender == "torch":
         pytest.importorskip("torch", reason=TORCH)
     if case.contender(contender) is None:
-        assert (contender, name) == ("naive", "backward softcap")
+        assert (contender, name) == ("naive", "backward softcap") or "dropout" in name
         return
     x = case.make_small(np.random.default_rng(0))
     got = results(case.contender(contender)(x)())

@@ -18,6 +18,7 @@ __all__ = [
     "as_line",
     "as_rows",
     "float32",
+    "four_axes",
     "heads_alignment",
     "row_stride",
     "rows_of",
@@ -60,6 +61,11 @@ def strides_of(array: Any) -> tuple[int, ...]:
     """In elements; 0 where an axis has one entry."""
     pairs = zip(array.shape, array.strides, strict=True)
     return tuple(stride // array.dtype.itemsize if n > 1 else 0 for n, stride in pairs)
+
+
+def four_axes(x: Tensor) -> Tensor:
+    """With axes of length 1 in front, such as of batch and heads."""
+    return x[(None,) * (4 - x.ndim)]
 
 
 def row_stride(array: Any) -> np.int64:

@@ -18,7 +18,7 @@ from gpu_ops.kernels.attention_scores import PLAIN, Features
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import attention_cpu, attention_numba
-from gpu_ops.kernels.lower.arguments import DTYPES, address, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, address, four_axes, strides_of
 from gpu_ops.kernels.lower.attention_config import (
     MAX_HEAD_DIM,
     Config,
@@ -62,9 +62,10 @@ def forward(spec: Spec, on: Builder) -> None:
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
     lengths = (*(*a.cu_seqlens, None, None)[:2], a.seqused_k, a.block_table)
     visible = None if a.visible is None else a.visible.view(np.uint8)
-    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
+    scores = (None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
+    arrays = (a.q, a.k, a.v, out, lse, *lengths, *scores)
     shape = _shape(a, config, out, lse)
-    arguments = (*map(_pointer, arrays), shape[()])
+    arguments = (*map(_pointer, arrays), a.with_seed(shape))
     results: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "WIDE_LSE": _wide_lse(a)}
     results = {} if split else results
     reads = _reads(a, config)
@@ -94,10 +95,7 @@ def raw_unsupported(spec: Spec) -> str | None:
             return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
     if max(a.batch, 2 * a.nheads) > _MAX_GRID_YZ:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
-    seqlen = max(a.seqlen_q, a.seqlen_k)
-    if seqlen >= UNLIMITED:
-        return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
-    return None
+    return a.raw_positions_unsupported(UNLIMITED)
 
 
 def tile_problem(a: Attention) -> Problem:
@@ -120,6 +118,7 @@ def tile_problem(a: Attention) -> Problem:
         varlen=a.packed,
         paged=a.block_table is not None,
         num_splits=a.num_splits,
+        dropout=a.dropped > 0,
         wide_out=a.out.itemsize > a.q.itemsize,
         lean=a.features().plain and not (mask == "kLocal" and own_lengths),
     )
@@ -132,9 +131,9 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
         shape[name] = strides_of(x)[:3]
     _place(shape, out, lse, config.num_splits > 1)
     if a.bias is not None:
-        shape["bias"] = strides_of(_four_axes(a.bias))
+        shape["bias"] = strides_of(four_axes(a.bias))
     if a.visible is not None:
-        shape["block_mask"] = strides_of(_four_axes(a.visible))
+        shape["block_mask"] = strides_of(four_axes(a.visible))
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     if a.block_table is not None:
@@ -239,12 +238,12 @@ def variants(arch: str) -> Iterator[Variant]:
         decode = seqlen_q == 1
         kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
         yield Variant(kernel, config.threads, config.shared_bytes)
+    trained = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", dropout=True)
+    config = select_config(trained, limits)
+    kernel = _kernel(config, "bfloat16", "kCausal", Features(dropout="number"))
+    yield Variant(kernel, config.threads, config.shared_bytes)
     yield Variant(_combine("float16", False), 32 * _COMBINE_ROWS)
     yield from attention_numba.numba_variants()
-
-
-def _four_axes(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.ndim)]
 
 
 def _pointer(array: Tensor | None) -> Tensor | np.uint64:

@@ -33,8 +33,8 @@ def backward(spec: Spec, on: Builder) -> None:
     wide = np.float64 if problem.itemsize == 8 else np.float32
     statistics = on.empty((3, *a.lse_shape), wide, "statistics of rows")
     sequences = sequences_of(a, on)
-    _, slopes, _, bias, visible = score_arrays(a, with_sinks=False)
-    options = (slopes, bias, visible, *a.numbers.values(), left, right, a.block_q, a.block_k)
+    _, slopes, _, bias, visible, seed = score_arrays(a, with_sinks=False)
+    options = (slopes, bias, visible, seed, *a.numbers.values(), left, right, a.block_q, a.block_k)
     common = (statistics, sequences, *options)
 
     grid = (-(-a.seqlen_q // THREADS) * a.batch * a.nheads,)

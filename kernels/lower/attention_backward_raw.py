@@ -18,7 +18,7 @@ import numpy as np
 from gpu_ops.kernels.attention_scores import CUDA_SCORES, PLAIN
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, four_axes, strides_of
 from gpu_ops.kernels.lower.attention_backward_config import (
     MAX_HEAD_DIM,
     PAD,
@@ -51,6 +51,7 @@ BACKWARD_SHAPE = np.dtype(
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
         *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
         *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
+        ("seed", "u8"),
         *[(name, "i4") for name in ("parts", "part_heads", "batch")],
         ("bias_shape", "i4", (4,)),
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
@@ -90,9 +91,10 @@ class _Call:
 
     @property
     def options(self) -> tuple[Tensor | np.uint64, ...]:
-        """alibi_slopes, bias, block_mask."""
+        """alibi_slopes, bias, block_mask, seed."""
         visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
-        return tuple(_NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible))
+        given = (self.a.alibi_slopes, self.a.bias, visible, self.a.seed)
+        return tuple(_NULL if x is None else x for x in given)
 
     @property
     def dtype(self) -> str:
@@ -113,6 +115,7 @@ def backward(spec: Spec, on: Builder) -> None:
     delta = spec.get("delta")
     inputs = call.rows["out"], call.rows["dout"], call.lse, _NULL if delta is None else delta
     macros: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
+    macros |= {"DROPOUT": int(a.dropped > 0)}
     _launch_rows(call, on, "statistics", of_queries, (*inputs, *call.starts, call.statistics), **macros)
     if spec["deterministic"]:
         _gradients_of_keys(call, on, tile, None)
@@ -163,10 +166,7 @@ def raw_unsupported(spec: Spec) -> str | None:
             return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
     if max(a.batch, a.nheads) > _MAX_GRID_YZ:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
-    seqlen = max(a.seqlen_q, a.seqlen_k)
-    if seqlen >= UNLIMITED:
-        return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
-    return None
+    return a.raw_positions_unsupported(UNLIMITED)
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
@@ -198,9 +198,9 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
     for name, given in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
         if given is not None:
-            shape[name] = strides_of(_four_axes(given))
+            shape[name] = strides_of(four_axes(given))
     if a.bias is not None:
-        shape["bias_shape"] = _four_axes(a.bias).shape
+        shape["bias_shape"] = four_axes(a.bias).shape
     if a.alibi_slopes is not None and a.alibi_slopes.ndim == 2:
         shape["alibi_batch"] = strides_of(a.alibi_slopes)[0]
     numbers = {
@@ -238,7 +238,7 @@ def _launch(
         _NULL if dq_sum is None else dq_sum,
         rows["dq"],
         *(sums or (rows["dk"], rows["dv"])),
-        call.shape[()],
+        a.with_seed(call.shape),
     )
     shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys, split_lse=call.split_lse)
     on.launch(
@@ -267,16 +267,12 @@ def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
     macros = {**_features(a), "SPLIT_LSE": int(call.split_lse)}
     kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
-    batches, heads, queries, keys = _four_axes(dbias).shape
+    batches, heads, queries, keys = four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
-    arguments = (*inputs, call.statistics, *call.options, dbias, call.shape[()])
+    arguments = (*inputs, call.statistics, *call.options, dbias, a.with_seed(call.shape))
     shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
     on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
-
-
-def _four_axes(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.ndim)]
 
 
 def _mask(a: Attention) -> str:
@@ -318,7 +314,7 @@ def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **mac
 
 
 def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "SPLIT_LSE": 0}
+    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "SPLIT_LSE": 0, "DROPOUT": 0}
     defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kSame", **macros}
     return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 
@@ -332,6 +328,7 @@ def variants(arch: str) -> Iterator[Variant]:
         ("bf16", 64, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1, "PARTS": 1}),
+        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "DROPOUT": 1}),
         ("bf16", 128, "kCausal", {}),  # dq of the deterministic way
         ("f16", 128, "kNone", {"ADD_DQ": 1}),
         ("bf16", 256, "kNone", {"ADD_DQ": 1}),
@@ -346,5 +343,5 @@ def variants(arch: str) -> Iterator[Variant]:
     tile = select_bias_tile(2, 128, 128, most)
     kernel = _bias_kernel("bf16", tile, (128, 128), "kCausal", BIAS="kSame")
     yield Variant(kernel, tile.threads, bias_shared_bytes(tile, 2, 128, 128))
-    for what in ("statistics", "rows", "sinks"):
-        yield Variant(_rows_kernel(what, DTYPE="bf16", COLUMNS=128), _THREADS)
+    rows = (_rows_kernel(what, DTYPE="bf16", COLUMNS=128) for what in ("statistics", "rows", "sinks"))
+    yield from (Variant(kernel, _THREADS) for kernel in rows)

@@ -20,7 +20,7 @@ def forward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu.attention_config import DECODE_ROWS, select_config
 
     a = Attention.of(spec)
-    decodes = a.bias is None and a.visible is None
+    decodes = a.bias is None and a.visible is None and not a.dropped
     config = select_config(
         a.batch,
         a.nheads,
@@ -105,6 +105,8 @@ def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
     if a.visible is not None:
         blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
         given["visible"] = _broadcast(views["block_mask.visible"], (a.batch, a.nheads, *blocks))
+    if a.dropped:
+        given["dropout_seed"] = np.asarray(views["seed"]).reshape(1).astype(np.uint64)
     return given
 
 

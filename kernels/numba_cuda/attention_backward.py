@@ -70,8 +70,8 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
     differentiate, write = differentiator(config), writer(grads, added)
 
     def attention_backward_queries(
-        dout, q, k, v, dq, statistics, sequences, alibi, bias, visible,
-        scale, cap, ahead, left, right, block_q, block_k,
+        dout, q, k, v, dq, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -85,7 +85,7 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
         o = cuda.local.array((my_rows, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, ahead, alibi, bias)
+        options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         # The rows and columns of this block.
         batch, nheads_kv, head_dim = sequences.shape[0], k.shape[2], q.shape[3]
@@ -180,8 +180,8 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
                         write(x, row + t * across, sums[i, t] * factor)
 
     def attention_backward_keys(
-        dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible,
-        scale, cap, ahead, left, right, block_q, block_k,
+        dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -196,7 +196,7 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
         sum_v = cuda.local.array((my_keys, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, ahead, alibi, bias)
+        options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         # The keys and columns of this block. The first keys first: in a causal problem the most rows see them.
         batch, nheads_kv = sequences.shape[0], k.shape[2]

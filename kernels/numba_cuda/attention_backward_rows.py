@@ -47,6 +47,7 @@ def rows_kernel(
     f, number = functions(problem.dtype), functions(problem.dtype).compute
     given = functions(lse_dtype).compute
     load, masked, with_blocks = f.load, problem.masked, problem.scores.block_mask
+    with_dropout = bool(problem.scores.dropout)
     cap_product, add_terms = scorers(problem)
     exp2, log2, fma = libdevice.exp2f, libdevice.log2f, libdevice.fmaf
     if number is float64:
@@ -85,8 +86,8 @@ def rows_kernel(
         return top, log2(total) if total > 0 else number(0.0)
 
     def attention_backward_rows(
-        dout, q, k, out, lse, delta_, sinks, statistics, sequences, alibi, bias, visible,
-        scale, cap, ahead, left, right, block_q, block_k,
+        dout, q, k, out, lse, delta_, sinks, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         gradients = cuda.shared.array(n_numbers, number, alignment=16)
         results = cuda.shared.array(n_numbers, number, alignment=16)
@@ -125,11 +126,14 @@ def rows_kernel(
             if base2 + given(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
-                options = (scale, cap, ahead, alibi, bias)
+                options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
                 top, rest = walk(
                     q, k, sink, sequences, options, visible, b, entry, k_batch, int32(head), query, left, right,
                     block_q, block_k,
                 )  # fmt: skip
+            if with_dropout:  # P includes 1 / (1 - dropout_p), and delta its inverse: see differentiator
+                kept = number(1.0) - dropout_p
+                rest, delta = rest + log2(kept), delta * kept
             statistics[0, entry, head, at] = top
             statistics[1, entry, head, at] = rest
             statistics[2, entry, head, at] = delta

@@ -21,7 +21,8 @@ enum class Grads { kSame, kFloat, kAdded };
 template <bool kFirst, typename A, typename B> struct Select { typedef A type; };
 template <typename A, typename B> struct Select<false, A, B> { typedef B type; };
 
-// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta).
+// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
+// 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: then dP = 0 for the others is all.
 template <bool kSplit> struct Statistics;
 template <> struct __align__(8) Statistics<false> {
     float lse;    // in units of log2; +inf for rows that see no key and for padding, so that P is 0
@@ -45,6 +46,7 @@ struct BackwardShape {
     int64 alibi_batch;                     // 0: all sequences share the slopes
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum
     int64 padded_batch_k, padded_head_k, padded_part;  // rows of dk_sum and dv_sum
+    unsigned long long seed;               // DROPOUT: unless it is in an array
     int parts, part_heads;                 // into which the query heads of a group are divided, and how many each has
     int batch;
     int bias_shape[4];                     // of dbias: 1, or the full length
