@@ -50,15 +50,15 @@
 //   q, k, v, out and all their strides: multiples of 16 bytes
 #include "attention_fwd_warp.cuh"
 
-// Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns
-// the factor for O.
+// Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns the
+// share of its keys: 1 without a sink, 0 if it sees no key.
 __device__ __forceinline__ float finish_row(const AttentionShape& shape, const Work& work, int row, float row_max,
                                             float row_sum, const float* sinks, float* lse) {
-    float scale = 1.0f;
+    float share = row_sum;
     if (SINKS && !SPLIT && row < work.rows) {
         const float sink = sinks[work.head_of(row)] * kLog2e, m = fmaxf(row_max, sink);
-        scale = ptx::exp2(row_max - m);
-        row_sum = fmaf(row_sum, scale, ptx::exp2(sink - m));
+        share = row_sum * ptx::exp2(row_max - m);
+        row_sum = share + ptx::exp2(sink - m);
         row_max = m;
     }
     if (lse != nullptr && row < work.rows && work.column0 == 0) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
             *lse = row_sum == 0.0f ? minus_infinity() : fmaf(row_max, kLn2, logf(row_sum));
         }
     }
-    return row_sum == 0.0f ? 0.0f : scale / row_sum;
+    return row_sum == 0.0f ? 0.0f : share / row_sum;
 }
 
 // Writes O to global memory through shared memory.
@@ -88,12 +88,13 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     for (int r = 0; r < kRows; ++r) {
         const int tile_row = me.warp_n * BLOCK_M + me.row(r);
         const float sum = f.softmax.total(r);
-        float scale = 1.0f;
+        const float taken = f.taken(r, sum);
+        float scale = taken == 0.0f ? 0.0f : 1.0f / taken;
         if constexpr (WARPS_N > 1) {
             if (me.lane % 4 == 0) parts[tile_row] = {-f.softmax.minus_max[r], sum};
         } else {
             float* const to = me.lane % 4 ? nullptr : lse;
-            scale = finish_row(shape, work, f.row(me, r), -f.softmax.minus_max[r], sum, sinks, to);
+            scale *= finish_row(shape, work, f.row(me, r), -f.softmax.minus_max[r], sum, sinks, to);
         }
         #pragma unroll
         for (int j = 0; j < kTilesO; ++j) {
@@ -103,18 +104,18 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
         }
     }
     if constexpr (WARPS_N > 1) {
-        // Each warp's sums are relative to its own maximum: find the common one.
+        // Each warp's O is a mean over its keys, and its sum of weights relative to its own maximum: find the common one.
         __syncthreads();
         for (int i = threadIdx.x; i < BLOCK_M; i += kThreads) {
             float row_max = kNothing, row_sum = 0.0f;
             for (int w = 0; w < WARPS_N; ++w) row_max = fmaxf(row_max, parts[w * BLOCK_M + i].row_max);
             for (int w = 0; w < WARPS_N; ++w) {
                 Part& part = parts[w * BLOCK_M + i];
-                const float alpha = ptx::exp2(part.row_max - row_max);
-                row_sum = fmaf(part.weight, alpha, row_sum);
-                part.weight = alpha;
+                part.weight *= ptx::exp2(part.row_max - row_max);
+                row_sum += part.weight;
             }
-            const float scale = finish_row(shape, work, work.row0 + i, row_max, row_sum, sinks, lse);
+            const float share = finish_row(shape, work, work.row0 + i, row_max, row_sum, sinks, lse);
+            const float scale = row_sum == 0.0f ? 0.0f : share / row_sum;
             for (int w = 0; w < WARPS_N; ++w) parts[w * BLOCK_M + i].weight *= scale;
         }
         __syncthreads();

@@ -62,7 +62,8 @@ class Work(NamedTuple):
     o_rows: Any  # and after they are transposed out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
-    alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / row_sum
+    taken: Any  # (m) the same as P V takes them, which is rounded in pairs of bfloat16; else the same memory
+    alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / taken
     head: Any  # (m) and so on: see place_lanes
     query: Any
     low: Any
@@ -83,6 +84,7 @@ def make_work(memory, call, k, wide):
     dim_v = round_up(call.head_dim_v, MAX_LANES)
     m = panels * nr
     vt, s = arena_array(memory, (steps(sample, keys), dim_v), unit), arena_array(memory, (keys, nr), wide)
+    row_sum = arena_array(memory, m, wide)
     return Work(
         arena_array(memory, (panels * padded, nr), unit),
         arena_array(memory, (keys, depth), unit),
@@ -94,7 +96,8 @@ def make_work(memory, call, k, wide):
         arena_array(memory, (lanes(sample), padded), unit),
         arena_array(memory, (lanes(s), dim_v), wide),
         arena_array(memory, m, wide),
-        arena_array(memory, m, wide),
+        row_sum,
+        arena_array(memory, m, wide) if is_pairs(vt) else row_sum,
         arena_array(memory, m, wide),
         arena_array(memory, m, np.int64(0)),
         arena_array(memory, m, np.int64(0)),
@@ -122,6 +125,7 @@ def start_block(w, call, x, b, group, block, q_len, k_len):
         seen[0], seen[1], seen[2], seen[3] = any_low, any_high, all_low, all_high
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
+    w.taken[:] = 0
     w.ot[:] = 0
     return n, first, last
 
@@ -183,7 +187,7 @@ def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
             for c in range(0, width, lanes(w.s)):
                 largest_scores(w.s, c, nr, rows, w.alpha, lane + c)
         for c in range(0, width, lanes(w.s)):
-            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, lane + c)
+            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.taken, w.alpha, lane + c)
         if finite:
             at, dim = panel * dim_v * nr, call.head_dim_v
             add_values(w.ot, at, nr, w.vt, w.vd, skip, w.p, dim, width, count, w.alpha, lane)
@@ -256,14 +260,14 @@ def finish_block(w, call, x, b, n, split, q_start):
     for c in range(n):
         h, i = w.head[c], w.query[c]
         m, total = np.float64(w.row_max[c]) * factor, np.float64(w.row_sum[c])
-        older = 1.0
+        share = 1.0  # of the keys, beside the sink
         if call.has_sinks and call.n_splits == 1 and x.sinks[h] != -np.inf:
             sink = x.sinks[h] * LOG2E
             new = sink if sink > m else m
-            older = 2.0 ** (m - new)
-            total = total * older + 2.0 ** (sink - new)
-            m = new
-        w.alpha[c] = 0.0 if total == 0 else older / total
+            seen = total * 2.0 ** (m - new)
+            total = seen + 2.0 ** (sink - new)
+            share, m = seen / total, new
+        w.alpha[c] = 0.0 if total == 0 else share / w.taken[c]
         if call.n_splits > 1:
             sums = x.part_sums[split, (b * call.nheads + h) * call.max_seqlen_q + i]
             sums[0], sums[1] = m, total

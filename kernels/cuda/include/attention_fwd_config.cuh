@@ -18,6 +18,8 @@ constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // slabs of 16 rows per warp; rows per lane
 constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile per warp
 constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // 16 x 8 accumulators
+constexpr bool kRounded = sizeof(DTYPE) == 2;  // P is rounded to DTYPE: one more tile of O has the sums of what is left
+constexpr int kTilesAcc = kTilesO + kRounded;
 constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // mma steps of Q K^T
 
 // 160 of 255 registers for matrices leave enough for addresses, row state and loads in flight. A float32 Q would

@@ -21,6 +21,7 @@ struct Place {
 //   q[step][slab]      A operand, 32 bytes of head_dim     a0 (row g), a1 (row g + 8); a2, a3: 16 bytes to the right
 //   s[slab][tile][c]   scores, then weights                c = 2 h + e: row 16 slab + 8 h + g, key 8 tile + 2t + e
 //   acc_o[slab][tile]  sums of weighted values             the same, with columns of V for keys
+//        [kTilesO]     sums of weights, each rounded to DTYPE as P V takes it: equal values come out as they are
 //
 // s and acc_o take up to 192 of 255 registers, so little else may live across a tile: two source addresses and a
 // destination for copies, three addresses for fragments, the tile index and the limits of masked tiles. Everything
@@ -39,7 +40,7 @@ struct Forward {
     int query[PACK_GQA ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
-    float acc_o[kSlabs][kTilesO][4];
+    float acc_o[kSlabs][kTilesAcc][4];
     OnlineSoftmax<kSlabs> softmax;
 
     // Row r of this lane among all rows; its query; the key on that query's diagonal.
@@ -67,7 +68,7 @@ struct Forward {
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             #pragma unroll
-            for (int j = 0; j < kTilesO; ++j) {
+            for (int j = 0; j < kTilesAcc; ++j) {
                 #pragma unroll
                 for (int r = 0; r < 4; ++r) acc_o[slab][j][r] = 0.0f;
             }
@@ -171,6 +172,12 @@ struct Forward {
                     for (int tile = 0; tile < (kHalf ? 2 : 1); ++tile) {
                         multiply<scalar>(acc_o[slab][j + tile], a[slab], b[2 * tile], b[2 * tile + 1]);
                     }
+                }
+            }
+            if constexpr (kRounded) {
+                #pragma unroll
+                for (int slab = 0; slab < kSlabs; ++slab) {
+                    multiply<scalar>(acc_o[slab][kTilesAcc - 1], a[slab], Packed<scalar>::kOnes, Packed<scalar>::kOnes);
                 }
             }
         }
@@ -305,6 +312,11 @@ struct Forward {
                 }
             }
         }
+    }
+
+    // The sum of a row's weights as P V took them, in all lanes of its quad. `total` is that of the exact ones.
+    __device__ __forceinline__ float taken(int r, float total) const {
+        return kRounded ? acc_o[r / 2][kTilesAcc - 1][r % 2 * 2] : total;
     }
 
     __device__ __forceinline__ bool all_finite() const {
