@@ -14,12 +14,12 @@ from .attention_backward import attention_backward, attention_varlen_backward
 from .attention_core import (
     DenseOptions,
     Options,
-    matmul_visible,
     repeat_heads,
     sequences,
     softmax_rows,
     takes,
     to_bhsd,
+    weigh_values,
 )
 from .precision import Array, Precision, Steps, steps
 
@@ -168,7 +168,7 @@ def _forward(
     nheads = q.shape[1]
     with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the inputs, are valid here
         rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
-        out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible, s)
+        out = weigh_values(rows, s.load(repeat_heads(v, nheads)), s)
     return to_bhsd(s.step(out), layout), rows.lse
 
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
 }
 
 // Writes O to global memory through shared memory.
-__device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, float* lse) {
+__device__ __forceinline__ void store(Forward& f, const scalar* q, const float* sinks, out_scalar* out, float* lse) {
     const AttentionShape& shape = f.shape;
     const Work& work = f.work;
     const Place me = Place::mine();
@@ -122,9 +122,12 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     } else {
         __syncwarp();  // a warp stores only its own rows
     }
-    if (kHides && f.careful) {
+    if (f.careful) {
         __syncthreads();
-        f.add_special(tile);
+        q += work.batch * shape.q.batch + work.q_begin * shape.q.row;
+        f.add_special(tile, [&](int row) {
+            return q + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head;
+        });
         __syncthreads();
     }
 
@@ -142,8 +145,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
             for (int w = 0; w < WARPS_N; ++w) {
                 const float weight = parts[w * BLOCK_M + tile_row].weight;
                 const float4 x = *reinterpret_cast<const float4*>(tile + TileO::at(0, w * BLOCK_M + tile_row, chunk));
-                sum[0] = fmaf(x.x, weight, sum[0]), sum[1] = fmaf(x.y, weight, sum[1]);
-                sum[2] = fmaf(x.z, weight, sum[2]), sum[3] = fmaf(x.w, weight, sum[3]);
+                add_weighted(sum, x, weight);
             }
             store_four(to, sum);
         } else {
@@ -157,7 +159,7 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                   const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, const int* block_table,
                   const float* sinks, const float* alibi_slopes, const unsigned char* bias,
                   const unsigned char* block_mask, const __grid_constant__ AttentionShape shape) {
-    // If V holds a non-finite value, run again and leave such values out: 0 * inf would reach rows that mask them.
+    // If O is not finite, neither is some input. Run again and leave what V has of that out of the product.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         if (VARLEN && work.row0 >= work.rows) return;
@@ -201,11 +203,12 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                                           row_at);
             ptx::cp_async_commit();
             f.run(tiles);
-            if (kHides && !careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
+            if (!careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
         }
         f.work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
+        f.k = {first_row(f.work, k, shape.k), shape.k, pages, shape.page_size};
         f.v = {first_row(f.work, v + f.work.column0, shape.v), shape.v, pages, shape.page_size};
-        store(f, sinks, out, lse);
+        store(f, q, sinks, out, lse);
         return;
     }
 }

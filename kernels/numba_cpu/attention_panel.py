@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention_operands import element, is_pairs, k_unroll, operand, turned, weights
+from .attention_special import finite_or_zero, noted, with_special
 from .attention_tile import (
-    TINY_LOG2,
     block_visibility,
     finish_scores,
     is_plain,
@@ -68,6 +68,8 @@ class Work(NamedTuple):
     query: Any
     low: Any
     high: Any
+    special: Any  # (panels * head_dim_v, NR) what is not finite in V; valid if special_seen
+    special_seen: Any  # (1)
     terms: Any  # see Terms
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
@@ -103,6 +105,8 @@ def make_work(memory, call, k, wide):
         arena_array(memory, m, np.int64(0)),
         arena_array(memory, m, np.int32(0)),
         arena_array(memory, m, np.int32(0)),
+        arena_array(memory, (panels * dim_v, nr), np.uint8(0)),
+        arena_array(memory, 1, np.int64(0)),
         make_terms(memory, 0, m, wide),
         arena_array(memory, (panels, 4), np.int64(0)),
     )
@@ -127,6 +131,7 @@ def start_block(w, call, x, b, group, block, q_len, k_len):
     w.row_sum[:] = 0
     w.taken[:] = 0
     w.ot[:] = 0
+    w.special_seen[0] = 0
     return n, first, last
 
 
@@ -181,7 +186,11 @@ def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
         for j in range(count, rows):
             w.s[j] = -np.inf
         if not finite:
-            keep_visible(w.s, count, width, factor, w.row_max[lane : lane + nr])
+            if w.special_seen[0] == 0:
+                w.special_seen[0] = 1
+                w.special[:] = 0
+            special = w.special[panel * dim_v : (panel + 1) * dim_v]
+            note_special(special, w.vt, skip, w.s, call.head_dim_v, width, count)
         if changed:
             restart(w, lane, width)
             for c in range(0, width, lanes(w.s)):
@@ -194,7 +203,7 @@ def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
         else:
             rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[lane : lane + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
-            add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
+            add_finite(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 
 
 @device_function
@@ -228,28 +237,26 @@ def restart(w, lane, width):
         copy_vector(w.alpha, lane + c, 0, w.row_max, lane + c, 0)
 
 
-@device_function
-def keep_visible(s, n, width, factor, row_max):
-    """No visible key gets weight 0: its non-finite value must show."""
-    for c in range(width):
-        top = row_max[c]
-        for j in range(n):
-            top = s[j, c] if s[j, c] > top else top
-        least = top + like(top, TINY_LOG2) / factor
-        for j in range(n):
-            if s[j, c] < least and s[j, c] != -np.inf:
-                s[j, c] = least
-
-
-@device_function
-def add_carefully(ot, vt, p, dim, width, n):
-    """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
+@noinline_function
+def note_special(special, vt, skip, s, dim, width, n):
+    """Note what is not finite in rows skip..skip + n - 1 of V for the lanes whose scores are not -inf."""
     for j in range(n):
-        for c in range(width):
-            weight = element(p, j, c)
-            if weight != 0:
-                for d in range(dim):
-                    ot[d, c] += element(vt, j, d) * weight
+        for d in range(dim):
+            x = element(vt, skip + j, d)
+            if x - x != 0:
+                for c in range(width):
+                    if s[j, c] != -np.inf:
+                        special[d, c] = noted(special[d, c], x)
+
+
+@device_function
+def add_finite(ot, vt, p, dim, width, n):
+    """O^T += V^T P^T without what is not finite in V."""
+    for j in range(n):
+        for d in range(dim):
+            x = finite_or_zero(element(vt, j, d))
+            for c in range(width):
+                ot[d, c] += x * element(p, j, c)
 
 
 @device_function
@@ -281,6 +288,10 @@ def finish_block(w, call, x, b, n, split, q_start):
             copy_transposed_scaled(w.o_rows, d, dim_v, w.ot, at + d * nr, nr, w.alpha, start)
         for c in range(smaller(width, n - start)):
             h, i = w.head[start + c], w.query[start + c]
+            if w.special_seen[0] != 0:
+                column = w.special[start // nr * dim_v : (start // nr + 1) * dim_v, start % nr + c]
+                for d in range(call.head_dim_v):
+                    w.o_rows[c, d] = with_special(w.o_rows[c, d], column[d])
             if call.n_splits > 1:
                 at_part = (b * call.nheads + h) * call.max_seqlen_q + i
                 put_output(write_row(x.part_out, (split, at_part)), w.o_rows[c])

@@ -26,9 +26,6 @@ constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // mma steps
 // have to be kept as two TF32 halves.
 constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
 
-// True if rows of one tile may see different keys.
-constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;
-
 typedef Tile<scalar, BLOCK_M, HEAD_DIM> TileQ;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM> TileK;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
