@@ -35,10 +35,10 @@ from .attention_decode_block import (
     add_block,
     finish_scores,
     mask_scores,
+    note_special,
     place_rows,
     score_block,
     sum_values,
-    note_special,
     values_careful,
     weigh_block,
 )

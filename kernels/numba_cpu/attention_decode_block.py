@@ -23,7 +23,7 @@ class Work(NamedTuple):
     q: Any  # (KV heads * block_m, head_dim filled up)
     o: Any  # (KV heads * block_m, head_dim_v filled up)
     part: Any  # like o, of one block: small terms keep their digits
-    special: Any  # (KV heads * block_m, head_dim_v) what is not finite in V, in the second pass of a task that needs one
+    special: Any  # (KV heads * block_m, head_dim_v) what is not finite in V; valid in a second pass
     s: Any  # (tiles, block_n * rows + lanes): scores, weights; then alpha, the factor for what was summed before
     row_max: Any  # (tiles, lanes): lane c belongs to row c % rows of the tile
     row_sum: Any
