@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -82,7 +83,7 @@ def types_of(text):
     return named[1:4]
 
 
-def run(text, a_bits, b_bits, c):
+def run(text, a_bits, b_bits, c, truncating=False):
     """D of each warp, from registers filled with the matrices."""
     op, shape, width = form(text), text.split(".")[0], WIDTH[types_of(text)[0]]
     place_a, place_b = PLACES[shape, width]
@@ -92,7 +93,7 @@ def run(text, a_bits, b_bits, c):
         to_registers(c.view(f"u{c.itemsize}"), place_c, 8 * c.itemsize),
     )
     assert [len(fragment) for fragment in fragments] == [op.a[0], op.b[0], op.c[0]]
-    d = op.run(*fragments)
+    d = op.run(*fragments, truncating)
     assert len(d) == op.d[0]
     assert all(one.shape == (len(c), 32) and one.dtype == fragments[2][0].dtype for one in d)
     return from_registers(d, sizes(text)[0], c.dtype)
@@ -242,3 +243,57 @@ def test_warps_do_not_depend_on_each_other(text, rng):
 def test_what_a_form_takes(text, a, b, c, macs, kind):
     op = form(text)
     assert (op.a, op.b, op.c, op.d, op.macs, op.kind) == (a, b, c, c, macs, kind)
+
+
+def towards_zero(x, exponent):
+    """The multiple of 2^exponent below ``|x|``, with the sign of x."""
+    return math.trunc(x / Fraction(2) ** exponent) * Fraction(2) ** exponent
+
+
+def truncated(a, b, c, width, kept, result):
+    """The adders of a tensor core, in exact arithmetic: ``width`` products and the sum so far at a time."""
+    total = Fraction(float(c))
+    for first in range(0, len(a), width):
+        along = slice(first, first + width)
+        addends = [
+            total,
+            *(Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a[along], b[along], strict=True)),
+        ]
+        largest = float(max(map(abs, addends)))
+        total = sum(towards_zero(x, math.frexp(largest)[1] - kept) for x in addends)
+        if result == "f32":
+            total = towards_zero(total, math.frexp(float(total))[1] - 24)
+    return FLOAT[result](float(total))
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "kept"),
+    [
+        ("m16n8k16.row.col.f32.bf16.bf16.f32", 8, 25),
+        ("m16n8k16.row.col.f16.f16.f16.f16", 8, 25),
+        ("m16n8k8.row.col.f32.tf32.tf32.f32", 4, 25),
+        ("m16n8k32.row.col.f32.e4m3.e5m2.f32", 32, 14),
+    ],
+)
+def test_truncating_adders(text, width, kept, rng):
+    m, n, k = sizes(text)
+    a_type, b_type, c_type = types_of(text)
+    a_bits, a = operand(rng, a_type, (1, m, k))
+    b_bits, b = operand(rng, b_type, (1, k, n))
+    c = rng.standard_normal((1, m, n)).astype(FLOAT[c_type])
+    got = run(text, a_bits, b_bits, c, truncating=True)
+    want = [
+        [truncated(a[0, i], b[0, :, j], c[0, i, j], width, kept, c_type) for j in range(n)] for i in range(m)
+    ]
+    np.testing.assert_array_equal(got[0], want)
+    if c_type == "f32":  # the case tells the two apart
+        assert (got != run(text, a_bits, b_bits, c)).any()
+
+
+def test_truncating_adders_keep_infinities_and_nan():
+    text = "m16n8k8.row.col.f32.tf32.tf32.f32"
+    a, b = np.ones((1, 16, 8), np.float32), np.ones((1, 8, 8), np.float32)
+    a[0, 0, 0], a[0, 1, 5], a[0, 2, 7] = np.inf, -np.inf, np.nan
+    bits = [x.view(np.uint32).astype(np.uint64) for x in (a, b)]
+    got = run(text, *bits, np.zeros((1, 16, 8), np.float32), truncating=True)[0, :4, 0]
+    np.testing.assert_array_equal(got, [np.inf, -np.inf, np.nan, 8])

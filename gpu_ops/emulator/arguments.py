@@ -66,6 +66,16 @@ def sanitize_mode(given: bool | str | None) -> bool | str:
     return given
 
 
+def truncating(given: str | None) -> bool:
+    """``tensor_cores=``, by default from ``GPU_OPS_TENSOR_CORES``: whether they truncate."""
+    modes = {"exact": False, "truncate": True}
+    mode = os.environ.get("GPU_OPS_TENSOR_CORES") or "exact" if given is None else given
+    if mode not in modes:
+        source = "GPU_OPS_TENSOR_CORES" if given is None else "tensor_cores"
+        raise EmulatorError(f"{source} is {mode!r}; pass 'exact' or 'truncate'")
+    return modes[mode]
+
+
 def limit(given: int) -> int:
     """``max_instructions=``"""
     if not isinstance(given, int | np.integer) or given < 1:

@@ -51,6 +51,7 @@ class _Options:
     together: bool
     symbols: Mapping[str, Any] | None
     max_instructions: int
+    truncating: bool
 
 
 _recording: ContextVar[list[Profile] | None] = ContextVar("recording", default=None)
@@ -71,6 +72,7 @@ def launch(
     include: Sequence[str | PathLike[str]] = (),
     symbols: Mapping[str, Any] | None = None,
     max_instructions: int = 20_000_000,
+    tensor_cores: str | None = None,
 ) -> None:
     """Run a kernel on the CPU, under the sanitizer.
 
@@ -106,6 +108,9 @@ def launch(
         place: pass it again to keep the variable for the next launch. The others start anew in each launch.
     max_instructions : int
         A batch of blocks that executes more is stopped, as in an endless loop. The default takes about two minutes.
+    tensor_cores : {"exact", "truncate"}, optional
+        How products of ``mma`` are added: exactly with one rounding at the end, or as on A100 and H100, where an
+        adder keeps 25 bits and truncates. Default: "exact", unless ``GPU_OPS_TENSOR_CORES`` says otherwise.
 
     Raises
     ------
@@ -171,6 +176,7 @@ def launch(
         together,
         symbols,
         arguments.limit(max_instructions),
+        arguments.truncating(tensor_cores),
     )
     _launch(program, card, shape, args, options)
 
@@ -264,6 +270,7 @@ def _launch(
     machine = program.idle.pop() if program.idle else Machine(program)
     machine.configure(memory, grid, block, options.shared, (data, offsets), sanitizer, profiler, faults)
     machine.max_instructions = options.max_instructions
+    machine.truncating = options.truncating
     bytes_per_block = max(1, program.shared_bytes + options.shared)
     padded = -(-threads // WARP) * WARP
     batch = max(1, min(_THREADS // padded, _SHARED_BYTES // bytes_per_block))

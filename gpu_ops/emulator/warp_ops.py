@@ -204,7 +204,7 @@ def product(m: State, pc: int, instruction: Instruction, form: matrix.Mma) -> St
             rows = _rows(m, value.view(np.dtype(f"u{value.dtype.itemsize}")))
             return np.ascontiguousarray(rows if whole else rows[warps])
 
-        results = form.run(*([fragment(read) for read in group] for group in readers))
+        results = form.run(*([fragment(read) for read in group] for group in readers), m.truncating)
         for write, result in zip(writers, results, strict=True):
             write(_spread(m, warps, result), mask)
         if m.profiler is not None:

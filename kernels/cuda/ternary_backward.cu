@@ -199,10 +199,7 @@ struct Sums {
                 for (int j = 0; j < kTiles; ++j) {
                     const unsigned b0 = trit_of_tile(low, j), b1 = trit_of_tile(high, j);
                     #pragma unroll
-                    for (int i = 0; i < kSlabs; ++i) {
-                        ptx::mma<f32>(of[i][j], rest[i], b0, b1);
-                        ptx::mma<f32>(of[i][j], a[i], b0, b1);
-                    }
+                    for (int i = 0; i < kSlabs; ++i) add_products(of[i][j], rest[i], b0, b1, a[i], b0, b1);
                 }
             }
         }

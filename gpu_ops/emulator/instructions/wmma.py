@@ -22,6 +22,7 @@ from gpu_ops.emulator.instructions.matrix import (
     Mma,
     accumulate,
     accumulator,
+    add_truncated,
     bit_products,
     gather,
     scatter,
@@ -125,18 +126,23 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
     c, d = fragment("c", shape, found["c"]), fragment("d", shape, found["d"])
     saturate, bits = bool(found["satfinite"]), (np.uint64 if d.word == 8 else np.uint32)
     c_dtype, d_dtype = ACCUMULATORS[found["c"]], ACCUMULATORS[found["d"]]
-    multiply = bit_products(combine) if combine else accumulate
+    kind = {"u8": "s8", "u4": "s4"}.get(a_type, a_type)
+    exact = bit_products(combine) if combine else accumulate
+    truncated = add_truncated(kind) or exact
 
-    def run(left: Sequence[Array], right: Sequence[Array], addend: Sequence[Array]) -> list[Array]:
+    def run(
+        left: Sequence[Array], right: Sequence[Array], addend: Sequence[Array], truncating: bool = False
+    ) -> list[Array]:
+        multiply = truncated if truncating else exact
         x = DECODE[a_type](gather(left[: a.count], a.rows))
         y = DECODE[b_type](gather(right[: b.count], b.rows)).swapaxes(1, 2)
         z = accumulator(addend, c.rows, c_dtype)
         if c_dtype is d_dtype:
             return list(scatter(multiply(x, y, z, saturate), bits))
-        return list(scatter(multiply(x, y, z.astype(np.float64), saturate).astype(d_dtype), bits))
+        wide = z.astype(np.float32 if truncating else np.float64)  # f16 beside f32
+        return list(scatter(multiply(x, y, wide, saturate).astype(d_dtype), bits))
 
     word = "b64" if a.word == 8 else "b32"
-    kind = {"u8": "s8", "u4": "s4"}.get(a_type, a_type)
     return Mma(
         (a.registers, word),
         (b.registers, word),

@@ -65,6 +65,16 @@ __device__ __forceinline__ unsigned tf32_rest(unsigned x) {
     return round_tf32(__float_as_uint(value - __uint_as_float(tf32_part(x))));
 }
 
+// c += a b + x y, in TF32. The two are summed apart: tensor cores truncate sums, and this way c is rounded instead.
+__device__ __forceinline__ void add_products(Accumulator& c, const Operand& a, unsigned b0, unsigned b1,
+                                             const Operand& x, unsigned y0, unsigned y1) {
+    Accumulator step = {};
+    ptx::mma<f32>(step, a, b0, b1);
+    ptx::mma<f32>(step, x, y0, y1);
+    #pragma unroll
+    for (int r = 0; r < 4; ++r) c[r] += step[r];
+}
+
 template <typename T> struct Ternary {
     typedef Accumulator Sum;
     typedef float Number;
@@ -88,8 +98,7 @@ template <typename T> struct Ternary {
 
     static __device__ __forceinline__ void multiply(Sum& c, const Operand& a, unsigned b0, unsigned b1) {
         if constexpr (sizeof(T) == 4) {
-            ptx::mma<f32>(c, a, tf32_rest(b0), tf32_rest(b1));
-            ptx::mma<f32>(c, a, tf32_part(b0), tf32_part(b1));
+            add_products(c, a, tf32_rest(b0), tf32_rest(b1), a, tf32_part(b0), tf32_part(b1));
         } else {
             ptx::mma<T>(c, a, b0, b1);
         }
