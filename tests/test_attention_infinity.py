@@ -44,7 +44,7 @@ def problem(dtype, gap, keys):
     return q, k, v
 
 
-@pytest.mark.parametrize("gap", [0.0, 50.0, 200.0, -200.0, 2000.0])
+@pytest.mark.parametrize("gap", [0.0, 200.0, -200.0, 2000.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_an_infinite_value(dtype, causal, gap, backend):
