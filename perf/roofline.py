@@ -6,7 +6,8 @@ all units are busy at once, and the slowest sets the pace:
 ========  ====================================================================  =================================
 unit      work of a tile                                                        rate
 ========  ====================================================================  =================================
-tensor    2 BLOCK_M BLOCK_N (d + dv) operations, of float32 three times         the card's peak
+tensor    2 BLOCK_M BLOCK_N (d + dv) operations, of float32 three times; of     the card's peak
+          16 bits eight columns more, which sum the weights as rounded
 shared    K and V: written once, read by each warp that has rows of its own;    128 bytes per clock and SM
           Q, where it is not in registers: read by each warp that shares rows
 exp2      BLOCK_M BLOCK_N, on the MUFU                                          16 per clock and SM, sm_75 to sm_120
@@ -41,6 +42,7 @@ from perf.case import DTYPES
 from perf.report import make_table, short_dtype
 
 SHARED, EXP2, ISSUE, L2 = 128, 16, 4, 64  # per clock and SM
+SUMS = 8  # columns of the product P V that sum up P
 UNITS = ("tensor", "shared", "exp2", "issue", "L2", "memory")
 TITLE = "attention, forward: upper bounds from data sheets, not measured"
 CAPTION = (
@@ -111,8 +113,8 @@ def count_tiles(shape: Shape, config: Config, causal: bool) -> int:
 def work(config: Config, itemsize: int) -> tuple[float, dict[str, float]]:
     """(operations, clocks of an SM by unit) of a tile."""
     t, d, dv = config.tile, config.head_dim, config.head_dim_v
-    products = t.block_m * t.block_n * (d + dv)
     scores = t.block_m * t.block_n
+    products = scores * (d + dv + (SUMS if itemsize == 2 else 0))
     arriving = t.block_n * (d + dv) * itemsize
     k_read, v_read = (t.warps_m * t.block_n * columns * itemsize for columns in (d, dv))
     held = q_in_registers(itemsize, t.block_m, t.block_n, t.warps_m, t.warps_n, d, dv)

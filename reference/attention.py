@@ -15,12 +15,12 @@ from .attention_core import (
     DenseOptions,
     Options,
     WeightOptions,
-    matmul_visible,
     repeat_heads,
     sequences,
     softmax_rows,
     takes,
     to_bhsd,
+    weigh_values,
 )
 from .precision import Array, Precision, Steps, steps
 
@@ -188,7 +188,7 @@ def _forward(
     nheads = q.shape[1]
     with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the inputs, are valid here
         rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s, sequence)
-        out = matmul_visible(s.step(rows.probs * rows.kept), s.load(repeat_heads(v, nheads)), rows.visible, s)
+        out = weigh_values(rows, s.load(repeat_heads(v, nheads)), s)
     return to_bhsd(s.step(out), layout), rows.lse
 
 

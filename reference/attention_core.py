@@ -29,6 +29,7 @@ __all__ = [
     "sum_groups",
     "takes",
     "to_bhsd",
+    "weigh_values",
 ]
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -112,6 +113,7 @@ class Rows:
     sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
     lse: Array  # (batch, nheads, seqlen_q)
     visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
+    seen: Array  # the same; visible, and the score is above -inf
     slope: Array | float  # d score / d (softmax_scale * q.k): with softcap 1 - tanh(s / softcap)**2, else 1.0
 
 
@@ -149,6 +151,18 @@ def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) 
     for j in np.flatnonzero(~finite.all(axis=(0, 1))):
         term = weights[..., j, None] * np.where(finite, 0.0, values)[..., j, None, :]
         result = result + np.where(visible[..., j, None], term, 0.0)
+    return result
+
+
+def weigh_values(rows: Rows, values: Array, steps: Steps) -> Array:
+    """``probs @ values``, after dropout. A value that is not finite counts wherever it is seen, however small its
+    weight is: weights are positive, and only when rounded 0, which times infinity would be NaN.
+    """
+    finite = np.isfinite(values)
+    result = steps.matmul(steps.step(rows.probs * rows.kept), np.where(finite, values, 0.0))
+    for j in np.flatnonzero(~finite.all(axis=(0, 1, 3))):
+        term = np.where(finite, 0.0, values)[..., None, j, :]
+        result = result + np.where(rows.seen[..., j, None], term, 0.0)
     return result
 
 
@@ -200,6 +214,7 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: i
         sink_probs=step(sink_numerator / divisor),
         lse=step(row_max + step(np.log(row_sum))),
         visible=visible,
+        seen=scores != -np.inf,
         slope=slope,
     )
 

@@ -128,7 +128,9 @@ def test_tensor_cores_do_little_that_is_masked(case):
     if causal:  # rows 0 .. block_m - 1 and the last block_m
         pairs = sum(range(1, block_m + 1)) + sum(range(seqlen - block_m + 1, seqlen + 1))
     done = device.profile.multiply_adds["bf16"]
-    useful = 2 * head_dim * pairs
+    useful = (
+        2 * head_dim + 8
+    ) * pairs  # Q K^T, P V and, in a tile of 8 columns, the sums of P as it is rounded
     assert useful <= done <= (1.15 if causal else 1.02) * useful
 
 

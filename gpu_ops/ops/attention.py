@@ -127,7 +127,10 @@ def attention(
     Notes
     -----
     A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; one
-    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN, dropped or not.
+    behind a mask does not. The same on every backend: a value of inf that a query sees makes its column
+    inf, however small the weight and dropped or not, and NaN if there is -inf too; a score of -inf, from a bias or
+    from inf in q or k, hides its key as a mask does; a score of inf makes the row and its lse NaN. A query that sees
+    one key gets that value bit for bit (but for raw float32, whose products have 22 bits).
     Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
     no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
     Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022. Dropout: Srivastava et al. 2014, by Philox 4x32-10;

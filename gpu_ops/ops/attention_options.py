@@ -276,7 +276,8 @@ def _read_dropout(call: Call, dropout_p: Any, seed: Any) -> float:
     p = checks.number(op, "dropout_p", dropout_p, low=0.0)
     if p >= 1:
         raise OptionError(f"{op}: dropout_p must be at least 0 and less than 1, got {p:g}")
-    call.option(dropout_p=p)
+    if p:
+        call.option(dropout_p=p)
     if seed is None:
         if p:
             raise OptionError(

@@ -76,13 +76,13 @@ attention_combine(const float* partial, const float* row_max, const float* sinks
         float acc[4] = {};
         for (int first = 0; first < shape.num_splits; first += 32) {
             const int count = min(32, shape.num_splits - first);
-            const float my_weight = lane < count ? share(first + lane) * inverse : 0.0f;
+            const bool none = lane >= count || row_sum[(first + lane) * shape.lse_split] == 0.0f;
+            const float my_weight = none ? -1.0f : share(first + lane) * inverse;
             for (int s = 0; s < count; ++s) {
                 const float weight = __shfl_sync(kFullWarp, my_weight, s);
-                if (weight == 0.0f || !mine) continue;
+                if (weight < 0.0f || !mine) continue;  // without visible keys
                 const float4 x = *reinterpret_cast<const float4*>(partial + (first + s) * shape.out_split + column);
-                acc[0] = fmaf(weight, x.x, acc[0]), acc[1] = fmaf(weight, x.y, acc[1]);
-                acc[2] = fmaf(weight, x.z, acc[2]), acc[3] = fmaf(weight, x.w, acc[3]);
+                add_weighted(acc, x, weight);
             }
         }
         if (!mine) continue;

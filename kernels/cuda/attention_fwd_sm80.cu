@@ -52,15 +52,15 @@
 //   q, k, v, out and all their strides: multiples of 16 bytes
 #include "attention_fwd_warp.cuh"
 
-// Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns
-// the factor for O.
+// Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns the
+// share of its keys: 1 without a sink, 0 if it sees no key.
 __device__ __forceinline__ float finish_row(const AttentionShape& shape, const Work& work, int row, float row_max,
                                             float row_sum, const float* sinks, lse_scalar* lse) {
-    float scale = 1.0f;
+    float share = row_sum;
     if (SINKS && !SPLIT && row < work.rows) {
         const float sink = sinks[work.head_of(row)] * kLog2e, m = fmaxf(row_max, sink);
-        scale = ptx::exp2(row_max - m);
-        row_sum = fmaf(row_sum, scale, ptx::exp2(sink - m));
+        share = row_sum * ptx::exp2(row_max - m);
+        row_sum = share + ptx::exp2(sink - m);
         row_max = m;
     }
     if (lse != nullptr && row < work.rows && work.column0 == 0) {
@@ -71,12 +71,12 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
             *lse = row_sum == 0.0f ? minus_infinity() : lse_of<lse_scalar>(row_max, row_sum);
         }
     }
-    if constexpr (DROPOUT) scale *= shape.scores.keep_scale;
-    return row_sum == 0.0f ? 0.0f : scale / row_sum;
+    return row_sum == 0.0f ? 0.0f : share / row_sum;
 }
 
 // Writes O to global memory through shared memory.
-__device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, lse_scalar* lse) {
+__device__ __forceinline__ void store(Forward& f, const scalar* q, const float* sinks, out_scalar* out,
+                                      lse_scalar* lse) {
     const AttentionShape& shape = f.shape;
     const Work& work = f.work;
     const Place me = Place::mine();
@@ -91,12 +91,13 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
     for (int r = 0; r < kRows; ++r) {
         const int tile_row = me.warp_n * BLOCK_M + me.row(r);
         const float sum = f.softmax.total(r);
-        float scale = 1.0f;
+        const float taken = f.taken(r, sum);
+        float scale = taken == 0.0f ? 0.0f : (DROPOUT ? shape.scores.keep_scale : 1.0f) / taken;
         if constexpr (WARPS_N > 1) {
             if (me.lane % 4 == 0) parts[tile_row] = {-f.softmax.minus_max[r], sum};
         } else {
             lse_scalar* const to = me.lane % 4 ? nullptr : lse;
-            scale = finish_row(shape, work, f.row(me, r), -f.softmax.minus_max[r], sum, sinks, to);
+            scale *= finish_row(shape, work, f.row(me, r), -f.softmax.minus_max[r], sum, sinks, to);
         }
         #pragma unroll
         for (int j = 0; j < kTilesO; ++j) {
@@ -106,27 +107,30 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
         }
     }
     if constexpr (WARPS_N > 1) {
-        // Each warp's sums are relative to its own maximum: find the common one.
+        // Each warp's O is a mean over its keys, and its sum of weights relative to its own maximum: find the common one.
         __syncthreads();
         for (int i = threadIdx.x; i < BLOCK_M; i += kThreads) {
             float row_max = kNothing, row_sum = 0.0f;
             for (int w = 0; w < WARPS_N; ++w) row_max = fmaxf(row_max, parts[w * BLOCK_M + i].row_max);
             for (int w = 0; w < WARPS_N; ++w) {
                 Part& part = parts[w * BLOCK_M + i];
-                const float alpha = ptx::exp2(part.row_max - row_max);
-                row_sum = fmaf(part.weight, alpha, row_sum);
-                part.weight = alpha;
+                part.weight *= ptx::exp2(part.row_max - row_max);
+                row_sum += part.weight;
             }
-            const float scale = finish_row(shape, work, work.row0 + i, row_max, row_sum, sinks, lse);
+            const float share = finish_row(shape, work, work.row0 + i, row_max, row_sum, sinks, lse);
+            const float scale = row_sum == 0.0f ? 0.0f : share / row_sum;
             for (int w = 0; w < WARPS_N; ++w) parts[w * BLOCK_M + i].weight *= scale;
         }
         __syncthreads();
     } else {
         __syncwarp();  // a warp stores only its own rows
     }
-    if (kHides && f.careful) {
+    if (f.careful) {
         __syncthreads();
-        f.add_special(tile);
+        q += work.batch * shape.q.batch + work.q_begin * shape.q.row;
+        f.add_special(tile, [&](int row) {
+            return q + work.query(row) * shape.q.row + work.head_of(row) * shape.q.head;
+        });
         __syncthreads();
     }
 
@@ -144,8 +148,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
             for (int w = 0; w < WARPS_N; ++w) {
                 const float weight = parts[w * BLOCK_M + tile_row].weight;
                 const float4 x = *reinterpret_cast<const float4*>(tile + TileO::at(0, w * BLOCK_M + tile_row, chunk));
-                sum[0] = fmaf(x.x, weight, sum[0]), sum[1] = fmaf(x.y, weight, sum[1]);
-                sum[2] = fmaf(x.z, weight, sum[2]), sum[3] = fmaf(x.w, weight, sum[3]);
+                add_weighted(sum, x, weight);
             }
             store_four(to, sum);
         } else {
@@ -160,7 +163,7 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                   const float* sinks, const float* alibi_slopes, const unsigned char* bias,
                   const unsigned char* block_mask, const Seed* seed,
                   const __grid_constant__ AttentionShape shape) {
-    // If V holds a non-finite value, run again and leave such values out: 0 * inf would reach rows that mask them.
+    // If O is not finite, neither is some input. Run again and leave what V has of that out of the product.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
         if (VARLEN && work.row0 >= work.rows) return;
@@ -206,11 +209,12 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
                                           row_at);
             ptx::cp_async_commit();
             f.run(tiles);
-            if (kHides && !careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
+            if (!careful && __any_sync(0xffffffffu, __syncthreads_or(!f.all_finite()))) continue;
         }
         f.work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
+        f.k = {first_row(f.work, k, shape.k), shape.k, pages, shape.page_size};
         f.v = {first_row(f.work, v + f.work.column0, shape.v), shape.v, pages, shape.page_size};
-        store(f, sinks, out, lse);
+        store(f, q, sinks, out, lse);
         return;
     }
 }

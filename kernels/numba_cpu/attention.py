@@ -279,8 +279,10 @@ def attention_combine(state, n_tasks, call, part_out, part_sums, out, lse, seque
                     weight = part_sums[p, index, 1] * 2.0 ** (part_sums[p, index, 0] - m)
                     mass += weight
                     source = read_row(part_out, (p, index))
+                    share = like(total[0], weight)
                     for d in range(call.head_dim_v):
-                        total[d] += like(total[0], weight) * source[d]
+                        x = source[d]
+                        total[d] += x * share if x - x == 0 or share != 0 else x  # 0 * inf would be NaN
             at = sequences[b, 0] + i
             lse[ob, h, at] = lse_of(m, mass)
             inverse = like(total[0], 0.0 if mass == 0 else 1.0 / mass)

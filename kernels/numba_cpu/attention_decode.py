@@ -20,7 +20,7 @@ V rows, and from these into the next block. A task is one part of the keys of on
 attention.py merges the parts.
 
 A NaN or an infinity in V reaches rows that do not see it (0 * inf). That shows in O, so the rare task
-with an O that is not finite is done again, carefully.
+with an O that is not finite is done again, carefully (attention_special.py).
 """
 
 from collections import namedtuple
@@ -35,21 +35,23 @@ from .attention_decode_block import (
     add_block,
     finish_scores,
     mask_scores,
+    note_special,
     place_rows,
     score_block,
     sum_values,
     values_careful,
     weigh_block,
 )
+from .attention_special import with_special
 from .attention_tile import CALL, Call, is_plain, lse_of, place_lanes
 from .codegen.arena import arena, arena_array, arena_size, by_reference
 from .codegen.decode import ADDED_KEYS
-from .codegen.decode_rows import chunk_elements, from_slots, query_type, to_query
+from .codegen.decode_rows import chunk_elements, from_slots, query_type, slot, to_query
 from .codegen.exp2 import LOG2E
 from .codegen.memory import lanes, larger, round_up, smaller
 from .codegen.target import VECTOR_BYTES
-from .dtype import like, read_row, write_row
-from .jit import FLOATS, compute, device_function, kernel, read, types, write
+from .dtype import like, read_row, store, write_row
+from .jit import FLOATS, compute, device_function, kernel, noinline_function, read, types, write
 from .parallel import claim
 
 BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower, 8 KB 20 %
@@ -155,9 +157,10 @@ def decode_tasks(state, n_tasks, memory, call, cut, x):
             first += split * part
             last = smaller(last, first + part - 1)
         pack_queries(w, call, x.q, b, q_start, n)
-        finite = False
+        finite = special = False
         for careful in (False, True):
             if not finite:
+                special = careful
                 finite = attend(w, call, x, b, first_kv, n, first, last, careful)
 
         ob = 0 if call.packed else b
@@ -176,15 +179,23 @@ def decode_tasks(state, n_tasks, memory, call, cut, x):
                 total = total * factor + 2.0 ** (sink - new)
                 m = new
             inverse = like(w.o[0, 0], 0.0 if total == 0 else factor / total)
-            source = w.o[row]
             if call.n_splits > 1:
                 index = (b * call.nheads + h) * call.max_seqlen_q + i
                 x.part_sums[split, index, 0], x.part_sums[split, index, 1] = m, total
-                from_slots(x.v, write_row(x.part_out, (split, index)), source, call.head_dim_v, inverse)
+                finish_row(w, call, x.v, write_row(x.part_out, (split, index)), row, inverse, special)
             else:
                 x.lse[ob, h, q_start + i] = lse_of(m, total)
-                from_slots(x.v, write_row(x.out, (ob, q_start + i, h)), source, call.head_dim_v, inverse)
+                finish_row(w, call, x.v, write_row(x.out, (ob, q_start + i, h)), row, inverse, special)
         task = claim(state)
+
+
+@noinline_function
+def finish_row(w, call, v, to, row, inverse, special):
+    from_slots(v, to, w.o[row], call.head_dim_v, inverse)
+    if special:
+        for d in range(call.head_dim_v):
+            if w.special[row, d] != 0:
+                store(to, d, with_special(w.o[row, slot(v, d)] * inverse, w.special[row, d]))
 
 
 @device_function
@@ -203,6 +214,7 @@ def make_work(memory, call, cut, q, part_out):
         arena_array(memory, (rows, round_up(call.head_dim, chunk)), query_type(q)),
         arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
         arena_array(memory, (rows, round_up(call.head_dim_v, chunk)), zero),
+        arena_array(memory, (rows, call.head_dim_v), np.uint8(0)),
         arena_array(memory, (tiles, call.block_n * len(tile) + width), zero),
         arena_array(memory, (tiles, width), zero),
         arena_array(memory, (tiles, width), zero),
@@ -230,6 +242,8 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
     w.o[:] = 0
+    if careful:
+        w.special[:] = 0
     block_n = call.block_n
     k_start, k_len = x.sequences[b, 2], x.sequences[b, 3]
     offset = k_len - x.sequences[b, 1]
@@ -254,6 +268,8 @@ def attend(w, call, x, b, first_kv, n, first, last, careful):
             finish_scores(w, call, x.alibi, b, first, n_keys, n, offset)
         if first < low_all or first + n_keys - 1 > high_all or padded > n_keys:
             mask_scores(w, call, first, n_keys, padded, n)
+        if careful:
+            note_special(w, call, x, b, k_start, first_kv, first, n_keys, n)
         weigh_block(w, padded)
         if careful:
             values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n)

@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention_tile import TINY, cap_row, score_scale
+from .attention_special import finite_or_zero, noted
+from .attention_tile import cap_row, score_scale
 from .codegen.decode import add_values, added_keys, score_keys, scored_keys, weigh_scores
 from .codegen.decode_rows import slot
 from .codegen.exp2 import LOG2E
-from .codegen.memory import larger, smaller
+from .codegen.memory import smaller
 from .dtype import like, load, read_row
 from .jit import device_function
 
@@ -22,6 +23,7 @@ class Work(NamedTuple):
     q: Any  # (KV heads * block_m, head_dim filled up)
     o: Any  # (KV heads * block_m, head_dim_v filled up)
     part: Any  # like o, of one block: small terms keep their digits
+    special: Any  # (KV heads * block_m, head_dim_v) what is not finite in V; valid in a second pass
     s: Any  # (tiles, block_n * rows + lanes): scores, weights; then alpha, the factor for what was summed before
     row_max: Any  # (tiles, lanes): lane c belongs to row c % rows of the tile
     row_sum: Any
@@ -137,23 +139,41 @@ def mask_scores(w, call, first, n_keys, padded, n):
 
 
 @device_function
-def values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n):
-    """part = p V over visible keys only, none with weight 0, so that what is not finite in V shows."""
+def place_of(call, x, b, k_start, kv, key):
+    """The index of the row of ``key`` in V."""
+    if call.page_size > 0:
+        return np.int64(x.table[b, key // call.page_size]), key % call.page_size, kv
+    return np.int64(0 if call.packed else b), k_start + key, kv
+
+
+@device_function
+def note_special(w, call, x, b, k_start, first_kv, first, n_keys, n):
+    """Note what is not finite in V for the rows whose scores are not -inf."""
     rows = len(w.tile)
     tiles = call.block_m // rows
     for kv in range(w.heads_kv):
-        for r in range(n):
-            weights, lane = w.s[kv * tiles + r // rows], r % rows
-            total = w.part[kv * call.block_m + r]
-            total[:] = 0
-            for j in range(larger(w.low[r] - first, 0), smaller(w.high[r] - first + 1, n_keys)):
-                key = first + j
-                if call.page_size > 0:
-                    page, row = x.table[b, key // call.page_size], key % call.page_size
-                    source = read_row(x.v, (page, row, first_kv + kv))
-                else:
-                    source = read_row(x.v, (0 if call.packed else b, k_start + key, first_kv + kv))
-                weight = weights[j * rows + lane]
-                weight = like(weight, TINY) if weight < like(weight, TINY) else weight
+        for j in range(n_keys):
+            source = read_row(x.v, place_of(call, x, b, k_start, first_kv + kv, first + j))
+            for d in range(call.head_dim_v):
+                value = load(source, d)
+                if value - value != 0:
+                    for r in range(n):
+                        if w.s[kv * tiles + r // rows, j * rows + r % rows] != -np.inf:
+                            bits = w.special[kv * call.block_m + r]
+                            bits[d] = noted(bits[d], value)
+
+
+@device_function
+def values_careful(w, call, x, b, k_start, first_kv, first, n_keys, n):
+    """part = p V without what is not finite in V."""
+    rows = len(w.tile)
+    tiles = call.block_m // rows
+    w.part[:] = 0
+    for kv in range(w.heads_kv):
+        for j in range(n_keys):
+            source = read_row(x.v, place_of(call, x, b, k_start, first_kv + kv, first + j))
+            for r in range(n):
+                weight = w.s[kv * tiles + r // rows, j * rows + r % rows]
+                total = w.part[kv * call.block_m + r]
                 for d in range(call.head_dim_v):
-                    total[slot(x.v, d)] += weight * load(source, d)
+                    total[slot(x.v, d)] += weight * finite_or_zero(load(source, d))

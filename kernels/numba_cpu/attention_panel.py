@@ -16,8 +16,8 @@ import numpy as np
 
 from .attention_dropout import drop
 from .attention_operands import element, is_pairs, k_unroll, operand, turned, weights
+from .attention_special import finite_or_zero, noted, with_special
 from .attention_tile import (
-    TINY_LOG2,
     block_visibility,
     finish_scores,
     is_plain,
@@ -63,11 +63,14 @@ class Work(NamedTuple):
     o_rows: Any  # and after they are transposed out of ot
     row_max: Any  # (m) largest score; times ``factor`` it is in base 2
     row_sum: Any  # (m) sum of the weights
-    alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / row_sum
+    taken: Any  # (m) the same as P V takes them, which is rounded in pairs of bfloat16; else the same memory
+    alpha: Any  # (m) larger row_max, then factor for older sums; first of Q, at last 1 / taken
     head: Any  # (m) and so on: see place_lanes
     query: Any
     low: Any
     high: Any
+    special: Any  # (panels * head_dim_v, NR) what is not finite in V; valid if special_seen
+    special_seen: Any  # (1)
     terms: Any  # see Terms
     seen: Any  # (panels, 4) first and last key that any lane sees; first and last that every lane does
 
@@ -84,6 +87,7 @@ def make_work(memory, call, k, wide):
     dim_v = round_up(call.head_dim_v, MAX_LANES)
     m = panels * nr
     vt, s = arena_array(memory, (steps(sample, keys), dim_v), unit), arena_array(memory, (keys, nr), wide)
+    row_sum = arena_array(memory, m, wide)
     return Work(
         arena_array(memory, (panels * padded, nr), unit),
         arena_array(memory, (keys, depth), unit),
@@ -95,12 +99,15 @@ def make_work(memory, call, k, wide):
         arena_array(memory, (lanes(sample), padded), unit),
         arena_array(memory, (lanes(s), dim_v), wide),
         arena_array(memory, m, wide),
-        arena_array(memory, m, wide),
+        row_sum,
+        arena_array(memory, m, wide) if is_pairs(vt) else row_sum,
         arena_array(memory, m, wide),
         arena_array(memory, m, np.int64(0)),
         arena_array(memory, m, np.int64(0)),
         arena_array(memory, m, np.int32(0)),
         arena_array(memory, m, np.int32(0)),
+        arena_array(memory, (panels * dim_v, nr), np.uint8(0)),
+        arena_array(memory, 1, np.int64(0)),
         make_terms(memory, 0, m, wide),
         arena_array(memory, (panels, 4), np.int64(0)),
     )
@@ -123,7 +130,9 @@ def start_block(w, call, x, b, group, block, q_len, k_len):
         seen[0], seen[1], seen[2], seen[3] = any_low, any_high, all_low, all_high
     w.row_max[:] = -np.inf
     w.row_sum[:] = 0
+    w.taken[:] = 0
     w.ot[:] = 0
+    w.special_seen[0] = 0
     return n, first, last
 
 
@@ -178,23 +187,27 @@ def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
         for j in range(count, rows):
             w.s[j] = -np.inf
         if not finite:
-            keep_visible(w.s, count, width, factor, w.row_max[lane : lane + nr])
+            if w.special_seen[0] == 0:
+                w.special_seen[0] = 1
+                w.special[:] = 0
+            special = w.special[panel * dim_v : (panel + 1) * dim_v]
+            note_special(special, w.vt, skip, w.s, call.head_dim_v, width, count)
         if changed:
             restart(w, lane, width)
             for c in range(0, width, lanes(w.s)):
                 largest_scores(w.s, c, nr, rows, w.alpha, lane + c)
         for c in range(0, width, lanes(w.s)):
-            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, lane + c)
+            softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.taken, w.alpha, lane + c)
         if call.dropout_p > 0:
             head, query = w.head[lane : lane + nr], w.query[lane : lane + nr]
-            drop(w.p, w.terms.words, call, b, start, count, width, head, query, x.seed, not finite)
+            drop(w.p, w.terms.words, call, b, start, count, width, head, query, x.seed, False)
         if finite:
             at, dim = panel * dim_v * nr, call.head_dim_v
             add_values(w.ot, at, nr, w.vt, w.vd, skip, w.p, dim, width, count, w.alpha, lane)
         else:
             rescale(w.ot, panel * dim_v, dim_v, width, w.alpha[lane : lane + nr])
             ot = w.ot[panel * dim_v : (panel + 1) * dim_v]
-            add_carefully(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
+            add_finite(ot, w.vt[steps(w.vt, skip) :], w.p, call.head_dim_v, width, count)
 
 
 @device_function
@@ -228,28 +241,26 @@ def restart(w, lane, width):
         copy_vector(w.alpha, lane + c, 0, w.row_max, lane + c, 0)
 
 
-@device_function
-def keep_visible(s, n, width, factor, row_max):
-    """No visible key gets weight 0: its non-finite value must show."""
-    for c in range(width):
-        top = row_max[c]
-        for j in range(n):
-            top = s[j, c] if s[j, c] > top else top
-        least = top + like(top, TINY_LOG2) / factor
-        for j in range(n):
-            if s[j, c] < least and s[j, c] != -np.inf:
-                s[j, c] = least
-
-
-@device_function
-def add_carefully(ot, vt, p, dim, width, n):
-    """O^T += V^T P^T without the terms whose weight is 0: there V may be NaN or inf."""
+@noinline_function
+def note_special(special, vt, skip, s, dim, width, n):
+    """Note what is not finite in rows skip..skip + n - 1 of V for the lanes whose scores are not -inf."""
     for j in range(n):
-        for c in range(width):
-            weight = element(p, j, c)
-            if weight != 0:
-                for d in range(dim):
-                    ot[d, c] += element(vt, j, d) * weight
+        for d in range(dim):
+            x = element(vt, skip + j, d)
+            if x - x != 0:
+                for c in range(width):
+                    if s[j, c] != -np.inf:
+                        special[d, c] = noted(special[d, c], x)
+
+
+@device_function
+def add_finite(ot, vt, p, dim, width, n):
+    """O^T += V^T P^T without what is not finite in V."""
+    for j in range(n):
+        for d in range(dim):
+            x = finite_or_zero(element(vt, j, d))
+            for c in range(width):
+                ot[d, c] += x * element(p, j, c)
 
 
 @device_function
@@ -260,14 +271,14 @@ def finish_block(w, call, x, b, n, split, q_start):
     for c in range(n):
         h, i = w.head[c], w.query[c]
         m, total = np.float64(w.row_max[c] * like(w.row_max[c], factor)), np.float64(w.row_sum[c])
-        older = 1.0
+        share = 1.0  # of the keys, beside the sink
         if call.has_sinks and call.n_splits == 1 and x.sinks[h] != -np.inf:
             sink = x.sinks[h] * LOG2E
             new = sink if sink > m else m
-            older = 2.0 ** (m - new)
-            total = total * older + 2.0 ** (sink - new)
-            m = new
-        w.alpha[c] = 0.0 if total == 0 else older / (total * (1.0 - call.dropout_p))
+            seen = total * 2.0 ** (m - new)
+            total = seen + 2.0 ** (sink - new)
+            share, m = seen / total, new
+        w.alpha[c] = 0.0 if w.taken[c] == 0 else share / (w.taken[c] * (1.0 - call.dropout_p))
         if call.n_splits > 1:
             sums = x.part_sums[split, (b * call.nheads + h) * call.max_seqlen_q + i]
             sums[0], sums[1] = m, total
@@ -281,6 +292,10 @@ def finish_block(w, call, x, b, n, split, q_start):
             copy_transposed_scaled(w.o_rows, d, dim_v, w.ot, at + d * nr, nr, w.alpha, start)
         for c in range(smaller(width, n - start)):
             h, i = w.head[start + c], w.query[start + c]
+            if w.special_seen[0] != 0:
+                column = w.special[start // nr * dim_v : (start // nr + 1) * dim_v, start % nr + c]
+                for d in range(call.head_dim_v):
+                    w.o_rows[c, d] = with_special(w.o_rows[c, d], column[d])
             if call.n_splits > 1:
                 at_part = (b * call.nheads + h) * call.max_seqlen_q + i
                 put_output(write_row(x.part_out, (split, at_part)), w.o_rows[c])

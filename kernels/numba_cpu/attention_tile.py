@@ -35,7 +35,6 @@ from .jit import device_function, noinline_function
 
 LN2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side without limit; no sequence is that long
-TINY = 1e-37
 TINY_LOG2 = -122.9
 
 

@@ -157,6 +157,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
             row_max[i], row_sum[i] = -infinity, nothing
             for t in range(my_columns):
                 o[i, t] = nothing
+        special = False  # V was not finite somewhere
         cuda.syncthreads()
 
         for first in range(begin, end, block_n):
@@ -215,7 +216,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     s[i, j] = -infinity if hide else score
 
             # 4. P and l from S; O and l follow the new maximum.
-            weigh(s, p, o, row_max, row_sum, r, c)
+            weigh(s, p, o, row_max, row_sum, special, r, c)
             if with_dropout:
                 for i in range(my_rows):
                     row = r + i * ROWS
@@ -233,6 +234,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     accumulate(o, p, staged, first_v, r, c)
                 else:
                     accumulate_seen(o, p, staged, first_v, r, c)
+                    special = True
             cuda.syncthreads()  # no thread reads the tables or P any more
 
         # lse, and the factor for O. A sink is one more score, of a key without a value.
@@ -267,7 +269,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
                 begins += (q_start + query_of[row]) * out.strides[1] + (first_column + c) * out.strides[3]
                 for t in range(my_columns):
                     if first_column + c + t * ROW_THREADS < head_dim_v:
-                        store_at(out, begins + t * across, store(o[i, t] * row_sum[i]))
+                        x = o[i, t] * row_sum[i] if abs(o[i, t]) < infinity else o[i, t]
+                        store_at(out, begins + t * across, store(x))
 
     return NumbaKernel(attention_forward, _signature(config), config.label)
 

@@ -66,7 +66,8 @@ def combine_kernel(dtype: str, sinks: bool, lse: str) -> NumbaKernel:
         for column in range(thread, head_dim_v, THREADS):
             value = number(0.0)
             for part in range(n_parts):
-                value += number(weights[part] / total) * part_out[part * batch + b, query, head, column]
+                x = part_out[part * batch + b, query, head, column]
+                value += number(weights[part] / total) * x if abs(x) < math.inf else x  # 0 * inf would be NaN
             out[b, query, head, column] = f.store(value) if total != 0 else f.store(number(0.0))
 
     workspace = f"{f.compute}[:, :, :, ::1], {f.compute}[:, :, ::1]"

@@ -45,12 +45,15 @@ def scorer(number, block_m: int, block_n: int, chunk: int, stride: int):
 
 @cache
 def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
-    """A device function for the online softmax: turns scores into weights in shared memory."""
+    """A device function for the online softmax: turns scores into weights in shared memory.
+
+    ``special``: O may hold infinities, which stay whatever the new maximum is.
+    """
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
     infinity, nothing, hidden = float("inf"), 0.0, -0.0
 
     @cuda.jit(device=True, forceinline=True)
-    def weigh(s, p, o, row_max, row_sum, r, c):
+    def weigh(s, p, o, row_max, row_sum, special, r, c):
         for i in range(my_rows):
             top = row_max[i]
             for j in range(my_keys):
@@ -65,16 +68,23 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
                 weight = number(hidden) if s[i, j] == -infinity else exp2(s[i, j] - base)
                 row_sum[i] += weight
                 p[(r + i * ROWS) * stride_p + c + j * ROW_THREADS] = weight
-            for t in range(my_columns):
-                o[i, t] *= shrink
+            if special and shrink == 0:  # 0 * inf would be NaN
+                for t in range(my_columns):
+                    if abs(o[i, t]) < infinity:
+                        o[i, t] = nothing
+            else:
+                for t in range(my_columns):
+                    o[i, t] *= shrink
 
     return weigh
 
 
 @cache
 def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int, stride_p: int):
-    """Two device functions: ``o += P V`` over the staged rows of V. The second one skips hidden keys."""
-    width = 128 // number.bitwidth
+    """Two device functions: ``o += P V`` over the staged rows of V. The second one skips hidden keys, and
+    adds infinities whatever their weight, but for
+    NaN."""
+    width, infinity = 128 // number.bitwidth, float("inf")
 
     @cuda.jit(device=True, forceinline=True)
     def accumulate(o, p, staged, first_v, r, c):
@@ -97,6 +107,7 @@ def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int,
                 weight = take(p, (r + i * ROWS) * stride_p + first_v + j)
                 if weight != 0 or math.copysign(1.0, weight) > 0:  # not -0
                     for t in range(my_columns):
-                        o[i, t] += weight * take(staged, j * slab + c + t * ROW_THREADS)
+                        x = take(staged, j * slab + c + t * ROW_THREADS)
+                        o[i, t] += x if abs(x) == infinity and weight == weight else weight * x
 
     return accumulate, accumulate_seen

@@ -19,14 +19,13 @@ constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kRows = 2 * kSlabs;  // slabs of 16 rows per warp; rows per lane
 constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a tile per warp
 constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // 16 x 8 accumulators
+constexpr bool kRounded = sizeof(DTYPE) == 2 && !DROPOUT;  // one more tile of O sums P as it is rounded to DTYPE
+constexpr int kTilesAcc = kTilesO + kRounded;
 constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // mma steps of Q K^T
 
 // 160 of 255 registers for matrices leave enough for addresses, row state and loads in flight. A float32 Q would
 // have to be kept as two TF32 halves.
 constexpr bool kQInRegisters = sizeof(scalar) == 2 && 4 * kSlabs * (kTilesS + kTilesO + kSteps) <= 160;
-
-// True if rows of one tile may see different keys.
-constexpr bool kHides = kMask != Mask::kNone || kBias != Bias::kNone || BLOCK_MASK;
 
 typedef Tile<scalar, BLOCK_M, HEAD_DIM> TileQ;
 typedef Tile<scalar, BLOCK_N, HEAD_DIM> TileK;

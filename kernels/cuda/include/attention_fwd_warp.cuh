@@ -21,6 +21,7 @@ struct Place {
 //   q[step][slab]      A operand, 32 bytes of head_dim     a0 (row g), a1 (row g + 8); a2, a3: 16 bytes to the right
 //   s[slab][tile][c]   scores, then weights                c = 2 h + e: row 16 slab + 8 h + g, key 8 tile + 2t + e
 //   acc_o[slab][tile]  sums of weighted values             the same, with columns of V for keys
+//        [kTilesO]     sums of weights, each rounded to DTYPE as P V takes it: equal values come out as they are
 //
 // s and acc_o take up to 192 of 255 registers, so little else may live across a tile: two source addresses and a
 // destination for copies, three addresses for fragments, the tile index and the limits of masked tiles. Everything
@@ -28,7 +29,7 @@ struct Place {
 struct Forward {
     const AttentionShape& shape;
     Work work;
-    const bool careful;               // V has non-finite values: they are left out of the product and added later
+    const bool careful;               // some input is not finite: what V has of that is added at the end
     RowsK k;
     RowsV v;
     const unsigned char* bias;        // of the sequence
@@ -40,7 +41,7 @@ struct Forward {
     int query[PACK_GQA ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
-    float acc_o[kSlabs][kTilesO][4];
+    float acc_o[kSlabs][kTilesAcc][4];
     OnlineSoftmax<kSlabs> softmax;
 
     // Row r of this lane among all rows; its query; the key on that query's diagonal.
@@ -68,7 +69,7 @@ struct Forward {
         #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             #pragma unroll
-            for (int j = 0; j < kTilesO; ++j) {
+            for (int j = 0; j < kTilesAcc; ++j) {
                 #pragma unroll
                 for (int r = 0; r < 4; ++r) acc_o[slab][j][r] = 0.0f;
             }
@@ -104,6 +105,38 @@ struct Forward {
                 }
             }
         }
+    }
+
+    // 3 x TF32 makes NaN of infinities (infinity - infinity). Such scores are computed again one by one: slow, but rare.
+    // Meanwhile they all are in local memory, which takes no registers from the usual path.
+    __device__ __forceinline__ void mend(float (&s)[kSlabs][kTilesS][4]) const {
+        const Place me = Place::mine();
+        constexpr int kScores = kSlabs * kTilesS * 4;
+        float local[kScores];
+        #pragma unroll
+        for (int i = 0; i < kScores; ++i) local[i] = s[i / 4 / kTilesS][i / 4 % kTilesS][i % 4];
+        #pragma unroll 1
+        for (int i = 0; i < kScores; ++i) {
+            const int row = me.row(i / 4 / kTilesS * 2 + i % 4 / 2);
+            const int key = me.first_key() + i / 4 % kTilesS * 8 + me.lane % 4 * 2 + i % 2;
+            if (local[i] != local[i]) local[i] = product(row, key);
+        }
+        #pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i / 4 / kTilesS][i / 4 % kTilesS][i % 4] = local[i];
+    }
+
+    // q.k of a row of the block and a key of the tile, from shared memory.
+    __device__ __forceinline__ float product(int row, int key) const {
+        constexpr int kChunk = TileQ::kChunk;
+        float sum = 0.0f;
+        #pragma unroll 1
+        for (int d = 0; d < HEAD_DIM; ++d) {
+            const int byte = d % kChunk * sizeof(scalar);
+            const auto* x = dynamic_shared + TileQ::at(kOffsetQ, row, d / kChunk) + byte;
+            const auto* y = dynamic_shared + TileK::at(k_odd, key, d / kChunk) + byte;
+            sum = fmaf(widened(*reinterpret_cast<const scalar*>(x)), widened(*reinterpret_cast<const scalar*>(y)), sum);
+        }
+        return sum;
     }
 
     __device__ __forceinline__ float bias_at(int row, int query, int key) const {
@@ -174,6 +207,12 @@ struct Forward {
                     }
                 }
             }
+            if constexpr (kRounded) {
+                #pragma unroll
+                for (int slab = 0; slab < kSlabs; ++slab) {
+                    multiply<scalar>(acc_o[slab][kTilesAcc - 1], a[slab], Packed<scalar>::kOnes, Packed<scalar>::kOnes);
+                }
+            }
         }
     }
 
@@ -192,6 +231,7 @@ struct Forward {
 
         float s[kSlabs][kTilesS][4] = {};
         scores(s);
+        if (sizeof(scalar) == 4 && careful) mend(s);
         if (!kPlainScores || masked) {
             const Place me = Place::mine();
             const int first = n * BLOCK_N + me.first_key() + me.lane % 4 * 2;
@@ -207,10 +247,10 @@ struct Forward {
                     if (look) mask_blocks(row_s, r % 2, block_mask, query_of(me, r), first, end);
                 }
             }
-            if (kHides && masked && careful) {
-                ptx::cp_async_wait<1>();  // this thread's own copies of V have arrived
-                RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
-            }
+        }
+        if (careful) {
+            ptx::cp_async_wait<1>();  // this thread's own copies of V have arrived
+            RowsV::Loader::each_word(dynamic_shared + kOffsetV, only_finite<scalar>);
         }
         softmax.weigh(s, acc_o, kPlainScores ? shape.scores.scale_log2 : 1.0f);
         if constexpr (DROPOUT) {
@@ -286,19 +326,26 @@ struct Forward {
         }
     }
 
-    // Does `row` see `key`? The same masks as for whole tiles, for one pair.
-    __device__ __forceinline__ bool sees(int row, int key) const {
+    // Does `row` see `key`? The same masks as for whole tiles, for one pair, and a score of -infinity hides too.
+    // q_row: the row's first element.
+    __device__ __forceinline__ bool sees(const scalar* q_row, int row, int key) const {
         const int query = work.query(row), diagonal = query + work.shift();
         bool visible = true;
         if (kMask != Mask::kNone) visible = key <= diagonal + shape.window_right;
         if (kMask == Mask::kLocal) visible = visible && key >= diagonal - shape.window_left;
         if (BLOCK_MASK) visible = visible && block_mask.sees(query, key);
-        return visible && bias_at(row, query, key) != minus_infinity();
+        if (!visible || bias_at(row, query, key) == minus_infinity()) return false;
+        float x = 0.0f;
+        #pragma unroll 1
+        for (int d = 0; d < shape.head_dim; ++d) x = fmaf(widened(q_row[d]), widened(k.at(key, d)), x);
+        x = shape.scores.negate ? -x : x;
+        make_score<scalar>(x, shape.scores);
+        return x != minus_infinity();
     }
 
-    // Adds the non-finite values of V to O (staged in shared memory) for the rows that see them. In the product,
-    // 0 * inf would give NaN in every row. One column per thread: slow, but rare.
-    __device__ __forceinline__ void add_special(unsigned char* tile) const {
+    // Adds the non-finite values of V to O (staged in shared memory) for the rows that see them, however small their
+    // weight: in the product, 0 * inf would give NaN, and in every row. One column per thread: slow, but rare.
+    template <typename RowOfQ> __device__ __forceinline__ void add_special(unsigned char* tile, RowOfQ row_of_q) const {
         const Tiles tiles = work.tiles(shape);
         const int last_key = min(tiles.end * BLOCK_N, work.seqlen_k);
         #pragma unroll 1
@@ -309,13 +356,19 @@ struct Forward {
                 if (fabsf(x) < infinity()) continue;
                 #pragma unroll 1
                 for (int row = 0; row < BLOCK_M && work.row0 + row < work.rows; ++row) {
-                    if (!sees(work.row0 + row, key)) continue;
                     const int byte = column * sizeof(staged);
                     staged& o = *reinterpret_cast<staged*>(tile + TileO::at(0, row, byte / 16) + byte % 16);
-                    o = narrowed<staged>(widened(o) + x);
+                    const float before = widened(o), after = before + x;
+                    if (before != before || before == after) continue;  // no news
+                    if (sees(row_of_q(work.row0 + row), work.row0 + row, key)) o = narrowed<staged>(after);
                 }
             }
         }
+    }
+
+    // The sum of a row's weights as P V took them, in all lanes of its quad. `total` is that of the exact ones.
+    __device__ __forceinline__ float taken(int r, float total) const {
+        return kRounded ? acc_o[r / 2][kTilesAcc - 1][r % 2 * 2] : total;
     }
 
     __device__ __forceinline__ bool all_finite() const {

@@ -17,8 +17,10 @@ typedef float f32;
 template <typename T> struct Packed;
 
 // kWideRange: squares can overflow or underflow in float although the values are finite and nonzero.
+// kOnes: a word of ones.
 template <> struct Packed<f32> {
     static constexpr int kPerWord = 1;
+    static constexpr unsigned kOnes = 0x3f800000u;
     static constexpr bool kWideRange = true;
     static __device__ __forceinline__ void widen(unsigned word, float* value) { value[0] = __uint_as_float(word); }
     static __device__ __forceinline__ unsigned narrow(const float* value) { return __float_as_uint(value[0]); }
@@ -27,6 +29,7 @@ template <> struct Packed<f32> {
 
 template <> struct Packed<bf16> {
     static constexpr int kPerWord = 2;
+    static constexpr unsigned kOnes = 0x3f803f80u;
     static constexpr bool kWideRange = true;
     static __device__ __forceinline__ void widen(unsigned word, float* value) {
         value[0] = __uint_as_float(word << 16);  // a bfloat16 is the upper half of a float
@@ -42,6 +45,7 @@ template <> struct Packed<bf16> {
 
 template <> struct Packed<f16> {
     static constexpr int kPerWord = 2;
+    static constexpr unsigned kOnes = 0x3c003c00u;
     static constexpr bool kWideRange = false;
     static __device__ __forceinline__ void widen(unsigned word, float* value) {
         asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"

@@ -5,22 +5,27 @@
 //
 //     x = big + small        x y = small_x big_y + big_x small_y + big_x big_y        (drops about 2^-22 of x y)
 //
-// Both halves are rounded, not truncated: truncation errors would all have one sign and add up.
+// big is rounded, not truncated: errors of truncation would all have one sign and add up. small has 12 bits at most, of
+// which the tensor core drops the last.
 #pragma once
 #include "ptx.cuh"
+
+// To 11 significant bits, ties away from zero, as cvt.rna.tf32 does in three machine instructions. Not for NaN, which
+// may come out as a number; an infinity stays one, and so become the last 2^12 numbers before it.
+__device__ __forceinline__ unsigned round_tf32(unsigned x) { return x + 0x1000u & 0xffffe000u; }
+
+// NaN of an infinity or a NaN: `small` is then NaN, whatever `big` is.
+struct Split {
+    unsigned big, small;
+
+    explicit __device__ __forceinline__ Split(unsigned x)
+        : big(round_tf32(x)), small(__float_as_uint(__uint_as_float(x) - __uint_as_float(big))) {}
+};
 
 template <typename T>
 __device__ __forceinline__ void multiply(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     ptx::mma<T>(c, a, b0, b1);
 }
-
-struct Split {
-    unsigned big, small;
-
-    explicit __device__ __forceinline__ Split(unsigned x)
-        : big(ptx::round_tf32(__uint_as_float(x))),
-          small(ptx::round_tf32(__uint_as_float(x) - __uint_as_float(big))) {}
-};
 
 template <>
 __device__ __forceinline__ void multiply<f32>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {

@@ -95,18 +95,12 @@ template <> __device__ __forceinline__ void mma<bf16>(Accumulator& c, const Oper
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The hardware reads the upper 19 bits of each operand; round_tf32 rounds to them.
+// The hardware reads the upper 19 bits of each operand; mma.cuh rounds to them.
 template <> __device__ __forceinline__ void mma<f32>(Accumulator& c, const Operand& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ unsigned round_tf32(float x) {  // to 11 significant bits, ties away from zero
-    unsigned y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-    return y;
 }
 
 // In C++ the same product takes an addition of zero more.

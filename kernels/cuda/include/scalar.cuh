@@ -51,6 +51,15 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     else *reinterpret_cast<uint2*>(to) = make_uint2(Packed<T>::narrow(value), Packed<T>::narrow(value + 2));
 }
 
+// sum += weight x, where an infinity counts whatever its weight: 0 * inf would be NaN.
+__device__ __forceinline__ void add_weighted(float (&sum)[4], const float4& x, float weight) {
+    const float value[4] = {x.x, x.y, x.z, x.w};
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        sum[i] = fabsf(value[i]) < infinity() ? fmaf(value[i], weight, sum[i]) : sum[i] + value[i];
+    }
+}
+
 template <typename T> __device__ __forceinline__ void load_four(const T* from, float (&value)[4]) {
     if constexpr (sizeof(T) == 4) {
         const float4 x = *reinterpret_cast<const float4*>(from);

@@ -9,7 +9,7 @@
 //   f16, bf16     m16n8k16   4                   plane 2 h + s as trits
 //   f32           m16n8k8    2                   bytes 2 s, 2 s + 1 of plane h as trits; x as two TF32 parts
 #pragma once
-#include "ptx.cuh"
+#include "mma.cuh"
 #include "ternary.cuh"
 
 struct q8 { signed char bits; };  // int8 activations
@@ -62,7 +62,7 @@ __device__ __forceinline__ unsigned tf32_part(unsigned x) { return x & 0xffffe00
 __device__ __forceinline__ unsigned tf32_rest(unsigned x) {
     const float value = __uint_as_float(x);
     if (!(fabsf(value) < __uint_as_float(0x7f800000u))) return x;  // avoid infinity - infinity
-    return ptx::round_tf32(value - __uint_as_float(tf32_part(x)));
+    return round_tf32(__float_as_uint(value - __uint_as_float(tf32_part(x))));
 }
 
 // c += a b + x y, in TF32. The two are summed apart: tensor cores truncate sums, and this way c is rounded instead.

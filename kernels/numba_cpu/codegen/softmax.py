@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .build import address, every, fma, load_vector, maximum, number, splat, store_vector
+from .build import address, dot_bfloat16, every, fma, load_vector, maximum, number, splat, store_vector
 from .convert import narrow
 from .exp2 import FLOAT32, FLOAT64, PAIRS, exp2
 from .numba_api import cgutils, intrinsic, ir, types
@@ -51,27 +51,30 @@ def largest_scores(typingctx, s, at, ld, rows, top, lane):
 
 
 @intrinsic
-def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, alpha, lane):
+def softmax_step(typingctx, s, at, ld, rows, p, factor, row_max, row_sum, taken, alpha, lane):
     """Weights of the vector of lanes at ``s[at]``, ``rows`` rows (a multiple of ROWS) that lie ``ld`` apart.
 
     ``alpha`` [lane] comes as the new ``row_max`` and leaves as the factor for what was summed before; ``row_max`` and
-    ``row_sum`` move along. ``p`` is ``s``, or the uint32 view of it; ``factor`` > 0 is 1 except for pairs.
+    ``row_sum`` move along. ``p`` is ``s``, or the uint32 view of it; ``factor`` > 0 is 1 except for pairs, whose
+    weights are also summed as they were rounded, in ``taken``.
     """
 
     def codegen(context, b, sig, args):
-        top_at, sum_at, alpha_at = (address(context, b, sig.args[i], args[i], args[9]) for i in (6, 7, 8))
+        top_at, sum_at, alpha_at = (address(context, b, sig.args[i], args[i], args[10]) for i in (6, 7, 9))
         vector, scale = _lanes(b, s, args[5])
         old, new = load_vector(b, top_at, vector), load_vector(b, alpha_at, vector)
         rescale = _rescale(b, old, new, scale, _polynomial(s, p))
         store_vector(b, new, top_at)
         store_vector(b, rescale, alpha_at)
         scores, weights = (address(context, b, sig.args[i], args[i], args[1]) for i in (0, 4))
-        total = _weigh(b, scores, weights, args[2], args[3], new, scale, _polynomial(s, p))
-        store_vector(b, fma(b, load_vector(b, sum_at, vector), rescale, total), sum_at)
+        sums = _weigh(b, scores, weights, args[2], args[3], new, scale, _polynomial(s, p))
+        taken_at = address(context, b, sig.args[8], args[8], args[10])
+        for total, at in zip(sums, (sum_at, taken_at)[: len(sums)], strict=True):
+            store_vector(b, fma(b, load_vector(b, at, vector), rescale, total), at)
         return context.get_dummy_value()
 
     i = types.int64
-    return types.void(s, i, i, i, p, s.dtype, row_max, row_sum, alpha, i), codegen
+    return types.void(s, i, i, i, p, s.dtype, row_max, row_sum, taken, alpha, i), codegen
 
 
 def _polynomial(s: Any, p: Any) -> tuple[float, ...]:
@@ -106,16 +109,19 @@ def _weigh(
     top: Any,
     scale: Any,
     polynomial: tuple[float, ...],
-) -> Any:
-    """Scores become weights; their sum, a tile's by itself: its small terms keep their digits."""
+) -> list[Any]:
+    """Scores become weights; their sum, a tile's by itself: its small terms keep their digits. Of pairs, also the sum
+    of the rounded weights."""
     pairs, vector = polynomial is PAIRS, top.type
+    ones = every(ir.VectorType(ir.IntType(32), vector.count), 0x3F803F80)  # pairs of bfloat16
     shift = b.fneg(b.fmul(_seen(b, top), scale) if pairs else _seen(b, top))
 
     def row(pointer: Any, j: Any, offset: int) -> Any:
         return b.gep(pointer, [b.mul(b.add(j, number(offset)), ld)])
 
-    total = cgutils.alloca_once(b, vector)
+    total, taken = cgutils.alloca_once(b, vector), cgutils.alloca_once(b, vector)
     b.store(every(vector, 0.0), total)
+    b.store(every(vector, 0.0), taken)
     with cgutils.for_range(b, b.sdiv(rows, number(_STEP))) as loop:
         first = b.mul(loop.index, number(_STEP))
         found = [load_vector(b, row(scores, first, i), vector) for i in range(_STEP)]
@@ -124,11 +130,13 @@ def _weigh(
         if pairs:
             half = b.mul(loop.index, number(_STEP // 2))
             for i in range(_STEP // 2):
-                store_vector(b, narrow(b, types.uint16, found[2 * i : 2 * i + 2]), row(weights, half, i))
+                both = narrow(b, types.uint16, found[2 * i : 2 * i + 2])
+                store_vector(b, both, row(weights, half, i))
+                b.store(dot_bfloat16(b, both, ones, b.load(taken)), taken)
         else:
             for i, x in enumerate(found):
                 store_vector(b, x, row(weights, first, i))
         while len(found) > 1:
             found = [b.fadd(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
         b.store(b.fadd(b.load(total), found[0]), total)
-    return b.load(total)
+    return [b.load(total), b.load(taken)] if pairs else [b.load(total)]
