@@ -25,7 +25,8 @@ def attention_merge(
     ``out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2``, with weights that sum to 1.
 
     A part with lse -inf saw no key, and its out does not count. Shapes: (batch, seqlen_q, nheads, head_dim_v) and
-    (batch, nheads, seqlen_q); "bhsd" swaps axes 1 and 2 of out; or (total_q, nheads, head_dim_v) and (nheads, total_q).
+    (batch, nheads, seqlen_q), and "bhsd" swaps axes 1 and 2 of out; or (total_q, nheads, head_dim_v) and
+    (nheads, total_q).
     """
     s = steps(precision, out1.dtype)
     logs = [s.load(lse if layout == "bhsd" and lse.ndim == 3 else lse.swapaxes(-1, -2)) for lse in (lse1, lse2)]

@@ -2,8 +2,8 @@
 
 lse = ln(e^lse1 + e^lse2)      out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
 
-A row is one query of one head. It is summed in scratch first: the result may be out1, and LLVM makes no vector code of
-a loop whose arrays may be one. Results too large for a cache are streamed past it.
+A row is one query of one head. It is summed in scratch first: the result may be out1, and LLVM makes no vector code
+of a loop whose arrays may be one. Results too large for a cache are streamed past it.
 """
 
 from __future__ import annotations

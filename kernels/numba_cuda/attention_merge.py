@@ -2,8 +2,8 @@
 
 lse = ln(e^lse1 + e^lse2)      out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
 
-A row (one query of one head) belongs to 16 threads, half a warp; thread c of them owns columns c, c + 16, ... All read
-the row's two lse before the first one writes, so that lse1 and out1 may receive the results.
+A row (one query of one head) belongs to 16 threads, half a warp; thread c of them owns columns c, c + 16, ... All
+read the row's two lse before the first one writes, so that lse1 and out1 may receive the results.
 """
 
 from __future__ import annotations
