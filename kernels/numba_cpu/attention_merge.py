@@ -3,7 +3,7 @@
 lse = ln(e^lse1 + e^lse2)      out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
 
 A row is one query of one head. It is summed in scratch first: the result may be out1, and LLVM makes no vector code
-of a loop whose arrays may be one. Results too large for a cache are streamed past it.
+of a loop whose arrays may be one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .codegen.stream import fence, finish, put, stays_in_cache
+from .codegen.exp2 import LOG2E
 from .dtype import all_bits, like, load, read_row, store, write_row
+from .fastmath import exp2
 from .jit import compute, inner, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 
@@ -33,21 +34,25 @@ def config(rows: int, cols: int) -> str:
 def merge(out1: Array, lse1: Array, out2: Array, lse2: Array, out: Array, lse: Array) -> None:
     """out (outer, middle, inner, cols) and lse (outer, middle, inner); they may be out1 and lse1."""
     if out.size:
-        rows, streaming = math.prod(out.shape[:3]), not stays_in_cache(out.nbytes)
+        rows = math.prod(out.shape[:3])
         chunk = items_per_task(rows, out.shape[3])
         compiled = attention_merge[out.dtype, lse1.dtype, lse2.dtype, lse.dtype]
         a, b, c = all_bits(out1, out2, out)
-        launch(compiled, -(-rows // chunk), chunk, a, lse1, b, lse2, c, lse, 0.0, streaming)
+        launch(compiled, -(-rows // chunk), chunk, a, lse1, b, lse2, c, lse, 0.0)
 
 
 @inner
 def weights_of(a, b):
     """Of two parts, and the log of e^a + e^b."""
     difference = b - a if a > b else a - b
-    smaller = 1.0 if a == b else np.exp(difference)
+    smaller = 1.0 if a == b else exp2(difference * LOG2E)
     larger = 1.0 / (1.0 + smaller)
     top = a if a > b else b
-    return larger if a >= b else smaller * larger, larger if b >= a else smaller * larger, top + np.log1p(smaller)
+    return (
+        larger if a >= b else smaller * larger,
+        larger if b >= a else smaller * larger,
+        top + np.log(1.0 + smaller),
+    )
 
 
 @inner
@@ -78,15 +83,12 @@ def stored(target, t):
         write(t, 4),
         write(lse, 3),
         compute(t),
-        types.boolean,
     ),
     variants=VARIANTS,
 )
-def attention_merge(state, n_tasks, chunk, out1, lse1, out2, lse2, out, lse, zero, streaming):
+def attention_merge(state, n_tasks, chunk, out1, lse1, out2, lse2, out, lse, zero):
     outer, middle, innermost, cols = out.shape
-    rows, element = outer * middle * innermost, out1[0, 0, 0, 0]
-    t, result = np.full(cols, zero), np.full(cols, element)
-    waits, where = np.full(64, element), np.zeros(2, np.int64)
+    rows, t = outer * middle * innermost, np.full(cols, zero)
     task = claim(state)
     while task < n_tasks:
         for r in range(task * chunk, min((task + 1) * chunk, rows)):
@@ -98,15 +100,5 @@ def attention_merge(state, n_tasks, chunk, out1, lse1, out2, lse2, out, lse, zer
                 weighted(t, read_row(out1, place), like(zero, weight1))
             if b != -np.inf:
                 add_weighted(t, read_row(out2, place), like(zero, weight2))
-            if streaming:
-                stored(result, t)
-                n = min(r + 1, rows - 1)
-                following = n // (middle * innermost), n // innermost % middle, n % innermost
-                ahead = read_row(out1, following), read_row(out2, following)
-                put(result, write_row(out, place), waits, where, ahead, 0)
-            else:
-                stored(write_row(out, place), t)
-        if streaming:
-            finish(waits, where)
-            fence()
+            stored(write_row(out, place), t)
         task = claim(state)
