@@ -15,6 +15,7 @@ from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_decode import attention_decode
+from gpu_ops.ops.attention_merge import attention_merge
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.linear import linear, linear_backward
@@ -59,6 +60,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_decode",
+    "attention_merge",
     "attention_varlen",
     "attention_varlen_backward",
     "autotune",

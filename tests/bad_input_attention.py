@@ -99,6 +99,13 @@ CASES = [
     ("attention_varlen_backward", "pages", GpuOpsError, "unknown argument 'block_table'",
      {"block_table": ints([0], [1])}),
     ("attention_varlen_backward", "lse of the dense op", ShapeError, "lse", {"lse": ones(2, 4, 12)}),
+    # attention_merge
+    ("attention_merge", "lse transposed", ShapeError, "nheads is 5 here but 4 in out1", {"lse1": ones(2, 5, 4)}),
+    ("attention_merge", "lse of float16", DTypeError, "lse2 is float16, expected float32 or float64",
+     {"lse2": ones(2, 4, 5, dtype=np.float16)}),
+    ("attention_merge", "two dtypes", DTypeError, "mixed dtypes are not promoted", {"out2": cast["float64"]}),
+    ("attention_merge", "out without lse", OptionError, "out must be two arrays, (out, lse)",
+     {"out": ones(2, 5, 4, 8)}),
     # attention_decode
     ("attention_decode", "beyond the cache", GpuOpsError, "seqused_k", {"seqused_k": ints(3, 17)}),
     ("attention_decode", "negative length", GpuOpsError, "seqused_k", {"seqused_k": ints(-1, 3)}),

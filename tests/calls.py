@@ -40,6 +40,7 @@ OUT = {
     "attention": ("out", 1),
     "attention_backward": ("grads", 3),
     "attention_decode": ("out", 1),
+    "attention_merge": ("out", 2),
     "attention_varlen": ("out", 1),
     "attention_varlen_backward": ("grads", 3),
     "layernorm": ("out", 1),
@@ -64,6 +65,7 @@ OUT = {
 
 # Arguments that the results may overwrite, in the order of the results.
 IN_PLACE = {
+    "attention_merge": ("out1", "lse1"),
     "layernorm": ("x",),
     "layernorm_backward": ("dy",),
     "linear": ("residual",),

@@ -67,6 +67,16 @@ def block_mask(new: Maker) -> dict[str, Any]:
     return {"block_mask": BlockMask(visible, block_q=4, block_k=4)}
 
 
+def halves(new: Maker, out: str, lse: str, dtype: Any = F32) -> dict[str, Any]:
+    """Attention over two sets of keys; the second one's are unseen by the last rows."""
+    arrays: dict[str, Any] = {}
+    for i in "12":
+        arrays |= new.normal(**{f"out{i}": out})
+        arrays |= new.normal(np.float64 if new.dtype == np.float64 else dtype, **{f"lse{i}": lse})
+    arrays["lse2"][..., -1] = -np.inf
+    return arrays
+
+
 def cache(new: Maker) -> Made:
     rows = "batch max_seqlen nheads_kv head_dim"
     arrays = new.normal(q="batch 1 nheads head_dim", k_cache=rows, v_cache=f"{rows}_v")
@@ -176,6 +186,18 @@ VARIANTS = {
     "attention_backward mask": lambda new: backward(new, "attention", dense(new), **block_mask(new)),
     "attention_backward extra": lambda new: with_options(
         backward(new, "attention", dense(new), **scores(new)), **EXTRA
+    ),
+    "attention_merge": lambda new: (
+        halves(new, "batch seqlen_q nheads head_dim_v", "batch nheads seqlen_q"),
+        {},
+    ),
+    "attention_merge bhsd": lambda new: (
+        halves(new, "batch nheads seqlen_q head_dim_v", "batch nheads seqlen_q"),
+        {"layout": "bhsd"},
+    ),
+    "attention_merge packed": lambda new: (
+        halves(new, "total nheads head_dim", "nheads total", np.float64),
+        {},
     ),
     "attention_varlen": lambda new: (packed(new), CAUSAL),
     "attention_varlen lse": lambda new: (packed(new, (3,)), {**CAUSAL, "return_lse": True}),

@@ -7,6 +7,7 @@ import pytest
 
 import gpu_ops
 from gpu_ops.errors import DTypeError, OptionError
+from gpu_ops.kernels.numba_cpu.codegen.target import DOT_BFLOAT16
 from tests.attention_cases import DTYPES, make
 
 DEVICES = ("cpu", "emulator", "cuda")
@@ -130,3 +131,14 @@ def test_a_dtype_may_be_spelled_in_any_way():
         assert gpu_ops.attention(q, q, q, out_dtype=q.dtype).dtype == q.dtype
         with pytest.raises(DTypeError, match="out is bfloat16"):
             gpu_ops.attention(q, q, q, out_dtype=np.float32, out=np.empty_like(q))
+
+
+@pytest.mark.skipif(not DOT_BFLOAT16, reason="a CPU without products of bfloat16 scales q, and rounds scores")
+def test_tiles_are_rescaled_as_their_weights_are_rounded():
+    """300 keys of one score, then 300 of the next: lse is that of one key and log(300 + 300 / e)."""
+    q, k = np.zeros((1, 40, 16, 32), DTYPES["bfloat16"]), np.zeros((1, 600, 16, 32), DTYPES["bfloat16"])
+    q[..., :2], k[..., 0], k[:, 300:, :, 1] = [128.0, 1.0], 125.0, 1.0
+    last = k[:, -1:]
+    _, lse = gpu_ops.attention(q, k, k, softmax_scale=1.0, return_lse=True, **WIDE, device="cpu")
+    _, one = gpu_ops.attention(q, last, last, softmax_scale=1.0, return_lse=True, **WIDE, device="cpu")
+    np.testing.assert_allclose(lse - one, np.log(300 + 300 / np.e), rtol=3e-6)

@@ -28,6 +28,7 @@ MOST = {
     "attention": (18, 22),
     "attention_backward": (17, 38),
     "attention_decode": (18, 24),
+    "attention_merge": (28, 26),
     "attention_varlen": (23, 26),
     "attention_varlen_backward": (26, 107),
     "layernorm": (20, 26),

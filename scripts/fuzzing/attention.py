@@ -284,7 +284,35 @@ def attention_decode(draw: Draw) -> Trial:
     return Trial("attention_decode", arguments, draw, dtype, results, formula, linked=linked)
 
 
+def attention_merge(draw: Draw) -> Trial:
+    """Parts that saw keys, or none."""
+    dtype = draw.dtype()
+    batch, heads, _, _, dim = dims(draw)
+    shape = (batch, draw.length(9 if draw.small else 70), heads, dim)
+    arguments: dict[str, Any] = {}
+    for i in "12":
+        lse = draw.values((batch, heads, shape[1]), computing(dtype), draw.pick(1.0, 5.0))
+        lse[draw.rng.random(lse.shape) < draw.pick(0.0, 0.3)] = -np.inf
+        arguments |= {f"out{i}": draw.array(shape, dtype), f"lse{i}": draw.place(lse)}
+    given = {name: np.array(x) for name, x in arguments.items()}
+
+    def formula(m: Maths) -> tuple[Array, ...]:
+        logs = [given[f"lse{i}"].astype(m.wide) for i in "12"]
+        top = np.maximum(*logs)
+        shares = [np.where(lse == top, 1, np.exp(lse - np.where(np.isinf(top), 0, top))) for lse in logs]
+        total = shares[0] + shares[1]
+        out = np.zeros(shape)
+        for share, lse, i in zip(shares, logs, "12", strict=True):
+            weight = np.where(np.isinf(lse), 0, m.r(share / total)).swapaxes(1, 2)[..., None]
+            out = m.r(out + m.r(weight * m.load(given[f"out{i}"])))
+        return out, top + np.log(total)
+
+    linked = (("out2", 3), ("lse1", 1), ("lse2", 2))
+    return Trial("attention_merge", arguments, draw, dtype, (dtype, computing(dtype)), formula, linked=linked)
+
+
 TRIALS = (
+    attention_merge,
     attention,
     attention,
     attention_backward,
