@@ -1,6 +1,7 @@
 """The options that decide attention's scores, as all lowerings see them: :class:`Scores`.
 
     s = softmax_scale * q.k,   then softcap * tanh(s / softcap),   + ALiBi + bias,   masks (-inf)
+    weights = softmax(s),   then dropout
 
 A new option is a field here, and in :class:`Features` if kernels are compiled with or without it. The kernels' own
 parts are ``cuda/include/attention_scores.cuh``, ``numba_cuda/attention.py`` and ``numba_cpu/attention_tile.py``.
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.lower.arguments import float32
-from gpu_ops.kernels.program import Spec, Tensor
+from gpu_ops.kernels.program import Dynamic, Spec, Tensor
 
 __all__ = ["CUDA_SCORES", "LOG2E", "PLAIN", "Features", "Scores", "score_options"]
 
 LOG2E = math.log2(math.e)
+_STEPS = 1 << 16  # of dropout_p: a weight has 16 random bits
 _SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the scale, and -inf times 0 is NaN
 
 # AttentionScores of cuda/include/attention_scores.cuh
@@ -28,6 +30,13 @@ CUDA_SCORES = np.dtype(
         *[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")],
         ("negate", "i4"),
         ("ahead", "i4"),
+        *[
+            ("dropped", "u4"),
+            ("keep_scale", "f4"),
+            ("keep_scale_log2", "f4"),
+            ("query0", "i4"),
+            ("key0", "i4"),
+        ],
     ],
     align=True,
 )
@@ -43,6 +52,8 @@ class Features:
     bias: str = ""
     """Its dtype."""
     block_mask: bool = False
+    dropout: str = ""
+    """Where its seed is: a "number" among the arguments, or an "array"."""
 
     @property
     def plain(self) -> bool:
@@ -61,6 +72,7 @@ class Features:
             "ALIBI": int(self.alibi),
             "SINKS": int(self.sinks),
             "BLOCK_MASK": int(self.block_mask),
+            "DROPOUT": int(bool(self.dropout)),
         }
 
 
@@ -86,6 +98,13 @@ class Scores:
     block_k: int
     ahead: int
     """How many keys further right than bottom-right alignment puts it the diagonal lies."""
+    query0: int
+    """Positions of the first query and key, by which dropout draws; ``ahead`` has those of scores."""
+    key0: int
+    dropout_p: float
+    """0: none."""
+    seed: Tensor | None
+    """None with dropout: an integer of every call."""
 
     def features(self, *, sinks: bool = True) -> Features:
         """``sinks``: False for a kernel that leaves them to the one that combines its parts."""
@@ -95,7 +114,28 @@ class Scores:
             alibi=self.alibi_slopes is not None,
             bias="" if self.bias is None else self.bias.dtype.name,
             block_mask=self.visible is not None,
+            dropout="" if not self.dropped else "number" if self.seed is None else "array",
         )
+
+    @property
+    def dropped(self) -> int:
+        """How many of the 2**16 values of a weight's bits drop it, the lowest. 1 / (1 - p) stays in float16."""
+        return min(round(self.dropout_p * _STEPS), _STEPS - 2)
+
+    @property
+    def dropout_seed(self) -> Tensor | Dynamic | None:
+        """As an argument of kernels for GPUs, an array of one or a number; None without dropout."""
+        if not self.dropped:
+            return None
+        return (
+            Dynamic("seed", np.dtype(np.uint64))
+            if self.seed is None
+            else self.seed.reshape(1).view(np.uint64)
+        )
+
+    def with_seed(self, shape: np.ndarray[Any, Any]) -> Any:
+        """A structure of a CUDA C++ kernel as its argument, which has the number that is the seed of each call."""
+        return Dynamic("seed", shape.dtype, shape[()]) if self.dropped and self.seed is None else shape[()]
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -103,7 +143,10 @@ class Scores:
         return {
             "softmax_scale": float(self.softmax_scale),
             "softcap": float(self.softcap),
+            "dropout_p": self.dropped / _STEPS,
             "ahead": self.ahead,
+            "query0": self.query0,
+            "key0": self.key0,
         }
 
     def cuda_numbers(self, *, signed: bool = False) -> np.ndarray[Any, Any]:
@@ -116,6 +159,11 @@ class Scores:
         if self.softcap > 0:
             numbers["softcap_in"] = float32(scale / self.softcap)
             numbers["softcap_log2"] = float32(self.softcap * LOG2E)
+        if self.dropped:
+            keep_scale = _STEPS / (_STEPS - self.dropped)
+            numbers["dropped"] = self.dropped << 16
+            numbers["query0"], numbers["key0"] = self.query0, self.key0
+            numbers["keep_scale"], numbers["keep_scale_log2"] = keep_scale, math.log2(keep_scale)
         if signed and numbers["negate"]:
             numbers["negate"] = 0
             numbers["scale_log2"], numbers["softcap_in"] = -numbers["scale_log2"], -numbers["softcap_in"]
@@ -125,9 +173,10 @@ class Scores:
 def score_options(spec: Spec) -> dict[str, Any]:
     """The fields of :class:`Scores`, by name."""
     found: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
-    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0, "ahead": 0}
+    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0, "dropout_p": 0.0}
+    found |= {"ahead": 0, "query0": 0, "key0": 0}
     options = dict(spec.options)
     if "q_start" in options:
-        shift = options["max_seqlen_k"] - options["max_seqlen_q"]
-        found["ahead"] = options["q_start"] - options["k_start"] - shift
+        found["query0"], found["key0"] = query0, key0 = options["q_start"], options["k_start"]
+        found["ahead"] = query0 - key0 - (options["max_seqlen_k"] - options["max_seqlen_q"])
     return found | {name: x for name, x in options.items() if name in found}

@@ -14,6 +14,7 @@ from .attention_backward import attention_backward, attention_varlen_backward
 from .attention_core import (
     DenseOptions,
     Options,
+    WeightOptions,
     matmul_visible,
     repeat_heads,
     sequences,
@@ -80,7 +81,7 @@ def attention(
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
-@takes(Options)
+@takes(WeightOptions)
 def attention_varlen(
     q: Array,
     k: Array,
@@ -107,19 +108,19 @@ def attention_varlen(
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
     max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
-    options : the fields of :class:`Options`
+    options : the fields of :class:`WeightOptions`
 
     Returns
     -------
     out : (total_q, nheads, head_dim_v)
     lse : (nheads, total_q), only with ``return_lse``
     """
-    given = Options(**options)
+    given = WeightOptions(**options)
     s = steps(precision, q.dtype)
     out = np.zeros((*q.shape[:2], v.shape[2]))
     lse = np.full(q.shape[1::-1], -np.inf)
     for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        one = _forward(q[None, rows], k[None, keys], v[None, keys], given.of_sequence(b), s)
+        one = _forward(q[None, rows], k[None, keys], v[None, keys], given.of_sequence(b), s, sequence=b)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
@@ -171,14 +172,14 @@ def attention_decode(
 
 
 def _forward(
-    q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd"
+    q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd", sequence: int = 0
 ) -> tuple[Array, Array]:
     """``out`` and ``lse`` in float64, before the last rounding."""
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     nheads = q.shape[1]
     with np.errstate(all="ignore"):  # log(0), and NaN or overflow in the inputs, are valid here
-        rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s)
-        out = matmul_visible(rows.probs, s.load(repeat_heads(v, nheads)), rows.visible, s)
+        rows = softmax_rows(s.load(q), s.load(repeat_heads(k, nheads)), options, s, sequence)
+        out = matmul_visible(s.step(rows.probs * rows.kept), s.load(repeat_heads(v, nheads)), rows.visible, s)
     return to_bhsd(s.step(out), layout), rows.lse
 
 

@@ -2,11 +2,12 @@
 
 With ``P`` the probabilities and ``delta_i = sum_d dout_id out_id``::
 
-    dP = dout v^T                dS = P * (dP - delta)             dv = P^T dout
+    dP = D * dout v^T            dS = P * (dP - delta)             dv = (D * P)^T dout
     dbias = dS                   dZ = dS * ds/dz * softmax_scale   with the scores s of z = softmax_scale * q.k
     dq = dZ k                    dk = dZ^T q                       dsink = -sum_i P_sink,i delta_i
 
-(Dao et al., "FlashAttention", 2022, appendix B.4; a sink is a column whose value is 0.)
+where D is 1, or what dropout multiplies the probabilities with: 0 or 1 / (1 - dropout_p). (Dao et al.,
+"FlashAttention", 2022, appendix B.4; a sink is a column whose value is 0.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from .attention_core import (
     DenseOptions,
     Options,
+    WeightOptions,
     matmul_visible,
     repeat_heads,
     sequences,
@@ -86,7 +88,7 @@ def attention_backward(
     return dq, dk, dv, extra
 
 
-@takes(Options)
+@takes(WeightOptions)
 def attention_varlen_backward(
     dout: Array,
     q: Array,
@@ -111,7 +113,7 @@ def attention_varlen_backward(
     dq, dk, dv : shapes and dtypes of ``q``, ``k``, ``v``
     extra : ``{"sinks": dsinks}`` if sinks are given, only with ``return_extra``
     """
-    given = Options(**options)
+    given = WeightOptions(**options)
     s = steps(precision, q.dtype)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dsinks = np.zeros(q.shape[1])
@@ -121,7 +123,8 @@ def attention_varlen_backward(
         if precision != "naive" and lse is not None:
             given_out = None if out is None else out[None, rows]
             statistics = given_out, lse[None, :, rows], None if delta is None else delta[None, :, rows]
-        grads = _backward(one[0], one[1], one[2], one[3], statistics, given.of_sequence(b), s)
+        one_options = given.of_sequence(b)
+        grads = _backward(one[0], one[1], one[2], one[3], statistics, one_options, s, sequence=b)
         dq[rows], dk[keys], dv[keys] = grads[0][0], grads[1][0], grads[2][0]
         dsinks += grads[4]
     result = (s.store(dq), s.store(dk), s.store(dv))
@@ -139,6 +142,7 @@ def _backward(
     options: Options,
     s: Steps,
     layout: str = "bshd",
+    sequence: int = 0,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """dq, dk, dv, dscores (batch, nheads, seqlen_q, seqlen_k) and dsinks (nheads,), before the last rounding.
 
@@ -149,8 +153,8 @@ def _backward(
     dout, q = s.load(dout), s.load(q)
     k, v = (s.load(repeat_heads(x, nheads)) for x in (k, v))
     with np.errstate(all="ignore"):  # NaN or overflow in the inputs are valid here
-        rows = softmax_rows(q, k, options, s)
-        out = s.step(matmul_visible(rows.probs, v, rows.visible, s))
+        rows = softmax_rows(q, k, options, s, sequence)
+        out = s.step(matmul_visible(s.step(rows.probs * rows.kept), v, rows.visible, s))
         delta = None
         if statistics is not None:
             given, lse, delta = statistics
@@ -160,14 +164,15 @@ def _backward(
             if given is not None:
                 out = np.where(factor[..., None] == 1.0, out, to_bhsd(s.load(given), layout))
         delta = s.step((dout * out).sum(axis=-1)) if delta is None else s.load(delta)
-        dprobs = s.step(s.matmul(dout, v.swapaxes(-1, -2)))
+        weights = s.step(rows.probs * rows.kept)
+        dprobs = s.step(s.step(s.matmul(dout, v.swapaxes(-1, -2))) * rows.kept)
         dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
         dproducts = s.step(s.step(dscores * rows.slope) * options.scale(q.shape[-1]))
         dproducts = np.where(rows.visible, dproducts, 0.0)  # removes the slope of a masked NaN
         seen_by = rows.visible.swapaxes(-1, -2)
         dq = matmul_visible(dproducts, k, rows.visible, s)
         dk = s.step(matmul_visible(dproducts.swapaxes(-1, -2), q, seen_by, s))
-        dv = s.step(matmul_visible(rows.probs.swapaxes(-1, -2), dout, seen_by, s))
+        dv = s.step(matmul_visible(weights.swapaxes(-1, -2), dout, seen_by, s))
         dsinks = -(rows.sink_probs * delta).sum(axis=(0, 2))
     dq, dk, dv = (
         to_bhsd(x, layout) for x in (s.step(dq), sum_groups(dk, nheads_kv), sum_groups(dv, nheads_kv))

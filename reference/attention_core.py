@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from .attention_dropout import dropout_mask, rounded_dropout
 from .attention_mask import BlockMaskLike, alibi_bias, visible_keys
 from .precision import Array, Steps
 
@@ -20,6 +21,7 @@ __all__ = [
     "DenseOptions",
     "Options",
     "Rows",
+    "WeightOptions",
     "matmul_visible",
     "repeat_heads",
     "sequences",
@@ -59,7 +61,17 @@ class Options:
 
 
 @dataclass(frozen=True)
-class DenseOptions(Options):
+class WeightOptions(Options):
+    """Those of training: also what happens to the weights after the softmax."""
+
+    dropout_p: float = 0.0
+    """Each weight is 0 with this probability, else divided by 1 - dropout_p; see ``attention_dropout.py``."""
+    seed: Any = None
+    """What decides which, with dropout: an integer from 0 to 2**64 - 1."""
+
+
+@dataclass(frozen=True)
+class DenseOptions(WeightOptions):
     """Those of sequences of one length: also what is laid out by query and key."""
 
     bias: Array | None = None
@@ -96,6 +108,7 @@ class Rows:
     """One softmax row per query; all fields are float64, ``visible`` is bool."""
 
     probs: Array  # (batch, nheads, seqlen_q, seqlen_k); 0 where not visible
+    kept: Array | float  # factors of probs: with dropout 0 or 1 / (1 - dropout_p), else 1.0
     sink_probs: Array  # (batch, nheads, seqlen_q); the sink's share, 0 without sinks
     lse: Array  # (batch, nheads, seqlen_q)
     visible: Array  # (batch, nheads, seqlen_q, seqlen_k)
@@ -139,8 +152,8 @@ def matmul_visible(weights: Array, values: Array, visible: Array, steps: Steps) 
     return result
 
 
-def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
-    """Scores, masks and softmax. ``k`` has as many heads as ``q``.
+def softmax_rows(q: Array, k: Array, options: Options, steps: Steps, sequence: int = 0) -> Rows:
+    """Scores, masks and softmax. ``k`` has as many heads as ``q``; ``sequence``: the number of the first sequence.
 
     ``s = softcap(softmax_scale * q.k) + ALiBi + bias``, masked entries -inf; then
     ``lse = ln(sum exp(s) + exp(sink))`` and ``probs = exp(s - lse)``.
@@ -183,8 +196,19 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
     divisor = np.where(row_sum == 0.0, 1.0, row_sum)
     return Rows(
         probs=np.where(visible, step(numerator / divisor[..., None]), 0.0),
+        kept=_kept(shape, options, sequence),
         sink_probs=step(sink_numerator / divisor),
         lse=step(row_max + step(np.log(row_sum))),
         visible=visible,
         slope=slope,
     )
+
+
+def _kept(shape: tuple[int, int, int, int], options: Options, sequence: int) -> Array | float:
+    """Dropout acts after the softmax: ``lse`` and ``probs`` know nothing of it."""
+    if not isinstance(options, WeightOptions) or options.dropout_p == 0:
+        return 1.0
+    dense = options if isinstance(options, DenseOptions) else DenseOptions()
+    starts = {"q_start": dense.q_start or 0, "k_start": dense.k_start or 0}
+    kept = dropout_mask(shape, options.dropout_p, options.seed, first_sequence=sequence, **starts)
+    return np.asarray(kept / (1.0 - rounded_dropout(options.dropout_p)))

@@ -51,7 +51,7 @@ def variant(tiles: Tiles, dtype: Any, head_dim: int, head_dim_v: int, **macros: 
         "MASK": "kNone",
         "BIAS": "kNone",
         **dict.fromkeys(("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED"), 0),
-        **dict.fromkeys(("PACK_GQA", "SPLIT", "WIDE_LSE"), 0),
+        **dict.fromkeys(("PACK_GQA", "SPLIT", "WIDE_LSE", "DROPOUT"), 0),
     }
     assert set(macros) <= set(defines)
     return CudaKernel("attention_fwd_sm80", "attention_forward", tuple((defines | macros).items()))
@@ -185,6 +185,7 @@ def run_attention(
         *(NULL if x is None else x for x in (block_table, sinks, alibi_slopes)),
         NULL if bias is None else bits(np.ascontiguousarray(bias), "bias"),
         visible,
+        NULL,  # the seed of dropout
     ]
     compiled = compile_kernel(kernel, arch)
     with emulator.record() as profiles:

@@ -145,6 +145,7 @@ def append_slots(new: Maker) -> Made:
 
 YARN = RopeScaling.yarn(4.0, 64)
 DYNAMIC = RopeScaling.dynamic(2.0, 4)
+DROPOUT = {"dropout_p": 0.3, "seed": 5}
 EXTRA = {"return_extra": True}
 
 VARIANTS = {
@@ -153,6 +154,7 @@ VARIANTS = {
     "attention scores": lambda new: (dense(new), {**scores(new), **slopes(new)}),
     "attention mask": lambda new: (dense(new), block_mask(new)),
     "attention offset": lambda new: (dense(new), {**CAUSAL, "q_start": 30, "k_start": 11, **slopes(new)}),
+    "attention dropout": lambda new: (dense(new), {**DROPOUT, **CAUSAL}),
     "attention wide": lambda new: (dense(new), {"return_lse": True, **wide(new)}),
     "attention bhsd": lambda new: (bhsd(new), {"layout": "bhsd", "window_size": (4, 2)}),
     "attention_backward": lambda new: backward(new, "attention", dense(new), **CAUSAL),
@@ -165,6 +167,9 @@ VARIANTS = {
     "attention_varlen": lambda new: (packed(new), CAUSAL),
     "attention_varlen lse": lambda new: (packed(new, (3,)), {**CAUSAL, "return_lse": True}),
     "attention_varlen_backward": lambda new: backward(new, "attention_varlen", packed(new), **CAUSAL),
+    "attention_varlen_backward dropout": lambda new: backward(
+        new, "attention_varlen", packed(new), **DROPOUT
+    ),
     "attention_varlen_backward extra": lambda new: with_options(
         backward(new, "attention_varlen", packed(new), **CAUSAL, **new.normal(F32, sinks="nheads")), **EXTRA
     ),

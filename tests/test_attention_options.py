@@ -12,12 +12,13 @@ import gpu_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("causal", "window_size", "softmax_scale", "softcap", "sinks", "alibi_slopes")
-DENSE = (*SHARED, "bias", "block_mask", "q_start", "k_start")
+WEIGHTS = (*SHARED, "dropout_p", "seed")
+DENSE = (*WEIGHTS, "bias", "block_mask", "q_start", "k_start")
 TAKEN = {
     "attention": DENSE,
     "attention_backward": DENSE,
-    "attention_varlen": SHARED,
-    "attention_varlen_backward": SHARED,
+    "attention_varlen": WEIGHTS,
+    "attention_varlen_backward": WEIGHTS,
     "attention_decode": SHARED,
 }
 
@@ -43,7 +44,7 @@ def test_all_attention_functions_take_the_same_options(op):
         assert taken[name] == first[name]
 
 
-REFUSED = [(op, name) for op in TAKEN for name in ("softcapp", "bias") if name not in TAKEN[op]]
+REFUSED = [(op, name) for op in TAKEN for name in ("softcapp", "dropout_p", "bias") if name not in TAKEN[op]]
 
 
 @pytest.mark.parametrize(("op", "name"), REFUSED)

@@ -91,24 +91,19 @@ class Ring:
         """The same results of one call."""
         results = {"return_lse": True, "out_dtype": self.wide, "lse_dtype": np.float64}
         out, lse = gpu_ops.attention(*self.p.arrays, **self.p.options, **results, **self.backend)
-        grads = tuple(np.empty(x.shape, self.wide) for x in self.p.arrays)
-        gpu_ops.attention_backward(
-            self.p.dout, *self.p.arrays, out, lse, grads=grads, **self.p.options, **self.backend
-        )
-        return out, *grads
+        return out, *self.backward(out, lse, [(slice(None), slice(None))])
 
-    def backward(self, out, lse, **more):
+    def backward(self, out, lse, pairs=None):
         """dq, dk and dv in float32 (float64)."""
         p, grads = self.p, [np.zeros(x.shape, self.wide) for x in self.p.arrays]
         delta = np.einsum("bshd,bshd->bhs", p.dout.astype(np.float64), out).astype(self.wide)
-        for rows, keys in self.pairs():
+        for rows, keys in pairs or self.pairs():
             gpu_ops.attention_backward(
                 *(p.dout[:, rows], p.q[:, rows], p.k[:, keys], p.v[:, keys], None, lse[:, :, rows]),
                 delta=delta[:, :, rows],
                 grads=tuple(x[:, s] for x, s in zip(grads, (rows, keys, keys), strict=True)),
                 accumulate=True,
                 **self.places(rows, keys),
-                **more,
             )
         return grads
 

@@ -32,7 +32,7 @@ __all__ = ["attention", "attention_backward"]
 LAYOUTS = ("bshd", "bhsd")
 
 
-@op(cuda=True, kernels="attention")
+@op(cuda=True, kernels="attention", dynamic="seed")
 def attention(
     q: Any,
     k: Any,
@@ -44,6 +44,8 @@ def attention(
     softcap: float = 0.0,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
     bias: Any = None,
     block_mask: Any = None,
     q_start: int | None = None,
@@ -79,14 +81,22 @@ def attention(
         One extra logit per head in the denominator; it takes weight and adds nothing. lse counts it in.
     alibi_slopes : float32 array (nheads,) or (batch, nheads), optional
         Adds -slope * |i + seqlen_k - seqlen_q - j|.
+    dropout_p : float
+        If > 0, each weight is 0 with this probability, and otherwise divided by 1 - dropout_p. Takes multiples of
+        2**-16, to which it is rounded, up to 1 - 2**-15. lse knows nothing of it.
+    seed : int from 0 to 2**64 - 1, or array of one uint64 or int64
+        With dropout_p: decides which weights are 0, with their batch entry, head, query and key; the same on every
+        device and backend. Pass another one in every layer and step, and the same to the backward. An array is read
+        when the call runs, so that a CUDA graph drops other weights when the array has changed.
     bias : array broadcastable to (batch, nheads, seqlen_q, seqlen_k), optional
         q's dtype or float32; added to the scores, -inf masks.
     block_mask : BlockMask, optional
         Blocks that are False are skipped; intersects with the other masks.
     q_start, k_start : int, optional
-        Positions of the first query and of the first key, for causal, windows and ALiBi; bias and block_mask
-        count from the first ones given. If either is given, the other is 0 by default, and i + seqlen_k - seqlen_q
-        above becomes i + q_start - k_start: blocks of queries and of keys may lie anywhere, as in ring attention.
+        Positions of the first query and of the first key, for causal, windows, ALiBi and dropout; bias and
+        block_mask count from the first ones given. If either is given, the other is 0 by default, and
+        i + seqlen_k - seqlen_q above becomes i + q_start - k_start: blocks of queries and of keys may lie anywhere,
+        as in ring attention. With dropout, the CUDA C++ kernels want multiples of 16 and of 32.
     layout : {"bshd", "bhsd"}
         "bhsd": axes 1 and 2 of q, k, v and out are swapped. Costs no copy.
     return_lse : bool
@@ -117,10 +127,11 @@ def attention(
     Notes
     -----
     A query that sees no key gives 0 and lse -inf. A NaN that a query sees reaches its result; one
-    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN.
+    behind a mask does not. An infinite value that a query sees makes its column infinite or NaN, dropped or not.
     Sums are float32 or wider. Costs 4 * seqlen_q * seqlen_k * head_dim flops per head; key blocks that
     no query of a tile sees are skipped. Source: Vaswani et al. 2017; online softmax: Milakov and
-    Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022.
+    Gimelshein 2018; tiling: Dao et al., FlashAttention, 2022. Dropout: Srivastava et al. 2014, by Philox 4x32-10;
+    ``gpu_ops.reference.attention_dropout.dropout_mask`` shows which weights are kept.
 
     Examples
     --------
@@ -146,6 +157,8 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        seed=seed,
         bias=bias,
         block_mask=block_mask,
         **places,
@@ -160,7 +173,7 @@ def attention(
     )
 
 
-@op(cuda=True, kernels="attention_backward")
+@op(cuda=True, kernels="attention_backward", dynamic="seed")
 @takes(DenseOptions)
 def attention_backward(
     dout: Any,

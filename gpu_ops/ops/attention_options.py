@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict
@@ -20,6 +21,7 @@ __all__ = [
     "INT32",
     "DenseOptions",
     "ScoreOptions",
+    "WeightOptions",
     "backward_flops",
     "backward_raw_unsupported",
     "describe",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 INT32 = np.dtype(np.int32)
+_LARGEST_SEED = (1 << 64) - 1
 MAX_START = (1 << 30) - 1  # of q_start and k_start: distances between positions stay in int32
 P = ParamSpec("P")
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -52,7 +55,14 @@ class ScoreOptions(TypedDict, total=False):
     alibi_slopes: Any
 
 
-class DenseOptions(ScoreOptions, total=False):
+class WeightOptions(ScoreOptions, total=False):
+    """The same, and what happens to the weights: of functions that training calls."""
+
+    dropout_p: float
+    seed: Any
+
+
+class DenseOptions(WeightOptions, total=False):
     """The same where all sequences have one length."""
 
     bias: Any
@@ -101,12 +111,14 @@ def read_options(
     softcap: float = 0.0,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
     bias: Any = None,
     block_mask: Any = None,
     q_start: int | None = None,
     k_start: int | None = None,
 ) -> str:
-    """Check what decides the scores, and make it part of the call; its words for ``explain``."""
+    """Check what decides the scores and weights, and make it part of the call; its words for ``explain``."""
     op, axes = call.op, call.axes
     if softmax_scale is None:
         softmax_scale = axes["head_dim"] ** -0.5
@@ -122,6 +134,7 @@ def read_options(
     softmax_scale = _computable(op, "softmax_scale", checks.number(op, "softmax_scale", softmax_scale), dtype)
     softcap = _computable(op, "softcap", checks.number(op, "softcap", softcap, low=0.0), dtype, inverse=True)
     call.option(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap)
+    dropout_p = _read_dropout(call, dropout_p, seed)
     if bias is not None:
         _read_bias(call, bias, checks.FLOAT_DTYPES[dtype])
     if block_mask is not None:
@@ -135,6 +148,7 @@ def read_options(
     words += ["causal"] if causal else []
     words += [f"window {window_size}"] if window_size != (-1, -1) else []
     words += [f"softcap {softcap:g}"] if softcap else []
+    words += [f"dropout {dropout_p:g}"] if dropout_p else []
     words += [
         f"{name} {start}" for name, start in (("q_start", q_start), ("k_start", k_start)) if start is not None
     ]
@@ -252,6 +266,38 @@ def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool =
         bounds = f"0 or between {least:g} and 1e+38" if inverse else "at most 1e+38 in size"
         raise OptionError(f"{op}: {name} must be {bounds}, for {dtype} is computed in float32; got {value:g}")
     return value
+
+
+def _read_dropout(call: Call, dropout_p: Any, seed: Any) -> float:
+    """The seed is an array, or an integer that changes from call to call of one program."""
+    op = call.op
+    p = checks.number(op, "dropout_p", dropout_p, low=0.0)
+    if p >= 1:
+        raise OptionError(f"{op}: dropout_p must be at least 0 and less than 1, got {p:g}")
+    call.option(dropout_p=p)
+    if seed is None:
+        if p:
+            raise OptionError(
+                f"{op}: dropout_p={p:g} needs seed=, an integer from 0 to 2**64 - 1 that is another in "
+                "every layer and step, and the same forward and backward"
+            )
+    elif hasattr(seed, "shape") and not isinstance(seed, np.generic):
+        seed_ = call.read("seed", seed)
+        if seed_.dtype not in (np.int64, np.uint64):
+            raise DTypeError(
+                f"{op}: seed is {seed_.dtype}, expected an integer, or an array of uint64 or int64"
+            )
+        if seed_.shape not in ((), (1,)):
+            raise ShapeError(f"{op}: seed has shape {seed_.shape}, expected one number: () or (1,)")
+    else:
+        _integer_seed(op, seed, None)
+        call.provide("seed", None, "seed", functools.partial(_integer_seed, op))
+    return p
+
+
+def _integer_seed(op: str, seed: Any, device: Any) -> int:
+    """A later call may pass on another one."""
+    return checks.integer(op, "seed", seed, low=0, high=_LARGEST_SEED)
 
 
 def _read_bias(call: Call, bias: Any, dtype: np.dtype[Any]) -> None:

@@ -20,7 +20,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_gradients import read_results, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
-    ScoreOptions,
+    WeightOptions,
     backward_flops,
     backward_raw_unsupported,
     describe,
@@ -38,8 +38,8 @@ from gpu_ops.ops.attention_options import (
 __all__ = ["attention_varlen", "attention_varlen_backward"]
 
 
-@op(cuda=True, kernels="attention")
-@takes(ScoreOptions)
+@op(cuda=True, kernels="attention", dynamic="seed")
+@takes(WeightOptions)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -56,7 +56,7 @@ def attention_varlen(
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[WeightOptions],
 ) -> Bound:
     """:func:`attention` of each sequence of a packed batch.
 
@@ -113,8 +113,8 @@ def attention_varlen(
     )
 
 
-@op(cuda=True, kernels="attention_backward")
-@takes(ScoreOptions)
+@op(cuda=True, kernels="attention_backward", dynamic="seed")
+@takes(WeightOptions)
 def attention_varlen_backward(
     dout: Any,
     q: Any,
@@ -135,7 +135,7 @@ def attention_varlen_backward(
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[WeightOptions],
 ) -> Bound:
     """Gradients of :func:`attention_varlen`; see :func:`attention_backward`.
 

@@ -5,7 +5,7 @@
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
 //
 // Macros: DTYPE; VARLEN 0 or 1; WIDE_LSE 0 or 1: lse is of doubles
-//   statistics   OUT: out's type, DTYPE or f32; DELTA 0 or 1: delta is given
+//   statistics   OUT: out's type, DTYPE or f32; DELTA 0 or 1: delta is given; DROPOUT 0 or 1
 //   rows         ROWS kQ, kK or kV; COLUMNS their HEAD_DIM and GRADS as in attention_bwd_sm80.cu
 //   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)   rows: the same, of q or of k   sinks: (nheads)   block 256
 // All sums are in a fixed order.
@@ -65,6 +65,10 @@ attention_backward_statistics(const OUT* out, const scalar* dout, const lse_scal
             const double exact = natural * 1.4426950408889634;
             base2 = static_cast<float>(exact);
             rest = fabsf(base2) < infinity() ? static_cast<float>(exact - base2) : 0.0f;
+        }
+        if constexpr (DROPOUT) {
+            (WIDE_LSE ? rest : base2) -= shape.scores.keep_scale_log2;
+            sum /= shape.scores.keep_scale;
         }
         statistics[row] = RowStatistics::of(empty ? infinity() : base2, empty ? 0.0f : sum, rest);
     }

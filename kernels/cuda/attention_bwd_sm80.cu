@@ -39,7 +39,7 @@
 //   GRADS       kPlain, kFloat, kAdded: dq, dk, dv are of DTYPE, of float, or of float and added to
 //   PARTS       0 or 1, with kKeys: shape.parts blocks share the heads of a group. dk, dv are then dk_sum, dv_sum
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
-//   SOFTCAP ALIBI BLOCK_MASK      0 or 1
+//   SOFTCAP ALIBI BLOCK_MASK DROPOUT      0 or 1
 //   BIAS        kNone, kSame (DTYPE), kFloat
 //   VARLEN      0 or 1: sequences lie end to end from cu_seqlens_q, cu_seqlens_k (batch + 1) on
 //
@@ -296,9 +296,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,
                    const RowStatistics* statistics, const int* cu_seqlens_q, const int* cu_seqlens_k,
                    const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
-                   float* dq_sum, grad* dq, grad* dk, grad* dv, const __grid_constant__ BackwardShape shape) {
+                   const Seed* seed, float* dq_sum, grad* dq, grad* dk, grad* dv,
+                   const __grid_constant__ BackwardShape shape) {
+    const Seed seed_now = DROPOUT ? seed_of(seed, shape.seed) : 0;
     const auto find_work = [&] {
         Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k);
+        work.seed = seed_now;
         if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + work.batch * shape.alibi_batch;
         if constexpr (kBias != Bias::kNone) {
             work.bias = bias + work.batch * shape.bias[0] * (kBias == Bias::kFloat ? sizeof(float) : sizeof(scalar));

@@ -31,7 +31,7 @@
 //   BLOCK_M     WARPS_M times 16 or 32           WARPS_M
 //   BLOCK_N     WARPS_N times a multiple of 16   WARPS_N    warps that share rows and divide the keys of a tile
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
-//   those of include/attention_scores.cuh
+//   those of include/attention_scores.cuh, DROPOUT not with PACK_GQA
 //   BLOCK_MASK  0 or 1, not with PACK_GQA
 //   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0; lse is (nheads, total_q)
 //   SEQUSED_K   0 or 1: seqused_k (batch) int replaces shape.seqlen_k
@@ -41,7 +41,7 @@
 //               lse holds row_max (in units of log2), then row_sum (2, lse_split). attention_combine.cu merges them.
 //
 //   attention_forward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks, alibi_slopes,
-//                     bias, block_mask, shape); lse, and arrays that the variant does not use, may be null. With
+//                     bias, block_mask, seed, shape); lse, and arrays that the variant does not use, may be null. With
 //                     SPLIT, attention_combine applies the sinks.
 //   grid   (ceil(rows / BLOCK_M) * (SPLIT ? num_splits : 1), heads * VALUE_PARTS, batch)
 //          rows = seqlen_q, heads = nheads; with PACK_GQA rows = seqlen_q * group, heads = nheads_kv. With VARLEN,
@@ -70,6 +70,7 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
             *lse = row_sum == 0.0f ? minus_infinity() : lse_of<lse_scalar>(row_max, row_sum);
         }
     }
+    if constexpr (DROPOUT) scale *= shape.scores.keep_scale;
     return row_sum == 0.0f ? 0.0f : scale / row_sum;
 }
 
@@ -156,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, lse_scalar* lse,
                   const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, const int* block_table,
                   const float* sinks, const float* alibi_slopes, const unsigned char* bias,
-                  const unsigned char* block_mask, const __grid_constant__ AttentionShape shape) {
+                  const unsigned char* block_mask, const Seed* seed,
+                  const __grid_constant__ AttentionShape shape) {
     // If V holds a non-finite value, run again and leave such values out: 0 * inf would reach rows that mask them.
     for (bool careful = false;; careful = true) {
         const Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k, seqused_k);
@@ -187,6 +189,8 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
             f.block_mask = {block_mask + batch * shape.block_mask[0] + work.head * shape.block_mask[1],
                             shape.block_mask[2], shape.block_mask[3], shape.block_q, shape.block_k};
         }
+
+        if constexpr (DROPOUT) f.seed = seed_of(seed, shape.seed);
 
         f.start(shared);
         const Tiles tiles = work.tiles(shape);

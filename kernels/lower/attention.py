@@ -62,9 +62,10 @@ def forward(spec: Spec, on: Builder) -> None:
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
     lengths = (*(a.cu_seqlens or (None, None)), a.seqused_k, a.block_table)
     visible = None if a.visible is None else a.visible.view(np.uint8)
-    arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
+    scores = (None if split else a.sinks, a.alibi_slopes, a.bias, visible, a.seed)
+    arrays = (a.q, a.k, a.v, out, lse, *lengths, *scores)
     shape = _shape(a, config, out, lse)
-    arguments = (*map(_pointer, arrays), shape[()])
+    arguments = (*map(_pointer, arrays), a.with_seed(shape))
     results: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "WIDE_LSE": _wide_lse(a)}
     results = {} if split else results
     kernel = _kernel(
@@ -95,10 +96,7 @@ def raw_unsupported(spec: Spec) -> str | None:
             return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
     if max(a.batch, 2 * a.nheads) > _MAX_GRID_YZ:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
-    seqlen = max(a.seqlen_q, a.seqlen_k)
-    if seqlen >= UNLIMITED:
-        return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
-    return None
+    return a.raw_positions_unsupported(UNLIMITED)
 
 
 def tile_problem(a: Attention) -> Problem:
@@ -120,6 +118,7 @@ def tile_problem(a: Attention) -> Problem:
         block_mask=a.visible is not None,
         varlen=a.packed,
         num_splits=a.num_splits,
+        dropout=a.dropped > 0,
         wide_out=a.out.itemsize > a.q.itemsize,
         lean=a.features().plain and not (mask == "kLocal" and own_lengths),
     )

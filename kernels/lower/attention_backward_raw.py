@@ -51,6 +51,7 @@ BACKWARD_SHAPE = np.dtype(
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
         *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
         *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
+        ("seed", "u8"),
         *[(name, "i4") for name in ("parts", "part_heads", "batch")],
         ("bias_shape", "i4", (4,)),
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
@@ -90,9 +91,10 @@ class _Call:
 
     @property
     def options(self) -> tuple[Tensor | np.uint64, ...]:
-        """alibi_slopes, bias, block_mask."""
+        """alibi_slopes, bias, block_mask, seed."""
         visible = None if self.a.visible is None else self.a.visible.view(np.uint8)
-        return tuple(_NULL if x is None else x for x in (self.a.alibi_slopes, self.a.bias, visible))
+        given = (self.a.alibi_slopes, self.a.bias, visible, self.a.seed)
+        return tuple(_NULL if x is None else x for x in given)
 
     @property
     def dtype(self) -> str:
@@ -113,6 +115,7 @@ def backward(spec: Spec, on: Builder) -> None:
     delta = spec.get("delta")
     inputs = call.rows["out"], call.rows["dout"], call.lse, _NULL if delta is None else delta
     macros: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
+    macros |= {"DROPOUT": int(a.dropped > 0)}
     _launch_rows(call, on, "statistics", of_queries, (*inputs, *call.starts, call.statistics), **macros)
     if spec["deterministic"]:
         _gradients_of_keys(call, on, tile, None)
@@ -163,10 +166,7 @@ def raw_unsupported(spec: Spec) -> str | None:
             return f"address and strides {x.strides} of {name} are not all multiples of {_ALIGNMENT} bytes"
     if max(a.batch, a.nheads) > _MAX_GRID_YZ:
         return f"batch {a.batch}, {a.nheads} heads: a grid has at most {_MAX_GRID_YZ} blocks that way"
-    seqlen = max(a.seqlen_q, a.seqlen_k)
-    if seqlen >= UNLIMITED:
-        return f"sequences of {seqlen}: at most {UNLIMITED - 1} tokens"
-    return None
+    return a.raw_positions_unsupported(UNLIMITED)
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
@@ -238,7 +238,7 @@ def _launch(
         _NULL if dq_sum is None else dq_sum,
         rows["dq"],
         *(sums or (rows["dk"], rows["dv"])),
-        call.shape[()],
+        a.with_seed(call.shape),
     )
     shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys, wide_lse=call.wide_lse)
     on.launch(
@@ -270,7 +270,7 @@ def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     batches, heads, queries, keys = _four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
-    arguments = (*inputs, call.statistics, *call.options, dbias, call.shape[()])
+    arguments = (*inputs, call.statistics, *call.options, dbias, a.with_seed(call.shape))
     shared = bias_shared_bytes(tile, a.q.itemsize, *call.head_dims)
     on.launch(kernel, grid, (tile.threads, 1, 1), arguments, shared=shared)
 
@@ -318,7 +318,7 @@ def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **mac
 
 
 def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "WIDE_LSE": 0}
+    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "WIDE_LSE": 0, "DROPOUT": 0}
     defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kPlain", **macros}
     return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 

@@ -94,6 +94,7 @@ class Problem:
     mask: Mask = "kNone"
     window: int = 0  # keys that a row of a local mask sees at most
     block_mask: bool = False
+    dropout: bool = False
     varlen: bool = False
     lean: bool = True  # plain scores, and no window over sequences of their own lengths
     num_splits: int = 0  # 0: choose
@@ -182,14 +183,14 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
 def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
     """Every legal way to run a problem, with its cost."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
-    packings = (False, True) if p.group > 1 and not p.block_mask else (False,)
+    packings = (False, True) if p.group > 1 and not (p.block_mask or p.dropout) else (False,)
     if p.seqlen_q * p.group <= max(tile.block_m for tile in _TILES):
         packings = packings[::-1]  # at the same cost: one block reads the keys of a group, not one per head
     splittings = (False,) if p.num_splits == 1 else (False, True)
     for pack, split in itertools.product(packings, splittings):
         rows = p.seqlen_q * (p.group if pack else 1)
         heads = (p.nheads_kv if pack else p.nheads) * parts
-        lean = p.lean and not p.block_mask and not (p.varlen and split)
+        lean = p.lean and not (p.block_mask or p.dropout) and not (p.varlen and split)
         for tile, shared in legal_tiles(
             p.itemsize,
             head_dim,

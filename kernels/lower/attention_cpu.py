@@ -27,7 +27,7 @@ def forward(spec: Spec, on: Builder) -> None:
         a.seqlen_q,
         a.seqlen_k,
         a.num_splits,
-        decode=a.bias is None and a.visible is None,
+        decode=a.bias is None and a.visible is None and not a.dropped,
         dtype=a.q.dtype,
         dims=a.head_dim + a.head_dim_v,
     )
@@ -100,6 +100,8 @@ def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
     if a.visible is not None:
         blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
         given["visible"] = _broadcast(views["block_mask.visible"], (a.batch, a.nheads, *blocks))
+    if a.dropped:
+        given["dropout_seed"] = np.asarray(views["seed"]).reshape(1).astype(np.uint64)
     return given
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.jit import Variant
 from gpu_ops.kernels.lower.attention_problem import Attention, sequence_table
-from gpu_ops.kernels.program import Builder, Spec, Tensor
+from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor
 
 __all__ = ["UNLIMITED", "attend", "forward", "numba_variants", "score_arrays", "sequences_of"]
 
@@ -82,8 +82,8 @@ def sequences_of(a: Attention, on: Builder) -> Tensor:
     return table
 
 
-def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | int]:
-    """Block table, slopes, sinks, bias and visible blocks, written out by strides of 0; 0 for what there is not."""
+def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | Dynamic | int]:
+    """Block table, slopes, sinks, bias, visible blocks, written out by strides of 0, and seed; 0: there is none."""
     slopes, bias, visible = a.alibi_slopes, a.bias, a.visible
     if slopes is not None:
         slopes = slopes.broadcast_to((a.batch, a.nheads))
@@ -92,7 +92,7 @@ def score_arrays(a: Attention, with_sinks: bool) -> list[Tensor | int]:
     if visible is not None:
         blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
         visible = visible.broadcast_to((a.batch, a.nheads, *blocks)).view(np.uint8)
-    arrays = (a.block_table, slopes, a.sinks if with_sinks else None, bias, visible)
+    arrays = (a.block_table, slopes, a.sinks if with_sinks else None, bias, visible, a.dropout_seed)
     return [0 if x is None else x for x in arrays]
 
 

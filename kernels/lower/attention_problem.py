@@ -121,6 +121,16 @@ class Attention(Scores):
             right = unlimited if right >= self.seqlen_q - 1 else right
         return left, right
 
+    def raw_positions_unsupported(self, unlimited: int) -> str | None:
+        """Why the CUDA C++ kernels do not take these lengths and positions; None when they do."""
+        seqlen = max(self.seqlen_q, self.seqlen_k)
+        if seqlen >= unlimited:
+            return f"sequences of {seqlen}: at most {unlimited - 1} tokens"
+        if self.dropped and (self.query0 % 16 or self.key0 % 32):  # rows of accumulators share draws
+            starts = f"q_start={self.query0} and k_start={self.key0}"
+            return f"dropout from {starts} on: they have to be multiples of 16 and of 32"
+        return None
+
     def cuda_sizes(self, unlimited: int) -> dict[str, int]:
         """Sizes and windows, by their names in the structures of the CUDA C++ kernels."""
         left, right = self.window(unlimited)

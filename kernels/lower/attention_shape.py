@@ -19,6 +19,7 @@ ATTENTION_SHAPE = np.dtype(
         *[(name, "i8") for name in ("lse_batch", "lse_head", "out_split", "lse_split")],
         *[(name, "i8", (4,)) for name in ("bias", "block_mask")],
         *[(name, "i8") for name in ("block_table_batch", "alibi_batch")],
+        ("seed", "u8"),
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k", "page_size")],
         ("num_splits", "i4"),

@@ -119,7 +119,9 @@ def _parts(call: Call, rows: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 
 
 # as prepare describes them; part_out and part_sums as _parts makes them
-Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks bias visible part_out part_sums")
+Arrays = namedtuple(
+    "Arrays", "q k v out lse sequences table alibi sinks bias visible seed part_out part_sums"
+)
 
 
 @kernel(
@@ -150,11 +152,12 @@ def attention_forward(
     sinks,
     bias,
     visible,
+    seed,
     part_out,
     part_sums,
 ):
     arrays = by_reference(
-        Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, part_out, part_sums)
+        Arrays(q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed, part_out, part_sums)
     )
     size, options = arena_size(), by_reference(call)
     make_work(size, options, k, part_out.dtype.type(0))

@@ -175,11 +175,13 @@ STARTS = types.Array(types.int64, 1, "C", readonly=True)
     variants=tuple(dict.fromkeys((*v, grads) for v in VARIANTS for grads in (v[0], compute(v[0]).name))),
 )
 def attention_backward(
-    state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, delta, split_from,
+    state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, seed, delta, split_from,
     coarse_from, dq, dk, dv, dk_parts, dv_parts, starts, add,
 ):  # fmt: skip
     inputs = by_reference(
-        Arrays(dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, delta, split_from, coarse_from)
+        Arrays(
+            dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, seed, delta, split_from, coarse_from
+        )
     )
     results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts, add))
     size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)

@@ -54,12 +54,14 @@ def add_bias_tile(dbias, w, n, first, n_keys):
     variants=VARIANTS,
 )
 def attention_backward_bias(
-    state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, delta, split_from,
+    state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, seed, delta, split_from,
     coarse_from, dbias,
 ):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
     inputs = by_reference(
-        Arrays(dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, delta, split_from, coarse_from)
+        Arrays(
+            dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, seed, delta, split_from, coarse_from
+        )
     )
     size, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
     make_scratch(size, options, operand(q, wide), wide)
@@ -98,7 +100,7 @@ def add_bias_block(dbias, w, call, x, b, h, block):
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
         if seen:
             finite = load_keys(w, call, x, b, head_kv, first, n_keys)
-            any_gradients(w, call, n, first, n_keys, finite, x.bias)
+            any_gradients(w, call, x, b, n, first, n_keys, finite)
             add_bias_tile(dbias, w, n, first, n_keys)
         first += n_keys
 

@@ -38,6 +38,7 @@ OPTIONAL = (
     "sinks",
     "bias",
     "visible",
+    "dropout_seed",
 )  # arrays of a call, in the kernels' order
 
 
@@ -150,7 +151,8 @@ def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[
     """A function from the optional arrays by name to those of :data:`OPTIONAL`, empty ones if not given."""
     no_bias, no_visible = bits(np.empty((0, 0, 0, 0), dtype)), np.empty((0, 0, 0, 0), np.bool_)
     no_table, no_slopes, no_sinks = np.empty((0, 0), np.int32), np.empty((0, 0)), np.empty(0)
-    nothing = no_table, no_slopes, no_sinks, no_bias, no_visible
+    no_seed = np.empty(0, np.uint64)
+    nothing = no_table, no_slopes, no_sinks, no_bias, no_visible, no_seed
 
     def fill(given: dict[str, Array]) -> tuple[Array, ...]:
         if not given:
@@ -162,6 +164,7 @@ def optional_arrays(dtype: np.dtype[Any]) -> Callable[[dict[str, Array]], tuple[
             get("sinks", no_sinks),
             no_bias if bias is None else bits(bias),
             get("visible", no_visible),
+            get("dropout_seed", no_seed),
         )
 
     return fill
@@ -175,6 +178,7 @@ def optional_types(bias: str) -> tuple[types.Type, ...]:
         types.Array(types.float64, 1, "A", readonly=True),
         read(bias, 4),
         types.Array(types.boolean, 4, "A", readonly=True),
+        types.Array(types.uint64, 1, "C", readonly=True),
     )
 
 

@@ -33,7 +33,7 @@ from .jit import constant, device_function, generic, noinline_function
 # The inputs of a backward call, as attention_backward.py describes them, with lse and delta in float64 and of rows
 # with a large lse what split_lse says.
 Arrays = namedtuple(
-    "Arrays", "dout q k v lse sequences alibi sinks bias visible delta split_from coarse_from"
+    "Arrays", "dout q k v lse sequences alibi sinks bias visible seed delta split_from coarse_from"
 )
 
 
@@ -60,8 +60,8 @@ class Scratch(NamedTuple):
     dp_panel: Any
     dscore: Any  # (n, m) gradient of the finished score, if it differs; else the same memory as dp
     lse2: Any  # (m) lse in base 2; +inf in unused lanes and in rows that see nothing, so that P is 0
-    rest: Any  # (m) what lse2 leaves out: see split_lse
-    delta: Any  # (m)
+    rest: Any  # (m) what lse2 leaves out: see split_lse. P comes divided by 1 - dropout_p, which is here too
+    delta: Any  # (m) times 1 - dropout_p
     head: Any  # (m) and so on: see place_lanes
     query: Any
     low: Any
@@ -278,10 +278,10 @@ def load_block(w, call, x, b, group, block):
         put_row(w.do[c], read_row(x.dout, (ob, at, h)), call.head_dim_v)
         row_lse = x.lse[ob, h, at]
         w.lse2[c] = np.inf if row_lse == -np.inf else row_lse * LOG2E
-        w.delta[c] = x.delta[ob, h, at] if row_lse != -np.inf else 0.0
+        w.delta[c] = x.delta[ob, h, at] * (1.0 - call.dropout_p) if row_lse != -np.inf else 0.0
         split |= is_large(row_lse, x.split_from)
     for c in range(width):
-        w.rest[c] = 0
+        w.rest[c] = kept_log2(call)
     for c in range(n, width):
         clear(w.q, c, c + 1)
         clear(w.do, c, c + 1)
@@ -298,6 +298,11 @@ def load_block(w, call, x, b, group, block):
         span[0], span[1] = extremes(w.low, i * PANEL, smaller((i + 1) * PANEL, n))
         span[2], span[3] = extremes(w.high, i * PANEL, smaller((i + 1) * PANEL, n))
     return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v), split
+
+
+@device_function
+def kept_log2(call):
+    return np.log2(1.0 - call.dropout_p)
 
 
 @device_function

@@ -18,11 +18,13 @@ one of its lanes sees. Neighbours with the same range go together.
 
 import numpy as np
 
+from .attention_dropout import drop_lanes
 from .attention_gradient_operands import (
     clear,
     clear_columns,
     extremes,
     is_large,
+    kept_log2,
     load_block,
     load_keys,
     packing,
@@ -168,6 +170,7 @@ def split_lse(w, call, x, b, head_kv, n, first, last):
     for c in range(n):
         if coarse and is_large(x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]], x.coarse_from):
             w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
+        w.rest[c] += kept_log2(call)
 
 
 @noinline_function
@@ -194,10 +197,15 @@ def weigh_visible(s, lse, n_keys, width):
 
 
 @device_function
-def any_gradients(w, call, n, first, n_keys, finite, bias):
-    """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore."""
+def any_gradients(w, call, x, b, n, first, n_keys, finite):
+    """P^T and dS^T with every option, in floats: w.s, w.dp and (of the finished scores) w.dscore.
+
+    dS is that of weights that dropout drops or scales, P of all, scaled.
+    """
     width, rows = round_up(n, PANEL), round_up(n_keys, k_unroll(w.p))
-    any_scores(w, call, n, first, n_keys, bias)
+    any_scores(w, call, n, first, n_keys, x.bias)
+    if call.dropout_p > 0:
+        drop_lanes(w.dp, w, call, x, b, width, first, n_keys, False)
     if not finite:
         weigh_visible(w.s, w.lse2, n_keys, width)
     lse, rest, delta, zero = w.lse2, w.rest, w.delta, like(w.lse2[0], 0.0)
@@ -321,7 +329,7 @@ def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
     n, first, last, finite_block, split = load_block(w, call, x, b, group, block)
     if split:
         split_lse(w, call, x, b, head_kv, n, first, last)
-    width, plain = round_up(n, PANEL), is_plain(call) and not split
+    width, plain = round_up(n, PANEL), is_plain(call) and call.dropout_p == 0 and not split
     clear(w.dq, 0, width)
     while first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
@@ -329,7 +337,9 @@ def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
             finite = load_keys(w, call, x, b, head_kv, first, n_keys)
             all_finite = finite and finite_block
             if not (all_finite and plain and plain_gradients(w, call, width, first, n_keys)):
-                any_gradients(w, call, n, first, n_keys, finite, x.bias)
+                any_gradients(w, call, x, b, n, first, n_keys, finite)
+                if call.dropout_p > 0:
+                    drop_lanes(w.s, w, call, x, b, width, first, n_keys, not all_finite)
                 pair_gradients(w, width, n_keys)
             if all_finite:
                 add_products(w, width, dk, dv, start + first, n_keys)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .attention_dropout import drop
 from .attention_operands import element, is_pairs, k_unroll, operand, turned, weights
 from .attention_tile import (
     TINY_LOG2,
@@ -184,6 +185,9 @@ def add_tile(w, call, x, b, n, first, n_keys, seen, finite):
                 largest_scores(w.s, c, nr, rows, w.alpha, lane + c)
         for c in range(0, width, lanes(w.s)):
             softmax_step(w.s, c, nr, rows, w.p, factor, w.row_max, w.row_sum, w.alpha, lane + c)
+        if call.dropout_p > 0:
+            head, query = w.head[lane : lane + nr], w.query[lane : lane + nr]
+            drop(w.p, w.terms.words, call, b, start, count, width, head, query, x.seed, not finite)
         if finite:
             at, dim = panel * dim_v * nr, call.head_dim_v
             add_values(w.ot, at, nr, w.vt, w.vd, skip, w.p, dim, width, count, w.alpha, lane)
@@ -263,7 +267,7 @@ def finish_block(w, call, x, b, n, split, q_start):
             older = 2.0 ** (m - new)
             total = total * older + 2.0 ** (sink - new)
             m = new
-        w.alpha[c] = 0.0 if total == 0 else older / total
+        w.alpha[c] = 0.0 if total == 0 else older / (total * (1.0 - call.dropout_p))
         if call.n_splits > 1:
             sums = x.part_sums[split, (b * call.nheads + h) * call.max_seqlen_q + i]
             sums[0], sums[1] = m, total

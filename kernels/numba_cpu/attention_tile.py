@@ -63,7 +63,10 @@ class Call(NamedTuple):
     has_sinks: bool
     softmax_scale: float
     softcap: float
+    dropout_p: float  # as 16 bits hold it
     ahead: int  # of ALiBi: left and right have it counted in
+    query0: int  # positions of the first query and key, of dropout alone
+    key0: int
 
 
 _TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
@@ -144,12 +147,13 @@ def cap_row(row, call, n):
 
 
 class Terms(NamedTuple):
-    """Scratch of what is done to scores."""
+    """Scratch of what is done to scores and weights."""
 
     slope: Any  # (m) what a score loses, in base 2, per key between it and the lane's position
     position: Any  # (m) of the query on the axis of keys
     starts: Any  # (m and a panel) addresses of the lanes' rows of bias
     derivative: Any  # (n, m) for gradients, of scores by softmax_scale * q.k, if it is not 1
+    words: Any  # (4, m) random bits for dropout
 
 
 @device_function
@@ -159,6 +163,7 @@ def make_terms(memory, n, m, wide):
         arena_array(memory, m, wide),
         arena_array(memory, m + PANEL * MAX_LANES, np.int64(0)),
         arena_array(memory, (n, m), wide),
+        arena_array(memory, (4, m), np.uint32(0)),
     )
 
 

@@ -36,6 +36,7 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import LN2, LOG2E, ROW_THREADS, ROWS, THREADS, Config
+from gpu_ops.kernels.numba_cuda.attention_dropout import SEED_TYPES, keeper
 from gpu_ops.kernels.numba_cuda.attention_tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, store_at
@@ -58,6 +59,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
     sinks       (nheads,)                                                               float32
     bias        (batch, nheads, seqlen_q, seqlen_k)                                     broadcast
     visible     (batch, nheads, query blocks, key blocks)                               uint8
+    seed        (1,), or a number                                                       uint64
     ==========  ======================================================================  ==================
 
     Sequences may also be packed end to end in arrays with one batch entry. With ``config.split``, out and lse hold
@@ -75,6 +77,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
 
     capped, with_sinks, with_alibi = scores.softcap, scores.sinks, scores.alibi
     with_bias, with_blocks = bool(scores.bias), scores.block_mask
+    with_dropout, keep = bool(scores.dropout), keeper(scores.dropout)
     masked, paged, split = config.masked, config.paged, config.split
     in_powers_of_e = config.in_powers_of_e
     exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
@@ -93,8 +96,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
     accumulate, accumulate_seen = accumulators(number, my_rows, my_columns, chunk_v, slab, stride_p)
 
     def attention_forward(
-        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-        scale, softcap, ahead, left, right, block_q, block_k, n_parts,
+        q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, seed,
+        scale, softcap, dropout_p, ahead, query0, key0, left, right, block_q, block_k, n_parts,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -213,6 +216,14 @@ def forward_kernel(config: Config) -> NumbaKernel:
 
             # 4. P and l from S; O and l follow the new maximum.
             weigh(s, p, o, row_max, row_sum, r, c)
+            if with_dropout:
+                for i in range(my_rows):
+                    row = r + i * ROWS
+                    query = query0 + query_of[row]
+                    for j in range(my_keys):
+                        key, at = key0 + first + c + j * ROW_THREADS, row * stride_p + c + j * ROW_THREADS
+                        if p[at] != 0 and not keep(seed, dropout_p, b, head_of[row], query, key):
+                            p[at] = nothing
 
             # 5. O += P V. A weight of -0 marks a hidden key, whose value must not count, not even if it is NaN.
             for first_v in range(0, block_n, chunk_v):
@@ -239,6 +250,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
                 total = total * factor + exp2(sink - base)
             blind = total == nothing
             row_sum[i] = number(nothing) if blind else factor / total
+            if with_dropout:
+                row_sum[i] /= number(1.0) - dropout_p
             if c == 0 and first_column == 0 and first_row + r + i * ROWS < n_rows:
                 if split:
                     lse[entry, head, at], lse[n_parts * batch + entry, head, at] = top, total
@@ -283,7 +296,8 @@ def _signature(config: Config) -> str:
         "float32[:]": scores.sinks,
         (functions(scores.bias).element if scores.bias else "") + rank4: scores.bias,
         "uint8" + rank4: scores.block_mask,
+        SEED_TYPES[scores.dropout]: scores.dropout,
     }
     arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
     arrays += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*arrays, computed, computed, *['int32'] * 6])})"
+    return f"void({', '.join([*arrays, *[computed] * 3, *['int32'] * 8])})"

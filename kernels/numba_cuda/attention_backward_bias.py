@@ -73,8 +73,8 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
                     sums[0, j] += p[other * stride_p + c + j * ROW_THREADS]
 
     def attention_backward_bias(
-        dout, q, k, v, parts, batch_axis, nheads_axis, statistics, sequences, alibi, bias, visible,
-        scale, cap, ahead, left, right, block_q, block_k,
+        dout, q, k, v, parts, batch_axis, nheads_axis, statistics, sequences, alibi, bias, visible, seed,
+        scale, cap, dropout_p, ahead, query0, key0, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -88,7 +88,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
         sums = cuda.local.array((my_rows, my_keys), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, ahead, alibi, bias)
+        options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         batch, seqlen_q, nheads, seqlen_k = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
         group = int32(nheads // k.shape[2])

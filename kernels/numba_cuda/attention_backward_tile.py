@@ -17,6 +17,7 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.numba_cuda.attention_backward_config import Config, Problem
 from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, ROW_THREADS, ROWS, THREADS
+from gpu_ops.kernels.numba_cuda.attention_dropout import SEED_TYPES, keeper
 from gpu_ops.kernels.numba_cuda.attention_tile import accumulators, scorer
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, take
@@ -40,11 +41,12 @@ def scorers(problem: Problem):
 
     All kernels use them, and have to round a score alike: next to a bias of -1e9, one rounding is a factor of
     exp(64). So no compiler may fuse their additions and multiplications. The first returns the scaled and capped
-    product, and the slope of the cap. The second adds ALiBi and bias, and returns -inf for a hidden key.
+    product, and the slope of the cap. The second adds ALiBi and bias, and returns the score in units of log2 as the
+    forward kernel rounds it, -inf for a hidden key. Of plain scores ``scale`` includes the factor log2(e).
     """
     number, scores = functions(problem.dtype).compute, problem.scores
     bias_load = functions(scores.bias or problem.dtype).load
-    capped, with_alibi, with_bias = scores.softcap, scores.alibi, bool(scores.bias)
+    capped, with_alibi, with_bias, plain = scores.softcap, scores.alibi, bool(scores.bias), scores.plain
     is_wide = number is float64
     tanh = libdevice.tanh if is_wide else libdevice.tanhf
     plus = libdevice.dadd_rn if is_wide else libdevice.fadd_rn
@@ -54,7 +56,7 @@ def scorers(problem: Problem):
 
     @cuda.jit(device=True, forceinline=True)
     def cap(product, options):
-        scale, softcap, _, _, _ = options
+        scale, softcap = options[:2]
         if capped:
             share = tanh(product * scale / softcap)
             return times(softcap, share), number(1.0) - share * share
@@ -62,13 +64,15 @@ def scorers(problem: Problem):
 
     @cuda.jit(device=True, forceinline=True)
     def add_terms(score, options, b, head, query, key, diagonal, hide):
-        _, _, ahead, alibi, bias = options
+        ahead, alibi, bias = options[2:5]
         if with_alibi:
             score = plus(score, -number(alibi[b, head]) * number(abs(query + diagonal + ahead - key)))
         if with_bias:
             added = number(bias_load(bias[b, head, query, key]))
             hide = hide or added == -infinity
             score = plus(score, number(lowest) if added < number(lowest) else added)
+        if not plain:
+            score = times(score, number(LOG2E))
         return number(-infinity) if hide else score
 
     return cap, add_terms
@@ -175,12 +179,15 @@ def multiplier(config: Config):
 def differentiator(config: Config, with_slope: bool = True):
     """A device function: from products of a tile, S before scaling and dP, to P and dS in their place.
 
+    With dropout the statistics make P that of weights that are kept: then P and dP of the others are 0.
+
     ``with_slope``: dS is the gradient of ``softmax_scale * q k^T``; without, that of the bias.
     """
     problem, block_rows = config.problem, config.rows
     number, (cap, add_terms) = functions(problem.dtype).compute, scorers(problem)
     masked, with_blocks = problem.masked, problem.scores.block_mask
     with_slope = problem.scores.softcap and with_slope
+    with_dropout, keep = bool(problem.scores.dropout), keeper(problem.scores.dropout)
     queries_own, (my_queries, my_keys) = config.queries_own, config.pairs
     exp2 = libdevice.exp2 if number is float64 else libdevice.exp2f
     infinity, hidden, nothing = float("inf"), -0.0, 0.0
@@ -190,6 +197,21 @@ def differentiator(config: Config, with_slope: bool = True):
         s, dp, options, stats, query_of, head_of, b, first, n_rows, first_key, end, diagonal, left, right, seen, r, c
     ):  # fmt: skip
         # In several loops: a longer one would not be unrolled, and the tile would leave the registers.
+        dropped = uint32(0)
+        if with_dropout:
+            seed, dropout_p, query0, key0 = options[5:]
+            for i in range(my_queries):
+                row = r + i * ROWS if queries_own else c + i * ROW_THREADS
+                for j in range(my_keys):
+                    key = key0 + first_key + (c + j * ROW_THREADS if queries_own else r + j * ROWS)
+                    kept = keep(seed, dropout_p, b, head_of[row], query0 + query_of[row], key)
+                    dropped |= uint32(not kept) << uint32(i * my_keys + j)
+            for i in range(my_queries):
+                for j in range(my_keys):
+                    at = (i, j) if queries_own else (j, i)
+                    if (dropped >> uint32(i * my_keys + j)) & uint32(1):
+                        dp[at] = nothing
+
         for i in range(my_queries):
             row = r + i * ROWS if queries_own else c + i * ROW_THREADS
             for j in range(my_keys):
@@ -223,8 +245,9 @@ def differentiator(config: Config, with_slope: bool = True):
             for j in range(my_keys):
                 at = (i, j) if queries_own else (j, i)
                 hide, gradient = s[at] == -infinity, dp[at] if with_slope else dp[at] - delta
-                weight = exp2((s[at] - top) * number(LOG2E) - rest)
-                s[at] = number(hidden) if hide else weight
+                weight = exp2((s[at] - top) - rest)
+                drop = with_dropout and (dropped >> uint32(i * my_keys + j)) & uint32(1)
+                s[at] = number(hidden) if hide else number(nothing) if drop else weight
                 dp[at] = number(hidden) if hide else weight * gradient + number(nothing)  # -0 becomes 0
 
     return differentiate
@@ -267,7 +290,8 @@ def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
         "float32[:, :]": scores.alibi,
         (functions(scores.bias).element if scores.bias else "") + rank4: scores.bias,
         "uint8" + rank4: scores.block_mask,
+        SEED_TYPES[scores.dropout]: scores.dropout,
     }
     types = [element + rank4] * arrays + [*more, computed + "[:, :, :, ::1]", "int64[:, ::1]"]
     types += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*types, computed, computed, *['int32'] * 5])})"
+    return f"void({', '.join([*types, *[computed] * 3, *['int32'] * 7])})"

@@ -1,6 +1,7 @@
 // Constants and types derived from the macros of attention_bwd_sm80.cu, and a block's share of the problem.
 #pragma once
 #include "attention_bwd_shape.cuh"
+#include "attention_dropout.cuh"
 #include "attention_scores.cuh"
 #include "mask.cuh"
 #include "mma.cuh"

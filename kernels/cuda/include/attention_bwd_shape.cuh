@@ -18,7 +18,8 @@ constexpr int kPad = 64;
 // dq, dk and dv: of DTYPE, of float, or of float and added to what they hold.
 enum class Grads { kPlain, kFloat, kAdded };
 
-// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta).
+// What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
+// 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: then dP = 0 for the others is all.
 template <bool kSplit> struct Statistics;
 template <> struct __align__(8) Statistics<false> {
     float lse;    // in units of log2; +inf for rows that see no key and for padding, so that P is 0
@@ -42,6 +43,7 @@ struct BackwardShape {
     int64 alibi_batch;                     // 0: all sequences share the slopes
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum
     int64 padded_batch_k, padded_head_k, padded_part;  // rows of dk_sum and dv_sum
+    unsigned long long seed;               // DROPOUT: unless it is in an array
     int parts, part_heads;                 // into which the query heads of a group are divided, and how many each has
     int batch;
     int bias_shape[4];                     // of dbias: 1, or the full length

@@ -26,6 +26,7 @@ struct Work {
     const float* alibi_slopes;        // of the sequence, as the next two
     const unsigned char* bias;
     const unsigned char* block_mask;
+    Seed seed;                        // of dropout
 
     // Causal: the longest rows first, so that short ones fill the tail.
     static __device__ __forceinline__ Work of(const BackwardShape& shape, const int* cu_seqlens_q,
@@ -324,6 +325,25 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     }
 }
 
+// Sets dP of the weights that dropout drops to 0; returns a bit for each of this lane's elements that is dropped.
+// `first`: this lane's first column.
+__device__ __forceinline__ unsigned drop_gradients(const BackwardShape& shape, const Work& work, int head, int first,
+                                                   float (&d)[kSlabs][kTilesS][4]) {
+    static_assert(!DROPOUT || kSlabs * kTilesS * 4 <= 32, "a bit for each element");
+    const int row = work.row0 + Place::mine().row(0);
+    unsigned dropped = 0;
+    const auto drop = [&](int a, int c, int e, bool kept) {
+        const int r = kOwnsKeys ? c : a, j = kOwnsKeys ? a : c;
+        float& dx = d[r / 2][j][r % 2 * 2 + e];
+        dx = kept ? dx : 0.0f;
+        dropped |= kept ? 0 : 1u << ((r / 2 * kTilesS + j) * 4 + r % 2 * 2 + e);
+    };
+    draw<kOwnsKeys ? kTilesS : kLaneRows, kOwnsKeys ? kLaneRows : kTilesS, kOwnsKeys>(
+        work.seed, shape.scores, work.sequence.number, head, kOwnsKeys ? first : row, kOwnsKeys ? row : first,
+        drop);
+    return ptx::opaque(dropped);  // else the bits become so many predicates, which do not find room
+}
+
 // P and dS of the warp's rows and kTilesS x 8 columns of a tile, from `column` of the tile on. s and d are zero on
 // entry. statistics: as above. stage: offset of the tile's stage.
 template <bool kSlope>
@@ -343,8 +363,16 @@ __device__ __forceinline__ void differentiate_strip(const BackwardShape& shape, 
     const int mine = column + me.lane % 4 * 2;
     const unsigned passing = shared + kOffsetStatistics + stage + mine * sizeof(RowStatistics);
     const int first = tile * kColumns + mine;
+    const unsigned dropped = DROPOUT ? drop_gradients(shape, work, head, first, d) : 0;
     if (masked) differentiate<true, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
     else differentiate<false, kSlope>(shape, work, head, partly, first, s, d, passing, statistics);
+    if constexpr (DROPOUT) {
+        #pragma unroll
+        for (int i = 0; i < kSlabs * kTilesS * 4; ++i) {
+            float& x = s[i / (4 * kTilesS)][i / 4 % kTilesS][i % 4];
+            x = dropped >> i & 1 ? 0.0f : x;
+        }
+    }
 }
 
 template <typename TileT>

@@ -1,5 +1,6 @@
 // Constants and types derived from the macros of attention_fwd_sm80.cu, and a block's share of the problem.
 #pragma once
+#include "attention_dropout.cuh"
 #include "attention_shape.cuh"
 #include "key_rows.cuh"
 #include "mask.cuh"
@@ -46,6 +47,7 @@ constexpr int kOffsetQ = kQInRegisters ? kOffsetOddK : kOffsetOddK + TileK::kByt
 static_assert(kSlabs == 1 || kSlabs == 2, "a warp has 16 or 32 rows");
 static_assert(kWarpN % 16 == 0, "ldmatrix.x4 reads 16 keys");
 static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different block masks");
+static_assert(!DROPOUT || !PACK_GQA, "rows 8 apart are queries 8 apart: they share random words");
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 

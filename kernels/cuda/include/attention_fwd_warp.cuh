@@ -33,6 +33,7 @@ struct Forward {
     RowsV v;
     const unsigned char* bias;        // of the sequence
     BlockMask block_mask;
+    Seed seed;                        // of dropout
     unsigned q_from, k_from, v_from;  // this lane's ldmatrix addresses: Q, even K, V
     unsigned k_to, v_to;              // this thread's copy destinations: odd K, V
     int k_odd;                        // offset of the K buffer in use: 0 or kOffsetOddK
@@ -212,6 +213,16 @@ struct Forward {
             }
         }
         softmax.weigh(s, acc_o, kPlainScores ? shape.scores.scale_log2 : 1.0f);
+        if constexpr (DROPOUT) {
+            // The factor of the weights that stay comes with the last division.
+            const Place me = Place::mine();
+            const int key = n * BLOCK_N + me.first_key() + me.lane % 4 * 2;
+            const auto drop = [&](int a, int c, int e, bool kept) {
+                float& x = s[a / 2][c][a % 2 * 2 + e];
+                x = kept ? x : 0.0f;
+            };
+            draw<kRows, kTilesS, false>(seed, shape.scores, work.batch, work.head, row(me, 0), key, drop);
+        }
 
         ptx::cp_async_wait<1>();
         __syncthreads();  // V has arrived

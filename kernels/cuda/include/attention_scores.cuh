@@ -4,6 +4,7 @@
 //   offset = seqlen_k - seqlen_q + ahead
 //
 //   SOFTCAP ALIBI SINKS   0 or 1
+//   DROPOUT               0 or 1: of the weights, see attention_dropout.cuh
 //   BIAS                  kNone, kSame (DTYPE), kFloat
 #pragma once
 #include "ptx.cuh"
@@ -15,6 +16,9 @@ struct AttentionScores {
     float softcap_in, softcap_log2;        // |softmax_scale| / softcap and softcap log2(e)
     int negate;                            // softmax_scale < 0
     int ahead;                             // of ALiBi alone; the host counts it in with windows
+    unsigned dropped;                      // 2^32 dropout_p: with DROPOUT, random bits below it drop a weight
+    float keep_scale, keep_scale_log2;     // 1 / (1 - dropout_p) and its log2
+    int query0, key0;                      // positions of the first query and key, multiples of 16 and 32: of dropout
 };
 
 #ifdef SOFTCAP  // a kernel that computes scores

@@ -27,6 +27,7 @@ struct AttentionShape {
     int64 bias[4], block_mask[4];          // batch, head, query (block), key (block); 0 if broadcast
     int64 block_table_batch;
     int64 alibi_batch;                     // 0: all sequences share the slopes
+    unsigned long long seed;               // DROPOUT: unless it is in an array
     int seqlen_q, seqlen_k;
     int nheads, group;                     // group = nheads / nheads_kv, the query heads per key head
     int head_dim, head_dim_v;              // multiples of 8

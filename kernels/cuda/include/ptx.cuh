@@ -109,6 +109,13 @@ __device__ __forceinline__ unsigned round_tf32(float x) {  // to 11 significant 
     return y;
 }
 
+// In C++ the same product takes an addition of zero more.
+__device__ __forceinline__ unsigned long long multiply_wide(unsigned a, unsigned b) {
+    unsigned long long product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 __device__ __forceinline__ float exp2(float x) {  // 2 ulp; results below 2^-126 are 0
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
