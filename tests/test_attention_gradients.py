@@ -33,6 +33,7 @@ def quick_on_emulator(raw):
         "test_gradients_are_added": {"deterministic": [False], "dtype": ["bfloat16"]},
         "test_out_in_float32": None,
         "test_packed_sequences": None,
+        "test_weights_of_a_row_sum_to_one": None,  # the ring has this too
         "test_delta_takes_the_place_of_out": None,
     }
 
@@ -106,6 +107,20 @@ def test_gradients_are_added(deterministic, dtype, backend, rng):
         e.check(name, x)
         assert dtype != "bfloat16" or (x != y).any(), "rounded to the dtype of the inputs"
         np.testing.assert_allclose(x, y.astype(wide), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4000, -16000])
+def test_weights_of_a_row_sum_to_one(size, backend, rng):
+    """Scores as large as float32 tells apart: weights relative to a float64 lse are those of the forward."""
+    q, k, v = (rng.standard_normal((1, n, 8, 32)).astype(np.float32) for n in (40, 150, 150))
+    q[..., 0], k[..., 0] = 64.0, size / 16
+    out, lse = gpu_ops.attention(
+        q, k, v, softmax_scale=0.25, return_lse=True, lse_dtype=np.float64, **backend
+    )
+    dout = np.zeros_like(out)
+    dout[:, 7] = 1.0
+    dv = gpu_ops.attention_backward(dout, q, k, v, out, lse, softmax_scale=0.25, **backend)[2]
+    np.testing.assert_allclose(dv.astype(np.float64).sum(axis=1), 1.0, rtol=1e-6)
 
 
 def test_packed_sequences(backend, rng):
