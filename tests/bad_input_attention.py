@@ -70,6 +70,14 @@ CASES = [
     # attention_backward
     ("attention_backward", "lse transposed", ShapeError, "lse has shape", {"lse": ones(2, 5, 4)}),
     ("attention_backward", "dout too short", ShapeError, "dout has shape", {"dout": ones(2, 4, 4, 8)}),
+    ("attention_backward", "lse of float16", DTypeError, "lse is float16, expected float32",
+     {"lse": ones(2, 4, 5, dtype=np.float16)}),
+    ("attention_backward", "neither out nor delta", OptionError, "pass the forward result, or delta=", {"out": None}),
+    ("attention_backward", "out of float64", DTypeError, "out is float64", {"out": ones(2, 5, 4, 8, dtype=F64)}),
+    ("attention_backward", "delta transposed", ShapeError, "delta has shape", {"delta": ones(2, 5, 4)}),
+    ("attention_backward", "delta of float64", DTypeError, "delta is float64, expected float32",
+     {"delta": ones(2, 4, 5, dtype=F64)}),
+    ("attention_backward", "accumulate is text", OptionError, "accumulate must be True", {"accumulate": "no"}),
     ("attention_backward", "deterministic is text", OptionError, "deterministic", {"deterministic": "no"}),
     # attention_varlen
     ("attention_varlen", "lengths of floats", DTypeError, "cu_seqlens_q", {"cu_seqlens_q": ones(3)}),

@@ -47,6 +47,15 @@ def backward(new: Maker, forward: str, arrays: dict[str, Any], **options: Any) -
     return {"dout": dout, **first, "out": out, "lse": lse, **lengths}, options
 
 
+def of_whole_rows(new: Maker) -> Made:
+    """A backward as in a ring: delta in place of out, lse in float64."""
+    arrays, options = backward(new, "attention", dense(new), **CAUSAL)
+    del new.axes["out"]
+    products = arrays["dout"].astype(np.float64) * arrays["out"]
+    delta = products.sum(axis=-1).swapaxes(1, 2).astype(np.float64 if new.dtype == np.float64 else F32)
+    return {**arrays, "out": None, "lse": arrays["lse"].astype(np.float64)}, {**options, "delta": delta}
+
+
 def scores(new: Maker) -> dict[str, Any]:
     """Sinks and a bias that broadcasts."""
     return {**new.normal(F32, sinks="nheads"), **new.normal(bias="nheads 1 seqlen_k")}
@@ -182,6 +191,7 @@ VARIANTS = {
     "attention wide": lambda new: (dense(new), {"return_lse": True, **wide(new)}),
     "attention bhsd": lambda new: (bhsd(new), {"layout": "bhsd", "window_size": (4, 2)}),
     "attention_backward": lambda new: backward(new, "attention", dense(new), **CAUSAL),
+    "attention_backward delta": of_whole_rows,
     "attention_backward slopes": lambda new: backward(new, "attention", dense(new), **slopes(new)),
     "attention_backward mask": lambda new: backward(new, "attention", dense(new), **block_mask(new)),
     "attention_backward extra": lambda new: with_options(

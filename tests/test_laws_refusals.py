@@ -157,8 +157,8 @@ FLOATS = [
 ]
 
 
-# One float array alone sets the dtype.
-SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o == op]) > 1]
+# One float array alone sets the dtype; lse is float64 where that is asked for.
+SEVERAL = [(op, name) for op, name in FLOATS if len([n for o, n in FLOATS if o == op]) > 1 and name != "lse"]
 
 
 @pytest.mark.parametrize(("op", "name"), SEVERAL)

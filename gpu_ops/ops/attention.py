@@ -209,9 +209,10 @@ def attention_backward(
     q, k, v, and every option
         As given to :func:`attention`.
     out, lse : arrays
-        As returned by ``attention(..., return_lse=True)``. out may be float32; lse may be float64, which keeps P
-        accurate where lse is in the thousands. If the keys of a row are divided among calls, as in a ring, both
-        are those of the whole row (:func:`attention_merge`), and so is delta.
+        As returned by ``attention(..., return_lse=True)``; out may be float32. If the keys of a row are divided
+        among calls, as in a ring, both are those of the whole row (:func:`attention_merge`), as delta is. lse may be
+        float64, which keeps P accurate where lse is in the thousands: from 2839 on, the CPU and the Numba kernels
+        take a float32 lse for that of this call's keys, and sum their weights again.
     delta : float32 array like lse (float64 for float64), optional
         ``sum(dout * out)`` over head_dim_v: then it is not computed, and out is not looked at and may be None.
     deterministic : bool

@@ -75,10 +75,10 @@ _FLAGS = frozenset(
             "GATED",
         ),
         *("INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED", "EXACT", "SKIP"),
-        *("A_ALONG_K", "B_ALONG_K", "WIDE_LSE"),
+        *("A_ALONG_K", "B_ALONG_K", "WIDE_LSE", "DELTA"),
     }
 )
-_NOTHING = frozenset({"kNone", "kOne", "nothing"})
+_NOTHING = frozenset({"kNone", "kOne", "kPlain", "nothing"})
 
 
 def short_label(label: str) -> str:

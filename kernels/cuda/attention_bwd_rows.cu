@@ -4,7 +4,7 @@
 //   attention_backward_rows         dq, dk or dv from accumulators of mma.sync (d._sum), summed over parts
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
 //
-// Macros: DTYPE; VARLEN 0 or 1; SPLIT_LSE 0 or 1: lse is of doubles
+// Macros: DTYPE; VARLEN 0 or 1; WIDE_LSE 0 or 1: lse is of doubles
 //   statistics   OUT: out's type, DTYPE or f32; DELTA 0 or 1: delta is given; DROPOUT 0 or 1
 //   rows         ROWS kQ, kK or kV; COLUMNS their HEAD_DIM and GRADS as in attention_bwd_sm80.cu
 //   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)   rows: the same, of q or of k   sinks: (nheads)   block 256
@@ -15,12 +15,8 @@
 #include "scalar.cuh"
 
 typedef DTYPE scalar;
-typedef Statistics<SPLIT_LSE> RowStatistics;
-#if SPLIT_LSE
-typedef double lse_scalar;
-#else
-typedef float lse_scalar;
-#endif
+typedef Statistics<WIDE_LSE> RowStatistics;
+typedef ChooseType<WIDE_LSE, double, float>::type lse_scalar;
 
 constexpr int kThreads = 256, kChunk = 16 / sizeof(scalar);
 
@@ -65,13 +61,13 @@ attention_backward_statistics(const OUT* out, const scalar* dout, const lse_scal
         const lse_scalar natural = exists ? lse[row * shape.lse[2]] : -infinity();
         const bool empty = natural == -infinity();  // a row that sees no key: P = 0, and no gradient whatever dout is
         float base2 = static_cast<float>(natural * kLog2e), rest = 0.0f;
-        if constexpr (SPLIT_LSE) {
+        if constexpr (WIDE_LSE) {
             const double exact = natural * 1.4426950408889634;
             base2 = static_cast<float>(exact);
             rest = fabsf(base2) < infinity() ? static_cast<float>(exact - base2) : 0.0f;
         }
         if constexpr (DROPOUT) {
-            (SPLIT_LSE ? rest : base2) -= shape.scores.keep_scale_log2;
+            (WIDE_LSE ? rest : base2) -= shape.scores.keep_scale_log2;
             sum /= shape.scores.keep_scale;
         }
         statistics[row] = RowStatistics::of(empty ? infinity() : base2, empty ? 0.0f : sum, rest);
@@ -83,7 +79,7 @@ attention_backward_statistics(const OUT* out, const scalar* dout, const lse_scal
 enum class Of { kQ, kK, kV };
 constexpr Of kOf = Of::ROWS;
 constexpr Grads kGrads = Grads::GRADS;
-typedef Select<kGrads == Grads::kSame, scalar, float>::type grad;
+typedef ChooseType<kGrads == Grads::kPlain, scalar, float>::type grad;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* cu_seqlens_k, grad* to,
@@ -137,7 +133,7 @@ attention_backward_sinks(const RowStatistics* statistics, const float* sinks, co
         const RowStatistics* rows = statistics + sequence.padded<VARLEN>(shape, head);
         for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
             float exponent = sink - rows[row].lse;
-            if constexpr (SPLIT_LSE) exponent -= rows[row].rest();
+            if constexpr (WIDE_LSE) exponent -= rows[row].rest();
             sum = fmaf(exp2f(exponent), rows[row].delta, sum);
         }
     }

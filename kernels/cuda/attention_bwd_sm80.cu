@@ -35,8 +35,8 @@
 //   WARPS_R     rows of the block are divided among, 16 or 32 for each        WARPS_D
 //   STRIP       columns of a tile that a warp computes at a time: a multiple of 16, or 8 with WARPS_D > 1
 //   STAGES      1 or 2
-//   SPLIT_LSE   0 or 1: lse was given in double
-//   GRADS       kSame, kFloat, kAdded: dq, dk, dv are of DTYPE, of float, or of float and added to
+//   WIDE_LSE   0 or 1: lse was given in double
+//   GRADS       kPlain, kFloat, kAdded: dq, dk, dv are of DTYPE, of float, or of float and added to
 //   PARTS       0 or 1, with kKeys: shape.parts blocks share the heads of a group. dk, dv are then dk_sum, dv_sum
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK DROPOUT      0 or 1
@@ -51,7 +51,7 @@
 #include "attention_bwd_warp.cuh"
 
 constexpr Grads kGrads = Grads::GRADS;
-typedef Select<kGrads == Grads::kSame, scalar, float>::type grad;
+typedef ChooseType<kGrads == Grads::kPlain, scalar, float>::type grad;
 
 // Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that
 // reads least; 0 if there is none.
@@ -227,7 +227,7 @@ struct Backward {
                 const int unit = WARPS_D * (j / kUnitTiles) + me.warp_d;
                 const int column = unit * kUnit + j % kUnitTiles * 8 + me.lane % 4 * 2;
                 const float pair[2] = {acc[r / 2][j][r % 2 * 2] * scale, acc[r / 2][j][r % 2 * 2 + 1] * scale};
-                if constexpr (kGrads == Grads::kSame) {
+                if constexpr (kGrads == Grads::kPlain) {
                     const unsigned byte = column * sizeof(scalar);
                     store_pair<scalar>(dynamic_shared + offset + Staged::at(0, me.row(r), byte / 16) + byte % 16, pair);
                 } else {
@@ -239,7 +239,7 @@ struct Backward {
                 }
             }
         }
-        if constexpr (kGrads != Grads::kSame) return;
+        if constexpr (kGrads != Grads::kPlain) return;
         __syncthreads();
         for (int i = threadIdx.x; i < kRows * Staged::kChunks; i += kThreads) {
             const int row = i / Staged::kChunks, chunk = i % Staged::kChunks;

@@ -23,7 +23,7 @@ def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda.attention_backward import keys_kernel, queries_kernel
     from gpu_ops.kernels.numba_cuda.attention_backward_config import Problem, select_config
     from gpu_ops.kernels.numba_cuda.attention_backward_rows import SINK_THREADS, rows_kernel, sinks_kernel
-    from gpu_ops.kernels.numba_cuda.attention_config import THREADS
+    from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS
 
     a, layout = Attention.of(spec), spec["layout"]
     dout, dq, dk, dv = (as_bshd(spec.tensor(name), layout) for name in ("dout", "dq", "dk", "dv"))
@@ -34,7 +34,9 @@ def backward(spec: Spec, on: Builder) -> None:
     statistics = on.empty((3, *a.lse_shape), wide, "statistics of rows")
     sequences = sequences_of(a, on)
     _, slopes, _, bias, visible, seed = score_arrays(a, with_sinks=False)
-    options = (slopes, bias, visible, seed, *a.numbers.values(), left, right, a.block_q, a.block_k)
+    scale, *numbers = a.numbers.values()
+    scale *= LOG2E if problem.scores.plain else 1.0
+    options = (slopes, bias, visible, seed, scale, *numbers, left, right, a.block_q, a.block_k)
     common = (statistics, sequences, *options)
 
     grid = (-(-a.seqlen_q // THREADS) * a.batch * a.nheads,)

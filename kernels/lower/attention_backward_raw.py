@@ -76,7 +76,7 @@ class _Call:
     grads: str  # GRADS
 
     @property
-    def split_lse(self) -> bool:
+    def wide_lse(self) -> bool:
         return bool(self.lse.dtype == np.float64)
 
     @property
@@ -110,7 +110,7 @@ def backward(spec: Spec, on: Builder) -> None:
     call = _prepare(spec, a, on)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
     sizes = a.q.itemsize, *call.head_dims, on.smem_per_block_optin
-    tile = select_tile(*sizes, options=options, split_lse=call.split_lse)
+    tile = select_tile(*sizes, options=options, wide_lse=call.wide_lse)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
     delta = spec.get("delta")
     inputs = call.rows["out"], call.rows["dout"], call.lse, _NULL if delta is None else delta
@@ -211,7 +211,7 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     }
     for name, value in numbers.items():
         shape[name] = value
-    grads = "kAdded" if spec["accumulate"] else "kSame" if rows["dq"].dtype == a.q.dtype else "kFloat"
+    grads = "kAdded" if spec["accumulate"] else "kPlain" if rows["dq"].dtype == a.q.dtype else "kFloat"
     return _Call(a, rows, a.lse, statistics, shape, head_dims(a.head_dim, a.head_dim_v), grads)
 
 
@@ -228,7 +228,7 @@ def _launch(
     a, rows = call.a, call.rows
     seqlen, heads = (a.seqlen_k, a.nheads_kv * int(call.shape["parts"])) if keys else (a.seqlen_q, a.nheads)
     macros = {**_features(a), "ADD_DQ": int(dq_sum is not None), "PARTS": int(sums is not None)}
-    macros |= {"SPLIT_LSE": int(call.split_lse), "GRADS": "kSame" if sums else call.grads}
+    macros |= {"WIDE_LSE": int(call.wide_lse), "GRADS": "kPlain" if sums else call.grads}
     kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys=keys, **macros)
     arguments = (
         *(rows[name] for name in ("q", "k", "v", "dout")),
@@ -240,7 +240,7 @@ def _launch(
         *(sums or (rows["dk"], rows["dv"])),
         a.with_seed(call.shape),
     )
-    shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys, split_lse=call.split_lse)
+    shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys, wide_lse=call.wide_lse)
     on.launch(
         kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared
     )
@@ -257,15 +257,15 @@ def _launch_rows(
     call: _Call, on: Builder, what: str, grid: tuple[int, int, int], arguments: Any, **macros: str | int
 ) -> None:
     """A kernel of ``cuda/attention_bwd_rows.cu``."""
-    split = int(call.split_lse and what != "rows")
-    kernel = _rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), SPLIT_LSE=split, **macros)
+    split = int(call.wide_lse and what != "rows")
+    kernel = _rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), WIDE_LSE=split, **macros)
     on.launch(kernel, grid, (_THREADS, 1, 1), (*arguments, call.shape[()]))
 
 
 def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     a = call.a
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
-    macros = {**_features(a), "SPLIT_LSE": int(call.split_lse)}
+    macros = {**_features(a), "WIDE_LSE": int(call.wide_lse)}
     kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
     batches, heads, queries, keys = four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
@@ -301,8 +301,8 @@ def _kernel(
         "STAGES": tile.stages,
         "MASK": mask,
         **PLAIN.macros(dtype),
-        **dict.fromkeys(("VARLEN", "ADD_DQ", "PARTS", "SPLIT_LSE"), 0),
-        "GRADS": "kSame",
+        **dict.fromkeys(("VARLEN", "ADD_DQ", "PARTS", "WIDE_LSE"), 0),
+        "GRADS": "kPlain",
         **macros,
     }
     return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))
@@ -314,8 +314,8 @@ def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **mac
 
 
 def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "SPLIT_LSE": 0, "DROPOUT": 0}
-    defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kSame", **macros}
+    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "WIDE_LSE": 0, "DROPOUT": 0}
+    defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kPlain", **macros}
     return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 
 

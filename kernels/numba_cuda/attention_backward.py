@@ -1,6 +1,6 @@
 """Gradients of attention for Numba, in tiles. The readable twin of the CUDA C++ kernels.
 
-    P  = exp(s - lse)                       s: the scores, as attention.py computes them
+    P  = exp(s - lse)                       s: the scores, rounded as in attention.py
     dP = dO V^T,   dS = P (dP - delta)      delta = rowsum(dO O)
     dV = P^T dO
     dZ = dS (1 - tanh(z / cap)^2)       without a cap dS itself
@@ -34,7 +34,7 @@ from gpu_ops.kernels.numba_cuda.attention_backward_tile import (
     queries_locator,
     signature,
 )
-from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS
+from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, ROW_THREADS, ROWS
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import load_at, store_at
 
@@ -63,6 +63,7 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
     (my_rows, my_keys), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p
     f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
+    unit = 1 / LOG2E if config.problem.scores.plain else 1.0
     n_stats, n_queries, n_keys = 3 * block_m, 2 * block_m, 2 * block_n
     masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
@@ -85,6 +86,7 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
         o = cuda.local.array((my_rows, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
+        factor = scale * number(unit)  # the product's own
         options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         # The rows and columns of this block.
@@ -144,7 +146,7 @@ def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKern
                 begins += (q_start + query_of[row]) * dq.strides[1] + (first_column + c) * dq.strides[3]
                 for t in range(my_columns):
                     if first_column + c + t * ROW_THREADS < head_dim:
-                        write(dq, begins + t * across, o[i, t] * scale)
+                        write(dq, begins + t * across, o[i, t] * factor)
 
     name = f"attention_backward_queries[{_label(config, grads, added)}]"
     types = signature(config.problem, f.element, 4, functions(grads).element + "[:, :, :, :]")
@@ -163,6 +165,7 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
     (my_keys, my_rows), my_columns = config.tile, slab // ROW_THREADS
     n_staged, n_p = config.staged, block_m * config.stride_p
     f, number = functions(config.problem.dtype), functions(config.problem.dtype).compute
+    unit = 1 / LOG2E if config.problem.scores.plain else 1.0
     n_stats, n_queries, n_keys = 3 * block_n, 2 * block_n, 2 * block_m
     masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_n), keys_locator(block_m)
@@ -196,6 +199,7 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
         sum_v = cuda.local.array((my_keys, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
+        factor = scale * number(unit)  # the product's own
         options = (scale, cap, ahead, alibi, bias, seed, dropout_p, query0, key0)
 
         # The keys and columns of this block. The first keys first: in a causal problem the most rows see them.
@@ -252,7 +256,7 @@ def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
                 add(sum_k, dp, p, staged, q, query_places, 0, first_column, r, c)
 
         begins = k_batch * dk.strides[0] + (k_start + first_key) * dk.strides[1] + head_kv * dk.strides[2]
-        store(dk, sum_k, scale, first_key, end, begins, first_column, r, c)
+        store(dk, sum_k, factor, first_key, end, begins, first_column, r, c)
         begins = k_batch * dv.strides[0] + (k_start + first_key) * dv.strides[1] + head_kv * dv.strides[2]
         store(dv, sum_v, number(1.0), first_key, end, begins, first_column, r, c)
 

@@ -1,9 +1,9 @@
 """What the gradients of attention need of each row (a query of a head), and the gradients of sinks. For Numba.
 
-    top, rest:   P = exp2((s - top) log2(e) - rest)
+    top, rest:   P = exp2(s - top - rest), s in units of log2
     delta:       rowsum(dO O)
 
-top is lse in the dtype computed in, and rest what float64 has beyond that, unless lse is too coarse. If all 100 keys
+top is lse in the dtype computed in, and rest what it leaves out, unless lse is too coarse. If all 100 keys
 of a row have a bias of -1e9, lse is -1e9 + log(100), which float32 rounds to -1e9, and each key would weigh 1 instead
 of 1/100. For such a row the kernel walks over the keys: top is the largest score, and rest the log2 of the sum of all
 weights relative to it.
@@ -66,7 +66,7 @@ def rows_kernel(
         q_start, q_len, k_start, k_len = sequences[b, 0], sequences[b, 1], sequences[b, 2], sequences[b, 3]
         head_kv, diagonal = head // (q.shape[2] // k.shape[2]), int32(k_len - q_len)
         low, high = span(masked, query, diagonal, left, right, k_len)
-        top, total = sink, number(1.0) if sink > -infinity else number(0.0)
+        top, total = sink * number(LOG2E), number(1.0) if sink > -infinity else number(0.0)
         for key in range(max(low, 0), high):
             hide = False
             if with_blocks:
@@ -80,9 +80,9 @@ def rows_kernel(
                 score = add_terms(score, options, b, head, query, int32(key), diagonal, hide)
                 if score != -infinity:
                     if score > top:
-                        total *= exp2((top - score) * number(LOG2E))
+                        total *= exp2(top - score)
                         top = score
-                    total += exp2((score - top) * number(LOG2E))
+                    total += exp2(score - top)
         return top, log2(total) if total > 0 else number(0.0)
 
     def attention_backward_rows(
@@ -118,11 +118,11 @@ def rows_kernel(
                 delta = fma(take(gradients, thread * stride + d), take(results, thread * stride + d), delta)
 
         if first + int32(thread) < q_len:
-            exact = lse[entry, head, at]
+            natural = lse[entry, head, at]
+            exact, base2 = float64(natural) * LOG2E, natural * given(LOG2E)
             top, rest = number(exact), number(0.0)
-            base2 = exact * given(LOG2E)
             if abs(top) < infinity:
-                rest = number((exact - given(top)) * given(LOG2E))
+                rest = number(exact - float64(top))
             if base2 + given(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
@@ -167,7 +167,7 @@ def sinks_kernel(dtype: str) -> NumbaKernel:
             b, at = i // seqlen, i % seqlen
             top = float64(statistics[0, b, head, at])
             if top != -math.inf:  # else the sink is -inf as well
-                share = libdevice.exp2((sink - top) * log2e - statistics[1, b, head, at])
+                share = libdevice.exp2(sink * log2e - top - statistics[1, b, head, at])
                 total += share * statistics[2, b, head, at]
         total = add_up(total, scratch)
         if cuda.threadIdx.x == 0:

@@ -41,11 +41,12 @@ def scorers(problem: Problem):
 
     All kernels use them, and have to round a score alike: next to a bias of -1e9, one rounding is a factor of
     exp(64). So no compiler may fuse their additions and multiplications. The first returns the scaled and capped
-    product, and the slope of the cap. The second adds ALiBi and bias, and returns -inf for a hidden key.
+    product, and the slope of the cap. The second adds ALiBi and bias, and returns the score in units of log2 as the
+    forward kernel rounds it, -inf for a hidden key. Of plain scores ``scale`` includes the factor log2(e).
     """
     number, scores = functions(problem.dtype).compute, problem.scores
     bias_load = functions(scores.bias or problem.dtype).load
-    capped, with_alibi, with_bias = scores.softcap, scores.alibi, bool(scores.bias)
+    capped, with_alibi, with_bias, plain = scores.softcap, scores.alibi, bool(scores.bias), scores.plain
     is_wide = number is float64
     tanh = libdevice.tanh if is_wide else libdevice.tanhf
     plus = libdevice.dadd_rn if is_wide else libdevice.fadd_rn
@@ -70,6 +71,8 @@ def scorers(problem: Problem):
             added = number(bias_load(bias[b, head, query, key]))
             hide = hide or added == -infinity
             score = plus(score, number(lowest) if added < number(lowest) else added)
+        if not plain:
+            score = times(score, number(LOG2E))
         return number(-infinity) if hide else score
 
     return cap, add_terms
@@ -242,7 +245,7 @@ def differentiator(config: Config, with_slope: bool = True):
             for j in range(my_keys):
                 at = (i, j) if queries_own else (j, i)
                 hide, gradient = s[at] == -infinity, dp[at] if with_slope else dp[at] - delta
-                weight = exp2((s[at] - top) * number(LOG2E) - rest)
+                weight = exp2((s[at] - top) - rest)
                 drop = with_dropout and (dropped >> uint32(i * my_keys + j)) & uint32(1)
                 s[at] = number(hidden) if hide else number(nothing) if drop else weight
                 dp[at] = number(hidden) if hide else weight * gradient + number(nothing)  # -0 becomes 0

@@ -9,7 +9,7 @@
 #include "tile.cuh"
 
 typedef DTYPE scalar;
-typedef Statistics<SPLIT_LSE> RowStatistics;
+typedef Statistics<WIDE_LSE> RowStatistics;
 
 enum class Rows { kKeys, kQueries };
 constexpr Rows kOwn = Rows::ROWS;

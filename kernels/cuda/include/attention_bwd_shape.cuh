@@ -16,10 +16,7 @@
 constexpr int kPad = 64;
 
 // dq, dk and dv: of DTYPE, of float, or of float and added to what they hold.
-enum class Grads { kSame, kFloat, kAdded };
-
-template <bool kFirst, typename A, typename B> struct Select { typedef A type; };
-template <typename A, typename B> struct Select<false, A, B> { typedef B type; };
+enum class Grads { kPlain, kFloat, kAdded };
 
 // What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta). With dropout P includes the factor
 // 1 / (1 - dropout_p) of the weights that are kept, and delta its inverse: then dP = 0 for the others is all.

@@ -314,7 +314,7 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                 }
                 constexpr bool kScaled = SOFTCAP || ALIBI || kBias != Bias::kNone;
                 float exponent = kScaled ? x - query.lse : fmaf(x, scale, -query.lse);
-                if constexpr (SPLIT_LSE) exponent -= query.rest();
+                if constexpr (WIDE_LSE) exponent -= query.rest();
                 const float p = ptx::exp2(exponent);
                 float ds = p * (dx - query.delta);
                 if constexpr (SOFTCAP && kSlope) ds *= slope_of_cap;

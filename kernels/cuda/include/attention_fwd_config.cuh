@@ -9,9 +9,6 @@
 #include "scalar.cuh"
 #include "tile.cuh"
 
-template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
-template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
-
 typedef DTYPE scalar;
 
 constexpr Mask kMask = Mask::MASK;

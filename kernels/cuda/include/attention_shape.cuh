@@ -7,6 +7,9 @@
 
 typedef long long int64;
 
+template <bool kFirst, typename A, typename B> struct ChooseType { typedef A type; };
+template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
+
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;  // scores are in units of log2
 
 // ln sum exp of a row, from its largest score in units of log2 and the sum of the weights relative to it.
