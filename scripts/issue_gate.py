@@ -26,6 +26,7 @@ MEMORY_BOUND = re.compile(
     r"|attention_backward_(rows|sinks|statistics)|attention_forward\[.*PAGED=1"
     r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)"
 )
+TWIN = re.compile(r"\[(float|bfloat)\d+")  # of Numba: written to be read
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def count(text: str) -> Count | None:
         accesses = [o for o in code if re.match(GLOBAL, o)]
         narrow = [o for o in accesses if re.match(r"LDG\b", o) and width(o) < widest]
         useful = [o for o in code if re.match(f"{SHARED}|{GLOBAL}", o) and o not in narrow]
-        detours = sum(o.startswith("CALL") for o in code)
+        detours = sum(o.startswith(("CALL", "WARPSYNC.COLLECTIVE")) for o in code)
         merit[at] = sum(map(width, useful)), -len(accesses) - len(narrow) - detours, len(code)
     counts = []
     for body in innermost or [set(order)]:
@@ -194,7 +195,9 @@ def judge(label: str, arch: str, text: str) -> Verdict:
 def judged(labels: Iterable[str], every: bool = False) -> set[str]:
     """The memory-bound kernels; of each op and dtype (or format) the first listed, which has long, aligned rows."""
     first: dict[tuple[str, ...], str] = {}
-    for label in filter(MEMORY_BOUND.match, labels):
+    for label in labels:
+        if not MEMORY_BOUND.match(label) or TWIN.search(label):
+            continue
         family = label.partition("[")[0], *re.findall(r"\b(?:DTYPE|FORMAT|ACT|OUT)=\w+", label)
         first.setdefault((label,) if every else family, label)
     return set(first.values())

@@ -10,6 +10,10 @@ from gpu_ops.kernels.compiler import jit, toolkit
 from scripts import inspect_kernels, issue_gate
 from tests.compilers import needs_nvrtc, needs_ptxas, write
 
+needs_nvdisasm = pytest.mark.skipif(
+    toolkit.tool("nvdisasm") is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
+)
+
 
 def sass(*lines: str) -> str:
     """A listing as nvdisasm's; lines that begin with a dot are labels."""
@@ -127,7 +131,7 @@ extern "C" __global__ void swiglu_heavy(float4* x) {
 
 @needs_nvrtc
 @needs_ptxas
-@pytest.mark.skipif(toolkit.tool("nvdisasm") is None, reason="pip install nvidia-cuda-nvdisasm")
+@needs_nvdisasm
 def test_a_heavy_kernel_is_caught(tmp_path, monkeypatch, capsys):
     """1024 bytes take A100 76 clocks; a step takes its 64 lanes 2."""
     monkeypatch.setenv("GPU_OPS_CACHE_DIR", str(tmp_path / "cache"))
@@ -144,11 +148,26 @@ def test_a_heavy_kernel_is_caught(tmp_path, monkeypatch, capsys):
     assert re.search(r"1 judged against memory: up to 0\.\d\d of", out)  # there is no card for sm_86
     status, out = check(80)
     assert status == 1
-    assert re.search(
-        r"on sm_80: fp32 takes 2\.\d\d times as long as memory on A100-80, 1.0 is allowed", out
-    )
+    assert re.search(r"on sm_80: fp32 takes 2\.\d\d times as long as memory on A100-80, 1.0 is allowed", out)
     monkeypatch.setattr(issue_gate, "EXCUSES", (issue_gate.Excuse("swiglu_heavy", "sm_80", 3.0, "a test"),))
     assert check(80)[0] == 0
+
+
+@needs_nvrtc
+@needs_ptxas
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    ("norm", "vecs", "most"), [("rmsnorm", 2, 38), ("layernorm", 1, 37.5), ("layernorm", 2, 35)]
+)
+def test_what_the_backward_of_norms_issues(norm, vecs, most):
+    """Per element of 16 bits, with dresidual and, in RMSNorm, the rounding of Llama."""
+    words = {"NORM": norm, "DTYPE": "bf16", "VEC": 8, "ACCESS": 8, "VECS": vecs, "TEAM": 0}
+    kernel = jit.CudaKernel("norm_backward", f"{norm}_backward", tuple(words.items()))
+    assert kernel in {variant.kernel for variant in jit.all_variants("sm_90")}
+    compiled = jit.assemble(jit.compile_kernel(kernel, "sm_90"), "sm_90")
+    count = issue_gate.count(inspect_kernels.sass(compiled.cubin, compiled.entry))
+    assert count.bytes_moved == 4 * vecs * 32 * 16  # dy, x, dresidual and dx
+    assert count.instructions <= most * 8 * vecs
 
 
 def test_one_kernel_per_op_and_dtype_is_judged_and_excuses_are_for_kernels_that_exist():
