@@ -40,6 +40,8 @@ def attention(
     *,
     layout: str = "bshd",
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     precision: Precision = "rounded",
     **options: Any,
 ) -> Any:
@@ -53,6 +55,7 @@ def attention(
         With ``layout="bhsd"`` axes 1 and 2 are swapped, in the output too.
     options : the fields of :class:`DenseOptions`, which says what they do; :func:`softmax_rows` has the formula
     return_lse : also return the natural log of each row's softmax denominator.
+    out_dtype, lse_dtype : of the results, if not the ones below
 
     Returns
     -------
@@ -73,7 +76,8 @@ def attention(
     given = DenseOptions(**options)
     s = steps(precision, q.dtype)
     out, lse = _forward(q, k, v, given, s, layout)
-    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+    out = s.store(out, out_dtype)
+    return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
 @takes(Options)
@@ -82,11 +86,15 @@ def attention_varlen(
     k: Array,
     v: Array,
     cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_k: Array | None = None,
     *,
+    block_table: Array | None = None,
+    seqused_k: Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     precision: Precision = "rounded",
     **options: Any,
 ) -> Any:
@@ -99,6 +107,9 @@ def attention_varlen(
     v : (total_k, nheads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,)
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
+    block_table : (batch, max_pages) ``k`` and ``v`` are then pages as in :func:`attention_decode`, without
+        ``cu_seqlens_k``
+    seqused_k : (batch,) keys in use per sequence, its first ones; the rest is never read
     max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
     options : the fields of :class:`Options`
@@ -110,12 +121,17 @@ def attention_varlen(
     """
     given = Options(**options)
     s = steps(precision, q.dtype)
-    out = np.zeros((*q.shape[:2], v.shape[2]))
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
     lse = np.full(q.shape[1::-1], -np.inf)
-    for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        one = _forward(q[None, rows], k[None, keys], v[None, keys], given.of_sequence(b), s)
+    paged = block_table is not None
+    starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k  # of pages, not used
+    for b, rows, keys in sequences(cu_seqlens_q, starts_k):
+        seqlen = keys.stop - keys.start if seqused_k is None else int(seqused_k[b])
+        k_b, v_b = (_used(x, b, seqlen, block_table) if paged else x[keys][:seqlen] for x in (k, v))
+        one = _forward(q[None, rows], k_b[None], v_b[None], given.of_sequence(b), s)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
-    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+    out = s.store(out, out_dtype)
+    return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
 @takes(Options)
@@ -127,6 +143,8 @@ def attention_decode(
     seqused_k: Array,
     block_table: Array | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     precision: Precision = "rounded",
     **options: Any,
 ) -> Any:
@@ -157,7 +175,8 @@ def attention_decode(
         k, v = (_used(cache, b, int(seqused_k[b]), block_table)[None] for cache in (k_cache, v_cache))
         one = _forward(q[b, None], k, v, given.of_sequence(b), s)
         out[b], lse[b] = one[0][0], one[1][0]
-    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+    out = s.store(out, out_dtype)
+    return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
 def _forward(

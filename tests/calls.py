@@ -44,6 +44,8 @@ OUT = {
     "attention_varlen_backward": ("grads", 3),
     "layernorm": ("out", 1),
     "layernorm_backward": ("out", 1),
+    "linear": ("out", 1),
+    "linear_backward": ("out", 3),
     "rmsnorm": ("out", 1),
     "rmsnorm_backward": ("out", 1),
     "rmsnorm_quant_int8": ("out", 3),
@@ -64,6 +66,7 @@ OUT = {
 IN_PLACE = {
     "layernorm": ("x",),
     "layernorm_backward": ("dy",),
+    "linear": ("residual",),
     "rmsnorm": ("x",),
     "rmsnorm_backward": ("dy",),
     "rope": ("q", "k"),
@@ -74,6 +77,9 @@ IN_PLACE = {
     "swiglu": ("gate",),
     "swiglu_backward": ("gate", "up"),
 }
+
+# Calls without such an argument: it is packed, or an option.
+OPTIONAL = ("swiglu packed", "linear", "linear bias")
 
 
 def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Call:

@@ -52,6 +52,11 @@ def scores(new: Maker) -> dict[str, Any]:
     return {**new.normal(F32, sinks="nheads"), **new.normal(bias="nheads 1 seqlen_k")}
 
 
+def wide(new: Maker) -> dict[str, Any]:
+    """The dtypes of results as they are computed."""
+    return {"out_dtype": np.float64 if new.dtype == np.float64 else F32, "lse_dtype": "float64"}
+
+
 def slopes(new: Maker) -> dict[str, Any]:
     return {"alibi_slopes": abs(new.normal(F32, alibi_slopes="batch nheads")["alibi_slopes"])}
 
@@ -84,6 +89,29 @@ def paged_cache(new: Maker) -> Made:
     rows = "num_pages page_size nheads_kv head_dim"
     arrays = new.normal(q="batch 1 nheads head_dim", k_cache=rows, v_cache=f"{rows}_v")
     return arrays, {**used, **table, **new.normal(F32, sinks="nheads")}
+
+
+def two_sequences(new: Maker, name: str) -> dict[str, Any]:
+    """Where two sequences start, laid end to end."""
+    total = new.sizes["total"]
+    return {name: np.array([0, new.rng.integers(0, total + 1), total], I32)}
+
+
+def packed_used(new: Maker) -> Made:
+    """Packed keys, of which the first two thirds are in use."""
+    arrays = new.normal(q="total nheads head_dim", k="total nheads_kv head_dim", v="total nheads_kv head_dim")
+    starts = two_sequences(new, "cu_seqlens_q") | two_sequences(new, "cu_seqlens_k")
+    new.axes["seqused_k"] = ("2",)
+    return {**arrays, **starts}, {"seqused_k": np.diff(starts["cu_seqlens_k"]) * 2 // 3}
+
+
+def packed_pages(new: Maker) -> Made:
+    used = new.integers(0, new.sizes["max_seqlen"] + 1, I32, seqused_k="2")
+    table = pages(new, used["seqused_k"])
+    new.axes["block_table"] = ("2", "pages")
+    rows = "num_pages page_size nheads_kv head_dim"
+    arrays = new.normal(q="total nheads head_dim", k=rows, v=f"{rows}_v")
+    return {**arrays, **two_sequences(new, "cu_seqlens_q")}, {**used, **table, **CAUSAL, "return_lse": True}
 
 
 def rope(new: Maker, first: str = "q", second: str | None = "k") -> dict[str, Any]:
@@ -138,6 +166,8 @@ VARIANTS = {
     "attention lse": lambda new: (dense(new), {"return_lse": True, "softcap": 2.0}),
     "attention scores": lambda new: (dense(new), {**scores(new), **slopes(new)}),
     "attention mask": lambda new: (dense(new), block_mask(new)),
+    "attention offset": lambda new: (dense(new), {**CAUSAL, "q_start": 30, "k_start": 11, **slopes(new)}),
+    "attention wide": lambda new: (dense(new), {"return_lse": True, **wide(new)}),
     "attention bhsd": lambda new: (bhsd(new), {"layout": "bhsd", "window_size": (4, 2)}),
     "attention_backward": lambda new: backward(new, "attention", dense(new), **CAUSAL),
     "attention_backward slopes": lambda new: backward(new, "attention", dense(new), **slopes(new)),
@@ -151,7 +181,11 @@ VARIANTS = {
     "attention_varlen_backward extra": lambda new: with_options(
         backward(new, "attention_varlen", packed(new), **CAUSAL, **new.normal(F32, sinks="nheads")), **EXTRA
     ),
+    "attention_varlen used": packed_used,
+    "attention_varlen pages": packed_pages,
     "attention_decode": cache,
+    "attention_varlen wide": lambda new: (packed(new, (3,)), {"return_lse": True, **wide(new)}),
+    "attention_decode wide": lambda new: with_options(cache(new), return_lse=True, **wide(new)),
     "attention_decode paged": paged_cache,
     "rope": lambda new: (rope(new), {}),
     "rope q": lambda new: (rope(new, second=None), {"positions": 7, "interleaved": True}),

@@ -20,7 +20,7 @@ import gpu_ops
 from tests.calls import OPS
 from tests.processes import ROOT, python
 
-STEMS = ("attention", "layernorm", "rope", "rmsnorm", "softmax", "swiglu", "ternary")
+STEMS = ("attention", "layernorm", "linear", "rope", "rmsnorm", "softmax", "swiglu", "ternary")
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
 CODE = ("gpu_ops", "kernels", "reference", "tests", "perf", "scripts")
 MAX_LINES = {".py": 350, ".cu": 450, ".cuh": 450}
@@ -85,7 +85,7 @@ def test_public_signature_is_the_references_plus_where_to_run(op):
     assert not missing, f"{op} lacks {missing}"
     # none changes what is computed
     how = {"device", "backend", "workspace", "out", "residual_out", "grads"}
-    how |= {"deterministic", "return_extra", "num_splits"}
+    how |= {"accumulate", "deterministic", "return_extra", "num_splits"}
     assert set(public) - set(reference) <= how
     for name, parameter in reference.items():
         assert public[name].kind == parameter.kind, f"{op}: {name} is {public[name].kind}"

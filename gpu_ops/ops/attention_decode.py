@@ -6,18 +6,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import numpy as np
-
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import OptionError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.attention_lengths import longest_used, pages_exist, read_pages, read_used
 from gpu_ops.ops.attention_options import (
-    INT32,
     ScoreOptions,
     describe,
     forward_flops,
@@ -25,6 +22,7 @@ from gpu_ops.ops.attention_options import (
     read_inputs,
     read_options,
     reference_options,
+    results_dtypes,
     store_results,
     takes,
     write_forward,
@@ -44,6 +42,8 @@ def attention_decode(
     block_table: Any = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -65,7 +65,7 @@ def attention_decode(
         ignored and may be -1.
     num_splits : int
         Parts into which the keys are cut, to give every thread work; 0: chosen.
-    **options, return_lse, out
+    **options, return_lse, out_dtype, lse_dtype, out
         As in :func:`attention`, with seqlen_k = seqused_k[b].
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -75,7 +75,7 @@ def attention_decode(
     Returns
     -------
     out : array (batch, seqlen_q, nheads, head_dim_v)
-    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64), only with ``return_lse``
+    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64) or ``lse_dtype``, only with ``return_lse``
 
     Raises
     ------
@@ -111,12 +111,12 @@ def attention_decode(
     return_lse = checks.flag(call.op, "return_lse", return_lse)
     batch, heads = call.axes["batch"], call.axes["nheads"]
     shape, lse_shape = (batch, seqlen_q, heads, call.axes["head_dim_v"]), (batch, heads, seqlen_q)
-    write_forward(call, dtype, shape, lse_shape, out, return_lse)
+    write_forward(call, dtype, (shape, lse_shape), out, return_lse, out_dtype, lse_dtype)
     return call.bind(
         problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), words),
         unsupported=raw_unsupported,
         look=look,
-        flops=forward_flops(call, batch * seqlen_q, seqlen_k),
+        flops=forward_flops(call, batch * seqlen_q * seqlen_k),
     )
 
 
@@ -126,16 +126,11 @@ def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Lo
     Those on a GPU are taken on trust, since looking would wait for it: all that the cache holds.
     """
     axes = call.axes
-    used = call.read("seqused_k", seqused_k)
-    checks.exactly(call.op, "seqused_k", used, (axes["batch"],), INT32)
-    table = call.optional("block_table", block_table)
-    if table is None:
+    read_used(call, seqused_k)
+    if block_table is None:
         num_pages, page_size, capacity = axes["batch"], axes["max_seqlen"], axes["max_seqlen"]
     else:
-        axes.bind("block_table", table, "batch max_pages")
-        checks.exactly(call.op, "block_table", table, table.shape, INT32)
-        num_pages, page_size = axes["num_pages"], axes["page_size"]
-        capacity = axes["max_pages"] * page_size
+        num_pages, page_size, capacity = read_pages(call, block_table)
     if call.on_cuda:
         return capacity, None
     look = _look(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
@@ -151,9 +146,9 @@ def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int)
             _, longest, sound, _ = found[-1].tolist()
             if sound:
                 return {"max_seqlen_k": longest}, {"sequences": found[:-1]}
-        longest = _longest(op, used, capacity)
+        longest = longest_used(op, used, capacity)
         if table is not None:
-            _pages_exist(op, table, used, page_size, num_pages)
+            pages_exist(op, table, used, num_pages, page_size)
         return {"max_seqlen_k": longest}, {}
 
     return look
@@ -167,30 +162,6 @@ def _sequences(seqlen_q: int, num_pages: int, page_size: int) -> Callable[[Array
     return cached(seqlen_q=seqlen_q, new=0, page_size=page_size, num_pages=num_pages)
 
 
-def _longest(op: str, used: Array, capacity: int) -> int:
-    """The largest of ``used``, of which all are checked."""
-    lengths = used.tolist()
-    if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity:
-        raise OptionError(
-            f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; "
-            f"got {np.array2string(used, threshold=8)}"
-        )
-    return max(lengths, default=0)
-
-
-def _pages_exist(op: str, table: Array, used: Array, page_size: int, num_pages: int) -> None:
-    if not (table.view(np.uint32) >= num_pages).any():  # -1 is large too
-        return
-    needed = np.arange(table.shape[1]) < -(-used[:, None] // max(page_size, 1))
-    bad = np.argwhere(needed & ((table < 0) | (table >= num_pages)))
-    if len(bad):
-        b, page = (int(i) for i in bad[0])
-        raise OptionError(
-            f"{op}: block_table[{b}, {page}] is {int(table[b, page])}, not a page in [0, {num_pages}), "
-            f"but seqused_k[{b}] = {int(used[b])} needs it"
-        )
-
-
 @lowers("attention_decode", "reference")
 def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.attention import attention_decode
@@ -202,7 +173,7 @@ def _reference(spec: Spec, on: Builder) -> None:
             seqused_k=views["seqused_k"],
             block_table=views.get("block_table"),
             return_lse=True,
-            **reference_options(spec, views),
+            **{**reference_options(spec, views), **results_dtypes(views)},
         )
         store_results(views, found)
 

@@ -64,7 +64,7 @@ _FLAGS = frozenset(
     {
         *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA", "SPLIT", "GATED"),
         *("INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED", "EXACT", "SKIP"),
-        *("A_ALONG_K", "B_ALONG_K"),
+        *("A_ALONG_K", "B_ALONG_K", "WIDE_LSE"),
     }
 )
 _NOTHING = frozenset({"kNone", "kOne", "nothing"})
@@ -103,7 +103,7 @@ def _words(macros: dict[str, str]) -> list[str]:
     sizes: dict[str, list[str]] = {}
     for key, value in macros.items():
         if key in _FLAGS:
-            words += [key.lower()] if value == "1" else []
+            words += [] if value == "0" else [key.lower() + value.removeprefix("1")]
         elif value in _DTYPES:
             words += ["mask"] * (key == "MASK") + [_DTYPES[value]]
         elif not value.isdigit():

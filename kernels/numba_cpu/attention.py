@@ -17,6 +17,7 @@ Scratch per thread: at most a MB up to head_dim 128.
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +25,16 @@ from typing import Any
 import numpy as np
 
 from .attention_config import (
+    FORWARD_VARIANTS,
     SEQUENCES,
-    VARIANTS,
     Config,
     decode_nanoseconds,
     launcher_of,
     make_call,
     optional_arrays,
     optional_types,
+    results_of,
+    select_config,
 )
 from .attention_decode import prepare_decode
 from .attention_operands import Keys, pack_keys, pack_queries, pack_values, transpose_v
@@ -42,8 +45,8 @@ from .codegen.exp2 import LOG2E
 from .codegen.gemm import in_tiles
 from .codegen.memory import larger, smaller
 from .codegen.tiles import close_tiles, open_tiles
-from .dtype import aligned_empty, all_bits, like, read_row, store, write_row
-from .jit import compute, device_function, kernel, read, types, write
+from .dtype import aligned_empty, all_bits, bits, like, read_row, store, write_row
+from .jit import FLOATS, compute, device_function, kernel, read, types, write
 from .parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
@@ -57,6 +60,7 @@ def prepare(
     v: Array,
     batch: int,
     *,
+    results: tuple[Any, Any],
     config: Config,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -66,6 +70,7 @@ def prepare(
     """``run(q, k, v, out, lse, sequences, given)`` for these options and arrays like these, which are not kept.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
+    ``results``: the dtypes of out and lse.
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``given``: the optional arrays
     block_table (k and v are then pages), alibi_slopes, sinks, bias and visible. ``options``: of :class:`Call`, left,
     right, packed and the like.
@@ -78,11 +83,12 @@ def prepare(
     unsplit = _parts(call, 0, dtype)
     blocks = -(-call.heads * max_seqlen_q // call.block_m)
     tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
-    variant = dtype, given.get("bias", q).dtype
+    variant = dtype, given.get("bias", q).dtype, *results
+    of_parts = dtype, *results
     launch = launcher_of(call)
     if config.kernel == "decode":
         launch = launcher(decode_nanoseconds(call.batch, call.nheads_kv, max_seqlen_k, dtype))
-        decode = prepare_decode(call, dtype, launch)
+        decode = prepare_decode(call, dtype, results, launch)
 
     elements = call.n_splits * call.batch * call.nheads * max_seqlen_q * call.head_dim_v
     launch_combine = launcher(elements * ELEMENT_NANOSECONDS)
@@ -92,14 +98,42 @@ def prepare(
     ) -> None:
         optional = fill(given)
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
-        arrays = *all_bits(q, k, v, out), lse, sequences
+        arrays = *all_bits(q, k, v), bits(out), lse, sequences
         if config.kernel == "decode":
             decode(arrays, optional[:3], parts)
         else:
             launch(attention_forward[variant], tasks, call, *arrays, *optional, *parts)
         if split:
-            combine = attention_combine[dtype]
+            combine = attention_combine[of_parts]
             launch_combine(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
+
+    return run
+
+
+def prepare_ragged(
+    q: Array, k: Array, v: Array, batch: int, *, config: Config, few: int, max_seqlen_q: int, **rest: Any
+) -> Callable[..., None]:
+    """:func:`prepare` for sequences long and short. The decode kernel takes those of up to ``few`` queries: in tiles
+    each head would pack their keys again, for a lane or two."""
+    heads, shapes = (q.shape[2], k.shape[2]), (q, k, v, batch)
+    attend = prepare(*shapes, config=config, max_seqlen_q=max_seqlen_q, **rest)
+
+    @functools.cache
+    def decode(longest: int) -> Callable[..., None]:
+        cut = select_config(batch, *heads, longest, rest["max_seqlen_k"], decode=True, dtype=q.dtype)
+        return prepare(*shapes, config=cut, max_seqlen_q=longest, **rest)
+
+    def run(
+        q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
+    ) -> None:
+        queries = sequences[:, 1]
+        is_short = queries <= few
+        longest = int(queries.max(initial=0, where=is_short))
+        if longest > 0:
+            short, sequences = sequences.copy(), sequences.copy()
+            short[~is_short, 1] = sequences[is_short, 1] = 0
+            decode(longest)(q, k, v, out, lse, short, given)
+        attend(q, k, v, out, lse, sequences, given)
 
     return run
 
@@ -119,17 +153,17 @@ Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks bias vi
 
 
 @kernel(
-    lambda t, bias: (
+    lambda t, bias, of_out, of_lse: (
         CALL,
         *(read(t, 4),) * 3,
-        write(t, 4),
-        types.Array(compute(t), 3, "A"),
+        write(of_out, 4),
+        write(of_lse, 3),
         SEQUENCES,
         *optional_types(bias),
         types.Array(compute(t), 3, "C"),
         types.Array(types.float64, 3, "C"),
     ),
-    variants=VARIANTS,
+    variants=FORWARD_VARIANTS,
 )
 def attention_forward(
     state,
@@ -211,15 +245,16 @@ def attend(state, n_tasks, memory, call, x):
 
 
 @kernel(
-    lambda t: (
+    lambda t, of_out, of_lse: (
         CALL,
         types.Array(compute(t), 3, "C", readonly=True),
         types.Array(types.float64, 3, "C", readonly=True),
-        write(t, 4),
-        types.Array(compute(t), 3, "A"),
+        write(of_out, 4),
+        write(of_lse, 3),
         SEQUENCES,
         types.Array(types.float64, 1, "A", readonly=True),
-    )
+    ),
+    variants=tuple((t, *results_of(t)) for t in FLOATS),
 )
 def attention_combine(state, n_tasks, call, part_out, part_sums, out, lse, sequences, sinks):
     """out = sum over parts of their weight * out_part / the sum of the weights, which is exp(lse)."""
