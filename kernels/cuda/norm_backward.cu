@@ -29,11 +29,10 @@
 //   row    | team's block 0   | block 1          | ...         first: a block's first column, own: their number
 //   SM       0                  1                  ...         other blocks on the SM serve other teams
 //
-// Macros: those of norm.cuh, TEAM, and VECS. Threads own vectors of the block's columns as in norm.cu. The sums of up to
-// two vectors per thread are in registers until the row groups are added; else, and then, they are
-// in dynamic shared memory, in slots of 4 floats (VEC if fewer). A 128-byte line has W = 8 or 32 slots. With T threads
-// per row, B per block, n = i * stride + g * T + t and stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t
-// in row group g are at
+// Macros: those of norm.cuh, TEAM, and VECS. Threads own vectors of the block's columns as in norm.cu. The sums are in
+// dynamic shared memory, with one aligned vector per thread only when the row groups are added, in slots of 4 floats
+// (VEC if fewer). A 128-byte line has W = 8 or 32 slots. With T threads per row, B per block,
+// n = i * stride + g * T + t and stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t in row group g are at
 //
 //   slot (n % W) ^ 4q of line (n / W, dweight or dbias, q)
 //
@@ -51,8 +50,8 @@ constexpr bool kOneRow = kTeam || kVecs > 2;  // long rows, one per block
 constexpr bool kHold = !(VEC == 8 && ACCESS == 1) && !kAnyLength;
 constexpr int kHeld = kHold ? kVecs : 1;
 
-// With one vector per thread the sums of dweight and dbias stay in registers, and so do the weights: in shared memory the
-// sums of four elements take a load, a store and their addresses.
+// With one vector per thread its sums of dweight and dbias stay in registers, and so do the weights. In shared memory
+// four elements' sums take a load, a store and their addresses.
 constexpr bool kKeepSums = !kTeam && kVecs == 1 && ACCESS == VEC;
 
 // Whether rows' addresses are advanced, not computed anew: the other kernels have no registers for them.
@@ -76,7 +75,7 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 int cols, int parts, int team, int block_cols, long long dy_stride, long long x_stride,
                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama,
                 int has_dresidual) {
-    constexpr int kLeast = !kAdvance && !kTeam ? 0 : kOneRow ? 32 : 4;  // threads per row; 0: no register to spare
+    constexpr int kLeast = kAdvance || (kTeam && VEC > 1) ? kOneRow ? 32 : 4 : 0;  // 0: no register to spare
     __shared__ typename RowSums<kSums, kLeast>::Scratch scratch;
     RowSums<kSums, kLeast> block_sum(scratch);
     TeamSums<kSums, kLeast> team_sum(block_sum, exchange, team);
@@ -120,7 +119,9 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
         };
         #pragma unroll kUnroll
         for (int i = 0; i < vecs; ++i) {
-            for (int q = 0; !kKeepSums && q < kSums * kQuads && column(i) < own; ++q) put_sum(q / kQuads, i, q % kQuads, {});
+            for (int q = 0; !kKeepSums && q < kSums * kQuads && column(i) < own; ++q) {
+                put_sum(q / kQuads, i, q % kQuads, {});
+            }
         }
         vec weights[kKeepSums ? kVecs : 1];
         #pragma unroll kUnroll
