@@ -5,8 +5,10 @@
     python scripts/inspect_kernels.py --json >kernels.json
     python scripts/inspect_kernels.py --check                   exit 1 where one spills or does not fit
     python scripts/inspect_kernels.py --check --each-on 2       each kernel on two of the architectures, in turn
+    python scripts/inspect_kernels.py --check --issue-all       judge all kernels that memory bounds, not one per op
 
-Kernels are those that ``kernels/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions need nvdisasm
+Kernels are those that ``kernels/<op>.py`` lists in ``variants(arch)``. Counts of machine instructions, and whether a
+memory-bound kernel issues them in less time than its bytes take (``issue_gate.py``), need nvdisasm
 (``pip install nvidia-cuda-nvdisasm``).
 """
 
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 
@@ -35,6 +37,7 @@ from gpu_ops.kernels.compiler import cubin, jit, progress, toolkit
 from gpu_ops.kernels.compiler.kernel import short_label
 from gpu_ops.presets import ARCHES
 from gpu_ops.terminal import make_console, print_table
+from scripts import issue_gate
 
 PRESET_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
@@ -74,11 +77,13 @@ class Row:
     occupancy: float | None = None
     limiter: str = ""
     sass: str = ""
+    issue_share: float | None = None  # of the time its bytes take; None: not judged
+    issue_pipe: str = ""
     problems: tuple[str, ...] = ()
 
 
-def inspect(variant: jit.Variant, arch: str, with_sass: bool) -> Row:
-    """Compile one variant and read what it takes."""
+def inspect(variant: jit.Variant, arch: str, with_sass: bool, judged: Set[str] = frozenset()) -> Row:
+    """Compile one variant and read what it takes. ``judged``: labels of kernels that memory has to bound."""
     label, threads, dynamic = variant.kernel.label, variant.threads_per_block, variant.dynamic_shared_bytes
     try:
         compiled = jit.assemble(jit.compile_kernel(variant.kernel, arch), arch)
@@ -88,6 +93,12 @@ def inspect(variant: jit.Variant, arch: str, with_sass: bool) -> Row:
     limits = ARCHES[arch.rstrip("af")]
     needs = cubin.resources(compiled.cubin, compiled.entry, compiled.log)
     fit = cubin.occupancy(needs, threads, dynamic, limits)
+    judges = label in judged and arch in issue_gate.CARDS
+    text = sass(compiled.cubin, compiled.entry) if with_sass or judges else ""
+    verdict = issue_gate.judge(label, arch, text) if judges and text else None
+    found = list(problems(needs, fit, threads, dynamic, limits))
+    if verdict and verdict.problem:
+        found.append(verdict.problem)
     return Row(
         label,
         arch,
@@ -101,8 +112,10 @@ def inspect(variant: jit.Variant, arch: str, with_sass: bool) -> Row:
         fit.blocks,
         fit.share,
         fit.limiter,
-        sass_counts(compiled.cubin, compiled.entry) if with_sass else "",
-        tuple(problems(needs, fit, threads, dynamic, limits)),
+        sass_counts(text) if with_sass else "",
+        verdict and verdict.share,
+        verdict.pipe if verdict else "",
+        tuple(found),
     )
 
 
@@ -139,21 +152,22 @@ def sass(image: bytes, entry: str) -> str:
     return body.partition("\n\t.section\t")[0]  # not .sectioninfo, which is the kernel's own
 
 
-def sass_counts(image: bytes, entry: str) -> str:
-    """Counts of the highlighted machine instructions of one kernel; empty without nvdisasm."""
-    opcodes = re.findall(
-        r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass(image, entry), re.MULTILINE
-    )
+def sass_counts(text: str) -> str:
+    """Counts of the highlighted machine instructions of one kernel."""
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE)
     counts = collections.Counter(
         name for opcode in opcodes for name, pattern in HIGHLIGHTS.items() if re.match(pattern, opcode)
     )
     return " ".join(f"{name}:{counts[name]}" for name in HIGHLIGHTS if counts[name])
 
 
-def chosen(arches: Sequence[str], kernel: str, each_on: int) -> list[tuple[jit.Variant, str]]:
+def chosen(
+    arches: Sequence[str], kernel: str, each_on: int, judged: Set[str] = frozenset()
+) -> list[tuple[jit.Variant, str]]:
     """Every variant whose label contains ``kernel``, on ``each_on`` of the architectures that list it.
 
-    Which ones goes round with the labels: every architecture gets its share of every op.
+    Which ones goes round with the labels: every architecture gets its share of every op. Kernels of ``judged`` are on
+    architectures that have a card to judge them on, where those are enough.
     """
     listed: dict[str, list[tuple[jit.Variant, str]]] = collections.defaultdict(list)
     for arch in arches:
@@ -162,13 +176,17 @@ def chosen(arches: Sequence[str], kernel: str, each_on: int) -> list[tuple[jit.V
             if kernel in label or kernel in short_label(label):
                 listed[label].append((variant, arch))
     tasks = []
-    for i, found in enumerate(listed.values()):
+    for i, (label, found) in enumerate(listed.items()):
+        if label in judged and len(on_cards := [t for t in found if t[1] in issue_gate.CARDS]) >= each_on:
+            found = on_cards
         n = len(found)
         tasks += [found[(i * each_on + j) % n] for j in range(min(each_on, n))]
     return sorted(tasks, key=lambda task: arches.index(task[1]))
 
 
-def inspect_all(tasks: list[tuple[jit.Variant, str]], with_sass: bool, console: Console) -> list[Row]:
+def inspect_all(
+    tasks: list[tuple[jit.Variant, str]], with_sass: bool, judged: Set[str], console: Console
+) -> list[Row]:
     """Compiles and reads all.
 
     NVRTC compiles one program at a time per process, so this takes processes. They are forked, since the
@@ -176,7 +194,7 @@ def inspect_all(tasks: list[tuple[jit.Variant, str]], with_sass: bool, console: 
     """
     fork = multiprocessing.get_context("fork")
     with (
-        ProcessPoolExecutor(os.cpu_count(), fork, _start_worker, (tasks, with_sass)) as pool,
+        ProcessPoolExecutor(os.cpu_count(), fork, _start_worker, (tasks, with_sass, judged)) as pool,
         Progress(console=console, transient=True) as bar,
     ):
         running = [pool.submit(_inspect_task, index) for index in range(len(tasks))]
@@ -187,16 +205,17 @@ def inspect_all(tasks: list[tuple[jit.Variant, str]], with_sass: bool, console: 
 
 _tasks: list[tuple[jit.Variant, str]] = []
 _with_sass = False
+_judged: Set[str] = frozenset()
 
 
-def _start_worker(tasks: list[tuple[jit.Variant, str]], with_sass: bool) -> None:
-    global _tasks, _with_sass
-    _tasks, _with_sass = tasks, with_sass
+def _start_worker(tasks: list[tuple[jit.Variant, str]], with_sass: bool, judged: Set[str]) -> None:
+    global _tasks, _with_sass, _judged
+    _tasks, _with_sass, _judged = tasks, with_sass, judged
     progress.PATIENCE = threading.TIMEOUT_MAX  # the parent shows the progress of all
 
 
 def _inspect_task(index: int) -> Row:
-    return inspect(*_tasks[index], _with_sass)
+    return inspect(*_tasks[index], _with_sass, _judged)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -207,6 +226,7 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("s", "regs", "spill", "local", "smem", "blocks/SM", "occupancy"):
         out.add_column(name, justify="right")
     out.add_column("limited by")
+    out.add_column("issue/memory", justify="right")
     if any(row.sass for row in rows):
         out.add_column("machine instructions")
     for row in rows:
@@ -226,6 +246,7 @@ def table(rows: Sequence[Row]) -> Table:
             str(row.blocks_per_sm),
             f"{row.occupancy:.0%}",
             row.limiter,
+            "" if row.issue_share is None else f"{row.issue_share:.2f} {row.issue_pipe}",
             *([row.sass] if row.sass else []),
         )
     return out
@@ -245,12 +266,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="print problems only; exit 1 if there are any")
+    parser.add_argument(
+        "--issue-all", action="store_true", help="judge every memory-bound kernel, not one per op and dtype"
+    )
     options = parser.parse_args(arguments)
     if unknown := [arch for arch in options.arch if arch.rstrip("af") not in ARCHES]:
         parser.error(f"unknown architecture {', '.join(unknown)}; there are: {', '.join(ARCHES)}")
 
-    tasks = chosen(options.arch, options.kernel, options.each_on or len(options.arch))
-    rows = inspect_all(tasks, not options.check, Console(stderr=True))
+    judged: set[str] = set()
+    for arch in options.arch:
+        judged |= issue_gate.judged((v.kernel.label for v in jit.all_variants(arch)), every=options.issue_all)
+    tasks = chosen(options.arch, options.kernel, options.each_on or len(options.arch), judged)
+    rows = inspect_all(tasks, not options.check, judged, Console(stderr=True))
     if not rows:
         named = f" whose name contains {options.kernel!r}" if options.kernel else ""
         print(f"inspect_kernels: no op lists a kernel{named}")
@@ -265,6 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in faulty:
             print(f"{short_label(row.kernel)} on {row.arch}: {'; '.join(row.problems)}")
         print(f"{len(rows)} kernels compiled on {', '.join(options.arch)}; {len(faulty)} with problems")
+        if toolkit.tool("nvdisasm") is None:
+            print("none judged against memory, which needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+        elif shares := [row.issue_share for row in rows if row.issue_share is not None]:
+            print(
+                f"{len(shares)} judged against memory: up to {max(shares):.2f} of the time that their bytes take"
+            )
     return 1 if options.check and faulty else 0
 
 

@@ -30,9 +30,9 @@
 //   SM       0                  1                  ...         other blocks on the SM serve other teams
 //
 // Macros: those of norm.cuh, TEAM, and VECS. Threads own vectors of the block's columns as in norm.cu. The sums are in
-// dynamic shared memory, in slots of 4 floats (VEC if fewer). A 128-byte line has W = 8 or 32 slots. With T threads
-// per row, B per block, n = i * stride + g * T + t and stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t
-// in row group g are at
+// dynamic shared memory, with one aligned vector per thread only when the row groups are added, in slots of 4 floats
+// (VEC if fewer). A 128-byte line has W = 8 or 32 slots. With T threads per row, B per block,
+// n = i * stride + g * T + t and stride = B + T % W, floats 4q .. 4q+3 of vector i of thread t in row group g are at
 //
 //   slot (n % W) ^ 4q of line (n / W, dweight or dbias, q)
 //
@@ -50,12 +50,24 @@ constexpr bool kOneRow = kTeam || kVecs > 2;  // long rows, one per block
 constexpr bool kHold = !(VEC == 8 && ACCESS == 1) && !kAnyLength;
 constexpr int kHeld = kHold ? kVecs : 1;
 
-// Over half of an SM's 64 or 48 warps, for any block size: 48 registers per thread allow 40 warps, 56 allow 36.
-constexpr int kMaxRegisters = kVecs <= 2 && !kTeam ? 48 : 56;
+// With one vector per thread its sums of dweight and dbias stay in registers, and so do the weights. In shared memory
+// four elements' sums take a load, a store and their addresses.
+constexpr bool kKeepSums = !kTeam && kVecs == 1 && ACCESS == VEC;
+
+// Whether rows' addresses are advanced, not computed anew: the other kernels have no registers for them.
+constexpr bool kAdvance = !kTeam && ACCESS == VEC && kVecs <= (kLayer ? 3 : 2);
+
+// Over half of an SM's 64 or 48 warps, for any block size: 56 registers per thread allow 36.
+constexpr int kMaxRegisters = 56;
 
 constexpr int kSums = kLayer ? 2 : 1;  // over a row: m n and m; down the rows: dweight and dbias
 
 extern __shared__ uint4 dynamic_shared[];
+
+// A row's first element: its address as it was advanced from row to row, or computed.
+template <typename T> __device__ __forceinline__ T* row_of(T* array, long long r, long long stride, T* advanced) {
+    return kAdvance ? advanced : array + r * stride;
+}
 
 extern "C" __global__ void __maxnreg__(kMaxRegisters)
 ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const float* mean, const float* rstd,
@@ -63,9 +75,10 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 int cols, int parts, int team, int block_cols, long long dy_stride, long long x_stride,
                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama,
                 int has_dresidual) {
-    __shared__ RowSums<kSums>::Scratch scratch;
-    RowSums<kSums> block_sum(scratch);
-    TeamSums<kSums> team_sum(block_sum, exchange, team);
+    constexpr int kLeast = kAdvance || (kTeam && VEC > 1) ? kOneRow ? 32 : 4 : 0;  // 0: no register to spare
+    __shared__ typename RowSums<kSums, kLeast>::Scratch scratch;
+    RowSums<kSums, kLeast> block_sum(scratch);
+    TeamSums<kSums, kLeast> team_sum(block_sum, exchange, team);
 
     int thread = threadIdx.x;
     const int threads = blockDim.x;
@@ -91,22 +104,41 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
             return reinterpret_cast<quad*>(dynamic_shared)[(n / kLine * kSums * kQuads + of * kQuads + q) * kLine
                                                            + (n % kLine ^ 4 * q)];
         };
+        quad kept[kSums * kQuads][kKeepSums ? kVecs : 1] = {};
         const auto get_sum = [&](int of, int i, int q) -> quad {
-            if constexpr (kAnyLength) {
+            if constexpr (kKeepSums) {
+                return kept[of * kQuads + q][i];
+            } else if constexpr (kAnyLength) {
                 return load<quad, kQuad, Cache::kDefault>(block_partial(of) + column(i) + q * kQuad);
             } else return slot(of, i, q, group, thread);
         };
         const auto put_sum = [&](int of, int i, int q, const quad& sum) {
-            if constexpr (kAnyLength) store<kQuad>(block_partial(of) + column(i) + q * kQuad, sum);
+            if constexpr (kKeepSums) kept[of * kQuads + q][i] = sum;
+            else if constexpr (kAnyLength) store<kQuad>(block_partial(of) + column(i) + q * kQuad, sum);
             else slot(of, i, q, group, thread) = sum;
         };
         #pragma unroll kUnroll
         for (int i = 0; i < vecs; ++i) {
-            for (int q = 0; q < kSums * kQuads && column(i) < own; ++q) put_sum(q / kQuads, i, q % kQuads, {});
+            for (int q = 0; !kKeepSums && q < kSums * kQuads && column(i) < own; ++q) {
+                put_sum(q / kQuads, i, q % kQuads, {});
+            }
         }
+        vec weights[kKeepSums ? kVecs : 1];
+        #pragma unroll kUnroll
+        for (int i = 0; kKeepSums && i < vecs; ++i) {
+            if (column(i) < own) weights[i] = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+        }
+        const auto get_weight = [&](int i) {
+            if constexpr (kKeepSums) return fresh(weights[i]);
+            else return load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+        };
 
         // Threads whose row is past the end own nothing but take part in their warp's shuffles.
-        for (long long first = (long long)part * groups; first < rows; first += (long long)parts * groups) {
+        const long long step = (long long)parts * groups;
+        const long long mine = (long long)part * groups + group;
+        const scalar *next_x = x + mine * x_stride, *next_dy = dy + mine * dy_stride;
+        scalar* next_dx = dx + mine * dx_stride;
+        for (long long first = (long long)part * groups; first < rows; first += step) {
             const long long r = first + group;
             const int end = r < rows ? own : 0;
             const float row_rstd = end > 0 ? rstd[r] : 0.0f;
@@ -119,18 +151,18 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 #pragma unroll
                 for (int i = 0; i < kVecs; ++i) {
                     if (column(i) < end) {
-                        held_x[i] = load<vec, ACCESS, Cache::kOnce>(x + r * x_stride + column(i));
-                        held_dy[i] = load<vec, ACCESS, Cache::kOnce>(dy + r * dy_stride + column(i));
+                        held_x[i] = load<vec, ACCESS, Cache::kOnce>(row_of(x, r, x_stride, next_x) + column(i));
+                        held_dy[i] = load<vec, ACCESS, Cache::kOnce>(row_of(dy, r, dy_stride, next_dy) + column(i));
                     }
                 }
             }
             const auto get_x = [&](int i) {
                 if constexpr (kHold) return fresh(held_x[i]);
-                else return load<vec, ACCESS, Cache::kDefault>(x + r * x_stride + column(i));
+                else return load<vec, ACCESS, Cache::kDefault>(row_of(x, r, x_stride, next_x) + column(i));
             };
             const auto get_dy = [&](int i) {
                 if constexpr (kHold) return fresh(held_dy[i]);
-                else return load<vec, ACCESS, Cache::kDefault>(dy + r * dy_stride + column(i));
+                else return load<vec, ACCESS, Cache::kDefault>(row_of(dy, r, dy_stride, next_dy) + column(i));
             };
 
             forget(thread);  // recompute columns: kept ones would take a register per vector
@@ -139,11 +171,11 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
             #pragma unroll kUnroll
             for (int i = 0; i < vecs; ++i) {
                 if (column(i) >= end) continue;
-                const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+                const vec w = get_weight(i);
                 const vec row_x = get_x(i), row_dy = get_dy(i);
                 #pragma unroll
                 for (int q = 0; q < kQuads; ++q) {
-                    forget(thread);  // else the compiler loads ahead and runs out of registers
+                    if constexpr (!kKeepSums) forget(thread);  // else it loads ahead and runs out of registers
                     quad dw = get_sum(0, i, q), db = {};
                     if constexpr (kLayer) db = get_sum(1, i, q);
                     #pragma unroll
@@ -175,23 +207,33 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 if (has_dresidual) {
                     extra = load<vec, ACCESS, Cache::kOnce>(dresidual + r * dresidual_stride + column(i));
                 }
-                const vec w = load<vec, ACCESS, Cache::kConstant>(weight + column(i));
+                const vec w = get_weight(i);
                 vec row_x = get_x(i);
                 const vec row_dy = get_dy(i);
                 #pragma unroll
                 for (int k = 0; k < vec::kWords; ++k) {
                     const Gradients g = gradients(row_dy.word[k], row_x.word[k], w.word[k], row_mean, row_rstd,
                                                   weight_offset, llama);
-                    row_x.word[k] = input_gradient(g, row_rstd, sums[0] * inverse_cols, sums[kSums - 1] * inverse_cols,
-                                                   extra.word[k], has_dresidual);
+                    row_x.word[k] = input_gradient(g, row_rstd, row_rstd * (sums[0] * inverse_cols),
+                                                   sums[kSums - 1] * inverse_cols, extra.word[k]);
                 }
-                store<ACCESS>(dx + r * dx_stride + column(i), row_x);
+                store<ACCESS>(row_of(dx, r, dx_stride, next_dx) + column(i), row_x);
             }
+            next_x += step * x_stride, next_dy += step * dy_stride, next_dx += step * dx_stride;
         }
         if constexpr (kAnyLength) continue;  // the sums are already in `partial`
 
         // 3. The part's dweight and dbias: add the row groups, first to last. Threads run over columns, so that stores
         // are whole sectors.
+        if constexpr (kKeepSums) {
+            #pragma unroll
+            for (int i = 0; i < kVecs; ++i) {
+                #pragma unroll
+                for (int q = 0; q < kSums * kQuads; ++q) {
+                    if (column(i) < own) slot(q / kQuads, i, q % kQuads, group, thread) = kept[q][i];
+                }
+            }
+        }
         __syncthreads();
         #pragma unroll
         for (int of = 0; of < kSums; ++of) {

@@ -28,7 +28,7 @@ _FORWARD = (
     # then shared memory, then that of a team of blocks
 )
 
-# By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then a team of blocks. 4096 columns: 5 blocks of 256 threads.
+# By the sums of a column, 1 in RMSNorm, 2 in LayerNorm; then a team of blocks. 4096 columns: 4 blocks of 288 threads.
 # Then x and dy in 32 or 24 registers: threads as below, up to the 576 of which two blocks fit.
 _BACKWARD = {
     1: ((8, 4, 2), (16, 8, 2), (32, 16, 2), (64, 32, 2), (512, None, 2), (2304, None, 4)),
@@ -36,8 +36,7 @@ _BACKWARD = {
     2: ((8, 8, 1), (16, 16, 1), (32, 32, 1), (256, None, 1), (512, None, 2), (1728, None, 3)),
 }
 
-# Warps that fit on an SM in the backward by its registers, by vectors per thread: 48, 48, 56 and 56.
-_BACKWARD_WARPS = {1: 40, 2: 40, 3: 36, 4: 36}
+_BACKWARD_WARPS = 36  # that fit on an SM in the backward by its 56 registers
 
 # Blocks of a team: three on an SM, for three teams, hide each other's waits. In the backward three vectors per
 # thread, or 8 single elements, leave registers for the exchange.
@@ -138,12 +137,12 @@ def select_backward(
         threads = threads_per_row or _round_up(-(-n_vecs // vecs), _WARP)
         per_block = _BLOCK // threads if threads_per_row else 1
         shared = sums * _sums_bytes(n_vecs, vec, vecs, threads, per_block)
-        by_registers = _BACKWARD_WARPS[vecs] * _WARP // (threads * per_block)
+        by_registers = _BACKWARD_WARPS * _WARP // (threads * per_block)
         blocks = min(by_registers, _fit(shared, smem_per_block_optin))
         if blocks < 2:  # of 1024 threads: half of what some SMs hold, and nobody reads while it writes
             break
         if not threads_per_row:  # no more blocks fit, but more threads may: 288, 384, 576, not 256, 320, 512
-            threads = max(threads, _BACKWARD_WARPS[vecs] // blocks * _WARP)
+            threads = max(threads, _BACKWARD_WARPS // blocks * _WARP)
         # Blocks that run at a time, or whole waves of them until the sums are short enough.
         tiles = -(-rows // per_block)
         parts = _parts(tiles, sms * blocks, _MAX_ROUNDINGS - per_block)

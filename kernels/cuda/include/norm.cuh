@@ -40,6 +40,7 @@ __device__ __forceinline__ void add(quad& sum, int e, float a, float b) {
 // What one word (one or two values) contributes to the gradients.
 struct Gradients {
     float m[vec::kPerWord], n[vec::kPerWord];  // for dx: m = dy * (weight_offset + weight)
+    float centred[vec::kPerWord];              // n / rstd
     float dy[vec::kPerWord], n_seen[vec::kPerWord];  // for dweight: n as the forward multiplied it with the weight
 };
 
@@ -53,8 +54,8 @@ __device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned
     Packed<scalar>::widen(weight, gain);
     #pragma unroll
     for (int e = 0; e < vec::kPerWord; ++e) {
-        if constexpr (kLayer) g.n[e] -= mean;
-        g.n[e] *= rstd;
+        g.centred[e] = kLayer ? g.n[e] - mean : g.n[e];
+        g.n[e] = g.centred[e] * rstd;
         g.n_seen[e] = g.n[e];
         if constexpr (!kLayer) gain[e] += weight_offset;
     }
@@ -68,17 +69,16 @@ __device__ __forceinline__ Gradients gradients(unsigned dy, unsigned x, unsigned
     return g;
 }
 
-// dx = rstd * (m - n * mean(m n) - mean(m)) + dresidual for one word; mean(m) only in LayerNorm.
-__device__ __forceinline__ unsigned input_gradient(Gradients g, float rstd, float mean_mn, float mean_m,
-                                                   unsigned dresidual, int has_dresidual) {
+// dx = rstd * (m - n * mean(m n) - mean(m)) + dresidual for one word; mean(m) only in LayerNorm. slope: rstd mean(m n)
+__device__ __forceinline__ unsigned input_gradient(Gradients g, float rstd, float slope, float mean_m,
+                                                   unsigned dresidual) {
     float more[vec::kPerWord];
     Packed<scalar>::widen(dresidual, more);
     #pragma unroll
     for (int e = 0; e < vec::kPerWord; ++e) {
-        float centred = fmaf(-g.n[e], mean_mn, g.m[e]);
-        if constexpr (kLayer) centred -= mean_m;
-        g.m[e] = rstd * centred;
-        if (has_dresidual) g.m[e] += more[e];
+        float m = fmaf(-g.centred[e], slope, g.m[e]);
+        if constexpr (kLayer) m -= mean_m;
+        g.m[e] = fmaf(rstd, m, more[e]);
     }
     return Packed<scalar>::narrow(g.m);
 }

@@ -14,7 +14,10 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
 
 // Up to kMost sums at a time, with a single barrier. Calls alternate between two buffers: a thread that writes a buffer
 // again has passed the barrier of the call in between, which no thread reaches before it has read that buffer.
-template <int kMost> class RowSums {
+//
+// kLeast: threads that every row has, up to 32; butterflies are then unrolled, which takes fewer instructions and, below
+// 32, a predicate per step. 0: a loop.
+template <int kMost, int kLeast = 0> class RowSums {
 public:
     using Scratch = float[2][kMost][32];
 
@@ -24,7 +27,7 @@ public:
         static_assert(kMany <= kMost, "no room in the scratch");
         const int width = blockDim.x;
         #pragma unroll
-        for (int i = 0; i < kMany; ++i) value[i] = warp_sum(value[i], min(width, 32));
+        for (int i = 0; i < kMany; ++i) value[i] = part_sum(value[i], min(width, 32));
         if (width <= 32) return;
         const int warp = thread / 32, lane = thread % 32;
         #pragma unroll
@@ -46,6 +49,16 @@ public:
     }
 
 private:
+    // As warp_sum.
+    static __device__ __forceinline__ float part_sum(float value, int width) {
+        if constexpr (kLeast == 0) return warp_sum(value, width);
+        #pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+            if (offset < kLeast || offset < width) value += __shfl_xor_sync(kFullWarp, value, offset);
+        }
+        return value;
+    }
+
     Scratch& scratch_;
     int turn_ = 0;
 };

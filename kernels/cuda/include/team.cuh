@@ -11,11 +11,11 @@
 #pragma once
 #include "reduce.cuh"
 
-template <int kMost> class TeamSums {
+template <int kMost, int kLeast = 0> class TeamSums {
 public:
     using Word = unsigned long long;
 
-    __device__ __forceinline__ TeamSums(RowSums<kMost>& block_sum, Word* exchange, int team)
+    __device__ __forceinline__ TeamSums(RowSums<kMost, kLeast>& block_sum, Word* exchange, int team)
         : block_sum_(block_sum), team_(team),
           exchange_(exchange + (long long)(blockIdx.x / team) * 2 * team * kMost) {}
 
@@ -56,7 +56,7 @@ private:
         for (int i = 0; i < kMany; ++i) value[i] += __uint_as_float(unsigned(tagged[i]));
     }
 
-    RowSums<kMost>& block_sum_;
+    RowSums<kMost, kLeast>& block_sum_;
     const int team_;
     Word* const exchange_;
     unsigned number_ = 0;
