@@ -16,6 +16,7 @@ from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_decode import attention_decode
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
@@ -61,6 +62,8 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "autotune",
+    "cross_entropy",
+    "cross_entropy_backward",
     "errors",
     "explain",
     "layernorm",

@@ -30,6 +30,8 @@ MOST = {
     "attention_decode": (18, 24),
     "attention_varlen": (23, 26),
     "attention_varlen_backward": (26, 107),
+    "cross_entropy": (33, 30),
+    "cross_entropy_backward": (34, 30),
     "layernorm": (20, 26),
     "layernorm_backward": (21, 34),
     "rmsnorm": (18, 23),

@@ -14,6 +14,7 @@ from tests.processes import python
 
 TINY = {
     "attention": 48,
+    "cross_entropy": 4,
     "layernorm": 8,
     "rmsnorm": 8,
     "rope": 16,
