@@ -24,7 +24,12 @@ _SMALLEST = 2.0**-126  # of scales: a score that is masked is -inf times the sca
 
 # AttentionScores of cuda/include/attention_scores.cuh
 CUDA_SCORES = np.dtype(
-    [*[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")], ("negate", "i4")], align=True
+    [
+        *[(name, "f4") for name in ("scale_log2", "softcap_in", "softcap_log2")],
+        ("negate", "i4"),
+        ("ahead", "i4"),
+    ],
+    align=True,
 )
 
 
@@ -79,6 +84,8 @@ class Scores:
     visible: Tensor | None
     block_q: int
     block_k: int
+    ahead: int
+    """How many keys further right than bottom-right alignment puts it the diagonal lies."""
 
     def features(self, *, sinks: bool = True) -> Features:
         """``sinks``: False for a kernel that leaves them to the one that combines its parts."""
@@ -93,7 +100,11 @@ class Scores:
     @property
     def numbers(self) -> dict[str, float]:
         """By the names of ``numba_cpu.attention_tile.Call``, and in the order of the Numba kernel's arguments."""
-        return {"softmax_scale": float(self.softmax_scale), "softcap": float(self.softcap)}
+        return {
+            "softmax_scale": float(self.softmax_scale),
+            "softcap": float(self.softcap),
+            "ahead": self.ahead,
+        }
 
     def cuda_numbers(self, *, signed: bool = False) -> np.ndarray[Any, Any]:
         """Of CUDA_SCORES. ``signed``: a negative scale is in the factors, for kernels that do not negate q."""
@@ -101,6 +112,7 @@ class Scores:
         numbers = np.zeros((), CUDA_SCORES)
         numbers["scale_log2"] = float32(scale * LOG2E)
         numbers["negate"] = self.softmax_scale < 0
+        numbers["ahead"] = self.ahead
         if self.softcap > 0:
             numbers["softcap_in"] = float32(scale / self.softcap)
             numbers["softcap_log2"] = float32(self.softcap * LOG2E)
@@ -113,5 +125,9 @@ class Scores:
 def score_options(spec: Spec) -> dict[str, Any]:
     """The fields of :class:`Scores`, by name."""
     found: dict[str, Any] = {field.name: spec.get(field.name) for field in fields(Scores)}  # the arrays
-    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0}
-    return found | {name: x for name, x in spec.options if name in found}
+    found |= {"visible": spec.get("block_mask.visible"), "block_q": 0, "block_k": 0, "ahead": 0}
+    options = dict(spec.options)
+    if "q_start" in options:
+        shift = options["max_seqlen_k"] - options["max_seqlen_q"]
+        found["ahead"] = options["q_start"] - options["k_start"] - shift
+    return found | {name: x for name, x in options.items() if name in found}

@@ -40,6 +40,8 @@ def attention(
     *,
     layout: str = "bshd",
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     precision: Precision = "rounded",
     **options: Any,
 ) -> Any:
@@ -53,6 +55,7 @@ def attention(
         With ``layout="bhsd"`` axes 1 and 2 are swapped, in the output too.
     options : the fields of :class:`DenseOptions`, which says what they do; :func:`softmax_rows` has the formula
     return_lse : also return the natural log of each row's softmax denominator.
+    out_dtype, lse_dtype : of the results, if not the ones below
 
     Returns
     -------
@@ -73,7 +76,8 @@ def attention(
     given = DenseOptions(**options)
     s = steps(precision, q.dtype)
     out, lse = _forward(q, k, v, given, s, layout)
-    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+    out = s.store(out, out_dtype)
+    return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
 @takes(Options)
@@ -87,6 +91,8 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     precision: Precision = "rounded",
     **options: Any,
 ) -> Any:
@@ -115,7 +121,8 @@ def attention_varlen(
     for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
         one = _forward(q[None, rows], k[None, keys], v[None, keys], given.of_sequence(b), s)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
-    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+    out = s.store(out, out_dtype)
+    return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
 @takes(Options)
@@ -127,6 +134,8 @@ def attention_decode(
     seqused_k: Array,
     block_table: Array | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     precision: Precision = "rounded",
     **options: Any,
 ) -> Any:
@@ -157,7 +166,8 @@ def attention_decode(
         k, v = (_used(cache, b, int(seqused_k[b]), block_table)[None] for cache in (k_cache, v_cache))
         one = _forward(q[b, None], k, v, given.of_sequence(b), s)
         out[b], lse[b] = one[0][0], one[1][0]
-    return (s.store(out), s.store(lse, np.float32)) if return_lse else s.store(out)
+    out = s.store(out, out_dtype)
+    return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out
 
 
 def _forward(

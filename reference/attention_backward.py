@@ -11,6 +11,7 @@ With ``P`` the probabilities and ``delta_i = sum_d dout_id out_id``::
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from .precision import Array, Precision, Steps, steps
 
 __all__ = ["attention_backward", "attention_varlen_backward"]
 
+_ULPS = 16  # an lse that differs from ours by less is ours, rounded
+_COARSE = 2.0**40  # |lse| from which no dtype holds the sum of a row beside its largest score
+
 
 @takes(DenseOptions)
 def attention_backward(
@@ -37,10 +41,11 @@ def attention_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
+    out: Array | None,
+    lse: Array | None,
     *,
     layout: str = "bshd",
+    delta: Array | None = None,
     return_extra: bool = False,
     precision: Precision = "rounded",
     **options: Any,
@@ -51,7 +56,10 @@ def attention_backward(
     ----------
     dout : shaped like the output of :func:`attention`
     q, k, v, and all options : as given to :func:`attention`
-    out, lse : results of :func:`attention`. Kernels read them; this reference computes its own.
+    out, lse : results of :func:`attention`, or of all keys where ``k`` and ``v`` are a part of them. They count in
+        rows whose lse is not that of ``q`` and ``k`` alone; of other rows, with None, and with
+        ``precision="naive"``, this reference computes its own, unrounded
+    delta : (batch, nheads, seqlen_q) ``sum(dout * out)`` over head_dim_v; ``out`` may be None then
     return_extra : also return a dict with the gradients of ``bias`` and ``sinks``, if given
 
     Returns
@@ -64,7 +72,8 @@ def attention_backward(
     """
     given = DenseOptions(**options)
     s = steps(precision, q.dtype)
-    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, given, s, layout)
+    statistics = None if precision == "naive" or lse is None else (out, lse, delta)
+    dq, dk, dv, dscores, dsinks = _backward(dout, q, k, v, statistics, given, s, layout)
     dq, dk, dv = (s.store(x) for x in (dq, dk, dv))
     if not return_extra:
         return dq, dk, dv
@@ -83,13 +92,14 @@ def attention_varlen_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
+    out: Array | None,
+    lse: Array | None,
     cu_seqlens_q: Array,
     cu_seqlens_k: Array,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    delta: Array | None = None,
     return_extra: bool = False,
     precision: Precision = "rounded",
     **options: Any,
@@ -107,7 +117,11 @@ def attention_varlen_backward(
     dsinks = np.zeros(q.shape[1])
     for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
         one = [x[None] for x in (dout[rows], q[rows], k[keys], v[keys])]
-        grads = _backward(one[0], one[1], one[2], one[3], given.of_sequence(b), s)
+        statistics: Any = None
+        if precision != "naive" and lse is not None:
+            given_out = None if out is None else out[None, rows]
+            statistics = given_out, lse[None, :, rows], None if delta is None else delta[None, :, rows]
+        grads = _backward(one[0], one[1], one[2], one[3], statistics, given.of_sequence(b), s)
         dq[rows], dk[keys], dv[keys] = grads[0][0], grads[1][0], grads[2][0]
         dsinks += grads[4]
     result = (s.store(dq), s.store(dk), s.store(dv))
@@ -117,11 +131,18 @@ def attention_varlen_backward(
 
 
 def _backward(
-    dout: Array, q: Array, k: Array, v: Array, options: Options, s: Steps, layout: str = "bshd"
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    statistics: tuple[Array | None, Array, Array | None] | None,
+    options: Options,
+    s: Steps,
+    layout: str = "bshd",
 ) -> tuple[Array, Array, Array, Array, Array]:
     """dq, dk, dv, dscores (batch, nheads, seqlen_q, seqlen_k) and dsinks (nheads,), before the last rounding.
 
-    dscores is also the gradient of a full-size bias.
+    dscores is also the gradient of a full-size bias. ``statistics``: out, lse and delta; None: computed.
     """
     dout, q, k, v = (to_bhsd(x, layout) for x in (dout, q, k, v))
     nheads, nheads_kv = q.shape[1], k.shape[1]
@@ -130,7 +151,15 @@ def _backward(
     with np.errstate(all="ignore"):  # NaN or overflow in the inputs are valid here
         rows = softmax_rows(q, k, options, s)
         out = s.step(matmul_visible(rows.probs, v, rows.visible, s))
-        delta = s.step((dout * out).sum(axis=-1))
+        delta = None
+        if statistics is not None:
+            given, lse, delta = statistics
+            factor = _weight(rows.lse, lse)
+            probs = np.where(rows.visible, rows.probs * factor[..., None], 0.0)
+            rows = replace(rows, probs=probs, sink_probs=rows.sink_probs * factor)
+            if given is not None:
+                out = np.where(factor[..., None] == 1.0, out, to_bhsd(s.load(given), layout))
+        delta = s.step((dout * out).sum(axis=-1)) if delta is None else s.load(delta)
         dprobs = s.step(s.matmul(dout, v.swapaxes(-1, -2)))
         dscores = np.where(rows.visible, s.step(rows.probs * s.step(dprobs - delta[..., None])), 0.0)
         dproducts = s.step(s.step(dscores * rows.slope) * options.scale(q.shape[-1]))
@@ -144,6 +173,12 @@ def _backward(
         to_bhsd(x, layout) for x in (s.step(dq), sum_groups(dk, nheads_kv), sum_groups(dv, nheads_kv))
     )
     return dq, dk, dv, dscores, dsinks
+
+
+def _weight(own: Array, lse: Array) -> Array:
+    """What probabilities relative to ``own`` weigh relative to ``lse``: 1 where the two differ by rounding alone."""
+    near = np.abs(own - lse) <= _ULPS * np.finfo(lse.dtype).eps * (1 + np.abs(lse))
+    return np.asarray(np.exp(np.where(near | (own == lse) | (np.abs(lse) >= _COARSE), 0.0, own - lse)))
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:

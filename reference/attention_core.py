@@ -37,7 +37,7 @@ class Options:
     """The options of all attention functions: what decides the scores."""
 
     causal: bool = False
-    """Query ``i`` sees keys up to ``i + seqlen_k - seqlen_q`` (bottom-right aligned)."""
+    """Query ``i`` sees keys up to ``i + offset``; offset is seqlen_k - seqlen_q (bottom-right aligned) by default."""
     window_size: tuple[int, int] = (-1, -1)
     """(left, right): keys visible around that diagonal; -1 is unlimited."""
     softmax_scale: float | None = None
@@ -47,7 +47,7 @@ class Options:
     sinks: Array | None = None
     """(nheads,) one logit per head, which counts in the denominator only."""
     alibi_slopes: Array | None = None
-    """(nheads,) or (batch, nheads): adds ``-slope * |i + seqlen_k - seqlen_q - j|``."""
+    """(nheads,) or (batch, nheads): adds ``-slope * |i + offset - j|``."""
 
     def scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -66,6 +66,15 @@ class DenseOptions(Options):
     """Broadcastable to (batch, nheads, seqlen_q, seqlen_k), added; -inf masks."""
     block_mask: BlockMaskLike | None = None
     """Object with ``visible``, ``block_q``, ``block_k``; False blocks are not seen."""
+    q_start: int | None = None
+    """Position of the first query; with ``k_start``, of the first key, ``offset = q_start - k_start`` (None: 0)."""
+    k_start: int | None = None
+
+    def offset(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Query ``i`` is aligned with key ``i + offset``."""
+        if self.q_start is None and self.k_start is None:
+            return seqlen_k - seqlen_q
+        return (self.q_start or 0) - (self.k_start or 0)
 
 
 def takes(options: type[Options]) -> Callable[[F], F]:
@@ -140,10 +149,13 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
     shape = (*q.shape[:3], k.shape[2])
     dense = options if isinstance(options, DenseOptions) else DenseOptions()
     bias = None if dense.bias is None else steps.load(dense.bias)
+    seqlen_q, seqlen_k = shape[2:]
+    offset = dense.offset(seqlen_q, seqlen_k)
     visible = visible_keys(
         shape,
         causal=options.causal,
         window_size=options.window_size,
+        offset=offset,
         bias=bias,
         block_mask=dense.block_mask,
     )
@@ -155,7 +167,7 @@ def softmax_rows(q: Array, k: Array, options: Options, steps: Steps) -> Rows:
         scores = step(options.softcap * tanh)
         slope = step(1.0 - tanh * tanh)
     if options.alibi_slopes is not None:
-        scores = step(scores + step(alibi_bias(steps.load(options.alibi_slopes), *shape[2:])))
+        scores = step(scores + step(alibi_bias(steps.load(options.alibi_slopes), seqlen_q, seqlen_k, offset)))
     if bias is not None:
         scores = step(scores + bias)
     scores = np.where(visible, scores, -np.inf)

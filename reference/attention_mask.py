@@ -1,7 +1,7 @@
 """Which keys a query sees, and the ALiBi term of its scores.
 
-The diagonal is bottom-right aligned: the last query is aligned with the last key, so query ``i`` is aligned with key
-``i + seqlen_k - seqlen_q``. All position rules count from there.
+Query ``i`` is aligned with key ``i + offset``, and all position rules count from there. By default the diagonal is
+bottom-right aligned, the last query with the last key: ``offset = seqlen_k - seqlen_q``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class BlockMaskLike(Protocol):
     def block_k(self) -> int: ...
 
 
-def distance(seqlen_q: int, seqlen_k: int) -> Array:
-    """How far key ``j`` is to the left of query ``i``: ``i + seqlen_k - seqlen_q - j``."""
-    query = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+def distance(seqlen_q: int, seqlen_k: int, offset: int) -> Array:
+    """How far key ``j`` is to the left of query ``i``: ``i + offset - j``."""
+    query = np.arange(seqlen_q)[:, None] + offset
     return query - np.arange(seqlen_k)[None, :]
 
 
@@ -47,13 +47,14 @@ def visible_keys(
     *,
     causal: bool,
     window_size: tuple[int, int],
+    offset: int,
     bias: Array | None,
     block_mask: BlockMaskLike | None,
 ) -> Array:
     """Bool ``(batch, nheads, seqlen_q, seqlen_k)``: the intersection of all masks, including -inf in ``bias``."""
     seqlen_q, seqlen_k = shape[2:]
     left, right = window_size
-    d = distance(seqlen_q, seqlen_k)
+    d = distance(seqlen_q, seqlen_k, offset)
     visible = np.ones((seqlen_q, seqlen_k), dtype=bool)
     if causal:
         visible &= d >= 0
@@ -69,10 +70,10 @@ def visible_keys(
     return visible
 
 
-def alibi_bias(slopes: Array, seqlen_q: int, seqlen_k: int) -> Array:
-    """``-slope * |i + seqlen_k - seqlen_q - j|`` as ``(batch or 1, nheads, seqlen_q, seqlen_k)``.
+def alibi_bias(slopes: Array, seqlen_q: int, seqlen_k: int, offset: int) -> Array:
+    """``-slope * |i + offset - j|`` as ``(batch or 1, nheads, seqlen_q, seqlen_k)``.
 
     Press, Smith and Lewis, "Train Short, Test Long" (2022), with the distance taken on both sides.
     """
     per_batch = slopes if slopes.ndim == 2 else slopes[None]
-    return -per_batch[:, :, None, None] * np.abs(distance(seqlen_q, seqlen_k))
+    return -per_batch[:, :, None, None] * np.abs(distance(seqlen_q, seqlen_k, offset))

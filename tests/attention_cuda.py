@@ -40,6 +40,7 @@ def variant(tiles: Tiles, dtype: Any, head_dim: int, head_dim_v: int, **macros: 
     part = -(-head_dim_v // tiles.value_parts)
     defines = {
         "DTYPE": NAMES[np.dtype(dtype).name],
+        "OUT": NAMES[np.dtype(dtype).name],
         "HEAD_DIM": -(-head_dim // 32) * 32,
         "HEAD_DIM_V": -(-part // 32) * 32,
         "VALUE_PARTS": tiles.value_parts,
@@ -50,7 +51,7 @@ def variant(tiles: Tiles, dtype: Any, head_dim: int, head_dim_v: int, **macros: 
         "MASK": "kNone",
         "BIAS": "kNone",
         **dict.fromkeys(("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED"), 0),
-        **dict.fromkeys(("PACK_GQA", "SPLIT"), 0),
+        **dict.fromkeys(("PACK_GQA", "SPLIT", "WIDE_LSE"), 0),
     }
     assert set(macros) <= set(defines)
     return CudaKernel("attention_fwd_sm80", "attention_forward", tuple((defines | macros).items()))
@@ -219,7 +220,7 @@ def combine(
 ) -> None:
     shape = shape.copy()
     shape["out"] = elements(out.strides[:3], out.itemsize)
-    defines = (("DTYPE", NAMES[out.dtype.name]), ("SINKS", int(sinks is not None)))
+    defines = (("DTYPE", NAMES[out.dtype.name]), ("SINKS", int(sinks is not None)), ("WIDE_LSE", 0))
     compiled = compile_kernel(CudaKernel("attention_combine", "attention_combine", defines), arch)
     emulator.launch(
         compiled.ptx,

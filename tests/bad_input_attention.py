@@ -19,6 +19,8 @@ CASES = [
     ("attention", "a window below -1", OptionError, "window_size[0] must be -1, for no limit, or at least 0; got -2",
      {"window_size": (-2, 0)}),
     ("attention", "a window of floats", OptionError, "window_size", {"window_size": (1.5, 0)}),
+    ("attention", "a position before 0", OptionError, "q_start must lie in [0, 1073741823], got -1", {"q_start": -1}),
+    ("attention", "a position of float", OptionError, "k_start must be an integer", {"k_start": 1.0}),
     ("attention", "negative softcap", OptionError, "softcap must be finite and >= 0", {"softcap": -1.0}),
     ("attention", "softcap is NaN", OptionError, "softcap must be finite", {"softcap": float("nan")}),
     ("attention", "scale is text", OptionError, "softmax_scale must be a number", {"softmax_scale": "0.1"}),

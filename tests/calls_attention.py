@@ -52,6 +52,11 @@ def scores(new: Maker) -> dict[str, Any]:
     return {**new.normal(F32, sinks="nheads"), **new.normal(bias="nheads 1 seqlen_k")}
 
 
+def wide(new: Maker) -> dict[str, Any]:
+    """The dtypes of results as they are computed."""
+    return {"out_dtype": np.float64 if new.dtype == np.float64 else F32, "lse_dtype": "float64"}
+
+
 def slopes(new: Maker) -> dict[str, Any]:
     return {"alibi_slopes": abs(new.normal(F32, alibi_slopes="batch nheads")["alibi_slopes"])}
 
@@ -138,6 +143,8 @@ VARIANTS = {
     "attention lse": lambda new: (dense(new), {"return_lse": True, "softcap": 2.0}),
     "attention scores": lambda new: (dense(new), {**scores(new), **slopes(new)}),
     "attention mask": lambda new: (dense(new), block_mask(new)),
+    "attention offset": lambda new: (dense(new), {**CAUSAL, "q_start": 30, "k_start": 11, **slopes(new)}),
+    "attention wide": lambda new: (dense(new), {"return_lse": True, **wide(new)}),
     "attention bhsd": lambda new: (bhsd(new), {"layout": "bhsd", "window_size": (4, 2)}),
     "attention_backward": lambda new: backward(new, "attention", dense(new), **CAUSAL),
     "attention_backward slopes": lambda new: backward(new, "attention", dense(new), **slopes(new)),
@@ -152,6 +159,8 @@ VARIANTS = {
         backward(new, "attention_varlen", packed(new), **CAUSAL, **new.normal(F32, sinks="nheads")), **EXTRA
     ),
     "attention_decode": cache,
+    "attention_varlen wide": lambda new: (packed(new, (3,)), {"return_lse": True, **wide(new)}),
+    "attention_decode wide": lambda new: with_options(cache(new), return_lse=True, **wide(new)),
     "attention_decode paged": paged_cache,
     "rope": lambda new: (rope(new), {}),
     "rope q": lambda new: (rope(new, second=None), {"positions": 7, "interleaved": True}),

@@ -288,7 +288,8 @@ def _visible(p):
     from gpu_ops.reference.attention_mask import visible_keys
 
     options = {"causal": False, "window_size": (-1, -1), "bias": None, "block_mask": None} | p.options
-    return visible_keys((1, 1, p.q.shape[1], p.k.shape[1]), **options)[0, 0]
+    seqlens = p.q.shape[1], p.k.shape[1]
+    return visible_keys((1, 1, *seqlens), **options, offset=seqlens[1] - seqlens[0])[0, 0]
 
 
 @pytest.mark.parametrize("softcap", [50.0, 1e6])

@@ -58,11 +58,11 @@ def kernels(dtype):
     """By name: those with the most registers, of plain scores and with every option."""
     plain, every = Problem(dtype, masked=True), Problem(dtype, Features(bias=dtype, **EVERYTHING), True)
     for name, problem in (("plain", plain), ("every option", every)):
-        yield f"dq, {name}", queries_kernel(select_config(problem, "queries", 128))
-        yield f"dk and dv, {name}", keys_kernel(select_config(problem, "keys", 128))
-    yield "dk and dv of small heads", keys_kernel(select_config(plain, "keys", 64))
+        yield f"dq, {name}", queries_kernel(select_config(problem, "queries", 128), dtype)
+        yield f"dk and dv, {name}", keys_kernel(select_config(problem, "keys", 128), dtype)
+    yield "dk and dv of small heads", keys_kernel(select_config(plain, "keys", 64), dtype)
     yield "dbias", bias_kernel(select_config(every, "both"), True, True)
-    yield "rows", rows_kernel(every, True)
+    yield "rows", rows_kernel(every, True, "float32", dtype)
 
 
 @pytest.mark.slow  # two minutes; scripts/inspect_kernels.py --check has the commonest kernels

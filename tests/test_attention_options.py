@@ -12,7 +12,7 @@ import gpu_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("causal", "window_size", "softmax_scale", "softcap", "sinks", "alibi_slopes")
-DENSE = (*SHARED, "bias", "block_mask")
+DENSE = (*SHARED, "bias", "block_mask", "q_start", "k_start")
 TAKEN = {
     "attention": DENSE,
     "attention_backward": DENSE,

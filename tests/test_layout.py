@@ -88,7 +88,7 @@ def test_public_signature_is_the_references_plus_where_to_run(op):
     assert not missing, f"{op} lacks {missing}"
     # none changes what is computed
     how = {"device", "backend", "workspace", "out", "residual_out", "grads"}
-    how |= {"deterministic", "return_extra", "num_splits"}
+    how |= {"accumulate", "deterministic", "return_extra", "num_splits"}
     assert set(public) - set(reference) <= how
     for name, parameter in reference.items():
         assert public[name].kind == parameter.kind, f"{op}: {name} is {public[name].kind}"

@@ -66,6 +66,7 @@ def test_numbers_of_other_types_are_told_apart(rng):
     [
         ("rmsnorm", "eps", 1, (True, "1", [1.0])),
         ("attention", "causal", True, (1, 1.0)),
+        ("attention", "q_start", 1, (True, 1.0, -1)),
         ("attention", "window_size", (1, 1), ((1, "a"), ([1], 1), [1.0, 1.0], (2,))),
         ("attention_decode", "num_splits", 1, (True, 1.0)),
         ("rope", "rotary_dim", 4, (4.0,)),

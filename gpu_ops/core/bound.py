@@ -62,7 +62,7 @@ class Bound:
     """Inputs whose last axis was not contiguous; kernels read a copy."""
     outputs: tuple[Output, ...]
     updated: tuple[str, ...]
-    """Inputs that are changed in place."""
+    """Inputs that are changed in place, and results that are added to what the caller's arrays hold."""
     given: dict[str, Any]
     """The caller's own objects for results, by argument."""
     problem: str | Callable[[], str]

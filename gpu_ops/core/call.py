@@ -171,10 +171,11 @@ class Call:
         rows: bool = False,
         axes: Mapping[str, tuple[int, ...] | None] | None = None,
         labels: Sequence[str] = (),
+        added: bool = False,
     ) -> list[Array]:
         """:meth:`write` for several results by name, which the caller gives as one tuple.
 
-        An empty list when the caller gave none. ``labels``: what messages call them; default: their names.
+        An empty list when the caller gave none. ``labels``: what messages call them. ``added``: to what they hold.
         """
         labels = tuple(labels or results)
         if out is not None and (
@@ -197,8 +198,8 @@ class Call:
                 (in_place or {}).get(name),
                 rows,
             )
-            if view is not None:
-                views.append(view)
+            views += [] if view is None else [view]
+        self._updated += results if added else []
         if out is not None:
             self._given[argument] = out
         return views

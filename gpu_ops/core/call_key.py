@@ -113,6 +113,8 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     describe = _describe.get(kind)
     if describe is not None:
         return describe(x)
+    if kind is type or isinstance(x, np.dtype):  # of a result
+        return kind, x
     says = x.call_key if hasattr(kind, "call_key") else None  # the class's: an object may answer to any name
     return None if says is None else (kind, says)
 

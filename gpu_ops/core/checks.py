@@ -5,6 +5,7 @@ Each raises a typed error that says what was given, what is allowed and what to 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,7 @@ __all__ = [
     "integer",
     "number",
     "one_of",
+    "result_dtype",
     "unsupported",
     "window",
 ]
@@ -113,6 +115,21 @@ def float_dtype(op: str, **arrays: Array | None) -> str:
 def computing_dtype(dtype: str) -> np.dtype[Any]:
     """What ``dtype`` is computed in, and the dtype of lse, rstd and the like: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def result_dtype(
+    op: str, name: str, value: Any, default: np.dtype[Any], other: np.dtype[Any]
+) -> np.dtype[Any]:
+    """The dtype of a result: ``default``, or ``other`` where it is asked for."""
+    if value is None:
+        return default
+    allowed = dict.fromkeys((default, other))
+    found: np.dtype[Any] | None = None
+    with contextlib.suppress(TypeError):
+        found = np.dtype(value)
+    if found is None or isinstance(value, np.ndarray) or found not in allowed:
+        raise DTypeError(f"{op}: {name} must be {' or '.join(map(str, allowed))} here, got {value!r}")
+    return found
 
 
 def one_of(

@@ -255,7 +255,7 @@ class Prepared:
             if name not in self._given and isinstance(x, np.ndarray):
                 device.name(name, x)
         for name in self._given:
-            device.name(name, views[name], written=False)
+            device.name(name, views[name], written=name in self._updated)
 
     def _give(self, name: str, views: Views, own: Views) -> Any:
         """A result as the caller gets it."""

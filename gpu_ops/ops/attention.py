@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.attention_gradients import read_results, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     DenseOptions,
     backward_flops,
@@ -20,19 +20,14 @@ from gpu_ops.ops.attention_options import (
     read_inputs,
     read_options,
     reference_options,
+    results_dtypes,
     store_results,
     takes,
+    visible_pairs,
     write_forward,
 )
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "read_results",
-    "returned_gradients",
-    "store_gradients",
-    "write_gradients",
-]
+__all__ = ["attention", "attention_backward"]
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -51,8 +46,12 @@ def attention(
     alibi_slopes: Any = None,
     bias: Any = None,
     block_mask: Any = None,
+    q_start: int | None = None,
+    k_start: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -84,10 +83,20 @@ def attention(
         q's dtype or float32; added to the scores, -inf masks.
     block_mask : BlockMask, optional
         Blocks that are False are skipped; intersects with the other masks.
+    q_start, k_start : int, optional
+        Positions of the first query and of the first key, for causal, windows and ALiBi; bias and block_mask
+        count from the first ones given. If either is given, the other is 0 by default, and i + seqlen_k - seqlen_q
+        above becomes i + q_start - k_start: blocks of queries and of keys may lie anywhere, as in ring attention.
     layout : {"bshd", "bhsd"}
         "bhsd": axes 1 and 2 of q, k, v and out are swapped. Costs no copy.
     return_lse : bool
         Also return the log of the softmax denominator, natural log.
+    out_dtype : dtype, default q's
+        np.float32 returns the sums of float16 and bfloat16 inputs as they are computed, not rounded to their dtype:
+        for parts that :func:`attention_merge` adds up.
+    lse_dtype : dtype, default float32 (float64 for float64)
+        np.float64 returns the sum of a row, and the largest score beside it, without rounding one to the other: from
+        |lse| = 2839 on float32 has fewer digits than the gradients of a row need.
     out : array like the result, optional
         Receives the result; may not share memory with an input. With ``return_lse`` also a pair, (out, lse).
     device, backend : str, optional
@@ -97,8 +106,8 @@ def attention(
 
     Returns
     -------
-    out : array (batch, seqlen_q, nheads, head_dim_v), q's dtype
-    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64), only with ``return_lse``
+    out : array (batch, seqlen_q, nheads, head_dim_v), q's dtype or ``out_dtype``
+    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64) or ``lse_dtype``, only with ``return_lse``
 
     Raises
     ------
@@ -124,24 +133,30 @@ def attention(
     call = Call("attention", device, backend, workspace)
     layout = checks.one_of(call.op, "layout", layout, LAYOUTS)
     dtype = _read_inputs(call, layout, q, k, v)
+    places: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "q_start": q_start,
+        "k_start": k_start,
+    }
     options = read_options(
         call,
         dtype,
-        causal=causal,
-        window_size=window_size,
         softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         bias=bias,
         block_mask=block_mask,
+        **places,
     )
-    shape, lse_shape, seqlens = _result_shapes(call, layout)
-    write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
+    *shapes, seqlens = _result_shapes(call, layout)
+    return_lse = checks.flag(call.op, "return_lse", return_lse)
+    write_forward(call, dtype, (shapes[0], shapes[1]), out, return_lse, out_dtype, lse_dtype)
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, options),
         unsupported=raw_unsupported,
-        flops=forward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], causal),
+        flops=forward_flops(call, call.axes["batch"] * visible_pairs(seqlens, **places)),
     )
 
 
@@ -156,9 +171,11 @@ def attention_backward(
     lse: Any,
     *,
     layout: str = "bshd",
+    delta: Any = None,
     deterministic: bool = False,
     return_extra: bool = False,
     grads: Any = None,
+    accumulate: bool = False,
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
@@ -171,19 +188,26 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : array like out
+    dout : array like out, q's dtype
         Gradient of the result.
     q, k, v, and every option
         As given to :func:`attention`.
     out, lse : arrays
-        As returned by ``attention(..., return_lse=True)``.
+        As returned by ``attention(..., return_lse=True)``. out may be float32; lse may be float64, which keeps P
+        accurate where lse is in the thousands. If the keys of a row are divided among calls, as in a ring, both
+        are those of the whole row (:func:`attention_merge`), and so is delta.
+    delta : float32 array like lse (float64 for float64), optional
+        ``sum(dout * out)`` over head_dim_v: then it is not computed, and out is not looked at and may be None.
     deterministic : bool
         Ask for sums in a fixed order. On the CPU and with the Numba kernels for GPUs they always have one.
     return_extra : bool
         Also return a dict with the gradients of ``bias`` (its shape and dtype) and ``sinks``
         (float32, float64 for float64), those that were given.
     grads : (dq, dk, dv), optional
-        Arrays that receive the gradients (``out`` is the forward result here).
+        Arrays that receive the gradients (``out`` is the forward result here): all of q's dtype, or all float32.
+    accumulate : bool
+        Add dq, dk and dv to what ``grads`` hold, which are float32 then (float64 for float64). The gradients of
+        options are returned as they are.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -219,14 +243,14 @@ def attention_backward(
     dtype = _read_inputs(call, layout, q, k, v)
     words = read_options(call, dtype, **options)
     shape, lse_shape, seqlens = _result_shapes(call, layout)
-    read_results(call, dtype, out, lse, shape, lse_shape)
+    read_results(call, dtype, out, lse, delta, shape, lse_shape)
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
-    extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
+    finish = write_gradients(call, dtype, grads, accumulate=accumulate, return_extra=return_extra)
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
-        finish=returned_gradients(extra) if return_extra else None,
-        flops=backward_flops(call, call.axes["batch"] * seqlens[0], seqlens[1], options.get("causal")),
+        finish=finish,
+        flops=backward_flops(call, call.axes["batch"] * visible_pairs(seqlens, **options)),
     )
 
 
@@ -252,44 +276,14 @@ def _result_shapes(call: Call, layout: str) -> tuple[tuple[int, ...], tuple[int,
     return (batch, *middle, axes["head_dim_v"]), (batch, heads, seqlen_q), (seqlen_q, axes["seqlen_k"])
 
 
-def read_results(
-    call: Call, dtype: str, out: Any, lse: Any, shape: tuple[int, ...], lse_shape: tuple[int, ...]
-) -> None:
-    """What the forward pass returned; ``dout`` has been read."""
-    out_, lse_ = call.read("out", out), call.read("lse", lse)
-    for name, x in (("dout", call.views["dout"]), ("out", out_)):
-        checks.exactly(call.op, name, x, shape, checks.FLOAT_DTYPES[dtype])
-    checks.exactly(call.op, "lse", lse_, lse_shape, checks.computing_dtype(dtype))
-
-
-def write_gradients(call: Call, dtype: str, grads: Any, return_extra: bool) -> list[str]:
-    """dq, dk and dv, and with ``return_extra`` the gradients of options: the names of these."""
-    like = {f"d{name}": (call.views[name].shape, call.views[name].dtype) for name in ("q", "k", "v")}
-    call.write_each(like, grads, argument="grads")
-    extra = [name for name in ("bias", "sinks") if return_extra and name in call.views]
-    for name in extra:
-        x = call.views[name]
-        call.write(f"d{name}", x.shape, x.dtype if name == "bias" else checks.computing_dtype(dtype))
-    return extra
-
-
-def returned_gradients(extra: list[str]) -> Callable[..., tuple[Any, ...]]:
-    """dq, dk, dv, and a dict of the gradients of options by name."""
-
-    def finish(views: dict[str, Any], device: Any, give: Callable[[str], Any]) -> tuple[Any, ...]:
-        return (*map(give, ("dq", "dk", "dv")), {name: give(f"d{name}") for name in extra})
-
-    return finish
-
-
 @lowers("attention", "reference")
 def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.attention import attention
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("q", "k", "v")]
-        found = attention(*arrays, layout=spec["layout"], return_lse=True, **reference_options(spec, views))
-        store_results(views, found)
+        given = {**reference_options(spec, views), **results_dtypes(views)}
+        store_results(views, attention(*arrays, layout=spec["layout"], return_lse=True, **given))
 
     on.call(run, "NumPy, float64")
 
@@ -299,18 +293,9 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.attention_backward import attention_backward
 
     def run(views: Mapping[str, Any]) -> None:
-        arrays = [views[name] for name in ("dout", "q", "k", "v", "out", "lse")]
-        *gradients, extra = attention_backward(
-            *arrays, layout=spec["layout"], return_extra=True, **reference_options(spec, views)
-        )
-        store_gradients(views, gradients, extra)
+        arrays = [*(views[name] for name in ("dout", "q", "k", "v")), views.get("out"), views["lse"]]
+        more = {"layout": spec["layout"], "delta": views.get("delta"), **reference_options(spec, views)}
+        *gradients, extra = attention_backward(*arrays, return_extra=True, precision="float64", **more)
+        store_gradients(spec, views, gradients, extra)
 
     on.call(run, "NumPy, float64")
-
-
-def store_gradients(views: Mapping[str, Any], gradients: list[Any], extra: Mapping[str, Any]) -> None:
-    """What the reference returned; the gradients of options only where there are arrays for them."""
-    store(views, ("dq", "dk", "dv"), gradients)
-    for name, x in extra.items():
-        if f"d{name}" in views:
-            views[f"d{name}"][...] = x

@@ -25,6 +25,7 @@ from gpu_ops.ops.attention_options import (
     read_inputs,
     read_options,
     reference_options,
+    results_dtypes,
     store_results,
     takes,
     write_forward,
@@ -44,6 +45,8 @@ def attention_decode(
     block_table: Any = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -65,7 +68,7 @@ def attention_decode(
         ignored and may be -1.
     num_splits : int
         Parts into which the keys are cut, to give every thread work; 0: chosen.
-    **options, return_lse, out
+    **options, return_lse, out_dtype, lse_dtype, out
         As in :func:`attention`, with seqlen_k = seqused_k[b].
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -75,7 +78,7 @@ def attention_decode(
     Returns
     -------
     out : array (batch, seqlen_q, nheads, head_dim_v)
-    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64), only with ``return_lse``
+    lse : array (batch, nheads, seqlen_q), float32 (float64 for float64) or ``lse_dtype``, only with ``return_lse``
 
     Raises
     ------
@@ -111,12 +114,12 @@ def attention_decode(
     return_lse = checks.flag(call.op, "return_lse", return_lse)
     batch, heads = call.axes["batch"], call.axes["nheads"]
     shape, lse_shape = (batch, seqlen_q, heads, call.axes["head_dim_v"]), (batch, heads, seqlen_q)
-    write_forward(call, dtype, shape, lse_shape, out, return_lse)
+    write_forward(call, dtype, (shape, lse_shape), out, return_lse, out_dtype, lse_dtype)
     return call.bind(
         problem=lambda: describe(call, dtype, (seqlen_q, seqlen_k), words),
         unsupported=raw_unsupported,
         look=look,
-        flops=forward_flops(call, batch * seqlen_q, seqlen_k),
+        flops=forward_flops(call, batch * seqlen_q * seqlen_k),
     )
 
 
@@ -202,7 +205,7 @@ def _reference(spec: Spec, on: Builder) -> None:
             seqused_k=views["seqused_k"],
             block_table=views.get("block_table"),
             return_lse=True,
-            **reference_options(spec, views),
+            **{**reference_options(spec, views), **results_dtypes(views)},
         )
         store_results(views, found)
 

@@ -28,13 +28,17 @@ __all__ = [
     "read_inputs",
     "read_options",
     "reference_options",
+    "results_dtypes",
     "store_results",
     "takes",
+    "visible_pairs",
     "write_forward",
 ]
 
 INT32 = np.dtype(np.int32)
+MAX_START = (1 << 30) - 1  # of q_start and k_start: distances between positions stay in int32
 P = ParamSpec("P")
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -53,6 +57,8 @@ class DenseOptions(ScoreOptions, total=False):
 
     bias: Any
     block_mask: Any
+    q_start: int | None
+    k_start: int | None
 
 
 def takes(options: type[ScoreOptions]) -> Callable[[Callable[P, Bound]], Callable[P, Bound]]:
@@ -97,6 +103,8 @@ def read_options(
     alibi_slopes: Any = None,
     bias: Any = None,
     block_mask: Any = None,
+    q_start: int | None = None,
+    k_start: int | None = None,
 ) -> str:
     """Check what decides the scores, and make it part of the call; its words for ``explain``."""
     op, axes = call.op, call.axes
@@ -118,10 +126,18 @@ def read_options(
         _read_bias(call, bias, checks.FLOAT_DTYPES[dtype])
     if block_mask is not None:
         _read_block_mask(call, block_mask)
+    if q_start is not None or k_start is not None:
+        starts = {"q_start": q_start, "k_start": k_start}
+        for name, start in starts.items():
+            starts[name] = 0 if start is None else checks.integer(op, name, start, low=0, high=MAX_START)
+        call.option(**starts)
     words = [f"scale {softmax_scale:.4g}"]
     words += ["causal"] if causal else []
     words += [f"window {window_size}"] if window_size != (-1, -1) else []
     words += [f"softcap {softcap:g}"] if softcap else []
+    words += [
+        f"{name} {start}" for name, start in (("q_start", q_start), ("k_start", k_start)) if start is not None
+    ]
     given = {"sinks": sinks, "ALiBi": alibi_slopes, "bias": bias, "block mask": block_mask}
     return ", ".join([*words, *(word for word, x in given.items() if x is not None)])
 
@@ -136,6 +152,11 @@ def reference_options(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def results_dtypes(views: Mapping[str, Any]) -> dict[str, Any]:
+    """The dtypes of out and lse, as keyword arguments of the reference."""
+    return {f"{name}_dtype": views[name].dtype for name in ("out", "lse") if name in views}
+
+
 def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
     """The reference's out and lse; lse where it is wanted."""
     views["out"][...] = found[0]
@@ -144,12 +165,17 @@ def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
 
 
 def write_forward(
-    call: Call, dtype: str, shape: tuple[int, ...], lse_shape: tuple[int, ...], out: Any, return_lse: bool
+    call: Call, dtype: str, shapes: Shapes, out: Any, return_lse: bool, out_dtype: Any, lse_dtype: Any
 ) -> None:
-    """The results of a forward pass: ``out`` and, where it is wanted, ``lse``."""
-    call.write("out", shape, checks.FLOAT_DTYPES[dtype], out, item=0)
+    """The results of a forward pass: ``out`` and, where it is wanted, ``lse``. ``shapes``: theirs."""
+    computed = checks.computing_dtype(dtype)
+    of_out = checks.result_dtype(call.op, "out_dtype", out_dtype, checks.FLOAT_DTYPES[dtype], computed)
+    of_lse = checks.result_dtype(call.op, "lse_dtype", lse_dtype, computed, np.dtype(np.float64))
+    if lse_dtype is not None and not return_lse:
+        raise OptionError(f"{call.op}: lse_dtype is that of lse, which only return_lse=True returns")
+    call.write("out", shapes[0], of_out, out, item=0)
     if return_lse:
-        call.write("lse", lse_shape, checks.computing_dtype(dtype), out, item=1)
+        call.write("lse", shapes[1], of_lse, out, item=1)
 
 
 def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> str:
@@ -161,15 +187,44 @@ def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> 
     )
 
 
-def forward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
-    """``queries``: of all sequences."""
-    pairs = call.axes["nheads"] * queries * seqlen_k * (0.5 if causal else 1.0)
-    return 2 * pairs * (call.axes["head_dim"] + call.axes["head_dim_v"])
+def visible_pairs(
+    seqlens: tuple[int, int],
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    q_start: int | None = None,
+    k_start: int | None = None,
+    **_: Any,
+) -> int:
+    """(query, key) pairs of a head that causal and windows leave."""
+    seqlen_q, seqlen_k = seqlens
+    offset = seqlen_k - seqlen_q
+    if q_start is not None or k_start is not None:
+        offset = (q_start or 0) - (k_start or 0)
+    left, right = window_size
+
+    def keys_before(first: int) -> int:
+        """Over all queries i, keys before key first + i."""
+
+        def sum_below(stop: int) -> int:  # of min(x, seqlen_k) for x < stop
+            stop = max(stop, 0)
+            most = min(stop, seqlen_k)
+            return most * (most - 1) // 2 + (stop - most) * seqlen_k
+
+        return sum_below(first + seqlen_q) - sum_below(first)
+
+    seen = keys_before(offset + (0 if causal else right) + 1) if causal or right >= 0 else seqlen_q * seqlen_k
+    return seen - (keys_before(offset - left) if left >= 0 else 0)
 
 
-def backward_flops(call: Call, queries: int, seqlen_k: int, causal: Any = False) -> float:
+def forward_flops(call: Call, pairs: float) -> float:
+    """``pairs``: of all sequences that a head sees."""
+    return 2 * pairs * call.axes["nheads"] * (call.axes["head_dim"] + call.axes["head_dim_v"])
+
+
+def backward_flops(call: Call, pairs: float) -> float:
     """Five products in place of two: the scores are computed again."""
-    return 2.5 * forward_flops(call, queries, seqlen_k, causal)
+    return 2.5 * forward_flops(call, pairs)
 
 
 @uninterrupted  # it imports

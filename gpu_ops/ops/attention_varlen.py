@@ -17,7 +17,7 @@ from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.attention import read_results, returned_gradients, store_gradients, write_gradients
+from gpu_ops.ops.attention_gradients import read_results, store_gradients, write_gradients
 from gpu_ops.ops.attention_options import (
     INT32,
     ScoreOptions,
@@ -29,6 +29,7 @@ from gpu_ops.ops.attention_options import (
     read_inputs,
     read_options,
     reference_options,
+    results_dtypes,
     store_results,
     takes,
     write_forward,
@@ -49,6 +50,8 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
+    lse_dtype: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -68,7 +71,7 @@ def attention_varlen(
         The longest sequence, or a bound; a smaller value than the true one is an error. Give it with
         arrays on a GPU: their lengths are taken on trust, since looking would wait for the GPU, and
         without a bound blocks are launched for sequences as long as the total.
-    **options, return_lse, out
+    **options, return_lse, out_dtype, lse_dtype, out
         As in :func:`attention`; causal is bottom-right aligned within each sequence.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -78,7 +81,7 @@ def attention_varlen(
     Returns
     -------
     out : array (total_q, nheads, head_dim_v)
-    lse : array (nheads, total_q), float32 (float64 for float64), only with ``return_lse``
+    lse : array (nheads, total_q), float32 (float64 for float64) or ``lse_dtype``, only with ``return_lse``
 
     Raises
     ------
@@ -98,13 +101,15 @@ def attention_varlen(
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     words = read_options(call, dtype, **options)
-    shape, lse_shape = _result_shapes(call)
-    write_forward(call, dtype, shape, lse_shape, out, checks.flag(call.op, "return_lse", return_lse))
+    return_lse, shapes = checks.flag(call.op, "return_lse", return_lse), _result_shapes(call)
+    write_forward(call, dtype, shapes, out, return_lse, out_dtype, lse_dtype)
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=raw_unsupported,
         look=look,
-        flops=forward_flops(call, shape[0], seqlens[1], options.get("causal")),
+        flops=forward_flops(
+            call, call.axes["total_q"] * seqlens[1] * (0.5 if options.get("causal") else 1.0)
+        ),
     )
 
 
@@ -122,9 +127,11 @@ def attention_varlen_backward(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    delta: Any = None,
     deterministic: bool = False,
     return_extra: bool = False,
     grads: Any = None,
+    accumulate: bool = False,
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
@@ -139,7 +146,7 @@ def attention_varlen_backward(
         As returned by ``attention_varlen(..., return_lse=True)``.
     q, k, v, cu_seqlens_q, cu_seqlens_k, and every option
         As given to :func:`attention_varlen`.
-    deterministic, return_extra, grads
+    delta, deterministic, return_extra, grads, accumulate
         As in :func:`attention_backward`.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
@@ -172,15 +179,17 @@ def attention_varlen_backward(
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     words = read_options(call, dtype, **options)
-    read_results(call, dtype, out, lse, *_result_shapes(call))
+    read_results(call, dtype, out, lse, delta, *_result_shapes(call))
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
-    extra = write_gradients(call, dtype, grads, checks.flag(call.op, "return_extra", return_extra))
+    finish = write_gradients(call, dtype, grads, accumulate=accumulate, return_extra=return_extra)
     return call.bind(
         problem=lambda: describe(call, dtype, seqlens, words),
         unsupported=backward_raw_unsupported,
         look=look,
-        finish=returned_gradients(extra) if return_extra else None,
-        flops=backward_flops(call, call.axes["total_q"], seqlens[1], options.get("causal")),
+        finish=finish,
+        flops=backward_flops(
+            call, call.axes["total_q"] * seqlens[1] * (0.5 if options.get("causal") else 1.0)
+        ),
     )
 
 
@@ -293,7 +302,8 @@ def _reference(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
-        store_results(views, attention_varlen(*arrays, return_lse=True, **reference_options(spec, views)))
+        given = {**reference_options(spec, views), **results_dtypes(views)}
+        store_results(views, attention_varlen(*arrays, return_lse=True, **given))
 
     on.call(run, "NumPy, float64")
 
@@ -303,10 +313,10 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.attention_backward import attention_varlen_backward
 
     def run(views: Mapping[str, Any]) -> None:
-        names = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")
-        *gradients, extra = attention_varlen_backward(
-            *(views[name] for name in names), return_extra=True, **reference_options(spec, views)
-        )
-        store_gradients(views, gradients, extra)
+        arrays = [*(views[name] for name in ("dout", "q", "k", "v")), views.get("out")]
+        arrays += [views[name] for name in ("lse", "cu_seqlens_q", "cu_seqlens_k")]
+        more = {"delta": views.get("delta"), **reference_options(spec, views)}
+        *gradients, extra = attention_varlen_backward(*arrays, return_extra=True, precision="float64", **more)
+        store_gradients(spec, views, gradients, extra)
 
     on.call(run, "NumPy, float64")

@@ -75,7 +75,7 @@ _FLAGS = frozenset(
             "GATED",
         ),
         *("INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED", "EXACT", "SKIP"),
-        *("A_ALONG_K", "B_ALONG_K"),
+        *("A_ALONG_K", "B_ALONG_K", "WIDE_LSE"),
     }
 )
 _NOTHING = frozenset({"kNone", "kOne", "nothing"})

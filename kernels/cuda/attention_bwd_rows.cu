@@ -1,10 +1,12 @@
 // What attention backward computes row by row, around attention_bwd_sm80.cu. One entry each:
 //
-//   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out
+//   attention_backward_statistics   lse (units of log2) and delta = sum over head_dim_v of dout * out, if not given
 //   attention_backward_rows         dq, dk or dv from accumulators of mma.sync (d._sum), summed over parts
 //   attention_backward_sinks        dsinks_h = - sum over rows of 2^(sink_h log2 e - lse) delta
 //
-// Macros: DTYPE; VARLEN 0 or 1; for rows, ROWS kQ, kK or kV, and COLUMNS their HEAD_DIM as in attention_bwd_sm80.cu.
+// Macros: DTYPE; VARLEN 0 or 1; SPLIT_LSE 0 or 1: lse is of doubles
+//   statistics   OUT: out's type, DTYPE or f32; DELTA 0 or 1: delta is given
+//   rows         ROWS kQ, kK or kV; COLUMNS their HEAD_DIM and GRADS as in attention_bwd_sm80.cu
 //   grid   statistics: (ceil(seqlen_q / 64), nheads, batch)   rows: the same, of q or of k   sinks: (nheads)   block 256
 // All sums are in a fixed order.
 #include "attention_bwd_shape.cuh"
@@ -13,43 +15,62 @@
 #include "scalar.cuh"
 
 typedef DTYPE scalar;
+typedef Statistics<SPLIT_LSE> RowStatistics;
+#if SPLIT_LSE
+typedef double lse_scalar;
+#else
+typedef float lse_scalar;
+#endif
 
 constexpr int kThreads = 256, kChunk = 16 / sizeof(scalar);
 
+template <typename T> __device__ __forceinline__ void load_chunk(const T* from, float (&value)[kChunk]) {
+    constexpr int kEach = 16 / sizeof(T), kPerWord = Packed<T>::kPerWord;
+    #pragma unroll
+    for (int i = 0; i < kChunk; i += kEach) {
+        const uint4 x = *reinterpret_cast<const uint4*>(from + i);
+        const unsigned words[4] = {x.x, x.y, x.z, x.w};
+        #pragma unroll
+        for (int w = 0; w < 4; ++w) Packed<T>::widen(words[w], value + i + w * kPerWord);
+    }
+}
+
 // Eight lanes per row, 16 bytes per lane and step: 128 bytes of a row at a time. Padding gets lse = +inf.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_statistics(const scalar* out, const scalar* dout, const float* lse, const int* cu_seqlens_q,
-                              const int* cu_seqlens_k, RowStatistics* statistics,
+attention_backward_statistics(const OUT* out, const scalar* dout, const lse_scalar* lse, const float* delta,
+                              const int* cu_seqlens_q, const int* cu_seqlens_k, RowStatistics* statistics,
                               const __grid_constant__ BackwardShape shape) {
     const int batch = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % 8;
     const Sequence sequence = Sequence::of<VARLEN>(shape, batch, cu_seqlens_q, cu_seqlens_k);
     const int first = blockIdx.x * kPad;
     if (first >= sequence.seqlen_q) return;
     lse += batch * shape.lse[0] + head * shape.lse[1] + sequence.q_begin * shape.lse[2];
+    if constexpr (DELTA) delta += batch * shape.delta[0] + head * shape.delta[1] + sequence.q_begin * shape.delta[2];
     out += batch * shape.out.batch + sequence.q_begin * shape.out.row + head * shape.out.head;
     dout += batch * shape.dout.batch + sequence.q_begin * shape.dout.row + head * shape.dout.head;
     statistics += sequence.padded<VARLEN>(shape, head);
     for (int row = first + threadIdx.x / 8; row < first + kPad; row += kThreads / 8) {
         float sum = 0.0f;
         const bool exists = row < sequence.seqlen_q;
-        for (int column = lane * kChunk; exists && column < shape.head_dim_v; column += 8 * kChunk) {
-            const uint4 x = *reinterpret_cast<const uint4*>(out + row * shape.out.row + column);
-            const uint4 y = *reinterpret_cast<const uint4*>(dout + row * shape.dout.row + column);
-            const unsigned words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+        for (int column = lane * kChunk; !DELTA && exists && column < shape.head_dim_v; column += 8 * kChunk) {
+            float a[kChunk], b[kChunk];
+            load_chunk(out + row * shape.out.row + column, a);
+            load_chunk(dout + row * shape.dout.row + column, b);
             #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                float a[2], b[2];
-                Packed<scalar>::widen(words[0][w], a);
-                Packed<scalar>::widen(words[1][w], b);
-                #pragma unroll
-                for (int i = 0; i < Packed<scalar>::kPerWord; ++i) sum = fmaf(a[i], b[i], sum);
-            }
+            for (int i = 0; i < kChunk; ++i) sum = fmaf(a[i], b[i], sum);
         }
         sum = warp_sum(sum, 8);
         if (lane != 0) continue;
-        const float natural = exists ? lse[row * shape.lse[2]] : -infinity();
+        if (DELTA && exists) sum = delta[row * shape.delta[2]];
+        const lse_scalar natural = exists ? lse[row * shape.lse[2]] : -infinity();
         const bool empty = natural == -infinity();  // a row that sees no key: P = 0, and no gradient whatever dout is
-        statistics[row] = {empty ? infinity() : natural * kLog2e, empty ? 0.0f : sum};
+        float base2 = static_cast<float>(natural * kLog2e), rest = 0.0f;
+        if constexpr (SPLIT_LSE) {
+            const double exact = natural * 1.4426950408889634;
+            base2 = static_cast<float>(exact);
+            rest = fabsf(base2) < infinity() ? static_cast<float>(exact - base2) : 0.0f;
+        }
+        statistics[row] = RowStatistics::of(empty ? infinity() : base2, empty ? 0.0f : sum, rest);
     }
 }
 
@@ -57,9 +78,11 @@ attention_backward_statistics(const scalar* out, const scalar* dout, const float
 // sectors are read and whole lines written.
 enum class Of { kQ, kK, kV };
 constexpr Of kOf = Of::ROWS;
+constexpr Grads kGrads = Grads::GRADS;
+typedef Select<kGrads == Grads::kSame, scalar, float>::type grad;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* cu_seqlens_k, scalar* to,
+attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* cu_seqlens_k, grad* to,
                         const __grid_constant__ BackwardShape shape) {
     constexpr int kTiles = COLUMNS / 8;
     constexpr bool kQueries = kOf == Of::kQ;
@@ -86,7 +109,13 @@ attention_backward_rows(const float* sums, const int* cu_seqlens_q, const int* c
         }
         #pragma unroll
         for (int c = 0; c < 4; ++c) low[c] *= scale, high[c] *= scale;
-        scalar* const at = to + row * stride.row + tile * 8;
+        grad* const at = to + row * stride.row + tile * 8;
+        if constexpr (kGrads == Grads::kAdded) {
+            float before[2][4];
+            load_four(at, before[0]), load_four(at + 4, before[1]);
+            #pragma unroll
+            for (int c = 0; c < 4; ++c) low[c] += before[0][c], high[c] += before[1][c];
+        }
         store_four(at, low);
         store_four(at + 4, high);
     }
@@ -103,7 +132,9 @@ attention_backward_sinks(const RowStatistics* statistics, const float* sinks, co
         const Sequence sequence = Sequence::of<VARLEN>(shape, b, cu_seqlens_q, cu_seqlens_k);
         const RowStatistics* rows = statistics + sequence.padded<VARLEN>(shape, head);
         for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
-            sum = fmaf(exp2f(sink - rows[row].lse), rows[row].delta, sum);
+            float exponent = sink - rows[row].lse;
+            if constexpr (SPLIT_LSE) exponent -= rows[row].rest();
+            sum = fmaf(exp2f(exponent), rows[row].delta, sum);
         }
     }
     sum = warp_sum(sum, 32);

@@ -35,6 +35,8 @@
 //   WARPS_R     rows of the block are divided among, 16 or 32 for each        WARPS_D
 //   STRIP       columns of a tile that a warp computes at a time: a multiple of 16, or 8 with WARPS_D > 1
 //   STAGES      1 or 2
+//   SPLIT_LSE   0 or 1: lse was given in double
+//   GRADS       kSame, kFloat, kAdded: dq, dk, dv are of DTYPE, of float, or of float and added to
 //   PARTS       0 or 1, with kKeys: shape.parts blocks share the heads of a group. dk, dv are then dk_sum, dv_sum
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   SOFTCAP ALIBI BLOCK_MASK      0 or 1
@@ -47,6 +49,9 @@
 //   all addresses and strides: multiples of 16 bytes
 //   what a variant does not use may be null
 #include "attention_bwd_warp.cuh"
+
+constexpr Grads kGrads = Grads::GRADS;
+typedef Select<kGrads == Grads::kSame, scalar, float>::type grad;
 
 // Into how many parts the warps divide the columns of a tile of dq_sum; its queries among the others. The way that
 // reads least; 0 if there is none.
@@ -205,13 +210,16 @@ struct Backward {
         }
     }
 
-    // Writes the rows of a gradient through shared memory, from `offset` on, times scale.
+    // Writes the rows of a gradient, times scale: through shared memory, from `offset` on, or floats from registers,
+    // of which four lanes have 32 bytes of a row.
     template <int kTiles, int kCols>
     __device__ __forceinline__ void store(const float (&acc)[kSlabs][kTiles][4], int offset, float scale, int columns,
-                                          scalar* to, const RowStrides& stride) const {
+                                          grad* to, const RowStrides& stride) const {
         typedef Tile<scalar, kRows, kCols, !kHalf> Staged;
         constexpr int kChunk = Staged::kChunk;
         const Place me = Place::mine();
+        const int begin = kOwnsKeys ? work.sequence.k_begin : work.sequence.q_begin;
+        to += work.batch * stride.batch + begin * stride.row + (kOwnsKeys ? work.kv_head : work.head) * stride.head;
         #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
             #pragma unroll
@@ -219,13 +227,20 @@ struct Backward {
                 const int unit = WARPS_D * (j / kUnitTiles) + me.warp_d;
                 const int column = unit * kUnit + j % kUnitTiles * 8 + me.lane % 4 * 2;
                 const float pair[2] = {acc[r / 2][j][r % 2 * 2] * scale, acc[r / 2][j][r % 2 * 2 + 1] * scale};
-                const unsigned byte = column * sizeof(scalar);
-                store_pair<scalar>(dynamic_shared + offset + Staged::at(0, me.row(r), byte / 16) + byte % 16, pair);
+                if constexpr (kGrads == Grads::kSame) {
+                    const unsigned byte = column * sizeof(scalar);
+                    store_pair<scalar>(dynamic_shared + offset + Staged::at(0, me.row(r), byte / 16) + byte % 16, pair);
+                } else {
+                    const int row = work.row0 + me.row(r);
+                    if (row >= work.rows() || column >= columns) continue;
+                    float2* const at = reinterpret_cast<float2*>(to + row * stride.row + column);
+                    const float2 before = kGrads == Grads::kAdded ? *at : make_float2(0.0f, 0.0f);
+                    *at = make_float2(before.x + pair[0], before.y + pair[1]);
+                }
             }
         }
+        if constexpr (kGrads != Grads::kSame) return;
         __syncthreads();
-        const int begin = kOwnsKeys ? work.sequence.k_begin : work.sequence.q_begin;
-        to += work.batch * stride.batch + begin * stride.row + (kOwnsKeys ? work.kv_head : work.head) * stride.head;
         for (int i = threadIdx.x; i < kRows * Staged::kChunks; i += kThreads) {
             const int row = i / Staged::kChunks, chunk = i % Staged::kChunks;
             if (work.row0 + row >= work.rows() || chunk * kChunk >= columns) continue;
@@ -281,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward(const scalar* q, const scalar* k, const scalar* v, const scalar* dout,
                    const RowStatistics* statistics, const int* cu_seqlens_q, const int* cu_seqlens_k,
                    const float* alibi_slopes, const unsigned char* bias, const unsigned char* block_mask,
-                   float* dq_sum, scalar* dq, scalar* dk, scalar* dv, const __grid_constant__ BackwardShape shape) {
+                   float* dq_sum, grad* dq, grad* dk, grad* dv, const __grid_constant__ BackwardShape shape) {
     const auto find_work = [&] {
         Work work = Work::of(shape, cu_seqlens_q, cu_seqlens_k);
         if constexpr (ALIBI) work.alibi_slopes = alibi_slopes + work.batch * shape.alibi_batch;
@@ -308,10 +323,12 @@ attention_backward(const scalar* q, const scalar* k, const scalar* v, const scal
         const scalar* const y = kOwnsKeys ? of_queries(work, dout, shape.dout, walk.head) : of_keys(work, v, shape.v);
         load<ColumnsX>(kOffsetColumnsX + stage, x, kOwnsKeys ? shape.q : shape.k, row0, length, shape.head_dim);
         load<ColumnsY>(kOffsetColumnsY + stage, y, kOwnsKeys ? shape.dout : shape.v, row0, length, shape.head_dim_v);
-        if (kOwnsKeys && threadIdx.x < kColumns / 2) {
+        constexpr int kChunks = kColumns * sizeof(RowStatistics) / 16;
+        static_assert(kChunks <= kThreads, "a thread copies 16 bytes of statistics");
+        if (kOwnsKeys && threadIdx.x < kChunks) {
             const unsigned to = ptx::shared_address(dynamic_shared) + kOffsetStatistics + stage + threadIdx.x * 16;
-            const int64 row = work.sequence.padded<VARLEN>(shape, walk.head) + row0 + threadIdx.x * 2;
-            ptx::cp_async16(to, statistics + row, 16);
+            const int64 row = work.sequence.padded<VARLEN>(shape, walk.head) + row0;
+            ptx::cp_async16(to, statistics + row + threadIdx.x * (16 / sizeof(RowStatistics)), 16);
         }
         ptx::cp_async_commit();
     };

@@ -4,7 +4,7 @@
 //   row_max   (num_splits, batch, nheads, seqlen_q)  float, in units of log2; shape.lse_split
 //   row_sum   the same, right behind row_max: the sum of 2^(score - row_max)
 //   out       (batch, seqlen_q, nheads, head_dim_v)  DTYPE, strides in shape.out
-//   lse       (batch, nheads, seqlen_q)  float
+//   lse       (batch, nheads, seqlen_q)  float, or double with WIDE_LSE
 //
 //   m = max_s row_max_s        l = sum_s 2^(row_max_s - m) row_sum_s + 2^(sink log2 e - m)
 //   lse = m ln 2 + ln l        out = sum_s 2^(row_max_s - m) row_sum_s / l partial_s
@@ -17,7 +17,7 @@
 //   phase 1   lane = split      | 0 .. 31 | 32 .. 63 | ...                    maximum, sum, then one weight per lane
 //   phase 2   lane = 4 columns  | 4 lane .. 4 lane + 3 | + 128 | ...          loops over splits; weights by shuffle
 //
-// Macros: DTYPE; SINKS 0 or 1.
+// Macros: DTYPE, of out; SINKS and WIDE_LSE, 0 or 1.
 //   grid   (ceil(batch * nheads * seqlen_q / 4))     block 128
 #include "attention_shape.cuh"
 #include "math.cuh"
@@ -25,6 +25,11 @@
 #include "scalar.cuh"
 
 typedef DTYPE scalar;
+#if WIDE_LSE
+typedef double lse_scalar;
+#else
+typedef float lse_scalar;
+#endif
 
 __device__ __forceinline__ float warp_max(float x) {
     for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
@@ -32,7 +37,7 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-attention_combine(const float* partial, const float* row_max, const float* sinks, scalar* out, float* lse, int64 rows,
+attention_combine(const float* partial, const float* row_max, const float* sinks, scalar* out, lse_scalar* lse, int64 rows,
                   const __grid_constant__ AttentionShape shape) {
     const int lane = threadIdx.x % 32;
     const int64 row = blockIdx.x * 4ll + threadIdx.x / 32;
@@ -59,7 +64,8 @@ attention_combine(const float* partial, const float* row_max, const float* sinks
     sum = warp_sum(sum, 32) + (SINKS ? exp2f(sink - shift) : 0.0f);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     if (lse != nullptr && lane == 0) {
-        lse[batch * shape.lse_batch + head * shape.lse_head + query] = sum == 0.0f ? -infinity() : fmaf(shift, kLn2, logf(sum));
+        lse += batch * shape.lse_batch + head * shape.lse_head + query;
+        *lse = sum == 0.0f ? -infinity() : lse_of<lse_scalar>(shift, sum);
     }
 
     partial += row * shape.head_dim_v;

@@ -1,8 +1,8 @@
 // Attention forward on tensor cores, with mma.sync (sm_80 and later).
 //
 //   q    (batch, seqlen_q, nheads,    head_dim)    DTYPE     k    (batch, seqlen_k, nheads_kv, head_dim)
-//   out  (batch, seqlen_q, nheads,    head_dim_v)  DTYPE     v    (batch, seqlen_k, nheads_kv, head_dim_v)
-//   lse  (batch, nheads, seqlen_q) float, natural log
+//   out  (batch, seqlen_q, nheads,    head_dim_v)  OUT       v    (batch, seqlen_k, nheads_kv, head_dim_v)
+//   lse  (batch, nheads, seqlen_q) float, or double with WIDE_LSE, natural log
 //
 //   s = softmax_scale q k^T and the options of include/attention_scores.cuh     masked scores are -inf
 //   out = softmax(s) v        lse = ln sum exp(s)        a row that sees no key: out 0, lse -inf
@@ -24,6 +24,7 @@
 //
 // Macros, all required:
 //   DTYPE       f16, bf16, or f32 (3 x TF32)
+//   OUT         DTYPE or f32                     WIDE_LSE   0 or 1
 //   HEAD_DIM    shape.head_dim rounded up to a multiple of 32; the extra columns are zero-filled
 //   HEAD_DIM_V  the same for V, or a part of it: a block computes HEAD_DIM_V columns of out
 //   VALUE_PARTS ceil(shape.head_dim_v / HEAD_DIM_V)
@@ -53,7 +54,7 @@
 // Finishes a row whose weights are relative to row_max and sum to row_sum: adds the sink, writes lse, and returns
 // the factor for O.
 __device__ __forceinline__ float finish_row(const AttentionShape& shape, const Work& work, int row, float row_max,
-                                            float row_sum, const float* sinks, float* lse) {
+                                            float row_sum, const float* sinks, lse_scalar* lse) {
     float scale = 1.0f;
     if (SINKS && !SPLIT && row < work.rows) {
         const float sink = sinks[work.head_of(row)] * kLog2e, m = fmaxf(row_max, sink);
@@ -66,14 +67,14 @@ __device__ __forceinline__ float finish_row(const AttentionShape& shape, const W
         if constexpr (SPLIT) {
             lse[0] = row_max, lse[shape.num_splits * shape.lse_split] = row_sum;
         } else {
-            *lse = row_sum == 0.0f ? minus_infinity() : fmaf(row_max, kLn2, logf(row_sum));
+            *lse = row_sum == 0.0f ? minus_infinity() : lse_of<lse_scalar>(row_max, row_sum);
         }
     }
     return row_sum == 0.0f ? 0.0f : scale / row_sum;
 }
 
 // Writes O to global memory through shared memory.
-__device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, float* lse) {
+__device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar* out, lse_scalar* lse) {
     const AttentionShape& shape = f.shape;
     const Work& work = f.work;
     const Place me = Place::mine();
@@ -92,7 +93,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
         if constexpr (WARPS_N > 1) {
             if (me.lane % 4 == 0) parts[tile_row] = {-f.softmax.minus_max[r], sum};
         } else {
-            float* const to = me.lane % 4 ? nullptr : lse;
+            lse_scalar* const to = me.lane % 4 ? nullptr : lse;
             scale = finish_row(shape, work, f.row(me, r), -f.softmax.minus_max[r], sum, sinks, to);
         }
         #pragma unroll
@@ -152,7 +153,7 @@ __device__ __forceinline__ void store(Forward& f, const float* sinks, out_scalar
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, float* lse,
+attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar* out, lse_scalar* lse,
                   const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, const int* block_table,
                   const float* sinks, const float* alibi_slopes, const unsigned char* bias,
                   const unsigned char* block_mask, const __grid_constant__ AttentionShape shape) {

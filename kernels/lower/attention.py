@@ -65,7 +65,11 @@ def forward(spec: Spec, on: Builder) -> None:
     arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
     shape = _shape(a, config, out, lse)
     arguments = (*map(_pointer, arrays), shape[()])
-    kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a))
+    results: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "WIDE_LSE": _wide_lse(a)}
+    results = {} if split else results
+    kernel = _kernel(
+        config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a), **results
+    )
     on.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
     if lse is not None and split:
         _combine_parts(a, on, out, lse, shape)
@@ -112,10 +116,11 @@ def tile_problem(a: Attention) -> Problem:
         a.head_dim,
         a.head_dim_v,
         mask=mask,
-        window=left + max(right, 0) + 1 if mask == "kLocal" and right < UNLIMITED else 0,
+        window=max(left + right + 1, 1) if mask == "kLocal" and right < UNLIMITED else 0,
         block_mask=a.visible is not None,
         varlen=a.packed,
         num_splits=a.num_splits,
+        wide_out=a.out.itemsize > a.q.itemsize,
         lean=a.features().plain and not (mask == "kLocal" and own_lengths),
     )
 
@@ -154,10 +159,15 @@ def _reads(a: Attention) -> dict[str, int]:
     }
 
 
-def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **reads: int) -> CudaKernel:
+def _wide_lse(a: Attention) -> int:
+    return int(a.lse_dtype == np.float64)
+
+
+def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **more: str | int) -> CudaKernel:
     tile = config.tile
     defines: dict[str, str | int] = {
         "DTYPE": DTYPES[dtype],
+        "OUT": DTYPES[dtype],
         "HEAD_DIM": config.head_dim,
         "HEAD_DIM_V": config.head_dim_v,
         "VALUE_PARTS": config.value_parts,
@@ -167,8 +177,8 @@ def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **reads: i
         "WARPS_N": tile.warps_n,
         "MASK": mask,
         **scores.macros(dtype),
-        **dict.fromkeys(("VARLEN", "SEQUSED_K", "PAGED"), 0),
-        **reads,
+        **dict.fromkeys(("VARLEN", "SEQUSED_K", "PAGED", "WIDE_LSE"), 0),
+        **more,
         "PACK_GQA": int(config.pack_gqa),
         "SPLIT": int(config.num_splits > 1),
     }
@@ -182,14 +192,14 @@ def _combine_parts(a: Attention, on: Builder, parts: Tensor, lse_parts: Tensor, 
     shape["seqlen_q"] = a.q.shape[1]
     rows = math.prod(a.lse_shape)
     arrays = (parts, lse_parts, a.sinks, a.out, a.lse)
-    kernel = _combine(a.q.dtype.name, a.sinks is not None)
+    kernel = _combine(a.out.dtype.name, a.sinks is not None, _wide_lse(a))
     grid, block = (-(-rows // _COMBINE_ROWS), 1, 1), (32 * _COMBINE_ROWS, 1, 1)
     on.launch(kernel, grid, block, (*map(_pointer, arrays), np.int64(rows), shape[()]))
 
 
-def _combine(dtype: str, sinks: bool) -> CudaKernel:
-    defines: tuple[tuple[str, str | int], ...] = (("DTYPE", DTYPES[dtype]), ("SINKS", int(sinks)))
-    return CudaKernel("attention_combine", "attention_combine", defines)
+def _combine(dtype: str, sinks: bool, wide_lse: int = 0) -> CudaKernel:
+    defines: dict[str, str | int] = {"DTYPE": DTYPES[dtype], "SINKS": int(sinks), "WIDE_LSE": wide_lse}
+    return CudaKernel("attention_combine", "attention_combine", tuple(defines.items()))
 
 
 def _place(shape: Any, out: Tensor, lse: Tensor | None, split: bool) -> None:

@@ -28,9 +28,11 @@ for _op in ("attention_backward", "attention_varlen_backward"):
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention_backward as kernels
     from gpu_ops.kernels.numba_cpu.attention_backward_bias import sinks_gradient
+    from gpu_ops.kernels.numba_cpu.attention_backward_rows import deltas
 
     a = Attention.of(spec)
-    differentiate = prepared(kernels.prepare, a)
+    lse_dtype, computing = spec.tensor("lse").dtype, a.lse_dtype
+    differentiate = prepared(kernels.prepare, a, lse_dtype=lse_dtype, add=spec["accumulate"])
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     if a.known_lengths:
         on.constant(sequence_table(a), "sequences")
@@ -38,20 +40,21 @@ def backward(spec: Spec, on: Builder) -> None:
     has_options = bool(optional_tensors(a))
 
     def run(views: Mapping[str, Any]) -> None:
-        dout, q, k, v, out = views["dout"], views["q"], views["k"], views["v"], views["out"]
-        lse, dq, dk, dv = views["lse"], views["dq"], views["dk"], views["dv"]
+        dout, q, k, v = views["dout"], views["q"], views["k"], views["v"]
+        lse, delta, dq, dk, dv = views["lse"], views.get("delta"), views["dq"], views["dk"], views["dv"]
         if layout != "bshd":
-            dout, q, k = as_bshd(dout, layout), as_bshd(q, layout), as_bshd(k, layout)
-            v, out, dq = as_bshd(v, layout), as_bshd(out, layout), as_bshd(dq, layout)
-            dk, dv = as_bshd(dk, layout), as_bshd(dv, layout)
+            dout, q, k, v = as_bshd(dout, layout), as_bshd(q, layout), as_bshd(k, layout), as_bshd(v, layout)
+            dq, dk, dv = as_bshd(dq, layout), as_bshd(dk, layout), as_bshd(dv, layout)
             lse = lse if lse.ndim == 3 else lse[None]
+        delta = deltas(dout, as_bshd(views["out"], layout)) if delta is None else delta.reshape(lse.shape)
+        lse, delta = np.asarray(lse, np.float64), np.asarray(delta, np.float64)
         dbias, given = views.get("dbias"), optional_arrays(a, views) if has_options else {}
-        sums = None if dbias is None else np.zeros(dbias.shape, lse.dtype)
-        delta = differentiate(dout, q, k, v, out, lse, dq, dk, dv, views["sequences"], given, sums)
+        sums = None if dbias is None else np.zeros(dbias.shape, computing)
+        differentiate(dout, q, k, v, lse, delta, dq, dk, dv, views["sequences"], given, sums)
         if dbias is not None:
             dbias[...] = sums
         if "dsinks" in views:
-            views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta)
+            views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta, computing)
 
     on.call(run, str(kernels.config_of(*inputs, a.batch, a.seqlen_q, a.seqlen_k)))
 

@@ -96,16 +96,25 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return -(-head_dim // 32) * 32, -(-head_dim_v // 32) * 32
 
 
-def shared_bytes(tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, keys: bool) -> int:
+def shared_bytes(
+    tile: Tile, itemsize: int, head_dim: int, head_dim_v: int, *, keys: bool, split_lse: bool = False
+) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are HEAD_DIM and HEAD_DIM_V. keys: it owns them."""
     operands = (tile.rows + tile.stages * tile.columns) * (head_dim + head_dim_v)
     weights = tile.rows * tile.columns * (2 if keys and tile.warps_d > 1 else 1)
-    return itemsize * (operands + weights) + (8 * tile.stages * tile.columns if keys else 0)
+    statistics = 16 if split_lse else 8
+    return itemsize * (operands + weights) + (statistics * tile.stages * tile.columns if keys else 0)
 
 
 @functools.cache
 def select_tile(
-    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, options: int = 0
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    smem_per_block_optin: int,
+    *,
+    options: int = 0,
+    split_lse: bool = False,
 ) -> Tile:
     """The tile for the kernel's HEAD_DIM and HEAD_DIM_V.
 
@@ -117,7 +126,8 @@ def select_tile(
     LookupError
         None fits.
     """
-    found = list(legal_tiles(itemsize, head_dim, head_dim_v, smem_per_block_optin, options=options))
+    sizes = itemsize, head_dim, head_dim_v, smem_per_block_optin
+    found = list(legal_tiles(*sizes, options=options, split_lse=split_lse))
     if not found:
         raise LookupError(f"no tile for head_dim {head_dim}/{head_dim_v} in {smem_per_block_optin} bytes")
     for tile, warps in found:
@@ -145,14 +155,20 @@ def head_parts(blocks: int, group: int, tiles: int, sms: int, *, causal: bool) -
 
 
 def legal_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, smem_per_block_optin: int, *, options: int = 0
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    smem_per_block_optin: int,
+    *,
+    options: int = 0,
+    split_lse: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
     """Tiles that a block has the registers and the shared memory for, and how many warps an SM then runs."""
     unit = 32 // itemsize
     for tile in _TILES[itemsize]:
         lean = itemsize == 2 and options <= (1 if tile.warps_d > 1 else 0)
         most = _MAX_ACCUMULATORS_LEAN if lean else _MAX_ACCUMULATORS[itemsize]
-        shared = shared_bytes(tile, itemsize, head_dim, head_dim_v, keys=True)
+        shared = shared_bytes(tile, itemsize, head_dim, head_dim_v, keys=True, split_lse=split_lse)
         registers = _accumulators(tile, head_dim, head_dim_v)
         divided = head_dim % (unit * tile.warps_d) == head_dim_v % (unit * tile.warps_d) == 0
         if shared > smem_per_block_optin or registers > most or not divided:
@@ -162,7 +178,7 @@ def legal_tiles(
         by_registers = REGISTERS_PER_SM // (tile.threads * min(255, registers + _OTHER_REGISTERS))
         blocks = min(by_registers, (smem_per_block_optin + RESERVED) // (shared + RESERVED))
         twice = replace(tile, stages=2)
-        shared = shared_bytes(twice, itemsize, head_dim, head_dim_v, keys=True)
+        shared = shared_bytes(twice, itemsize, head_dim, head_dim_v, keys=True, split_lse=split_lse)
         if blocks * (shared + RESERVED) <= smem_per_block_optin + RESERVED:
             tile = twice
         yield tile, tile.warps * blocks

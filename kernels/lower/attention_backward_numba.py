@@ -38,19 +38,23 @@ def backward(spec: Spec, on: Builder) -> None:
     common = (statistics, sequences, *options)
 
     grid = (-(-a.seqlen_q // THREADS) * a.batch * a.nheads,)
-    sinks = 0 if a.sinks is None else a.sinks
-    rows = rows_kernel(problem, a.sinks is not None)
-    on.launch(rows, grid, (THREADS,), (dout, a.out, a.q, a.k, a.lse, sinks, *common))
+    lse, delta = spec.tensor("lse"), spec.get("delta")
+    dtypes = lse.dtype.name, a.out.dtype.name
+    rows = rows_kernel(problem, a.sinks is not None, *dtypes, delta_given=delta is not None)
+    given = 0 if delta is None else delta if delta.ndim == 3 else delta[None]
+    per_row = given, 0 if a.sinks is None else a.sinks
+    on.launch(rows, grid, (THREADS,), (dout, a.q, a.k, a.out, a.lse, *per_row, *common))
 
     def tiles(owned: str, length: int, dim: int) -> tuple[Any, tuple[int]]:
         config = select_config(problem, owned, dim)
         blocks = -(-length // config.block_m) * a.batch * a.nheads_kv * -(-dim // config.slab)
         return config, (blocks,)
 
+    grads = dq.dtype.name, spec["accumulate"]
     config, grid = tiles("queries", a.seqlen_q * a.nheads // a.nheads_kv, a.head_dim)
-    on.launch(queries_kernel(config), grid, (THREADS,), (dout, a.q, a.k, a.v, dq, *common))
+    on.launch(queries_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dq, *common))
     config, grid = tiles("keys", a.seqlen_k, max(a.head_dim, a.head_dim_v))
-    on.launch(keys_kernel(config), grid, (THREADS,), (dout, a.q, a.k, a.v, dk, dv, *common))
+    on.launch(keys_kernel(config, *grads), grid, (THREADS,), (dout, a.q, a.k, a.v, dk, dv, *common))
 
     dbias, dsinks = spec.get("dbias"), spec.get("dsinks")
     if dbias is not None:
@@ -89,8 +93,9 @@ def numba_variants() -> Iterator[Variant]:
     from gpu_ops.kernels.numba_cuda.attention_backward_rows import rows_kernel
     from gpu_ops.kernels.numba_cuda.attention_config import THREADS
 
-    problem = Problem("bfloat16", masked=True)
-    yield Variant(rows_kernel(problem, False), THREADS)
-    yield Variant(queries_kernel(select_config(problem, "queries", 128)), THREADS)
+    dtype = "bfloat16"
+    problem = Problem(dtype, masked=True)
+    yield Variant(rows_kernel(problem, False, "float32", dtype), THREADS)
+    yield Variant(queries_kernel(select_config(problem, "queries", 128), dtype), THREADS)
     for head_dim in (64, 128):
-        yield Variant(keys_kernel(select_config(problem, "keys", head_dim)), THREADS)
+        yield Variant(keys_kernel(select_config(problem, "keys", head_dim), dtype), THREADS)

@@ -47,7 +47,7 @@ _ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=
 BACKWARD_SHAPE = np.dtype(
     [
         *[(name, _ROW_STRIDES) for name in _ROWS],
-        ("lse", "i8", (3,)),
+        *[(name, "i8", (3,)) for name in ("lse", "delta")],
         *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
         *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
         *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
@@ -72,6 +72,11 @@ class _Call:
     statistics: Tensor
     shape: np.ndarray[Any, Any]
     head_dims: tuple[int, int]  # HEAD_DIM, HEAD_DIM_V
+    grads: str  # GRADS
+
+    @property
+    def split_lse(self) -> bool:
+        return bool(self.lse.dtype == np.float64)
 
     @property
     def starts(self) -> tuple[Tensor | np.uint64, Tensor | np.uint64]:
@@ -102,11 +107,14 @@ def backward(spec: Spec, on: Builder) -> None:
     a = Attention.of(spec)
     call = _prepare(spec, a, on)
     options = a.packed + sum(x is not None for x in (a.alibi_slopes, a.bias, a.visible))
-    tile = select_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin, options=options)
+    sizes = a.q.itemsize, *call.head_dims, on.smem_per_block_optin
+    tile = select_tile(*sizes, options=options, split_lse=call.split_lse)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
-    inputs = call.rows["out"], call.rows["dout"], call.lse, *call.starts, call.statistics
-    _launch_rows(call, on, "statistics", of_queries, inputs)
-    if dict(spec.options).get("deterministic", False):
+    delta = spec.get("delta")
+    inputs = call.rows["out"], call.rows["dout"], call.lse, _NULL if delta is None else delta
+    macros: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
+    _launch_rows(call, on, "statistics", of_queries, (*inputs, *call.starts, call.statistics), **macros)
+    if spec["deterministic"]:
         _gradients_of_keys(call, on, tile, None)
         _launch(call, on, tile, keys=False)
     else:
@@ -162,7 +170,8 @@ def raw_unsupported(spec: Spec) -> str | None:
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
-    return {name: as_bshd(spec.tensor(name), spec["layout"]) for name in _ROWS}
+    out = "dout" if spec.get("out") is None else "out"  # with delta out is not read
+    return {n: as_bshd(spec.tensor(out if n == "out" else n), spec["layout"]) for n in _ROWS}
 
 
 def _padded_rows(a: Attention, x: Tensor, seqlen: int) -> tuple[int, int]:
@@ -179,9 +188,13 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     for name, x in rows.items():
         shape[name] = strides_of(x)[:3]
     shape["lse"] = strides_of(a.lse)
+    delta = spec.get("delta")
+    if delta is not None:
+        shape["delta"] = (0,) * (3 - delta.ndim) + strides_of(delta)
     per_head, per_batch = _padded_rows(a, a.q, a.seqlen_q)
     shape["padded_head"], shape["padded_batch"] = per_head, per_batch
-    statistics = on.empty((a.q.shape[0] * a.nheads * per_head, 2), np.float32, "lse and delta")
+    numbers_per_row = 4 if a.lse.dtype == np.float64 else 2
+    statistics = on.empty((a.q.shape[0] * a.nheads * per_head, numbers_per_row), np.float32, "lse and delta")
     shape["padded_head_k"], shape["padded_batch_k"] = _padded_rows(a, a.k, a.seqlen_k)
     for name, given in (("bias", a.bias), ("block_mask", a.visible), ("dbias", spec.get("dbias"))):
         if given is not None:
@@ -198,7 +211,8 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     }
     for name, value in numbers.items():
         shape[name] = value
-    return _Call(a, rows, a.lse, statistics, shape, head_dims(a.head_dim, a.head_dim_v))
+    grads = "kAdded" if spec["accumulate"] else "kSame" if rows["dq"].dtype == a.q.dtype else "kFloat"
+    return _Call(a, rows, a.lse, statistics, shape, head_dims(a.head_dim, a.head_dim_v), grads)
 
 
 def _launch(
@@ -214,6 +228,7 @@ def _launch(
     a, rows = call.a, call.rows
     seqlen, heads = (a.seqlen_k, a.nheads_kv * int(call.shape["parts"])) if keys else (a.seqlen_q, a.nheads)
     macros = {**_features(a), "ADD_DQ": int(dq_sum is not None), "PARTS": int(sums is not None)}
+    macros |= {"SPLIT_LSE": int(call.split_lse), "GRADS": "kSame" if sums else call.grads}
     kernel = _kernel(call.dtype, tile, call.head_dims, _mask(a), keys=keys, **macros)
     arguments = (
         *(rows[name] for name in ("q", "k", "v", "dout")),
@@ -225,7 +240,7 @@ def _launch(
         *(sums or (rows["dk"], rows["dv"])),
         call.shape[()],
     )
-    shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys)
+    shared = shared_bytes(tile, a.q.itemsize, *call.head_dims, keys=keys, split_lse=call.split_lse)
     on.launch(
         kernel, (-(-seqlen // tile.rows), heads, a.batch), (tile.threads, 1, 1), arguments, shared=shared
     )
@@ -235,21 +250,23 @@ def _add_parts(call: _Call, on: Builder, of: str, grid: tuple[int, int, int], su
     """dq, dk or dv from their sums."""
     columns = call.head_dims[1] if of == "v" else call.head_dims[0]
     arguments = (sums, *call.starts, call.rows[f"d{of}"])
-    _launch_rows(call, on, "rows", grid, arguments, ROWS=f"k{of.upper()}", COLUMNS=columns)
+    _launch_rows(call, on, "rows", grid, arguments, ROWS=f"k{of.upper()}", COLUMNS=columns, GRADS=call.grads)
 
 
 def _launch_rows(
     call: _Call, on: Builder, what: str, grid: tuple[int, int, int], arguments: Any, **macros: str | int
 ) -> None:
     """A kernel of ``cuda/attention_bwd_rows.cu``."""
-    kernel = _rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), **macros)
+    split = int(call.split_lse and what != "rows")
+    kernel = _rows_kernel(what, DTYPE=call.dtype, VARLEN=int(call.a.packed), SPLIT_LSE=split, **macros)
     on.launch(kernel, grid, (_THREADS, 1, 1), (*arguments, call.shape[()]))
 
 
 def _launch_bias(call: _Call, on: Builder, dbias: Tensor) -> None:
     a = call.a
     tile = select_bias_tile(a.q.itemsize, *call.head_dims, on.smem_per_block_optin)
-    kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **_features(a))
+    macros = {**_features(a), "SPLIT_LSE": int(call.split_lse)}
+    kernel = _bias_kernel(call.dtype, tile, call.head_dims, _mask(a), **macros)
     batches, heads, queries, keys = _four_axes(dbias).shape
     grid = (-(-queries // tile.rows) * -(-keys // tile.columns), heads, batches)
     inputs = (call.rows[name] for name in ("q", "k", "v", "dout"))
@@ -288,7 +305,8 @@ def _kernel(
         "STAGES": tile.stages,
         "MASK": mask,
         **PLAIN.macros(dtype),
-        **dict.fromkeys(("VARLEN", "ADD_DQ", "PARTS"), 0),
+        **dict.fromkeys(("VARLEN", "ADD_DQ", "PARTS", "SPLIT_LSE"), 0),
+        "GRADS": "kSame",
         **macros,
     }
     return CudaKernel("attention_bwd_sm80", "attention_backward", tuple(defines.items()))
@@ -300,7 +318,8 @@ def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **mac
 
 
 def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    defines = {"VARLEN": 0, "ROWS": "kQ", "COLUMNS": 32, **macros}
+    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "SPLIT_LSE": 0}
+    defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kSame", **macros}
     return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 
 

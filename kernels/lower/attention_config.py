@@ -97,6 +97,7 @@ class Problem:
     varlen: bool = False
     lean: bool = True  # plain scores, and no window over sequences of their own lengths
     num_splits: int = 0  # 0: choose
+    wide_out: bool = False  # float32 results of 16-bit inputs
 
     @property
     def group(self) -> int:
@@ -190,7 +191,13 @@ def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
         heads = (p.nheads_kv if pack else p.nheads) * parts
         lean = p.lean and not p.block_mask and not (p.varlen and split)
         for tile, shared in legal_tiles(
-            p.itemsize, head_dim, head_dim_v, rows, device.smem_per_block_optin, split=split, lean=lean
+            p.itemsize,
+            head_dim,
+            head_dim_v,
+            rows,
+            device.smem_per_block_optin,
+            split=split or p.wide_out,
+            lean=lean,
         ):
             tiles_m = max(-(-rows // tile.block_m), 1)
             resident = _resident(tile, p.itemsize, head_dim, head_dim_v, shared, device)

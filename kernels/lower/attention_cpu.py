@@ -31,7 +31,8 @@ def forward(spec: Spec, on: Builder) -> None:
         dtype=a.q.dtype,
         dims=a.head_dim + a.head_dim_v,
     )
-    attend = prepared(kernels.prepare, a, config=config)
+    results = a.out.dtype, a.lse_dtype
+    attend = prepared(kernels.prepare, a, config=config, results=results)
     if a.lse is None:
         on.empty(a.lse_shape, a.lse_dtype, "lse")
     if a.known_lengths:

@@ -43,9 +43,14 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
     blocks = -(-rows // config.block_m) * a.batch * a.nheads_kv * -(-a.head_dim_v // config.slab)
     wanted = 1 if a.packed else a.num_splits  # parts lie in batch entries, one sequence each
     parts = min(wanted or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
-    config = replace(config, split=parts > 1, scores=a.features(sinks=parts == 1))
-
     lse = on.empty(a.lse_shape, a.lse_dtype, "lse") if a.lse is None else a.lse
+    config = replace(
+        config,
+        split=parts > 1,
+        scores=a.features(sinks=parts == 1),
+        wide_out=parts == 1 and a.q.itemsize < a.out.itemsize,
+        wide_lse=parts == 1 and config.itemsize < lse.itemsize,
+    )
     target, target_lse = a.out, lse
     if config.split:
         wide = np.float64 if config.itemsize == 8 else np.float32
@@ -56,7 +61,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
     arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
     on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
     if config.split:
-        kernel = combine_kernel(a.q.dtype.name, a.sinks is not None)
+        kernel = combine_kernel(a.out.dtype.name, a.sinks is not None, lse.dtype.name)
         grid = (a.batch * a.seqlen_q * a.nheads,)
         sinks = 0 if a.sinks is None else a.sinks
         on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
@@ -102,4 +107,4 @@ def numba_variants() -> Iterator[Variant]:
         select_config("float16", 128, 128, rows=4, paged=True, split=True),
     ):
         yield Variant(forward_kernel(config), THREADS)
-    yield Variant(combine_kernel("float16", False), THREADS)
+    yield Variant(combine_kernel("float16", False, "float32"), THREADS)

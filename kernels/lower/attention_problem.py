@@ -44,14 +44,15 @@ class Attention(Scores):
         options = dict(spec.options)
         layout = options["layout"]
         k, v = ("k", "v") if spec.get("k_cache") is None else ("k_cache", "v_cache")
-        q_, k_, v_, out = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, "out"))
+        out = "dout" if spec.get("out") is None else "out"  # alike: a backward with delta does not read out
+        q_, k_, v_, out_ = (as_bshd(spec.tensor(name), layout) for name in ("q", k, v, out))
         lse = spec.get("lse")
         cu_seqlens = [x for name in ("cu_seqlens_q", "cu_seqlens_k") if (x := spec.get(name)) is not None]
         return cls(
             q=q_,
             k=k_,
             v=v_,
-            out=out,
+            out=out_,
             lse=lse[None] if lse is not None and lse.ndim == 2 else lse,
             batch=len(cu_seqlens[0]) - 1 if cu_seqlens else q_.shape[0],
             seqlen_q=options["max_seqlen_q"],
@@ -81,6 +82,8 @@ class Attention(Scores):
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
+        if self.lse is not None:
+            return self.lse.dtype
         return np.dtype(np.float64 if self.q.dtype == np.float64 else np.float32)
 
     @property
@@ -98,12 +101,24 @@ class Attention(Scores):
         return not self.cu_seqlens and self.seqused_k is None
 
     def window(self, unlimited: int) -> tuple[int, int]:
-        """Keys visible to the left and to the right of the diagonal; ``unlimited``: all."""
+        """Keys visible to the left and to the right of the bottom-right diagonal; ``unlimited``: all.
+
+        Where the lengths are known, ``ahead`` is counted in, so that a side may be negative; it is unlimited where
+        it hides nothing, and no longer than it takes to hide everything.
+        """
         left, right = (unlimited if side < 0 else min(side, unlimited) for side in self.window_size)
         if self.causal:
             right = min(right, 0)
-        if self.seqlen_q == 1 and right >= 0:
-            right = unlimited  # the only query sits on the last key
+        if not self.known_lengths:
+            if self.seqlen_q == 1 and right >= 0:
+                right = unlimited  # the only query sits on the last key
+            return left, right
+        if left < unlimited:
+            left = max(left - self.ahead, -self.seqlen_q)
+            left = unlimited if left >= self.seqlen_k - 1 else left  # the last query's is the first key
+        if right < unlimited:
+            right = max(right + self.ahead, -self.seqlen_k)
+            right = unlimited if right >= self.seqlen_q - 1 else right
         return left, right
 
     def cuda_sizes(self, unlimited: int) -> dict[str, int]:

@@ -47,7 +47,10 @@ def shared_bytes(
     *,
     split: bool = False,
 ) -> int:
-    """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V."""
+    """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V.
+
+    ``split``: sums leave in float, as they also do where out is float32.
+    """
     q, k, v = (
         itemsize * rows * columns
         for rows, columns in ((block_m, head_dim), (block_n, head_dim), (block_n, head_dim_v))

@@ -24,14 +24,15 @@ from typing import Any
 import numpy as np
 
 from .attention_config import (
+    FORWARD_VARIANTS,
     SEQUENCES,
-    VARIANTS,
     Config,
     decode_nanoseconds,
     launcher_of,
     make_call,
     optional_arrays,
     optional_types,
+    results_of,
 )
 from .attention_decode import prepare_decode
 from .attention_operands import Keys, pack_keys, pack_queries, pack_values, transpose_v
@@ -42,8 +43,8 @@ from .codegen.exp2 import LOG2E
 from .codegen.gemm import in_tiles
 from .codegen.memory import larger, smaller
 from .codegen.tiles import close_tiles, open_tiles
-from .dtype import aligned_empty, all_bits, like, read_row, store, write_row
-from .jit import compute, device_function, kernel, read, types, write
+from .dtype import aligned_empty, all_bits, bits, like, read_row, store, write_row
+from .jit import FLOATS, compute, device_function, kernel, read, types, write
 from .parallel import claim, launcher
 
 Array = np.ndarray[Any, Any]
@@ -57,6 +58,7 @@ def prepare(
     v: Array,
     batch: int,
     *,
+    results: tuple[Any, Any],
     config: Config,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -66,6 +68,7 @@ def prepare(
     """``run(q, k, v, out, lse, sequences, given)`` for these options and arrays like these, which are not kept.
 
     q, out (batch, seqlen_q, nheads, dim), k, v (batch, seqlen_k, nheads_kv, dim), lse (batch, nheads, seqlen_q).
+    ``results``: the dtypes of out and lse.
     ``sequences``: int64 (batch, 4), per sequence q start, q length, k start, k length. ``given``: the optional arrays
     block_table (k and v are then pages), alibi_slopes, sinks, bias and visible. ``options``: of :class:`Call`, left,
     right, packed and the like.
@@ -78,11 +81,12 @@ def prepare(
     unsplit = _parts(call, 0, dtype)
     blocks = -(-call.heads * max_seqlen_q // call.block_m)
     tasks = call.n_splits * blocks * call.batch * (call.nheads // call.heads)
-    variant = dtype, given.get("bias", q).dtype
+    variant = dtype, given.get("bias", q).dtype, *results
+    of_parts = dtype, *results
     launch = launcher_of(call)
     if config.kernel == "decode":
         launch = launcher(decode_nanoseconds(call.batch, call.nheads_kv, max_seqlen_k, dtype))
-        decode = prepare_decode(call, dtype, launch)
+        decode = prepare_decode(call, dtype, results, launch)
 
     elements = call.n_splits * call.batch * call.nheads * max_seqlen_q * call.head_dim_v
     launch_combine = launcher(elements * ELEMENT_NANOSECONDS)
@@ -92,13 +96,13 @@ def prepare(
     ) -> None:
         optional = fill(given)
         parts = _parts(call, call.batch * call.nheads * max_seqlen_q, dtype) if split else unsplit
-        arrays = *all_bits(q, k, v, out), lse, sequences
+        arrays = *all_bits(q, k, v), bits(out), lse, sequences
         if config.kernel == "decode":
             decode(arrays, optional[:3], parts)
         else:
             launch(attention_forward[variant], tasks, call, *arrays, *optional, *parts)
         if split:
-            combine = attention_combine[dtype]
+            combine = attention_combine[of_parts]
             launch_combine(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
 
     return run
@@ -119,17 +123,17 @@ Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks bias vi
 
 
 @kernel(
-    lambda t, bias: (
+    lambda t, bias, of_out, of_lse: (
         CALL,
         *(read(t, 4),) * 3,
-        write(t, 4),
-        types.Array(compute(t), 3, "A"),
+        write(of_out, 4),
+        write(of_lse, 3),
         SEQUENCES,
         *optional_types(bias),
         types.Array(compute(t), 3, "C"),
         types.Array(types.float64, 3, "C"),
     ),
-    variants=VARIANTS,
+    variants=FORWARD_VARIANTS,
 )
 def attention_forward(
     state,
@@ -211,15 +215,16 @@ def attend(state, n_tasks, memory, call, x):
 
 
 @kernel(
-    lambda t: (
+    lambda t, of_out, of_lse: (
         CALL,
         types.Array(compute(t), 3, "C", readonly=True),
         types.Array(types.float64, 3, "C", readonly=True),
-        write(t, 4),
-        types.Array(compute(t), 3, "A"),
+        write(of_out, 4),
+        write(of_lse, 3),
         SEQUENCES,
         types.Array(types.float64, 1, "A", readonly=True),
-    )
+    ),
+    variants=tuple((t, *results_of(t)) for t in FLOATS),
 )
 def attention_combine(state, n_tasks, call, part_out, part_sums, out, lse, sequences, sinks):
     """out = sum over parts of their weight * out_part / the sum of the weights, which is exp(lse)."""

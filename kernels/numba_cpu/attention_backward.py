@@ -37,7 +37,7 @@ from .codegen.arena import arena, arena_size, by_reference
 from .codegen.attention_gradient import PANEL
 from .codegen.target import TILES, VECTOR_BYTES
 from .codegen.tiles import close_tiles, open_tiles
-from .dtype import aligned_empty, all_bits, like, read_row, store, write_row
+from .dtype import aligned_empty, all_bits, like, load, read_row, store, write_row
 from .jit import compute, device_function, kernel, types, write
 from .parallel import claim, thread_count
 
@@ -47,6 +47,14 @@ BLOCK_M, BLOCK_N = 1024, 128  # queries and keys of a tile: 512 queries go over 
 # In tile registers P and dS are to stay in the L2 cache (head_dim 128: 58 ms, with 1024 queries 76).
 BLOCK_M_TILES = 512
 KEYS_PER_SUM = 512  # keys that one task of the final sum takes
+# |lse| from which a row takes it in two parts, and from which it is too coarse to be taken at all: see split_lse. By
+# the dtype computed in, and that of lse. A float32 below 2^12 / log2(e) errs less than the scores beside it.
+_FLOAT32, _FLOAT64 = 2839.0, 2.0**40
+SPLIT_LSE = {
+    ("float32", "float32"): (_FLOAT32, _FLOAT32),
+    ("float32", "float64"): (128.0, _FLOAT64),
+    ("float64", "float64"): (_FLOAT64, _FLOAT64),
+}
 WORKSPACE_BYTES = 40 << 20  # of dK and dV that parts may take together, but four parts always may
 
 
@@ -89,18 +97,22 @@ def prepare(
     max_seqlen_q: int,
     max_seqlen_k: int,
     given: dict[str, Array],
+    lse_dtype: np.dtype[Any],
+    add: bool,
     **options: Any,
-) -> Callable[..., Array]:
-    """``run(dout, q, k, v, out, lse, dq, dk, dv, sequences, given, dbias=None)`` for arrays like these, which it
-    does not keep; it returns delta = sum over head_dim_v of dout * out: (batch, nheads, seqlen_q) float64.
+) -> Callable[..., None]:
+    """``run(dout, q, k, v, lse, delta, dq, dk, dv, sequences, given, dbias=None)`` for arrays like these, which it
+    does not keep. lse and delta are float64 (batch, nheads, seqlen_q).
 
-    Shapes and options as in ``attention.prepare``; it fills dq, dk, dv and dbias (bias's shape, lse's dtype).
+    Shapes and options as in ``attention.prepare``; it fills dq, dk, dv and dbias (bias's shape, to compute in), or
+    with ``add`` adds to the first three. ``lse_dtype``: the dtype that lse had.
     """
     nheads_kv, dtype, wide = k.shape[2], q.dtype, _sums_of(q)
     config = config_of(q, k, v, batch, max_seqlen_q, max_seqlen_k)
     sizes = {"nheads_kv": nheads_kv, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     call = make_call(q, v, batch, config, page_size=0, given=given, **sizes, **options)
     fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
+    limits = SPLIT_LSE[wide.name, lse_dtype.name]
     lanes = VECTOR_BYTES // wide.itemsize
     widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
     sums, launch, by_head = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5), call._replace(heads=1)
@@ -115,36 +127,35 @@ def prepare(
         q: Array,
         k: Array,
         v: Array,
-        out: Array,
         lse: Array,
+        delta: Array,
         dq: Array,
         dk: Array,
         dv: Array,
         sequences: Array,
         given: dict[str, Array],
         dbias: Array | None = None,
-    ) -> Array:
+    ) -> None:
         starts, parts_of = no_starts, no_sums
         if parts > 1:
             # of each sequence's keys in the workspace, room for a group between them
             starts = no_starts.copy()
             np.cumsum(sequences[:, 3] + KEY_GROUP, out=starts[1:])
             parts_of = sums_of_parts(int(starts[-1]))
-        delta = np.zeros(lse.shape, np.float64)
+        grads = dq.dtype
         dq, *targets = all_bits(dq, dk, dv)
-        inputs = *all_bits(dout, q, k, v, out), lse, sequences, *fill(given)
-        results = dq, *targets, delta, *parts_of, starts
-        launch(attention_backward[variant], batch * nheads_kv * parts, call, *inputs, *results)
+        inputs = *all_bits(dout, q, k, v), lse, sequences, *fill(given), delta, *limits
+        results = dq, *targets, *parts_of, starts, add
+        launch(attention_backward[*variant, grads], batch * nheads_kv * parts, call, *inputs, *results)
         if parts > 1:
             for part, target, scale in zip(parts_of, targets, (call.softmax_scale, 1.0), strict=True):
                 arrays = part, starts, sequences, target
-                launch(attention_sum_parts[dtype], batch * nheads_kv * sums, call, *arrays, scale)
+                launch(attention_sum_parts[grads], batch * nheads_kv * sums, call, *arrays, scale, add)
         if dbias is not None:
             full = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
             blocks = -(-max_seqlen_q // call.block_m) if full.shape[2] > 1 else 1
             tasks = full.shape[0] * full.shape[1] * blocks
-            launch(attention_backward_bias[variant], tasks, by_head, *inputs, delta, full)
-        return delta
+            launch(attention_backward_bias[variant], tasks, by_head, *inputs, full)
 
     return run
 
@@ -153,22 +164,24 @@ STARTS = types.Array(types.int64, 1, "C", readonly=True)
 
 
 @kernel(
-    lambda t, bias: (
+    lambda t, bias, grads: (
         *backward_types(t, bias),
-        *(write(t, 4),) * 3,
-        types.Array(types.float64, 3, "C"),
+        *(write(grads, 4),) * 3,
         types.Array(compute(t), 4, "C"),
         types.Array(compute(t), 4, "C"),
         STARTS,
+        types.boolean,
     ),
-    variants=VARIANTS,
+    variants=tuple(dict.fromkeys((*v, grads) for v in VARIANTS for grads in (v[0], compute(v[0]).name))),
 )
 def attention_backward(
-    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-    dq, dk, dv, delta, dk_parts, dv_parts, starts,
+    state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, delta, split_from,
+    coarse_from, dq, dk, dv, dk_parts, dv_parts, starts, add,
 ):  # fmt: skip
-    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta))
-    results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts))
+    inputs = by_reference(
+        Arrays(dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, delta, split_from, coarse_from)
+    )
+    results = by_reference(Results(dq, dk, dv, dk_parts, dv_parts, starts, add))
     size, options, wide = arena_size(), by_reference(call), dk_parts.dtype.type(0)
     make_scratch(size, options, operand(q, wide), wide)
     make_sums(size, options, dk_parts, dv_parts)
@@ -176,7 +189,7 @@ def attention_backward(
 
 
 # of a call; parts of the query blocks have dk_parts and dv_parts, in rows from starts[b] on
-Results = namedtuple("Results", "dq dk dv dk_parts dv_parts starts")
+Results = namedtuple("Results", "dq dk dv dk_parts dv_parts starts add")
 
 
 @device_function
@@ -208,21 +221,25 @@ def backward_tasks(state, n_tasks, memory, call, x, y):
                 n = add_block(w, call, x, b, head_kv, group, block, dk_sum, dv_sum, start)
                 for c in range(n):
                     row = (ob, sequence[0] + w.query[c], w.head[c])
-                    store_row(y.dq, row, w.dq[c], call.head_dim, scale)
+                    store_row(y.dq, row, w.dq[c], call.head_dim, scale, y.add)
         if call.n_splits == 1:
             for j in range(sequence[3]):
                 row = (ob, sequence[2] + j, head_kv)
-                store_row(y.dk, row, own_dk[j], call.head_dim, scale)
-                store_row(y.dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0))
+                store_row(y.dk, row, own_dk[j], call.head_dim, scale, y.add)
+                store_row(y.dv, row, own_dv[j], call.head_dim_v, like(wide, 1.0), y.add)
         task = claim(state)
     close_tiles()
 
 
 @device_function
-def store_row(target, index, source, dim, scale):
+def store_row(target, index, source, dim, scale, add):
     row = write_row(target, index)
-    for d in range(dim):
-        store(row, d, source[d] * scale)
+    if add:
+        for d in range(dim):
+            store(row, d, load(row, d) + source[d] * scale)
+    else:
+        for d in range(dim):
+            store(row, d, source[d] * scale)
 
 
 @kernel(
@@ -233,10 +250,11 @@ def store_row(target, index, source, dim, scale):
         SEQUENCES,
         write(t, 4),
         types.float64,
+        types.boolean,
     )
 )
-def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, scale):
-    """target = scale * (part 0 + part 1 + ...), rounded once."""
+def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, scale, add):
+    """target = scale * (part 0 + part 1 + ...), rounded once; or with ``add``, that more."""
     dim = target.shape[3]
     total = np.empty(dim, parts.dtype)
     sums = (call.max_seqlen_k + KEYS_PER_SUM - 1) // KEYS_PER_SUM
@@ -251,7 +269,6 @@ def attention_sum_parts(state, n_tasks, call, parts, starts, sequences, target, 
                 source = read_row(parts, (p, head_kv, starts[b] + j))
                 for d in range(dim):
                     total[d] += source[d]
-            row = write_row(target, (0 if call.packed else b, sequences[b, 2] + j, head_kv))
-            for d in range(dim):
-                store(row, d, total[d] * like(total[0], scale))
+            index = (0 if call.packed else b, sequences[b, 2] + j, head_kv)
+            store_row(target, index, total, dim, like(total[0], scale), add)
         task = claim(state)

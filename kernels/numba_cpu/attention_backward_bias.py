@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .attention_config import VARIANTS, backward_types
+from .attention_config import ROWS, VARIANTS, backward_types
 from .attention_gradient_operands import Arrays, clear_rows, load_block, load_keys, make_scratch
 from .attention_gradient_tile import any_gradients, next_tile, split_lse
 from .attention_operands import operand
@@ -49,16 +49,18 @@ def add_bias_tile(dbias, w, n, first, n_keys):
 @kernel(
     lambda t, bias: (
         *backward_types(t, bias),
-        types.Array(types.float64, 3, "C"),
         types.Array(compute(t), 4, "C"),
     ),
     variants=VARIANTS,
 )
 def attention_backward_bias(
-    state, n_tasks, call, dout, q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible, delta, dbias
-):
+    state, n_tasks, call, dout, q, k, v, lse, sequences, table, alibi, sinks, bias, visible, delta, split_from,
+    coarse_from, dbias,
+):  # fmt: skip
     """dbias = dS, summed over the axes along which bias was broadcast; one task owns what it adds to."""
-    inputs = by_reference(Arrays(dout, q, k, v, out, lse, sequences, alibi, sinks, bias, visible, delta))
+    inputs = by_reference(
+        Arrays(dout, q, k, v, lse, sequences, alibi, sinks, bias, visible, delta, split_from, coarse_from)
+    )
     size, options, wide = arena_size(), by_reference(call), dbias.dtype.type(0)
     make_scratch(size, options, operand(q, wide), wide)
     bias_tasks(state, n_tasks, arena(size[0]), options, inputs, dbias)
@@ -89,8 +91,8 @@ def bias_tasks(state, n_tasks, memory, call, x, dbias):
 @device_function
 def add_bias_block(dbias, w, call, x, b, h, block):
     head_kv = h * call.nheads_kv // call.nheads
-    n, first, last, _, coarse = load_block(w, call, x, b, h, block)
-    if coarse:
+    n, first, last, _, split = load_block(w, call, x, b, h, block)
+    if split:
         split_lse(w, call, x, b, head_kv, n, first, last)
     while first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
@@ -101,24 +103,19 @@ def add_bias_block(dbias, w, call, x, b, h, block):
         first += n_keys
 
 
-def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
-    """Sinks float64 (nheads,); lse and delta (batch, nheads, queries); the result in lse's dtype.
+def sinks_gradient(sinks: Array, lse: Array, delta: Array, dtype: np.dtype[Any]) -> Array:
+    """Sinks float64 (nheads,); lse and delta float64 (batch, nheads, queries); the result in ``dtype``.
 
     d lse / d sink is the sink's probability; its value is 0, so only -delta remains.
     """
-    gradient = np.empty(sinks.shape, lse.dtype)
+    gradient = np.empty(sinks.shape, dtype)
     launch = launcher(lse.size * EXP_NANOSECONDS)
-    launch(attention_sinks_gradient[lse.dtype], len(sinks), sinks, lse, delta, gradient)
+    launch(attention_sinks_gradient[dtype], len(sinks), sinks, lse, delta, gradient)
     return gradient
 
 
 def _signature(t: str) -> tuple[types.Type, ...]:
-    return (
-        types.Array(types.float64, 1, "A", readonly=True),
-        types.Array(compute(t), 3, "A", readonly=True),
-        types.Array(types.float64, 3, "C"),
-        types.Array(compute(t), 1, "C"),
-    )
+    return (types.Array(types.float64, 1, "A", readonly=True), ROWS, ROWS, types.Array(compute(t), 1, "C"))
 
 
 @kernel(_signature, tuple(dict.fromkeys(compute(t).name for t in FLOATS)))

@@ -12,7 +12,7 @@ from .attention_tile import CALL, Call
 from .codegen.memory import round_up
 from .codegen.target import DOT_BFLOAT16, MAX_LANES
 from .dtype import bits
-from .jit import compute, read, types
+from .jit import read, types
 from .parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -21,9 +21,16 @@ _ACCUMULATOR_BYTES, _L2 = 4, 1 << 20
 _PRODUCTS_PER_NANOSECOND = 20  # of one thread, about
 DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kernel
 
-# (dtype, dtype of the bias)
+
+def results_of(t: str) -> tuple[str, str]:
+    """The dtypes of out and lse, if no others are asked for."""
+    return t, "float64" if t == "float64" else "float32"
+
+
+# (dtype, dtype of the bias); forward also the dtypes of out and lse
 VARIANTS = tuple((t, bias) for t in ("float32", "bfloat16", "float16", "float64") for bias in (t, "float32"))
 VARIANTS = tuple(dict.fromkeys(VARIANTS))
+FORWARD_VARIANTS = tuple((t, bias, *results_of(t)) for t, bias in VARIANTS)
 
 OPTIONAL = (
     "block_table",
@@ -174,7 +181,9 @@ def optional_types(bias: str) -> tuple[types.Type, ...]:
 SEQUENCES = types.Array(types.int64, 2, "C", readonly=True)
 
 
+ROWS = types.Array(types.float64, 3, "A", readonly=True)
+
+
 def backward_types(t: str, bias: str) -> tuple[types.Type, ...]:
-    """Of the backward kernels: call, dout, q, k, v, out, lse, sequences, and the optional arrays."""
-    lse = types.Array(compute(t), 3, "A", readonly=True)
-    return (CALL, *(read(t, 4),) * 5, lse, SEQUENCES, *optional_types(bias))
+    """Of the backward kernels: call, dout, q, k, v, lse, sequences, the optional arrays, delta, and two limits."""
+    return (CALL, *(read(t, 4),) * 4, ROWS, SEQUENCES, *optional_types(bias), ROWS, *(types.float64,) * 2)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention_config import SEQUENCES, optional_types
+from .attention_config import SEQUENCES, optional_types, results_of
 from .attention_decode_block import (
     Work,
     add_block,
@@ -56,7 +56,7 @@ BLOCK_BYTES = 1 << 15  # of K rows of one head in a block: 16 KB was 5 % slower,
 AHEAD_BYTES = 3 << 12  # prefetch distance; at 32 KB rows leave the first cache before use
 
 # (dtype, rows of a tile)
-VARIANTS = tuple((t, rows) for t in FLOATS for rows in (1, 2, 4))
+VARIANTS = tuple((t, rows, *results_of(t)) for t in FLOATS for rows in (1, 2, 4))
 
 
 def tile_rows(dtype: str, rows: int) -> int:
@@ -83,14 +83,16 @@ class Plan(NamedTuple):
 Arrays = namedtuple("Arrays", "q k v out lse sequences table alibi sinks part_out part_sums")
 
 
-def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> Callable[..., None]:
+def prepare_decode(
+    call: Call, dtype: np.dtype, results: tuple[Any, Any], launch: Callable[..., None]
+) -> Callable[..., None]:
     """``decode(arrays, optional, parts)`` for ``call.block_m`` query rows per KV head; arrays as attention.py hands
     them to its kernels."""
     rows = tile_rows(dtype.name, call.block_m)
     call = call._replace(
         block_m=round_up.py_func(call.block_m, rows), block_n=block_keys(dtype.itemsize * call.head_dim)
     )
-    variant = dtype.name, rows
+    variant = dtype.name, rows, *results
 
     def plan_of(heads_kv: int) -> tuple[int, Plan]:
         row_bytes = max(heads_kv * dtype.itemsize * call.head_dim, 1)
@@ -110,13 +112,13 @@ def prepare_decode(call: Call, dtype: np.dtype, launch: Callable[..., None]) -> 
     return decode
 
 
-def _signature(t: str, rows: int) -> tuple[types.Type, ...]:
+def _signature(t: str, rows: int, of_out: str, of_lse: str) -> tuple[types.Type, ...]:
     tile, wide = types.UniTuple(types.int64, rows), compute(t)
     return (
         types.NamedTuple([tile, CALL, types.int64, types.int64], Plan),
         *(read(t, 4),) * 3,
-        write(t, 4),
-        types.Array(wide, 3, "A"),
+        write(of_out, 4),
+        write(of_lse, 3),
         SEQUENCES,
         *optional_types(t)[:3],
         types.Array(wide, 3, "C"),

@@ -115,7 +115,7 @@ def finish_scores(w, call, alibi, b, first, n_keys, n, offset):
             first_row = t % tiles * rows
             for r in range(first_row, smaller(first_row + rows, n)):
                 slope = alibi[b, w.head[r] + t // tiles * call.heads] * LOG2E
-                position = w.query[r] + offset - first
+                position = w.query[r] + offset + call.ahead - first
                 for j in range(n_keys):
                     row[j * rows + r - first_row] -= like(row[0], slope * abs(position - j))
 

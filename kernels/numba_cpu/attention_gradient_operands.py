@@ -27,14 +27,14 @@ from .codegen.gemm import in_tiles
 from .codegen.memory import SKEW, lanes, larger, round_up, smaller
 from .codegen.numba_api import types
 from .codegen.tiles import TILE
-from .dtype import bfloat16_of_float32, like, load, read_row
-from .jit import constant, device_function, generic, inner, noinline_function
+from .dtype import bfloat16_of_float32, like, read_row
+from .jit import constant, device_function, generic, noinline_function
 
-RESOLUTION = 2.0**-12  # lse in base 2 is too large to hold the sum of a row where adding this is lost
-
-
-# the inputs of a backward call, as attention_backward.py describes them, and delta
-Arrays = namedtuple("Arrays", "dout q k v out lse sequences alibi sinks bias visible delta")
+# The inputs of a backward call, as attention_backward.py describes them, with lse and delta in float64 and of rows
+# with a large lse what split_lse says.
+Arrays = namedtuple(
+    "Arrays", "dout q k v lse sequences alibi sinks bias visible delta split_from coarse_from"
+)
 
 
 class Scratch(NamedTuple):
@@ -250,14 +250,6 @@ def clear_columns(a, first, last, start, stop):
             row[c] = 0
 
 
-@inner
-def dot_float64(x, y, n):
-    total = 0.0
-    for d in range(n):
-        total += np.float64(load(x, d)) * np.float64(load(y, d))
-    return total
-
-
 @noinline_function
 def extremes(x, start, stop):
     least = most = np.int64(x[start])
@@ -279,18 +271,15 @@ def load_block(w, call, x, b, group, block):
     width = round_up(n, PANEL)
     for c in range(width):
         w.top[c] = w.high[c]
-    ob, coarse = 0 if call.packed else b, False
+    ob, split = 0 if call.packed else b, False
     for c in range(n):
         at, h = q_start + w.query[c], w.head[c]
-        gradient = read_row(x.dout, (ob, at, h))
         put_row(w.q[c], read_row(x.q, (ob, at, h)), call.head_dim)
-        put_row(w.do[c], gradient, call.head_dim_v)
-        row_lse = np.float64(x.lse[ob, h, at])
-        total = dot_float64(gradient, read_row(x.out, (ob, at, h)), call.head_dim_v)
-        x.delta[ob, h, at] = total
+        put_row(w.do[c], read_row(x.dout, (ob, at, h)), call.head_dim_v)
+        row_lse = x.lse[ob, h, at]
         w.lse2[c] = np.inf if row_lse == -np.inf else row_lse * LOG2E
-        w.delta[c] = total if row_lse != -np.inf else 0.0
-        coarse |= is_coarse(w.lse2[c])
+        w.delta[c] = x.delta[ob, h, at] if row_lse != -np.inf else 0.0
+        split |= is_large(row_lse, x.split_from)
     for c in range(width):
         w.rest[c] = 0
     for c in range(n, width):
@@ -308,12 +297,12 @@ def load_block(w, call, x, b, group, block):
         span = w.span[i]
         span[0], span[1] = extremes(w.low, i * PANEL, smaller((i + 1) * PANEL, n))
         span[2], span[3] = extremes(w.high, i * PANEL, smaller((i + 1) * PANEL, n))
-    return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v), coarse
+    return n, first, last, finite(w.q, n, words) and finite(w.do, n, words_v), split
 
 
 @device_function
-def is_coarse(lse):
-    return lse + like(lse, RESOLUTION) == lse and abs(lse) != np.inf
+def is_large(lse, least):
+    return least <= abs(lse) < np.inf
 
 
 @device_function

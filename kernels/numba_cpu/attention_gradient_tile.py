@@ -22,7 +22,7 @@ from .attention_gradient_operands import (
     clear,
     clear_columns,
     extremes,
-    is_coarse,
+    is_large,
     load_block,
     load_keys,
     packing,
@@ -139,28 +139,35 @@ def scale_scores(s, n, width, factor):
 
 @device_function
 def split_lse(w, call, x, b, head_kv, n, first, last):
-    """Of rows with a coarse lse: w.lse2 the largest score, and w.rest the log2 of the sum of the weights beside it.
+    """Of rows with a large lse (``split_from``): w.lse2 and w.rest, whose sum is lse in base 2.
 
-    float32 of -1e9 + log 100 is -1e9: keys that all have such a bias would weigh 1 each.
+    From ``coarse_from`` on lse does not hold the sum of a row: float32 of -1e9 + log 100 is -1e9, and keys that all
+    have such a bias would weigh 1 each. There w.lse2 is the largest score of this call's keys, and w.rest the log2 of
+    the sum of the weights beside it.
     """
+    ob, coarse = 0 if call.packed else b, False
     for c in range(n):
-        if is_coarse(w.lse2[c]):
+        row_lse = x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]]
+        w.rest[c] = 0
+        if is_large(row_lse, x.coarse_from):
             has_sink = call.has_sinks and x.sinks[w.head[c]] != -np.inf
             w.lse2[c] = x.sinks[w.head[c]] * LOG2E if has_sink else -np.inf
             w.rest[c] = 1 if has_sink else 0  # the sum, for now
-        else:
-            w.rest[c] = -1
-    while first <= last:
+            coarse = True
+        elif is_large(row_lse, x.split_from):
+            w.rest[c] = row_lse * LOG2E - w.lse2[c]
+    while coarse and first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)
         if seen:
             load_keys(w, call, x, b, head_kv, first, n_keys)
             any_scores(w, call, n, first, n_keys, x.bias)
             for c in range(n):
-                if w.rest[c] >= 0:
+                if is_large(x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]], x.coarse_from):
                     sum_weights(w, c, n_keys)
         first += n_keys
     for c in range(n):
-        w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
+        if coarse and is_large(x.lse[ob, w.head[c], x.sequences[b, 0] + w.query[c]], x.coarse_from):
+            w.rest[c] = np.log2(w.rest[c]) if w.rest[c] > 0 else 0
 
 
 @noinline_function
@@ -311,10 +318,10 @@ def add_row(total, weight, row, dim):
 @device_function
 def add_block(w, call, x, b, head_kv, group, block, dk, dv, start):
     """dQ of a block of queries into w.dq; adds its dK and dV, whose rows begin at ``start``. Returns lanes used."""
-    n, first, last, finite_block, coarse = load_block(w, call, x, b, group, block)
-    if coarse:
+    n, first, last, finite_block, split = load_block(w, call, x, b, group, block)
+    if split:
         split_lse(w, call, x, b, head_kv, n, first, last)
-    width, plain = round_up(n, PANEL), is_plain(call) and not coarse
+    width, plain = round_up(n, PANEL), is_plain(call) and not split
     clear(w.dq, 0, width)
     while first <= last:
         n_keys, seen = next_tile(w, call, b, n, first, last, x.visible)

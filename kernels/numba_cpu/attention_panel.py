@@ -255,7 +255,7 @@ def finish_block(w, call, x, b, n, split, q_start):
     ob = 0 if call.packed else b
     for c in range(n):
         h, i = w.head[c], w.query[c]
-        m, total = np.float64(w.row_max[c]) * factor, np.float64(w.row_sum[c])
+        m, total = np.float64(w.row_max[c] * like(w.row_max[c], factor)), np.float64(w.row_sum[c])
         older = 1.0
         if call.has_sinks and call.n_splits == 1 and x.sinks[h] != -np.inf:
             sink = x.sinks[h] * LOG2E

@@ -63,6 +63,7 @@ class Call(NamedTuple):
     has_sinks: bool
     softmax_scale: float
     softcap: float
+    ahead: int  # of ALiBi: left and right have it counted in
 
 
 _TYPE = {int: types.int64, bool: types.boolean, float: types.float64}
@@ -182,13 +183,13 @@ def add_bias(s, first, n, lane, n_lanes, factor, starts, bias):
 
 @device_function
 def place_terms(terms, call, b, alibi, bias, n, offset, head, query):
-    """Fill the lanes of a row block; the last query sits on key ``offset`` + its number."""
+    """Fill the lanes of a row block; a query sits on key ``offset`` + ``call.ahead`` + its number."""
     if call.has_bias:
         place_bias(terms.starts, b, n, head, query, bias)
     if call.has_alibi:
         for c in range(n):
             terms.slope[c] = alibi[b, head[c]] * LOG2E
-            terms.position[c] = query[c] + offset
+            terms.position[c] = query[c] + offset + call.ahead
         for c in range(n, len(terms.slope)):
             terms.slope[c] = terms.position[c] = 0
 

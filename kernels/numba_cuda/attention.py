@@ -64,7 +64,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
     partial results in the compute type: out is (parts * batch, ...), and lse holds the maxima of the scores in base
     2, followed by as many sums.
     """
-    f, number = functions(config.dtype), functions(config.dtype).compute
+    number = functions(config.dtype).compute
     scores = config.scores
     bias_load = functions(scores.bias or config.dtype).load
     block_m, block_n, chunk, chunk_v, slab = _tiles(config)
@@ -78,10 +78,11 @@ def forward_kernel(config: Config) -> NumbaKernel:
     masked, paged, split = config.masked, config.paged, config.split
     in_powers_of_e = config.in_powers_of_e
     exp2, tanh = (libdevice.exp2, libdevice.tanh) if number is float64 else (libdevice.exp2f, libdevice.tanhf)
-    log2 = libdevice.log2 if number is float64 else libdevice.log2f
     # The lowest finite bias times log2(e) must stay finite, since only -inf hides a key.
     lowest = -1.2e308 if number is float64 else -2.28e38
-    store = _same if split else f.store
+    store = _same if split else functions(config.out).store
+    wide = float64 if config.wide_lse else number
+    log2 = libdevice.log2 if wide is float64 else libdevice.log2f
     infinity, nothing = float("inf"), 0.0
 
     stage_q = stager(config.dtype, THREADS, block_m, chunk, stride)
@@ -93,7 +94,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
 
     def attention_forward(
         q, k, v, out, lse, sequences, table, alibi, sinks, bias, visible,
-        scale, softcap, left, right, block_q, block_k, n_parts,
+        scale, softcap, ahead, left, right, block_q, block_k, n_parts,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)  # Q and K, later V
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -199,7 +200,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                     if capped:
                         score = softcap * tanh(score / softcap)
                     if with_alibi:
-                        score -= number(alibi[b, head]) * number(abs(query + diagonal - key))
+                        score -= number(alibi[b, head]) * number(abs(query + diagonal + ahead - key))
                     if with_bias:
                         added = number(bias_load(bias[b, head, query, min(key, end - 1)]))
                         hide = hide or added == -infinity
@@ -242,7 +243,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
                 if split:
                     lse[entry, head, at], lse[n_parts * batch + entry, head, at] = top, total
                 else:
-                    lse[entry, head, at] = -infinity if blind else (top + log2(total)) * number(LN2)
+                    lse[entry, head, at] = -infinity if blind else (wide(top) + log2(wide(total))) * wide(LN2)
 
         across = ROW_THREADS * out.strides[3]
         # out = O / l, in a loop of its own: a longer one would not be unrolled, and O would leave the registers.
@@ -270,7 +271,11 @@ def _tiles(config):
 def _signature(config: Config) -> str:
     f = functions(config.dtype)
     computed, scores = str(f.compute), config.scores
-    result, statistics = (computed, computed) if config.split else (f.element, f.statistics)
+    result, statistics = functions(config.out).element, f.statistics
+    if config.split:
+        result = statistics = computed
+    elif config.wide_lse:
+        statistics = "float64"
     rank4 = "[:, :, :, :]"
     optional = {
         "int32[:, :]": config.paged,
@@ -281,4 +286,4 @@ def _signature(config: Config) -> str:
     }
     arrays = [f.element + rank4] * 3 + [result + rank4, statistics + "[:, :, :]", "int64[:, ::1]"]
     arrays += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*arrays, computed, computed, *['int32'] * 5])})"
+    return f"void({', '.join([*arrays, computed, computed, *['int32'] * 6])})"

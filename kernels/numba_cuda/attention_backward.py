@@ -36,15 +36,28 @@ from gpu_ops.kernels.numba_cuda.attention_backward_tile import (
 )
 from gpu_ops.kernels.numba_cuda.attention_config import ROW_THREADS, ROWS
 from gpu_ops.kernels.numba_cuda.dtype import functions
-from gpu_ops.kernels.numba_cuda.memory import store_at
+from gpu_ops.kernels.numba_cuda.memory import load_at, store_at
 
 __all__ = ["keys_kernel", "queries_kernel"]
 
 
 @cache
-def queries_kernel(config: Config) -> NumbaKernel:
+def writer(dtype: str, add: bool):
+    """A device function: write a number in the dtype of gradients, or add it to what is there."""
+    f = functions(dtype)
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(x, at, value):
+        store_at(x, at, f.store(f.load(load_at(x, at)) + value if add else value))
+
+    return write
+
+
+@cache
+def queries_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
     """dQ. Arrays are those of ``forward_kernel``, and ``statistics`` (3, batch, nheads, seqlen_q) by
-    :mod:`.attention_backward_rows`. Pass 0 for an array that the kernel does not use.
+    :mod:`.attention_backward_rows`. Pass 0 for an array that the kernel does not use. ``grads``: the dtype of dQ;
+    ``added``: to what it holds.
     """
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_rows, my_keys), my_columns = config.tile, slab // ROW_THREADS
@@ -54,11 +67,11 @@ def queries_kernel(config: Config) -> NumbaKernel:
     masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_m), keys_locator(block_n)
     look, products, add = looker(config), multiplier(config), accumulator(config)
-    differentiate = differentiator(config)
+    differentiate, write = differentiator(config), writer(grads, added)
 
     def attention_backward_queries(
         dout, q, k, v, dq, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        scale, cap, ahead, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -72,7 +85,7 @@ def queries_kernel(config: Config) -> NumbaKernel:
         o = cuda.local.array((my_rows, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias)
+        options = (scale, cap, ahead, alibi, bias)
 
         # The rows and columns of this block.
         batch, nheads_kv, head_dim = sequences.shape[0], k.shape[2], q.shape[3]
@@ -131,14 +144,20 @@ def queries_kernel(config: Config) -> NumbaKernel:
                 begins += (q_start + query_of[row]) * dq.strides[1] + (first_column + c) * dq.strides[3]
                 for t in range(my_columns):
                     if first_column + c + t * ROW_THREADS < head_dim:
-                        store_at(dq, begins + t * across, f.store(o[i, t] * scale))
+                        write(dq, begins + t * across, o[i, t] * scale)
 
-    name = f"attention_backward_queries[{config.label}]"
-    return NumbaKernel(attention_backward_queries, signature(config.problem, f.element, 5), name)
+    name = f"attention_backward_queries[{_label(config, grads, added)}]"
+    types = signature(config.problem, f.element, 4, functions(grads).element + "[:, :, :, :]")
+    return NumbaKernel(attention_backward_queries, types, name)
+
+
+def _label(config: Config, grads: str, added: bool) -> str:
+    of_their_own = [f"gradients {grads}"] if grads != config.problem.dtype else []
+    return ",".join([config.label, *of_their_own, *["added"] * added])
 
 
 @cache
-def keys_kernel(config: Config) -> NumbaKernel:
+def keys_kernel(config: Config, grads: str, added: bool = False) -> NumbaKernel:
     """dK and dV; the arguments are those of :func:`queries_kernel`."""
     block_m, block_n, slab = config.block_m, config.block_n, config.slab
     (my_keys, my_rows), my_columns = config.tile, slab // ROW_THREADS
@@ -148,7 +167,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
     masked, with_blocks, nothing = config.problem.masked, config.problem.scores.block_mask, 0.0
     locate_rows, locate_keys = queries_locator(block_n), keys_locator(block_m)
     look, products, add = looker(config), multiplier(config), accumulator(config)
-    differentiate = differentiator(config)
+    differentiate, write = differentiator(config), writer(grads, added)
 
     @cuda.jit(device=True, forceinline=True)
     def store(x, sums, factor, first, n, begins, first_column, r, c):
@@ -158,11 +177,11 @@ def keys_kernel(config: Config) -> NumbaKernel:
                 row = begins + (r + i * ROWS) * x.strides[1] + (first_column + c) * x.strides[3]
                 for t in range(my_columns):
                     if first_column + c + t * ROW_THREADS < x.shape[3]:
-                        store_at(x, row + t * across, f.store(sums[i, t] * factor))
+                        write(x, row + t * across, sums[i, t] * factor)
 
     def attention_backward_keys(
         dout, q, k, v, dk, dv, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        scale, cap, ahead, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -177,7 +196,7 @@ def keys_kernel(config: Config) -> NumbaKernel:
         sum_v = cuda.local.array((my_keys, my_columns), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias)
+        options = (scale, cap, ahead, alibi, bias)
 
         # The keys and columns of this block. The first keys first: in a causal problem the most rows see them.
         batch, nheads_kv = sequences.shape[0], k.shape[2]
@@ -237,5 +256,6 @@ def keys_kernel(config: Config) -> NumbaKernel:
         begins = k_batch * dv.strides[0] + (k_start + first_key) * dv.strides[1] + head_kv * dv.strides[2]
         store(dv, sum_v, number(1.0), first_key, end, begins, first_column, r, c)
 
-    name = f"attention_backward_keys[{config.label}]"
-    return NumbaKernel(attention_backward_keys, signature(config.problem, f.element, 6), name)
+    name = f"attention_backward_keys[{_label(config, grads, added)}]"
+    types = signature(config.problem, f.element, 4, *[functions(grads).element + "[:, :, :, :]"] * 2)
+    return NumbaKernel(attention_backward_keys, types, name)

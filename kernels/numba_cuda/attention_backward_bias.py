@@ -74,7 +74,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
 
     def attention_backward_bias(
         dout, q, k, v, parts, batch_axis, nheads_axis, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        scale, cap, ahead, left, right, block_q, block_k,
     ):  # fmt: skip
         staged = cuda.shared.array(n_staged, number, alignment=16)
         p = cuda.shared.array(n_p, number, alignment=16)
@@ -88,7 +88,7 @@ def bias_kernel(config: Config, sum_queries: bool, sum_keys: bool) -> NumbaKerne
         sums = cuda.local.array((my_rows, my_keys), number)
         thread = uint32(cuda.threadIdx.x)
         r, c = thread // uint32(ROW_THREADS), thread % uint32(ROW_THREADS)
-        options = (scale, cap, alibi, bias)
+        options = (scale, cap, ahead, alibi, bias)
 
         batch, seqlen_q, nheads, seqlen_k = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
         group = int32(nheads // k.shape[2])

@@ -3,9 +3,10 @@
     top, rest:   P = exp2((s - top) log2(e) - rest)
     delta:       rowsum(dO O)
 
-top is lse, and rest is 0, unless lse is too coarse. If all 100 keys of a row have a bias of -1e9, lse is
--1e9 + log(100), which float32 rounds to -1e9, and each key would weigh 1 instead of 1/100. For such a row the kernel
-walks over the keys: top is the largest score, and rest the log2 of the sum of all weights relative to it.
+top is lse in the dtype computed in, and rest what float64 has beyond that, unless lse is too coarse. If all 100 keys
+of a row have a bias of -1e9, lse is -1e9 + log(100), which float32 rounds to -1e9, and each key would weigh 1 instead
+of 1/100. For such a row the kernel walks over the keys: top is the largest score, and rest the log2 of the sum of all
+weights relative to it.
 
 delta is summed over columns in order, by multiply-adds, as dP is. So the two cancel exactly where a row sees one key.
 """
@@ -36,9 +37,15 @@ CHUNK = {
 
 
 @cache
-def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
-    """Statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head, a thread one."""
+def rows_kernel(
+    problem: Problem, with_sinks: bool, lse_dtype: str, out_dtype: str, delta_given: bool = False
+) -> NumbaKernel:
+    """Statistics (3, batch, nheads, seqlen_q): top, rest, delta. A block has 128 queries of a head, a thread one.
+
+    ``delta``: 0 if it is not given; if it is, ``out`` is not read.
+    """
     f, number = functions(problem.dtype), functions(problem.dtype).compute
+    given = functions(lse_dtype).compute
     load, masked, with_blocks = f.load, problem.masked, problem.scores.block_mask
     cap_product, add_terms = scorers(problem)
     exp2, log2, fma = libdevice.exp2f, libdevice.log2f, libdevice.fmaf
@@ -48,6 +55,7 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
     stride = chunk + 1  # threads read a column: 32 banks
     n_numbers, n_places = THREADS * stride, 2 * THREADS
     stage = stager(problem.dtype, THREADS, THREADS, chunk, stride)
+    stage_out = stager(out_dtype, THREADS, THREADS, chunk, stride)
 
     @cuda.jit(device=True)
     def walk(
@@ -77,8 +85,8 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
         return top, log2(total) if total > 0 else number(0.0)
 
     def attention_backward_rows(
-        dout, out, q, k, lse, sinks, statistics, sequences, alibi, bias, visible,
-        scale, cap, left, right, block_q, block_k,
+        dout, q, k, out, lse, delta_, sinks, statistics, sequences, alibi, bias, visible,
+        scale, cap, ahead, left, right, block_q, block_k,
     ):  # fmt: skip
         gradients = cuda.shared.array(n_numbers, number, alignment=16)
         results = cuda.shared.array(n_numbers, number, alignment=16)
@@ -98,21 +106,26 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
         places[THREADS + thread] = entry * out.strides[0] + at * out.strides[1] + head * out.strides[2]
 
         delta, dim = number(0.0), out.shape[3]
-        for column in range(0, dim, chunk):
+        if delta_given:
+            delta = delta_[entry, head, at]
+        for column in range(0, 0 if delta_given else dim, chunk):
             cuda.syncthreads()
             stage(gradients, 0, dout, places, 0, column, dim, dout.strides[3])
-            stage(results, 0, out, places, THREADS, column, dim, out.strides[3])
+            stage_out(results, 0, out, places, THREADS, column, dim, out.strides[3])
             cuda.syncthreads()
             for d in range(chunk):
                 delta = fma(take(gradients, thread * stride + d), take(results, thread * stride + d), delta)
 
         if first + int32(thread) < q_len:
-            top, rest = number(lse[entry, head, at]), number(0.0)
-            base2 = top * number(LOG2E)
-            if base2 + number(RESOLUTION) == base2 and abs(base2) < infinity:
+            exact = lse[entry, head, at]
+            top, rest = number(exact), number(0.0)
+            base2 = exact * given(LOG2E)
+            if abs(top) < infinity:
+                rest = number((exact - given(top)) * given(LOG2E))
+            if base2 + given(RESOLUTION) == base2 and abs(base2) < infinity:
                 k_batch = b if k.shape[0] > 1 else int64(0)
                 sink = number(sinks[head]) if with_sinks else number(-infinity)
-                options = (scale, cap, alibi, bias)
+                options = (scale, cap, ahead, alibi, bias)
                 top, rest = walk(
                     q, k, sink, sequences, options, visible, b, entry, k_batch, int32(head), query, left, right,
                     block_q, block_k,
@@ -121,9 +134,16 @@ def rows_kernel(problem: Problem, with_sinks: bool) -> NumbaKernel:
             statistics[1, entry, head, at] = rest
             statistics[2, entry, head, at] = delta
 
-    more = (f"{f.statistics}[:, :, :]", "float32[:]" if with_sinks else "int32")
-    name = f"attention_backward_rows[{problem.label}{',sinks' if with_sinks else ''}]"
-    return NumbaKernel(attention_backward_rows, signature(problem, f.element, 4, *more), name)
+    rank3 = "[:, :, :]"
+    more = (
+        functions(out_dtype).element + "[:, :, :, :]",
+        str(given) + rank3,
+        str(number) + rank3 if delta_given else "int32",
+        "float32[:]" if with_sinks else "int32",
+    )
+    words = [*["sinks"] * with_sinks, *["delta"] * delta_given, f"lse {lse_dtype}", f"out {out_dtype}"]
+    name = f"attention_backward_rows[{','.join([problem.label, *words])}]"
+    return NumbaKernel(attention_backward_rows, signature(problem, f.element, 3, *more), name)
 
 
 @cache

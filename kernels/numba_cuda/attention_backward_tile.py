@@ -54,7 +54,7 @@ def scorers(problem: Problem):
 
     @cuda.jit(device=True, forceinline=True)
     def cap(product, options):
-        scale, softcap, _, _ = options
+        scale, softcap, _, _, _ = options
         if capped:
             share = tanh(product * scale / softcap)
             return times(softcap, share), number(1.0) - share * share
@@ -62,9 +62,9 @@ def scorers(problem: Problem):
 
     @cuda.jit(device=True, forceinline=True)
     def add_terms(score, options, b, head, query, key, diagonal, hide):
-        _, _, alibi, bias = options
+        _, _, ahead, alibi, bias = options
         if with_alibi:
-            score = plus(score, -number(alibi[b, head]) * number(abs(query + diagonal - key)))
+            score = plus(score, -number(alibi[b, head]) * number(abs(query + diagonal + ahead - key)))
         if with_bias:
             added = number(bias_load(bias[b, head, query, key]))
             hide = hide or added == -infinity
@@ -270,4 +270,4 @@ def signature(problem: Problem, element: str, arrays: int, *more: str) -> str:
     }
     types = [element + rank4] * arrays + [*more, computed + "[:, :, :, ::1]", "int64[:, ::1]"]
     types += [array if given else "int32" for array, given in optional.items()]
-    return f"void({', '.join([*types, computed, computed, *['int32'] * 4])})"
+    return f"void({', '.join([*types, computed, computed, *['int32'] * 5])})"

@@ -25,9 +25,10 @@ __all__ = ["combine_kernel"]
 
 
 @cache
-def combine_kernel(dtype: str, sinks: bool) -> NumbaKernel:
-    """Takes ``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v) and the softmax statistics of each row.
+def combine_kernel(dtype: str, sinks: bool, lse: str) -> NumbaKernel:
+    """``dtype`` and ``lse``: of the results. ``sinks``: whether there are any.
 
+    Takes ``part_out`` (parts * batch, seqlen_q, nheads, head_dim_v) and the softmax statistics of each row,
     ``row_max_sum`` (2 * parts * batch, nheads, seqlen_q): the largest scores, in base 2, then the sums of powers of 2
     relative to them.
     """
@@ -70,5 +71,6 @@ def combine_kernel(dtype: str, sinks: bool) -> NumbaKernel:
 
     workspace = f"{f.compute}[:, :, :, ::1], {f.compute}[:, :, ::1]"
     given = "float32[:]" if sinks else "int32"
-    signature = f"void({workspace}, {f.element}[:, :, :, :], {f.statistics}[:, :, :], {given})"
-    return NumbaKernel(attention_combine, signature, f"attention_combine[{dtype}{',sinks' if sinks else ''}]")
+    signature = f"void({workspace}, {f.element}[:, :, :, :], {lse}[:, :, :], {given})"
+    words = [dtype, *["sinks"] * sinks, *["wide_lse"] * (lse != f.statistics)]
+    return NumbaKernel(attention_combine, signature, f"attention_combine[{','.join(words)}]")

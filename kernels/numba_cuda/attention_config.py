@@ -40,11 +40,18 @@ class Config:
     masked: bool = False  # causal or a window
     paged: bool = False
     split: bool = False  # keys in parts, one block each
+    wide_out: bool = False  # out in float32 where q is not
+    wide_lse: bool = False  # lse in float64
 
     @property
     def itemsize(self) -> int:
         """Bytes per number in the compute type."""
         return 8 if self.dtype == "float64" else 4
+
+    @property
+    def out(self) -> str:
+        """The dtype of out."""
+        return "float32" if self.wide_out else self.dtype
 
     @property
     def in_powers_of_e(self) -> bool:
@@ -80,7 +87,7 @@ class Config:
         """For example ``attention_forward[float32,64x64,slab 64,masked]``."""
         words = [self.dtype, f"{self.block_m}x{self.block_n}", f"slab {self.slab}"]
         words += [*(["masked"] if self.masked else []), *self.scores.words]
-        words += [flag for flag in ("paged", "split") if getattr(self, flag)]
+        words += [flag for flag in ("paged", "split", "wide_out", "wide_lse") if getattr(self, flag)]
         return f"attention_forward[{','.join(words)}]"
 
 

@@ -7,116 +7,24 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
+from scripts.fuzzing.attention_maths import (
+    Options,
+    backward,
+    by_sequence,
+    forward,
+    heads_first,
+    of_sequence,
+    together,
+    varlen_forward,
+)
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import FLOAT32, FLOAT64, Array, Maths, nearest
 from scripts.fuzzing.trial import BACKWARD, Trial
-
-Options = dict[str, Any]
 
 
 def computing(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype of lse, statistics and sums over tokens."""
     return FLOAT64 if dtype == np.float64 else FLOAT32
-
-
-def visible(options: Options, batch: int, heads: int, sq: int, sk: int) -> Array:
-    """Bool (batch, heads, sq, sk)."""
-    distance = np.arange(sq)[:, None] + sk - sq - np.arange(sk)[None, :]
-    seen = np.ones((batch, heads, sq, sk), bool)
-    left, right = options.get("window_size", (-1, -1))
-    if options.get("causal"):
-        seen &= distance >= 0
-    if left >= 0:
-        seen &= distance <= left
-    if right >= 0:
-        seen &= -distance <= right
-    if "bias" in options:
-        seen &= options["bias"] != -np.inf
-    if "block_mask" in options:
-        mask = options["block_mask"]
-        rows, columns = np.arange(sq) // mask.block_q, np.arange(sk) // mask.block_k
-        blocks = (-(-sq // mask.block_q), -(-sk // mask.block_k))
-        grid = np.broadcast_to(mask.visible, (*mask.visible.shape[:-2], *blocks))
-        seen &= grid[..., rows[:, None], columns[None, :]]
-    return seen
-
-
-def scores(m: Maths, q: Array, k: Array, options: Options, seen: Array) -> tuple[Array, Array]:
-    """Of (batch, heads, seqlen, head_dim) arrays: the scores, and the slope of the softcap."""
-    sq, head_dim = q.shape[2:]
-    sk = k.shape[2]
-    s = m.r(m.matmul(q, k.swapaxes(-1, -2)) * m.wide(options.get("softmax_scale", head_dim**-0.5)))
-    slope = np.ones_like(s)
-    if cap := options.get("softcap", 0.0):
-        t = m.r(np.tanh(m.r(s / m.wide(cap))))
-        s, slope = m.r(t * m.wide(cap)), m.r(1 - m.r(t * t))
-    if "alibi_slopes" in options:
-        slopes = m.load(options["alibi_slopes"])
-        slopes = (slopes if slopes.ndim == 2 else slopes[None])[:, :, None, None]
-        distance = np.abs(np.arange(sq)[:, None] + sk - sq - np.arange(sk)[None, :])
-        s = m.r(s - m.r(slopes * distance))
-    if "bias" in options:
-        bias = m.load(options["bias"])
-        s = m.r(s + np.where(np.isinf(bias), 0, bias))
-    return np.where(seen, s, -np.inf), slope
-
-
-def forward(m: Maths, q: Array, k: Array, v: Array, options: Options) -> tuple[Array, Array]:
-    """out and lse of (batch, heads, seqlen, head_dim) arrays that are loaded; k and v may have fewer heads."""
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    seen = visible(options, *q.shape[:3], k.shape[2])
-    s, _ = scores(m, q, k, options, seen)
-    top = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
-    sink = None
-    if "sinks" in options:
-        sink = m.load(options["sinks"])[None, :, None, None]
-        top = np.maximum(top, sink)
-    top = np.where(top == -np.inf, 0, top)
-    weights = np.where(seen, m.r(np.exp(m.r(s - top))), 0)
-    total = m.sum(weights)
-    if sink is not None:
-        total = m.r(total + m.r(np.exp(m.r(sink - top))))
-    shown = m.r(weights / np.where(total == 0, 1, total))
-    lse = np.where(total == 0, -np.inf, m.r(top + m.r(np.log(np.where(total == 0, 1, total)))))
-    return m.matmul(shown, v), lse[..., 0]
-
-
-def backward(m: Maths, x: dict[str, Array], lse: Array, options: Options) -> tuple[Array, ...]:
-    """dq, dk, dv and, where given, dbias and dsinks, of (batch, heads, seqlen, head_dim) arrays."""
-    q, dout, out = x["q"], x["dout"], x["out"]
-    heads_kv = x["k"].shape[1]
-    groups = q.shape[1] // heads_kv
-    k, v = (np.repeat(x[name], groups, axis=1) for name in ("k", "v"))
-    scale = m.wide(options.get("softmax_scale", q.shape[-1] ** -0.5))
-    seen = visible(options, *q.shape[:3], k.shape[2])
-    s, slope = scores(m, q, k, options, seen)
-    lse = lse[..., None]
-    probs = np.where(seen, m.r(np.exp(m.r(np.where(seen, s - lse, 0)))), 0)
-    delta = m.sum(m.r(dout * out))
-    ds = m.r(probs * m.r(m.matmul(dout, v.swapaxes(-1, -2)) - delta))
-    inner = m.r(m.r(ds * slope) * scale)
-
-    def grouped(y: Array) -> Array:
-        return m.sum(y.reshape(y.shape[0], heads_kv, groups, *y.shape[2:]), axis=2)[:, :, 0]
-
-    found = [m.matmul(inner, k), grouped(m.matmul(inner.swapaxes(-1, -2), q))]
-    found.append(grouped(m.matmul(probs.swapaxes(-1, -2), dout)))
-    if "bias" in options:
-        dbias = ds
-        shape = options["bias"].shape
-        for axis in range(4):
-            if axis < 4 - len(shape) or shape[axis - 4 + len(shape)] == 1:
-                dbias = m.sum(dbias, axis=axis)
-        found.append(dbias.reshape(shape))
-    if "sinks" in options:
-        sink = m.load(options["sinks"])[None, :, None, None]
-        share = np.where(lse == -np.inf, 0, m.r(np.exp(m.r(sink - lse))))
-        found.append(-m.sum(m.sum(m.r(share * delta), axis=2), axis=0)[0, :, 0, 0])
-    return tuple(found)
-
-
-def heads_first(x: Array, layout: str = "bshd") -> Array:
-    return x.swapaxes(1, 2) if layout == "bshd" else x
 
 
 def dims(draw: Draw) -> tuple[int, int, int, int, int]:
@@ -148,8 +56,10 @@ def options_of(draw: Draw, batch: int, heads: int) -> Options:
 
 
 def dense_options(draw: Draw, dtype: Any, shape: tuple[int, int, int, int]) -> Options:
-    """bias and block_mask, which only :func:`attention` has."""
+    """bias, block_mask and positions, which only :func:`attention` has."""
     found: Options = {}
+    if draw.chance(0.2):
+        found["q_start"], found["k_start"] = draw.pick(0, 5, 40, 1000), draw.pick(0, 7, 60, 1030)
     if draw.chance(0.2):
         cut = tuple(n if draw.chance(0.6) else 1 for n in shape)[draw.pick(0, 0, 1, 2) :]
         bias = draw.values(cut, draw.pick(dtype, FLOAT32))
@@ -245,34 +155,71 @@ def starts(draw: Draw, batch: int, limit: int) -> Array:
     return np.cumsum([0, *(draw.length(limit, 0.15) for _ in range(batch))]).astype(np.int32)
 
 
-def attention_varlen(draw: Draw) -> Trial:
+def packed(draw: Draw, limit: int) -> tuple[dict[str, Array], Array, Array, Options]:
+    """q, k and v of packed sequences, where the sequences start, and options."""
     dtype = draw.dtype()
     batch, heads, heads_kv, head_dim, head_dim_v = dims(draw)
-    limit = 17 if draw.small else 100
     cu_q, cu_k = starts(draw, batch, limit), starts(draw, batch, limit)
-    q = draw.array((cu_q[-1], heads, head_dim), dtype)
-    k, v = (draw.array((cu_k[-1], heads_kv, d), dtype) for d in (head_dim, head_dim_v))
-    options = options_of(draw, batch, heads)
-    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": draw.place(cu_q), "cu_seqlens_k": draw.place(cu_k)}
+    given = {
+        "q": draw.array((cu_q[-1], heads, head_dim), dtype),
+        "k": draw.array((cu_k[-1], heads_kv, head_dim), dtype),
+        "v": draw.array((cu_k[-1], heads_kv, head_dim_v), dtype),
+    }
+    return given, cu_q, cu_k, options_of(draw, batch, heads)
+
+
+def attention_varlen(draw: Draw) -> Trial:
+    given, cu_q, cu_k, options = packed(draw, 17 if draw.small else 100)
+    arguments = {**given, "cu_seqlens_q": draw.place(cu_q), "cu_seqlens_k": draw.place(cu_k)}
     arguments |= {**options, "return_lse": True}
     if draw.chance(0.3):
         arguments["max_seqlen_q"] = int(np.diff(cu_q).max(initial=0)) + draw.pick(0, 0, 7)
+    dtype = given["q"].dtype
+    results = (dtype, computing(dtype))
 
     def formula(m: Maths) -> tuple[Array, ...]:
-        x, y, z = (m.load(one).swapaxes(0, 1)[None] for one in (q, k, v))
-        outs, sums = [np.empty((1, heads, 0, head_dim_v))], [np.empty((1, heads, 0))]
-        for b in range(batch):
-            rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-            of_sequence = dict(options)
-            if options.get("alibi_slopes", np.empty(0)).ndim == 2:
-                of_sequence["alibi_slopes"] = options["alibi_slopes"][b]
-            out, lse = forward(m, x[:, :, rows], y[:, :, keys], z[:, :, keys], of_sequence)
-            outs.append(out)
-            sums.append(lse)
-        return np.concatenate(outs, 2)[0].swapaxes(0, 1), np.concatenate(sums, 2)[0]
+        return varlen_forward(m, given, cu_q, cu_k, options)
 
-    results = (dtype, computing(dtype))
     return Trial("attention_varlen", arguments, draw, dtype, results, formula, linked=(("v", 0), ("k", 2)))
+
+
+def attention_varlen_backward(draw: Draw) -> Trial:
+    given, cu_q, cu_k, options = packed(draw, 17 if draw.small else 64)
+    dtype = given["q"].dtype
+    given = {"dout": draw.array((*given["q"].shape[:2], given["v"].shape[2]), dtype), **given}
+    with np.errstate(all="ignore"):
+        out, lse = varlen_forward(Maths(dtype, False), given, cu_q, cu_k, options)
+    arguments = {
+        **given,
+        "out": draw.place(nearest(out, dtype)),
+        "lse": draw.place(lse.astype(computing(dtype))),
+    }
+    arguments |= {"cu_seqlens_q": draw.place(cu_q), "cu_seqlens_k": draw.place(cu_k), **options}
+    extra = "sinks" in options and draw.chance(0.5)
+    if extra:
+        arguments["return_extra"] = True
+    if draw.chance(0.3):
+        arguments["grads"] = tuple(draw.out(given[name].shape, dtype) for name in "qkv")
+
+    def formula(m: Maths) -> tuple[Array, ...]:
+        w = Maths(dtype, False, m.variant)  # a variant's lse and out must be those of its inputs
+        parts = []
+        for b, (x, y) in enumerate(
+            zip(by_sequence(m, given, cu_q, cu_k), by_sequence(w, given, cu_q, cu_k), strict=True)
+        ):
+            made, sums = forward(w, y["q"], y["k"], y["v"], of_sequence(options, b))
+            x["out"] = m.r(nearest(made, dtype).astype(m.wide))
+            parts.append(
+                backward(m, x, sums.astype(computing(dtype)).astype(m.wide), of_sequence(options, b))
+            )
+        found = [together([part[i] for part in parts]) for i in range(3)]
+        return (*found, sum(part[3] for part in parts)) if extra else tuple(found)
+
+    results = (dtype,) * 3 + ((computing(dtype),) if extra else ())
+    linked = (("v", 0), ("k", 2), ("dout", 0), ("out", 1), ("lse", 1))
+    return Trial(
+        "attention_varlen_backward", arguments, draw, dtype, results, formula, BACKWARD, linked=linked
+    )
 
 
 def attention_decode(draw: Draw) -> Trial:
@@ -310,12 +257,8 @@ def attention_decode(draw: Draw) -> Trial:
         x, y, z = (heads_first(m.load(one)) for one in (q, *dense))
         found = []
         for b in range(batch):
-            of_sequence = dict(options)
-            if options.get("alibi_slopes", np.empty(0)).ndim == 2:
-                of_sequence["alibi_slopes"] = options["alibi_slopes"][b]
-            found.append(
-                forward(m, x[b : b + 1], *(one[b : b + 1, :, : used[b]] for one in (y, z)), of_sequence)
-            )
+            keys = (one[b : b + 1, :, : used[b]] for one in (y, z))
+            found.append(forward(m, x[b : b + 1], *keys, of_sequence(options, b)))
         return heads_first(np.concatenate([out for out, _ in found])), np.concatenate(
             [lse for _, lse in found]
         )
@@ -325,4 +268,11 @@ def attention_decode(draw: Draw) -> Trial:
     return Trial("attention_decode", arguments, draw, dtype, results, formula, linked=linked)
 
 
-TRIALS = (attention, attention, attention_backward, attention_varlen, attention_decode)
+TRIALS = (
+    attention,
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    attention_decode,
+)

@@ -23,6 +23,8 @@ WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
     "window_size": ((1,), (-2, 0), ("a", 1), 5, (1.5, 2), None),
     "softmax_scale": (NAN, INF, "x", 1j),
     "softcap": (-1.0, NAN, "x"),
+    "q_start": (-1, 1.5, True, 1 << 31, "x"),
+    "k_start": (-1, 0.0, "x"),
     "layout": ("sbhd", None, 1),
     "return_lse": ("yes", 2),
     "num_splits": (-1, 1.5, "x"),

@@ -135,7 +135,7 @@ def quantize(draw: Draw) -> Trial:
     return Trial("ternary_quantize", arguments, draw, dtype, check=check)
 
 
-def scaled(draw: Draw) -> tuple[Array, Array, gpu_ops.TernaryMatrix]:
+def scaled(draw: Draw, *kinds: str) -> tuple[Array, Array, gpu_ops.TernaryMatrix]:
     """Trits, the scale of each (N, K), and the matrix."""
     format = draw.pick("w2", "w2", *ANY_SHAPE, "i2_s", "tq2_0")
     t = matrix(draw, format)
@@ -143,7 +143,7 @@ def scaled(draw: Draw) -> tuple[Array, Array, gpu_ops.TernaryMatrix]:
     groups = draw.pick(*(g for g in (1, 2, 4) if k % g == 0))
     if format == "tq2_0":
         groups = 1
-    kind = draw.pick("tensor", "row", "group") if format != "tq2_0" else "tensor"
+    kind = draw.pick(*(kinds or ("tensor", "row", "group"))) if format != "tq2_0" else "tensor"
     shape = {"tensor": (), "row": (n,), "group": (n, groups)}[kind]
     scale = (0.2 + draw.rng.random(shape)).astype(np.float32)
     wide = {"tensor": scale, "row": scale[..., None], "group": np.repeat(scale, k // groups, -1)}[kind]
@@ -209,4 +209,26 @@ def matmul_backward(draw: Draw) -> Trial:
     return Trial("ternary_matmul_backward", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
 
 
-TRIALS = (pack, unpack, quantize, matmul, matmul, matmul_backward)
+def product(draw: Draw) -> Trial:
+    """Two ternary matrices: sums of trits are exact, so only the scales round."""
+    x, x_scale, left = scaled(draw, "tensor", "row")
+    n = draw.length(65)
+    t = draw.rng.integers(-1, 2, (n, x.shape[1])).astype(np.int8)
+    scale = (0.2 + draw.rng.random(draw.pick((), (n,)))).astype(np.float32)
+    right = gpu_ops.TernaryMatrix.from_trits(t, scale, format=draw.pick(*ANY_SHAPE))
+    exact = (x * x_scale.astype(np.float64)) @ (t * scale.astype(np.float64)[..., None]).T
+
+    def check(found: list[Any]) -> str | None:
+        got = found[0]
+        if got.dtype != np.float32 or got.shape != exact.shape:
+            return f"{got.dtype} {got.shape}, expected float32 {exact.shape}"
+        room = 4e-6 * np.abs(x_scale).max(initial=0) * np.abs(scale).max(initial=0) * x.shape[
+            1
+        ] + 1e-6 * np.abs(exact)
+        off = np.abs(got - exact) - room
+        return f"off by more than allowed, by {off.max():.3g}" if off.size and off.max() > 0 else None
+
+    return Trial("ternary_matmul", {"x": left, "w": right}, draw, FLOAT32, check=check)
+
+
+TRIALS = (pack, unpack, quantize, matmul, matmul, matmul_backward, product)

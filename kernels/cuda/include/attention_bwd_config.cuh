@@ -8,6 +8,7 @@
 #include "tile.cuh"
 
 typedef DTYPE scalar;
+typedef Statistics<SPLIT_LSE> RowStatistics;
 
 enum class Rows { kKeys, kQueries };
 constexpr Rows kOwn = Rows::ROWS;

@@ -6,7 +6,7 @@
 //
 // The kernels hand each other arrays with rows of one head adjacent and every sequence padded to whole kPad rows:
 //
-//   statistics      (batch, nheads, rows) of RowStatistics
+//   statistics      (batch, nheads, rows) of Statistics
 //   dq_sum          (batch, nheads, rows / 16, HEAD_DIM / 8, 4, 32) float: accumulators of mma.sync as they lie in
 //                   registers, so that a warp adds 32 adjacent floats at a time
 //   dk_sum, dv_sum  (parts, batch, nheads_kv, rows / 16, HEAD_DIM(_V) / 8, 4, 32) float, the same, for parts > 1
@@ -15,15 +15,32 @@
 
 constexpr int kPad = 64;
 
+// dq, dk and dv: of DTYPE, of float, or of float and added to what they hold.
+enum class Grads { kSame, kFloat, kAdded };
+
+template <bool kFirst, typename A, typename B> struct Select { typedef A type; };
+template <typename A, typename B> struct Select<false, A, B> { typedef B type; };
+
 // What a row of P is computed from: P = 2^(score - lse), dS = P (dP - delta).
-struct RowStatistics {
+template <bool kSplit> struct Statistics;
+template <> struct __align__(8) Statistics<false> {
     float lse;    // in units of log2; +inf for rows that see no key and for padding, so that P is 0
     float delta;  // sum over head_dim_v of dout * out
+
+    static __device__ __forceinline__ Statistics of(float lse, float delta, float) { return {lse, delta}; }
+    __device__ __forceinline__ float rest() const { return 0.0f; }
+};
+// Of an lse in double: lse + rest.
+template <> struct __align__(16) Statistics<true> {
+    float lse, delta, rest_, unused;
+
+    static __device__ __forceinline__ Statistics of(float lse, float delta, float rest) { return {lse, delta, rest, 0.0f}; }
+    __device__ __forceinline__ float rest() const { return rest_; }
 };
 
 struct BackwardShape {
     RowStrides q, k, v, out, dout, dq, dk, dv;
-    int64 lse[3];                          // batch, head, query
+    int64 lse[3], delta[3];                // batch, head, query
     int64 bias[4], dbias[4], block_mask[4];  // batch, head, query (block), key (block); 0 if broadcast
     int64 alibi_batch;                     // 0: all sequences share the slopes
     int64 padded_batch, padded_head;       // rows of statistics and dq_sum

@@ -253,6 +253,21 @@ template <typename TileT> __device__ __forceinline__ float element(int offset, i
 constexpr bool kBegins = kMask == Mask::kLocal || (kMask == Mask::kCausal && kOwnsKeys);
 constexpr bool kEnds = kMask == Mask::kLocal || (kMask == Mask::kCausal && !kOwnsKeys);
 
+// Those of two neighbouring columns, from shared memory.
+__device__ __forceinline__ void load_two(unsigned at, RowStatistics (&two)[2]) {
+    constexpr int kWords = sizeof(RowStatistics) / 4;
+    unsigned words[2][4];
+    ptx::load_shared(at, words[0]);
+    if constexpr (kWords == 4) ptx::load_shared(at + 16, words[1]);
+    #pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        const unsigned(&own)[4] = words[kWords == 4 ? e : 0];
+        const int first = kWords == 4 ? 0 : 2 * e;
+        two[e] = RowStatistics::of(__uint_as_float(own[first]), __uint_as_float(own[first + 1]),
+                                   __uint_as_float(own[2]));
+    }
+}
+
 // Turns S into P and dP into dS, in place: P = 2^(score - lse), dS = P (dP - delta), 0 where hidden. With kSlope dS
 // is the gradient of softmax_scale q k^T, without that of the score. `first`: this lane's first column.
 // statistics: of this lane's rows, where rows are queries; else those of its columns are in shared memory at `passing`.
@@ -266,19 +281,19 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
     const int row0 = work.row0 + me.row(0), diagonal = work.diagonal(row0) - first;
     const int begin = diagonal - seen_before(shape), end = diagonal + seen_after(shape) + 1;
     const int rows_left = work.rows() - row0, columns_left = work.columns() - first;
-    [[maybe_unused]] const float along = static_cast<float>(diagonal);
+    const int ahead = ALIBI ? shape.scores.ahead : 0;
+    [[maybe_unused]] const float along = static_cast<float>(diagonal + (kOwnsKeys ? -ahead : ahead));
     [[maybe_unused]] const float slope = ALIBI ? work.alibi_slopes[head] * kLog2e : 0.0f;
     #pragma unroll
     for (int j = 0; j < kTilesS; ++j) {
-        unsigned two[4];  // lse, delta of this lane's two columns
-        if constexpr (kOwnsKeys) ptx::load_shared(passing + 8 * j * sizeof(RowStatistics), two);
+        RowStatistics two[2];
+        if constexpr (kOwnsKeys) load_two(passing + 8 * j * sizeof(RowStatistics), two);
         #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int column = 8 * j + e;
             #pragma unroll
             for (int r = 0; r < kLaneRows; ++r) {
-                RowStatistics query = statistics[kOwnsKeys ? 0 : r];
-                if constexpr (kOwnsKeys) query = {__uint_as_float(two[2 * e]), __uint_as_float(two[2 * e + 1])};
+                const RowStatistics query = kOwnsKeys ? two[e] : statistics[kOwnsKeys ? 0 : r];
                 float& x = s[r / 2][j][r % 2 * 2 + e];
                 float& dx = d[r / 2][j][r % 2 * 2 + e];
                 bool visible = column < columns_left && 8 * r < rows_left;
@@ -297,7 +312,9 @@ __device__ __forceinline__ void differentiate(const BackwardShape& shape, const 
                     x = fmaf(b < kLowestBias ? kLowestBias : b, kLog2e, SOFTCAP || ALIBI ? x : x * scale);
                 }
                 constexpr bool kScaled = SOFTCAP || ALIBI || kBias != Bias::kNone;
-                const float p = ptx::exp2(kScaled ? x - query.lse : fmaf(x, scale, -query.lse));
+                float exponent = kScaled ? x - query.lse : fmaf(x, scale, -query.lse);
+                if constexpr (SPLIT_LSE) exponent -= query.rest();
+                const float p = ptx::exp2(exponent);
                 float ds = p * (dx - query.delta);
                 if constexpr (SOFTCAP && kSlope) ds *= slope_of_cap;
                 x = !kMasked || visible ? p : 0.0f;

@@ -37,7 +37,8 @@ typedef KeyRows<TileK, kThreads, PAGED, kSpare> RowsK;
 typedef KeyRows<TileV, kThreads, PAGED, kSpareV> RowsV;
 
 // O is staged in shared memory in the output type, or in float if several warps hold partial sums.
-typedef typename ChooseType<SPLIT, float, scalar>::type out_scalar;
+typedef typename ChooseType<SPLIT, float, OUT>::type out_scalar;
+typedef typename ChooseType<WIDE_LSE && !SPLIT, double, float>::type lse_scalar;
 typedef typename ChooseType<(WARPS_N > 1), float, out_scalar>::type staged;
 typedef Tile<staged, BLOCK_M * WARPS_N, HEAD_DIM_V, sizeof(staged) == 4> TileO;
 struct Part { float row_max, weight; };  // one per row and warp, stored behind the tile

@@ -115,7 +115,7 @@ struct Forward {
     // Turns products into scores, in units of log2. `first` is the key of this lane's first column.
     __device__ __forceinline__ void shape_row(const Place& me, float (&s)[kTilesS][4], int r, int first, int end) {
         const int h = r % 2;
-        const float along = static_cast<float>(diagonal(me, r) - first);
+        const float along = static_cast<float>(diagonal(me, r) + (ALIBI ? shape.scores.ahead : 0) - first);
         #pragma unroll
         for (int j = 0; j < kTilesS; ++j) {
             #pragma unroll

@@ -1,6 +1,7 @@
 // What options do to the scores of attention; kernels/attention_scores.py mirrors the structure and sets the macros.
 //
-//   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + seqlen_k - seqlen_q - j|, + bias
+//   s = softmax_scale q k^T, then softcap tanh(s / softcap), - slope |i + offset - j|, + bias
+//   offset = seqlen_k - seqlen_q + ahead
 //
 //   SOFTCAP ALIBI SINKS   0 or 1
 //   BIAS                  kNone, kSame (DTYPE), kFloat
@@ -13,6 +14,7 @@ struct AttentionScores {
     float scale_log2;                      // |softmax_scale| log2(e), > 0
     float softcap_in, softcap_log2;        // |softmax_scale| / softcap and softcap log2(e)
     int negate;                            // softmax_scale < 0
+    int ahead;                             // of ALiBi alone; the host counts it in with windows
 };
 
 #ifdef SOFTCAP  // a kernel that computes scores

@@ -9,6 +9,12 @@ typedef long long int64;
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;  // scores are in units of log2
 
+// ln sum exp of a row, from its largest score in units of log2 and the sum of the weights relative to it.
+template <typename T> __device__ __forceinline__ T lse_of(float row_max, float row_sum) {
+    if constexpr (sizeof(T) == 4) return fmaf(row_max, kLn2, logf(row_sum));
+    else return fma(static_cast<double>(row_max), 0.69314718055994531, log(static_cast<double>(row_sum)));
+}
+
 struct RowStrides { int64 batch, row, head; };
 
 struct AttentionShape {

@@ -91,8 +91,10 @@ def _seen(b: Any, top: Any) -> Any:
 
 
 def _rescale(b: Any, old: Any, new: Any, scale: Any, polynomial: tuple[float, ...]) -> Any:
-    """exp2(factor * (old - new)): exactly 1 where nothing moves."""
-    return exp2(b, b.fmul(b.fsub(old, _seen(b, new)), scale), polynomial)
+    """exp2(factor * old - factor * new), each rounded as weights have it: exactly 1 where nothing moves."""
+    if polynomial is PAIRS:
+        old, new = b.fmul(old, scale), b.fmul(_seen(b, new), scale)
+    return exp2(b, b.fsub(old, _seen(b, new)), polynomial)
 
 
 def _weigh(
