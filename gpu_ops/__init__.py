@@ -17,6 +17,7 @@ from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_decode import attention_decode
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
@@ -64,6 +65,8 @@ __all__ = [
     "autotune",
     "cross_entropy",
     "cross_entropy_backward",
+    "embedding",
+    "embedding_backward",
     "errors",
     "explain",
     "layernorm",

@@ -66,6 +66,17 @@ CASES = [
      {"class_weight": ones(16, dtype=F64)}),
     ("cross_entropy_backward", "a number for rows", ShapeError, "dloss is a number", {"dloss": 1.0}),
     ("cross_entropy_backward", "lse of another shape", ShapeError, "lse has shape (3, 1)", {"lse": ones(3, 1)}),
+    # embedding
+    ("embedding", "ids are floats", DTypeError, "ids is float32", {"ids": ones(3)}),
+    ("embedding", "an id too large", OptionError, "ids[1] is 8, not in [0, 8)", {"ids": ints(0, 8, 1)}),
+    ("embedding", "a negative id", OptionError, "ids[2] is -1", {"ids": ints(0, 1, -1)}),
+    ("embedding", "a table of one axis", ShapeError, "weight has 1 axes", {"weight": ones(8)}),
+    ("embedding", "scale is infinite", OptionError, "scale must be finite", {"scale": np.inf}),
+    ("embedding_backward", "no axes", ShapeError, "dx has no axes", {"dx": ones(), "ids": np.array(0)}),
+    ("embedding_backward", "ids of another length", ShapeError, "ids has shape (2,)", {"ids": ints(0, 1)}),
+    ("embedding_backward", "an id too large", OptionError, "ids[2] is 8, not in [0, 8)", {"ids": ints(0, 7, 8)}),
+    ("embedding_backward", "a table without a size", OptionError, "num_embeddings must be an integer",
+     {"num_embeddings": 8.0}),
     # layernorm
     ("layernorm", "weight of another length", ShapeError, "expected exactly (16,)", {"weight": ones(15)}),
     ("layernorm", "one row of residual", ShapeError, "residual has shape (1, 16)", {"residual": ones(1, 16)}),

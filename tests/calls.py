@@ -18,7 +18,19 @@ from gpu_ops.errors import DeviceError
 from tests import calls_attention, calls_loss, calls_rows, calls_ternary
 from tests.call_maker import WRITTEN, Call, Maker
 
-__all__ = ["DTYPES", "IN_PLACE", "OPS", "OUT", "VARIANTS", "WRITTEN", "Call", "call", "refusal", "results"]
+__all__ = [
+    "ADDED",
+    "DTYPES",
+    "IN_PLACE",
+    "OPS",
+    "OUT",
+    "VARIANTS",
+    "WRITTEN",
+    "Call",
+    "call",
+    "refusal",
+    "results",
+]
 
 NO_OPS = (
     "__version__",
@@ -49,6 +61,7 @@ OUT = {
     "attention_varlen_backward": ("grads", 3),
     "cross_entropy": ("out", 1),
     "cross_entropy_backward": ("out", 1),
+    "embedding": ("out", 1),
     "layernorm": ("out", 1),
     "layernorm_backward": ("out", 1),
     "rmsnorm": ("out", 1),
@@ -66,6 +79,9 @@ OUT = {
     "ternary_matmul": ("out", 1),
     "ternary_matmul_backward": ("out", 2),
 }
+
+# The argument to which the result is added.
+ADDED = {"embedding_backward": "dweight"}
 
 # Arguments that the results may overwrite, in the order of the results.
 IN_PLACE = {

@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): cross-entropy."""
+"""Rows of the table of calls (calls.py): cross-entropy and embedding."""
 
 from __future__ import annotations
 
@@ -54,9 +54,20 @@ def of_mean(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**new.normal(loss_dtype(new), dloss=""), **arrays}, options
 
 
+def table(new: Maker) -> dict[str, Any]:
+    return {**indices(new, "ids", "rows", new.sizes["N"]), **new.normal(weight="N width")}
+
+
+def gradient_of_table(new: Maker) -> dict[str, Any]:
+    arrays = {**new.normal(dx="rows cols"), **indices(new, "ids", "rows", new.sizes["N"], np.int32)}
+    return {**arrays, "num_embeddings": new.sizes["N"]}
+
+
 VARIANTS: dict[str, Any] = {
     "cross_entropy": lambda new: (logits(new), {"reduction": "none", "return_lse": True}),
     "cross_entropy mean": lambda new: (logits(new, "batch rows width"), weighted(new)),
     "cross_entropy_backward": of_rows,
     "cross_entropy_backward mean": of_mean,
+    "embedding": lambda new: (table(new), {"scale": 0.5}),
+    "embedding_backward": lambda new: (gradient_of_table(new), {"scale": 0.5}),
 }

@@ -32,6 +32,8 @@ MOST = {
     "attention_varlen_backward": (26, 107),
     "cross_entropy": (33, 30),
     "cross_entropy_backward": (34, 30),
+    "embedding": (30, 30),
+    "embedding_backward": (30, 30),
     "layernorm": (20, 26),
     "layernorm_backward": (21, 34),
     "rmsnorm": (18, 23),

@@ -14,7 +14,7 @@ from fake_cupy import FakeArray
 import gpu_ops
 from gpu_ops.core.dispatch import has_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
-from tests.calls import OPS, OUT, call, refusal
+from tests.calls import ADDED, OPS, OUT, call, refusal
 
 pytestmark = needs_nvrtc
 
@@ -23,6 +23,8 @@ NO_CAPTURE = ("ternary_quantize", "ternary_pack", "ternary_unpack")
 CAPTURED = [op for op in OPS if has_cuda_kernels(op) and op not in NO_CAPTURE]
 # Forms of an op with more results or workspaces.
 FORMS = {
+    "cross_entropy": [{"reduction": "mean"}],
+    "cross_entropy_backward": [{"dloss": 2.0, "reduction": "mean"}],
     "rmsnorm": [{"return_rstd": True}],
     "layernorm": [{"return_stats": True}],
     "attention": [{"return_lse": True}],
@@ -59,7 +61,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
     want = [x.host.copy() for x in eager]
     changed = {n: one.arrays[n].host.copy() for n in state if n in one.arrays}
     outs = tuple(FakeArray(np.zeros_like(x.host)) for x in eager)
-    keyword, _ = OUT[op]
+    keyword = ADDED[op] if op in ADDED else OUT[op][0]
     given = {keyword: outs if len(outs) > 1 else outs[0]}
     size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
     workspace = FakeArray(np.full(size, 0xFF, np.uint8))
@@ -75,7 +77,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
         restore()
         workspace.host[:] = 0xFF  # what a kernel does not write itself is not there
         for x in outs:
-            x.host.reshape(-1).view(np.uint8)[:] = 0xFF
+            x.host.reshape(-1).view(np.uint8)[:] = 0x00 if op in ADDED else 0xFF
         cupy.replay()
         for x, expected in zip(outs, want, strict=True):
             assert x.host.tobytes() == expected.tobytes()

@@ -139,6 +139,8 @@ EMPTY = {
     "attention_varlen": ("total",),
     "cross_entropy": GATED,
     "cross_entropy_backward": GATED,
+    "embedding": ("rows", "width"),
+    "embedding_backward": ("rows", "cols"),
     "layernorm": NORM,
     "layernorm_backward": NORM,
     "rmsnorm": NORM,
@@ -192,7 +194,7 @@ SLICED = {
     "swiglu_mlp_backward": 1,
     "ternary_matmul_backward": 1,
 }
-MIXED = ("attention_varlen", "ternary_quantize", "ternary_pack", "ternary_unpack")
+MIXED = ("attention_varlen", "embedding", "ternary_quantize", "ternary_pack", "ternary_unpack")
 WHOLE = ("rope_append_kv pages", "ternary_matmul both", "cross_entropy mean", "cross_entropy_backward mean")
 SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in WHOLE]
 

@@ -20,7 +20,17 @@ import gpu_ops
 from tests.calls import OPS
 from tests.processes import ROOT, python
 
-STEMS = ("attention", "cross_entropy", "layernorm", "rope", "rmsnorm", "softmax", "swiglu", "ternary")
+STEMS = (
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "layernorm",
+    "rope",
+    "rmsnorm",
+    "softmax",
+    "swiglu",
+    "ternary",
+)
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
 CODE = ("gpu_ops", "kernels", "reference", "tests", "perf", "scripts")
 MAX_LINES = {".py": 350, ".cu": 450, ".cuh": 450}

@@ -15,6 +15,7 @@ from tests.processes import python
 TINY = {
     "attention": 48,
     "cross_entropy": 4,
+    "embedding": 8,
     "layernorm": 8,
     "rmsnorm": 8,
     "rope": 16,

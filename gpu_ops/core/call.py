@@ -142,14 +142,16 @@ class Call:
         returned: bool = True,
         axes: tuple[int, ...] | None = None,
         item: int | None = None,
+        added: bool = False,
     ) -> Array | None:
         """A result; the caller's array for it is checked, and a view of it returned.
 
         ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
         else is written. ``item``: its place where ``out`` is a tuple of all results; otherwise ``out`` is the first.
         ``rows``: its leading axes must merge into one without a copy. ``axes``: the order in which a new array's
-        axes lie in memory.
+        axes lie in memory. ``added``: the result is added to what ``out``, where it is given, holds.
         """
+        self._updated += [name] if added and out is not None else []
         label, source = argument, Source(argument)
         if item is not None and isinstance(out, tuple):
             self._items.setdefault(argument, []).append(name)
