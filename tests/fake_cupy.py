@@ -247,7 +247,7 @@ class FakeLauncher:
         assert all(a.device.id == cupy.current_device() for a in args if isinstance(a, FakeArray))
         stream = cupy.streams[-1] if cupy.streams else None
         cupy.launched.append((self.kernel.label, cupy.current_device(), stream))
-        host = [a.host if isinstance(a, FakeArray) else a for a in args]
+        host = [np.atleast_1d(a.host) if isinstance(a, FakeArray) else a for a in args]
         host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
         launch = Launch(self.kernel, grid, block, tuple(host), shared)
         cupy.run(lambda: EmulatorDevice().link(launch)({}))

@@ -55,7 +55,7 @@ def results(x):
 )
 def test_a_captured_call_replays(cupy, op, form, kernels):
     one = call(op)
-    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options}.items()}, **form)
+    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options, **form}.items()})
     state = {n: x.host.copy() for n, x in {**one.arrays, **one.options}.items() if isinstance(x, FakeArray)}
     eager = results(one(backend=kernels))
     want = [x.host.copy() for x in eager]

@@ -1,8 +1,8 @@
 """Rows of a table by index on the CPU, and the gradient of the table.
 
 forward    x[i] = scale weight[ids[i]]; one task is a run of rows
-backward   dweight[ids[i]] += scale dx[i] in the order of i; one task is a stripe of columns of all rows: no two threads
-           add to the same number, and the order is that of one thread
+backward   dweight[ids[i]] += scale dx[i] in the order of i; one task is a stripe of columns of all rows: no two
+           threads add to the same number, and the order is that of one thread
 """
 
 from __future__ import annotations
