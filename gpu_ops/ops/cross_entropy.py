@@ -175,13 +175,11 @@ def cross_entropy_backward(
     """
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator)
     call = Call("cross_entropy_backward", device, backend, workspace)
-    is_number = isinstance(dloss, (int, float, np.number))
+    is_number = isinstance(dloss, (int, float, np.number)) and reduction != "none"
     given = None if is_number else call.read("dloss", dloss, contiguous=True)
     rows, dtype = options.read(call, logits, targets)
     if given is not None:
         _as_loss(call, "dloss", given, rows if reduction == "none" else (), dtype)
-    elif reduction == "none":
-        raise ShapeError(f"{call.op}: dloss is a number; with reduction='none' pass an array {rows}")
     call.option(dloss=checks.number(call.op, "dloss", dloss) if is_number else None)
     _as_loss(call, "lse", call.read("lse", lse, contiguous=True), rows, dtype)
     x = call.views["logits"]
