@@ -7,7 +7,7 @@ after the losses: no value is read on the host.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +39,16 @@ _COUNT, _ROWS = 5, 6  # further kinds: the sum of the targets' weights, the sum 
 def forward_cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import cross_entropy
 
-    shape = rows_of(spec, "logits").shape
+    shape, options_of, reduction = rows_of(spec, "logits").shape, _cpu_options(spec), spec["reduction"]
 
     def run(views: Mapping[str, Any]) -> None:
         loss, targets = views["loss"], as_line(views["targets"]).astype(np.int64, copy=False)
-        weight, options = _cpu_options(spec, views)
-        rows = as_line(loss) if spec["reduction"] == "none" else np.empty(len(targets), loss.dtype)
+        weight, options = options_of(views)
+        rows = as_line(loss) if reduction == "none" else np.empty(len(targets), loss.dtype)
         lse = as_line(views["lse"]) if "lse" in views else np.empty(len(targets), loss.dtype)
         if rows.size:
             cross_entropy.forward(as_rows(views["logits"]), targets, weight, rows, lse, options)
-        if rows is not loss and spec["reduction"] != "none":
+        if reduction != "none":
             loss[...] = np.sum(rows, dtype=np.float64) * _cpu_factor(spec, views, targets)
 
     on.call(run, cross_entropy.config(*shape))
@@ -58,15 +58,16 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
 def backward_cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import cross_entropy
 
-    shape = rows_of(spec, "logits").shape
+    shape, options_of, reduction = rows_of(spec, "logits").shape, _cpu_options(spec), spec["reduction"]
+    number = spec["dloss"]
 
     def run(views: Mapping[str, Any]) -> None:
         if not views["logits"].size:
             return
         lse, targets = as_line(views["lse"]), as_line(views["targets"]).astype(np.int64, copy=False)
-        weight, options = _cpu_options(spec, views)
-        dloss = views.get("dloss", spec["dloss"])
-        if spec["reduction"] == "none":
+        weight, options = options_of(views)
+        dloss = views["dloss"] if number is None else number
+        if reduction == "none":
             dloss = as_line(dloss)
         else:
             factor = float(dloss) * _cpu_factor(spec, views, targets)
@@ -77,18 +78,22 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
     on.call(run, cross_entropy.config(*shape))
 
 
-def _cpu_options(spec: Spec, views: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Class weights, or one number in their place, and the numbers of the kernels."""
+def _cpu_options(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+    """From a call's arrays to class weights, or one number in their place, and the numbers of the kernels."""
     from gpu_ops.kernels.numba_cpu.cross_entropy import Options
 
-    weight, vocab = views.get("class_weight"), spec.tensor("logits").shape[-1]
-    total = float(vocab) if weight is None else float(np.sum(weight, dtype=np.float64))
-    own, others = _shares(spec)
-    options = Options(
-        spec["ignore_index"], weight is not None, own, others, total, spec["z_loss"], spec["softcap"]
-    )
-    kind = np.float64 if spec.tensor("logits").dtype == np.float64 else np.float32
-    return np.ones(1, kind) if weight is None else weight, options
+    x, weighted = spec.tensor("logits"), spec.get("class_weight") is not None
+    numbers = (*_shares(spec), float(x.shape[-1]), spec["z_loss"], spec["softcap"])
+    options = Options(spec["ignore_index"], weighted, *numbers)
+    stand_in = np.ones(1, np.float64 if x.dtype == np.float64 else np.float32)
+
+    def find(views: Mapping[str, Any]) -> tuple[Any, Any]:
+        if not weighted:
+            return stand_in, options
+        weight = views["class_weight"]
+        return weight, options._replace(weight_sum=float(np.sum(weight, dtype=np.float64)))
+
+    return find
 
 
 def _cpu_factor(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
