@@ -39,8 +39,10 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         ids, dweight = as_line(views["ids"]).astype(np.int64, copy=False), views["dweight"]
+        if not spec["adds"]:
+            dweight.fill(0)
         if dweight.size:
-            embedding.backward(as_rows(views["dx"]), ids, dweight, scale=spec["scale"], adds=spec["adds"])
+            embedding.backward(as_rows(views["dx"]), ids, dweight, scale=spec["scale"])
 
     on.call(run, embedding.config_backward(spec.tensor("dweight").shape[1]))
 

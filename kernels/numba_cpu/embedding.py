@@ -13,19 +13,24 @@ import numpy as np
 
 from .dtype import bits, load, read_row, store, write_row
 from .jit import Kernel, compute, inner, kernel, read, types, write
-from .parallel import claim, items_per_task, launch
+from .parallel import claim, items_per_task, launch, thread_count
 
 Array = np.ndarray[Any, Any]
 
-STRIPE = 64  # columns: four lines of float32
+STRIPE = 64  # columns, or a multiple: four lines of float32
 
 
 def config(rows: int, cols: int) -> str:
     return f"{items_per_task(rows, cols)} rows per task"
 
 
+def stripe(cols: int) -> int:
+    """Columns of a task, for two per thread: a wide stripe takes few entries of the TLB."""
+    return STRIPE * max(-(-cols // (2 * STRIPE * thread_count())), 1)
+
+
 def config_backward(cols: int) -> str:
-    return f"{-(-cols // STRIPE)} stripes of {STRIPE} columns"
+    return f"{stripe(cols)} columns per task"
 
 
 def forward(ids: Array, weight: Array, x: Array, *, scale: float) -> None:
@@ -34,16 +39,20 @@ def forward(ids: Array, weight: Array, x: Array, *, scale: float) -> None:
     launch(FORWARD[weight.dtype], -(-len(ids) // chunk), chunk, ids, bits(weight), bits(x), scale)
 
 
-def backward(dx: Array, ids: Array, dweight: Array, *, scale: float, adds: bool) -> None:
-    """``adds``: to what dweight holds, else to zeros."""
-    tasks = -(-dweight.shape[1] // STRIPE)
-    launch(BACKWARD[dx.dtype], tasks, bits(dx), ids, dweight, scale, adds)
+def backward(dx: Array, ids: Array, dweight: Array, *, scale: float) -> None:
+    """Adds to what dweight holds."""
+    width = stripe(dweight.shape[1])
+    launch(BACKWARD[dx.dtype], -(-dweight.shape[1] // width), width, bits(dx), ids, dweight, scale)
 
 
 @inner
 def scaled(to, row, scale):
-    for j in range(len(to)):
-        store(to, j, load(row, j) * scale)
+    if scale == 1:
+        for j in range(len(to)):
+            to[j] = row[j]
+    else:
+        for j in range(len(to)):
+            store(to, j, load(row, j) * scale)
 
 
 @inner
@@ -67,21 +76,17 @@ def _kernel_forward() -> Kernel:
 
 
 def _kernel_backward() -> Kernel:
-    def embedding_backward(state, n_tasks, dx, ids, dweight, scale, adds):
-        rows, cols = dweight.shape
+    def embedding_backward(state, n_tasks, width, dx, ids, dweight, scale):
         task = claim(state)
         while task < n_tasks:
-            start, end = task * STRIPE, min((task + 1) * STRIPE, cols)
-            if not adds:
-                for v in range(rows):
-                    write_row(dweight, (v,))[start:end] = 0
+            start, end = task * width, min((task + 1) * width, dweight.shape[1])
             for i in range(len(ids)):
                 add(write_row(dweight, (ids[i],)), read_row(dx, (i,)), start, end, scale)
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
         total = write("float64" if t == "float64" else "float32", 2)
-        return read(t, 2), read("int64", 1), total, compute(t), types.boolean
+        return types.int64, read(t, 2), read("int64", 1), total, compute(t)
 
     return kernel(signature)(embedding_backward)
 
