@@ -19,6 +19,7 @@ from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_back
 from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
+from gpu_ops.ops.linear import linear, linear_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.ops.rope import rope, rope_backward
@@ -71,6 +72,8 @@ __all__ = [
     "explain",
     "layernorm",
     "layernorm_backward",
+    "linear",
+    "linear_backward",
     "quantize_model",
     "read_bitnet",
     "read_gguf",

@@ -1,4 +1,4 @@
-"""Attention: forward, backward and decode, against the plain formula and torch's SDPA.
+"""Attention: forward, backward, decode and both over pages, against the plain formula and torch's SDPA.
 
 ``python perf/bench_attention.py --device cpu --dtype bfloat16 --seqlen 512 2048 8192``
 ``python perf/bench_attention.py --device cuda --grid field`` (or ``gqa``, ``decode``: perf/attention_grids.py;
@@ -22,6 +22,7 @@ from perf import attention_grids, attention_options
 from perf import attention_peers as peers
 from perf.attention_grids import Shape
 from perf.attention_options import CAUSAL, PLAIN, data
+from perf.attention_paged import Batch, mixed
 from perf.build import calls, made_by
 from perf.case import DTYPES, Case, Config, Inputs, nbytes
 
@@ -59,6 +60,8 @@ def cases(config: Config) -> list[Case]:
                     found.append(backward(Shape(1, length, length, *group), dtype, causal, on))
         cached = heads[0] if on == "emulator" else (32, 8, 128)
         found += [decode(Shape(batch, 1, length, *cached), dtype, on) for batch, length in caches]
+        longest = caches[0][1]
+        found.append(mixed(Batch(min(longest, 512), 15, longest, *cached), dtype, on))
     return found
 
 

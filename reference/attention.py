@@ -86,8 +86,10 @@ def attention_varlen(
     k: Array,
     v: Array,
     cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_k: Array | None = None,
     *,
+    block_table: Array | None = None,
+    seqused_k: Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
@@ -105,6 +107,9 @@ def attention_varlen(
     v : (total_k, nheads_kv, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,)
         Sequence ``b`` is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and likewise for keys and values.
+    block_table : (batch, max_pages) ``k`` and ``v`` are then pages as in :func:`attention_decode`, without
+        ``cu_seqlens_k``
+    seqused_k : (batch,) keys in use per sequence, its first ones; the rest is never read
     max_seqlen_q, max_seqlen_k : longest sequence, which sizes the grids of kernels. It does not change the result.
 
     options : the fields of :class:`Options`
@@ -116,10 +121,14 @@ def attention_varlen(
     """
     given = Options(**options)
     s = steps(precision, q.dtype)
-    out = np.zeros((*q.shape[:2], v.shape[2]))
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
     lse = np.full(q.shape[1::-1], -np.inf)
-    for b, rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        one = _forward(q[None, rows], k[None, keys], v[None, keys], given.of_sequence(b), s)
+    paged = block_table is not None
+    starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k  # of pages, not used
+    for b, rows, keys in sequences(cu_seqlens_q, starts_k):
+        seqlen = keys.stop - keys.start if seqused_k is None else int(seqused_k[b])
+        k_b, v_b = (_used(x, b, seqlen, block_table) if paged else x[keys][:seqlen] for x in (k, v))
+        one = _forward(q[None, rows], k_b[None], v_b[None], given.of_sequence(b), s)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     out = s.store(out, out_dtype)
     return (out, s.store(lse, lse_dtype or np.float32)) if return_lse else out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_ops.errors import DTypeError, GpuOpsError, OptionError, ShapeError
-from tests.bad_input_make import F64, I32, cast, ints, ones
+from tests.bad_input_make import F64, I32, Of, cast, ints, ones
 
 CASES = [
     # attention
@@ -68,6 +68,23 @@ CASES = [
     ("attention_varlen", "empty lengths", GpuOpsError, "cu_seqlens_q", {"cu_seqlens_q": ints()}),
     ("attention_varlen", "q is not packed", ShapeError, "q has 4 axes", {"q": ones(2, 6, 4, 8)}),
     ("attention_varlen", "a length above the maximum", OptionError, "max_seqlen_q", {"max_seqlen_q": 3}),
+    ("attention_varlen", "no starts of keys", OptionError, "cu_seqlens_k is missing", {"cu_seqlens_k": None}),
+    ("attention_varlen used", "more than there is", OptionError, "seqused_k[1] is 99, but cu_seqlens_k gives",
+     {"seqused_k": ints(0, 99)}),
+    ("attention_varlen used", "a negative length", OptionError, "seqused_k[0] is -1", {"seqused_k": ints(-1, 0)}),
+    ("attention_varlen pages", "no lengths", OptionError, "pass their lengths as seqused_k", {"seqused_k": None}),
+    ("attention_varlen pages", "starts too", OptionError, "omit cu_seqlens_k", {"cu_seqlens_k": ints(0, 3, 7)}),
+    ("attention_varlen pages", "beyond the pages", OptionError, "what the cache holds", {"seqused_k": ints(3, 17)}),
+    ("attention_varlen pages", "a page not there", OptionError, "block_table[0, 0] is 9, not a page in [0, 9)",
+     {"block_table": ints([9] * 4, [9] * 4)}),
+    ("attention_varlen pages", "one row of pages", ShapeError, "batch", {"block_table": ints([0] * 4)}),
+    ("attention_varlen pages", "pages of int64", DTypeError, "block_table is int64, expected int32",
+     {"block_table": np.zeros((2, 4), np.int64)}),
+    ("attention_varlen pages", "packed keys", ShapeError, "k has 3 axes", {"k": ones(12, 2, 8)}),
+    ("attention_varlen pages", "out in the pages", ShapeError, "out shares memory with k",
+     {"return_lse": False, "out": Of("k", lambda k: k.reshape(-1)[:384].reshape(12, 4, 8))}),
+    ("attention_varlen_backward", "pages", GpuOpsError, "unknown argument 'block_table'",
+     {"block_table": ints([0], [1])}),
     ("attention_varlen_backward", "lse of the dense op", ShapeError, "lse", {"lse": ones(2, 4, 12)}),
     # attention_decode
     ("attention_decode", "beyond the cache", GpuOpsError, "seqused_k", {"seqused_k": ints(3, 17)}),

@@ -64,6 +64,8 @@ OUT = {
     "embedding": ("out", 1),
     "layernorm": ("out", 1),
     "layernorm_backward": ("out", 1),
+    "linear": ("out", 1),
+    "linear_backward": ("out", 3),
     "rmsnorm": ("out", 1),
     "rmsnorm_backward": ("out", 1),
     "rmsnorm_quant_int8": ("out", 3),
@@ -88,6 +90,7 @@ IN_PLACE = {
     "cross_entropy_backward": ("logits",),
     "layernorm": ("x",),
     "layernorm_backward": ("dy",),
+    "linear": ("residual",),
     "rmsnorm": ("x",),
     "rmsnorm_backward": ("dy",),
     "rope": ("q", "k"),
@@ -98,6 +101,9 @@ IN_PLACE = {
     "swiglu": ("gate",),
     "swiglu_backward": ("gate", "up"),
 }
+
+# Calls without such an argument: it is packed, or an option.
+OPTIONAL = ("swiglu packed", "linear", "linear bias")
 
 
 def call(name: str, dtype: Any = np.float32, seed: int = 7, **sizes: int) -> Call:

@@ -91,6 +91,29 @@ def paged_cache(new: Maker) -> Made:
     return arrays, {**used, **table, **new.normal(F32, sinks="nheads")}
 
 
+def two_sequences(new: Maker, name: str) -> dict[str, Any]:
+    """Where two sequences start, laid end to end."""
+    total = new.sizes["total"]
+    return {name: np.array([0, new.rng.integers(0, total + 1), total], I32)}
+
+
+def packed_used(new: Maker) -> Made:
+    """Packed keys, of which the first two thirds are in use."""
+    arrays = new.normal(q="total nheads head_dim", k="total nheads_kv head_dim", v="total nheads_kv head_dim")
+    starts = two_sequences(new, "cu_seqlens_q") | two_sequences(new, "cu_seqlens_k")
+    new.axes["seqused_k"] = ("2",)
+    return {**arrays, **starts}, {"seqused_k": np.diff(starts["cu_seqlens_k"]) * 2 // 3}
+
+
+def packed_pages(new: Maker) -> Made:
+    used = new.integers(0, new.sizes["max_seqlen"] + 1, I32, seqused_k="2")
+    table = pages(new, used["seqused_k"])
+    new.axes["block_table"] = ("2", "pages")
+    rows = "num_pages page_size nheads_kv head_dim"
+    arrays = new.normal(q="total nheads head_dim", k=rows, v=f"{rows}_v")
+    return {**arrays, **two_sequences(new, "cu_seqlens_q")}, {**used, **table, **CAUSAL, "return_lse": True}
+
+
 def rope(new: Maker, first: str = "q", second: str | None = "k") -> dict[str, Any]:
     axes = {first: "batch seqlen nheads head_dim"}
     return new.normal(**axes, **({second: "batch seqlen nheads_kv head_dim"} if second else {}))
@@ -158,6 +181,8 @@ VARIANTS = {
     "attention_varlen_backward extra": lambda new: with_options(
         backward(new, "attention_varlen", packed(new), **CAUSAL, **new.normal(F32, sinks="nheads")), **EXTRA
     ),
+    "attention_varlen used": packed_used,
+    "attention_varlen pages": packed_pages,
     "attention_decode": cache,
     "attention_varlen wide": lambda new: (packed(new, (3,)), {"return_lse": True, **wide(new)}),
     "attention_decode wide": lambda new: with_options(cache(new), return_lse=True, **wide(new)),

@@ -54,6 +54,13 @@ def mlp(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
     }
 
 
+def linear(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
+    return {
+        **new.normal(**dict.fromkeys(gradient, f"{rows} hidden_out")),
+        **new.normal(x=f"{rows} hidden", weight="hidden_out hidden"),
+    }
+
+
 def mask(new: Maker, axes: str = "batch 1 width") -> dict[str, Any]:
     """Half of the elements are visible, those in the middle of each row among them."""
     made = new.integers(0, 2, bool, mask=axes)
@@ -90,6 +97,12 @@ VARIANTS: dict[str, Any] = {
     "swiglu_backward": only(split, "dy", "gate", "up"),
     "swiglu_backward packed": only(packed, True),
     "swiglu_backward gelu": lambda new: (split(new, "dy", "gate", "up", axes=ROWS), {"activation": "gelu"}),
+    "linear": only(linear),
+    "linear bias": lambda new: (
+        {**linear(new, rows="batch rows"), **new.normal(bias="hidden_out")},
+        new.normal(residual="batch rows hidden_out"),
+    ),
+    "linear_backward": only(linear, "dy", has_bias=True),
     "swiglu_mlp": only(mlp),
     "swiglu_mlp gelu": lambda new: (mlp(new, rows="batch rows"), {"activation": "gelu"}),
     "swiglu_mlp_backward": only(mlp, "dy"),

@@ -13,6 +13,7 @@ from fake_cupy import FakeArray
 import gpu_ops
 from gpu_ops import BlockMask
 from tests import test_attention_decode as decode
+from tests import test_attention_paged as paged
 from tests import test_attention_varlen as varlen
 from tests.attention_cases import make
 
@@ -59,6 +60,13 @@ def test_dense(cupy):
 def test_sequences_whose_lengths_lie_on_the_device(cupy, bounded):
     (_, *arrays), offsets, options, longest = varlen.make(dtype="float16", causal=True, alibi="heads")
     check(gpu_ops.attention_varlen, (*arrays, *offsets), options, longest if bounded else {})
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_pages_of_sequences_whose_lengths_lie_on_the_device(cupy, bounded):
+    arrays, options = paged.make(dtype="float16", causal=True)
+    bounds = {"max_seqlen_q": 70, "max_seqlen_k": 200} if bounded else {}
+    check(gpu_ops.attention_varlen, arrays, options, bounds)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -16,13 +16,14 @@ import gpu_ops
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.reference import attention as reference
 from tests import test_attention_decode as decode
+from tests import test_attention_paged as paged
 from tests import test_attention_varlen as varlen
 from tests.attention_cases import SHAPES, SHAPES_SLOW, assert_lse, make, pairwise
 from tests.compare import assert_close
 
 FEW = {
     "backend": ("raw", "numba"),
-    "form": ("dense", "varlen", "cache", "pages"),
+    "form": ("dense", "varlen", "cache", "pages", "varlen pages"),
     "dtype": ("bfloat16", "float16", "float32"),
     "seqlens": ((37, 70), (70, 37), (5, 130)),
     "head_dim": (64, 40, 128),
@@ -94,8 +95,12 @@ def problem(row):
         settings |= {name: row[name] for name in ONLY_DENSE} | {"heads": (1, 1) if long else row["heads"]}
         p = make(**settings, seqlens=row["seqlens"], batch=1 if long else 2, blocks=(16, 32))
         return gpu_ops.attention, reference.attention, p.arrays, p.options, {}, p.dout.shape
+    lengths = ((seqlen_q, seqlen_k),) if long else ((seqlen_q, seqlen_k), (0, 5), (7, 0), (3, 11))
+    if row["form"] == "varlen pages":
+        arrays, options = paged.make(lengths=lengths, **settings)
+        ops = gpu_ops.attention_varlen, reference.attention_varlen
+        return *ops, arrays, options, {}, (*arrays[0].shape[:2], head_dims[1])
     if row["form"] == "varlen":
-        lengths = ((seqlen_q, seqlen_k),) if long else ((seqlen_q, seqlen_k), (0, 5), (7, 0), (3, 11))
         (dout, *arrays), offsets, options, longest = varlen.make(lengths=lengths, **settings)
         more = longest if row["view"] == "wide" else {}
         ops = gpu_ops.attention_varlen, reference.attention_varlen

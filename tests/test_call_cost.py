@@ -36,6 +36,8 @@ MOST = {
     "embedding_backward": (19, 27),
     "layernorm": (20, 26),
     "layernorm_backward": (21, 34),
+    "linear": (16, 20),
+    "linear_backward": (26, 39),
     "rmsnorm": (18, 23),
     "rmsnorm_backward": (19, 30),
     "rmsnorm_quant_int8": (20, 24),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_ops.errors import DeviceError
-from tests.calls import DTYPES, IN_PLACE
+from tests.calls import DTYPES, IN_PLACE, OPTIONAL
 from tests.laws import (
     NAMES,
     SENTINEL,
@@ -55,7 +55,7 @@ def test_any_strides(name, dtype, backend):
         copied = one.having(**{key: x.copy() for key, x in repeated.inputs.items()})
         assert_same(outcome(repeated, **backend), outcome(copied, **backend), "zero strides")
     blas = (
-        one.op.startswith("swiglu_mlp") and backend["backend"] == "reference"
+        one.op.startswith(("linear", "swiglu_mlp")) and backend["backend"] == "reference"
     )  # its sums depend on alignment
     for view in VIEWS:
         if view is unaligned and backend["device"] != "cpu":
@@ -100,7 +100,7 @@ def test_out(name, dtype, backend):
         assert_same(outs, want)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.split()[0] in IN_PLACE and n != "swiglu packed"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n.split()[0] in IN_PLACE and n not in OPTIONAL])
 @each_dtype
 def test_in_place(name, dtype, backend):
     """``out`` may be the input itself or another view of it, or columns of a wider array; nothing else changes."""
@@ -143,6 +143,8 @@ EMPTY = {
     "embedding_backward": ("rows", "cols"),
     "layernorm": NORM,
     "layernorm_backward": NORM,
+    "linear": ("batch", "rows", "hidden_out"),
+    "linear_backward": ("rows", "hidden_out"),
     "rmsnorm": NORM,
     "rmsnorm_backward": NORM,
     "rmsnorm_quant_int8": NORM,
@@ -190,6 +192,7 @@ def test_empty(name, dtype, backend):
 SLICED = {
     "attention_backward": 3,
     "layernorm_backward": 1,
+    "linear_backward": 1,
     "rmsnorm_backward": 1,
     "swiglu_mlp_backward": 1,
     "ternary_matmul_backward": 1,

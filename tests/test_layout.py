@@ -21,14 +21,17 @@ from tests.calls import OPS
 from tests.processes import ROOT, python
 
 STEMS = (
-    "attention",
-    "cross_entropy",
-    "embedding",
-    "layernorm",
-    "rope",
-    "rmsnorm",
-    "softmax",
-    "swiglu",
+    *(
+        "attention",
+        "cross_entropy",
+        "embedding",
+        "layernorm",
+        "linear",
+        "rope",
+        "rmsnorm",
+        "softmax",
+        "swiglu",
+    ),
     "ternary",
 )
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]

@@ -14,6 +14,7 @@ from gpu_ops.reference.attention_backward import attention_backward as reference
 from perf import (
     attention_grids,
     attention_options,
+    attention_paged,
     bench_attention,
     case,
     cli,
@@ -88,6 +89,12 @@ def test_decoding_is_told_in_bytes_of_the_copy_bandwidth():
     assert {c.bandwidth for c in found} == {"copy"}
     largest = max(found, key=lambda c: c.bytes)
     assert largest.bytes == 2 * (128 * 65536 * 8 * 128 * 2 + 2 * 128 * 64 * 128)
+
+
+def test_a_mixed_batch_counts_what_each_sequence_sees():
+    one = attention_paged.mixed(attention_paged.Batch(3, 2, 8, 4, 2, 16), "bfloat16", "cpu")
+    assert one.flops == 4 * 4 * 16 * ((6 + 7 + 8) + 2 * 8)
+    assert one.bytes == 2 * 16 * (2 * (3 + 2) * 4 + 2 * 3 * 8 * 2)
 
 
 def test_sixteen_bits_are_judged_by_a_16_bit_matmul():
@@ -224,9 +231,9 @@ def test_peers_are_timed_measured_and_shown(small, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "emulator"])
-def test_every_device_has_forward_backward_and_decode(device):
+def test_every_device_has_forward_backward_decode_and_mixed(device):
     names = {c.name.split()[0] for c in bench_attention.cases(Config(device=device, seqlens=(64,)))}
-    assert names == {"forward", "backward", "decode"}
+    assert names == {"forward", "backward", "decode", "mixed"}
     options = bench_attention.cases(Config(device=device, grid="options"))
     assert [c.name.split()[0] for c in options[:2]] == ["forward", "backward"]
 

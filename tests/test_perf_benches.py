@@ -20,6 +20,7 @@ TINY = {
     "rmsnorm": 8,
     "rope": 16,
     "rope_append_kv": 16,
+    "linear": 6,
     "softmax": 8,
     "swiglu": 4,
     "ternary": 2,

@@ -105,10 +105,8 @@ class Call:
     def provide(
         self, name: str, layout: Layout | None, argument: str, make: Callable[[Any, Any], Any]
     ) -> None:
-        """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` reads it.
-
-        ``device`` is None on the emulator. Without a layout it is for the hook alone.
-        """
+        """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` (None: the emulator)
+        reads it. Without a layout it is for the hook alone."""
         self._sources[name] = Source(argument, make=make)
         if layout is not None:
             self._provided[name] = layout
@@ -148,10 +146,10 @@ class Call:
 
         ``out`` may not share memory with an input, except exactly with the one named ``in_place``, nor with what
         else is written. ``item``: its place where ``out`` is a tuple of all results; otherwise ``out`` is the first.
-        ``rows``: its leading axes must merge into one without a copy. ``axes``: the order in which a new array's
-        axes lie in memory. ``added``: the result is added to what ``out``, where it is given, holds.
+        ``rows``: its leading axes merge into one without a copy. ``axes``: the order of a new array's axes in memory.
+        ``added``: to what ``out`` holds.
         """
-        self._updated += [name] if added and out is not None else []
+        self._updated += [name] * added
         label, source = argument, Source(argument)
         if item is not None and isinstance(out, tuple):
             self._items.setdefault(argument, []).append(name)
@@ -321,7 +319,7 @@ class Call:
         return alias
 
     def hold(self, name: str, x: Array) -> None:
-        """An array that an argument holds in host memory, which results may not overlap."""
+        """Host memory of an argument, which results may not overlap."""
         self._held.append((name, x))
 
     def _view(self, name: str, x: Any) -> Array:

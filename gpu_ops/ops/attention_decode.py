@@ -6,18 +6,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import numpy as np
-
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import OptionError
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.attention_lengths import longest_used, pages_exist, read_pages, read_used
 from gpu_ops.ops.attention_options import (
-    INT32,
     ScoreOptions,
     describe,
     forward_flops,
@@ -129,16 +126,11 @@ def _read_lengths(call: Call, seqused_k: Any, block_table: Any) -> tuple[int, Lo
     Those on a GPU are taken on trust, since looking would wait for it: all that the cache holds.
     """
     axes = call.axes
-    used = call.read("seqused_k", seqused_k)
-    checks.exactly(call.op, "seqused_k", used, (axes["batch"],), INT32)
-    table = call.optional("block_table", block_table)
-    if table is None:
+    read_used(call, seqused_k)
+    if block_table is None:
         num_pages, page_size, capacity = axes["batch"], axes["max_seqlen"], axes["max_seqlen"]
     else:
-        axes.bind("block_table", table, "batch max_pages")
-        checks.exactly(call.op, "block_table", table, table.shape, INT32)
-        num_pages, page_size = axes["num_pages"], axes["page_size"]
-        capacity = axes["max_pages"] * page_size
+        num_pages, page_size, capacity = read_pages(call, block_table)
     if call.on_cuda:
         return capacity, None
     look = _look(call.op, axes["seqlen_q"], num_pages, page_size, capacity)
@@ -154,9 +146,9 @@ def _look(op: str, seqlen_q: int, num_pages: int, page_size: int, capacity: int)
             _, longest, sound, _ = found[-1].tolist()
             if sound:
                 return {"max_seqlen_k": longest}, {"sequences": found[:-1]}
-        longest = _longest(op, used, capacity)
+        longest = longest_used(op, used, capacity)
         if table is not None:
-            _pages_exist(op, table, used, page_size, num_pages)
+            pages_exist(op, table, used, num_pages, page_size)
         return {"max_seqlen_k": longest}, {}
 
     return look
@@ -168,30 +160,6 @@ def _sequences(seqlen_q: int, num_pages: int, page_size: int) -> Callable[[Array
     from gpu_ops.kernels.numba_cpu.lengths import cached
 
     return cached(seqlen_q=seqlen_q, new=0, page_size=page_size, num_pages=num_pages)
-
-
-def _longest(op: str, used: Array, capacity: int) -> int:
-    """The largest of ``used``, of which all are checked."""
-    lengths = used.tolist()
-    if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity:
-        raise OptionError(
-            f"{op}: seqused_k must lie in [0, {capacity}], what the cache holds; "
-            f"got {np.array2string(used, threshold=8)}"
-        )
-    return max(lengths, default=0)
-
-
-def _pages_exist(op: str, table: Array, used: Array, page_size: int, num_pages: int) -> None:
-    if not (table.view(np.uint32) >= num_pages).any():  # -1 is large too
-        return
-    needed = np.arange(table.shape[1]) < -(-used[:, None] // max(page_size, 1))
-    bad = np.argwhere(needed & ((table < 0) | (table >= num_pages)))
-    if len(bad):
-        b, page = (int(i) for i in bad[0])
-        raise OptionError(
-            f"{op}: block_table[{b}, {page}] is {int(table[b, page])}, not a page in [0, {num_pages}), "
-            f"but seqused_k[{b}] = {int(used[b])} needs it"
-        )
 
 
 @lowers("attention_decode", "reference")

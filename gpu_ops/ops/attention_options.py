@@ -181,8 +181,10 @@ def write_forward(
 def describe(call: Call, dtype: str, seqlens: tuple[int, int], options: str) -> str:
     """The problem, for ``explain``. ``seqlens``: of the longest sequences."""
     axes = call.axes
+    pages = f", pages of {axes['page_size']}" if "block_table" in call.views else ""
     return (
-        f"batch {axes['batch']}, seqlen {seqlens[0]} x {seqlens[1]}, heads {axes['nheads']}/{axes['nheads_kv']}, "
+        f"batch {axes['batch']}, seqlen {seqlens[0]} x {seqlens[1]}{pages}, "
+        f"heads {axes['nheads']}/{axes['nheads_kv']}, "
         f"head_dim {axes['head_dim']}/{axes['head_dim_v']}, {dtype}, {options}"
     )
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Unpack
 
-import numpy as np
-
 from gpu_ops.core import checks
-from gpu_ops.core.arrays import Array
-from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
-from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.attention_gradients import read_results, store_gradients, write_gradients
+from gpu_ops.ops.attention_lengths import packed_lengths
 from gpu_ops.ops.attention_options import (
-    INT32,
     ScoreOptions,
     backward_flops,
     backward_raw_unsupported,
@@ -45,8 +37,10 @@ def attention_varlen(
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    cu_seqlens_k: Any = None,
     *,
+    block_table: Any = None,
+    seqused_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
@@ -58,21 +52,29 @@ def attention_varlen(
     workspace: Any = None,
     **options: Unpack[ScoreOptions],
 ) -> Bound:
-    """:func:`attention` of each sequence of a packed batch.
+    """:func:`attention` of each sequence of a packed batch: training, or chunked prefill over a cache in pages.
 
     Parameters
     ----------
     q : array (total_q, nheads, head_dim)
         Sequence b is ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``.
     k, v : arrays (total_k, nheads_kv, head_dim or head_dim_v)
+        With ``block_table``: pages, (num_pages, page_size, nheads_kv, ...).
     cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
-        Start at 0, never fall, end at the total. Empty sequences are fine.
+        Start at 0, never fall, end at the total. Empty sequences are fine. Pages take no ``cu_seqlens_k``.
+    block_table : int32 array (batch, max_pages), optional
+        Key j of sequence b is in page ``block_table[b, j // page_size]``. Entries past the need are
+        ignored and may be -1.
+    seqused_k : int32 array (batch,), optional
+        How many keys of each sequence are in use; the rest is never read. Pages need it. Without pages
+        it is at most the length in ``cu_seqlens_k``.
     max_seqlen_q, max_seqlen_k : int, optional
         The longest sequence, or a bound; a smaller value than the true one is an error. Give it with
         arrays on a GPU: their lengths are taken on trust, since looking would wait for the GPU, and
         without a bound blocks are launched for sequences as long as the total.
     **options, return_lse, out_dtype, lse_dtype, out
-        As in :func:`attention`; causal is bottom-right aligned within each sequence.
+        As in :func:`attention`; causal is bottom-right aligned within each sequence: the last query
+        sits on the last key, or the last one in use.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -95,21 +97,30 @@ def attention_varlen(
     >>> lengths = np.array([0, 3, 10], np.int32)  # two sequences, of 3 and 7 tokens
     >>> gpu_ops.attention_varlen(q, k, v, lengths, lengths, causal=True).shape
     (10, 2, 8)
+
+    Over pages of 4 keys: the second sequence adds 7 tokens to a cache, which then holds 9 of it.
+
+    >>> pages, used = np.zeros((5, 4, 2, 8), np.float32), np.array([3, 9], np.int32)
+    >>> table = np.array([[4, -1, -1], [0, 3, 1]], np.int32)
+    >>> gpu_ops.attention_varlen(
+    ...     q, pages, pages, lengths, block_table=table, seqused_k=used, causal=True
+    ... ).shape
+    (10, 2, 8)
     """
     call = Call("attention_varlen", device, backend, workspace)
-    dtype = _read_inputs(call, q, k, v)
+    dtype = _read_inputs(call, q, k, v, paged=block_table is not None)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    used = {"seqused_k": seqused_k, "block_table": block_table}
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths = packed_lengths(call, starts | used, bounds)
     words = read_options(call, dtype, **options)
     return_lse, shapes = checks.flag(call.op, "return_lse", return_lse), _result_shapes(call)
     write_forward(call, dtype, shapes, out, return_lse, out_dtype, lse_dtype)
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, words),
+        problem=lambda: describe(call, dtype, lengths.longest, words),
         unsupported=raw_unsupported,
-        look=look,
-        flops=forward_flops(
-            call, call.axes["total_q"] * seqlens[1] * (0.5 if options.get("causal") else 1.0)
-        ),
+        look=lengths.look,
+        flops=forward_flops(call, lengths.pairs(options.get("causal"))),
     )
 
 
@@ -177,29 +188,29 @@ def attention_varlen_backward(
     call.read("dout", dout)
     dtype = _read_inputs(call, q, k, v)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    seqlens, look = _read_lengths(call, starts, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths = packed_lengths(call, starts, bounds)
     words = read_options(call, dtype, **options)
     read_results(call, dtype, out, lse, delta, *_result_shapes(call))
     call.option(deterministic=checks.flag(call.op, "deterministic", deterministic))
     finish = write_gradients(call, dtype, grads, accumulate=accumulate, return_extra=return_extra)
     return call.bind(
-        problem=lambda: describe(call, dtype, seqlens, words),
+        problem=lambda: describe(call, dtype, lengths.longest, words),
         unsupported=backward_raw_unsupported,
-        look=look,
+        look=lengths.look,
         finish=finish,
-        flops=backward_flops(
-            call, call.axes["total_q"] * seqlens[1] * (0.5 if options.get("causal") else 1.0)
-        ),
+        flops=backward_flops(call, lengths.pairs(options.get("causal"))),
     )
 
 
-def _read_inputs(call: Call, q: Any, k: Any, v: Any) -> str:
+def _read_inputs(call: Call, q: Any, k: Any, v: Any, *, paged: bool = False) -> str:
     call.option(layout="thd")
+    rows = "num_pages page_size" if paged else "total_k"
     return read_inputs(
         call,
         q=(q, "total_q nheads head_dim"),
-        k=(k, "total_k nheads_kv head_dim"),
-        v=(v, "total_k nheads_kv head_dim_v"),
+        k=(k, f"{rows} nheads_kv head_dim"),
+        v=(v, f"{rows} nheads_kv head_dim_v"),
     )
 
 
@@ -209,100 +220,15 @@ def _result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (total, heads, call.axes["head_dim_v"]), (heads, total)
 
 
-def _read_lengths(
-    call: Call, starts: dict[str, Any], given: dict[str, int | None]
-) -> tuple[tuple[int, int], Look | None]:
-    """The lengths of the longest sequences, and what looks at them in every call.
-
-    Those on a GPU are taken on trust, since looking would wait for it: the caller's bounds, or the totals.
-    """
-    op, totals = call.op, (call.axes["total_q"], call.axes["total_k"])
-    longest = [_read_starts(call, *item, total) for item, total in zip(starts.items(), totals, strict=True)]
-    batches = [call.views[name].size - 1 for name in starts]
-    if batches[0] != batches[1]:
-        raise ShapeError(
-            f"{op}: cu_seqlens_q and cu_seqlens_k describe {batches[0]} and {batches[1]} "
-            "sequences; both need batch + 1 entries"
-        )
-    bounds = [None if n is None else checks.integer(op, name, n, low=0) for name, n in given.items()]
-    if call.on_cuda:
-        longest = [total if n is None else min(n, total) for n, total in zip(bounds, totals, strict=True)]
-    else:
-        _check_bounds(op, bounds, longest)
-    call.axes.set("batch", batches[0], "cu_seqlens_q")
-    call.option(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-    return (longest[0], longest[1]), None if call.on_cuda else _look(op, totals, bounds)
-
-
-def _look(op: str, totals: tuple[int, int], bounds: list[int | None]) -> Look:
-    def look(views: dict[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        starts_q, starts_k = views["cu_seqlens_q"], views["cu_seqlens_k"]
-        sound, found = False, {}
-        if backend == "cpu":
-            table = _table(*totals)(starts_q, starts_k)
-            *longest, sound, _ = table[-1].tolist()
-            found["sequences"] = table[:-1]
-        if not sound:  # says where, on the CPU
-            longest = [
-                _longest(op, "cu_seqlens_q", starts_q, totals[0]),
-                _longest(op, "cu_seqlens_k", starts_k, totals[1]),
-            ]
-        _check_bounds(op, bounds, longest)
-        return {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}, found
-
-    return look
-
-
-@functools.lru_cache(256)
-@uninterrupted
-def _table(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
-    from gpu_ops.kernels.numba_cpu.lengths import packed
-
-    return packed(total_q, total_k)
-
-
-def _check_bounds(op: str, bounds: list[int | None], longest: list[int]) -> None:
-    for name, bound, n in zip(("max_seqlen_q", "max_seqlen_k"), bounds, longest, strict=True):
-        if bound is not None and bound < n:
-            raise OptionError(
-                f"{op}: {name}={bound}, but the longest sequence has {n} tokens; omit it or raise it"
-            )
-
-
-def _read_starts(call: Call, name: str, x: Any, total: int) -> int:
-    """Starts of sequences that lie end to end: int32, from 0, never falling, to ``total`` exactly.
-
-    The length of the longest; ``total`` where they lie on a GPU.
-    """
-    starts = call.read(name, x)
-    if starts.dtype != INT32:
-        raise DTypeError(
-            f"{call.op}: {name} is {starts.dtype}, expected int32; cast it: {name}.astype('int32')"
-        )
-    if starts.ndim != 1 or starts.size == 0:
-        raise ShapeError(f"{call.op}: {name} has shape {starts.shape}, expected (batch + 1,)")
-    return total if call.on_cuda else _longest(call.op, name, starts, total)
-
-
-def _longest(op: str, name: str, offsets: Array, total: int) -> int:
-    """The length of the longest sequence; all offsets are checked."""
-    starts = offsets.tolist()  # as there are mostly few, Python is faster than NumPy
-    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-    if starts[0] != 0 or starts[-1] != total or min(lengths, default=0) < 0:
-        raise OptionError(
-            f"{op}: {name} must start at 0, never fall, and end at the total {total}; "
-            f"got {np.array2string(offsets, threshold=8)}"
-        )
-    return max(lengths, default=0)
-
-
 @lowers("attention_varlen", "reference")
 def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.attention import attention_varlen
 
     def run(views: Mapping[str, Any]) -> None:
-        arrays = [views[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
-        given = {**reference_options(spec, views), **results_dtypes(views)}
+        arrays = [views[name] for name in ("q", "k", "v", "cu_seqlens_q")]
+        names = ("cu_seqlens_k", "block_table", "seqused_k")
+        given: dict[str, Any] = {name: views.get(name) for name in names}
+        given |= {**reference_options(spec, views), **results_dtypes(views)}
         store_results(views, attention_varlen(*arrays, return_lse=True, **given))
 
     on.call(run, "NumPy, float64")

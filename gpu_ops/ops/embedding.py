@@ -134,7 +134,7 @@ def embedding_backward(
     shape = (checks.integer(call.op, "num_embeddings", num_embeddings, low=0, high=2**31 - 1), x.shape[-1])
     call.option(scale=checks.number(call.op, "scale", scale), adds=dweight is not None)
     kind = checks.computing_dtype(dtype)
-    call.write("dweight", shape, kind, dweight, argument="dweight", added=True)
+    call.write("dweight", shape, kind, dweight, argument="dweight", added=dweight is not None)
     return _bind(call, dtype, shape)
 
 

@@ -114,7 +114,7 @@ def _words(macros: dict[str, str]) -> list[str]:
     sizes: dict[str, list[str]] = {}
     for key, value in macros.items():
         if key in _FLAGS:
-            words += [key.lower()] if value == "1" else []
+            words += [] if value == "0" else [key.lower() + value.removeprefix("1")]
         elif value in _DTYPES:
             words += ["mask"] * (key == "MASK") + [_DTYPES[value]]
         elif not value.isdigit():

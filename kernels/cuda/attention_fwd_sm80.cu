@@ -34,8 +34,9 @@
 //   those of include/attention_scores.cuh
 //   BLOCK_MASK  0 or 1, not with PACK_GQA
 //   VARLEN      0 or 1: cu_seqlens_q, cu_seqlens_k (batch + 1) int; batch strides are 0; lse is (nheads, total_q)
-//   SEQUSED_K   0 or 1: seqused_k (batch) int replaces shape.seqlen_k
-//   PAGED       0 or 1: key j of a sequence is row j % page_size of page block_table[j / page_size]
+//   SEQUSED_K   0 or 1: seqused_k (batch) int are the lengths of the keys
+//   PAGED       0; 1: key j of a sequence is row j % page_size of page block_table[j / page_size], and cu_seqlens_k is
+//               not used; 2: the same where page_size is a multiple of BLOCK_N, so that a tile lies in one page
 //   PACK_GQA    0 or 1: a row is a (query, head of the group) pair, heads adjacent; K is read once per group
 //   SPLIT       0 or 1: shape.num_splits blocks share the tiles of a row. out is float, one per split (out_split);
 //               lse holds row_max (in units of log2), then row_sum (2, lse_split). attention_combine.cu merges them.

@@ -18,7 +18,7 @@
 //   PAIRS       kOne   a0, b0
 //               kTwo   blockIdx.z chooses: c = a0 b0^T or c1 = a1 b1^T
 //               kSum   c = a0 b0^T + a1 b1^T
-//   EPILOGUE    kStore, kAdd, kGate (b0 and b1 are gate and up, PAIRS is kOne), kGateBackward
+//   EPILOGUE    kStore, kAdd, kLinear (c1, h: residual, bias), kGate (b0 and b1 are gate and up, PAIRS is kOne), kGateBackward
 //   ACTIVATION  kSilu, kGelu, kGeluTanh
 //   ALIGNED     1: addresses, row strides and row lengths are multiples of 16 bytes (those of total, as for c)
 //   EXACT       1: f32 by scalar FMA, for small k
@@ -111,7 +111,7 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     __syncthreads();  // the stages can be reused
 
     const Results<out_scalar> results{c + blockIdx.y * shape.split_c, c1, h, total, shape.stride_c[pair],
-                                      shape.stride_total, shape.m, shape.n};
+                                      shape.stride_total, shape.stride_c[1], shape.m, shape.n};
     Last::run(sums.acc, results, row0 + warp_m * kSlabs * 16, col0 + warp_n * Last::kColumns,
               dynamic_shared + warp * Last::Staged::kBytes);
 }

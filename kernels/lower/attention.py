@@ -60,16 +60,15 @@ def forward(spec: Spec, on: Builder) -> None:
         parts = (config.num_splits, *a.lse_shape)  # packed sequences: one of total_q
         out = on.empty((*parts, a.head_dim_v), np.float32, "parts of out")
         lse = on.empty((2, *parts), np.float32, "maxima and sums of parts")
-    lengths = (*(a.cu_seqlens or (None, None)), a.seqused_k, a.block_table)
+    lengths = (*(*a.cu_seqlens, None, None)[:2], a.seqused_k, a.block_table)
     visible = None if a.visible is None else a.visible.view(np.uint8)
     arrays = (a.q, a.k, a.v, out, lse, *lengths, None if split else a.sinks, a.alibi_slopes, a.bias, visible)
     shape = _shape(a, config, out, lse)
     arguments = (*map(_pointer, arrays), shape[()])
     results: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "WIDE_LSE": _wide_lse(a)}
     results = {} if split else results
-    kernel = _kernel(
-        config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **_reads(a), **results
-    )
+    reads = _reads(a, config)
+    kernel = _kernel(config, a.q.dtype.name, problem.mask, a.features(sinks=not split), **reads, **results)
     on.launch(kernel, config.grid, (config.threads, 1, 1), arguments, shared=config.shared_bytes)
     if lse is not None and split:
         _combine_parts(a, on, out, lse, shape)
@@ -119,6 +118,7 @@ def tile_problem(a: Attention) -> Problem:
         window=max(left + right + 1, 1) if mask == "kLocal" and right < UNLIMITED else 0,
         block_mask=a.visible is not None,
         varlen=a.packed,
+        paged=a.block_table is not None,
         num_splits=a.num_splits,
         wide_out=a.out.itemsize > a.q.itemsize,
         lean=a.features().plain and not (mask == "kLocal" and own_lengths),
@@ -150,12 +150,13 @@ def _shape(a: Attention, config: Config, out: Tensor, lse: Tensor | None) -> np.
     return shape
 
 
-def _reads(a: Attention) -> dict[str, int]:
+def _reads(a: Attention, config: Config) -> dict[str, int]:
     """Macros of the kernel: how it finds the sequences and their keys."""
+    whole_tiles = a.k.shape[1] > 0 and a.k.shape[1] % config.tile.block_n == 0
     return {
         "VARLEN": int(a.packed),
         "SEQUSED_K": int(a.seqused_k is not None),
-        "PAGED": int(a.block_table is not None),
+        "PAGED": 0 if a.block_table is None else 1 + int(whole_tiles),
     }
 
 

@@ -95,6 +95,7 @@ class Problem:
     window: int = 0  # keys that a row of a local mask sees at most
     block_mask: bool = False
     varlen: bool = False
+    paged: bool = False
     lean: bool = True  # plain scores, and no window over sequences of their own lengths
     num_splits: int = 0  # 0: choose
     wide_out: bool = False  # float32 results of 16-bit inputs
@@ -183,8 +184,10 @@ def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
     """Every legal way to run a problem, with its cost."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     packings = (False, True) if p.group > 1 and not p.block_mask else (False,)
-    if p.seqlen_q * p.group <= max(tile.block_m for tile in _TILES):
-        packings = packings[::-1]  # at the same cost: one block reads the keys of a group, not one per head
+    # At the same cost: one block reads the keys of a group, not one per head. Beside long sequences over pages there
+    # are those that add one query.
+    if p.seqlen_q * p.group <= max(tile.block_m for tile in _TILES) or (p.varlen and p.paged):
+        packings = packings[::-1]
     splittings = (False,) if p.num_splits == 1 else (False, True)
     for pack, split in itertools.product(packings, splittings):
         rows = p.seqlen_q * (p.group if pack else 1)

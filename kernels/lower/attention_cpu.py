@@ -17,9 +17,10 @@ Array = np.ndarray[Any, Any]
 
 def forward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention as kernels
-    from gpu_ops.kernels.numba_cpu.attention_config import select_config
+    from gpu_ops.kernels.numba_cpu.attention_config import DECODE_ROWS, select_config
 
     a = Attention.of(spec)
+    decodes = a.bias is None and a.visible is None
     config = select_config(
         a.batch,
         a.nheads,
@@ -27,12 +28,16 @@ def forward(spec: Spec, on: Builder) -> None:
         a.seqlen_q,
         a.seqlen_k,
         a.num_splits,
-        decode=a.bias is None and a.visible is None,
+        decode=decodes,
         dtype=a.q.dtype,
         dims=a.head_dim + a.head_dim_v,
     )
-    results = a.out.dtype, a.lse_dtype
-    attend = prepared(kernels.prepare, a, config=config, results=results)
+    few = DECODE_ROWS // (a.nheads // a.nheads_kv) if a.packed and decodes and config.kernel == "tiled" else 0
+    more: dict[str, Any] = {"config": config, "results": (a.out.dtype, a.lse_dtype)}
+    if few:
+        attend = prepared(kernels.prepare_ragged, a, few=few, **more)
+    else:
+        attend = prepared(kernels.prepare, a, **more)
     if a.lse is None:
         on.empty(a.lse_shape, a.lse_dtype, "lse")
     if a.known_lengths:
@@ -48,7 +53,7 @@ def forward(spec: Spec, on: Builder) -> None:
             lse = lse if lse.ndim == 3 else lse[None]
         attend(q, k, v, out, lse, views["sequences"], optional_arrays(a, views) if has_options else {})
 
-    on.call(run, str(config))
+    on.call(run, f"{config}; sequences of up to {few} queries: decode kernel" if few else str(config))
 
 
 def prepared(prepare: Callable[..., Any], a: Attention, **more: Any) -> Callable[..., Any]:

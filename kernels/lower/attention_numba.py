@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -41,8 +42,7 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
         paged=a.block_table is not None,
     )
     blocks = -(-rows // config.block_m) * a.batch * a.nheads_kv * -(-a.head_dim_v // config.slab)
-    wanted = 1 if a.packed else a.num_splits  # parts lie in batch entries, one sequence each
-    parts = min(wanted or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
+    parts = min(a.num_splits or count_splits(config, blocks, a.seqlen_k, on.sms), THREADS)
     lse = on.empty(a.lse_shape, a.lse_dtype, "lse") if a.lse is None else a.lse
     config = replace(
         config,
@@ -54,15 +54,16 @@ def attend(a: Attention, on: Builder, sequences: Tensor) -> None:
     target, target_lse = a.out, lse
     if config.split:
         wide = np.float64 if config.itemsize == 8 else np.float32
-        target = on.empty((parts * a.batch, *a.out.shape[1:]), wide, "parts of out")
-        target_lse = on.empty((2 * parts * a.batch, *lse.shape[1:]), wide, "maxima and sums of parts")
+        entries, *rows_of_out = a.out.shape  # packed sequences: one
+        target = on.empty((parts * entries, *rows_of_out), wide, "parts of out")
+        target_lse = on.empty((2 * parts * entries, *lse.shape[1:]), wide, "maxima and sums of parts")
     arrays = (a.q, a.k, a.v, target, target_lse, sequences, *score_arrays(a, config.scores.sinks))
     scale = scale if config.in_powers_of_e else scale * LOG2E
     arguments = (*arrays, scale, *numbers, left, right, a.block_q, a.block_k, parts)
     on.launch(forward_kernel(config), (blocks * parts,), (THREADS,), arguments)
     if config.split:
         kernel = combine_kernel(a.out.dtype.name, a.sinks is not None, lse.dtype.name)
-        grid = (a.batch * a.seqlen_q * a.nheads,)
+        grid = (math.prod(a.lse_shape),)
         sinks = 0 if a.sinks is None else a.sinks
         on.launch(kernel, grid, (THREADS,), (target, target_lse, a.out, lse, sinks))
 
@@ -76,7 +77,9 @@ def sequences_of(a: Attention, on: Builder) -> Tensor:
     table = on.empty((a.batch, 4), np.int64, "sequences")
     grid = (-(-a.batch // THREADS),)
     if a.packed:
-        on.launch(packed_kernel(), grid, (THREADS,), (*a.cu_seqlens, table))
+        kernel = packed_kernel(paged=a.block_table is not None, used=a.seqused_k is not None)
+        given = (*(*a.cu_seqlens, 0)[:2], 0 if a.seqused_k is None else a.seqused_k)
+        on.launch(kernel, grid, (THREADS,), (*given, table))
     else:
         on.launch(used_kernel(), grid, (THREADS,), (a.seqused_k, a.seqlen_q, table))
     return table

@@ -32,9 +32,9 @@ class Attention(Scores):
     """Of the longest sequence, or a bound; as ``seqlen_k``."""
     seqlen_k: int
     cu_seqlens: tuple[Tensor, ...]
-    """Of q and k, where their sequences lie end to end."""
+    """Of q and k, where their sequences lie end to end; of q alone over pages."""
     seqused_k: Tensor | None
-    """How many keys of a cache are in use."""
+    """How many keys of a cache are in use, or of packed keys."""
     block_table: Tensor | None
     num_splits: int
     """Parts of the keys; 0: chosen."""
@@ -139,8 +139,8 @@ class Attention(Scores):
 
 
 def as_bshd(x: Any, layout: str) -> Any:
-    """A view (batch, seqlen, nheads, head_dim) of a tensor or an array."""
-    if layout == "bshd":
+    """A view (batch, seqlen, nheads, head_dim) of a tensor or an array; pages have these axes in any layout."""
+    if layout == "bshd" or (layout == "thd" and x.ndim == 4):
         return x
     return x[None] if layout == "thd" else x.swapaxes(1, 2)
 

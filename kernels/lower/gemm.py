@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ def launch_raw(on: Builder, g: Gemm) -> None:
     along = not (g.a[0].across or g.b[0].across)
     if cublas.takes(on, g):
         cublas.run(on, g)
-    elif m <= FEW and along and g.pairs == "kOne" and g.epilogue in ("kStore", "kGate"):
+    elif m <= FEW and along and g.pairs == "kOne" and g.epilogue in ("kStore", "kLinear", "kGate"):
         _launch_few(on, g)
     else:
         _launch_tiles(on, g)
@@ -90,6 +91,9 @@ def launch_numba(on: Builder, g: Gemm) -> None:
     grid = (math.prod(-(-n // twin.BLOCK) for n in out[0].shape), 1, 1)
     for i in range(2 if g.pairs == "kTwo" else 1):
         c = out if len(out) == 3 else (out[i],) * 3
+        if g.epilogue == "kLinear":
+            none = out[0][:0]
+            c = (out[0], none if g.residual is None else g.residual, none if g.bias is None else g.bias)
         total = c[0] if g.total is None else g.total
         args = (a[i], b[i], a[-1], b[-1], *c, total)
         on.launch(kernel, grid, (twin.THREADS, 1, 1), args)
@@ -105,25 +109,29 @@ def _launch_tiles(on: Builder, g: Gemm) -> None:
         k * pairs,
         batch=batch,
         gated=g.epilogue == "kGate",
-        splittable=batch == 1 and g.epilogue == "kStore",
+        splittable=batch == 1 and g.epilogue in ("kStore", "kLinear"),
     )
     config = select_config(problem, DeviceLimits(on.sms, on.smem_per_block_optin))
-    target = out if config.splits == 1 else _parts(on, config.splits, m, n)
+    addends = {"residual": g.residual, "bias": g.bias}
+    target, more = (out, g.out[1:]) if g.epilogue != "kLinear" else (out, tuple(addends.values()))
+    if config.splits > 1:
+        target, more = _parts(on, config.splits, m, n), ()
+        g = replace(g, epilogue="kStore", residual=None, bias=None)
     shape = np.zeros((), GEMM_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
     shape["stride_a"], shape["split_c"] = stride(g.a[0].array), m * n
     shape["stride_b"] = _strides(o.array for o in g.b)
-    shape["stride_c"] = _strides((target, *g.out[1:]))
+    shape["stride_c"] = _strides((target, *more))
     if g.total is not None:
         shape["stride_total"] = stride(g.total)
     a, b = (_filled(o.array for o in operands) for operands in (g.a, g.b))
-    c = _filled((target, *g.out[1:]))
+    c = _filled((target, *more))
     kernel = _tiles_kernel(g, config, target.dtype.name)
     args = (*a[:2], *b[:2], *c, _NULL if g.total is None else g.total, shape[()])
     grid = (config.blocks, config.splits, problem.batch)
     on.launch(kernel, grid, (config.threads, 1, 1), args, shared=config.shared_bytes)
     if config.splits > 1:
-        add_up(on, target, out)
+        add_up(on, target, out, **addends)
 
 
 def _launch_few(on: Builder, g: Gemm) -> None:
@@ -131,7 +139,8 @@ def _launch_few(on: Builder, g: Gemm) -> None:
     (m, n), k = out.shape, x.k
     limits = DeviceLimits(on.sms, on.smem_per_block_optin)
     config = select_few(m, n, k, x.array.dtype.itemsize, gate, limits)
-    target = out if config.splits == 1 else _parts(on, config.splits, m, n)
+    direct = config.splits == 1 and g.epilogue != "kLinear"
+    target = out if direct else _parts(on, config.splits, m, n)
     shape = np.zeros((), GEMV_SHAPE)
     shape["m"], shape["n"], shape["k"] = m, n, k
     shape["stride_x"], shape["stride_w"] = stride(x.array), _strides(o.array for o in g.b)
@@ -140,8 +149,8 @@ def _launch_few(on: Builder, g: Gemm) -> None:
     args = (x.array, *w[:2], target, shape[()])
     kernel = _few_kernel(g, config, target.dtype.name)
     on.launch(kernel, (config.blocks, config.splits, 1), (config.threads, 1, 1), args)
-    if config.splits > 1:
-        add_up(on, target, out)
+    if not direct:
+        add_up(on, target, out, residual=g.residual, bias=g.bias)
 
 
 def _parts(on: Builder, splits: int, m: int, n: int) -> Tensor:
@@ -154,9 +163,9 @@ _NULL = np.uint64(0)
 _FEW_PRODUCTS = 64
 
 
-def _filled(arrays: Iterable[Tensor]) -> tuple[Tensor | np.uint64, ...]:
+def _filled(arrays: Iterable[Tensor | None]) -> tuple[Tensor | np.uint64, ...]:
     """Three pointers; null where there is no array."""
-    found: tuple[Tensor | np.uint64, ...] = (*arrays, _NULL, _NULL)
+    found = (*(_NULL if x is None else x for x in arrays), _NULL, _NULL)
     return found[:3]
 
 
@@ -197,9 +206,9 @@ def _few_kernel(g: Gemm, config: FewConfig, out: str) -> CudaKernel:
     return CudaKernel("gemv", "gemv", tuple(defines.items()))
 
 
-def _strides(arrays: Iterable[Tensor]) -> tuple[int, int]:
+def _strides(arrays: Iterable[Tensor | None]) -> tuple[int, int]:
     """Of two arrays, or of one twice."""
-    found = [stride(array) for array in arrays]
+    found = [0 if array is None else stride(array) for array in arrays]
     return found[0], found[min(1, len(found) - 1)]
 
 

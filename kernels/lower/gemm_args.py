@@ -22,6 +22,7 @@ __all__ = [
     "aligned",
     "gated",
     "gated_backward",
+    "linear",
     "product",
     "stride",
     "sum_of_products",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 Pairs = Literal["kOne", "kTwo", "kSum"]
-Epilogue = Literal["kStore", "kAdd", "kGate", "kGateBackward"]
+Epilogue = Literal["kStore", "kAdd", "kLinear", "kGate", "kGateBackward"]
 
 _ALIGNMENT = 16
 
@@ -65,6 +66,10 @@ class Gemm:
     epilogue: Epilogue = "kStore"
     activation: str = "silu"
     total: Tensor | None = None
+    residual: Tensor | None = None
+    """Like c."""
+    bias: Tensor | None = None
+    """One row."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -72,13 +77,20 @@ class Gemm:
 
     @property
     def is_aligned(self) -> bool:
-        more = () if self.total is None else (self.total,)
+        more = [x for x in (self.total, self.residual, self.bias) if x is not None]
         return aligned([*(o.array for o in (*self.a, *self.b)), *self.out, *more])
 
 
 def product(a: Operand, b: Operand, out: Tensor, *, total: Tensor | None = None) -> Gemm:
     """``out = a b^T``, plus ``total`` (float32, float64 for float64), which may be ``out`` itself."""
     return Gemm((a,), (b,), (out,), epilogue=_adding(total), total=total)
+
+
+def linear(x: Operand, w: Operand, y: Tensor, *, residual: Tensor | None, bias: Tensor | None) -> Gemm:
+    """``y = x w^T``, plus the residual (like y) and the bias (one row) if there are any."""
+    if residual is None and bias is None:
+        return product(x, w, y)
+    return Gemm((x,), (w,), (y,), epilogue="kLinear", residual=residual, bias=bias)
 
 
 def two_products(a: tuple[Operand, ...], b: tuple[Operand, ...], out: tuple[Tensor, ...]) -> Gemm:

@@ -12,13 +12,22 @@ from gpu_ops.kernels.program import Builder, Tensor
 __all__ = ["VARIANT", "add_up"]
 
 _THREADS = 256
+_NULL = np.uint64(0)
 
 
-def add_up(on: Builder, parts: Tensor, out: Tensor) -> None:
-    """``out`` is the sum of ``parts`` (splits, rows, cols), float32 and contiguous, rounded once."""
+def add_up(
+    on: Builder, parts: Tensor, out: Tensor, *, residual: Tensor | None = None, bias: Tensor | None = None
+) -> None:
+    """``out`` is the sum of ``parts`` (splits, rows, cols), float32 and contiguous, rounded once.
+
+    Plus ``residual``, an array like out, which may be out, and ``bias``, a row of it.
+    """
     splits, rows, cols = parts.shape
-    width = 4 if aligned([out], 4 * out.itemsize) else 1
-    args = (parts, out, np.int64(rows), np.int64(cols), np.int64(stride(out)), np.int32(splits))
+    more = [x for x in (residual, bias) if x is not None]
+    width = 4 if aligned([out, *more], 4 * out.itemsize) else 1
+    strides = (np.int64(stride(out)), np.int64(0 if residual is None else stride(residual)))
+    arrays = (parts, out, *(_NULL if x is None else x for x in (residual, bias)))
+    args = (*arrays, np.int64(rows), np.int64(cols), *strides, np.int32(splits))
     grid = (-(-rows * cols // (width * _THREADS)), 1, 1)
     on.launch(_kernel(out.dtype.name, width), grid, (_THREADS, 1, 1), args)
 

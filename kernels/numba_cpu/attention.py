@@ -17,6 +17,7 @@ Scratch per thread: at most a MB up to head_dim 128.
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ from .attention_config import (
     optional_arrays,
     optional_types,
     results_of,
+    select_config,
 )
 from .attention_decode import prepare_decode
 from .attention_operands import Keys, pack_keys, pack_queries, pack_values, transpose_v
@@ -104,6 +106,34 @@ def prepare(
         if split:
             combine = attention_combine[of_parts]
             launch_combine(combine, call.batch * call.nheads, call, *parts, *arrays[3:], optional[2])
+
+    return run
+
+
+def prepare_ragged(
+    q: Array, k: Array, v: Array, batch: int, *, config: Config, few: int, max_seqlen_q: int, **rest: Any
+) -> Callable[..., None]:
+    """:func:`prepare` for sequences long and short. The decode kernel takes those of up to ``few`` queries: in tiles
+    each head would pack their keys again, for a lane or two."""
+    heads, shapes = (q.shape[2], k.shape[2]), (q, k, v, batch)
+    attend = prepare(*shapes, config=config, max_seqlen_q=max_seqlen_q, **rest)
+
+    @functools.cache
+    def decode(longest: int) -> Callable[..., None]:
+        cut = select_config(batch, *heads, longest, rest["max_seqlen_k"], decode=True, dtype=q.dtype)
+        return prepare(*shapes, config=cut, max_seqlen_q=longest, **rest)
+
+    def run(
+        q: Array, k: Array, v: Array, out: Array, lse: Array, sequences: Array, given: dict[str, Array]
+    ) -> None:
+        queries = sequences[:, 1]
+        is_short = queries <= few
+        longest = int(queries.max(initial=0, where=is_short))
+        if longest > 0:
+            short, sequences = sequences.copy(), sequences.copy()
+            short[~is_short, 1] = sequences[is_short, 1] = 0
+            decode(longest)(q, k, v, out, lse, short, given)
+        attend(q, k, v, out, lse, sequences, given)
 
     return run
 

@@ -23,18 +23,26 @@ from .parallel import launch_inline
 
 Array = np.ndarray[Any, Any]
 
-_NO_TABLE = np.empty((0, 0), np.int32)
+_NONE, _NO_TABLE = np.empty(0, np.int32), np.empty((0, 0), np.int32)
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # over the golden ratio: slots at any distance from each other spread
 
 
-def packed(total_q: int, total_k: int) -> Callable[[Array, Array], Array]:
+def packed(total_q: int, total_k: int, *, num_pages: int, page_size: int) -> Callable[..., Array]:
     """A function of the starts of sequences laid end to end: ``found``. The last row: the longest of q, the longest
-    of k, and 1 if both start at 0, never fall and end at their totals."""
+    of k, and 1 if both start at 0, never fall and end at their totals.
+
+    It also takes how many keys of each sequence are in use, and a table of pages in place of the starts of k;
+    ``total_k`` is then what the pages of a sequence hold. Sound: the keys hold what is in use, and its pages exist.
+    """
     look = packed_lengths[None]
 
-    def found_of(starts_q: Array, starts_k: Array) -> Array:
+    def found_of(
+        starts_q: Array, starts_k: Array | None, used: Array | None = None, table: Array | None = None
+    ) -> Array:
         found = np.empty((len(starts_q), 4), np.int64)
-        launch_inline(look, 1, starts_q, starts_k, total_q, total_k, found)
+        given = [_NONE if x is None else x for x in (starts_k, used)]
+        pages = _NO_TABLE if table is None else table
+        launch_inline(look, 1, starts_q, *given, pages, total_q, total_k, num_pages, page_size, found)
         return found
 
     return found_of
@@ -105,26 +113,45 @@ def take(taken, slot):
     return True
 
 
+@inner
+def pages_exist(table, b, first, last, num_pages):
+    """Whether entries [first, last) of row b are pages."""
+    exist = True
+    for i in range(first, last):
+        exist = exist and 0 <= table[b, i] < num_pages
+    return exist
+
+
 @kernel(
     lambda _: (
-        read("int32", 1),
-        read("int32", 1),
-        types.int64,
-        types.int64,
+        *(read("int32", 1),) * 3,
+        read("int32", 2),
+        *(types.int64,) * 4,
         types.Array(types.int64, 2, "C"),
     ),
     variants=(None,),
 )
-def packed_lengths(state, n_tasks, starts_q, starts_k, total_q, total_k, found):
+def packed_lengths(
+    state, n_tasks, starts_q, starts_k, used, table, total_q, total_k, num_pages, page_size, found
+):
     batch = len(starts_q) - 1
-    sound = (
-        starts_q[0] == 0 and starts_q[batch] == total_q and starts_k[0] == 0 and starts_k[batch] == total_k
-    )
+    sound = starts_q[0] == 0 and starts_q[batch] == total_q
+    if len(starts_k) > 0:
+        sound = sound and starts_k[0] == 0 and starts_k[batch] == total_k
     longest_q, longest_k = np.int64(0), np.int64(0)
     for b in range(batch):
-        q, k = np.int64(starts_q[b]), np.int64(starts_k[b])
-        n_q, n_k = np.int64(starts_q[b + 1]) - q, np.int64(starts_k[b + 1]) - k
+        q = np.int64(starts_q[b])
+        n_q = np.int64(starts_q[b + 1]) - q
+        k, n_k = np.int64(0), total_k
+        if len(starts_k) > 0:
+            k = np.int64(starts_k[b])
+            n_k = np.int64(starts_k[b + 1]) - k
         sound = sound and n_q >= 0 and n_k >= 0
+        if len(used) > 0:
+            sound = sound and 0 <= used[b] <= n_k
+            n_k = np.int64(used[b])
+        if sound and len(table) > 0:
+            sound = pages_exist(table, b, 0, (n_k + page_size - 1) // max(page_size, 1), num_pages)
         longest_q, longest_k = max(longest_q, n_q), max(longest_k, n_k)
         found[b, 0], found[b, 1], found[b, 2], found[b, 3] = q, n_q, k, n_k
     found[batch, 0], found[batch, 1], found[batch, 2], found[batch, 3] = longest_q, longest_k, sound, 0
@@ -143,8 +170,8 @@ def cached_lengths(state, n_tasks, used, table, seqlen_q, new, page_size, num_pa
         fits = 0 <= n <= capacity - new
         if fits and len(table) > 0:
             first = n // page_size if new > 0 and page_size > 0 else 0
-            for i in range(first, (n + new + page_size - 1) // max(page_size, 1)):
-                fits = fits and 0 <= table[b, i] < num_pages
+            last = (n + new + page_size - 1) // max(page_size, 1)
+            fits = pages_exist(table, b, first, last, num_pages)
         sound = sound and fits
         shortest, longest = min(shortest, n), max(longest, n)
         found[b, 0], found[b, 1], found[b, 2], found[b, 3] = 0, seqlen_q, 0, n

@@ -61,8 +61,8 @@ def forward_kernel(config: Config) -> NumbaKernel:
     ==========  ======================================================================  ==================
 
     Sequences may also be packed end to end in arrays with one batch entry. With ``config.split``, out and lse hold
-    partial results in the compute type: out is (parts * batch, ...), and lse holds the maxima of the scores in base
-    2, followed by as many sums.
+    partial results in the compute type, part after part along the first axis; lse holds the maxima of the scores in
+    base 2, followed by as many sums.
     """
     number = functions(config.dtype).compute
     scores = config.scores
@@ -225,7 +225,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
             cuda.syncthreads()  # no thread reads the tables or P any more
 
         # lse, and the factor for O. A sink is one more score, of a key without a value.
-        entry = part * batch + b if split else q_batch
+        entry = part * q.shape[0] + q_batch if split else q_batch
         for i in range(my_rows):
             for distance in (8, 4, 2, 1):
                 row_sum[i] += cuda.shfl_xor_sync(WARP, row_sum[i], distance)
@@ -241,7 +241,7 @@ def forward_kernel(config: Config) -> NumbaKernel:
             row_sum[i] = number(nothing) if blind else factor / total
             if c == 0 and first_column == 0 and first_row + r + i * ROWS < n_rows:
                 if split:
-                    lse[entry, head, at], lse[n_parts * batch + entry, head, at] = top, total
+                    lse[entry, head, at], lse[n_parts * q.shape[0] + entry, head, at] = top, total
                 else:
                     lse[entry, head, at] = -infinity if blind else (wide(top) + log2(wide(total))) * wide(LN2)
 

@@ -17,17 +17,24 @@ THREADS = 128
 
 
 @cache
-def packed_kernel() -> NumbaKernel:
-    """Of sequences that lie end to end: from the starts of those of q and of k, (batch + 1,)."""
+def packed_kernel(*, paged: bool, used: bool) -> NumbaKernel:
+    """Of sequences that lie end to end: from the starts of those of q and of k, (batch + 1,).
 
-    def attention_sequences(starts_q, starts_k, sequences):
+    ``paged``: k has no starts. ``used``: from how many keys of each are in use, (batch,). Pass 0 for an array that
+    it does not use.
+    """
+
+    def attention_sequences(starts_q, starts_k, used_k, sequences):
         b = cuda.grid(1)
         if b < sequences.shape[0]:
             sequences[b, 0], sequences[b, 1] = starts_q[b], starts_q[b + 1] - starts_q[b]
-            sequences[b, 2], sequences[b, 3] = starts_k[b], starts_k[b + 1] - starts_k[b]
+            sequences[b, 2] = 0 if paged else starts_k[b]
+            sequences[b, 3] = used_k[b] if used else starts_k[b + 1] - starts_k[b]
 
-    signature = "void(int32[:], int32[:], int64[:, ::1])"
-    return NumbaKernel(attention_sequences, signature, "attention_sequences[packed]")
+    given = ["int32[:]" if there else "int32" for there in (True, not paged, used)]
+    words = ["packed", *(["paged"] if paged else []), *(["used"] if used else [])]
+    signature = f"void({', '.join(given)}, int64[:, ::1])"
+    return NumbaKernel(attention_sequences, signature, f"attention_sequences[{','.join(words)}]")
 
 
 @cache

@@ -2,7 +2,9 @@
 
 kStore          c = a b^T                        kGate           c = act(a b^T) * (a b1^T)
 kAdd            c = total + a b^T                kGateBackward   dh = a b^T; c: gate -> dgate; c1: up -> dup;
-                                                                 h = act(gate) * up
+kLinear         c = a b^T + c1 + h[0]                            h = act(gate) * up
+
+With kLinear c1 is the residual and h the bias, a row; without rows there is none.
 
 A block computes 64 x 64 of C and walks over K in steps of 16: 256 threads stage tiles of A and B in shared memory,
 where each element serves 64 rows. Thread (r, q) of 16 x 16 has rows r, r + 16, ... and columns q, q + 16, ...: it
@@ -131,6 +133,7 @@ def stager(dtype: str, across: bool):
 def finisher(epilogue: str, activation: str, dtype: str, out: str):
     """A device function: the epilogue of one element."""
     load, store, number = functions(dtype).load, functions(out).store, functions(dtype).compute
+    load_out = functions(out).load
     of = activated(activation, dtype)
 
     @cuda.jit(device=True)
@@ -140,6 +143,14 @@ def finisher(epilogue: str, activation: str, dtype: str, out: str):
     @cuda.jit(device=True)
     def kAdd(x, _, c, c1, h, total, row, col):
         c[row, col] = store(total[row, col] + x)
+
+    @cuda.jit(device=True)
+    def kLinear(x, _, c, c1, h, total, row, col):
+        if c1.shape[0] > 0:
+            x += load_out(c1[row, col])
+        if h.shape[0] > 0:
+            x += load_out(h[0, col])
+        c[row, col] = store(x)
 
     @cuda.jit(device=True)
     def kGate(gate, up, c, c1, h, total, row, col):
@@ -154,4 +165,5 @@ def finisher(epilogue: str, activation: str, dtype: str, out: str):
         c1[row, col] = store(number(dh * act))
         h[row, col] = store(number(act * up))
 
-    return {"kStore": kStore, "kAdd": kAdd, "kGate": kGate, "kGateBackward": kGateBackward}[epilogue]
+    finishers = {"kStore": kStore, "kAdd": kAdd, "kLinear": kLinear}
+    return {**finishers, "kGate": kGate, "kGateBackward": kGateBackward}[epilogue]

@@ -168,9 +168,31 @@ def packed(draw: Draw, limit: int) -> tuple[dict[str, Array], Array, Array, Opti
     return given, cu_q, cu_k, options_of(draw, batch, heads)
 
 
+def in_pages(draw: Draw, caches: dict[str, list[Array]]) -> dict[str, Array]:
+    """Caches by name, each the keys or values of every sequence, in shuffled pages; what nobody uses is NaN."""
+    used = np.array([len(x) for x in next(iter(caches.values()))], np.int32)
+    page, batch = draw.pick(1, 4, 16, 64), len(used)
+    width = -(-int(used.max(initial=0)) // page) + draw.pick(0, 1)
+    count = batch * width + draw.pick(0, 3)
+    table = draw.rng.permutation(count)[: batch * width].reshape(batch, width).astype(np.int32)
+    found = {}
+    for name, sequences in caches.items():
+        stored = np.full((count, page, *sequences[0].shape[1:]), np.nan, sequences[0].dtype)
+        for b, x in enumerate(sequences):
+            j = np.arange(len(x))
+            stored[table[b, j // page], j % page] = x
+        found[name] = draw.place(stored)
+    table[np.arange(width)[None] * page >= used[:, None]] = -1
+    return {**found, "seqused_k": draw.place(used), "block_table": draw.place(table)}
+
+
 def attention_varlen(draw: Draw) -> Trial:
     given, cu_q, cu_k, options = packed(draw, 17 if draw.small else 100)
-    arguments = {**given, "cu_seqlens_q": draw.place(cu_q), "cu_seqlens_k": draw.place(cu_k)}
+    arguments = {**given, "cu_seqlens_q": draw.place(cu_q)}
+    if paged := len(cu_q) > 1 and draw.chance(0.4):
+        arguments |= in_pages(draw, {name: np.split(given[name], cu_k[1:-1]) for name in ("k", "v")})
+    else:
+        arguments["cu_seqlens_k"] = draw.place(cu_k)
     arguments |= {**options, "return_lse": True}
     if draw.chance(0.3):
         arguments["max_seqlen_q"] = int(np.diff(cu_q).max(initial=0)) + draw.pick(0, 0, 7)
@@ -180,7 +202,8 @@ def attention_varlen(draw: Draw) -> Trial:
     def formula(m: Maths) -> tuple[Array, ...]:
         return varlen_forward(m, given, cu_q, cu_k, options)
 
-    return Trial("attention_varlen", arguments, draw, dtype, results, formula, linked=(("v", 0), ("k", 2)))
+    linked = (("v", 0), ("k", 3 if paged else 2))
+    return Trial("attention_varlen", arguments, draw, dtype, results, formula, linked=linked)
 
 
 def attention_varlen_backward(draw: Draw) -> Trial:
@@ -231,24 +254,17 @@ def attention_decode(draw: Draw) -> Trial:
     q = draw.array((batch, sq, heads, head_dim), dtype)
     dense = [draw.values((batch, capacity, heads_kv, d), dtype) for d in (head_dim, head_dim_v)]
     arguments: dict[str, Any] = {"q": q}
-    if paged := draw.chance(0.5):
-        page = draw.pick(1, 4, 16, 64)
-        width = -(-capacity // page)
-        count = batch * width + draw.pick(0, 3)
-        table = draw.rng.permutation(count)[: batch * width].reshape(batch, width).astype(np.int32)
-    for name, cache in zip(("k_cache", "v_cache"), dense, strict=True):
-        stored = np.full(cache.shape, np.nan, dtype)
-        if paged:
-            stored = np.full((count, page, *cache.shape[2:]), np.nan, dtype)
-        for b in range(batch):
-            for j in range(used[b]):
-                at = (table[b, j // page], j % page) if paged else (b, j)
-                stored[at] = cache[b, j]
-        arguments[name] = draw.place(stored)
-    arguments["seqused_k"] = draw.place(used)
-    if paged:
-        table[np.arange(width)[None] * page >= used[:, None]] = -1
-        arguments["block_table"] = draw.place(table)
+    caches = dict(zip(("k_cache", "v_cache"), dense, strict=True))
+    if batch and draw.chance(0.5):
+        sequences = {
+            name: [x[:n] for x, n in zip(cache, used, strict=True)] for name, cache in caches.items()
+        }
+        arguments |= in_pages(draw, sequences)
+    else:
+        for name, cache in caches.items():
+            in_use = np.arange(capacity) < used[:, None]
+            arguments[name] = draw.place(np.where(in_use[..., None, None], cache, cache.dtype.type(np.nan)))
+        arguments["seqused_k"] = draw.place(used)
     if draw.chance(0.2):
         arguments["num_splits"] = draw.pick(1, 2, 3, 7)
     arguments |= {**options, "return_lse": True}

@@ -33,8 +33,9 @@ typedef Tile<scalar, BLOCK_N, HEAD_DIM_V> TileV;
 
 // Fewer than 32 of HEAD_DIM columns are zero-filled, but more may be in the last part of V.
 constexpr int kSpare = 32, kSpareV = VALUE_PARTS > 1 ? HEAD_DIM_V : kSpare;
-typedef KeyRows<TileK, kThreads, PAGED, kSpare> RowsK;
-typedef KeyRows<TileV, kThreads, PAGED, kSpareV> RowsV;
+constexpr Pages kPages = static_cast<Pages>(PAGED);
+typedef KeyRows<TileK, kThreads, kPages, kSpare> RowsK;
+typedef KeyRows<TileV, kThreads, kPages, kSpareV> RowsV;
 
 // O is staged in shared memory in the output type, or in float if several warps hold partial sums.
 typedef typename ChooseType<SPLIT, float, OUT>::type out_scalar;
@@ -75,7 +76,7 @@ struct Work {
         work.kv_head = PACK_GQA ? y / VALUE_PARTS : y / VALUE_PARTS / shape.group;
         work.head = PACK_GQA ? work.kv_head * shape.group : y / VALUE_PARTS;
         work.q_begin = VARLEN ? cu_seqlens_q[batch] : 0;
-        work.k_begin = VARLEN ? cu_seqlens_k[batch] : 0;
+        work.k_begin = VARLEN && !PAGED ? cu_seqlens_k[batch] : 0;
         work.seqlen_q = VARLEN ? cu_seqlens_q[batch + 1] - work.q_begin : shape.seqlen_q;
         work.seqlen_k = SEQUSED_K ? seqused_k[batch]
                         : VARLEN  ? cu_seqlens_k[batch + 1] - work.k_begin

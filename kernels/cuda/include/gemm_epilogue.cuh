@@ -2,6 +2,7 @@
 //
 //   kStore          c = product
 //   kAdd            c = total + product            total (rows, cols) float; c may alias total
+//   kLinear         c = product + residual + bias  residual like c, bias a row of it; either may be null
 //   kGate           c = act(gate) up               gate and up are both products; see Loader, kInterleaved
 //   kGateBackward   the product is dh. c holds gate and receives dgate, c1 holds up and receives dup, and h receives
 //                   act(gate) up:      dgate = dh up act'(gate)       dup = dh act(gate)
@@ -13,12 +14,12 @@
 #include "gemm_operand.cuh"
 #include "scalar.cuh"
 
-enum class Epilogue { kStore, kAdd, kGate, kGateBackward };
+enum class Epilogue { kStore, kAdd, kLinear, kGate, kGateBackward };
 
 template <typename Out> struct Results {
-    Out *c, *c1, *h;
+    Out *c, *c1, *h;  // with kLinear c1 is the residual and h the bias
     const float* total;
-    int64 stride, total_stride;
+    int64 stride, total_stride, residual_stride;
     int rows, cols;
 };
 
@@ -88,6 +89,13 @@ struct Finish {
     }
 
 private:
+    static __device__ __forceinline__ void add(const Out* from, int count, float (&sum)[4]) {
+        float x[4];
+        get<kAligned>(from, count, x);
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] += x[e];
+    }
+
     static __device__ __forceinline__ void finish(const Results<Out>& results, int row, int col, float (&sum)[4]) {
         const int64 at = row * results.stride + col;
         const int count = results.cols - col;
@@ -96,6 +104,11 @@ private:
             get<kAligned>(results.total + row * results.total_stride + col, count, total);
             #pragma unroll
             for (int e = 0; e < 4; ++e) sum[e] += total[e];
+        }
+        if constexpr (kEpilogue == Epilogue::kLinear) {
+            const Out *const residual = results.c1, *const bias = results.h;
+            if (residual) add(residual + row * results.residual_stride + col, count, sum);
+            if (bias) add(bias + col, count, sum);
         }
         if constexpr (kEpilogue == Epilogue::kGateBackward) {
             float gate[4], up[4], h[4];

@@ -4,7 +4,13 @@
 #include "attention_shape.cuh"
 #include "tile.cuh"
 
-template <typename TileT, int kThreads, bool kPaged, int kSpare> class KeyRows {
+enum class Pages {
+    kNone,   // contiguous
+    kRows,   // each row looks up its page
+    kTiles,  // all rows of a tile share a page
+};
+
+template <typename TileT, int kThreads, Pages kPages, int kSpare> class KeyRows {
 public:
     using Loader = Copy<TileT, kThreads>;
     using Scalar = typename TileT::Scalar;
@@ -26,27 +32,35 @@ public:
     // A thread's rows are evenly spaced, also across tiles: one subtraction per row, no address arithmetic per tile.
     __device__ __forceinline__ void load(unsigned to, int n, bool whole, int seqlen_k, int cols) {
         const int first = n * TileT::kRows;
+        const Scalar* at = at_;
+        if constexpr (kPages == Pages::kTiles) at = row_of(first) + (Loader::kLast + Loader::row()) * stride_.row;
         Loader::template start<kSpare>(to, whole, seqlen_k - first, cols, [&](int row) {
-            if constexpr (kPaged) {
+            if constexpr (kPages == Pages::kRows) {
                 // Never look up a page that holds no key.
-                const unsigned key = min(first + row, seqlen_k - 1), page = key / page_size_;
-                return at_ + pages_[page] * stride_.batch + (key - page * page_size_) * stride_.row;
+                return row_of(whole ? first + row : min(first + row, seqlen_k - 1));
             } else {
-                const Scalar* now = at_;
-                at_ = ptx::opaque(now - Loader::kStep * stride_.row);
+                const Scalar* now = at;
+                at = ptx::opaque(now - Loader::kStep * stride_.row);
                 return now;
             }
         });
+        if constexpr (!kPaged) at_ = at;
     }
 
     // One element, before seek(). Slow.
     __device__ __forceinline__ Scalar at(int key, int col) const {
-        const int page = kPaged ? key / page_size_ : 0;
-        const int64 first = kPaged ? pages_[page] * stride_.batch : 0;
-        return at_[first + (key - page * static_cast<int>(page_size_)) * stride_.row + col - Loader::column()];
+        return (kPaged ? row_of(key) : at_ + key * stride_.row)[col - Loader::column()];
     }
 
 private:
+    static constexpr bool kPaged = kPages != Pages::kNone;
+
+    // The thread's column of a row, by its page.
+    __device__ __forceinline__ const Scalar* row_of(unsigned key) const {
+        const unsigned page = key / page_size_;
+        return at_ + pages_[page] * stride_.batch + (key - page * page_size_) * stride_.row;
+    }
+
     const Scalar* at_;   // the thread's column of row 0; after seek(), unpaged, of its last row in the next tile
     RowStrides stride_;  // batch: stride between pages
     const int* pages_;

@@ -1,0 +1,84 @@
+"""A linear layer on the CPU: :mod:`.gemm` with the bias and the residual in its epilogue, and sums over tokens.
+
+forward     y = x w^T, as (w x^T)^T: w is read where it lies, once per ``TOKENS`` tokens
+backward    dx = dy w, as (w^T dy^T)^T; dweight = dy^T x, which adds up in float32 in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .dtype import bits, load, read_row, write_row
+from .gemm import matmul, tile_size
+from .jit import kernel, read, types, write
+from .packing import pack, packed
+from .parallel import claim, launch
+
+Array = np.ndarray[Any, Any]
+
+TOKENS = 1024
+COLUMNS = 256  # of a sum over tokens, per task
+ROWS = 64  # that one sum adds up: sums of sums lose fewer digits
+
+
+def spans(length: int) -> Iterator[slice]:
+    for start in range(0, length, TOKENS):
+        yield slice(start, min(start + TOKENS, length))
+
+
+def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
+    """x (tokens, in_features), y and residual (tokens, out_features)."""
+    row = None if bias is None else bias[None]
+    for t in spans(len(x)):
+        panels = pack(x[t], packed(x.dtype.name), trans=True)
+        addends = (None if residual is None else residual[t], row)
+        matmul(weight, panels, y[t], trans_out=True, addends=addends)
+
+
+def backward_input(dy: Array, weight: Array, dx: Array) -> None:
+    for t in spans(len(dy)):
+        panels = pack(dy[t], packed(dy.dtype.name), trans=True)
+        matmul(weight, panels, dx[t], trans_a=True, trans_out=True)
+
+
+def backward_weight(dy: Array, x: Array, dweight: Array, *, add: bool) -> None:
+    """``add``: to what dweight holds."""
+    for t in spans(len(x)):
+        panels = pack(x[t], packed(x.dtype.name), trans=False)
+        matmul(dy[t], panels, dweight, trans_a=True, first=t.start == 0 and not add)
+
+
+def sum_rows(x: Array, total: Array, *, add: bool) -> None:
+    """``total`` (columns,) is the sum of the rows of x. ``add``: and of what it holds."""
+    tasks = -(-x.shape[1] // COLUMNS)
+    launch(column_sums[x.dtype], tasks, bits(x), total[None], add)
+
+
+def _signature(dtype: str) -> tuple[types.Type, ...]:
+    wide = "float64" if dtype == "float64" else "float32"
+    return read(dtype, 2), write(wide, 2), types.boolean
+
+
+@kernel(_signature)
+def column_sums(state, n_tasks, x, total, add):
+    sums, part = np.empty(COLUMNS, total.dtype), np.empty(COLUMNS, total.dtype)
+    task = claim(state)
+    while task < n_tasks:
+        start, width = tile_size(task, COLUMNS, x.shape[1])
+        to = write_row(total, (0,))
+        for j in range(width):
+            sums[j] = to[start + j] if add else total.dtype.type(0)
+        for first in range(0, x.shape[0], ROWS):
+            part[:] = total.dtype.type(0)
+            for i in range(first, min(first + ROWS, x.shape[0])):
+                row = read_row(x, (i,))
+                for j in range(width):
+                    part[j] += load(row, start + j)
+            for j in range(width):
+                sums[j] += part[j]
+        for j in range(width):
+            to[start + j] = sums[j]
+        task = claim(state)
