@@ -17,6 +17,8 @@ from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_decode import attention_decode
 from gpu_ops.ops.attention_merge import attention_merge
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
+from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.linear import linear, linear_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
@@ -64,6 +66,10 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "autotune",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "embedding",
+    "embedding_backward",
     "errors",
     "explain",
     "layernorm",

@@ -15,10 +15,22 @@ import gpu_ops
 from gpu_ops import TernaryMatrix
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.errors import DeviceError
-from tests import calls_attention, calls_rows, calls_ternary
+from tests import calls_attention, calls_loss, calls_rows, calls_ternary
 from tests.call_maker import WRITTEN, Call, Maker
 
-__all__ = ["DTYPES", "IN_PLACE", "OPS", "OUT", "VARIANTS", "WRITTEN", "Call", "call", "refusal", "results"]
+__all__ = [
+    "ADDED",
+    "DTYPES",
+    "IN_PLACE",
+    "OPS",
+    "OUT",
+    "VARIANTS",
+    "WRITTEN",
+    "Call",
+    "call",
+    "refusal",
+    "results",
+]
 
 NO_OPS = (
     "__version__",
@@ -33,7 +45,12 @@ NO_OPS = (
 )
 OPS = tuple(name for name in gpu_ops.__all__ if name.islower() and name not in NO_OPS)
 DTYPES = tuple(np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
-VARIANTS = {**calls_attention.VARIANTS, **calls_rows.VARIANTS, **calls_ternary.VARIANTS}
+VARIANTS = {
+    **calls_attention.VARIANTS,
+    **calls_loss.VARIANTS,
+    **calls_rows.VARIANTS,
+    **calls_ternary.VARIANTS,
+}
 
 # The argument that receives results, and how many arrays it takes.
 OUT = {
@@ -43,6 +60,9 @@ OUT = {
     "attention_merge": ("out", 2),
     "attention_varlen": ("out", 1),
     "attention_varlen_backward": ("grads", 3),
+    "cross_entropy": ("out", 1),
+    "cross_entropy_backward": ("out", 1),
+    "embedding": ("out", 1),
     "layernorm": ("out", 1),
     "layernorm_backward": ("out", 1),
     "linear": ("out", 1),
@@ -63,9 +83,13 @@ OUT = {
     "ternary_matmul_backward": ("out", 2),
 }
 
+# The argument to which the result is added.
+ADDED = {"embedding_backward": "dweight"}
+
 # Arguments that the results may overwrite, in the order of the results.
 IN_PLACE = {
     "attention_merge": ("out1", "lse1"),
+    "cross_entropy_backward": ("logits",),
     "layernorm": ("x",),
     "layernorm_backward": ("dy",),
     "linear": ("residual",),

@@ -9,6 +9,8 @@ from tests.calls import OPS, call, refusal
 NO_CAPTURE = ("ternary_quantize", "ternary_pack", "ternary_unpack")
 # Forms of an op with more results or workspaces.
 FORMS = {
+    "cross_entropy": [{"reduction": "mean"}],
+    "cross_entropy_backward": [{"dloss": 2.0, "reduction": "mean"}],
     "rmsnorm": [{"return_rstd": True}],
     "layernorm": [{"return_stats": True}],
     "attention": [{"return_lse": True}],

@@ -117,7 +117,7 @@ class FakeDriver:
         self.launched.append(
             (kernel.label, self.current_device(), self.streams[-1] if self.streams else None)
         )
-        host = [a.host if hasattr(a, "host") else a for a in args]
+        host = [np.atleast_1d(a.host) if hasattr(a, "host") else a for a in args]
         host = [a[()] if isinstance(a, np.ndarray) and not a.ndim else a for a in host]  # structures
         one = Launch(kernel, grid, block, tuple(host), shared)
         self.run(lambda: EmulatorDevice().link(one)({}))

@@ -169,7 +169,7 @@ VIEWS: tuple[View, ...] = (
 
 def viewed(one: Call, view: View) -> Call:
     """The call with every array behind a view; arrays that are written keep contiguous rows."""
-    inputs = {name: view(x) for name, x in one.inputs.items()}
+    inputs = {name: view(x) if x.ndim else x for name, x in one.inputs.items()}
     written = {name: view(x) if view in ROW_VIEWS else x for name, x in one.written.items()}
     return one.having(**inputs, **written)
 
@@ -197,7 +197,8 @@ def outs_like(
     """An array for each result that ``out`` takes. Scales and row sums of quantisation are contiguous."""
     count = 1 if takes_one(one) else OUT[one.op][1]
     contiguous = 1 if one.op == "rmsnorm_quant_int8" else count
-    return [*map(make, found[:contiguous]), *map(np.empty_like, found[contiguous:count])]
+    made = [make(x) if x.ndim else np.empty_like(x) for x in found[:contiguous]]
+    return [*made, *map(np.empty_like, found[contiguous:count])]
 
 
 def filled(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

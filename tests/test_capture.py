@@ -13,7 +13,7 @@ from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
-from tests.calls import OUT, call
+from tests.calls import ADDED, OUT, call
 from tests.cuda_cases import CAPTURED, case_id
 
 pytestmark = needs_nvrtc
@@ -30,13 +30,13 @@ def results(x):
 @pytest.mark.parametrize(("op", "form", "kernels"), CAPTURED, ids=map(case_id, CAPTURED))
 def test_a_captured_call_replays(cupy, op, form, kernels):
     one = call(op)
-    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options}.items()}, **form)
+    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options, **form}.items()})
     state = {n: x.host.copy() for n, x in {**one.arrays, **one.options}.items() if isinstance(x, FakeArray)}
     eager = results(one(backend=kernels))
     want = [x.host.copy() for x in eager]
     changed = {n: one.arrays[n].host.copy() for n in state if n in one.arrays}
     outs = tuple(FakeArray(np.zeros_like(x.host)) for x in eager)
-    keyword, _ = OUT[op]
+    keyword = ADDED[op] if op in ADDED else OUT[op][0]
     given = {keyword: outs if len(outs) > 1 else outs[0]}
     size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
     workspace = FakeArray(np.full(size, 0xFF, np.uint8))
@@ -52,7 +52,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
         restore()
         workspace.host[:] = 0xFF  # what a kernel does not write itself is not there
         for x in outs:
-            x.host.reshape(-1).view(np.uint8)[:] = 0xFF
+            x.host.reshape(-1).view(np.uint8)[:] = 0x00 if op in ADDED else 0xFF
         cupy.replay()
         for x, expected in zip(outs, want, strict=True):
             assert x.host.tobytes() == expected.tobytes()

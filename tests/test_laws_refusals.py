@@ -104,8 +104,12 @@ def test_out_is_read_only_unaligned_or_of_another_kind(name):
         for wrong, error, message in (
             (read_only(out), ShapeError, "is read-only"),
             (unaligned(out), ShapeError, "is not aligned"),
-            (every_other(out), ShapeError, "contiguous"),
-            (filled(out[:-1]), ShapeError, "has shape"),
+            (
+                every_other(out) if out.ndim else read_only(out),
+                ShapeError,
+                "contiguous" if out.ndim else "is read",
+            ),
+            (filled(out[:-1]) if out.ndim else filled(out[None]), ShapeError, "has shape"),
             (out[None], ShapeError, "has shape"),
             (out.astype(other), DTypeError, f"is {np.dtype(other)}"),
         ):

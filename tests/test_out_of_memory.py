@@ -48,7 +48,8 @@ def enlarged(name):
     return None
 
 
-LARGE = {name: one for name in NAMES if "mask" not in name and (one := enlarged(name)) is not None}
+# A mask is not enlarged; rows of a larger table take no more memory.
+LARGE = {n: one for n in NAMES if "mask" not in n and n != "embedding" and (one := enlarged(n)) is not None}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -64,8 +65,10 @@ def test_results_and_copies_that_do_not_fit(name, backend):
 
 def test_most_ops_have_such_calls():
     assert {name.split()[0] for name in LARGE} >= {
-        op for op in OPS if not op.startswith(("attention_varlen", "ternary_pack", "ternary_unpack"))
-    } - {"attention_decode", "rope_append_kv"}
+        op
+        for op in OPS
+        if not op.startswith(("attention_varlen", "ternary_pack", "ternary_unpack", "embedding"))
+    } - {"attention_decode", "cross_entropy", "cross_entropy_backward", "rope_append_kv"}
 
 
 @pytest.mark.parametrize("op", OPS)

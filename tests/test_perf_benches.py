@@ -15,6 +15,8 @@ from tests.processes import python
 TINY = {
     "attention": 48,
     "attention_merge": 8,
+    "cross_entropy": 4,
+    "embedding": 8,
     "layernorm": 8,
     "rmsnorm": 8,
     "rope": 16,

@@ -18,6 +18,7 @@
 //
 // blockDim = (threads per row, rows per block). Thread t owns vectors t, t + blockDim.x, ... of its row for any ACCESS,
 // so that sums have the same bits wherever an array lies.
+#include "columns.cuh"
 #include "math.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -31,74 +32,17 @@ struct nothing {};
 constexpr bool kHeld = VECS > 0;
 constexpr int kVec = 16 / sizeof(scalar), kVecs = kHeld ? VECS : 1, kMaxThreads = 512;
 constexpr Cache kCache = kHeld ? Cache::kOnce : Cache::kDefault;
-constexpr float kNothing = -3.4028235e38f;  // the maximum of no scores; finite, so that -inf - kNothing is -inf
 typedef float Values[kVec];
+typedef Columns<kVec, kVecs, kHeld> RowColumns;
 
 __device__ __forceinline__ float widened(visible x) { return x.value; }
 __device__ __forceinline__ float widened(nothing) { return 0.0f; }
 
-// kVec elements, the first `count` of which exist. A float mask of 16-bit x takes two accesses.
-template <Cache kCached, typename T> __device__ __forceinline__ void fetch(const T* p, int count, Values& value) {
-    if constexpr (ACCESS == kVec && sizeof(T) > 1) {
-        constexpr int kPart = kVec * sizeof(T) > 16 ? 16 / sizeof(T) : kVec;
-        #pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-            const Vec<T, kPart> part = load<Vec<T, kPart>, kPart, kCached>(p + e / kPart * kPart);
-            value[e] = element(part, e % kPart);
-        }
-    } else {
-        #pragma unroll
-        for (int e = 0; e < kVec; ++e) value[e] = e < count ? widened(p[e]) : 0.0f;
-    }
+// A row of this thread's. Rows beyond the last one have no elements, but their threads take part in shuffles.
+__device__ __forceinline__ RowColumns row_of_block(long long rows, long long cols) {
+    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    return {row, row < rows ? cols : 0};
 }
-
-__device__ __forceinline__ void put(scalar* p, int count, const Values& value) {
-    if constexpr (ACCESS == kVec) {
-        store<kVec>(p, packed<scalar, kVec>(value));
-    } else {
-        #pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-            if (e < count) p[e] = narrowed<scalar>(value[e]);
-        }
-    }
-}
-
-// The maximum or the sum over the threads of a row: part of a warp, or a whole block.
-template <bool kMax> __device__ __forceinline__ float over_row(float value) {
-    const auto combine = [&](int width) {
-        for (int offset = width / 2; offset > 0; offset /= 2) {
-            const float other = __shfl_xor_sync(kFullWarp, value, offset);
-            value = kMax ? fmaxf(value, other) : value + other;
-        }
-    };
-    combine(min(blockDim.x, 32));
-    if (blockDim.x <= 32) return value;
-    __shared__ float scratch[kMaxThreads / 32];  // each instance of this function has its own, and is called once
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) scratch[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = lane < blockDim.x / 32 ? scratch[lane] : kMax ? kNothing : 0.0f;
-    combine(32);
-    return value;
-}
-
-__device__ __forceinline__ float exponential(float t) { return ptx::exp2(t * 1.4426950408889634f); }
-
-// This thread's vectors of a row. Rows beyond the last one have none, but their threads take part in shuffles.
-struct Columns {
-    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, end;
-
-    __device__ __forceinline__ Columns(long long rows, long long cols) : end(row < rows ? cols : 0) {}
-
-    // f(i, column, count) for vector i in registers.
-    template <typename F> __device__ __forceinline__ void each(F f) const {
-        long long column = threadIdx.x * kVec;
-        #pragma unroll kVecs
-        for (int i = 0; kHeld ? i < kVecs : column < end; ++i, column += blockDim.x * kVec) {
-            if (column < end) f(kHeld ? i : 0, column, int(min(end - column, (long long)kVec)));
-        }
-    }
-};
 
 // Of the mask; strides in elements, that of the columns 0 or 1.
 struct MaskAxes { long long middle, inner, outer_stride, middle_stride, inner_stride, column_stride; };
@@ -115,7 +59,7 @@ __device__ __forceinline__ float score(float x, float scale, float mask, const v
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
 softmax_forward(const scalar* x, const MASK* mask, scalar* y, long long rows, long long cols, long long x_stride,
                 long long y_stride, MaskAxes axes, float scale) {
-    const Columns columns(rows, cols);
+    const RowColumns columns = row_of_block(rows, cols);
     const long long next = columns.row / axes.inner;
     x += columns.row * x_stride, y += columns.row * y_stride;
     mask += next / axes.middle * axes.outer_stride + next % axes.middle * axes.middle_stride
@@ -123,8 +67,8 @@ softmax_forward(const scalar* x, const MASK* mask, scalar* y, long long rows, lo
 
     const auto scores = [&](long long column, int count, Values& t) {
         Values added;
-        fetch<kCache>(x + column, count, t);
-        if (axes.column_stride) fetch<Cache::kDefault>(mask + column, count, added);
+        fetch<ACCESS, kCache>(x + column, count, t);
+        if (axes.column_stride) fetch<ACCESS, Cache::kDefault>(mask + column, count, added);
         #pragma unroll
         for (int e = 0; e < kVec; ++e) {
             if (!axes.column_stride) added[e] = widened(*mask);
@@ -145,26 +89,26 @@ softmax_forward(const scalar* x, const MASK* mask, scalar* y, long long rows, lo
         for (int e = 0; e < kVec; ++e) row_sum += exponential(t[i][e] - row_max);
     });
     const float thread_max = row_max;
-    row_max = over_row<true>(thread_max);
-    row_sum = over_row<false>(row_sum * exponential(thread_max - row_max));
+    row_max = over_row<true, kMaxThreads>(thread_max);
+    row_sum = over_row<false, kMaxThreads>(row_sum * exponential(thread_max - row_max));
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
     columns.each([&](int i, long long column, int count) {
         if constexpr (!kHeld) scores(column, count, t[i]);
         #pragma unroll
         for (int e = 0; e < kVec; ++e) t[i][e] = exponential(t[i][e] - row_max) * inverse;
-        put(y + column, count, t[i]);
+        put<ACCESS>(y + column, count, t[i]);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
 softmax_backward(const scalar* dy, const scalar* y, scalar* dx, long long rows, long long cols, long long dy_stride,
                  long long y_stride, long long dx_stride, float scale) {
-    const Columns columns(rows, cols);
+    const RowColumns columns = row_of_block(rows, cols);
     dy += columns.row * dy_stride, y += columns.row * y_stride, dx += columns.row * dx_stride;
     Values gradient[kVecs], weight[kVecs];
     const auto read = [&](int i, long long column, int count) {
-        fetch<kCache>(dy + column, count, gradient[i]);
-        fetch<kCache>(y + column, count, weight[i]);
+        fetch<ACCESS, kCache>(dy + column, count, gradient[i]);
+        fetch<ACCESS, kCache>(y + column, count, weight[i]);
     };
     float dot = 0.0f;
     columns.each([&](int i, long long column, int count) {
@@ -172,11 +116,11 @@ softmax_backward(const scalar* dy, const scalar* y, scalar* dx, long long rows, 
         #pragma unroll
         for (int e = 0; e < kVec; ++e) dot = fmaf(gradient[i][e], weight[i][e], dot);
     });
-    dot = over_row<false>(dot);
+    dot = over_row<false, kMaxThreads>(dot);
     columns.each([&](int i, long long column, int count) {
         if constexpr (!kHeld) read(i, column, count);
         #pragma unroll
         for (int e = 0; e < kVec; ++e) gradient[i][e] = scale * (weight[i][e] * (gradient[i][e] - dot));
-        put(dx + column, count, gradient[i]);
+        put<ACCESS>(dx + column, count, gradient[i]);
     });
 }

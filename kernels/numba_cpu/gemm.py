@@ -38,7 +38,9 @@ Array = np.ndarray[Any, Any]
 # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast. In tile registers C 512 KiB,
 # and A is packed once for 1024 tokens (7 % less time)
 ROWS, COLUMNS, COLUMNS_OF_TILES = 128, 512, 1024
-SUM_STEPS = 128  # that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
+SUM_STEPS = (
+    128  # that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
+)
 # of tile registers: rows and steps of A; 16 KiB, as a panel of B, both in L1 (256 steps: 5 % slower)
 BAND, DEPTH = 32, 128
 
@@ -252,7 +254,20 @@ def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
     wide = "float64" if kind == "float64" else "float32"
     panels, blocks = write(kind, 2), types.int64
     addends = types.UniTuple(read(out, 2), 2)
-    return pair, triple, read(a, 2), flag, panels, blocks, write(out, 2), flag, write(wide, 2), addends, flag, flag
+    return (
+        pair,
+        triple,
+        read(a, 2),
+        flag,
+        panels,
+        blocks,
+        write(out, 2),
+        flag,
+        write(wide, 2),
+        addends,
+        flag,
+        flag,
+    )
 
 
 # what the gated MLP calls; others compile on demand

@@ -1,0 +1,200 @@
+// Cross-entropy of logits with target classes, forward and backward.
+//
+//   logits, dlogits       (rows, cols) DTYPE, last axis contiguous, row strides in elements
+//   targets               (rows,) int or long long        class_weight (cols,)
+//   dloss, loss, lse      (rows,)                         all float
+//
+// With u = softcap tanh(z / softcap), or z, target y, own = 1 - label_smoothing, others = label_smoothing / cols:
+//
+//   forward    loss = own w_y (lse - u_y) + others sum(w (lse - u)) + z_loss lse^2                moves rows cols elements
+//   backward   p = exp(u - lse)                                                                 moves 2 rows cols elements
+//              dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
+//   total      the sum of the losses, or dloss, divided by the sum of w_y; of few numbers, by one block in double
+//
+// Rows compute in float and round once; p - 1 is formed before it is rounded. A row whose target is ignored is not read:
+// loss 0, lse -inf, gradient 0. One whose target is no class has the loss and gradient NaN. In place is allowed: each
+// gradient is written by the thread that read its logit. Memory-bound: one exponential per element.
+//
+// Macros:
+//   DTYPE    f16, bf16 or f32
+//   ACCESS   elements per access: a vector of 16 bytes, or 1 where not all rows are aligned to vectors
+//   PLAIN    1: without softcap, without sums over the row that label smoothing and class weights need
+#include "columns.cuh"
+#include "math.cuh"
+
+typedef DTYPE scalar;
+
+constexpr bool kPlain = PLAIN;
+constexpr int kVec = 16 / sizeof(scalar), kMaxThreads = 512, kTotalThreads = 512;
+constexpr int kUnroll = 4;  // vectors in flight per thread
+typedef float Values[kVec];
+typedef Columns<kVec, kUnroll, false> RowColumns;
+
+struct Options {
+    long long ignore_index;
+    int wide, weighted;  // targets of 64 bits; with class weights
+    float own, others, z_loss, softcap;
+};
+
+__device__ __forceinline__ long long target_of(const void* targets, long long row, const Options& o) {
+    return o.wide ? static_cast<const long long*>(targets)[row] : static_cast<const int*>(targets)[row];
+}
+
+// The weight of a row, 0 if it is ignored, NaN if its target is no class.
+__device__ __forceinline__ float weight_of(long long target, const float* class_weight, long long cols, const Options& o) {
+    if (target == o.ignore_index) return 0.0f;
+    if (target < 0 || target >= cols) return __int_as_float(0x7fffffff);
+    return o.weighted ? class_weight[target] : 1.0f;
+}
+
+// u of a logit, and du/dz.
+__device__ __forceinline__ float capped(float z, const Options& o, float& slope) {
+    slope = 1.0f;
+    if (kPlain || o.softcap == 0.0f) return z;
+    const float t = tanhf(z / o.softcap);
+    slope = fmaf(-t, t, 1.0f);
+    return o.softcap * t;
+}
+
+// What a block knows of the row of this thread. Rows that are ignored or beyond the last one have no elements.
+struct Row {
+    RowColumns columns;
+    long long target;
+    bool exists, kept;
+
+    __device__ __forceinline__ Row(const void* targets, long long rows, long long cols, const Options& o)
+        : Row((long long)blockIdx.x * blockDim.y + threadIdx.y, targets, rows, cols, o) {}
+
+private:
+    __device__ __forceinline__ Row(long long row, const void* targets, long long rows, long long cols, const Options& o)
+        : Row(row, row < rows ? target_of(targets, row, o) : o.ignore_index, rows, cols, o) {}
+
+    __device__ __forceinline__ Row(long long row, long long y, long long rows, long long cols, const Options& o)
+        : columns{row, y == o.ignore_index ? 0 : cols}, target(y), exists(row < rows), kept(y != o.ignore_index) {}
+};
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+cross_entropy_forward(const void* targets, const float* class_weight, const scalar* logits, float* loss, float* lse,
+                      int has_lse, Options o, long long rows, long long cols, long long logits_stride) {
+    __shared__ RowSums<3>::Scratch scratch;
+    const Row row(targets, rows, cols, o);
+    logits += row.columns.row * logits_stride;
+
+    float row_max = kNothing, sums[3] = {};  // of exponentials relative to the maximum, of w u, of w
+    row.columns.each([&](int, long long column, int count) {
+        Values u, w;
+        fetch<ACCESS, Cache::kDefault>(logits + column, count, u);
+        if (!kPlain && o.others > 0.0f && o.weighted) fetch<1, Cache::kDefault>(class_weight + column, count, w);
+        float grown = row_max;
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            float slope;
+            u[e] = e < count ? capped(u[e], o, slope) : -infinity();
+            grown = fmaxf(grown, u[e]);
+        }
+        sums[0] *= exponential(row_max - grown);
+        row_max = grown;
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            sums[0] += exponential(u[e] - row_max);
+            if (kPlain || o.others == 0.0f || e >= count) continue;
+            const float weight = o.weighted ? w[e] : 1.0f;
+            sums[1] = fmaf(weight, u[e], sums[1]);
+            sums[2] += weight;
+        }
+    });
+    const float thread_max = row_max;
+    row_max = over_row<true, kMaxThreads>(thread_max);
+    sums[0] *= exponential(thread_max - row_max);
+    RowSums<3>{scratch}(sums);
+    if (threadIdx.x > 0 || !row.exists) return;
+    const float log_sum = logf(sums[0]), whole = row_max + log_sum;
+    if (has_lse) lse[row.columns.row] = row.kept ? whole : -infinity();
+    float value = 0.0f;
+    if (row.kept) {
+        const bool is_class = row.target >= 0 && row.target < cols;
+        float slope, at = is_class ? capped(widened(logits[row.target]), o, slope) : 0.0f;
+        // the difference first: a loss near 0 keeps its digits
+        value = o.own * weight_of(row.target, class_weight, cols, o) * ((row_max - at) + log_sum);
+        if (!kPlain && o.others > 0.0f) value += o.others * (sums[2] * whole - sums[1]);
+        value = fmaf(o.z_loss * whole, whole, value);
+    }
+    loss[row.columns.row] = value;
+}
+
+// dloss: of each row (step 1) or of all (step 0), times all factors. weight_sum: of the classes.
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+cross_entropy_backward(const void* targets, const float* class_weight, const float* dloss, const float* weight_sum,
+                       const float* lse, const scalar* logits, scalar* dlogits, long long dloss_step, Options o,
+                       long long rows, long long cols, long long logits_stride, long long dlogits_stride) {
+    const Row row(targets, rows, cols, o);
+    if (!row.exists) return;
+    logits += row.columns.row * logits_stride, dlogits += row.columns.row * dlogits_stride;
+    if (!row.kept) {
+        RowColumns{row.columns.row, cols}.each([&](int, long long column, int count) {
+            put<ACCESS>(dlogits + column, count, Values{});
+        });
+        return;
+    }
+    const float factor = dloss[row.columns.row * dloss_step], log_sum = lse[row.columns.row];
+    const float own = o.own * weight_of(row.target, class_weight, cols, o);
+    const float total = o.weighted && o.others > 0.0f ? *weight_sum : float(cols);
+    const float scale = own + o.others * total + 2.0f * o.z_loss * log_sum;
+    row.columns.each([&](int, long long column, int count) {
+        Values u, w;
+        fetch<ACCESS, Cache::kOnce>(logits + column, count, u);
+        if (!kPlain && o.others > 0.0f && o.weighted) fetch<1, Cache::kDefault>(class_weight + column, count, w);
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            float slope;
+            const float p = exponential(capped(u[e], o, slope) - log_sum);
+            const float weight = kPlain || !o.weighted || o.others == 0.0f ? 1.0f : w[e];
+            const float share = fmaf(p, scale, -o.others * weight);
+            u[e] = factor * (share - (column + e == row.target ? own : 0.0f)) * slope;
+        }
+        put<ACCESS>(dlogits + column, count, u);
+    });
+}
+
+// A number that a call gives by value, or in an array on the device.
+struct Number { double value; int kind, unused; };
+enum Kind { kValue, kInt32, kInt64, kFloat32, kFloat64, kCount, kRows };
+
+__device__ __forceinline__ double number(const Number& n, const void* array) {
+    switch (n.kind) {
+        case kInt32: return *static_cast<const int*>(array);
+        case kInt64: return double(*static_cast<const long long*>(array));
+        case kFloat32: return *static_cast<const float*>(array);
+        case kFloat64: return *static_cast<const double*>(array);
+        default: return n.value;
+    }
+}
+
+// result[0] = above / below, 0 if below is 0; result[1], if sum_weights, the sum of the class weights. `above`: the sum
+// of the rows' losses (kRows), or a number; `below`: the sum of the rows' weights (kCount), or a number.
+extern "C" __global__ void __launch_bounds__(kTotalThreads)
+cross_entropy_total(const void* targets, const float* class_weight, const void* above_array, const void* below_array,
+                    float* result, Number above, Number below, int sum_weights, Options o, long long rows,
+                    long long cols) {
+    __shared__ double scratch[3][kTotalThreads];
+    double sums[3] = {};  // of losses, weights of rows, weights of classes
+    for (long long i = threadIdx.x; i < rows; i += kTotalThreads) {
+        if (above.kind == kRows) sums[0] += static_cast<const float*>(above_array)[i];
+        if (below.kind == kCount) sums[1] += weight_of(target_of(targets, i, o), class_weight, cols, o);
+    }
+    for (long long i = threadIdx.x; sum_weights && i < cols; i += kTotalThreads) sums[2] += class_weight[i];
+    #pragma unroll
+    for (int i = 0; i < 3; ++i) scratch[i][threadIdx.x] = sums[i];
+    for (int half = kTotalThreads / 2; half > 0; half /= 2) {
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            if (threadIdx.x < half) scratch[i][threadIdx.x] += scratch[i][threadIdx.x + half];
+        }
+    }
+    if (threadIdx.x > 0) return;
+    const double divisor = below.kind == kCount ? scratch[1][0] : number(below, below_array);
+    const double dividend = above.kind == kRows ? scratch[0][0] : number(above, above_array);
+    result[0] = divisor == 0.0 ? 0.0f : float(dividend / divisor);
+    if (sum_weights) result[1] = float(scratch[2][0]);
+}

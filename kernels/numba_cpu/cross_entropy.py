@@ -1,0 +1,234 @@
+"""Cross-entropy on the CPU, forward and backward: one task is a run of rows.
+
+u = softcap tanh(z / softcap), or z; with target y and class weights w
+
+forward    loss = own w_y (lse - u_y) + others sum(w (lse - u)) + z_loss lse^2      own = 1 - label_smoothing
+backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - own w_y [j = y]) du/dz
+           p = exp(u - lse)
+
+Both read each logit once, by blocks that stay in the first cache; forward keeps a maximum and a sum relative to it.
+Gradients too large for a cache are streamed past it. An ignored row is not read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .codegen.stream import fence, finish, put, stays_in_cache
+from .dtype import bits, like, load, read_row, store, write_row
+from .fastmath import exp2, exp_float64, tanh
+from .jit import Kernel, compute, generic, inner, kernel, read, types, write
+from .parallel import claim, items_per_task, launch
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 2048  # columns: 8 KB of float32
+LANES = 64  # maxima that grow side by side: LLVM makes no vector code of a single one
+
+
+class Options(NamedTuple):
+    """``weighted``: by class. ``others``: label_smoothing / vocab; ``weight_sum``: of the classes."""
+
+    ignore_index: int
+    weighted: bool
+    own: float
+    others: float
+    weight_sum: float
+    z_loss: float
+    softcap: float
+
+
+def config(rows: int, cols: int) -> str:
+    return f"{items_per_task(rows, cols)} rows per task"
+
+
+def forward(logits: Array, targets: Array, weight: Array, loss: Array, lse: Array, options: Options) -> None:
+    """logits (rows, cols); targets int64, loss and lse (rows,)."""
+    chunk = items_per_task(*logits.shape)
+    arrays = bits(logits), targets, weight, loss, lse
+    launch(FORWARD[logits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options)
+
+
+def backward(
+    dloss: Array, logits: Array, targets: Array, lse: Array, weight: Array, dlogits: Array, options: Options
+) -> None:
+    """dlogits may be logits. dloss (rows,) holds all factors of the rows' gradients."""
+    chunk, streaming = items_per_task(*logits.shape), not stays_in_cache(dlogits.nbytes)
+    arrays = dloss, bits(logits), targets, lse, weight, bits(dlogits)
+    launch(BACKWARD[logits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options, streaming)
+
+
+@generic
+def exponential(x):
+    if x == types.float64:
+        return lambda x: exp_float64(x)
+    return lambda x: exp2(x * np.float32(1.4426950408889634))
+
+
+@inner
+def fill(row, start, n, softcap, u, slope):
+    """u from n logits, and du/dz where there is a cap."""
+    for j in range(n):
+        u[j] = load(row, start + j)
+    if softcap > 0:
+        for j in range(n):
+            t = tanh(u[j] / softcap)
+            u[j] = softcap * t
+            slope[j] = like(softcap, 1.0) - t * t
+
+
+@inner
+def largest(u, n, lanes):
+    lanes[:] = -np.inf
+    whole = n // LANES * LANES
+    for start in range(0, whole, LANES):
+        for j in range(LANES):
+            lanes[j] = u[start + j] if u[start + j] > lanes[j] else lanes[j]
+    for j in range(whole, n):
+        lanes[0] = u[j] if u[j] > lanes[0] else lanes[0]
+    return lanes.max()
+
+
+@inner
+def sum_of_exponentials(u, n, row_max):
+    total = like(row_max, 0.0)
+    for j in range(n):
+        total += exponential(u[j] - row_max)
+    return total
+
+
+@inner
+def weighted_sum(u, n, weight, start, weighted):
+    total = like(u[0], 0.0)
+    if weighted:
+        for j in range(n):
+            total += weight[start + j] * u[j]
+    else:
+        for j in range(n):
+            total += u[j]
+    return total
+
+
+@inner
+def differentiate(u, n, lse, scale, weight, start, weighted, others):
+    """u becomes p * scale - others * w."""
+    if weighted:
+        for j in range(n):
+            u[j] = exponential(u[j] - lse) * scale - others * weight[start + j]
+    else:
+        for j in range(n):
+            u[j] = exponential(u[j] - lse) * scale - others
+
+
+@inner
+def put_scaled(to, start, n, u, slope, factor, softcap):
+    if softcap > 0:
+        for j in range(n):
+            u[j] *= slope[j]
+    for j in range(n):
+        store(to, start + j, u[j] * factor)
+
+
+def _kernel_forward() -> Kernel:
+    def cross_entropy_forward(
+        state, n_tasks, chunk, logits, targets, weight, loss, lse, ignore_index, weighted, own, others,
+        weight_sum, z_loss, softcap,
+    ):  # fmt: skip
+        rows, cols = logits.shape
+        u, slope, lanes = np.full(BLOCK, own), np.full(BLOCK, own), np.full(LANES, own)
+        task = claim(state)
+        while task < n_tasks:
+            for r in range(task * chunk, min((task + 1) * chunk, rows)):
+                target = targets[r]
+                if target == ignore_index:
+                    loss[r], lse[r] = like(own, 0.0), like(own, -np.inf)
+                    continue
+                row = read_row(logits, (r,))
+                row_max, row_sum, spread, at = (
+                    like(own, -np.inf),
+                    like(own, 0.0),
+                    like(own, 0.0),
+                    like(own, 0.0),
+                )
+                for start in range(0, cols, BLOCK):
+                    n = min(BLOCK, cols - start)
+                    fill(row, start, n, softcap, u, slope)
+                    top = largest(u, n, lanes)
+                    if top > row_max:
+                        row_sum *= exponential(row_max - top)
+                        row_max = top
+                    row_sum += sum_of_exponentials(u, n, row_max if row_max > -np.inf else like(own, 0.0))
+                    if others > 0:
+                        spread += weighted_sum(u, n, weight, start, weighted)
+                    if start <= target < start + n:
+                        at = u[target - start]
+                log_sum = math.log(row_sum)
+                lse[r] = row_max + log_sum
+                # the difference first: a loss near 0 keeps its digits
+                nll = (row_max - at) + log_sum
+                value = own * nll * (weight[target] if weighted else like(own, 1.0))
+                if others > 0:
+                    value += others * (weight_sum * lse[r] - spread)
+                loss[r] = value + z_loss * lse[r] * lse[r]
+            task = claim(state)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        c, line = compute(t), write("float64" if t == "float64" else "float32", 1)
+        weights = read("float64" if t == "float64" else "float32", 1)
+        return types.int64, read(t, 2), read("int64", 1), weights, line, line, *_numbers(c)
+
+    return kernel(signature)(cross_entropy_forward)
+
+
+def _kernel_backward() -> Kernel:
+    def cross_entropy_backward(
+        state, n_tasks, chunk, dloss, logits, targets, lse, weight, dlogits, ignore_index, weighted, own,
+        others, weight_sum, z_loss, softcap, streaming,
+    ):  # fmt: skip
+        rows, cols = logits.shape
+        u, slope = np.full(BLOCK, own), np.full(BLOCK, own)
+        result = np.zeros(BLOCK, logits.dtype)
+        waits, where = np.zeros(64, logits.dtype), np.zeros(2, np.int64)
+        task = claim(state)
+        while task < n_tasks:
+            for r in range(task * chunk, min((task + 1) * chunk, rows)):
+                target, row, to = targets[r], read_row(logits, (r,)), write_row(dlogits, (r,))
+                if target == ignore_index:
+                    for j in range(cols):
+                        to[j] = 0
+                    continue
+                w_y = weight[target] if weighted else like(own, 1.0)
+                scale = own * w_y + others * weight_sum + like(own, 2.0) * z_loss * lse[r]
+                for start in range(0, cols, BLOCK):
+                    n = min(BLOCK, cols - start)
+                    fill(row, start, n, softcap, u, slope)
+                    differentiate(u, n, lse[r], scale, weight, start, weighted, others)
+                    if start <= target < start + n:
+                        u[target - start] -= own * w_y
+                    if streaming:
+                        put_scaled(result, 0, n, u, slope, dloss[r], softcap)
+                        put(result, to[start : start + n], waits, where, (row,), start + n)
+                    else:
+                        put_scaled(to, start, n, u, slope, dloss[r], softcap)
+            if streaming:
+                finish(waits, where)
+                fence()
+            task = claim(state)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        line = read("float64" if t == "float64" else "float32", 1)
+        arrays = line, read(t, 2), read("int64", 1), line, line, write(t, 2)
+        return types.int64, *arrays, *_numbers(compute(t)), types.boolean
+
+    return kernel(signature)(cross_entropy_backward)
+
+
+def _numbers(c: types.Type) -> tuple[types.Type, ...]:
+    """Of :class:`Options`."""
+    return types.int64, types.boolean, c, c, c, c, c
+
+
+FORWARD, BACKWARD = _kernel_forward(), _kernel_backward()
