@@ -94,7 +94,7 @@ class Ring:
         for rows, keys in self.pairs():
             part = gpu_ops.attention(q[:, rows], k[:, keys], v[:, keys], **results, **self.places(rows, keys))
             mine = out[:, rows], lse[:, :, rows]
-            merge(*mine, *part, out=mine)
+            gpu_ops.attention_merge(*mine, *part, out=mine, **self.backend)
         return out, lse
 
     def whole(self):
@@ -116,16 +116,6 @@ class Ring:
                 **self.places(rows, keys),
             )
         return grads
-
-
-def merge(out1, lse1, out2, lse2, out):
-    lse = np.logaddexp(lse1, lse2)
-    with np.errstate(invalid="ignore"):
-        w = [np.where(lse == -np.inf, 0.0, np.exp(x - lse)) for x in (lse1, lse2)]
-    total = sum(np.where(lse == -np.inf, 1, x) for x in w)
-    weights = [(x / total).swapaxes(1, 2)[..., None] for x in w]
-    out[0][...] = weights[0] * out1 + weights[1] * out2
-    out[1][...] = lse
 
 
 def results_of(p, precision):

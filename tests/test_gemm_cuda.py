@@ -202,19 +202,21 @@ def tile_cases():
         for dtype in (BF16, F32):
             legal = [t for t, *_ in gemm_config.legal_tiles(dtype.itemsize, False, 99 * 1024)]
             for layout in LAYOUTS if i < 2 and legal[0] is tile else ("NT",) if dtype == BF16 else ("TN",):
-                if tile in legal:
-                    yield pytest.param(
-                        tile, dtype, layout, id=f"{tile.block_m}x{tile.block_n}-{tile.warps}-{dtype}-{layout}"
-                    )
+                # sm_90 has room for twice as much of K at a time
+                for arch in ("sm_80", "sm_90") if i == 0 else ("sm_80",):
+                    if tile in legal:
+                        name = f"{tile.block_m}x{tile.block_n}-{tile.warps}-{dtype}-{layout}-{arch}"
+                        yield pytest.param(tile, dtype, layout, arch, id=name)
 
 
-@pytest.mark.parametrize(("tile", "dtype", "layout"), list(tile_cases()))
-def test_whole_tiles(tile, dtype, layout, rng, monkeypatch):
+@pytest.mark.parametrize(("tile", "dtype", "layout", "arch"), list(tile_cases()))
+def test_whole_tiles(tile, dtype, layout, arch, rng, monkeypatch):
     """No bank conflict, whole sectors, and no product on the tensor cores that was not asked for."""
+    monkeypatch.setenv("GPU_OPS_ARCH", arch)
     monkeypatch.setattr(gemm_config, "_TILES", (tile,))
     gemm_config.select_config.cache_clear()
     a_across, b_across = LAYOUTS[layout]
-    m, n, k = 2 * tile.block_m, tile.block_n, 160
+    m, n, k = 2 * tile.block_m, tile.block_n, 192
     a, wide_a = matrix(rng, m, k, dtype, a_across)
     b, wide_b = matrix(rng, n, k, dtype, b_across)
     device = device_with(a=a.array, b=b.array)
@@ -292,7 +294,7 @@ def test_every_problem_has_a_tile_that_fits(arch):
             config = select_config(problem, limits)
             tile = config.tile
             assert config.stages >= 3
-            assert config.shared_bytes == config.stages * (tile.block_m + tile.block_n) * 64
+            assert config.shared_bytes == config.stages * (tile.block_m + tile.block_n) * config.block_k * itemsize
             assert config.shared_bytes <= limits.smem_per_block_optin
             assert config.blocks * tile.block_m * tile.block_n >= m * n * (2 if gated else 1)
             assert config.splits == 1 or config.splits * config.blocks <= 20 * 16

@@ -26,16 +26,17 @@ __all__ = ["FEW", "Config", "DeviceLimits", "FewConfig", "Problem", "Tile", "sel
 
 FEW = 16  # rows of x that gemv.cu takes: two tiles of mma's 8 columns
 
-_ROW_BYTES = 64  # BLOCK_K: two steps of a tensor core; with 128 there would be room for half the stages
-_MAX_STAGES = 4
+# BLOCK_K in bytes: four steps of a tensor core between two barriers; two where three stages of four would not fit
+_ROW_BYTES = (128, 64)
+_MIN_STAGES, _MAX_STAGES = 3, 4  # two would wait for memory
 _MAX_ACCUMULATORS = {2: 128, 4: 64}  # per thread, by itemsize: floats are held split in two beside them
 _OTHER_REGISTERS = 80
 # Bytes that an SM gets from L2 while its tensor cores do 16 x 8 x 16: A100 66, H100 50, RTX 4090 120.
 _BYTES_PER_PRODUCT = 64
 _SECOND_LAUNCH = 1500  # products: 2 us of an SM of an A100
-_MIN_TILES_PER_SPLIT = 8  # of K: less, and the pipeline is never full
+_MIN_SPLIT_BYTES = 512  # of K: less, and the pipeline is never full
 _MAX_SPLITS = 16
-_FEW_WARPS = 8
+_FEW_WARPS, _VECTORS_BYTES = 8, 64  # of gemv.cu: bytes of a row that a group of lanes reads at a time
 
 
 @dataclass(frozen=True)
@@ -122,36 +123,39 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     return next(config for cost, config in found if cost <= 1.02 * least)
 
 
-def legal_tiles(itemsize: int, gated: bool, smem_per_block_optin: int) -> Iterator[tuple[Tile, int, int]]:
-    """Tiles that a block has the registers and the shared memory for, with stages and bytes.
+def legal_tiles(itemsize: int, gated: bool, smem_per_block_optin: int) -> Iterator[tuple[Tile, int, int, int]]:
+    """Tiles that a block has the registers and the shared memory for, with bytes of BLOCK_K, stages, and bytes.
 
-    As many stages as leave room for the blocks that registers allow, at least three: two would wait for memory.
+    As many stages as leave room for the blocks that registers allow.
     """
     for tile in _TILES:
         if _accumulators(tile) > _MAX_ACCUMULATORS[itemsize]:
             continue
         if gated and tile.warp_n < 64:
             continue  # sums leave in rows of 128 bytes: 32 columns of the result
-        stage = (tile.block_m + tile.block_n) * _ROW_BYTES
-        whole = smem_per_block_optin + RESERVED
-        stages = (whole // min(_by_registers(tile), 3) - RESERVED) // stage
-        stages = min(max(stages, 3), _MAX_STAGES)
+        room = (smem_per_block_optin + RESERVED) // min(_by_registers(tile), 3) - RESERVED
+        # the rows of gate and up that alternate in a tile belong to different threads
+        for row in _ROW_BYTES if tile.warps > 2 or not gated else _ROW_BYTES[1:]:
+            stage = (tile.block_m + tile.block_n) * row
+            stages = min(room // stage, _MAX_STAGES)
+            if stages >= _MIN_STAGES:
+                break
+        stages = max(stages, _MIN_STAGES)
         if stages * stage <= smem_per_block_optin:
-            yield tile, stages, stages * stage
+            yield tile, row, stages, stages * stage
 
 
 def _configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
-    block_k = _ROW_BYTES // p.itemsize
-    k_tiles = -(-p.k // block_k)
     tiles = legal_tiles(p.itemsize, p.gated, device.smem_per_block_optin)
-    for (tile, stages, shared), split in itertools.product(tiles, (False, True)):
+    for (tile, row, stages, shared), split in itertools.product(tiles, (False, True)):
+        block_k = row // p.itemsize
         columns = tile.block_n // 2 if p.gated else tile.block_n
         blocks = -(-p.m // tile.block_m) * -(-p.n // columns)
         resident = _resident(tile, shared, device)
         splits = 1
         if split:
             splits = min(
-                device.sms * resident // (blocks * p.batch), k_tiles // _MIN_TILES_PER_SPLIT, _MAX_SPLITS
+                device.sms * resident // (blocks * p.batch), p.k * p.itemsize // _MIN_SPLIT_BYTES, _MAX_SPLITS
             )
             if splits < 2 or not p.splittable:
                 continue
@@ -204,6 +208,6 @@ def select_few(m: int, n: int, k: int, itemsize: int, gated: bool, device: Devic
     # vectors under way per lane; floats are split in two besides
     unroll = (8 if itemsize == 2 else 4) // groups
     blocks = -(-n // rows)
-    turn = _FEW_WARPS * unroll * _ROW_BYTES // itemsize
+    turn = _FEW_WARPS * unroll * _VECTORS_BYTES // itemsize
     splits = 1 if gated else max(1, min(4 * device.sms // blocks, -(-k // turn), _MAX_SPLITS))
     return FewConfig(rows, 8 if m <= 8 else 16, unroll, splits, blocks)
