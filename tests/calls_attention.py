@@ -51,6 +51,7 @@ def of_whole_rows(new: Maker) -> Made:
     """A backward as in a ring: delta in place of out, lse in float64."""
     arrays, options = backward(new, "attention", dense(new), **CAUSAL)
     del new.axes["out"]
+    new.axes["delta"] = ("batch", "nheads", "seqlen_q")
     products = arrays["dout"].astype(np.float64) * arrays["out"]
     delta = products.sum(axis=-1).swapaxes(1, 2).astype(np.float64 if new.dtype == np.float64 else F32)
     return {**arrays, "out": None, "lse": arrays["lse"].astype(np.float64)}, {**options, "delta": delta}

@@ -109,7 +109,7 @@ def beside(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def every_other(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    view = np.full([2 * n for n in x.shape], SENTINEL, x.dtype)[(slice(None, None, 2),) * x.ndim]
+    view = np.full([2 * n for n in x.shape], SENTINEL, x.dtype)[(*(slice(None, None, 2),) * x.ndim, ...)]
     view[...] = x
     return view
 

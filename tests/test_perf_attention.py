@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from perf_case import FAST, LIMITS
 
+import perf
 from gpu_ops.reference.attention import attention as reference_attention
 from gpu_ops.reference.attention import attention_decode as reference_decode
 from gpu_ops.reference.attention_backward import attention_backward as reference_backward
@@ -172,6 +174,8 @@ def small(monkeypatch):
     monkeypatch.setattr(harness, "timer_for", lambda config: harness.timed)
     monkeypatch.setattr(harness, "release", lambda config: None)
     monkeypatch.setattr(harness.accuracy, "check", lambda *_: None)
+    without_gpu = SimpleNamespace(power=lambda call, seconds: None)
+    monkeypatch.setattr(perf, "cuda", without_gpu, raising=False)
     return bench_attention.decode(Shape(1, 1, 64, 2, 1, 16), "float32", "cuda")
 
 

@@ -270,11 +270,11 @@ def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
     )
 
 
-# what the gated MLP calls; others compile on demand
+# what the gated MLP and linear layers call; others compile on demand
 VARIANTS = (
     ("float32", "float32", "float32"),
     ("float64", "float64", "float64"),
-    *((t, packed(t), t) for t in ("float16", "bfloat16")),
+    *((t, packed(t), out) for t in ("float16", "bfloat16") for out in (t, "float32")),
     *(("float32", "float32", t) for t in ("float16", "bfloat16") if packed(t) == "float32"),
 )
 
