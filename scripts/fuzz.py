@@ -18,6 +18,7 @@ import argparse
 import collections
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         seed = secrets.randbelow(10**6) if options.seed is None else options.seed
         numbers = None if options.cases is None else range(options.cases)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     say(f"seed {seed}; kernels that are not in the cache are compiled first, seconds each")
     return 1 if fuzz(seed, numbers, options.seconds) else 0
 
