@@ -68,7 +68,7 @@ class State(Batch):
         self.specials: dict[str, int] = {}
         self.carry = self._add("carry flag", np.dtype(np.bool_))
         self.clock = 0
-        self.truncating = False  # tensor cores: see add_truncated
+        self.truncating = False  # tensor cores: see instructions/matrix.py
         self._mask_of_lanes: Mask = None
         self._lanes_of_mask = np.zeros(0, np.int32)
 

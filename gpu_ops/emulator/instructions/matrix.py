@@ -11,7 +11,7 @@ One rule lays out every fragment. Lane ``L`` is in group ``g = L / 4`` at place 
 
 Gathering a matrix therefore copies each register into one strided block. The bytes are then the matrix in row-major
 order, whatever its element type. Products are exact in float64, are summed there with C, and are rounded once to D:
-``tensor_cores="exact"``. Silicon is coarser. ``"truncate"`` adds as A100 and H100 do: see :func:`add_truncated`.
+``tensor_cores="exact"``. Silicon is coarser. ``"truncate"`` adds as A100 and H100 do: see :func:`_add_truncated`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 from gpu_ops.emulator.instructions import unknown
 from gpu_ops.emulator.syntax import Array
 
+Multiply = Callable[[Array, Array, Array, bool], Array]
 Registers = tuple[int, str]  # the number of registers, and the PTX type of one
 
 
@@ -111,7 +112,7 @@ def gather(registers: Sequence[Array], rows: int) -> Array:
     return words.reshape(warps, rows, -1)
 
 
-def accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
+def _accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
     """``a @ b + c`` in the dtype of ``c``: one rounding of the exact sum, or integers that wrap around."""
     products = a @ b
     if c.dtype != np.int32:
@@ -128,7 +129,7 @@ def accumulate(a: Array, b: Array, c: Array, saturate: bool = False) -> Array:
 _ADDERS = {"f16": (8, 25), "bf16": (8, 25), "tf32": (4, 25), "f8": (32, 14)}
 
 
-def add_truncated(kind: str) -> Callable[[Array, Array, Array, bool], Array] | None:
+def _add_truncated(kind: str) -> Multiply | None:
     """``a @ b + c`` as the tensor cores of A100 and H100 add, for kinds that they truncate.
 
     The exact products and c are aligned to the largest of them, cut to the adder's bits towards zero, and summed
@@ -160,14 +161,20 @@ def _cut(x: Array, exponent: Array) -> Array:
     return cut
 
 
-def bit_products(combine: str) -> Callable[[Array, Array, Array, bool], Array]:
+def multiplies(kind: str, combine: str | None) -> tuple[Multiply, Multiply]:
+    """``a @ b + c`` for this kind: with exact sums, and as truncating tensor cores add."""
+    exact = _bit_products(combine) if combine else _accumulate
+    return exact, _add_truncated(kind) or exact
+
+
+def _bit_products(combine: str) -> Multiply:
     """Sum over k of ``a and b`` or ``a xor b``, of matrices of zeros and ones, added to c."""
     if combine == "and":
-        return accumulate
+        return _accumulate
 
     def run(a: Array, b: Array, c: Array, saturate: bool) -> Array:
         either = a.sum(-1)[..., None] + b.sum(-2)[..., None, :]
-        return accumulate(-2 * a, b, either.astype(np.int32) + c)
+        return _accumulate(-2 * a, b, either.astype(np.int32) + c)
 
     return run
 
@@ -220,13 +227,12 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
     decode_a, decode_b, dtype = DECODE[a_type], DECODE[b_type], ACCUMULATORS[c_type]
     word_bits, bits = (64, np.uint64) if kind == "f64" else (32, np.uint32)
     step = _CHUNK // (m * k)
-    exact = bit_products(combine) if combine else accumulate
-    truncated = add_truncated(kind) or exact
+    ways = multiplies(kind, combine)
 
     def run(
         a: Sequence[Array], b: Sequence[Array], c: Sequence[Array], truncating: bool = False
     ) -> list[Array]:
-        multiply = truncated if truncating else exact
+        multiply = ways[truncating]
         d = np.empty((len(c), *c[0].shape), bits)
         for start in range(0, len(c[0]), step):
             warps = slice(start, start + step)

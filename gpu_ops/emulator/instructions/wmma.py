@@ -20,11 +20,9 @@ from gpu_ops.emulator.instructions.matrix import (
     DECODE,
     ELEMENT_BITS,
     Mma,
-    accumulate,
     accumulator,
-    add_truncated,
-    bit_products,
     gather,
+    multiplies,
     scatter,
 )
 from gpu_ops.emulator.syntax import Array
@@ -127,13 +125,12 @@ def mma(modifiers: tuple[str, ...]) -> Mma:
     saturate, bits = bool(found["satfinite"]), (np.uint64 if d.word == 8 else np.uint32)
     c_dtype, d_dtype = ACCUMULATORS[found["c"]], ACCUMULATORS[found["d"]]
     kind = {"u8": "s8", "u4": "s4"}.get(a_type, a_type)
-    exact = bit_products(combine) if combine else accumulate
-    truncated = add_truncated(kind) or exact
+    ways = multiplies(kind, combine)
 
     def run(
         left: Sequence[Array], right: Sequence[Array], addend: Sequence[Array], truncating: bool = False
     ) -> list[Array]:
-        multiply = truncated if truncating else exact
+        multiply = ways[truncating]
         x = DECODE[a_type](gather(left[: a.count], a.rows))
         y = DECODE[b_type](gather(right[: b.count], b.rows)).swapaxes(1, 2)
         z = accumulator(addend, c.rows, c_dtype)
