@@ -13,6 +13,7 @@ from gpu_ops.kernels.program import Spec, Tensor
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
+    "ROW_THREADS",
     "address",
     "alignment",
     "as_line",
@@ -20,7 +21,9 @@ __all__ = [
     "float32",
     "four_axes",
     "heads_alignment",
+    "power_of_two",
     "row_stride",
+    "row_threads",
     "rows_of",
     "same_memory",
     "side_by_side",
@@ -30,6 +33,9 @@ __all__ = [
 # For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
+
+ROW_THREADS = 512  # at most, for one row
+_BLOCK = 128  # threads of a block that has several rows
 
 
 def address(array: Tensor) -> int:
@@ -71,6 +77,20 @@ def four_axes(x: Tensor) -> Tensor:
 def row_stride(array: Any) -> np.int64:
     """Elements from one row to the next."""
     return np.int64(array.strides[0] // array.dtype.itemsize)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below ``n``, and 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_threads(cols: int, each: int) -> tuple[int, int]:
+    """Threads of a row, and rows of a block. A row is part of a warp, or a block.
+
+    ``each``: columns of a thread, in rows that are not too long for a block.
+    """
+    threads = min(max(power_of_two(-(-cols // each)), 4), ROW_THREADS)
+    return threads, _BLOCK // threads if threads <= 32 else 1
 
 
 def rows_of(spec: Spec, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, heads_alignment, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, heads_alignment, power_of_two, strides_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["variants"]
@@ -20,7 +20,9 @@ _BLOCK, _TWIN_BLOCK, _TWIN_LANES = 256, 128, 16  # threads: of a block; lanes: o
 _LSE = {"float32": "f32", "float64": "f64"}
 
 # MergeShape of cuda/attention_merge.cu
-_SHAPE = np.dtype([("rows", "i8"), ("middle", "i8"), ("inner", "i8"), ("cols", "i8"), ("strides", "i8", (6, 3))])
+_SHAPE = np.dtype(
+    [("rows", "i8"), ("middle", "i8"), ("inner", "i8"), ("cols", "i8"), ("strides", "i8", (6, 3))]
+)
 
 
 @lowers("attention_merge", "cpu")
@@ -42,9 +44,10 @@ def merge_raw(spec: Spec, on: Builder) -> None:
     results = [x for name, x in arrays.items() if name.startswith("out")]
     vec = 16 // dtype.itemsize
     access = vec if heads_alignment(results) == 16 and cols % vec == 0 else 1
-    lanes = min(1 << max(-(-cols // access) - 1, 0).bit_length(), 32)  # a row is part of a warp
+    lanes = min(power_of_two(-(-cols // access)), 32)  # a row is part of a warp
     shape = np.zeros((), _SHAPE)
-    shape["rows"], shape["middle"], shape["inner"], shape["cols"] = outer * middle * inner, middle, inner, cols
+    shape["rows"] = outer * middle * inner
+    shape["middle"], shape["inner"], shape["cols"] = middle, inner, cols
     shape["strides"] = [strides_of(x)[:3] for x in arrays.values()]
     kernel = _kernel(dtype.name, arrays["lse1"].dtype.name, arrays["lse2"].dtype.name, access)
     grid = (-(-int(shape["rows"]) // (_BLOCK // lanes)) if cols else 0, 1, 1)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
+from gpu_ops.kernels.lower.arguments import power_of_two
 from gpu_ops.kernels.lower.attention_config import (
     Config,
     DeviceLimits,
@@ -58,10 +59,10 @@ def bucket(problem: Problem) -> str:
         f"head_dim {head_dim}/{head_dim_v * parts}",
         f"group {p.group}",
         p.mask,
-        f"batch * nheads_kv <= {_power(p.batch * p.nheads_kv)}",
-        f"seqlen <= {_power(p.seqlen_q)} x {_power(p.seqlen_k)}",
+        f"batch * nheads_kv <= {power_of_two(p.batch * p.nheads_kv)}",
+        f"seqlen <= {power_of_two(p.seqlen_q)} x {power_of_two(p.seqlen_k)}",
     ]
-    words += [f"window <= {_power(p.window)}"] if p.window else []
+    words += [f"window <= {power_of_two(p.window)}"] if p.window else []
     words += ["block mask"] if p.block_mask else []
     words += ["varlen"] if p.varlen else []
     words += [] if p.lean else ["not lean"]
@@ -88,7 +89,3 @@ def _divided(problem: Problem, device: DeviceLimits, like: Config, parts: int) -
         if (config.tile, config.pack_gqa) == (like.tile, like.pack_gqa) and config.num_splits > 1:
             return config
     return like
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -20,7 +20,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
-_BLOCK, _MAX_THREADS, _TWIN_THREADS, _TOTAL_THREADS = 128, 512, 256, 512
+_TWIN_THREADS, _TOTAL_THREADS = 256, 512
 _VECS = 4  # vectors of a row for a thread, before a row gets more threads
 # As structs in cuda/cross_entropy.cu.
 _OPTIONS = np.dtype(
@@ -272,9 +272,7 @@ def _launch_rows(
     """``arrays``: those of ``args`` that are (rows, cols)."""
     (rows, cols), dtype = arrays[0].shape, arrays[0].dtype
     vec = 16 // dtype.itemsize
-    # A power of two, of up to _VECS vectors each, if the row is not longer than that of a block.
-    threads = min(max(1 << (-(-cols // (vec * _VECS)) - 1).bit_length(), 4), _MAX_THREADS)
-    rows_per_block = _BLOCK // threads if threads <= 32 else 1  # a row is part of a warp, or a block
+    threads, rows_per_block = arguments.row_threads(cols, vec * _VECS)
     access = vec if arguments.alignment(arrays, rows) == 16 and cols % vec == 0 else 1
     kernel = _kernel(which, dtype.name, access, plain)
     args = (*args, np.int64(rows), np.int64(cols), *map(arguments.row_stride, arrays))
@@ -295,4 +293,4 @@ def variants(arch: str) -> Iterator[Variant]:
     for dtype, aligned, plain in itertools.product(DTYPES, (True, False), (True, False)):
         access = (4 if dtype == "float32" else 8) if aligned else 1
         for which in ("forward", "backward"):
-            yield Variant(_kernel(which, dtype, access, plain), _MAX_THREADS)
+            yield Variant(_kernel(which, dtype, access, plain), arguments.ROW_THREADS)

@@ -58,7 +58,7 @@ def forward_raw(spec: Spec, on: Builder) -> None:
     vec = 16 // x.itemsize
     aligned = min(arguments.alignment((table,), len(table)) for table in (weight, x)) == 16
     access = vec if aligned and x.shape[1] % vec == 0 else 1
-    threads = min(max(1 << (-(-x.shape[1] // vec) - 1).bit_length(), 4), _BLOCK)
+    threads = min(max(arguments.power_of_two(-(-x.shape[1] // vec)), 4), _BLOCK)
     per_block = _BLOCK // threads
     sizes = map(np.int64, (len(weight), *x.shape))
     args = (_ids(spec), weight, x, _wide(spec), float32(spec["scale"]), *sizes, *map(row_stride, (weight, x)))

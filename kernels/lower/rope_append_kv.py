@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
-from gpu_ops.kernels.lower.arguments import DTYPES, float32, heads_alignment, strides_of
+from gpu_ops.kernels.lower.arguments import DTYPES, float32, heads_alignment, power_of_two, strides_of
 from gpu_ops.kernels.lower.rope_frequencies import frequencies, positions_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
@@ -79,10 +79,10 @@ def select_config(shape: AppendShape, *, alignment: int, sms: int) -> AppendConf
     tokens, nheads, nheads_kv = shape.tokens, shape.nheads, shape.nheads_kv
     vec, units, rotary_units = _units(shape.head_dim, shape.rotary_dim, shape.itemsize, shape.interleaved)
     access = vec if alignment % (vec * shape.itemsize) == 0 else 1
-    x = min(_WARP, _power_of_two(units))
+    x = min(_WARP, power_of_two(units))
     # A tile is heads of one kind, so as many as every kind fills; the rest of the block is further tokens.
-    y = min(_THREADS // x, math.gcd(_power_of_two(nheads), _power_of_two(nheads_kv)))
-    z = min(_MAX_BLOCK_Z, min(_THREADS, max(_WARP, x * y * _power_of_two(tokens))) // (x * y))
+    y = min(_THREADS // x, math.gcd(power_of_two(nheads), power_of_two(nheads_kv)))
+    z = min(_MAX_BLOCK_Z, min(_THREADS, max(_WARP, x * y * power_of_two(tokens))) // (x * y))
     tiles = -(-nheads // y) + 2 * -(-nheads_kv // y)
     columns = -(-tokens // z)
     # Heads of a token share its angles, a third of the work. Blocks split them only where there are too few blocks.
@@ -301,8 +301,3 @@ def _kernel(config: AppendConfig, dtype: str, interleaved: bool) -> CudaKernel:
         "UNITS": config.units_per_thread,
     }
     return CudaKernel("rope_append_kv", "rope_append_kv", tuple(defines.items()))
-
-
-def _power_of_two(n: int) -> int:
-    """The least that is n or more."""
-    return 1 << (n - 1).bit_length() if n else 1

@@ -18,7 +18,7 @@ __all__ = ["variants"]
 
 Part = tuple[Tensor, Tensor | None, Tensor]  # x, mask and y of one launch
 
-_BLOCK, _MAX_THREADS, _TWIN_THREADS = 128, 512, 256  # threads: of a block with several rows, of a row
+_TWIN_THREADS = 256  # of a row
 _VECS = {"forward": 4, "backward": 2}  # vectors per thread and array: 16 (float32) or 32 numbers in registers
 _MASKS = {**DTYPES, "bool": "visible", "": "nothing"}
 _MASK_AXES = np.dtype(
@@ -129,13 +129,9 @@ def _launch_raw(
     aligned, vec, vecs = arguments.alignment(arrays, rows), 16 // dtype.itemsize, _VECS[which]
     if mask is not None and mask.dtype != np.bool_ and mask.shape[-1] > 1:
         aligned = min(aligned, arguments.heads_alignment([mask]))
-    # A power of two that keeps the row in registers, if one does.
-    threads = min(max(1 << (-(-cols // (vec * vecs)) - 1).bit_length(), 4), _MAX_THREADS)
-    rows_per_block = _BLOCK // threads if threads <= 32 else 1  # a row is part of a warp, or a block
-    access, held = (
-        vec if aligned == 16 and cols % vec == 0 else 1,
-        vecs if cols <= threads * vec * vecs else 0,
-    )
+    threads, rows_per_block = arguments.row_threads(cols, vec * vecs)
+    access = vec if aligned == 16 and cols % vec == 0 else 1
+    held = vecs if cols <= threads * vec * vecs else 0  # vectors of a thread, if they hold the row
     kernel = _kernel(which, dtype.name, "" if mask is None else mask.dtype.name, access, held)
     args = (*pointers, np.int64(rows), np.int64(cols), *map(arguments.row_stride, arrays), *last)
     grid = (-(-rows // rows_per_block) if cols else 0, 1, 1)
@@ -155,4 +151,6 @@ def variants(arch: str) -> Iterator[Variant]:
             ("backward", ""),
             *(("forward", m) for m in sorted({"", "bool", dtype, "float32"})),
         ):
-            yield Variant(_kernel(which, dtype, mask, access, _VECS[which] if held else 0), _MAX_THREADS)
+            yield Variant(
+                _kernel(which, dtype, mask, access, _VECS[which] if held else 0), arguments.ROW_THREADS
+            )

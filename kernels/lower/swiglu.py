@@ -20,6 +20,7 @@ from gpu_ops.kernels.lower.arguments import (
     DTYPES,
     alignment,
     as_rows,
+    power_of_two,
     row_stride,
     rows_of,
     side_by_side,
@@ -59,7 +60,7 @@ def select_config(rows: int, cols: int, itemsize: int, *, alignment: int) -> Gat
     width, vecs = next((width, vecs) for least, width, vecs in _PLANS if alignment >= least)
     vec = width // itemsize if width else 1
     # A power of two that covers a short row; at least vec, for the elements at the end that fill no vector.
-    threads_per_row = min(max(_power_of_two(-(-cols // (vec * vecs))), vec), _THREADS)
+    threads_per_row = min(max(power_of_two(-(-cols // (vec * vecs))), vec), _THREADS)
     rows_per_block = _THREADS // threads_per_row
     groups = -(-rows // rows_per_block)
     grid = (-(-cols // (vec * vecs * threads_per_row)), min(groups, _MAX_GRID_Y), -(-groups // _MAX_GRID_Y))
@@ -206,8 +207,3 @@ def _twin(which: Pass, dtype: str, activation: str) -> NumbaKernel:
     from gpu_ops.kernels.numba_cuda import swiglu as twins
 
     return twins.kernel(which, dtype, activation)
-
-
-def _power_of_two(n: int) -> int:
-    """The least that is not below ``n``."""
-    return 1 << (n - 1).bit_length()
