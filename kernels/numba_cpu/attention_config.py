@@ -12,7 +12,7 @@ from .attention_tile import CALL, Call
 from .codegen.memory import round_up
 from .codegen.target import DOT_BFLOAT16, MAX_LANES
 from .dtype import bits
-from .jit import read, types
+from .jit import compute, read, types
 from .parallel import launcher, thread_count
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kern
 
 def results_of(t: str) -> tuple[str, str]:
     """The dtypes of out and lse, if no others are asked for."""
-    return t, "float64" if t == "float64" else "float32"
+    return t, compute(t).name
 
 
 # (dtype, dtype of the bias); forward also the dtypes of out and lse

@@ -176,8 +176,8 @@ def _kernel_forward() -> Kernel:
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
-        c, line = compute(t), write("float64" if t == "float64" else "float32", 1)
-        weights = read("float64" if t == "float64" else "float32", 1)
+        c = compute(t)
+        weights, line = read(c.name, 1), write(c.name, 1)
         return types.int64, read(t, 2), read("int64", 1), weights, line, line, *_numbers(c)
 
     return kernel(signature)(cross_entropy_forward)
@@ -219,9 +219,10 @@ def _kernel_backward() -> Kernel:
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
-        line = read("float64" if t == "float64" else "float32", 1)
+        c = compute(t)
+        line = read(c.name, 1)
         arrays = line, read(t, 2), read("int64", 1), line, line, write(t, 2)
-        return types.int64, *arrays, *_numbers(compute(t)), types.boolean
+        return types.int64, *arrays, *_numbers(c), types.boolean
 
     return kernel(signature)(cross_entropy_backward)
 

@@ -85,8 +85,8 @@ def _kernel_backward() -> Kernel:
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
-        total = write("float64" if t == "float64" else "float32", 2)
-        return types.int64, read(t, 2), read("int64", 1), total, compute(t)
+        c = compute(t)
+        return types.int64, read(t, 2), read("int64", 1), write(c.name, 2), c
 
     return kernel(signature)(embedding_backward)
 

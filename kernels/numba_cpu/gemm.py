@@ -30,7 +30,7 @@ from .codegen.memory import LINE_BYTES, SKEW, lanes, round_up, row_address, scra
 from .codegen.target import MAX_LANES, MR, XEON
 from .codegen.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
 from .dtype import bits, load, read_row, store, write_row
-from .jit import device_function, generic, kernel, read, types, write
+from .jit import compute, device_function, generic, kernel, read, types, write
 from .packing import IN_PLACE, Panels, elements, in_registers, pack, pack_a, packed, room_a, steps
 from .parallel import TASKS_PER_THREAD, claim, launch, thread_count
 
@@ -38,9 +38,8 @@ Array = np.ndarray[Any, Any]
 # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast. In tile registers C 512 KiB,
 # and A is packed once for 1024 tokens (7 % less time)
 ROWS, COLUMNS, COLUMNS_OF_TILES = 128, 512, 1024
-SUM_STEPS = (
-    128  # that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
-)
+# that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
+SUM_STEPS = 128
 # of tile registers: rows and steps of A; 16 KiB, as a panel of B, both in L1 (256 steps: 5 % slower)
 BAND, DEPTH = 32, 128
 
@@ -251,23 +250,9 @@ def multiply(c, room, a, trans, m0, m, k0, k, panels, first, n, accumulate, ahea
 
 def _signature(a: str, kind: str, out: str) -> tuple[types.Type, ...]:
     triple, pair, flag = types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 2), types.boolean
-    wide = "float64" if kind == "float64" else "float32"
-    panels, blocks = write(kind, 2), types.int64
-    addends = types.UniTuple(read(out, 2), 2)
-    return (
-        pair,
-        triple,
-        read(a, 2),
-        flag,
-        panels,
-        blocks,
-        write(out, 2),
-        flag,
-        write(wide, 2),
-        addends,
-        flag,
-        flag,
-    )
+    product = read(a, 2), flag, write(kind, 2), types.int64, write(out, 2), flag
+    total, addends = write(compute(kind).name, 2), types.UniTuple(read(out, 2), 2)
+    return pair, triple, *product, total, addends, flag, flag
 
 
 # what the gated MLP and linear layers call; others compile on demand

@@ -13,7 +13,7 @@ import numpy as np
 
 from .dtype import bits, load, read_row, write_row
 from .gemm import matmul, tile_size
-from .jit import kernel, read, types, write
+from .jit import compute, kernel, read, types, write
 from .packing import pack, packed
 from .parallel import claim, launch
 
@@ -58,8 +58,7 @@ def sum_rows(x: Array, total: Array, *, add: bool) -> None:
 
 
 def _signature(dtype: str) -> tuple[types.Type, ...]:
-    wide = "float64" if dtype == "float64" else "float32"
-    return read(dtype, 2), write(wide, 2), types.boolean
+    return read(dtype, 2), write(compute(dtype).name, 2), types.boolean
 
 
 @kernel(_signature)

@@ -46,7 +46,7 @@ ALL = 1 << 60  # columns: they share a scale
 
 
 def config(tokens: int, n: int, k: int, dtype: str) -> str:
-    wide = "float64" if dtype == "float64" else "float32"
+    wide = compute(dtype).name
     if tokens * n * k <= SMALL:
         return f"{wide} sums; W dense one row at a time"
     rows, columns = tile_shape(tokens, k)
