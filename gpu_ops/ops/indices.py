@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.bound import Look
 from gpu_ops.core.call import Call
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError
 
 __all__ = ["look_at", "read_indices"]
 
@@ -21,8 +22,8 @@ def read_indices(call: Call, name: str, x: Any, shape: tuple[int, ...] | None = 
         raise DTypeError(
             f"{call.op}: {name} is {view.dtype}; allowed: int32, int64. Cast it: {name}.astype('int64')"
         )
-    if shape is not None and view.shape != shape:
-        raise ShapeError(f"{call.op}: {name} has shape {view.shape}, expected exactly {shape}")
+    if shape is not None:
+        checks.exactly(call.op, name, view, shape)
     return view
 
 

@@ -57,8 +57,8 @@ def linear(
 
     Notes
     -----
-    2 * tokens * in_features * out_features flops. Up to 16 tokens on a GPU, the weight is read once. On H100, H200
-    and B200, cuBLAS multiplies 16-bit matrices of 128 rows and more; :func:`explain` says where it does.
+    2 * tokens * in_features * out_features flops. Up to 16 tokens on a GPU, the weight is read once. cuBLAS
+    multiplies matrices of 128 rows and more on the cards where it is faster: see :func:`explain`.
 
     Examples
     --------
@@ -75,10 +75,8 @@ def linear(
     if residual is not None:
         given["residual"] = call.read("residual", residual, rows=True)
     shape, dtype = _validate(call, x_, weight_, **given)
-    if "bias" in given:
-        checks.exactly(call.op, "bias", given["bias"], shape[-1:])
-    if "residual" in given:
-        checks.exactly(call.op, "residual", given["residual"], shape)
+    for name, array in given.items():
+        checks.exactly(call.op, name, array, shape[-1:] if name == "bias" else shape)
     call.write("y", shape, x_.dtype, out, in_place="residual", rows=True)
     return _bind(call, x_, dtype, ", ".join(given), 2.0)
 
