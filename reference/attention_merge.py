@@ -29,7 +29,9 @@ def attention_merge(
     (nheads, total_q).
     """
     s = steps(precision, out1.dtype)
-    logs = [s.load(lse if layout == "bhsd" and lse.ndim == 3 else lse.swapaxes(-1, -2)) for lse in (lse1, lse2)]
+    logs = [
+        s.load(lse if layout == "bhsd" and lse.ndim == 3 else lse.swapaxes(-1, -2)) for lse in (lse1, lse2)
+    ]
     top = np.maximum(*logs)
     with np.errstate(invalid="ignore"):  # inf - inf, and NaN
         shares = [s.step(np.where(lse == top, 1.0, np.exp(lse - top))) for lse in logs]

@@ -42,7 +42,9 @@ def runs(given):
 def is_slow(given):
     """On the CPU a third runs by default, in which every two levels meet; of the reference one case."""
     levels = zip(LEVELS, (given[name] for name in ("dtype", "pieces", "mask", "size")), strict=True)
-    place = sum(weight * each.index(level) for weight, (each, level) in zip((1, 2, 1, 2), levels, strict=True))
+    place = sum(
+        weight * each.index(level) for weight, (each, level) in zip((1, 2, 1, 2), levels, strict=True)
+    )
     if given["backend"].get("backend") == "reference":
         return place != 0
     return given["backend"]["device"] == "cpu" and place % 3 != 0

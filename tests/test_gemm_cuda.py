@@ -294,7 +294,10 @@ def test_every_problem_has_a_tile_that_fits(arch):
             config = select_config(problem, limits)
             tile = config.tile
             assert config.stages >= 3
-            assert config.shared_bytes == config.stages * (tile.block_m + tile.block_n) * config.block_k * itemsize
+            assert (
+                config.shared_bytes
+                == config.stages * (tile.block_m + tile.block_n) * config.block_k * itemsize
+            )
             assert config.shared_bytes <= limits.smem_per_block_optin
             assert config.blocks * tile.block_m * tile.block_n >= m * n * (2 if gated else 1)
             assert config.splits == 1 or config.splits * config.blocks <= 20 * 16

@@ -21,18 +21,8 @@ from tests.calls import OPS
 from tests.processes import ROOT, python
 
 STEMS = (
-    *(
-        "attention",
-        "cross_entropy",
-        "embedding",
-        "layernorm",
-        "linear",
-        "rope",
-        "rmsnorm",
-        "softmax",
-        "swiglu",
-    ),
-    "ternary",
+    *("attention", "cross_entropy", "embedding", "layernorm", "linear"),
+    *("rmsnorm", "rope", "softmax", "swiglu", "ternary"),
 )
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
 CODE = ("gpu_ops", "kernels", "reference", "tests", "perf", "scripts")

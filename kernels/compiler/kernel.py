@@ -62,23 +62,9 @@ def spelled(defines: tuple[Define, ...]) -> str:
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 _FLAGS = frozenset(
     {
-        *(
-            "SOFTCAP",
-            "ALIBI",
-            "SINKS",
-            "BLOCK_MASK",
-            "VARLEN",
-            "SEQUSED_K",
-            "PAGED",
-            "PACK_GQA",
-            "SPLIT",
-            "GATED",
-            "DROPOUT",
-            "WIDE_LSE",
-            "PLAIN",
-        ),
-        *("INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED", "EXACT", "SKIP"),
-        *("A_ALONG_K", "B_ALONG_K", "WIDE_LSE", "DELTA"),
+        *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "DROPOUT", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA"),
+        *("SPLIT", "GATED", "PLAIN", "INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED"),
+        *("EXACT", "SKIP", "A_ALONG_K", "B_ALONG_K", "WIDE_LSE", "DELTA"),
     }
 )
 _NOTHING = frozenset({"kNone", "kOne", "kPlain", "nothing"})

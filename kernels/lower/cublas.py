@@ -132,9 +132,8 @@ class GemmEx:
     def __call__(self, first: Any, second: Any, out: Any) -> None:
         import cupy
 
-        cublas: Any = (
-            cupy.cuda.cublas
-        )  # as this attribute CuPy finds the library of a wheel; a plain import does not
+        # As this attribute CuPy finds the library of a wheel; a plain import does not.
+        cublas: Any = cupy.cuda.cublas
         operations = (cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T)
         types, leading = self.types, self.leading
         cublas.gemmEx(

@@ -123,7 +123,9 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     return next(config for cost, config in found if cost <= 1.02 * least)
 
 
-def legal_tiles(itemsize: int, gated: bool, smem_per_block_optin: int) -> Iterator[tuple[Tile, int, int, int]]:
+def legal_tiles(
+    itemsize: int, gated: bool, smem_per_block_optin: int
+) -> Iterator[tuple[Tile, int, int, int]]:
     """Tiles that a block has the registers and the shared memory for, with bytes of BLOCK_K, stages, and bytes.
 
     As many stages as leave room for the blocks that registers allow.

@@ -81,9 +81,10 @@ def weigher(number, my_rows: int, my_keys: int, my_columns: int, stride_p: int):
 
 @cache
 def accumulators(number, my_rows: int, my_columns: int, chunk_v: int, slab: int, stride_p: int):
-    """Two device functions: ``o += P V`` over the staged rows of V. The second one skips hidden keys, and
-    adds infinities whatever their weight, but for
-    NaN."""
+    """Two device functions: ``o += P V`` over the staged rows of V.
+
+    The second one skips hidden keys, and adds an infinity whatever its weight, unless that is NaN.
+    """
     width, infinity = 128 // number.bitwidth, float("inf")
 
     @cuda.jit(device=True, forceinline=True)

@@ -179,10 +179,8 @@ def matmul(draw: Draw) -> Trial:
     def check(found: list[Any]) -> str | None:
         """int8: sums are exact, so the rounding of the result and of float32 factors are all there is."""
         exact = q @ (t * scale.astype(np.float64)).T * step
-        room = (
-            near * step * scale.max(initial=0)
-            + np.abs(exact) * 2.0 ** {2: -7, 4: -20, 8: -40}[dtype.itemsize]
-        )
+        room = near * step * scale.max(initial=0)
+        room = room + np.abs(exact) * 2.0 ** {2: -7, 4: -20, 8: -40}[dtype.itemsize]
         room = room + 2e-6 * step * np.abs(q).sum(-1, keepdims=True) + (6e-8 if dtype == np.float16 else 0)
         off = np.abs(found[0].astype(np.float64) - exact) - room
         if found[0].dtype != dtype or found[0].shape != exact.shape:
@@ -222,9 +220,8 @@ def product(draw: Draw) -> Trial:
         got = found[0]
         if got.dtype != np.float32 or got.shape != exact.shape:
             return f"{got.dtype} {got.shape}, expected float32 {exact.shape}"
-        room = 4e-6 * np.abs(x_scale).max(initial=0) * np.abs(scale).max(initial=0) * x.shape[
-            1
-        ] + 1e-6 * np.abs(exact)
+        scales = np.abs(x_scale).max(initial=0) * np.abs(scale).max(initial=0)
+        room = 4e-6 * scales * x.shape[1] + 1e-6 * np.abs(exact)
         off = np.abs(got - exact) - room
         return f"off by more than allowed, by {off.max():.3g}" if off.size and off.max() > 0 else None
 
