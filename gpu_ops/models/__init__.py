@@ -1,0 +1,1 @@
+"""Models as plain functions on arrays: a transformer block, a Llama, forward and backward."""
