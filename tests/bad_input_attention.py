@@ -89,6 +89,7 @@ CASES = [
     ("attention_varlen", "empty lengths", GpuOpsError, "cu_seqlens_q", {"cu_seqlens_q": ints()}),
     ("attention_varlen", "q is not packed", ShapeError, "q has 4 axes", {"q": ones(2, 6, 4, 8)}),
     ("attention_varlen", "a length above the maximum", OptionError, "max_seqlen_q", {"max_seqlen_q": 3}),
+    ("attention_varlen", "no starts of queries", OptionError, "cu_seqlens_q is missing", {"cu_seqlens_q": None}),
     ("attention_varlen", "no starts of keys", OptionError, "cu_seqlens_k is missing", {"cu_seqlens_k": None}),
     ("attention_varlen used", "more than there is", OptionError, "seqused_k[1] is 99, but cu_seqlens_k gives",
      {"seqused_k": ints(0, 99)}),

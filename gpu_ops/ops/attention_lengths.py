@@ -96,6 +96,10 @@ def read_pages(call: Call, block_table: Any) -> tuple[int, int, int]:
 
 def _check_combination(op: str, arrays: dict[str, Any]) -> None:
     """Which of the arrays a call gives."""
+    if arrays["cu_seqlens_q"] is None:
+        raise OptionError(
+            f"{op}: cu_seqlens_q is missing: where each sequence of q starts, int32 (batch + 1,)"
+        )
     if arrays.get("block_table") is None:
         if arrays["cu_seqlens_k"] is None:
             pages = "; keys in pages take block_table and seqused_k in its place" * ("block_table" in arrays)

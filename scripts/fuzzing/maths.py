@@ -90,11 +90,14 @@ class Maths:
 Formula = Callable[[Maths], tuple[Array, ...]]
 
 
-def expected(formula: Formula, dtype: np.dtype[Any]) -> tuple[tuple[Array, ...], list[float]]:
-    """The wide results of ``formula``, and the largest error of textbook code in each."""
+FEW_VARIANTS, MANY_VARIANTS = 4, 64
+
+
+def expected(formula: Formula, dtype: np.dtype[Any], variants: int) -> tuple[tuple[Array, ...], list[float]]:
+    """The wide results of ``formula``, and the largest error of textbook code in each over so many variants."""
     exact: tuple[Array, ...] = ()
     errors: list[float] = []
-    for variant in range(4):
+    for variant in range(variants):
         with np.errstate(all="ignore"):
             wide = formula(Maths(dtype, False, variant))
             textbook = formula(Maths(dtype, True, variant))

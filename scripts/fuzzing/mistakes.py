@@ -92,7 +92,7 @@ def wrong_out(draw: Draw, out: Array) -> tuple[str, dict[str, Any]]:
     frozen = out.view()
     frozen.flags.writeable = False
     longer = np.ones((out.shape[0] + 1, *out.shape[1:]), out.dtype)
-    whole = out.astype(np.float64).astype(np.int16 if out.dtype.itemsize == 2 else np.int64)
+    whole = np.zeros(out.shape, np.int16 if out.dtype.itemsize == 2 else np.int64)
     return draw.pick(
         ("read-only out", {"out": frozen}),
         ("shape of out", {"out": longer}),
