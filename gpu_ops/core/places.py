@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core import device as devices
+from gpu_ops.core.allocator import allocator
 from gpu_ops.core.bound import Output, Source, as_integer
 from gpu_ops.core.out_of_memory import out_of_memory
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, OutOfMemoryError
 from gpu_ops.kernels.program import Layout, Spec
 from gpu_ops.memory_pool import FROM_BYTES
 
@@ -48,11 +49,14 @@ class Allocation:
 
     def allocate(self, op: str, device: Any) -> Any:
         try:
-            if self._small:
+            instead = allocator()
+            if instead is not None:
+                array = instead.allocate(self.shape, self.dtype, f"{op}: {self.name}")
+            elif self._small:
                 array = np.empty(self.shape, self.dtype)
             else:
                 array = device.empty(self.shape, self.dtype, self.name)
-        except OptionError:  # of the pool
+        except (OptionError, OutOfMemoryError):  # of the pool, or the allocator
             raise
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits
             required = Layout.contiguous(self.shape, self.dtype).nbytes

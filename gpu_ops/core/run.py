@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_ops.core import device as devices
+from gpu_ops.core.allocator import Allocator, allocator
 from gpu_ops.core.arrays import from_dlpack, give
 from gpu_ops.core.bound import Bound, as_integer
 from gpu_ops.core.dispatch import lowering
@@ -51,17 +52,20 @@ class Linked:
 
     def __call__(self, views: Views, workspace: Any = None) -> None:
         """``run(program, views, device)``."""
-        program = self.program
+        program, instead = self.program, allocator()
         for constant in program.constants:
             views[constant.name] = self.device.constant(constant)
         if program.workspaces:
-            self._add_workspaces(views, workspace)
+            self._add_workspaces(views, workspace, instead)
+        if instead is not None and not instead.runs:
+            return
         for step in self._steps:
             step(views)
 
-    def _add_workspaces(self, views: Views, workspace: Any) -> None:
+    def _add_workspaces(self, views: Views, workspace: Any, instead: Allocator | None) -> None:
         device, offset = self.device, 0
-        if workspace is None and device.is_capturing:
+        allocate = device.empty if instead is None else instead.allocate
+        if workspace is None and instead is None and device.is_capturing:
             raise DeviceError(
                 f"this call needs {self.program.workspace_bytes} bytes of workspace, and the stream is captured: "
                 "pass workspace=, a uint8 array of gpu_ops.workspace_size(op, ...) bytes on the device that lives "
@@ -69,11 +73,11 @@ class Linked:
             )
         for w in self.program.workspaces:
             if workspace is None:
-                views[w.name] = device.empty(w.shape, w.dtype, w.name)
+                views[w.name] = allocate(w.shape, w.dtype, w.name)
             else:
                 views[w.name] = device.carve(workspace, offset, w.shape, w.dtype)
                 offset += -(-w.nbytes // ALIGNMENT) * ALIGNMENT
-            if w.zeroed:
+            if w.zeroed and (instead is None or instead.runs):
                 device.zero(w.name, views)
 
 

@@ -1,0 +1,62 @@
+"""Who allocates the results and workspaces of calls: the device, or an allocator that a thread has put in its place.
+
+:class:`gpu_ops.memory.Trace` allocates nothing and lets nothing run; :class:`gpu_ops.memory.Arena` hands out places
+in one buffer. Neither is seen by the ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from gpu_ops.errors import OptionError
+from gpu_ops.memory_pool import POOL
+
+__all__ = ["Allocator", "allocator", "empty_like", "use_allocator"]
+
+
+class Allocator(Protocol):
+    """Takes the place of a device's own allocations in one thread."""
+
+    runs: bool
+    """Whether calls run; False: they are validated, lowered and allocated for, no more."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
+        """A result or a workspace, uninitialised."""
+
+
+_IN_USE: dict[int, Allocator] = {}  # by thread
+
+
+def allocator() -> Allocator | None:
+    """The allocator of this thread; None: the device's own."""
+    return _IN_USE.get(threading.get_ident()) if _IN_USE else None
+
+
+@contextlib.contextmanager
+def use_allocator(one: Allocator) -> Iterator[None]:
+    """Allocate from ``one`` in this thread."""
+    thread = threading.get_ident()
+    if thread in _IN_USE:
+        raise OptionError("memory: a trace or an arena is in use in this thread already; leave it first")
+    _IN_USE[thread] = one
+    try:
+        yield
+    finally:
+        del _IN_USE[thread]
+
+
+def empty_like(x: Any, label: str) -> Any:
+    """A contiguous uninitialised array of ``x``'s shape, dtype and library, from the allocator of this thread."""
+    instead = allocator()
+    if instead is not None:
+        return instead.allocate(tuple(x.shape), x.dtype, label)
+    if isinstance(x, np.ndarray):
+        return POOL.empty(x.shape, x.dtype)
+    import cupy
+
+    return cupy.empty(x.shape, x.dtype)

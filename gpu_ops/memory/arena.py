@@ -1,0 +1,181 @@
+"""One buffer for all that a step allocates, at places that a trace of the step has decided."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.allocator import use_allocator
+from gpu_ops.core.out_of_memory import out_of_memory
+from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.memory.trace import Buffer, Trace
+
+__all__ = ["Arena", "place"]
+
+
+def place(buffers: list[Buffer], alignment: int) -> tuple[list[int], int]:
+    """An offset for each buffer, and the size of all: the largest first, each at the lowest place that is free for
+    as long as it lives."""
+    offsets = [0] * len(buffers)
+    placed: list[int] = []
+    total = 0
+    for i in sorted(range(len(buffers)), key=lambda i: (-buffers[i].nbytes, i)):
+        at, need = 0, -(-buffers[i].nbytes // alignment) * alignment
+        for j in sorted((j for j in placed if _meet(buffers[i], buffers[j])), key=offsets.__getitem__):
+            if offsets[j] - at >= need:
+                break
+            at = max(at, offsets[j] + -(-buffers[j].nbytes // alignment) * alignment)
+        offsets[i] = at
+        placed.append(i)
+        total = max(total, at + need)
+    return offsets, total
+
+
+def _meet(a: Buffer, b: Buffer) -> bool:
+    """Whether two buffers are alive at one time."""
+    return (b.went is None or a.came < b.went) and (a.went is None or b.came < a.went)
+
+
+class Arena:
+    """Memory for a step that has been traced: one allocation, used again by every step.
+
+    The i-th allocation of a step gets the place of the i-th in the trace. No call allocates memory of its own.
+
+    Parameters
+    ----------
+    trace : Trace
+        Of the step, left. What was made by ``trace.empty`` is not part of it.
+    device : str
+        ``"cpu"`` or ``"cuda"``.
+    limit : int, optional
+        In bytes.
+
+    Raises
+    ------
+    OutOfMemoryError
+        The arena does not fit. Nothing has run.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> from gpu_ops import memory
+    >>> x, weight = np.ones((64, 512), np.float32), np.ones(512, np.float32)
+    >>> def step():
+    ...     return gpu_ops.softmax(gpu_ops.rmsnorm(gpu_ops.rmsnorm(x, weight), weight))
+    >>> with memory.Trace() as trace:
+    ...     y = step()
+    >>> arena = memory.Arena(trace)
+    >>> arena.nbytes // x.nbytes
+    2
+    >>> with arena:
+    ...     y = step().copy()  # what lives on is overwritten by the next step
+    """
+
+    runs = True
+
+    def __init__(self, trace: Trace, device: str = "cpu", limit: int | None = None) -> None:
+        if device not in ("cpu", "cuda"):
+            raise OptionError(f"memory.Arena: device must be 'cpu' or 'cuda', got {device!r}")
+        self._plan = [b for b in trace.buffers if not b.given]
+        alignment = 64 if device == "cpu" else 512
+        self._offsets, self.nbytes = place(self._plan, alignment)
+        if limit is not None and self.nbytes > limit:
+            raise OutOfMemoryError(
+                f"memory.Arena: the step needs {self.nbytes} bytes, and {limit} are allowed",
+                self.nbytes,
+                limit,
+            )
+        self._before = _earlier(self._plan, self._offsets)
+        self._memory = _memory(self.nbytes, alignment, device)
+        self._alive: list[bool] = []
+        self._next = 0
+
+    def __enter__(self) -> Arena:
+        left = [self._plan[i].label for i, alive in enumerate(self._alive) if alive]
+        if left:
+            raise OptionError(
+                f"memory.Arena: an array of the last step is still alive ({left[0]}), and the next step would "
+                "overwrite it; copy what is kept, and delete the array"
+            )
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(use_allocator(self))
+        self._alive, self._next = [False] * len(self._plan), 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
+        i, nbytes = self._next, math.prod(shape) * dtype.itemsize
+        if i == len(self._plan) or (self._plan[i].label, self._plan[i].nbytes) != (label, nbytes):
+            expected = (
+                "no more" if i == len(self._plan) else f"{self._plan[i].label}, {self._plan[i].nbytes} bytes"
+            )
+            raise OptionError(
+                f"memory.Arena: allocation {i} is {label}, {nbytes} bytes, and the trace had {expected}; the step "
+                "differs from the one that was traced: trace it again"
+            )
+        for j in self._before[i]:
+            if self._alive[j]:
+                raise OptionError(
+                    f"memory.Arena: {self._plan[j].label} is still alive where the trace had let it go, and {label} "
+                    "lies on its memory; trace the step as it is now"
+                )
+        self._next, self._alive[i] = i + 1, True
+        return self._memory.array(_Alive(self._alive, i), self._offsets[i], shape, dtype)
+
+
+def _earlier(plan: list[Buffer], offsets: list[int]) -> list[list[int]]:
+    """For each buffer, those before it whose memory it shares."""
+    found: list[list[int]] = []
+    for i, b in enumerate(plan):
+        end = offsets[i] + b.nbytes
+        found.append([j for j in range(i) if offsets[j] < end and offsets[i] < offsets[j] + plan[j].nbytes])
+    return found
+
+
+def _memory(nbytes: int, alignment: int, device: str) -> _HostMemory | _CudaMemory:
+    try:
+        return _HostMemory(nbytes, alignment) if device == "cpu" else _CudaMemory(nbytes)
+    except MemoryError as error:  # CuPy's is one, too
+        raise out_of_memory("memory.Arena", error, f"a step of {nbytes} bytes", nbytes) from error
+
+
+class _Alive:
+    """Ends the life of a buffer when the last array on it goes."""
+
+    def __init__(self, alive: list[bool], i: int) -> None:
+        self._alive, self._i = alive, i
+
+    def __del__(self) -> None:
+        self._alive[self._i] = False
+
+
+class _HostMemory:
+    def __init__(self, nbytes: int, alignment: int) -> None:
+        self._bytes = np.empty(nbytes + alignment, np.uint8)
+        self._start = -(-self._bytes.ctypes.data // alignment) * alignment
+
+    def array(self, alive: _Alive, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        size = math.prod(shape) * dtype.itemsize
+        alive.memory = self._bytes  # type: ignore[attr-defined]
+        alive.__array_interface__ = {  # type: ignore[attr-defined]
+            "data": (self._start + offset, False), "shape": (size,), "typestr": "|u1", "version": 3
+        }  # fmt: skip
+        return np.asarray(alive).view(dtype).reshape(shape)
+
+
+class _CudaMemory:
+    def __init__(self, nbytes: int) -> None:
+        import cupy
+
+        self._cupy, self._memory = cupy, cupy.cuda.alloc(max(nbytes, 1))
+
+    def array(self, alive: _Alive, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        alive.memory = self._memory  # type: ignore[attr-defined]
+        size = math.prod(shape) * dtype.itemsize
+        at = self._cupy.cuda.UnownedMemory(self._memory.ptr + offset, size, alive)
+        return self._cupy.ndarray(shape, dtype, memptr=self._cupy.cuda.MemoryPointer(at, 0))

@@ -1,0 +1,161 @@
+"""The memory of a function of ops, found by going through its calls without running them.
+
+Under a :class:`Trace` every op validates its arguments, is lowered to its program, and returns arrays of the right
+shape that take no memory. What it would allocate, results and workspaces, is recorded, and so is the moment when each
+array goes. The plan is that of the function itself, not of a formula beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core.allocator import use_allocator
+from gpu_ops.errors import OptionError
+from gpu_ops.presets import select_preset
+
+__all__ = ["Buffer", "Trace"]
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # the system sets nothing aside for a mapping
+
+
+@dataclass
+class Buffer:
+    """One allocation: when it came, the first in a trace being 0, and when it went; None: it outlived the trace."""
+
+    label: str
+    nbytes: int
+    came: int
+    went: int | None = None
+    given: bool = False
+    """By :meth:`Trace.empty`, not by an op."""
+
+
+@dataclass
+class Trace:
+    """What the calls made under it would allocate, in order. Nothing runs, and nothing is allocated.
+
+    Parameters
+    ----------
+    device : str, optional
+        ``"cpu"``, or a card of the presets such as ``"H100 SXM"``: its kernels' workspaces are planned, without the
+        card. Default: ``"cpu"``. ``GPU_OPS_DEVICE`` and ``GPU_OPS_ARCH`` are set to it while the trace is entered.
+
+    Notes
+    -----
+    Index arrays whose values a call checks (``cu_seqlens``) have to be real. Arrays that NumPy or CuPy make do not
+    show, only those of ops and of :meth:`empty`.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> from gpu_ops import memory
+    >>> with memory.Trace() as trace:
+    ...     x = trace.empty((1 << 20, 1024), np.float32)
+    ...     y = gpu_ops.rmsnorm(x, np.ones(1024, np.float32))
+    >>> trace.peak_bytes >> 30
+    8
+    """
+
+    device: str | None = None
+    buffers: list[Buffer] = field(default_factory=list)
+    runs: bool = field(default=False, init=False)
+    _now: int = field(default=0, init=False)
+    _live: int = field(default=0, init=False)
+    _peak: int = field(default=0, init=False)
+    _peak_at: int = field(default=0, init=False)
+
+    def __enter__(self) -> Trace:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_running_on(self.device))
+            stack.enter_context(use_allocator(self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, label: str = "array") -> Any:
+        """An array without memory, for arguments: weights, tokens. It reads as zeros, and is not to be written."""
+        return self._reserve(shape, np.dtype(dtype), label, given=True)
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
+        """An op's result or workspace."""
+        return self._reserve(shape, dtype, label, given=False)
+
+    def _reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, *, given: bool) -> Any:
+        buffer = Buffer(label, math.prod(shape) * dtype.itemsize, self._now, given=given)
+        self._now += 1
+        self.buffers.append(buffer)
+        self._live += buffer.nbytes
+        if self._live > self._peak:
+            self._peak, self._peak_at = self._live, buffer.came
+        array = np.asarray(_Reserved(self, buffer))
+        return array[: buffer.nbytes].view(dtype).reshape(shape)
+
+    def goes(self, buffer: Buffer) -> None:
+        """The last array on a buffer is gone."""
+        buffer.went = self._now
+        self._now += 1
+        self._live -= buffer.nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at one time."""
+        return self._peak
+
+    @property
+    def live_bytes(self) -> int:
+        """Alive now."""
+        return self._live
+
+    def at_peak(self) -> list[Buffer]:
+        """What is alive at the peak, the largest first."""
+        at = self._peak_at
+        alive = [b for b in self.buffers if b.came <= at and (b.went is None or b.went > at)]
+        return sorted(alive, key=lambda b: -b.nbytes)
+
+
+class _Reserved:
+    """Addresses without memory behind them, for as long as an array lies on them."""
+
+    def __init__(self, trace: Trace, buffer: Buffer) -> None:
+        self._trace, self._buffer = trace, buffer
+        size = max(buffer.nbytes, 1)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self.__array_interface__ = dict(np.frombuffer(self._map, np.uint8).__array_interface__)
+
+    def __del__(self) -> None:
+        self._trace.goes(self._buffer)
+
+
+@contextlib.contextmanager
+def _running_on(device: str | None) -> Iterator[None]:
+    """The variables that make ops choose a device, and its kernels' programs."""
+    chosen = {"GPU_OPS_DEVICE": "cpu"}
+    if device not in (None, "cpu"):
+        select_preset(device)  # OptionError for a card that is not known
+        chosen = {"GPU_OPS_DEVICE": "emulator", "GPU_OPS_BACKEND": "raw", "GPU_OPS_ARCH": str(device)}
+    elif os.environ.get("GPU_OPS_BACKEND") in ("raw",):
+        raise OptionError(
+            "memory.Trace: GPU_OPS_BACKEND=raw is no backend of the CPU; pass device= a card's name"
+        )
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

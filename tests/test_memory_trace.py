@@ -1,0 +1,210 @@
+"""gpu_ops.memory: a trace finds what a step allocates without running it, and an arena holds all of it."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpu_ops
+from gpu_ops import memory
+from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.memory.arena import place
+from gpu_ops.memory.trace import Buffer
+
+ROWS, COLS = 64, 512
+WEIGHT = np.ones(COLS, np.float32)
+
+
+def make_x(rows=ROWS):
+    return np.random.default_rng(0).standard_normal((rows, COLS)).astype(np.float32)
+
+
+def step(x):
+    h = gpu_ops.rmsnorm(x, WEIGHT)
+    h = gpu_ops.rmsnorm(h, WEIGHT)
+    return gpu_ops.softmax(h)
+
+
+def traced(run, *args, device=None):
+    with memory.Trace(device) as trace:
+        result = run(*args)
+        del result
+    return trace
+
+
+def test_a_trace_runs_nothing():
+    out = np.zeros((ROWS, COLS), np.float32)
+    with memory.Trace() as trace:
+        assert gpu_ops.softmax(make_x(), out=out) is out
+        assert not trace.buffers
+        assert not out.any()
+        x = trace.empty((1 << 21, COLS), np.float32)  # 4 GiB
+        y = step(x)
+        assert y.shape == x.shape
+        assert y.dtype == x.dtype
+        assert trace.live_bytes == 2 * x.nbytes
+    assert trace.peak_bytes == 3 * x.nbytes + 4 * len(
+        x
+    )  # x, and both norms with an rstd, or a norm and the softmax
+
+
+def test_what_lives_at_the_peak():
+    trace = traced(step, make_x())
+    assert [b.label for b in trace.at_peak()] == ["rmsnorm: y", "rmsnorm: y", "rmsnorm: rstd"]
+    assert trace.peak_bytes == sum(b.nbytes for b in trace.at_peak())
+    assert trace.live_bytes == 0
+
+
+def test_a_trace_is_what_a_run_allocates(monkeypatch):
+    monkeypatch.setenv("GPU_OPS_POOL_MB", "0")  # so that NumPy allocates, which tracemalloc sees
+    monkeypatch.setattr(gpu_ops.memory_pool.POOL, "limit", 0)
+    x = make_x(4096)
+    step(x)
+    tracemalloc.start()
+    step(x)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    planned = traced(step, x).peak_bytes
+    assert abs(peak - planned) < 0.02 * planned
+
+
+@pytest.mark.parametrize("card", ["H100 SXM", "sm_80"])
+def test_a_trace_plans_for_a_card(card, monkeypatch):
+    q = np.zeros((1, 64, 2, 64), np.float16)
+    lse = np.zeros((1, 2, 64), np.float32)
+
+    def gradients():
+        return gpu_ops.attention_backward(q, q, q, q, q, lse, causal=True)
+
+    trace = traced(gradients, device=card)
+    assert "GPU_OPS_ARCH" not in os.environ
+    workspaces = sum(b.nbytes for b in trace.buffers if not b.label.startswith("attention_backward: "))
+    monkeypatch.setenv("GPU_OPS_ARCH", card)
+    needed = gpu_ops.workspace_size(
+        "attention_backward", q, q, q, q, q, lse, causal=True, device="emulator", backend="raw"
+    )
+    assert 0 < workspaces <= needed < workspaces + 256 * len(trace.buffers)
+
+
+def test_wrong_arguments_raise_as_in_a_run():
+    with memory.Trace(), pytest.raises(gpu_ops.errors.ShapeError):
+        gpu_ops.rmsnorm(make_x(), np.ones(3, np.float32))
+    with pytest.raises(OptionError, match="H1000"), memory.Trace("H1000"):
+        pass
+    step(make_x())  # the trace is over
+
+
+def test_an_arena_holds_a_step():
+    x = make_x()
+    trace = traced(step, x)
+    arena = memory.Arena(trace)
+    assert arena.nbytes <= 1.05 * trace.peak_bytes
+    right = step(x)
+    for _ in range(3):
+        with arena:
+            y = step(x)
+            assert np.array_equal(y, right)
+            del y
+
+
+def test_an_arena_allocates_nothing_more(monkeypatch):
+    monkeypatch.setattr(gpu_ops.memory_pool.POOL, "limit", 0)
+    x = make_x(1024)
+    arena = memory.Arena(traced(step, x))
+    with arena:
+        step(x)
+    tracemalloc.start()
+    with arena:
+        step(x)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < x.nbytes / 8
+
+
+def test_another_step_is_refused():
+    arena = memory.Arena(traced(step, make_x()))
+    with arena, pytest.raises(OptionError, match="allocation 0 is rmsnorm: y, 65536 bytes"):
+        step(make_x(32))
+    with arena:
+        step(make_x())
+        with pytest.raises(OptionError, match="no more"):
+            step(make_x())
+
+
+def test_what_still_lives_is_not_overwritten():
+    arena = memory.Arena(traced(step, make_x()))
+    with arena:
+        kept = step(make_x())
+    with pytest.raises(OptionError, match="softmax: y"), arena:
+        pass
+    del kept
+
+    def keeps_more(x):
+        first = gpu_ops.rmsnorm(x, WEIGHT)
+        return first, gpu_ops.softmax(gpu_ops.rmsnorm(first, WEIGHT))
+
+    with arena, pytest.raises(OptionError, match="is still alive where the trace had let it go"):
+        keeps_more(make_x())
+
+
+def test_an_arena_that_does_not_fit_is_refused_before_the_first_kernel():
+    trace = traced(step, make_x())
+    with pytest.raises(OutOfMemoryError) as refused:
+        memory.Arena(trace, limit=1000)
+    assert refused.value.available == 1000
+    assert refused.value.required == memory.Arena(trace).nbytes
+    with memory.Trace() as huge:
+        y = gpu_ops.softmax(huge.empty((1 << 30, 1 << 12), np.float32))
+        del y
+    with pytest.raises(OutOfMemoryError):
+        memory.Arena(huge)
+
+
+def test_traces_and_arenas_do_not_nest():
+    arena = memory.Arena(traced(step, make_x()))
+    with arena, pytest.raises(OptionError, match="in use in this thread already"), memory.Trace():
+        pass
+    with arena:
+        step(make_x())
+
+
+def test_the_emulator_runs_in_an_arena(monkeypatch):
+    monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
+    monkeypatch.setenv("GPU_OPS_BACKEND", "raw")
+    x = make_x(4)
+    with memory.Trace("sm_80") as trace:
+        y = step(x)
+        del y
+    with memory.Arena(trace):
+        assert np.array_equal(step(x), step_outside(x))
+
+
+def step_outside(x):
+    """The same, in another thread: an arena is one thread's."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(step, x).result()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 30), st.one_of(st.none(), st.integers(1, 30))),
+        max_size=40,
+    )
+)
+def test_buffers_alive_at_once_share_nothing(drawn):
+    buffers = [Buffer("", size, came, None if more is None else came + more) for size, came, more in drawn]
+    offsets, total = place(buffers, 16)
+    for i, (a, at) in enumerate(zip(buffers, offsets, strict=True)):
+        assert at % 16 == 0
+        assert at + a.nbytes <= total
+        for b, other in zip(buffers[:i], offsets, strict=False):
+            together = (b.went is None or a.came < b.went) and (a.went is None or b.came < a.went)
+            apart = at + a.nbytes <= other or other + b.nbytes <= at
+            assert apart or not together
