@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.errors import OptionError
 from gpu_ops.memory_pool import POOL
 
-__all__ = ["Allocator", "allocator", "empty_like", "use_allocator"]
+__all__ = ["IN_USE", "Allocator", "allocator", "empty_like", "use_allocator"]
 
 
 class Allocator(Protocol):
@@ -29,25 +29,26 @@ class Allocator(Protocol):
         """A result or a workspace, uninitialised."""
 
 
-_IN_USE: dict[int, Allocator] = {}  # by thread
+IN_USE: dict[int, Allocator] = {}
+"""By thread. Empty almost always, which is quicker to see than :func:`allocator` is to call."""
 
 
 def allocator() -> Allocator | None:
     """The allocator of this thread; None: the device's own."""
-    return _IN_USE.get(threading.get_ident()) if _IN_USE else None
+    return IN_USE.get(threading.get_ident())
 
 
 @contextlib.contextmanager
 def use_allocator(one: Allocator) -> Iterator[None]:
     """Allocate from ``one`` in this thread."""
     thread = threading.get_ident()
-    if thread in _IN_USE:
+    if thread in IN_USE:
         raise OptionError("memory: a trace or an arena is in use in this thread already; leave it first")
-    _IN_USE[thread] = one
+    IN_USE[thread] = one
     try:
         yield
     finally:
-        del _IN_USE[thread]
+        del IN_USE[thread]
 
 
 def empty_like(x: Any, label: str) -> Any:

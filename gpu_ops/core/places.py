@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpu_ops.core import device as devices
-from gpu_ops.core.allocator import allocator
+from gpu_ops.core.allocator import IN_USE, allocator
 from gpu_ops.core.bound import Output, Source, as_integer
 from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.errors import OptionError, OutOfMemoryError
@@ -49,7 +49,7 @@ class Allocation:
 
     def allocate(self, op: str, device: Any) -> Any:
         try:
-            instead = allocator()
+            instead = allocator() if IN_USE else None
             if instead is not None:
                 array = instead.allocate(self.shape, self.dtype, f"{op}: {self.name}")
             elif self._small:
