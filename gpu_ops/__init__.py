@@ -19,6 +19,7 @@ from gpu_ops.ops.attention_merge import attention_merge
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from gpu_ops.ops.embedding import embedding, embedding_backward
+from gpu_ops.ops.global_norm import global_norm
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.linear import linear, linear_backward
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
@@ -72,6 +73,7 @@ __all__ = [
     "embedding_backward",
     "errors",
     "explain",
+    "global_norm",
     "layernorm",
     "layernorm_backward",
     "linear",

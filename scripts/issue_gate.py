@@ -22,7 +22,7 @@ from gpu_ops.presets import PRESETS, DevicePreset
 CARDS = {"sm_80": "A100-80", "sm_89": "RTX 4090", "sm_90": "H100 SXM", "sm_120": "RTX 5080"}
 
 MEMORY_BOUND = re.compile(
-    r"(rms|layer)norm_|norm_dweight|rope|swiglu_|softmax_|rmsnorm_quant|gemv|gemm_sum|column_sums"
+    r"(rms|layer)norm_|norm_dweight|global_norm_blocks|rope|swiglu_|softmax_|rmsnorm_quant|gemv|gemm_sum|column_sums"
     r"|attention_(combine|merge)|attention_backward_(rows|sinks|statistics)|attention_forward\[.*PAGED=1"
     r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)"
 )

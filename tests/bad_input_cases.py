@@ -77,6 +77,14 @@ CASES = [
     ("embedding_backward", "an id too large", OptionError, "ids[2] is 8, not in [0, 8)", {"ids": ints(0, 7, 8)}),
     ("embedding_backward", "a table without a size", OptionError, "num_embeddings must be an integer",
      {"num_embeddings": 8.0}),
+    # global_norm
+    ("global_norm", "a number", DTypeError, "arrays is float, not an array", {"arrays": 1.0}),
+    ("global_norm", "integers", DTypeError, "arrays[1] is int32", {"arrays": [ones(3), ints(1, 2)]}),
+    ("global_norm", "a list in the list", DTypeError, "arrays[1] is list", {"arrays": [ones(3), [ones(2)]]}),
+    ("global_norm", "one result", OptionError, "out must be two arrays, (norm, found_inf)", {"out": ones()}),
+    ("global_norm", "an axis in the result", ShapeError, "out norm has shape (1,)", {"out": (ones(1), ones())}),
+    ("global_norm", "a result of another dtype", DTypeError, "out norm is float32, expected exactly float64",
+     {"arrays": [ones(3), ones(2, dtype=F64)], "out": (ones(), ones())}),
     # layernorm
     ("layernorm", "weight of another length", ShapeError, "expected exactly (16,)", {"weight": ones(15)}),
     ("layernorm", "one row of residual", ShapeError, "residual has shape (1, 16)", {"residual": ones(1, 16)}),

@@ -63,6 +63,7 @@ OUT = {
     "cross_entropy": ("out", 1),
     "cross_entropy_backward": ("out", 1),
     "embedding": ("out", 1),
+    "global_norm": ("out", 2),
     "layernorm": ("out", 1),
     "layernorm_backward": ("out", 1),
     "linear": ("out", 1),

@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): cross-entropy and embedding."""
+"""Rows of the table of calls (calls.py): cross-entropy, embedding and the norm of gradients."""
 
 from __future__ import annotations
 
@@ -70,4 +70,5 @@ VARIANTS: dict[str, Any] = {
     "cross_entropy_backward mean": of_mean,
     "embedding": lambda new: (table(new), {"scale": 0.5}),
     "embedding_backward": lambda new: (gradient_of_table(new), {"scale": 0.5}),
+    "global_norm": lambda new: (new.normal(arrays="rows cols"), {}),
 }

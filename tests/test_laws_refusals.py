@@ -173,7 +173,7 @@ def test_any_array_of_another_float_dtype(op, name):
     refused(one.having(**{name: one.arrays[name].astype(odd)}), DTypeError, f"{name} is {odd}")
 
 
-@pytest.mark.parametrize(("op", "name"), FLOATS)
+@pytest.mark.parametrize(("op", "name"), [one for one in FLOATS if one[0] != "global_norm"])
 def test_any_array_with_an_axis_too_many(op, name):
     """An extra axis is never broadcast away; where leading axes are free, ``out`` must have them too."""
     one = call(op)

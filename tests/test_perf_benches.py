@@ -17,6 +17,7 @@ TINY = {
     "attention_merge": 8,
     "cross_entropy": 4,
     "embedding": 8,
+    "global_norm": 8,
     "layernorm": 8,
     "rmsnorm": 8,
     "rope": 16,

@@ -32,6 +32,15 @@ class Source:
     make: Callable[[Any, Any], Any] | None = None
     """For what is no array itself: (argument, device) to the array."""
 
+    @classmethod
+    def named(cls, name: str) -> Source:
+        """``x`` is an argument, ``x.part`` an attribute of it, ``x[1]`` an item."""
+        argument, bracket, index = name.partition("[")
+        if bracket:
+            return cls(argument, int(index[:-1]))
+        argument, _, attribute = name.partition(".")
+        return cls(argument, attribute or None)
+
 
 @dataclass(frozen=True)
 class Output:

@@ -74,8 +74,8 @@ class Call:
     ) -> Array:
         """A read-only view of ``x``, its last axis contiguous, or a copy that is. ``axes`` names its axes.
 
-        ``rows``: its leading axes merge into one as well; ``contiguous``: all its axes. A dotted name is an
-        attribute of an argument. The emulator, as a GPU would, gets a copy of a misaligned array.
+        ``rows``: its leading axes merge into one as well; ``contiguous``: all its axes. ``name``: see
+        :meth:`Source.named`. The emulator, as a GPU would, gets a copy of a misaligned array.
         """
         view = self._view(name, x)
         if not view.dtype.isnative:
@@ -94,8 +94,7 @@ class Call:
         if strided:  # kernels need unit stride on the last axis only
             view = self._cuda.contiguous(view) if self._cuda else np.array(view, order="C")
             self._copied.add(name)
-        argument, _, attribute = name.partition(".")
-        self._views[name], self._sources[name] = view, Source(argument, attribute or None)
+        self._views[name], self._sources[name] = view, Source.named(name)
         return view
 
     def optional(self, name: str, x: Any, axes: str | None = None, *, rows: bool = False) -> Array | None:

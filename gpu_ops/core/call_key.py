@@ -103,10 +103,11 @@ def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     if kind is tuple or kind is list:
         if all([type(i) in INTEGERS for i in x]):
             return kind, tuple(x)
-        if kind is tuple and all([type(i) is np.ndarray for i in x]):
+        if all([type(i) is np.ndarray for i in x]):
             return kind, *[(i.dtype, i.shape, i.strides) for i in x]
-        if kind is tuple and all([type(i) in _describe for i in x]):
-            return kind, *[_describe[type(i)](i) for i in x]
+        if all([type(i) in _describe for i in x]):
+            parts = [_describe[type(i)](i) for i in x]
+            return None if None in parts else (kind, *parts)
         return None
     if kind is np.memmap:
         return kind, x.dtype, x.shape, x.strides

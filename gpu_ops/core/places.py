@@ -26,10 +26,8 @@ class Place:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is an argument, or an item of a tuple that is a keyword argument."""
-        item = self.source.item
-        in_tuple = isinstance(item, int) and not self.by_position
-        return self.source.make in (None, as_integer) and (item is None or in_tuple)
+        """Whether it is an argument, or an item of a tuple or list that is one."""
+        return self.source.make in (None, as_integer) and not isinstance(self.source.item, str)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[self.position] if self.by_position else kwargs[self.source.argument]

@@ -122,10 +122,14 @@ class Prepared:
         if not self._on_cuda:
             arrays = [p.find(args, kwargs) for p in direct if p.source.make is None]
             as_they_are = as_they_are and all(type(x) is np.ndarray for x in arrays)
-        self._by_position = [(p.name, p.position) for p in direct if p.by_position] if as_they_are else None
-        named = [p for p in direct if not p.by_position]
-        self._by_keyword = [(p.name, p.source.argument) for p in named if p.source.item is None]
-        self._items = [(p.name, p.source.argument, p.source.item) for p in named if p.source.item is not None]
+        arguments = [p for p in direct if p.source.item is None]
+        self._by_position = (
+            [(p.name, p.position) for p in arguments if p.by_position] if as_they_are else None
+        )
+        self._by_keyword = [(p.name, p.source.argument) for p in arguments if not p.by_position]
+        inside = [p for p in direct if p.source.item is not None]
+        self._items_by_position = [(p.name, p.position, p.source.item) for p in inside if p.by_position]
+        self._items = [(p.name, p.source.argument, p.source.item) for p in inside if not p.by_position]
         self._made = [(p.name, p.find, p.source.make) for p in made if p.source.make is not None]
         self._returns_own = not bound.choice.copies and self._library is None and bound.finish is None
         self._linked: tuple[dict[str, Any], Linked] | None = None
@@ -144,6 +148,8 @@ class Prepared:
             views[name] = kwargs[keyword]
         for name, keyword, item in self._items:
             views[name] = kwargs[keyword][item]
+        for name, i, item in self._items_by_position:
+            views[name] = args[i][item]
         if not self._on_cuda or self.device.is_current:
             return self._as_they_are(views, args, kwargs)
         with self.device:

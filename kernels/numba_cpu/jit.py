@@ -55,6 +55,8 @@ _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper
 # A loop over a row as a function of its own, whose sums may be reordered: within a kernel LLVM at times makes scalar
 # code of the same loop.
 inner = njit(fastmath=set(REASSOC), **_WITHIN)
+# The same where every operation is rounded as it is written.
+exact = njit(fastmath=set(), **_WITHIN)
 
 
 def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Trials of cross-entropy and embedding."""
+"""Trials of cross-entropy, embedding and the norm of arrays."""
 
 from __future__ import annotations
 
@@ -95,4 +95,27 @@ def embedding(draw: Draw) -> Trial:
     return Trial("embedding_backward", arguments, draw, dtype, (wide,), summed, BACKWARD, linked=(("dx", 0),))
 
 
-TRIALS = (cross_entropy, embedding)
+def global_norm(draw: Draw) -> Trial:
+    """Of one array or several, each of its own dtype, from tiny numbers to large ones."""
+    dtypes = [draw.dtype() for _ in range(draw.pick(1, 1, 2, 5))]
+    arrays = [draw.array(_any_shape(draw), dtype, draw.pick(1.0, 1e-4, 1e3)) for dtype in dtypes]
+    wide = FLOAT64 if FLOAT64 in dtypes else FLOAT32
+    several = len(arrays) > 1 or draw.chance(0.5)
+    arguments: dict[str, Any] = {"arrays": draw.pick(list, tuple)(arrays) if several else arrays[0]}
+    if draw.chance(0.3):
+        arguments["out"] = draw.out((), wide), draw.out((), FLOAT32)
+    # squares of others are rounded to float32
+    judged = wide if all(dtype == wide for dtype in dtypes) else FLOAT32
+
+    def norm(m: Maths) -> tuple[Array, ...]:
+        squares = np.concatenate([m.r(m.load(x) ** 2).ravel() for x in arrays])
+        return m.r(np.sqrt(m.r(m.sum(squares)[0] if squares.size else np.zeros(())))), np.zeros(())
+
+    return Trial("global_norm", arguments, draw, judged, (wide, FLOAT32), norm)
+
+
+def _any_shape(draw: Draw) -> tuple[int, ...]:
+    return draw.pick((), (0,), (draw.length(384),), (2, draw.length(64)), (3, 2, draw.length(384)))
+
+
+TRIALS = (cross_entropy, embedding, global_norm)
