@@ -25,8 +25,10 @@ READERS = {
     "read_bitnet's config": lambda path: gpu_ops.read_bitnet(__file__, config=path),
     "TernaryMatrix.load": gpu_ops.TernaryMatrix.load,
     "load_state": training.load_state,
+    "TokenFile": training.TokenFile,
 }
 WRITERS = {
+    "write_tokens": lambda path: training.write_tokens(path, np.ones(150_000, np.int64), vocab=9),
     "save_state": lambda path: training.save_state(path, {"w": np.ones(50_000, np.float32)}),
     "write_gguf": lambda path: gpu_ops.write_gguf(path, {"w": np.ones(50_000, np.float32)}),
     "TernaryMatrix.save": lambda path: gpu_ops.TernaryMatrix.from_trits(np.zeros((4, 200_000), np.int8)).save(

@@ -1,6 +1,8 @@
 """What a training loop needs beside the ops: loss scaling, parameters in one buffer, data, saved states."""
 
+from gpu_ops.training.batches import Batches
 from gpu_ops.training.checkpoints import Checkpoints
 from gpu_ops.training.state import load_state, save_state
+from gpu_ops.training.tokens import TokenFile, write_tokens
 
-__all__ = ["Checkpoints", "load_state", "save_state"]
+__all__ = ["Batches", "Checkpoints", "TokenFile", "load_state", "save_state", "write_tokens"]
