@@ -19,6 +19,7 @@ from gpu_ops import training
 from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError
 from gpu_ops.formats.files import write_file
 
+MANY_MERGES = training.BytePairEncoding([(i // 256, i % 256) for i in range(30_000)])
 READERS = {
     "read_gguf": gpu_ops.read_gguf,
     "read_bitnet": lambda path: gpu_ops.read_bitnet(path, weight_scale="multiply"),
@@ -26,9 +27,11 @@ READERS = {
     "TernaryMatrix.load": gpu_ops.TernaryMatrix.load,
     "load_state": training.load_state,
     "TokenFile": training.TokenFile,
+    "BytePairEncoding.load": training.BytePairEncoding.load,
 }
 WRITERS = {
     "write_tokens": lambda path: training.write_tokens(path, np.ones(150_000, np.int64), vocab=9),
+    "BytePairEncoding.save": lambda path: MANY_MERGES.save(path),
     "save_state": lambda path: training.save_state(path, {"w": np.ones(50_000, np.float32)}),
     "write_gguf": lambda path: gpu_ops.write_gguf(path, {"w": np.ones(50_000, np.float32)}),
     "TernaryMatrix.save": lambda path: gpu_ops.TernaryMatrix.from_trits(np.zeros((4, 200_000), np.int8)).save(
