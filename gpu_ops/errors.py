@@ -11,6 +11,7 @@ __all__ = [
     "GpuOpsError",
     "KernelCompileError",
     "MissingFileError",
+    "MissingPackageError",
     "OptionError",
     "OutOfMemoryError",
     "ShapeError",
@@ -52,6 +53,10 @@ class FileError(GpuOpsError, OSError):
 
 class MissingFileError(FileError, FileNotFoundError):
     """There is no file, or no folder to write one in, at this path."""
+
+
+class MissingPackageError(GpuOpsError, ImportError):
+    """A package that only this function needs is not installed; the message says how to install it."""
 
 
 class OutOfMemoryError(GpuOpsError, MemoryError):

@@ -90,6 +90,9 @@ class FakeArray:
     def __getitem__(self, key):
         return FakeArray(self.host[key], self.device.id)
 
+    def __setitem__(self, key, value):
+        sys.modules["cupy"].run(lambda: self.host.__setitem__(key, value.host))
+
     def __dlpack_device__(self):
         return (2, self.device.id)
 

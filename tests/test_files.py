@@ -15,16 +15,24 @@ import numpy as np
 import pytest
 
 import gpu_ops
+from gpu_ops import training
 from gpu_ops.errors import FileError, FormatError, GpuOpsError, MissingFileError, OptionError
 from gpu_ops.formats.files import write_file
 
+MANY_MERGES = training.BytePairEncoding([(i // 256, i % 256) for i in range(30_000)])
 READERS = {
     "read_gguf": gpu_ops.read_gguf,
     "read_bitnet": lambda path: gpu_ops.read_bitnet(path, weight_scale="multiply"),
     "read_bitnet's config": lambda path: gpu_ops.read_bitnet(__file__, config=path),
     "TernaryMatrix.load": gpu_ops.TernaryMatrix.load,
+    "load_state": training.load_state,
+    "TokenFile": training.TokenFile,
+    "BytePairEncoding.load": training.BytePairEncoding.load,
 }
 WRITERS = {
+    "write_tokens": lambda path: training.write_tokens(path, np.ones(150_000, np.int64), vocab=9),
+    "BytePairEncoding.save": lambda path: MANY_MERGES.save(path),
+    "save_state": lambda path: training.save_state(path, {"w": np.ones(50_000, np.float32)}),
     "write_gguf": lambda path: gpu_ops.write_gguf(path, {"w": np.ones(50_000, np.float32)}),
     "TernaryMatrix.save": lambda path: gpu_ops.TernaryMatrix.from_trits(np.zeros((4, 200_000), np.int8)).save(
         path
@@ -144,6 +152,18 @@ def test_an_interrupt_leaves_the_old_file(tmp_path):
         write_file("test", path, parts())
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"old"
+
+
+def test_what_the_parts_raise_is_passed_on(tmp_path):
+    """Not taken for an error of the file that is written."""
+
+    def parts():
+        yield b"new"
+        raise ConnectionResetError("the source")
+
+    with pytest.raises(ConnectionResetError, match="the source"):
+        write_file("test", tmp_path / "file", parts())
+    assert not list(tmp_path.iterdir())
 
 
 @contextlib.contextmanager

@@ -35,6 +35,11 @@ def test_looking_around_loads_nothing_heavy():
     assert not HEAVY & {name.partition(".")[0] for name in python("-c", code).split()}
 
 
+def test_training_loads_nothing_heavy():
+    code = "import sys; before = set(sys.modules); import gpu_ops.training; print(*set(sys.modules) - before)"
+    assert not (HEAVY | {"tokenizers"}) & {name.partition(".")[0] for name in python("-c", code).split()}
+
+
 MODULES = sorted(op for op in OPS if (ROOT / "gpu_ops" / "ops" / f"{op}.py").is_file())
 
 

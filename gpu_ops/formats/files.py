@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +16,18 @@ import numpy as np
 from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FileError, FormatError, MissingFileError, OptionError
 
-__all__ = ["check_regular", "files_in", "opened", "path_of", "read_part", "write_file"]
+__all__ = [
+    "check_regular",
+    "files_in",
+    "opened",
+    "path_of",
+    "read_part",
+    "remove_temporary",
+    "system_errors",
+    "write_file",
+]
+
+_TEMPORARY = ".gpu_ops-"
 
 
 def path_of(op: str, path: Any) -> Path:
@@ -35,14 +46,14 @@ def path_of(op: str, path: Any) -> Path:
 
 def files_in(op: str, path: Path, pattern: str) -> list[Path]:
     """``path`` itself, or the files of this pattern in the folder that it is, sorted by name."""
-    with _system_errors(op, path):
+    with system_errors(op, path):
         return sorted(path.glob(pattern)) if stat.S_ISDIR(path.stat().st_mode) else [path]
 
 
 @contextlib.contextmanager
 def opened(op: str, path: Path) -> Iterator[BinaryIO]:
     """A regular file for reading; FileError for anything else, without waiting for its other end."""
-    with _system_errors(op, path):
+    with system_errors(op, path):
         check_regular(op, path, path.stat())
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe by now
         with os.fdopen(descriptor, "rb") as file:
@@ -61,32 +72,46 @@ def read_part(what: str, file: BinaryIO, start: int, size: int) -> Array:
     return part
 
 
-def write_file(op: str, path: Path, parts: Iterable[Any]) -> None:
+def write_file(op: str, path: Path, parts: Iterable[Any], *, head: Callable[[], bytes] | None = None) -> None:
     """Write ``parts``, bytes or uint8 vectors, to a temporary file beside ``path``, then rename it.
 
     Until the rename, which comes after the bytes are on the disk, the old file is as it was. Whatever goes wrong, no
-    temporary file is left. A link stays one: the file it points to is replaced. Permissions are kept.
+    temporary file is left. A link stays one: the file it points to is replaced. Permissions are kept. What ``parts``
+    raises is passed on. ``head``: called after the last part; its bytes replace the first ones of the file.
     """
-    with _system_errors(op, path):
+    with system_errors(op, path):
         target = Path(os.path.realpath(path))
         mode = _permissions(op, path, target)
-        temporary = target.with_name(f".gpu_ops-{secrets.token_hex(8)}.tmp")
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
-                for part in parts:
-                    left = part
-                    while len(left):
-                        left = left[file.write(left) :]
+        temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with system_errors(op, path):
+            descriptor = os.open(temporary, flags, 0o666)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for part in parts:
+                with system_errors(op, path):
+                    _write(file, part)
+            first = head() if head else b""
+            with system_errors(op, path):
+                file.seek(0)
+                _write(file, first)
                 if mode is not None:
                     os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
+        with system_errors(op, path):
             temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        with contextlib.suppress(OSError):  # the file is in place; some file systems cannot sync a folder
-            _sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    with contextlib.suppress(OSError):  # the file is in place; some file systems cannot sync a folder
+        _sync_folder(target.parent)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what writers that were killed have left in a folder to which nobody writes now."""
+    for path in folder.glob(f"{_TEMPORARY}*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def check_regular(op: str, path: Path, status: os.stat_result) -> None:
@@ -123,8 +148,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _write(file: BinaryIO, part: Any) -> None:
+    while len(part):
+        part = part[file.write(part) :]
+
+
 @contextlib.contextmanager
-def _system_errors(op: str, path: Path) -> Iterator[None]:
+def system_errors(op: str, path: Path) -> Iterator[None]:
     """Errors of the system as FileError, with the path the caller gave."""
     try:
         yield

@@ -21,16 +21,21 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.errors import FormatError
 from gpu_ops.formats.files import read_part
 
-__all__ = ["NUMPY_DTYPES", "SafetensorsFile", "StoredTensor", "header_of"]
+__all__ = ["MOST_HEADER", "NUMPY_DTYPES", "SafetensorsFile", "StoredTensor", "header_of"]
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
 }
-"""Dtypes that are read."""
+"""Dtypes that are read and written."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -40,7 +45,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-_MOST_HEADER = (
+MOST_HEADER = (
     1 << 24
 )  # of 120 bytes per tensor in published files: 140,000 tensors; as objects, up to 25 times that
 _MOST_AXES = 64
@@ -93,8 +98,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, str], dict[str, StoredTensor
     size = int.from_bytes(file.read(8), "little")
     if size > total - 8:
         raise ValueError(f"its header should have {size} bytes, and {total - 8} follow")
-    if size > _MOST_HEADER:
-        raise ValueError(f"its header has {size} bytes; at most {_MOST_HEADER} are read")
+    if size > MOST_HEADER:
+        raise ValueError(f"its header has {size} bytes; at most {MOST_HEADER} are read")
     text = file.read(size)
     if text[:1] != b"{":
         raise ValueError("its header does not begin with {")

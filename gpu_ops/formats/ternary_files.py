@@ -23,7 +23,7 @@ from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import FormatError, OptionError, ShapeError
 from gpu_ops.formats.files import files_in, opened, path_of, read_part
 from gpu_ops.formats.gguf_header import GGUFTensor, read_header
-from gpu_ops.formats.safetensors import NUMPY_DTYPES, SafetensorsFile, StoredTensor
+from gpu_ops.formats.safetensors import SafetensorsFile, StoredTensor
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
 from gpu_ops.reference.ternary_formats import FORMATS, TernaryFormat
 
@@ -271,7 +271,7 @@ def _one_number(what: str, file: SafetensorsFile, key: str) -> float:
     return float(file.read(key).reshape(-1)[0])
 
 
-_SCALES = tuple(name for name in NUMPY_DTYPES if name != "U8")
+_SCALES = ("F16", "BF16", "F32", "F64")
 
 
 def _factor(what: str, value: float, meaning: str) -> np.float32:

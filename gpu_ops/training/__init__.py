@@ -1,1 +1,21 @@
 """What a training loop needs beside the ops: loss scaling, parameters in one buffer, data, saved states."""
+
+from gpu_ops.training.batches import Batches
+from gpu_ops.training.bpe import BytePairEncoding
+from gpu_ops.training.checkpoints import Checkpoints
+from gpu_ops.training.state import load_state, save_state
+from gpu_ops.training.text import stdlib_text
+from gpu_ops.training.tokenizer_json import load_tokenizer
+from gpu_ops.training.tokens import TokenFile, write_tokens
+
+__all__ = [
+    "Batches",
+    "BytePairEncoding",
+    "Checkpoints",
+    "TokenFile",
+    "load_state",
+    "load_tokenizer",
+    "save_state",
+    "stdlib_text",
+    "write_tokens",
+]

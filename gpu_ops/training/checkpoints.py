@@ -1,0 +1,89 @@
+"""The last states of a run, as files of a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_ops.core.checks import integer
+from gpu_ops.errors import OptionError
+from gpu_ops.formats.files import path_of, remove_temporary, system_errors
+from gpu_ops.training.state import is_state, save_state
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The last states of a run, in a folder of its own.
+
+    Parameters
+    ----------
+    folder : path
+        Made by the first save. One process at a time saves to it.
+    keep : int
+        How many states stay. A save takes room for one more.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from gpu_ops.training import Checkpoints, load_state
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoints = Checkpoints(folder, keep=2)
+    ...     for step in (10, 20, 30):
+    ...         path = checkpoints.save(step, {"w": np.full(2, step)}, {"step": step})
+    ...     checkpoints.steps(), load_state(checkpoints.latest())
+    ([20, 30], ({'w': array([30, 30])}, {'step': 30}))
+    """
+
+    def __init__(self, folder: Any, *, keep: int = 2) -> None:
+        self.folder = path_of("Checkpoints", folder)
+        self.keep = integer("Checkpoints", "keep", keep, low=1)
+
+    def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Path:
+        """:func:`save_state` to a file of this step; then the oldest go. The file.
+
+        A step before the last one is an error: a run that went back continues in another folder, or after the later
+        files were removed.
+        """
+        name = "Checkpoints.save"
+        step = integer(name, "step", step, low=0, high=_MOST_STEP)
+        before = self.steps()
+        if before and step < before[-1]:
+            raise OptionError(
+                f"{name}: step {step} comes before step {before[-1]}, which {self.folder} holds; "
+                "remove the later files, or choose another folder"
+            )
+        with system_errors(name, self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_temporary(self.folder)
+        path = self.path(step)
+        save_state(path, arrays, meta)
+        with system_errors(name, self.folder):
+            others = [s for s in before if s != step]
+            for old in others[: max(len(others) + 1 - self.keep, 0)]:
+                self.path(old).unlink(missing_ok=True)
+        return path
+
+    def latest(self) -> Path | None:
+        """The file of the last step, for :func:`load_state`; None before the first save."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def steps(self) -> list[int]:
+        """The steps saved, in order. Files that are damaged or cut off do not count."""
+        with system_errors("Checkpoints", self.folder):
+            if not self.folder.exists():
+                return []
+            names = [path.name for path in self.folder.iterdir()]
+        numbers = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+        return [step for step in numbers if is_state(self.path(step))]
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"step-{step:012d}.safetensors"
+
+
+_FILE = re.compile(r"step-([0-9]{12})\.safetensors")
+_MOST_STEP = 10**12 - 1

@@ -1,0 +1,261 @@
+"""The state of a training run in one file: arrays to the bit, and the numbers beside them.
+
+The file is a safetensors file, which other programs read too. Its metadata holds the numbers as JSON, and a checksum
+of the arrays: :func:`load_state` reads what :func:`save_state` wrote or says that it is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.checks import one_of
+from gpu_ops.core.out_of_memory import typed_memory_errors
+from gpu_ops.errors import DTypeError, FormatError, MissingFileError, OptionError, ShapeError
+from gpu_ops.formats.files import opened, path_of, write_file
+from gpu_ops.formats.safetensors import MOST_HEADER, NUMPY_DTYPES, SafetensorsFile, header_of
+from gpu_ops.kernels.compiler.progress import visible
+from gpu_ops.training.state_arrays import StateArray, check_device, to_device
+
+__all__ = ["is_state", "load_state", "save_state"]
+
+_KIND, _META, _CHECKSUM = "gpu_ops.kind", "gpu_ops.meta", "gpu_ops.crc32"
+_STATE = "training state 1"  # with the version of this layout
+_SAVE, _LOAD = "save_state", "load_state"
+
+
+@typed_memory_errors(_SAVE)
+def save_state(path: Any, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> None:
+    """Write arrays and numbers to a file, whole or not at all.
+
+    Parameters
+    ----------
+    path : path
+        A file that is there is replaced once the new one is on the disk; until then, and after an error, an interrupt
+        or a kill, it is as it was. Links and permissions are kept.
+    arrays : mapping of str to array
+        Of any library, on any device, of any shape and strides: bool, integers, float16, bfloat16, float32, float64,
+        complex64, ``ml_dtypes.float8_e4m3fn`` and ``float8_e5m2``. CUDA arrays are copied to the host one by one.
+    meta : mapping, optional
+        What JSON can hold: the step, the seed, the state of a random number generator or of a scaler. Floats keep
+        their bits, NaN and infinity included; NumPy's numbers become Python's, and tuples lists.
+
+    Raises
+    ------
+    OptionError
+        Names that are no strings, ``meta`` that JSON cannot hold, or a header of more than 16 MiB.
+    DTypeError
+        A value is no array, or of another dtype.
+    FileError
+        The file cannot be written; MissingFileError where there is no such folder.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from gpu_ops.training import load_state, save_state
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_state(f"{folder}/state", {"w": np.arange(3.0)}, {"step": 7})
+    ...     arrays, meta = load_state(f"{folder}/state")
+    >>> arrays["w"], meta
+    (array([0., 1., 2.]), {'step': 7})
+    """
+    target = path_of(_SAVE, path)
+    given = _mapped(_SAVE, "arrays", arrays)
+    if "__metadata__" in given:
+        raise OptionError(
+            f"{_SAVE}: the file format keeps the name '__metadata__' for itself; rename the array"
+        )
+    found = {name: StateArray(_SAVE, name, x) for name, x in given.items()}
+    tensors = {name: (_stored_dtype(name, a.dtype), a.shape) for name, a in found.items()}
+    # the widest first: all lie aligned
+    tensors = dict(sorted(tensors.items(), key=lambda item: -found[item[0]].dtype.itemsize))
+    metadata = {_KIND: _STATE, _META: _json(meta), _CHECKSUM: f"{0:08x}"}
+    header = header_of(tensors, metadata)
+    if len(header) > MOST_HEADER:
+        raise OptionError(
+            f"{_SAVE}: names and meta take {len(header)} bytes; at most {MOST_HEADER}. Pass long lists as arrays"
+        )
+    checksum = 0
+
+    def parts() -> Iterator[Any]:
+        nonlocal checksum
+        yield header
+        for name in tensors:
+            part = found[name].copied().reshape(-1).view(np.uint8)
+            checksum = zlib.crc32(part.data, checksum)
+            yield part
+
+    with visible(f"gpu_ops: saving {target}"):
+        write_file(
+            _SAVE, target, parts(), head=lambda: header_of(tensors, metadata | {_CHECKSUM: f"{checksum:08x}"})
+        )
+
+
+@typed_memory_errors(_LOAD)
+def load_state(
+    path: Any, *, like: Mapping[str, Any] | None = None, device: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a file of :func:`save_state`.
+
+    Parameters
+    ----------
+    path : path
+    like : mapping of str to array, optional
+        Arrays to write into, on any device. Their names, shapes and dtypes must be those of the file.
+    device : {"cpu", "cuda", "emulator"}, optional
+        Without ``like``: "cuda" gives CuPy arrays, anything else NumPy arrays.
+
+    Returns
+    -------
+    arrays : dict of str to array
+        Those of ``like`` where given.
+    meta : dict
+
+    Raises
+    ------
+    FormatError
+        The file is none of :func:`save_state`, damaged, or cut off.
+    ShapeError, DTypeError
+        An array of ``like`` differs from the one in the file, or cannot be written.
+    OptionError
+        Names that only ``like`` has, or only the file.
+    FileError
+        The file cannot be read; MissingFileError where there is none.
+
+    Notes
+    -----
+    The whole file is read and checked before the first element of ``like`` is written: both take memory at a time.
+    """
+    where = path_of(_LOAD, path)
+    place = one_of(_LOAD, "device", "cpu" if device is None else device, ("cpu", "cuda", "emulator"))
+    if like is not None and device is not None:
+        raise OptionError(f"{_LOAD}: device= is for new arrays; those of like= are where they are")
+    check_device(_LOAD, place)
+    targets = None if like is None else _mapped(_LOAD, "like", like)
+    with visible(f"gpu_ops: loading {where}"), opened(_LOAD, where) as file:
+        contents = SafetensorsFile(_LOAD, where, file)
+        meta = _read_meta(where, contents)
+        writers = None if targets is None else _matched(where, contents, targets)
+        read, checksum = {}, 0
+        for name in sorted(contents.tensors, key=lambda name: contents.tensors[name].start):
+            read[name] = contents.read(name)
+            checksum = zlib.crc32(read[name].reshape(-1).view(np.uint8).data, checksum)
+        if f"{checksum:08x}" != contents.metadata.get(_CHECKSUM):
+            raise FormatError(
+                f"{_LOAD}: {where} is damaged: its arrays do not have the checksum saved with them"
+            )
+        if targets is None or writers is None:
+            return {name: to_device(x, place) for name, x in read.items()}, meta
+        for name, writer in writers.items():
+            writer.write(read.pop(name))
+    return targets, meta
+
+
+def is_state(path: Path) -> bool:
+    """Whether a file is one of :func:`save_state`, with all its bytes; their checksum takes reading them."""
+    try:
+        with opened(_LOAD, path) as file:
+            _read_meta(path, SafetensorsFile(_LOAD, path, file))
+    except (FormatError, MissingFileError):
+        return False
+    return True
+
+
+def _mapped(op: str, name: str, arrays: Any) -> dict[str, Any]:
+    if not isinstance(arrays, Mapping):
+        raise OptionError(f"{op}: {name} must be a mapping of names to arrays, got {type(arrays).__name__}")
+    for key in arrays:
+        if not isinstance(key, str):
+            raise OptionError(f"{op}: {name} has the key {key!r:.80}; names are strings")
+    return dict(arrays)
+
+
+def _stored_dtype(name: str, dtype: np.dtype[Any]) -> str:
+    for stored, known in NUMPY_DTYPES.items():
+        if known == dtype:
+            return stored
+    allowed = ", ".join(map(str, NUMPY_DTYPES.values()))
+    raise DTypeError(
+        f"{_SAVE}: {name} is {dtype!r}; allowed: {allowed}, in the byte order of this machine. Cast it first"
+    )
+
+
+def _json(meta: Any) -> str:
+    """``meta`` as JSON; what would not come back as it is, is an error."""
+    if meta is None:
+        meta = {}
+    if not isinstance(meta, Mapping):
+        raise OptionError(f"{_SAVE}: meta must be a mapping, got {type(meta).__name__}")
+    try:
+        _check_keys(meta)
+        return json.dumps(dict(meta), default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"{_SAVE}: meta cannot be written as JSON: {error}") from error
+
+
+def _check_keys(value: Any) -> None:
+    """JSON would make strings of other keys."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r:.80} is no string")
+    for part in (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    ):
+        _check_keys(part)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic) and isinstance(value.item(), (bool, int, float, str)):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    hint = "; pass it among the arrays" if hasattr(value, "shape") else ""
+    raise TypeError(f"{type(value).__name__} {value!r:.80} is no value of JSON{hint}")
+
+
+def _read_meta(where: Path, contents: SafetensorsFile) -> dict[str, Any]:
+    kind = contents.metadata.get(_KIND)
+    if kind != _STATE:
+        raise FormatError(
+            f"{_LOAD}: {where} is no file of save_state: its {_KIND!r} is {kind!r:.80}; expected {_STATE!r}"
+        )
+    for name, stored in contents.tensors.items():
+        if stored.dtype not in NUMPY_DTYPES:
+            raise FormatError(
+                f"{_LOAD}: {where}: {name[:80]!r} has the dtype {stored.dtype!r:.80}, which is not read"
+            )
+    try:
+        meta = json.loads(contents.metadata.get(_META, ""))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{_LOAD}: {where}: {_META} is no JSON: {error}") from error
+    if not isinstance(meta, dict):
+        raise FormatError(f"{_LOAD}: {where}: {_META} is no object")
+    return meta
+
+
+def _matched(where: Path, contents: SafetensorsFile, targets: dict[str, Any]) -> dict[str, StateArray]:
+    """The arrays to write into, each like the one of its name in the file."""
+    missing, extra = (
+        sorted(targets.keys() - contents.tensors.keys()),
+        sorted(contents.tensors.keys() - targets.keys()),
+    )
+    if missing or extra:
+        raise OptionError(
+            f"{_LOAD}: {where} and like= have different names: only in like= {missing!r:.300}; "
+            f"only in the file {extra!r:.300}"
+        )
+    writers = {name: StateArray(_LOAD, f"like[{name!r}]", x) for name, x in targets.items()}
+    for name, writer in writers.items():
+        stored = contents.tensors[name]
+        if writer.shape != stored.shape:
+            raise ShapeError(f"{writer.label} has shape {writer.shape}, but {stored.shape} in {where}")
+        if writer.dtype != NUMPY_DTYPES[stored.dtype]:
+            raise DTypeError(f"{writer.label} is {writer.dtype}, but {NUMPY_DTYPES[stored.dtype]} in {where}")
+        writer.check_writable()
+    return writers

@@ -1,0 +1,79 @@
+"""Arrays of any library and device, as saved states read and write them: through the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.aliasing import overlaps_itself
+from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
+from gpu_ops.core.device import cuda_missing
+from gpu_ops.errors import DeviceError, ShapeError
+
+__all__ = ["StateArray", "check_device", "to_device"]
+
+
+class StateArray:
+    """An array of the caller's: a NumPy or CuPy view of it."""
+
+    def __init__(self, op: str, name: str, x: Any) -> None:
+        self.label = f"{op}: {name}"
+        self._given, self._cuda = x, None
+        if on_cuda(x):
+            from gpu_ops.core.cuda_arrays import CudaArrays
+
+            self._cuda = CudaArrays(op, name, x)
+            self._view = self._cuda.view(name, x)
+        else:
+            self._view, _ = host_view(op, name, x)
+        self.shape: tuple[int, ...] = tuple(self._view.shape)
+        self.dtype: np.dtype[Any] = self._view.dtype
+
+    def copied(self) -> Array:
+        """The elements in host memory, in C order; the array itself where they lie so."""
+        if self._cuda is None:
+            return np.ascontiguousarray(self._view)
+        import cupy
+
+        with self._cuda.active():
+            bits: Array = cupy.asnumpy(_bits(self._cuda.contiguous(self._view)))
+        return bits.view(self.dtype).reshape(self.shape)
+
+    def check_writable(self) -> None:
+        if is_read_only(self._given, self._view):
+            raise ShapeError(f"{self.label} is read-only; pass a writable array")
+        if overlaps_itself(self._view):
+            raise ShapeError(
+                f"{self.label}: its elements share memory with each other; pass an array of its own"
+            )
+
+    def write(self, values: Array) -> None:
+        """Elements of this shape and dtype from host memory."""
+        if self._cuda is None:
+            self._view[...] = values
+            return
+        import cupy
+
+        with self._cuda.active():
+            _bits(self._view)[...] = cupy.asarray(_bits(values), blocking=True)
+
+
+def check_device(op: str, device: str) -> None:
+    missing = cuda_missing() if device == "cuda" else None
+    if missing:
+        raise DeviceError(f"{op}: device='cuda', and there is no usable one: {missing}")
+
+
+def to_device(values: Array, device: str) -> Any:
+    """As a new array on a device: NumPy's for "cpu" and "emulator"."""
+    if device != "cuda":
+        return values
+    import cupy
+
+    return cupy.asarray(_bits(values), blocking=True).view(values.dtype)
+
+
+def _bits(x: Any) -> Any:
+    """Unsigned integers of the same bytes: CuPy does not know every dtype."""
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))

@@ -1,0 +1,40 @@
+"""The tokenizer of a published model, by the package tokenizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_ops.errors import FormatError, MissingPackageError
+from gpu_ops.formats.files import opened, path_of
+
+__all__ = ["load_tokenizer"]
+
+
+def load_tokenizer(path: Any) -> Any:
+    """A ``tokenizers.Tokenizer`` from the tokenizer.json of a model.
+
+    ``load_tokenizer(path).encode(text).ids`` is a list that :func:`write_tokens` takes.
+
+    Raises
+    ------
+    MissingPackageError
+        The package tokenizers is not installed: ``pip install "gpu-ops[tokenizers]"``.
+    FormatError
+        The package cannot read the file.
+    FileError
+        The file cannot be read; MissingFileError where there is none.
+    """
+    op = "load_tokenizer"
+    where = path_of(op, path)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{op}: a tokenizer.json takes the package tokenizers: pip install 'gpu-ops[tokenizers]' ({error})"
+        ) from error
+    with opened(op, where) as file:
+        text = file.read()
+    try:
+        return Tokenizer.from_buffer(text)
+    except Exception as error:  # the package raises Exception itself
+        raise FormatError(f"{op}: {where}: {error}") from error
