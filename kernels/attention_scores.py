@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.lower.arguments import float32
+from gpu_ops.kernels.lower.arguments import float32, seed_argument
 from gpu_ops.kernels.program import Dynamic, Spec, Tensor
 
 __all__ = ["CUDA_SCORES", "LOG2E", "PLAIN", "Features", "Scores", "score_options"]
@@ -125,13 +125,7 @@ class Scores:
     @property
     def dropout_seed(self) -> Tensor | Dynamic | None:
         """As an argument of kernels for GPUs, an array of one or a number; None without dropout."""
-        if not self.dropped:
-            return None
-        return (
-            Dynamic("seed", np.dtype(np.uint64))
-            if self.seed is None
-            else self.seed.reshape(1).view(np.uint64)
-        )
+        return seed_argument(self.seed) if self.dropped else None
 
     def with_seed(self, shape: np.ndarray[Any, Any]) -> Any:
         """A structure of a CUDA C++ kernel as its argument, which has the number that is the seed of each call."""

@@ -12,10 +12,14 @@ from gpu_ops.kernels.program import Layout, Spec
 if TYPE_CHECKING:
     from gpu_ops.core.cuda_arrays import CudaArrays
 
-__all__ = ["Bound", "Finish", "Look", "Output", "Source", "as_integer"]
+__all__ = ["Bound", "Finish", "Look", "Make", "Output", "Source", "as_integer"]
 
 Look: TypeAlias = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 """A hook that looks at values: (the call's arrays, backend) to (options that they decide, further views)."""
+
+
+Make: TypeAlias = Callable[[Any, Any], Any]
+"""What a kernel reads, of what is no array itself: (argument, device) to it."""
 
 
 Finish: TypeAlias = Callable[[dict[str, Any], Any, Callable[[str], Any]], Any]
@@ -29,8 +33,10 @@ class Source:
     argument: str
     item: int | str | None = None
     """An index into the argument, or an attribute of it."""
-    make: Callable[[Any, Any], Any] | None = None
-    """For what is no array itself: (argument, device) to the array."""
+    make: Make | None = None
+    """For what is no array itself."""
+    default: Any = None
+    """In place of an argument that is not given."""
 
     @classmethod
     def named(cls, name: str) -> Source:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
 from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
-from gpu_ops.core.bound import Bound, Finish, Look, Output, Source, as_integer
+from gpu_ops.core.bound import Bound, Finish, Look, Make, Output, Source, as_integer
 from gpu_ops.core.checks import Axes
 from gpu_ops.core.dispatch import choose, is_emulated, require_cuda_kernels
 from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -102,11 +102,11 @@ class Call:
         return None if x is None else self.read(name, x, axes, rows=rows)
 
     def provide(
-        self, name: str, layout: Layout | None, argument: str, make: Callable[[Any, Any], Any]
+        self, name: str, layout: Layout | None, argument: str, make: Make, default: Any = None
     ) -> None:
         """An input that an argument holds: ``make(argument, device)`` gives it where ``device`` (None: the emulator)
-        reads it. Without a layout it is for the hook alone."""
-        self._sources[name] = Source(argument, make=make)
+        reads it. Without a layout it is for the hook, or a number. ``default``: the argument where none is given."""
+        self._sources[name] = Source(argument, make=make, default=default)
         if layout is not None:
             self._provided[name] = layout
 

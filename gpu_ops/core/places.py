@@ -30,8 +30,9 @@ class Place:
         return self.source.make in (None, as_integer) and not isinstance(self.source.item, str)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[self.position] if self.by_position else kwargs[self.source.argument]
-        item = self.source.item
+        source = self.source
+        x = args[self.position] if self.by_position else kwargs.get(source.argument, source.default)
+        item = source.item
         if item is None:
             return x
         return getattr(x, item) if isinstance(item, str) else x[item]

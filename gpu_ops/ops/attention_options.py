@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict
@@ -16,6 +15,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.formats.block_mask import BlockMask
 from gpu_ops.kernels.compiler.uninterrupted import uninterrupted
 from gpu_ops.kernels.program import Spec
+from gpu_ops.ops.seeds import read_seed
 
 __all__ = [
     "INT32",
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 INT32 = np.dtype(np.int32)
-_LARGEST_SEED = (1 << 64) - 1
 MAX_START = (1 << 30) - 1  # of q_start and k_start: distances between positions stay in int32
 P = ParamSpec("P")
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -271,7 +270,6 @@ def _computable(op: str, name: str, value: float, dtype: str, *, inverse: bool =
 
 
 def _read_dropout(call: Call, dropout_p: Any, seed: Any) -> float:
-    """The seed is an array, or an integer that changes from call to call of one program."""
     op = call.op
     p = checks.number(op, "dropout_p", dropout_p, low=0.0)
     if p >= 1:
@@ -284,23 +282,9 @@ def _read_dropout(call: Call, dropout_p: Any, seed: Any) -> float:
                 f"{op}: dropout_p={p:g} needs seed=, an integer from 0 to 2**64 - 1 that is another in "
                 "every layer and step, and the same forward and backward"
             )
-    elif hasattr(seed, "shape") and not isinstance(seed, np.generic):
-        seed_ = call.read("seed", seed)
-        if seed_.dtype not in (np.int64, np.uint64):
-            raise DTypeError(
-                f"{op}: seed is {seed_.dtype}, expected an integer, or an array of uint64 or int64"
-            )
-        if seed_.shape not in ((), (1,)):
-            raise ShapeError(f"{op}: seed has shape {seed_.shape}, expected one number: () or (1,)")
     else:
-        _integer_seed(op, seed, None)
-        call.provide("seed", None, "seed", functools.partial(_integer_seed, op))
+        read_seed(call, seed)
     return p
-
-
-def _integer_seed(op: str, seed: Any, device: Any) -> int:
-    """A later call may pass on another one."""
-    return checks.integer(op, "seed", seed, low=0, high=_LARGEST_SEED)
 
 
 def _read_bias(call: Call, bias: Any, dtype: np.dtype[Any]) -> None:

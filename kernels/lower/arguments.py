@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.program import Spec, Tensor
+from gpu_ops.kernels.program import Dynamic, Spec, Tensor
 
 __all__ = [
     "ACTIVATIONS",
@@ -26,6 +26,8 @@ __all__ = [
     "row_threads",
     "rows_of",
     "same_memory",
+    "seed_argument",
+    "seed_on_host",
     "side_by_side",
     "strides_of",
 ]
@@ -112,6 +114,16 @@ def as_line(x: Any) -> Any:
 def side_by_side(arrays: Sequence[Any]) -> bool:
     """Whether nothing lies between the rows of these (rows, cols) arrays, so that they are one long row."""
     return all(a.shape[0] == 1 or a.strides[0] == a.shape[1] * a.dtype.itemsize for a in arrays)
+
+
+def seed_argument(seed: Tensor | None) -> Tensor | Dynamic:
+    """A seed as kernels for GPUs take it: an array of one, or the number of each call."""
+    return Dynamic("seed", np.dtype(np.uint64)) if seed is None else seed.reshape(1).view(np.uint64)
+
+
+def seed_on_host(seed: Any) -> Any:
+    """The seed of a CPU call, an array or a number, as an array of one uint64."""
+    return np.asarray(seed).reshape(1).astype(np.uint64)
 
 
 def float32(value: float) -> np.float32:

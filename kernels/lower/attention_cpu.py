@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.kernels.lower.arguments import seed_on_host
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd, sequence_table
 from gpu_ops.kernels.program import Builder, Spec
 
@@ -106,7 +107,7 @@ def optional_arrays(a: Attention, views: Mapping[str, Any]) -> dict[str, Array]:
         blocks = -(-a.seqlen_q // a.block_q), -(-a.seqlen_k // a.block_k)
         given["visible"] = _broadcast(views["block_mask.visible"], (a.batch, a.nheads, *blocks))
     if a.dropped:
-        given["dropout_seed"] = np.asarray(views["seed"]).reshape(1).astype(np.uint64)
+        given["dropout_seed"] = seed_on_host(views["seed"])
     return given
 
 

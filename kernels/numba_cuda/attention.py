@@ -36,10 +36,11 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.attention_config import LN2, LOG2E, ROW_THREADS, ROWS, THREADS, Config
-from gpu_ops.kernels.numba_cuda.attention_dropout import SEED_TYPES, keeper
+from gpu_ops.kernels.numba_cuda.attention_dropout import keeper
 from gpu_ops.kernels.numba_cuda.attention_tile import WARP, accumulators, scorer, weigher
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, store_at
+from gpu_ops.kernels.numba_cuda.philox import SEED_TYPES
 
 __all__ = ["forward_kernel"]
 

@@ -17,10 +17,11 @@ from numba.cuda import libdevice
 
 from gpu_ops.kernels.numba_cuda.attention_backward_config import Config, Problem
 from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, ROW_THREADS, ROWS, THREADS
-from gpu_ops.kernels.numba_cuda.attention_dropout import SEED_TYPES, keeper
+from gpu_ops.kernels.numba_cuda.attention_dropout import keeper
 from gpu_ops.kernels.numba_cuda.attention_tile import accumulators, scorer
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, take
+from gpu_ops.kernels.numba_cuda.philox import SEED_TYPES
 
 __all__ = [
     "accumulator",

@@ -11,10 +11,7 @@ from numba import cuda, uint32, uint64
 
 from gpu_ops.kernels.numba_cuda.philox import philox4x32
 
-__all__ = ["SEED_TYPES", "keeper"]
-
-# In signatures, by Features.dropout.
-SEED_TYPES = {"": "int32", "number": "uint64", "array": "uint64[:]"}
+__all__ = ["keeper"]
 
 
 @cache

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from numba import cuda, uint32, uint64
 
-__all__ = ["philox4x32"]
+__all__ = ["SEED_TYPES", "philox4x32"]
+
+# Of a seed in signatures, by where it is; "": there is none.
+SEED_TYPES = {"": "int32", "number": "uint64", "array": "uint64[:]"}
 
 
 @cuda.jit(device=True)

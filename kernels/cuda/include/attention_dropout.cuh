@@ -10,11 +10,6 @@
 #include "attention_scores.cuh"
 #include "philox.cuh"
 
-typedef unsigned long long Seed;
-
-// seed: null if the number that came with the launch counts
-__device__ __forceinline__ Seed seed_of(const Seed* seed, Seed number) { return seed == nullptr ? number : *seed; }
-
 // Calls visit(a, c, e, kept) for a lane's pairs of query tile a and key tile c, which lie 8 apart from `query` and
 // `key` on; e is 0 or 1, the one of the two neighbouring columns. kKeyRows: the columns are queries, else keys.
 template <int kQueryTiles, int kKeyTiles, bool kKeyRows, typename Visit>
@@ -30,7 +25,7 @@ __device__ __forceinline__ void draw(Seed seed, const AttentionScores& scores, u
             for (int e = 0; e < 2; ++e) {
                 const unsigned i = query + 8 * first_q + (kKeyRows ? e : 0), j = key + 8 * first_k + (kKeyRows ? 0 : e);
                 unsigned words[4] = {i >> 4 << 3 | i & 7, j >> 5 << 3 | j & 7, head, sequence};
-                philox4x32(words, static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32));
+                philox4x32(words, seed);
                 if (kK == 1 && j & 8) words[0] = words[1], words[2] = words[3];
                 if (kK < 4 && j & 16) words[0] = words[2], words[1] = words[3];
                 #pragma unroll

@@ -3,8 +3,14 @@
 #pragma once
 #include "ptx.cuh"
 
-// Replaces a counter by its random words.
-__device__ __forceinline__ void philox4x32(unsigned (&c)[4], unsigned key0, unsigned key1) {
+typedef unsigned long long Seed;
+
+// seed: null if the number that came with the launch counts
+__device__ __forceinline__ Seed seed_of(const Seed* seed, Seed number) { return seed == nullptr ? number : *seed; }
+
+// Replaces a counter by its random words. The seed is the key.
+__device__ __forceinline__ void philox4x32(unsigned (&c)[4], Seed seed) {
+    const unsigned key0 = static_cast<unsigned>(seed), key1 = static_cast<unsigned>(seed >> 32);
     #pragma unroll
     for (int i = 0; i < 10; ++i) {
         const unsigned long long p0 = ptx::multiply_wide(c[0], 0xD2511F53u), p1 = ptx::multiply_wide(c[2], 0xCD9E8D57u);

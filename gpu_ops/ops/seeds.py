@@ -1,0 +1,37 @@
+"""Seeds of dropout: an array that kernels read, or an integer that may be another in every call of one program."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.call import Call
+from gpu_ops.errors import DTypeError, ShapeError
+
+__all__ = ["read_seed"]
+
+_LARGEST = (1 << 64) - 1
+
+
+def read_seed(call: Call, seed: Any) -> None:
+    """``seed`` of the call: an array of one uint64 or int64, or a number."""
+    op = call.op
+    if hasattr(seed, "shape") and not isinstance(seed, np.generic):
+        seed_ = call.read("seed", seed)
+        if seed_.dtype not in (np.int64, np.uint64):
+            raise DTypeError(
+                f"{op}: seed is {seed_.dtype}, expected an integer, or an array of uint64 or int64"
+            )
+        if seed_.shape not in ((), (1,)):
+            raise ShapeError(f"{op}: seed has shape {seed_.shape}, expected one number: () or (1,)")
+    else:
+        _number(op, seed, None)
+        call.provide("seed", None, "seed", functools.partial(_number, op))
+
+
+def _number(op: str, seed: Any, device: Any) -> int:
+    """A later call may pass on another one."""
+    return checks.integer(op, "seed", seed, low=0, high=_LARGEST)
