@@ -139,6 +139,8 @@ EMPTY = {
     "attention_varlen": ("total",),
     "cross_entropy": GATED,
     "cross_entropy_backward": GATED,
+    "dropout": GATED,
+    "dropout_backward": GATED,
     "embedding": ("rows", "width"),
     "embedding_backward": ("rows", "cols"),
     "layernorm": NORM,
