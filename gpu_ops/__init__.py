@@ -18,6 +18,7 @@ from gpu_ops.ops.attention_decode import attention_decode
 from gpu_ops.ops.attention_merge import attention_merge
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
 from gpu_ops.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from gpu_ops.ops.dropout import dropout, dropout_backward
 from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.global_norm import global_norm
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
@@ -69,6 +70,8 @@ __all__ = [
     "autotune",
     "cross_entropy",
     "cross_entropy_backward",
+    "dropout",
+    "dropout_backward",
     "embedding",
     "embedding_backward",
     "errors",

@@ -22,7 +22,8 @@ from gpu_ops.presets import PRESETS, DevicePreset
 CARDS = {"sm_80": "A100-80", "sm_89": "RTX 4090", "sm_90": "H100 SXM", "sm_120": "RTX 5080"}
 
 MEMORY_BOUND = re.compile(
-    r"(rms|layer)norm_|norm_dweight|global_norm_blocks|rope|swiglu_|softmax_|rmsnorm_quant|gemv|gemm_sum|column_sums"
+    r"(rms|layer)norm_|norm_dweight|global_norm_blocks|rope|swiglu_|softmax_|dropout|rmsnorm_quant|gemv|gemm_sum"
+    r"|column_sums"
     r"|attention_(combine|merge)|attention_backward_(rows|sinks|statistics)|attention_forward\[.*PAGED=1"
     r"|ternary_(pack|unpack|planes|quantize|pad|round|gemv|gemm_sum)"
 )
@@ -47,6 +48,8 @@ EXCUSES = (
            f"a code takes 10 integer instructions per weight of 16 bits, counting those kept 9 more; {_ONCE}"),
     Excuse(r"ternary_quantize_(count|ranks)", "sm_80|sm_90", 1.3,
            f"each weight finds its bin and its neighbours in rank; {_ONCE}"),
+    Excuse(r"dropout\[DTYPE=b?f16", "sm_80|sm_90", 1.35,
+           "counts a third draw for 8 elements, where the offset is no multiple of 4, and one for the last elements"),
     Excuse(r"ternary_(quantize|round)_tokens", "sm_89|sm_120", 2.1,
            "doubles, 2 per clock and SM, are in the branch of products near a half: rare"),
 )  # fmt: skip

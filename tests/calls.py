@@ -62,6 +62,8 @@ OUT = {
     "attention_varlen_backward": ("grads", 3),
     "cross_entropy": ("out", 1),
     "cross_entropy_backward": ("out", 1),
+    "dropout": ("out", 1),
+    "dropout_backward": ("out", 1),
     "embedding": ("out", 1),
     "global_norm": ("out", 2),
     "layernorm": ("out", 1),
@@ -91,6 +93,8 @@ ADDED = {"embedding_backward": "dweight"}
 IN_PLACE = {
     "attention_merge": ("out1", "lse1"),
     "cross_entropy_backward": ("logits",),
+    "dropout": ("x",),
+    "dropout_backward": ("dy",),
     "layernorm": ("x",),
     "layernorm_backward": ("dy",),
     "linear": ("residual",),

@@ -1,8 +1,10 @@
-"""Rows of the table of calls (calls.py): norms, softmax, SwiGLU, the gated MLP."""
+"""Rows of the table of calls (calls.py): norms, softmax, dropout, SwiGLU, linear, the gated MLP."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 import gpu_ops
 from tests.call_maker import Maker
@@ -90,6 +92,12 @@ VARIANTS: dict[str, Any] = {
     "softmax mask": lambda new: (split(new, "x", axes=ROWS), {"scale": 0.5, **mask(new)}),
     "softmax bias": lambda new: (split(new, "x", axes=ROWS), new.normal(mask="rows width")),
     "softmax_backward": only(split, "dy", "y"),
+    "dropout": lambda new: ({**split(new, "x"), "p": 0.3}, {"seed": 5}),
+    "dropout array": lambda new: (
+        {**split(new, "x", axes=ROWS), "p": 0.5},
+        {"offset": 2**33 + 1, **new.integers(0, 99, np.int64, seed="1")},
+    ),
+    "dropout_backward": lambda new: ({**split(new, "dy"), "p": 0.3}, {"seed": 5}),
     "swiglu": only(split, "gate", "up"),
     "swiglu vector": lambda new: (split(new, "gate", "up", axes="cols"), {}),
     "swiglu packed": only(packed),

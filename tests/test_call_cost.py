@@ -33,6 +33,8 @@ MOST = {
     "attention_varlen_backward": (26, 107),
     "cross_entropy": (21, 22),
     "cross_entropy_backward": (21, 27),
+    "dropout": (24, 27),
+    "dropout_backward": (24, 27),
     "embedding": (18, 20),
     "embedding_backward": (19, 27),
     "global_norm": (30, 30),

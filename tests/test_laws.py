@@ -140,6 +140,8 @@ EMPTY = {
     "attention_varlen": ("total",),
     "cross_entropy": GATED,
     "cross_entropy_backward": GATED,
+    "dropout": GATED,
+    "dropout_backward": GATED,
     "embedding": ("rows", "width"),
     "embedding_backward": ("rows", "cols"),
     "global_norm": ("rows", "cols"),

@@ -65,6 +65,7 @@ BODIES = (
     "rmsnorm",
     "layernorm",
     "rmsnorm_quant",
+    "dropout",
     "swiglu",
     "swiglu_mlp",
     "ternary_matmul",

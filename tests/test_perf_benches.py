@@ -16,6 +16,7 @@ TINY = {
     "attention": 48,
     "attention_merge": 8,
     "cross_entropy": 4,
+    "dropout": 8,
     "embedding": 8,
     "global_norm": 8,
     "layernorm": 8,
@@ -80,6 +81,9 @@ def test_the_baselines_compute_the_same(op, dtype, who):
         got = [to_array(r) for r in case.results(prepare(copy.deepcopy(inputs))())]
         assert len(got) == len(exact)
         for have, want in zip(got, exact, strict=True):
+            if op == "dropout":  # masks differ; elements that both keep do not
+                assert abs(np.mean(have == 0) - inputs["p"]) < 0.02
+                have, want = (x * ((have != 0) & (want != 0)) for x in (have, want))
             assert np.abs(align(have, want.shape) - want).max() <= allowed * np.abs(want).max(), one.key
 
 

@@ -7,34 +7,28 @@ they are in place.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
+from .blocks import Array, block_of, blocks_of, long_rows, same_memory
+from .blocks import config as config_of
 from .codegen.glu import backward as BACKWARD_ROWS
 from .codegen.glu import forward as FORWARD_ROWS
-from .codegen.stream import fence, past_line, stays_in_cache
+from .codegen.stream import fence, stays_in_cache
 from .dtype import bits, read_row, write_row
-from .jit import Kernel, inner, kernel, read, types, write
-from .parallel import claim, items_per_task, launch
+from .jit import Kernel, kernel, read, types, write
+from .parallel import claim, launch
 
-Array = np.ndarray[Any, Any]
-
-# A longer row is cut into blocks of this many elements, so that one row too keeps every core busy.
-BLOCK = 1 << 13
+BLOCK = 1 << 13  # elements
 AHEAD = 1 << 12  # bytes of a row; 1 KB was 5 % slower in bfloat16
 
 
 def config(rows: int, cols: int) -> str:
-    n_blocks, chunk = _blocks(rows, cols)
-    return f"{n_blocks} blocks of at most {min(cols, BLOCK)} elements, {min(n_blocks, chunk)} per task"
+    return config_of(rows, cols, BLOCK)
 
 
 def forward(gate: Array, up: Array, y: Array, *, activation: str) -> None:
     """``y = act(gate) * up``, all (rows, cols); y may be gate's memory."""
-    streaming = not (stays_in_cache(y.nbytes) or _same_memory(y, gate))
-    gate, up, y = _long_rows(gate, up, y)
-    n_blocks, chunk = _blocks(*gate.shape)
+    streaming = not (stays_in_cache(y.nbytes) or same_memory(y, gate))
+    gate, up, y = long_rows(gate, up, y)
+    n_blocks, chunk = blocks_of(gate.shape, BLOCK)
     n_tasks = -(-n_blocks // chunk)
     launch(FORWARD[activation][gate.dtype], n_tasks, chunk, bits(gate), bits(up), bits(y), streaming)
 
@@ -53,35 +47,11 @@ def backward(
     dgate may be gate's memory and dup up's.
     """
     small = stays_in_cache(dgate.nbytes + dup.nbytes)
-    streaming = not (small or _same_memory(dgate, gate) or _same_memory(dup, up))
-    arrays = _long_rows(dy, gate, up, dgate, dup)
-    n_blocks, chunk = _blocks(*arrays[0].shape)
+    streaming = not (small or same_memory(dgate, gate) or same_memory(dup, up))
+    arrays = long_rows(dy, gate, up, dgate, dup)
+    n_blocks, chunk = blocks_of(arrays[0].shape, BLOCK)
     n_tasks = -(-n_blocks // chunk)
     launch(BACKWARD[activation][gate.dtype], n_tasks, chunk, *map(bits, arrays), streaming)
-
-
-def _same_memory(a: Array, b: Array) -> bool:
-    return a.ctypes.data == b.ctypes.data  # the caller allows no other overlap
-
-
-def _long_rows(*arrays: Array) -> tuple[Array, ...]:
-    """One long row when nothing lies between the rows: short rows would leave vectors half empty."""
-    if len(arrays[0]) > 1 and all(x.flags.c_contiguous for x in arrays):
-        return tuple(x.reshape(1, -1) for x in arrays)
-    return arrays
-
-
-def _blocks(rows: int, cols: int) -> tuple[int, int]:
-    """The number of blocks, and how many of them one task takes."""
-    n_blocks = rows * -(-cols // BLOCK)
-    return n_blocks, items_per_task(n_blocks, min(cols, BLOCK))
-
-
-@inner
-def block_of(row, k, count):
-    """Where block k of ``count`` starts and stops in a row: where lines do, so that blocks share none."""
-    past = past_line(row)
-    return max(k * BLOCK - past, 0), len(row) if k == count - 1 else (k + 1) * BLOCK - past
 
 
 def _forward_kernel(name: str) -> Kernel:
@@ -94,7 +64,7 @@ def _forward_kernel(name: str) -> Kernel:
         while task < n_tasks:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
                 r, y_row = b // blocks_per_row, write_row(y, (b // blocks_per_row,))
-                start, stop = block_of(y_row, b % blocks_per_row, blocks_per_row)
+                start, stop = block_of(y_row, b % blocks_per_row, blocks_per_row, BLOCK)
                 coming = min(start + AHEAD // gate.itemsize, cols)
                 inputs = (read_row(gate, (r,)), read_row(up, (r,)))
                 operands = (inputs[0][start:stop], inputs[1][start:stop])
@@ -118,7 +88,7 @@ def _backward_kernel(name: str) -> Kernel:
         while task < n_tasks:
             for b in range(task * chunk, min((task + 1) * chunk, rows * blocks_per_row)):
                 r, gate_row = b // blocks_per_row, write_row(dgate, (b // blocks_per_row,))
-                start, stop = block_of(gate_row, b % blocks_per_row, blocks_per_row)
+                start, stop = block_of(gate_row, b % blocks_per_row, blocks_per_row, BLOCK)
                 coming = min(start + AHEAD // gate.itemsize, cols)
                 inputs = (read_row(dy, (r,)), read_row(gate, (r,)), read_row(up, (r,)))
                 operands = (inputs[0][start:stop], inputs[1][start:stop], inputs[2][start:stop])

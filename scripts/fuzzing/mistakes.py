@@ -26,6 +26,8 @@ WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
     "q_start": (-1, 1.5, True, 1 << 31, "x"),
     "k_start": (-1, 0.0, "x"),
     "dropout_p": (-0.1, 1.0, NAN, "x"),
+    "p": (-0.1, 1.0, NAN, "x"),
+    "offset": (-1, 1 << 63, 1.5, True, "x"),
     "seed": (-1, 1 << 64, 1.5, True, "x"),
     "layout": ("sbhd", None, 1),
     "return_lse": ("yes", 2),

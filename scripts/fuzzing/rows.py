@@ -1,4 +1,4 @@
-"""Trials of the row-wise ops: norms, softmax, gated activations, the MLP."""
+"""Trials of the row-wise ops: norms, softmax, dropout, gated activations, the MLP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_ops.reference.philox import philox4x32
 from scripts.fuzzing.attention import computing
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import FLOAT32, Array, Maths, nearest
@@ -248,6 +249,31 @@ def activate(m: Maths, g: Array, name: str) -> tuple[Array, Array]:
     return m.r(g * c), m.r(c + m.r(m.r(g * slope) * m.r(c * m.r(1 - c))))
 
 
+def dropout(draw: Draw) -> Trial:
+    dtype, shape, p = draw.dtype(), shape_of(draw), draw.pick(0.0, 0.1, 0.5, 0.99)
+    name, in_place = draw.pick("x", "dy"), draw.chance(0.2)
+    x = x_of(draw, shape, dtype, in_place)
+    seed, offset = int(draw.rng.integers(1 << 63)), draw.pick(0, 1, 6, 1 << 34, (1 << 63) - 1)
+    arguments: dict[str, Any] = {name: x, "p": p, "seed": draw.pick(seed, np.array([seed])), "offset": offset}
+    if in_place:
+        arguments["out"] = x
+    elif draw.chance(0.3):
+        arguments["out"] = draw.out(shape, dtype, rows=True)
+    held = np.array(x)
+    places = np.arange(x.size, dtype=np.uint64) + np.uint64(offset)
+    groups = places // np.uint64(4)
+    counter = groups % np.uint64(2**32), groups // np.uint64(2**32), 0, 2**32 - 1
+    words = np.take_along_axis(
+        philox4x32(counter, (seed % 2**32, seed >> 32)), (places % np.uint64(4))[:, None].astype(int), 1
+    )
+    kept = (words[:, 0] / 2**32 >= p).reshape(shape)
+
+    def formula(m: Maths) -> tuple[Array, ...]:
+        return (m.r(m.load(held) * m.r(kept / (1 - m.wide(p)))),)
+
+    return Trial("dropout" if name == "x" else "dropout_backward", arguments, draw, dtype, (dtype,), formula)
+
+
 def swiglu(draw: Draw) -> Trial:
     dtype, shape = draw.dtype(), shape_of(draw)
     back, packed, name = draw.chance(0.4), draw.chance(0.4), draw.pick("silu", "silu", "gelu", "gelu_tanh")
@@ -320,4 +346,4 @@ def mlp(draw: Draw) -> Trial:
     return Trial(op, arguments, draw, dtype, results, formula, factor, linked=(("w_up", 0), ("w_down", 1)))
 
 
-TRIALS = (norm, norm, norm_backward, quantised_norm, softmax, swiglu, mlp)
+TRIALS = (norm, norm, norm_backward, quantised_norm, softmax, dropout, swiglu, mlp)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .build import address, load_vector, number, splat, store_vector
+from .build import address, load_vector, number, shuffle, splat, store_vector
 from .numba_api import cgutils, intrinsic, ir, types
 from .target import VECTOR_BYTES
 
@@ -65,3 +65,54 @@ def rounds(b: Any, counters: list[list[Any]], key: Any) -> list[list[Any]]:
             drawn.append([b.xor(b.xor(high1, c[1]), k0), p1, b.xor(b.xor(high0, c[3]), k1), p0])
         counters, keys = drawn, [b.add(k, _I32(weyl)) for k, weyl in zip(keys, _WEYL, strict=True)]
     return counters
+
+
+@intrinsic
+def draw_bits(typingctx, kept, group, n, k0, k1, least):
+    """Ones and zeros, as an array of floats stores them: whether a word is at least ``least``.
+
+    Four words each of ``n`` counters (group, low and high half, 0, 2**32 - 1) and those that follow, up to whole
+    vectors. Even lanes have the first half of the counters of a vector, odd ones the second: pairs of lanes then hold
+    the words of a counter one after another.
+    """
+    one, element = _ONES.get(kept.dtype) or (
+        1.0,
+        ir.DoubleType() if kept.dtype == types.float64 else ir.FloatType(),
+    )
+
+    def codegen(context, b, sig, args):
+        wide, narrow = ir.VectorType(_I64, LANES), ir.VectorType(_I32, 2 * LANES)
+        stored = ir.VectorType(element, 2 * LANES)
+        ones, zeros = (ir.Constant(stored, [value] * stored.count) for value in (one, type(one)(0)))
+        own = [lane // 2 + lane % 2 * (LANES // 2) for lane in range(LANES)]
+        start, limit = (splat(b, args[i], count) for i, count in ((1, LANES), (5, 2 * LANES)))
+        place = address(context, b, sig.args[0], args[0], number(0))
+
+        def every(value: int) -> Any:
+            return ir.Constant(wide, [value] * LANES)
+
+        step = number(DRAWN)
+        with cgutils.for_range(b, b.udiv(b.add(args[2], number(DRAWN - 1)), step)) as loop:
+            first = b.mul(loop.index, step)
+            here = b.add(start, splat(b, first, LANES))
+            counters = []
+            for i in range(_VECTORS):
+                groups = b.add(here, ir.Constant(wide, [lane + i * LANES for lane in own]))
+                counters.append([groups, b.lshr(groups, every(32)), every(0), every(_LOW)])
+            for i, c in enumerate(rounds(b, counters, args[3:5])):
+                pairs = [
+                    b.or_(b.and_(x, every(_LOW)), b.shl(y, every(32)))
+                    for x, y in zip(c[::2], c[1::2], strict=True)
+                ]
+                for half in range(2):
+                    order = [lane + half + odd * LANES for lane in range(0, LANES, 2) for odd in range(2)]
+                    words = b.bitcast(shuffle(b, *pairs, order), narrow)
+                    bits = b.select(b.icmp_unsigned(">=", words, limit), ones, zeros)
+                    at = b.add(first, number(i * LANES + half * LANES // 2))
+                    store_vector(b, bits, b.gep(place, [b.mul(at, number(4))]))
+        return context.get_dummy_value()
+
+    return types.void(kept, types.uint64, types.int64, types.uint32, types.uint32, types.uint32), codegen
+
+
+_ONES = {types.int16: (0x3C00, ir.IntType(16)), types.uint16: (0x3F80, ir.IntType(16))}
