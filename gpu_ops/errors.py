@@ -10,11 +10,13 @@ __all__ = [
     "FormatError",
     "GpuOpsError",
     "KernelCompileError",
+    "LossScaleError",
     "MissingFileError",
     "MissingPackageError",
     "OptionError",
     "OutOfMemoryError",
     "ShapeError",
+    "StateError",
     "UnknownOptionError",
 ]
 
@@ -41,6 +43,14 @@ class UnknownOptionError(OptionError, TypeError):
 
 class DeviceError(GpuOpsError, RuntimeError):
     """Arrays lie on different devices, or the requested device or backend cannot run the problem."""
+
+
+class StateError(GpuOpsError, RuntimeError):
+    """A method was called before another one that has to come first."""
+
+
+class LossScaleError(GpuOpsError, OverflowError):
+    """Gradients overflow float16 at the smallest loss scale that is allowed."""
 
 
 class FormatError(GpuOpsError, ValueError):
