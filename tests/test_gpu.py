@@ -13,6 +13,7 @@ import pytest
 from compare import random
 
 import gpu_ops
+from gpu_ops import training
 from gpu_ops.core import device as devices
 from gpu_ops.core.device import cuda_missing, current_device
 from gpu_ops.errors import DeviceError, DTypeError, ShapeError
@@ -212,3 +213,18 @@ def test_the_device_says_what_it_is(cupy):
     assert device.smem_per_block_optin >= 64 * 1024
     x = cupy.ones((4, 64), np.float32)
     assert device.arch in str(gpu_ops.explain("rmsnorm", x, x[0]))
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, BFLOAT16, np.float32, np.float64], ids=str)
+def test_states_are_saved_from_the_gpu_and_loaded_to_it(dtype, cupy, tmp_path, rng):
+    host = {"w": (rng.random((5, 7)) * 3).astype(dtype), "t": (rng.random((4, 6)) * 3).astype(dtype).T}
+    host["zero"] = host["w"][0, 0].reshape(())
+    training.save_state(tmp_path / "s", {name: to_cupy(x) for name, x in host.items()})
+    like = {name: to_cupy(np.zeros_like(x)) for name, x in host.items()}
+    for found, _ in (
+        training.load_state(tmp_path / "s", device="cuda"),
+        training.load_state(tmp_path / "s", like=like),
+    ):
+        for name, x in host.items():
+            assert isinstance(found[name], cupy.ndarray)
+            np.testing.assert_array_equal(to_numpy(found[name]), x)

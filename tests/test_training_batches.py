@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DTypeError, OptionError, OutOfMemoryError, ShapeError
 from gpu_ops.training import Batches, TokenFile, write_tokens
 from gpu_ops.training.batches import permuted
 from tests.processes import exit_code, python
@@ -171,6 +171,12 @@ def test_the_last_step_there_is():
     batches = Batches(np.arange(9), 2**10, 1, seed=2**64 - 1, rank=2**24 - 1, world=2**24)
     ids, _ = batches.at(2**48 - 1)
     assert sorted(set(ids.ravel().tolist())) == list(range(8))
+
+
+def test_a_batch_that_does_not_fit_in_memory():
+    with pytest.raises(OutOfMemoryError, match=r"Batches\.at: no memory") as caught:
+        Batches(np.zeros(2**24 + 1, np.int8), 2**24, 2**24).at(0)
+    assert caught.value.required == 2**50
 
 
 def test_threads_and_forks_share_a_file(tmp_path):

@@ -99,7 +99,7 @@ for step in range(int(sys.argv[2]), 10**6):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_resumes(how, tmp_path):
     rng, start = np.random.default_rng(1), 0
-    for _ in range(4):
+    for _ in range(2):
         child = subprocess.Popen(
             [sys.executable, "-c", SAVES, str(tmp_path), str(start)],
             cwd=ROOT,

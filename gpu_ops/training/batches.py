@@ -9,6 +9,7 @@ import numpy as np
 
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.checks import integer
+from gpu_ops.core.out_of_memory import typed_memory_errors
 from gpu_ops.errors import ShapeError
 from gpu_ops.reference.philox import philox4x32
 from gpu_ops.training.tokens import MOST_VOCAB, TokenFile, check_range, is_numbers, vector
@@ -28,6 +29,7 @@ class Batches:
     Parameters
     ----------
     tokens : TokenFile, vector of integers, or list of these
+        Vectors are not copied.
     batch, seqlen : int
         The shape of a batch.
     seed : int
@@ -104,6 +106,7 @@ class Batches:
         self.step += 1
         return found
 
+    @typed_memory_errors("Batches.at")
     def at(self, step: int) -> tuple[Array, Array]:
         """ids and targets of a step, int32 (batch, seqlen) each."""
         step = integer("Batches.at", "step", step, low=0, high=_MOST_STEP)

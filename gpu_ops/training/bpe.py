@@ -26,7 +26,7 @@ _KIND, _ENCODING = "gpu_ops.kind", "BytePairEncoding 1"  # with the version of t
 _MOST_VOCAB, _MOST_FILE = 1 << 20, 1 << 26
 _MOST_TOKEN = 128  # bytes: of a word
 _TASK, _PIECE = 1 << 16, 64  # bytes of a task; tasks between two chances to interrupt or to show progress
-_LONG = 16  # pieces, about a second
+_LONG, _LONG_IDS = 16, 1 << 23  # pieces, and tokens to decode: about a second
 _AT_ONCE = 64  # merges, likewise
 _WORD_BEGINS = re.compile(rb"(?<=[^ \t\n\v\f\r])[ \t\n\v\f\r]")
 
@@ -187,7 +187,9 @@ class BytePairEncoding:
         op = "BytePairEncoding.decode"
         tokens = vector(op, "ids", ids)
         check_range(op, tokens, self.vocab, 0)
-        return b"".join([self._tokens[i] for i in tokens.tolist()])
+        long = len(tokens) > _LONG_IDS
+        with visible(f"gpu_ops: decoding {len(tokens)} tokens") if long else contextlib.nullcontext():
+            return b"".join([self._tokens[i] for i in tokens.tolist()])
 
     def save(self, path: Any) -> None:
         """Write the merges to a JSON file, whole or not at all. Raises FileError."""

@@ -201,13 +201,13 @@ def _json(meta: Any) -> str:
 def _check_keys(value: Any) -> None:
     """JSON would make strings of other keys."""
     if isinstance(value, Mapping):
-        for key in value:
+        for key, part in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"the key {key!r:.80} is no string")
-    for part in (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    ):
-        _check_keys(part)
+            _check_keys(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _check_keys(part)
 
 
 def _plain(value: Any) -> Any:
@@ -241,10 +241,8 @@ def _read_meta(where: Path, contents: SafetensorsFile) -> dict[str, Any]:
 
 def _matched(where: Path, contents: SafetensorsFile, targets: dict[str, Any]) -> dict[str, StateArray]:
     """The arrays to write into, each like the one of its name in the file."""
-    missing, extra = (
-        sorted(targets.keys() - contents.tensors.keys()),
-        sorted(contents.tensors.keys() - targets.keys()),
-    )
+    missing = sorted(targets.keys() - contents.tensors.keys())
+    extra = sorted(contents.tensors.keys() - targets.keys())
     if missing or extra:
         raise OptionError(
             f"{_LOAD}: {where} and like= have different names: only in like= {missing!r:.300}; "

@@ -133,6 +133,7 @@ class TokenFile:
         start, stop, _ = index.indices(self._count)
         return self.read(start, max(stop - start, 0))
 
+    @typed_memory_errors("TokenFile")
     def read(self, start: int, count: int) -> Array:
         """``count`` tokens from ``start`` on, as a new array."""
         if start < 0 or count < 0 or start + count > self._count:

@@ -1,16 +1,19 @@
-"""Model files: written and read back, then damaged. Reading gives a typed error or sound matrices."""
+"""Files of models and of training: written, read back, then damaged. Reading gives a typed error or sound data."""
 
 from __future__ import annotations
 
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import gpu_ops
+from gpu_ops import training
 from gpu_ops.errors import GpuOpsError
+from gpu_ops.formats.safetensors import NUMPY_DTYPES
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.maths import Array
 from scripts.fuzzing.ternary import FORMATS, matrix
@@ -35,21 +38,34 @@ TOKENS = (
 DAMAGES = 25
 
 
+Look = Callable[[bool], str | None]
+"""Reads the file that was written, and says what is wrong with what it got. Exact: the file is as it was written."""
+
+
 def judge_files(draw: Draw) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        written = draw.pick(gguf, saved)(draw, path)
-        if (wrong := damaged(path, written, exact=True)) is not None:
+        look = draw.pick(gguf, saved, state, tokens, merges)(draw, path)
+        if (wrong := attempt(look, exact=True)) is not None:
             return f"as written: {wrong}"
         whole = path.read_bytes()
         for i in range(DAMAGES):
             path.write_bytes(mutant(draw, whole))
-            if (wrong := damaged(path, written, exact=False)) is not None:
+            if (wrong := attempt(look, exact=False)) is not None:
                 return f"damage {i}: {wrong}"
     return None
 
 
-def gguf(draw: Draw, path: Path) -> dict[str, Array]:
+def attempt(look: Look, exact: bool) -> str | None:
+    try:
+        return look(exact)
+    except GpuOpsError as error:
+        return f"refused: {error}" if exact else None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def gguf(draw: Draw, path: Path) -> Look:
     found, tensors = {}, {}
     for name in ("blk.0.a", "blk.1.b")[: draw.pick(1, 2)]:
         format = draw.pick("tq1_0", "tq2_0", "q2_0")
@@ -63,35 +79,80 @@ def gguf(draw: Draw, path: Path) -> dict[str, Array]:
             "a.i": np.arange(5),
         }
     gpu_ops.write_gguf(path, {**tensors, "norm": np.ones(5, np.float32)}, metadata)
-    return found
+    return lambda exact: judge_matrices(
+        gpu_ops.read_gguf(path, formats={42: "q2_0"}), found if exact else None
+    )
 
 
-def saved(draw: Draw, path: Path) -> dict[str, Array]:
+def saved(draw: Draw, path: Path) -> Look:
     format = draw.pick(*FORMATS)
     trits = matrix(draw, format)
     scale = draw.pick(1.0, 0.5) if draw.chance(0.5) else draw.rng.random(trits.shape[0]).astype(np.float32)
     gpu_ops.TernaryMatrix.from_trits(trits, scale, format=format).save(path)
-    return {"": trits}
+    return lambda exact: judge_matrices(
+        {"": gpu_ops.TernaryMatrix.load(path)}, {"": trits} if exact else None
+    )
 
 
-def damaged(path: Path, written: dict[str, Array], exact: bool) -> str | None:
-    try:
-        if "" in written:
-            found = {"": gpu_ops.TernaryMatrix.load(path)}
-        else:
-            found = gpu_ops.read_gguf(path, formats={42: "q2_0"})
-        for w in found.values():
-            if np.abs(w.trits()).max(initial=0) > 1 or not np.isfinite(w.scale).all():
-                return "read a matrix that is not sound"
-    except GpuOpsError as error:
-        return f"refused: {error}" if exact else None
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    if exact and (
+def judge_matrices(found: dict[str, Any], written: dict[str, Array] | None) -> str | None:
+    for w in found.values():
+        if np.abs(w.trits()).max(initial=0) > 1 or not np.isfinite(w.scale).all():
+            return "read a matrix that is not sound"
+    if written is not None and (
         found.keys() != written.keys() or any((found[n].trits() != t).any() for n, t in written.items())
     ):
         return "read other trits than were written"
     return None
+
+
+def state(draw: Draw, path: Path) -> Look:
+    arrays = {}
+    for i in range(draw.integer(0, 3)):
+        dtype = draw.pick(*NUMPY_DTYPES.values())
+        data = bytes(i % 2 for i in range(24)) if dtype == np.bool_ else draw.rng.bytes(24)
+        arrays[f"w{i}"] = np.frombuffer(data, dtype)[: draw.integer(0, 3)]
+    meta = {"step": draw.integer(0, 10**9), "loss": float(draw.rng.random()), "words": ["x", "ü"]}
+    training.save_state(path, arrays, meta)
+
+    def look(exact: bool) -> str | None:
+        found, numbers = training.load_state(path)
+        same = numbers == meta and found.keys() == arrays.keys()
+        if exact and not (same and all(found[n].tobytes() == x.tobytes() for n, x in arrays.items())):
+            return "loaded another state than was saved"
+        return None
+
+    return look
+
+
+def tokens(draw: Draw, path: Path) -> Look:
+    vocab = draw.pick(1, 2, 256, 65536, 65537, 1 << 31)
+    written = draw.rng.integers(0, vocab, draw.integer(0, 60))
+    training.write_tokens(path, written, vocab=vocab)
+
+    def look(exact: bool) -> str | None:
+        file = training.TokenFile(path)
+        found = file[:]
+        if (found >= file.vocab).any():
+            return "read a token outside of the vocabulary"
+        return "read other tokens than were written" if exact and (found != written).any() else None
+
+    return look
+
+
+def merges(draw: Draw, path: Path) -> Look:
+    text = bytes(draw.pick(*b"ab a\n.1\xc3") for _ in range(draw.integer(0, 200)))
+    written = training.BytePairEncoding.train(text, draw.integer(256, 290), progress=False)
+    written.save(path)
+
+    def look(exact: bool) -> str | None:
+        found = training.BytePairEncoding.load(path)
+        if found.decode(found.encode(text)) != text:
+            return "encoded text does not come back"
+        return (
+            "read other merges than were saved" if exact and (found.merges != written.merges).any() else None
+        )
+
+    return look
 
 
 def mutant(draw: Draw, whole: bytes) -> bytes:
