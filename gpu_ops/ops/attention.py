@@ -204,8 +204,9 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : array like out, q's dtype
-        Gradient of the result.
+    dout : array like out, q's dtype or float32
+        Gradient of the result. From float32 the kernels round it to q's dtype: the gradients, and delta unless it is
+        given, are those of the rounded one.
     q, k, v, and every option
         As given to :func:`attention`.
     out, lse : arrays
