@@ -75,18 +75,19 @@ def shared_bytes(
     head_dim: int,
     head_dim_v: int,
     *,
+    one_k: bool = False,
     split: bool = False,
 ) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V.
 
-    ``split``: sums leave in float, as they also do where out is float32.
+    ``one_k``: K has one buffer. ``split``: sums leave in float, as they also do where out is float32.
     """
     q, k, v = (
         itemsize * rows * columns
         for rows, columns in ((block_m, head_dim), (block_n, head_dim), (block_n, head_dim_v))
     )
     in_registers = q_in_registers(itemsize, block_m, block_n, warps_m, warps_n, head_dim, head_dim_v)
-    tiles = k + v + (max(k, q) if in_registers else k + q)
+    tiles = k + v + (q if one_k else max(k, q) if in_registers else k + q)
     partial = split or warps_n > 1  # sums leave in float, and the warps' with their row statistics
     out = block_m * head_dim_v * (4 * warps_n if partial else itemsize)
     return max(tiles, out + (8 * warps_n * block_m if partial else 0))
