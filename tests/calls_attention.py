@@ -105,7 +105,7 @@ def cache(new: Maker) -> Made:
 
 
 def pages(new: Maker, used: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A table of shuffled pages for ``max_seqlen`` tokens; -1 for those past ``used``, one page is nobody's."""
+    """A table of shuffled pages for ``max_seqlen`` tokens; -1 past ``used``; one page belongs to no sequence."""
     each = new.sizes["pages"] = -(-new.sizes["max_seqlen"] // new.sizes["page_size"])
     new.sizes["num_pages"] = len(used) * each + 1
     table = new.rng.permutation(new.sizes["num_pages"])[: len(used) * each].reshape(len(used), each)

@@ -67,7 +67,7 @@ def test_delta_takes_the_place_of_out(layout, dtype, backend):
     *found, extra = backward(e, None, lse, backend, delta=delta, return_extra=True)
     for name, x in zip((*NAMES, "dsinks"), (*found, extra["sinks"]), strict=True):
         e.check(name, x)
-    ignored = np.full((3,), np.nan)  # not even its shape counts
+    ignored = np.full((3,), np.nan)  # its shape is not checked either
     for x, y in zip(backward(e, ignored, lse, backend, delta=delta, deterministic=True), found, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=2e-2, atol=1e-5)
     for x in backward(e, None, lse, backend, delta=np.zeros_like(delta))[:2]:

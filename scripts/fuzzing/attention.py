@@ -170,7 +170,7 @@ def packed(draw: Draw, limit: int) -> tuple[dict[str, Array], Array, Array, Opti
 
 
 def in_pages(draw: Draw, caches: dict[str, list[Array]]) -> dict[str, Array]:
-    """Caches by name, each the keys or values of every sequence, in shuffled pages; what nobody uses is NaN."""
+    """Caches by name, each the keys or values of every sequence, in shuffled pages; unused slots are NaN."""
     used = np.array([len(x) for x in next(iter(caches.values()))], np.int32)
     page, batch = draw.pick(1, 4, 16, 64), len(used)
     width = -(-int(used.max(initial=0)) // page) + draw.pick(0, 1)

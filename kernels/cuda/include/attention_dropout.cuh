@@ -12,7 +12,7 @@
 
 typedef unsigned long long Seed;
 
-// seed: null if the number that came with the launch counts
+// seed: an array of one, or null: then the number passed with the launch is the seed
 __device__ __forceinline__ Seed seed_of(const Seed* seed, Seed number) { return seed == nullptr ? number : *seed; }
 
 // Calls visit(a, c, e, kept) for a lane's pairs of query tile a and key tile c, which lie 8 apart from `query` and
