@@ -78,7 +78,7 @@ DECODE_LENGTHS = (1024, 4096, 16384, 65536)
 DECODE_HEADS = ((32, 8), (64, 8), (32, 1))
 
 LONGEST_FLOAT32 = 4096
-"""float32 runs only part of each grid: it takes several times as long, and nobody trains or serves in it."""
+"""float32 runs only part of each grid: it takes several times as long, and is rarely used to train or serve."""
 LARGEST_FLOAT32_BATCH = 8
 
 

@@ -24,6 +24,7 @@ class Tiles:
     warps_m: int = 4
     warps_n: int = 1
     value_parts: int = 1
+    one_k: bool = False
 
 
 @dataclass
@@ -48,6 +49,7 @@ def variant(tiles: Tiles, dtype: Any, head_dim: int, head_dim_v: int, **macros: 
         "BLOCK_N": tiles.block_n,
         "WARPS_M": tiles.warps_m,
         "WARPS_N": tiles.warps_n,
+        "ONE_K": int(tiles.one_k),
         "MASK": "kNone",
         "BIAS": "kNone",
         **dict.fromkeys(("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "VARLEN", "SEQUSED_K", "PAGED"), 0),
@@ -178,6 +180,7 @@ def run_attention(
         tiles.warps_n,
         int(defines["HEAD_DIM"]),
         int(defines["HEAD_DIM_V"]),
+        one_k=tiles.one_k,
         split=split,
     )
     given = [

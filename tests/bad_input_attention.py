@@ -74,6 +74,8 @@ CASES = [
      {"lse": ones(2, 4, 5, dtype=np.float16)}),
     ("attention_backward", "neither out nor delta", OptionError, "pass the forward result, or delta=", {"out": None}),
     ("attention_backward", "out of float64", DTypeError, "out is float64", {"out": ones(2, 5, 4, 8, dtype=F64)}),
+    ("attention_backward", "dout of float64", DTypeError, "dout is float64, expected float32; cast it",
+     {"dout": cast["float64"]}),
     ("attention_backward", "delta transposed", ShapeError, "delta has shape", {"delta": ones(2, 5, 4)}),
     ("attention_backward", "delta of float64", DTypeError, "delta is float64, expected float32",
      {"delta": ones(2, 4, 5, dtype=F64)}),

@@ -57,6 +57,17 @@ def of_whole_rows(new: Maker) -> Made:
     return {**arrays, "out": None, "lse": arrays["lse"].astype(np.float64)}, {**options, "delta": delta}
 
 
+def wide_dout(new: Maker) -> Made:
+    """A backward that starts from the gradient of a float32 out, and of a float32 dout."""
+    arrays, options = backward(new, "attention", dense(new), **CAUSAL)
+    computing = np.float64 if new.dtype == np.float64 else F32
+    return {
+        **arrays,
+        "dout": arrays["dout"].astype(computing),
+        "out": arrays["out"].astype(computing),
+    }, options
+
+
 def scores(new: Maker) -> dict[str, Any]:
     """Sinks and a bias that broadcasts."""
     return {**new.normal(F32, sinks="nheads"), **new.normal(bias="nheads 1 seqlen_k")}
@@ -94,7 +105,7 @@ def cache(new: Maker) -> Made:
 
 
 def pages(new: Maker, used: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A table of shuffled pages for ``max_seqlen`` tokens; -1 for those past ``used``, one page is nobody's."""
+    """A table of shuffled pages for ``max_seqlen`` tokens; -1 past ``used``; one page belongs to no sequence."""
     each = new.sizes["pages"] = -(-new.sizes["max_seqlen"] // new.sizes["page_size"])
     new.sizes["num_pages"] = len(used) * each + 1
     table = new.rng.permutation(new.sizes["num_pages"])[: len(used) * each].reshape(len(used), each)
@@ -193,6 +204,7 @@ VARIANTS = {
     "attention bhsd": lambda new: (bhsd(new), {"layout": "bhsd", "window_size": (4, 2)}),
     "attention_backward": lambda new: backward(new, "attention", dense(new), **CAUSAL),
     "attention_backward delta": of_whole_rows,
+    "attention_backward wide": wide_dout,
     "attention_backward slopes": lambda new: backward(new, "attention", dense(new), **slopes(new)),
     "attention_backward mask": lambda new: backward(new, "attention", dense(new), **block_mask(new)),
     "attention_backward extra": lambda new: with_options(

@@ -66,7 +66,7 @@ class FakeArray:
         sys.modules["cupy"].run(lambda: self.host.fill(value))
 
     def max(self):
-        """By a kernel of CuPy's: whose number is asked for waits for it."""
+        """CuPy runs a kernel; reading the number waits for that kernel."""
         cupy = sys.modules["cupy"]
         found = cupy.empty((), self.dtype)
         cupy.run(lambda: np.copyto(found.host, self.host.max()))

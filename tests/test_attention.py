@@ -49,7 +49,7 @@ def quick_on_emulator(raw):
         "test_tiny_and_negative_scales": {"softmax_scale": [1e-30, -0.7] * raw},
         "test_float64_is_float64": {"mask": ["band"]},
         "test_rows_that_see_nothing": {"dtype": ["bfloat16"] * raw, "sinks": [True]},
-        "test_blocks_that_nobody_sees_may_hold_anything": {"bad": [np.nan] * raw},
+        "test_hidden_blocks_may_hold_anything": {"bad": [np.nan] * raw},
         "test_keys_behind_a_mask_may_hold_anything": {"mask": ["causal"], "bad": [np.nan] * raw},
         "test_keys_behind_a_bias_may_hold_anything": {"bad": [np.inf] * raw},
         "test_bias_broadcasts": {"shape": [(), (113, 1), (4, 1, 203)] * raw},
@@ -234,7 +234,7 @@ def test_a_sink_of_minus_infinity_is_none(backend):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
+def test_hidden_blocks_may_hold_anything(bad, backend):
     p = make(seqlens=(100, 300), head_dims=(32, 32), heads=(4, 2), dtype="float32")
     visible = np.ones((2, 4, 4, 5), bool)
     visible[..., 1] = visible[0, :, :, 3] = False

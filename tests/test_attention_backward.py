@@ -41,7 +41,7 @@ def quick_on_emulator(raw):
             "shape": [(), *[(4, 1, 203), (2, 1, 113, 203)] * raw]
         },
         "test_rows_that_see_nothing": {"dtype": ["bfloat16" if raw else "float32"], "sinks": [raw]},
-        "test_blocks_that_nobody_sees_may_hold_anything": {"bad": [np.nan] * raw},
+        "test_hidden_blocks_may_hold_anything": {"bad": [np.nan] * raw},
         "test_what_a_mask_hides_may_hold_anything": {"dtype": ["bfloat16" if raw else "float32"]},
         "test_a_visible_nan_is_not_lost": {"dtype": ["float16" if raw else "float32"]},
         **dict.fromkeys(("test_options", "test_against_torch", "test_without_return_extra_only_three"), None),
@@ -253,7 +253,7 @@ def test_everything_masked(backend):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
+def test_hidden_blocks_may_hold_anything(bad, backend):
     p = make(seqlens=(100, 300), head_dims=(32, 32), heads=(4, 2), dtype="float32")
     visible = np.ones((2, 4, 4, 5), bool)
     visible[..., 1] = visible[0, :, :, 3] = False
@@ -272,7 +272,7 @@ def test_blocks_that_nobody_sees_may_hold_anything(bad, backend):
 # With a NaN near, the CPU's products round otherwise.
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_what_a_mask_hides_may_hold_anything(dtype, atol, backend):
-    """Queries 0 to 29 see no key, 33 to 53 see key 3, and through them keys 0 to 23 learn of it; nobody else does."""
+    """Queries 0 to 29 see no key, 33 to 53 see key 3: NaN there reaches keys 0 to 23, and no others."""
     p = make(seqlens=(70, 40), head_dims=(16, 16), heads=(2, 1), batch=1, dtype=dtype, window_size=(20, 0))
     before = [x.astype(np.float32) for x in gradients(p, backend)]
     for x, hidden in ((p.q, slice(30)), (p.dout, slice(30)), (p.k, 3), (p.v, 3)):

@@ -20,7 +20,7 @@ from gpu_ops.kernels.lower.attention_backward_config import (
     select_tile,
     shared_bytes,
 )
-from gpu_ops.kernels.lower.attention_backward_raw import BACKWARD_SHAPE
+from gpu_ops.kernels.lower.attention_shape import BACKWARD_SHAPE
 from gpu_ops.reference import attention as reference
 from tests.attention_cases import (
     DTYPES,

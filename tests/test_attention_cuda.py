@@ -55,6 +55,10 @@ SHAPES = [
     ("float16", (40, 24), Tiles(64, 32)),
     ("bfloat16", (96, 80), Tiles(64, 64)),
     ("float16", (256, 256), Tiles(64, 32)),
+    ("bfloat16", (256, 256), Tiles(64, 64, one_k=True)),
+    ("float16", (128, 120), Tiles(128, 32, one_k=True)),
+    ("float32", (96, 72), Tiles(64, 64, one_k=True)),
+    ("bfloat16", (64, 64), Tiles(128, 128)),
     ("float32", (64, 64), Tiles(64, 32)),
     ("float32", (40, 72), Tiles(64, 32)),
     ("bfloat16", (512, 512), Tiles(64, 32, value_parts=2)),
@@ -73,7 +77,7 @@ def test_other_architectures(arch):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "wide_band"])
-def test_tiles_that_nobody_sees_are_not_looked_at(mask):
+def test_hidden_tiles_are_skipped(mask):
     run = check(mask=mask, dtype="bfloat16", seqlens=(256, 512), head_dims=(32, 32), heads=(1, 1), batch=1)
     visible = np.tril(np.ones((256, 512), bool), 256)
     if mask == "wide_band":

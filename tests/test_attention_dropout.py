@@ -93,7 +93,7 @@ def check_masks(batch, n, dtype, head_dim, backend, *, starts=None, **of_backwar
     out, lse = gpu_ops.attention(q, q, unit, return_lse=True, **given)
     kept = dropout_mask((batch, nheads, n, n), 0.4, SEED, **starts)
     np.testing.assert_array_equal(out.transpose(0, 2, 1, 3) != 0, kept)
-    np.testing.assert_allclose(lse, np.log(n), rtol=1e-6)  # which knows nothing of dropout
+    np.testing.assert_allclose(lse, np.log(n), rtol=1e-6)  # dropout does not change it
     _, _, dv = gpu_ops.attention_backward(unit, q, q, unit, out, lse, **given, **of_backward)
     np.testing.assert_array_equal(dv.transpose(0, 2, 3, 1) != 0, kept)
     scale = 1 / (1 - rounded_dropout(0.4)) / n

@@ -1,4 +1,4 @@
-"""What attention_backward reads and writes beside the inputs: delta, a float64 lse, float32 gradients."""
+"""What attention_backward reads and writes beside the inputs: delta, a float64 lse, float32 dout and gradients."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def quick_on_emulator(raw):
     return {
         "test_gradients_are_added": {"deterministic": [False], "dtype": ["bfloat16"]},
         "test_out_in_float32": None,
+        "test_dout_in_float32": {"dtype": ["bfloat16"], "with_delta": [False]},
+        "test_packed_dout_in_float32": None,
+        "test_delta_is_that_of_the_rounded_dout": None,
         "test_packed_sequences": None,
         "test_weights_of_a_row_sum_to_one": None,  # the ring has this too
         "test_delta_takes_the_place_of_out": None,
@@ -64,7 +67,7 @@ def test_delta_takes_the_place_of_out(layout, dtype, backend):
     *found, extra = backward(e, None, lse, backend, delta=delta, return_extra=True)
     for name, x in zip((*NAMES, "dsinks"), (*found, extra["sinks"]), strict=True):
         e.check(name, x)
-    ignored = np.full((3,), np.nan)  # not even its shape counts
+    ignored = np.full((3,), np.nan)  # its shape is not checked either
     for x, y in zip(backward(e, ignored, lse, backend, delta=delta, deterministic=True), found, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=2e-2, atol=1e-5)
     for x in backward(e, None, lse, backend, delta=np.zeros_like(delta))[:2]:
@@ -79,6 +82,63 @@ def test_out_in_float32(backend):
     for name, x, y in zip(NAMES, wide, backward(e, None, lse, backend, delta=delta), strict=True):
         e.check(name, x)
         np.testing.assert_allclose(x, y.astype(np.float32), rtol=2**-10, atol=2e-5)
+
+
+def wide_dout(e, rng):
+    """A float32 dout that no 16-bit dtype holds."""
+    return rng.standard_normal(e.problem.dout.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_dout_in_float32(with_delta, dtype, backend, rng):
+    """Gradients within the rule. Kernels round dout first: the same bits as with dout rounded by the caller."""
+    e, out, lse, _ = given(dtype)
+    p, dout, inner = e.problem, wide_dout(e, rng), {"deterministic": True}
+    exact, naive = (
+        reference.attention_backward(dout, *p.arrays, out, lse, **p.options, precision=precision)
+        for precision in ("float64", "naive")
+    )
+    if with_delta:
+        inner["delta"] = np.einsum("bshd,bshd->bhs", dout, e.exact["out"]).astype(np.float32)
+        out = None
+    found, rounded = (
+        gpu_ops.attention_backward(x, *p.arrays, out, lse, **p.options, **inner, **backend)
+        for x in (dout, dout.astype(DTYPES[dtype]))
+    )
+    for name, x, y, want, textbook in zip(NAMES, found, rounded, exact, naive, strict=True):
+        assert_gradient(name, x, want, textbook, DTYPES[dtype], lse)
+        assert x.dtype == DTYPES[dtype]
+        if backend["backend"] != "reference":
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_delta_is_that_of_the_rounded_dout(backend, rng):
+    """A row that sees one key has no gradient of scores: delta and dP cancel to float32, not to bfloat16 only."""
+    q, k, v = (rng.standard_normal((1, n, 2, 32)).astype(DTYPES["bfloat16"]) for n in (70, 1, 1))
+    out, lse = gpu_ops.attention(q, k, v, return_lse=True, **backend)
+    dout = rng.standard_normal(out.shape).astype(np.float32)
+    dq, dk, _ = gpu_ops.attention_backward(dout, q, k, v, out, lse, **backend)
+    assert max(np.abs(x.astype(np.float64)).max() for x in (dq, dk)) < 1e-5
+
+
+def test_packed_dout_in_float32(backend, rng):
+    e = expected(dtype="float16", seqlens=(70, 70), heads=(4, 2), head_dims=(32, 32), batch=1)
+    p, cu = e.problem, np.array([0, 30, 30, 70], np.int32)
+    q, k, v, dout = (x[0] for x in (*p.arrays, wide_dout(e, rng)))
+    out, lse = gpu_ops.attention_varlen(q, k, v, cu, cu, return_lse=True, out_dtype=np.float32, **backend)
+    found, rounded = (
+        gpu_ops.attention_varlen_backward(x, q, k, v, out, lse, cu, cu, deterministic=True, **backend)
+        for x in (dout, dout.astype(q.dtype))
+    )
+    exact, naive = (
+        reference.attention_varlen_backward(dout, q, k, v, out, lse, cu, cu, precision=precision)
+        for precision in ("float64", "naive")
+    )
+    for name, x, y, want, textbook in zip(NAMES, found, rounded, exact, naive, strict=True):
+        assert_gradient(name, x, want, textbook, q.dtype, lse)
+        if backend["backend"] != "reference":
+            np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -25,7 +25,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Sampler(EmulatorDevice):
-    """Runs of every launch only the blocks (x, 0, 0) that are asked for, and keeps the profile."""
+    """Runs only the chosen blocks (x, 0, 0) of every launch, and keeps the profile."""
 
     def __init__(self, *blocks):
         super().__init__()

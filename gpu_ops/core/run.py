@@ -98,7 +98,7 @@ class Prepared:
         self._on_cuda, self._copied, self._updated = bound.cuda is not None, bound.copied, bound.updated
         self._finish, self._look = bound.finish, bound.look
         new = [o for o in bound.outputs if o.source is None]
-        # no graph is captured on the CPU: what nobody asked for is allocated with the rest
+        # no graph is captured on the CPU: results that the caller does not get are allocated with the rest
         on_host = self.device is devices.HOST
         self._returned = tuple(o.name for o in bound.outputs if o.returned)
         self._new = [Allocation(bound.spec, o, self.device) for o in new if o.returned or on_host]
@@ -234,7 +234,7 @@ class Prepared:
         return limits
 
     def program(self, values: dict[str, Any], limits: Limits) -> Program:
-        """The program for what the hook found; results that nobody asked for are workspaces."""
+        """The program for what the hook found; results that are not returned are workspaces."""
         spec = replace(self.spec, options=(*self.spec.options, *values.items())) if values else self.spec
         return self._with_hidden(program_of(spec, self.backend, limits))
 

@@ -83,7 +83,7 @@ def attention(
         Adds -slope * |i + seqlen_k - seqlen_q - j|.
     dropout_p : float
         If > 0, each weight is 0 with this probability, and otherwise divided by 1 - dropout_p. Takes multiples of
-        2**-16, to which it is rounded, up to 1 - 2**-15. lse knows nothing of it.
+        2**-16, to which it is rounded, up to 1 - 2**-15. Does not change lse.
     seed : int from 0 to 2**64 - 1, or array of one uint64 or int64
         With dropout_p: decides which weights are 0, with their batch entry, head, query and key; the same on every
         device and backend. Pass another one in every layer and step, and the same to the backward. An array is read
@@ -204,8 +204,9 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : array like out, q's dtype
-        Gradient of the result.
+    dout : array like out, q's dtype or float32
+        Gradient of the result. From float32 the kernels round it to q's dtype: the gradients, and delta unless it is
+        given, are those of the rounded one.
     q, k, v, and every option
         As given to :func:`attention`.
     out, lse : arrays

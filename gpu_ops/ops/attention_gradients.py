@@ -28,7 +28,8 @@ def read_results(
 ) -> None:
     """What the forward pass returned; ``dout`` has been read. With ``delta``, out is not looked at."""
     op, native, wide = call.op, checks.FLOAT_DTYPES[dtype], checks.computing_dtype(dtype)
-    checks.exactly(op, "dout", call.views["dout"], shape, native)
+    dout = call.views["dout"]
+    checks.exactly(op, "dout", dout, shape, wide if dout.dtype == wide else native)
     if delta is None:
         if out is None:
             raise OptionError(f"{op}: out is None; pass the forward result, or delta=, sum(dout * out)")

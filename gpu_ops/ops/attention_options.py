@@ -171,7 +171,7 @@ def results_dtypes(views: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
-    """The reference's out and lse; lse where it is wanted."""
+    """The reference's out, and lse if it is returned."""
     views["out"][...] = found[0]
     if "lse" in views:
         views["lse"][...] = found[1]
@@ -180,7 +180,7 @@ def store_results(views: Mapping[str, Any], found: tuple[Any, Any]) -> None:
 def write_forward(
     call: Call, dtype: str, shapes: Shapes, out: Any, return_lse: bool, out_dtype: Any, lse_dtype: Any
 ) -> None:
-    """The results of a forward pass: ``out`` and, where it is wanted, ``lse``. ``shapes``: theirs."""
+    """The results of a forward pass: ``out``, and ``lse`` with ``return_lse``; ``shapes``: their shapes."""
     computed = checks.computing_dtype(dtype)
     of_out = checks.result_dtype(call.op, "out_dtype", out_dtype, checks.FLOAT_DTYPES[dtype], computed)
     of_lse = checks.result_dtype(call.op, "lse_dtype", lse_dtype, computed, np.dtype(np.float64))

@@ -152,7 +152,7 @@ def attention_varlen_backward(
 
     Parameters
     ----------
-    dout, out : arrays (total_q, nheads, head_dim_v)
+    dout, out : arrays (total_q, nheads, head_dim_v), q's dtype or float32
     lse : array (nheads, total_q)
         As returned by ``attention_varlen(..., return_lse=True)``.
     q, k, v, cu_seqlens_q, cu_seqlens_k, and every option

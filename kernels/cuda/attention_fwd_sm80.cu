@@ -17,9 +17,11 @@
 //
 // K is double-buffered, V is not. V of tile n and K of tile n - 1 load while S and the softmax of tile n are
 // computed, and O += P V hides the rest of K. A second V buffer would hide little more, and it would cost shared
-// memory that a second block per SM uses better.
+// memory that a second block per SM uses better. With ONE_K neither is: K of tile n - 1 loads from S on, under the
+// softmax and O += P V, for a barrier more.
 //
 //   shared memory   | K, even tiles | V | K, odd tiles |   Q   |      with Q in registers, Q shares the place of odd K
+//                   | K             | V |   Q   |                     with ONE_K
 //                   | out, or float partial sums of O          |      after the last tile
 //
 // Macros, all required:
@@ -30,6 +32,7 @@
 //   VALUE_PARTS ceil(shape.head_dim_v / HEAD_DIM_V)
 //   BLOCK_M     WARPS_M times 16 or 32           WARPS_M
 //   BLOCK_N     WARPS_N times a multiple of 16   WARPS_N    warps that share rows and divide the keys of a tile
+//   ONE_K       0 or 1, not with Q in registers: one buffer for K
 //   MASK        kNone, kCausal (uses shape.window_right), kLocal (window_left as well)
 //   those of include/attention_scores.cuh, DROPOUT not with PACK_GQA
 //   BLOCK_MASK  0 or 1, not with PACK_GQA

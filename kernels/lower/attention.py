@@ -25,6 +25,8 @@ from gpu_ops.kernels.lower.attention_config import (
     DeviceLimits,
     Mask,
     Problem,
+    Tile,
+    configs,
     select_config,
 )
 from gpu_ops.kernels.lower.attention_problem import Attention
@@ -175,6 +177,7 @@ def _kernel(config: Config, dtype: str, mask: Mask, scores: Features, **more: st
         "BLOCK_N": tile.block_n,
         "WARPS_M": tile.warps_m,
         "WARPS_N": tile.warps_n,
+        "ONE_K": int(tile.one_k),
         "MASK": mask,
         **scores.macros(dtype),
         **dict.fromkeys(("VARLEN", "SEQUSED_K", "PAGED", "WIDE_LSE"), 0),
@@ -238,6 +241,13 @@ def variants(arch: str) -> Iterator[Variant]:
         decode = seqlen_q == 1
         kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
         yield Variant(kernel, config.threads, config.shared_bytes)
+    one_k = (Tile(128, 32, 4, one_k=True), 128), (Tile(64, 64, 4, one_k=True), 256)
+    for tile, head_dim in ((Tile(128, 128, 4), 64), *one_k):
+        problem = Problem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)
+        for _, config in configs(problem, limits, measured=True):  # autotune measures them
+            if config.tile == tile and not config.pack_gqa:
+                kernel = _kernel(config, "bfloat16", "kCausal", PLAIN)
+                yield Variant(kernel, config.threads, config.shared_bytes)
     trained = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", dropout=True)
     config = select_config(trained, limits)
     kernel = _kernel(config, "bfloat16", "kCausal", Features(dropout="number"))

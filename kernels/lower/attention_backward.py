@@ -28,7 +28,7 @@ for _op in ("attention_backward", "attention_varlen_backward"):
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import attention_backward as kernels
     from gpu_ops.kernels.numba_cpu.attention_backward_bias import sinks_gradient
-    from gpu_ops.kernels.numba_cpu.attention_backward_rows import deltas
+    from gpu_ops.kernels.numba_cpu.attention_backward_rows import deltas, round_rows
 
     a = Attention.of(spec)
     lse_dtype, computing = spec.tensor("lse").dtype, a.lse_dtype
@@ -36,7 +36,10 @@ def backward(spec: Spec, on: Builder) -> None:
     inputs: tuple[Any, Any, Any] = (a.q, a.k, a.v)  # only shapes and dtypes are read
     if a.known_lengths:
         on.constant(sequence_table(a), "sequences")
-    layout = spec["layout"]
+    layout, dout_ = spec["layout"], as_bshd(spec.tensor("dout"), spec["layout"])
+    rounds = dout_.dtype != a.q.dtype
+    if rounds:
+        on.empty(dout_.shape, a.q.dtype, "rounded dout")
     has_options = bool(optional_tensors(a))
 
     def run(views: Mapping[str, Any]) -> None:
@@ -46,6 +49,8 @@ def backward(spec: Spec, on: Builder) -> None:
             dout, q, k, v = as_bshd(dout, layout), as_bshd(q, layout), as_bshd(k, layout), as_bshd(v, layout)
             dq, dk, dv = as_bshd(dq, layout), as_bshd(dk, layout), as_bshd(dv, layout)
             lse = lse if lse.ndim == 3 else lse[None]
+        if rounds:
+            dout = round_rows(dout, views["rounded dout"])
         delta = deltas(dout, as_bshd(views["out"], layout)) if delta is None else delta.reshape(lse.shape)
         lse, delta = np.asarray(lse, np.float64), np.asarray(delta, np.float64)
         dbias, given = views.get("dbias"), optional_arrays(a, views) if has_options else {}

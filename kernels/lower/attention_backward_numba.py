@@ -22,11 +22,20 @@ __all__ = ["backward", "numba_variants"]
 def backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda.attention_backward import keys_kernel, queries_kernel
     from gpu_ops.kernels.numba_cuda.attention_backward_config import Problem, select_config
-    from gpu_ops.kernels.numba_cuda.attention_backward_rows import SINK_THREADS, rows_kernel, sinks_kernel
+    from gpu_ops.kernels.numba_cuda.attention_backward_rows import (
+        SINK_THREADS,
+        rounding_kernel,
+        rows_kernel,
+        sinks_kernel,
+    )
     from gpu_ops.kernels.numba_cuda.attention_config import LOG2E, THREADS
 
     a, layout = Attention.of(spec), spec["layout"]
     dout, dq, dk, dv = (as_bshd(spec.tensor(name), layout) for name in ("dout", "dq", "dk", "dv"))
+    if dout.dtype != a.q.dtype:
+        wide_dout, dout = dout, on.empty(dout.shape, a.q.dtype, "dout, rounded")
+        grid = (-(-dout.size // THREADS),)
+        on.launch(rounding_kernel(a.q.dtype.name), grid, (THREADS,), (wide_dout, dout))
     left, right = a.window(UNLIMITED)
     masked = left < UNLIMITED or right < UNLIMITED
     problem = Problem(a.q.dtype.name, a.features(sinks=False), masked)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.attention_scores import CUDA_SCORES, PLAIN
+from gpu_ops.kernels.attention_scores import PLAIN
 from gpu_ops.kernels.compiler.cubin import smem_per_block_optin
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower.arguments import DTYPES, address, float32, four_axes, strides_of
@@ -31,36 +31,14 @@ from gpu_ops.kernels.lower.attention_backward_config import (
     shared_bytes,
 )
 from gpu_ops.kernels.lower.attention_problem import Attention, as_bshd
-from gpu_ops.kernels.lower.attention_shape import UNLIMITED
+from gpu_ops.kernels.lower.attention_shape import BACKWARD_ROWS, BACKWARD_SHAPE, UNLIMITED
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["BACKWARD_SHAPE", "backward", "raw_unsupported", "variants"]
+__all__ = ["backward", "raw_unsupported", "variants"]
 
 _ALIGNMENT = 16  # of every address and stride: what cp.async copies at a time
 _MAX_GRID_YZ = 65535
 _THREADS = 256  # of attention_bwd_rows.cu
-_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-
-_ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
-
-# BackwardShape of cuda/include/attention_bwd_shape.cuh.
-BACKWARD_SHAPE = np.dtype(
-    [
-        *[(name, _ROW_STRIDES) for name in _ROWS],
-        *[(name, "i8", (3,)) for name in ("lse", "delta")],
-        *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
-        *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
-        *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
-        ("seed", "u8"),
-        *[(name, "i4") for name in ("parts", "part_heads", "batch")],
-        ("bias_shape", "i4", (4,)),
-        *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
-        *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k")],
-        ("scale", "f4"),
-        ("scores", CUDA_SCORES),
-    ],
-    align=True,
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +46,8 @@ class _Call:
     """A call's arrays as (batch, seqlen, nheads, head_dim), and what its launches share."""
 
     a: Attention
-    rows: dict[str, Tensor]  # by the names of _ROWS
+    rows: dict[str, Tensor]  # by the names of BACKWARD_ROWS, dout in q's dtype
+    wide_dout: Tensor | None  # dout as given, if that is in float32 beside a 16-bit q
     lse: Tensor
     statistics: Tensor
     shape: np.ndarray[Any, Any]
@@ -113,9 +92,10 @@ def backward(spec: Spec, on: Builder) -> None:
     tile = select_tile(*sizes, options=options, wide_lse=call.wide_lse)
     of_queries = (-(-a.seqlen_q // PAD), a.nheads, a.batch)
     delta = spec.get("delta")
-    inputs = call.rows["out"], call.rows["dout"], call.lse, _NULL if delta is None else delta
+    given = tuple(_NULL if x is None else x for x in (delta, call.wide_dout))
+    inputs = call.rows["out"], call.rows["dout"], call.lse, *given
     macros: dict[str, str | int] = {"OUT": DTYPES[a.out.dtype.name], "DELTA": int(delta is not None)}
-    macros |= {"DROPOUT": int(a.dropped > 0)}
+    macros |= {"DROPOUT": int(a.dropped > 0), "WIDE_DOUT": int(call.wide_dout is not None)}
     _launch_rows(call, on, "statistics", of_queries, (*inputs, *call.starts, call.statistics), **macros)
     if spec["deterministic"]:
         _gradients_of_keys(call, on, tile, None)
@@ -171,7 +151,7 @@ def raw_unsupported(spec: Spec) -> str | None:
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
     out = "dout" if spec.get("out") is None else "out"  # with delta out is not read
-    return {n: as_bshd(spec.tensor(out if n == "out" else n), spec["layout"]) for n in _ROWS}
+    return {n: as_bshd(spec.tensor(out if n == "out" else n), spec["layout"]) for n in BACKWARD_ROWS}
 
 
 def _padded_rows(a: Attention, x: Tensor, seqlen: int) -> tuple[int, int]:
@@ -183,8 +163,12 @@ def _padded_rows(a: Attention, x: Tensor, seqlen: int) -> tuple[int, int]:
 def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     if a.lse is None:
         raise ValueError("attention backward needs lse")
-    rows = _tensors(spec)
+    rows, wide_dout = _tensors(spec), None
     shape = np.zeros((), BACKWARD_SHAPE)
+    if rows["dout"].dtype != a.q.dtype:
+        wide_dout = rows["dout"]
+        shape["wide_dout"] = strides_of(wide_dout)[:3]
+        rows["dout"] = on.empty(wide_dout.shape, a.q.dtype, "dout, rounded")
     for name, x in rows.items():
         shape[name] = strides_of(x)[:3]
     shape["lse"] = strides_of(a.lse)
@@ -212,7 +196,8 @@ def _prepare(spec: Spec, a: Attention, on: Builder) -> _Call:
     for name, value in numbers.items():
         shape[name] = value
     grads = "kAdded" if spec["accumulate"] else "kPlain" if rows["dq"].dtype == a.q.dtype else "kFloat"
-    return _Call(a, rows, a.lse, statistics, shape, head_dims(a.head_dim, a.head_dim_v), grads)
+    dims = head_dims(a.head_dim, a.head_dim_v)
+    return _Call(a, rows, wide_dout, a.lse, statistics, shape, dims, grads)
 
 
 def _launch(
@@ -314,7 +299,10 @@ def _bias_kernel(dtype: str, tile: Tile, dims: tuple[int, int], mask: str, **mac
 
 
 def _rows_kernel(what: str, **macros: str | int) -> CudaKernel:
-    of_statistics = {"OUT": macros["DTYPE"], "DELTA": 0, "WIDE_LSE": 0, "DROPOUT": 0}
+    of_statistics = {
+        "OUT": macros["DTYPE"],
+        **dict.fromkeys(("DELTA", "WIDE_DOUT", "WIDE_LSE", "DROPOUT"), 0),
+    }
     defines = {"VARLEN": 0, **of_statistics, "ROWS": "kQ", "COLUMNS": 32, "GRADS": "kPlain", **macros}
     return CudaKernel("attention_bwd_rows", f"attention_backward_{what}", tuple(defines.items()))
 

@@ -8,7 +8,7 @@ work of a block      BLOCK_M times the keys of whole tiles, padding included; or
 blocks per SM        those that run together on it, the fullest SM: that is the time (waves)
 1 + 4 / warps        warps that share an SM: the softmax of one runs under the multiplications of others
 1 + 8 / warp's rows  a fragment of K and V read from shared memory serves 16 or 32 rows
-1 + 8 / BLOCK_N      two barriers and the addresses of a tile, for BLOCK_N keys
+1 + 8 / BLOCK_N      two barriers and the addresses of a tile, for BLOCK_N keys; 12 for three barriers
 ===================  ==================================================================================
 """
 
@@ -31,7 +31,8 @@ Mask = Literal["kNone", "kCausal", "kLocal"]
 MAX_HEAD_DIM = {2: 512, 4: 256}
 # Registers of S, O and Q, by itemsize: with 45 to 95 others, fewer than the 255 that there are. 3 x TF32 needs more.
 _MAX_ACCUMULATORS = {2: 160, 4: 128}
-# With rows of K and V alike, and scores that are only scaled, 63 others are enough: see Forward in the kernel.
+# With rows of K and V alike, and scores that are only scaled, 63 others are enough: see Forward in the kernel. With
+# 128 keys they are not quite (pages spill, as does sm_120): autotune measures such tiles.
 _MAX_ACCUMULATORS_LEAN, _MAX_BLOCK_N_LEAN = 192, 64
 _MAX_COLUMNS = {2: 256, 4: 192}  # of O in a block: float32 with 256 spills 100 registers
 _OTHER_REGISTERS = 70  # beside them, as ptxas counts on sm_80
@@ -44,12 +45,13 @@ _MAX_SPLITS = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M rows by BLOCK_N keys, on WARPS_M x WARPS_N warps."""
+    """BLOCK_M rows by BLOCK_N keys, on WARPS_M x WARPS_N warps; with one buffer for K, or two."""
 
     block_m: int
     block_n: int
     warps_m: int
     warps_n: int = 1
+    one_k: bool = False
 
     @property
     def warps(self) -> int:
@@ -64,12 +66,16 @@ class Tile:
 _TILES = (
     # two blocks per SM: head_dim 64 with Q in registers, 128 where an SM has two times 80 KB
     Tile(128, 64, 4),
-    Tile(128, 128, 4),  # head_dim 32: half the barriers of the first
+    # head_dim 32: half the barriers of the first; autotune tries it with 64 as well, where two blocks fit
+    Tile(128, 128, 4),
     Tile(128, 32, 4),  # head_dim 160; 128 with bias and the like, which leave no registers for 64 keys
     Tile(64, 64, 4),  # head_dim 96 and 128 on cards with 99 KB: 48 KB, two blocks per SM. Short sequences
     # head_dim 192 and 256 on cards with 163 KB and more: 8 warps in the one block that fits
     Tile(128, 64, 8),
-    Tile(64, 32, 4),  # head_dim 256 on cards with 99 KB; float32 up to 128: 64 KB
+    # head_dim 256: 96 KB, the one block of cards with 99 KB, or two where an SM has 227 KB
+    Tile(64, 64, 4, one_k=True),
+    Tile(128, 32, 4, one_k=True),  # head_dim 128 on cards with 99 KB: 48 KB, two blocks per SM
+    Tile(64, 32, 4),  # float32 up to 128: 64 KB; head_dim 256 with bias and the like on cards with 99 KB
     Tile(64, 16, 4),  # float32 with head_dim 256 on cards with 163 KB; head_dim 512
     Tile(32, 64, 2),  # 17 to 32 rows
     Tile(32, 16, 2),  # the widest heads on cards with 99 KB
@@ -139,18 +145,29 @@ def legal_tiles(
     *,
     split: bool = False,
     lean: bool = False,
+    measured: bool = False,
 ) -> Iterator[tuple[Tile, int]]:
     """Tiles for ``rows`` rows per head that a block has the registers and the shared memory for, with the latter.
 
-    ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V.
+    ``head_dim``, ``head_dim_v``: the kernel's HEAD_DIM and HEAD_DIM_V. ``measured``: also tiles that leave so few
+    registers that only a measurement tells whether they are faster.
     """
     most = _MAX_ACCUMULATORS[itemsize]
+
+    def blocks(shared: int) -> int:
+        return _blocks_by_shared(shared, smem_per_block_optin)
+
     for tile in _TILES:
         if tile.warps_n > 1 and rows > tile.block_m:
             continue  # each warp looks at a part of the keys only: four times the loads of rows in four warps
         sizes = (itemsize, tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, head_dim, head_dim_v)
-        shared = shared_bytes(*sizes, split=split)
-        roomy = lean and itemsize == 2 and head_dim == head_dim_v and tile.block_n <= _MAX_BLOCK_N_LEAN
+        shared = shared_bytes(*sizes, one_k=tile.one_k, split=split)
+        if tile.one_k and (
+            q_in_registers(*sizes) or blocks(shared) <= blocks(shared_bytes(*sizes, split=split))
+        ):
+            continue  # a second buffer is free
+        few_left = tile.block_n > _MAX_BLOCK_N_LEAN and not (measured and blocks(shared) > 1)
+        roomy = lean and itemsize == 2 and head_dim == head_dim_v and not few_left
         accumulators = _accumulators(tile, itemsize, head_dim, head_dim_v)
         if shared <= smem_per_block_optin and accumulators <= (_MAX_ACCUMULATORS_LEAN if roomy else most):
             yield tile, shared
@@ -161,8 +178,8 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     """The cheapest way to run a problem, by the model above.
 
     GQA heads are packed into rows where that pads fewer of them or reads keys less often. Keys are divided where
-    blocks are too few for the SMs, into as many parts as run at a time: a second wave, or partial results that
-    nobody waits for, cost more than a part of an SM left idle.
+    blocks are too few for the SMs, into as many parts as run at a time: more parts, in a
+    second wave, cost more than an SM left partly idle.
 
     Raises
     ------
@@ -181,8 +198,8 @@ def select_config(problem: Problem, device: DeviceLimits) -> Config:
     return next(config for cost, config in found if cost <= 1.02 * least)
 
 
-def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
-    """Every legal way to run a problem, with its cost."""
+def configs(p: Problem, device: DeviceLimits, *, measured: bool = False) -> Iterator[tuple[float, Config]]:
+    """Every legal way to run a problem, with its cost. ``measured``: as in :func:`legal_tiles`."""
     head_dim, head_dim_v, parts = head_dims(p.itemsize, p.head_dim, p.head_dim_v)
     packings = (False, True) if p.group > 1 and not (p.block_mask or p.dropout) else (False,)
     # At the same cost: one block reads the keys of a group, not one per head. Beside long sequences over pages there
@@ -202,6 +219,7 @@ def configs(p: Problem, device: DeviceLimits) -> Iterator[tuple[float, Config]]:
             device.smem_per_block_optin,
             split=split or p.wide_out,
             lean=lean,
+            measured=measured and not p.paged,
         ):
             tiles_m = max(-(-rows // tile.block_m), 1)
             resident = _resident(tile, p.itemsize, head_dim, head_dim_v, shared, device)
@@ -224,7 +242,7 @@ def _cost(p: Problem, config: Config, resident: int, sms: int) -> float:
     columns = config.head_dim + config.head_dim_v
     multiply = tile.block_m * keys * columns / 2048
     load = keys * columns * p.itemsize / _BYTES_PER_PRODUCT
-    slow = (1 + 8 / tile.warp_rows) * (1 + 8 / tile.block_n)
+    slow = (1 + 8 / tile.warp_rows) * (1 + (12 if tile.one_k else 8) / tile.block_n)
     blocks = config.grid[0] * config.grid[1] * config.grid[2]
     on_one = -(-blocks // sms)
     together = min(on_one, resident) * tile.warps
@@ -264,8 +282,13 @@ def _resident(
     """Blocks that an SM holds at a time."""
     registers = min(255, _accumulators(tile, itemsize, head_dim, head_dim_v) + _OTHER_REGISTERS)
     by_registers = REGISTERS_PER_SM // (32 * tile.warps * _round_up(registers, 8))
-    by_shared = (device.smem_per_block_optin + RESERVED) // (shared + RESERVED)
+    by_shared = _blocks_by_shared(shared, device.smem_per_block_optin)
     return max(1, min(by_registers, by_shared, 16))
+
+
+def _blocks_by_shared(shared: int, smem_per_block_optin: int) -> int:
+    """An SM has what the largest block may take, and what is reserved for that block."""
+    return (smem_per_block_optin + RESERVED) // (shared + RESERVED)
 
 
 def _round_up(n: int, multiple: int) -> int:

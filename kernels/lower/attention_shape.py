@@ -1,4 +1,4 @@
-"""The by-value argument of the attention kernels: ``AttentionShape`` of cuda/include/attention_shape.cuh."""
+"""The by-value arguments of the attention kernels, forward and backward, and the shared memory of the former."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import numpy as np
 
 from gpu_ops.kernels.attention_scores import CUDA_SCORES
 
-__all__ = ["ATTENTION_SHAPE", "UNLIMITED", "q_in_registers", "shared_bytes"]
+__all__ = [
+    "ATTENTION_SHAPE",
+    "BACKWARD_ROWS",
+    "BACKWARD_SHAPE",
+    "UNLIMITED",
+    "q_in_registers",
+    "shared_bytes",
+]
 
 # Of a window's side: further than any sequence is long, and sums with lengths stay in int32.
 UNLIMITED = 1 << 30
 
 _ROW_STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
 
+# AttentionShape of cuda/include/attention_shape.cuh.
 ATTENTION_SHAPE = np.dtype(
     [
         *[(name, _ROW_STRIDES) for name in ("q", "k", "v", "out")],
@@ -23,6 +31,27 @@ ATTENTION_SHAPE = np.dtype(
         *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
         *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k", "page_size")],
         ("num_splits", "i4"),
+        ("scores", CUDA_SCORES),
+    ],
+    align=True,
+)
+
+BACKWARD_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+# BackwardShape of cuda/include/attention_bwd_shape.cuh.
+BACKWARD_SHAPE = np.dtype(
+    [
+        *[(name, _ROW_STRIDES) for name in (*BACKWARD_ROWS, "wide_dout")],
+        *[(name, "i8", (3,)) for name in ("lse", "delta")],
+        *[(name, "i8", (4,)) for name in ("bias", "dbias", "block_mask")],
+        *[(name, "i8") for name in ("alibi_batch", "padded_batch", "padded_head")],
+        *[(name, "i8") for name in ("padded_batch_k", "padded_head_k", "padded_part")],
+        ("seed", "u8"),
+        *[(name, "i4") for name in ("parts", "part_heads", "batch")],
+        ("bias_shape", "i4", (4,)),
+        *[(name, "i4") for name in ("seqlen_q", "seqlen_k", "nheads", "group", "head_dim", "head_dim_v")],
+        *[(name, "i4") for name in ("window_left", "window_right", "block_q", "block_k")],
+        ("scale", "f4"),
         ("scores", CUDA_SCORES),
     ],
     align=True,
@@ -46,18 +75,19 @@ def shared_bytes(
     head_dim: int,
     head_dim_v: int,
     *,
+    one_k: bool = False,
     split: bool = False,
 ) -> int:
     """Dynamic shared memory of a block; head_dim and head_dim_v are the kernel's HEAD_DIM and HEAD_DIM_V.
 
-    ``split``: sums leave in float, as they also do where out is float32.
+    ``one_k``: K has one buffer. ``split``: sums leave in float, as they also do where out is float32.
     """
     q, k, v = (
         itemsize * rows * columns
         for rows, columns in ((block_m, head_dim), (block_n, head_dim), (block_n, head_dim_v))
     )
     in_registers = q_in_registers(itemsize, block_m, block_n, warps_m, warps_n, head_dim, head_dim_v)
-    tiles = k + v + (max(k, q) if in_registers else k + q)
+    tiles = k + v + (q if one_k else max(k, q) if in_registers else k + q)
     partial = split or warps_n > 1  # sums leave in float, and the warps' with their row statistics
     out = block_m * head_dim_v * (4 * warps_n if partial else itemsize)
     return max(tiles, out + (8 * warps_n * block_m if partial else 0))

@@ -31,8 +31,8 @@ _WORTH_MEASURING = 2.0  # times the least cost by the model; slower tiles are no
 @functools.lru_cache(maxsize=64)  # a search takes some milliseconds, and each measured call asks again
 def candidates(problem: Problem, device: DeviceLimits) -> Mapping[str, Config]:
     """By label, the model's choice first, then by what the model thinks of them."""
-    found = sorted(configs(problem, device), key=lambda pair: pair[0])
-    if problem.num_splits > 1:  # asked for
+    found = sorted(configs(problem, device, measured=True), key=lambda pair: pair[0])
+    if problem.num_splits > 1:  # given by the caller
         most = max(config.num_splits for _, config in found)
         found = [(cost, config) for cost, config in found if config.num_splits == most]
     near = [config for cost, config in found if cost <= _WORTH_MEASURING * found[0][0]]
@@ -75,6 +75,7 @@ def label(config: Config) -> str:
     """Such as ``16 x 64 on 1 x 4 warps, packed, divided``."""
     t = config.tile
     words = [f"{t.block_m} x {t.block_n} on {t.warps_m} x {t.warps_n} warps"]
+    words += ["one K"] if t.one_k else []
     words += ["packed"] if config.pack_gqa else []
     words += ["divided"] if config.num_splits > 1 else []
     return ", ".join(words)
@@ -85,7 +86,7 @@ SPACE = Space("attention", ("attention_fwd_sm80", "attention_combine"), bucket, 
 
 def _divided(problem: Problem, device: DeviceLimits, like: Config, parts: int) -> Config:
     """The same tile with the keys in ``parts`` parts, as far as they go round."""
-    for _, config in configs(replace(problem, num_splits=max(parts, 2)), device):
+    for _, config in configs(replace(problem, num_splits=max(parts, 2)), device, measured=True):
         if (config.tile, config.pack_gqa) == (like.tile, like.pack_gqa) and config.num_splits > 1:
             return config
     return like

@@ -175,7 +175,7 @@ def _targets(spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def _row_results(spec: Spec, on: Builder) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and lse; the loss again in its place if nobody asked for it."""
+    """The loss of each row, and lse; the loss again in its place if it is not returned."""
     x, loss, lse = rows_of(spec, "logits"), spec.tensor("loss"), spec.get("lse")
     rows = loss if spec["reduction"] == "none" else on.empty((len(x),), loss.dtype, "row losses")
     return rows, rows if lse is None else lse

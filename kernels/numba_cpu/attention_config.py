@@ -23,7 +23,7 @@ DECODE_ROWS = 16  # more query rows per KV head fill the lanes of the tiled kern
 
 
 def results_of(t: str) -> tuple[str, str]:
-    """The dtypes of out and lse, if no others are asked for."""
+    """The dtypes of out and lse, unless the caller chooses others."""
     return t, compute(t).name
 
 

@@ -7,7 +7,7 @@ that they go from the first product through the softmax to the second without le
              +----------+                a panel's Q^T (head_dim * NR) is in L1 while K runs past it
     block_n  |  S^T, P^T |
     keys     |  (L1)    |                causal: each panel takes only the keys that it sees, so the triangle
-             +----------+                that is computed in vain is NR wide
+             +----------+                computed needlessly is NR wide
 """
 
 from typing import Any, NamedTuple

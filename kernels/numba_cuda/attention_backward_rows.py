@@ -8,7 +8,8 @@ of a row have a bias of -1e9, lse is -1e9 + log(100), which float32 rounds to -1
 of 1/100. For such a row the kernel walks over the keys: top is the largest score, and rest the log2 of the sum of all
 weights relative to it.
 
-delta is summed over columns in order, by multiply-adds, as dP is. So the two cancel exactly where a row sees one key.
+A float32 dout beside 16-bit inputs is rounded to their dtype ahead: delta is that of the dout that dP is computed of.
+It is summed over columns in order, by multiply-adds, as dP is. So the two cancel exactly where a row sees one key.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.memory import stager, take
 from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block, plus
 
-__all__ = ["SINK_THREADS", "rows_kernel", "sinks_kernel"]
+__all__ = ["SINK_THREADS", "rounding_kernel", "rows_kernel", "sinks_kernel"]
 
 SINK_THREADS = 32 * WARPS
 CHUNK = {
@@ -148,6 +149,25 @@ def rows_kernel(
     words = [*["sinks"] * with_sinks, *["delta"] * delta_given, f"lse {lse_dtype}", f"out {out_dtype}"]
     name = f"attention_backward_rows[{','.join([problem.label, *words])}]"
     return NumbaKernel(attention_backward_rows, signature(problem, f.element, 3, *more), name)
+
+
+@cache
+def rounding_kernel(dtype: str) -> NumbaKernel:
+    """``rounded`` = a float32 dout (batch, seqlen_q, nheads, head_dim_v) in ``dtype``. A thread has an element."""
+    store = functions(dtype).store
+
+    def attention_backward_round(dout, rounded):
+        batch, seqlen_q, nheads, dim = dout.shape
+        x = int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+        if x >= batch * seqlen_q * nheads * dim:
+            return
+        column, x = x % dim, x // dim
+        head, x = x % nheads, x // nheads
+        query, b = x % seqlen_q, x // seqlen_q
+        rounded[b, query, head, column] = store(dout[b, query, head, column])
+
+    types = f"void(float32[:, :, :, :], {functions(dtype).element}[:, :, :, ::1])"
+    return NumbaKernel(attention_backward_round, types, f"attention_backward_round[{dtype}]")
 
 
 @cache

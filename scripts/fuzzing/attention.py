@@ -113,20 +113,21 @@ def attention_backward(draw: Draw) -> Trial:
     dtype = draw.dtype()
     batch, heads, heads_kv, head_dim, head_dim_v = dims(draw)
     sq, sk = draw.length(130), draw.length(130)
+    of_out = draw.pick(dtype, dtype, computing(dtype))
     given = {
-        name: draw.array((batch, s, h, d), dtype)
-        for name, s, h, d in (
-            ("dout", sq, heads, head_dim_v),
-            ("q", sq, heads, head_dim),
-            ("k", sk, heads_kv, head_dim),
-            ("v", sk, heads_kv, head_dim_v),
+        name: draw.array((batch, s, h, d), t)
+        for name, s, h, d, t in (
+            ("dout", sq, heads, head_dim_v, of_out),
+            ("q", sq, heads, head_dim, dtype),
+            ("k", sk, heads_kv, head_dim, dtype),
+            ("v", sk, heads_kv, head_dim_v, dtype),
         )
     }
     options = options_of(draw, batch, heads) | dense_options(draw, dtype, (batch, heads, sq, sk))
     m = Maths(dtype, False)
     with np.errstate(all="ignore"):
         out, lse = forward(m, *(heads_first(m.load(given[name])) for name in ("q", "k", "v")), options)
-    out = draw.place(nearest(heads_first(out), dtype))
+    out = draw.place(nearest(heads_first(out), of_out))
     lse = draw.place(lse.astype(computing(dtype)))
     results: tuple[Any, ...] = (dtype,) * 3
     arguments = {**given, "out": out, "lse": lse, **options}
@@ -143,7 +144,7 @@ def attention_backward(draw: Draw) -> Trial:
         x = {name: heads_first(m.load(array)) for name, array in given.items()}
         w = Maths(dtype, False, m.variant)
         made, sums = forward(w, *(heads_first(w.load(given[name])) for name in ("q", "k", "v")), options)
-        x["out"] = m.r(nearest(made, dtype).astype(m.wide))
+        x["out"], x["dout"] = m.r(nearest(made, of_out).astype(m.wide)), m.r(x["dout"])
         found = backward(m, x, sums.astype(computing(dtype)).astype(m.wide), options)
         return (*(heads_first(one) for one in found[:3]), *(found[3:] if extra else ()))
 
@@ -169,7 +170,7 @@ def packed(draw: Draw, limit: int) -> tuple[dict[str, Array], Array, Array, Opti
 
 
 def in_pages(draw: Draw, caches: dict[str, list[Array]]) -> dict[str, Array]:
-    """Caches by name, each the keys or values of every sequence, in shuffled pages; what nobody uses is NaN."""
+    """Caches by name, each the keys or values of every sequence, in shuffled pages; unused slots are NaN."""
     used = np.array([len(x) for x in next(iter(caches.values()))], np.int32)
     page, batch = draw.pick(1, 4, 16, 64), len(used)
     width = -(-int(used.max(initial=0)) // page) + draw.pick(0, 1)
@@ -209,12 +210,13 @@ def attention_varlen(draw: Draw) -> Trial:
 def attention_varlen_backward(draw: Draw) -> Trial:
     given, cu_q, cu_k, options = packed(draw, 17 if draw.small else 64)
     dtype = given["q"].dtype
-    given = {"dout": draw.array((*given["q"].shape[:2], given["v"].shape[2]), dtype), **given}
+    of_out = draw.pick(dtype, dtype, computing(dtype))
+    given = {"dout": draw.array((*given["q"].shape[:2], given["v"].shape[2]), of_out), **given}
     with np.errstate(all="ignore"):
         out, lse = varlen_forward(Maths(dtype, False), given, cu_q, cu_k, options)
     arguments = {
         **given,
-        "out": draw.place(nearest(out, dtype)),
+        "out": draw.place(nearest(out, of_out)),
         "lse": draw.place(lse.astype(computing(dtype))),
     }
     arguments |= {"cu_seqlens_q": draw.place(cu_q), "cu_seqlens_k": draw.place(cu_k), **options}
@@ -231,7 +233,7 @@ def attention_varlen_backward(draw: Draw) -> Trial:
             zip(by_sequence(m, given, cu_q, cu_k), by_sequence(w, given, cu_q, cu_k), strict=True)
         ):
             made, sums = forward(w, y["q"], y["k"], y["v"], of_sequence(options, b))
-            x["out"] = m.r(nearest(made, dtype).astype(m.wide))
+            x["out"], x["dout"] = m.r(nearest(made, of_out).astype(m.wide)), m.r(x["dout"])
             parts.append(
                 backward(m, x, sums.astype(computing(dtype)).astype(m.wide), of_sequence(options, b))
             )

@@ -38,6 +38,7 @@ template <> struct __align__(16) Statistics<true> {
 
 struct BackwardShape {
     RowStrides q, k, v, out, dout, dq, dk, dv;
+    RowStrides wide_dout;                  // of dout in float, which dout is rounded from
     int64 lse[3], delta[3];                // batch, head, query
     int64 bias[4], dbias[4], block_mask[4];  // batch, head, query (block), key (block); 0 if broadcast
     int64 alibi_batch;                     // 0: all sequences share the slopes

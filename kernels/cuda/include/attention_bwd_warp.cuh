@@ -215,9 +215,8 @@ __device__ __forceinline__ bool sees(const BackwardShape& shape, const Work& wor
     return visible && work.bias_at(shape, head, query, key) != minus_infinity();
 }
 
-// acc += A B without tensor cores, leaving out the pairs that see nothing of each other: 0 * inf would reach them.
-// For masked tiles that hold a value that is not finite. a(r, k) and b(k, column) are elements, visible(r, k) says
-// what counts.
+// acc += A B without tensor cores, for masked tiles that hold inf or NaN: hidden pairs are left out, since 0 * inf is
+// NaN. a(r, k) and b(k, column) are elements; visible(r, k): row r sees k.
 template <int kStride, int kA, int kTiles, typename A, typename B, typename Visible>
 __device__ __forceinline__ void add_product_slowly(float (&acc)[kA][kTiles][4], int depth, int unit, A a, B b,
                                                    Visible visible) {

@@ -41,11 +41,13 @@ typedef typename ChooseType<(WARPS_N > 1), float, out_scalar>::type staged;
 typedef Tile<staged, BLOCK_M * WARPS_N, HEAD_DIM_V, sizeof(staged) == 4> TileO;
 struct Part { float row_max, weight; };  // one per row and warp, stored behind the tile
 
-constexpr int kOffsetV = TileK::kBytes, kOffsetOddK = kOffsetV + TileV::kBytes;
-constexpr int kOffsetQ = kQInRegisters ? kOffsetOddK : kOffsetOddK + TileK::kBytes;
+constexpr int kOffsetV = TileK::kBytes, kBehindV = kOffsetV + TileV::kBytes;
+constexpr int kOffsetOddK = ONE_K ? 0 : kBehindV;
+constexpr int kOffsetQ = ONE_K || kQInRegisters ? kBehindV : kBehindV + TileK::kBytes;
 
 static_assert(kSlabs == 1 || kSlabs == 2, "a warp has 16 or 32 rows");
 static_assert(kWarpN % 16 == 0, "ldmatrix.x4 reads 16 keys");
+static_assert(!ONE_K || !kQInRegisters, "Q in registers leaves its place to a second K");
 static_assert(!BLOCK_MASK || !PACK_GQA, "the heads of a group may have different block masks");
 static_assert(!DROPOUT || !PACK_GQA, "rows 8 apart are queries 8 apart: they share random words");
 

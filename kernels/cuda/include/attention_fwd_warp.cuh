@@ -226,12 +226,19 @@ struct Forward {
         ptx::cp_async_commit();
         v.skip(n - 1 - next);
         k.skip(n - 1 - next);
-        if (next >= begin) k.load(k_to - k_odd, next, true, work.seqlen_k, shape.head_dim);
-        ptx::cp_async_commit();
+        const auto load_next = [&] {
+            if (next >= begin) k.load(k_to - k_odd, next, true, work.seqlen_k, shape.head_dim);
+            ptx::cp_async_commit();
+        };
+        if constexpr (!ONE_K) load_next();
 
         float s[kSlabs][kTilesS][4] = {};
         scores(s);
         if (sizeof(scalar) == 4 && careful) mend(s);
+        if constexpr (ONE_K) {
+            __syncthreads();  // no warp reads K any more
+            load_next();
+        }
         if (!kPlainScores || masked) {
             const Place me = Place::mine();
             const int first = n * BLOCK_N + me.first_key() + me.lane % 4 * 2;
@@ -359,7 +366,7 @@ struct Forward {
                     const int byte = column * sizeof(staged);
                     staged& o = *reinterpret_cast<staged*>(tile + TileO::at(0, row, byte / 16) + byte % 16);
                     const float before = widened(o), after = before + x;
-                    if (before != before || before == after) continue;  // no news
+                    if (before != before || before == after) continue;  // NaN already, or an infinity of the same sign
                     if (sees(row_of_q(work.row0 + row), work.row0 + row, key)) o = narrowed<staged>(after);
                 }
             }
