@@ -120,6 +120,12 @@ def _is_slow_on_emulator(item):
     return quick is None or any(given[name] not in levels for name, levels in quick.items() if name in given)
 
 
+def pytest_collection_finish():
+    """What collecting made, millions of objects, stays until the end: searches for cyclic garbage leave it out."""
+    gc.collect()
+    gc.freeze()
+
+
 # Above so much resident memory a process drops the emulator's programs, of 5 to 30 MB each, if it has this many.
 MOST_MEMORY, PROGRAMS = 800 << 20, 20
 STATM = Path("/proc/self/statm")
