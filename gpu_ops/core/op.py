@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, overload
 
 from gpu_ops.core.call import Bound
-from gpu_ops.core.call_key import ANY_INTEGER, INTEGERS, call_key
+from gpu_ops.core.call_key import ANY_NUMBER, call_key
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.dispatch import WITH_CUDA_KERNELS, Choice
@@ -67,11 +67,13 @@ class Explanation:
 class Op:
     """A public function: binds a call the first time, goes straight to its program later.
 
-    ``written``: arguments beside ``out`` that receive results. ``dynamic``: a keyword argument whose value, where it
-    is an integer, is not part of the key.
+    ``written``: arguments beside ``out`` that receive results. ``dynamic``: keyword arguments whose values, where
+    they are numbers, are not part of the key.
     """
 
-    def __init__(self, binder: Callable[..., Bound], written: tuple[str, ...], dynamic: str | None) -> None:
+    def __init__(
+        self, binder: Callable[..., Bound], written: tuple[str, ...], dynamic: tuple[str, ...]
+    ) -> None:
         self.name, self.binder, self.dynamic = binder.__name__, binder, dynamic
         self.signature = inspect.signature(binder)
         self.parameters = tuple(self.signature.parameters)
@@ -99,8 +101,9 @@ class Op:
         return result if prepared.tuple_argument is None else kwargs[prepared.tuple_argument]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.dynamic is not None and type(kwargs.get(self.dynamic)) in INTEGERS:
-            kwargs = {**kwargs, self.dynamic: ANY_INTEGER}
+        for name in self.dynamic:
+            if type(kwargs.get(name)) in ANY_NUMBER:
+                kwargs = {**kwargs, name: ANY_NUMBER[type(kwargs[name])]}
         written: tuple[str | int, ...] = self._results
         if self._positional:
             written = (*written, *[i if i < len(args) else name for i, name in self._positional])
@@ -132,7 +135,7 @@ class Op:
 def op(binder: Callable[P, Bound]) -> Callable[P, Any]: ...
 @overload
 def op(
-    *, cuda: bool = False, kernels: str = "", written: tuple[str, ...] = (), dynamic: str | None = None
+    *, cuda: bool = False, kernels: str = "", written: tuple[str, ...] = (), dynamic: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, Bound]], Callable[P, Any]]: ...
 def op(
     binder: Callable[P, Bound] | None = None,
@@ -140,7 +143,7 @@ def op(
     cuda: bool = False,
     kernels: str = "",
     written: tuple[str, ...] = (),
-    dynamic: str | None = None,
+    dynamic: tuple[str, ...] = (),
 ) -> Any:
     """Make a public function of one that binds its arguments.
 

@@ -31,7 +31,8 @@ class Place:
         return self.source.make in (None, as_integer) and (item is None or in_tuple)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[self.position] if self.by_position else kwargs[self.source.argument]
+        # None: an argument that is not given
+        x: Any = args[self.position] if self.by_position else kwargs.get(self.source.argument)
         item = self.source.item
         if item is None:
             return x

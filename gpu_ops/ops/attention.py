@@ -32,7 +32,7 @@ __all__ = ["attention", "attention_backward"]
 LAYOUTS = ("bshd", "bhsd")
 
 
-@op(cuda=True, kernels="attention", dynamic="seed")
+@op(cuda=True, kernels="attention", dynamic=("seed",))
 def attention(
     q: Any,
     k: Any,
@@ -176,7 +176,7 @@ def attention(
     )
 
 
-@op(cuda=True, kernels="attention_backward", dynamic="seed")
+@op(cuda=True, kernels="attention_backward", dynamic=("seed",))
 @takes(DenseOptions)
 def attention_backward(
     dout: Any,

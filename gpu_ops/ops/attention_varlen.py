@@ -30,7 +30,7 @@ from gpu_ops.ops.attention_options import (
 __all__ = ["attention_varlen", "attention_varlen_backward"]
 
 
-@op(cuda=True, kernels="attention", dynamic="seed")
+@op(cuda=True, kernels="attention", dynamic=("seed",))
 @takes(WeightOptions)
 def attention_varlen(
     q: Any,
@@ -124,7 +124,7 @@ def attention_varlen(
     )
 
 
-@op(cuda=True, kernels="attention_backward", dynamic="seed")
+@op(cuda=True, kernels="attention_backward", dynamic=("seed",))
 @takes(WeightOptions)
 def attention_varlen_backward(
     dout: Any,

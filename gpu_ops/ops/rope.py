@@ -18,7 +18,7 @@ from gpu_ops.ops.rope_options import PositionsLook, bind_axes, read_positions
 __all__ = ["rope", "rope_backward"]
 
 
-@op(cuda=True, kernels="rope", dynamic="positions")
+@op(cuda=True, kernels="rope", dynamic=("positions",))
 def rope(
     q: Any,
     k: Any = None,
@@ -107,7 +107,7 @@ def rope(
     return _bind(Call("rope", device, backend, workspace), {"q": q, "k": k}, options)
 
 
-@op(cuda=True, kernels="rope", dynamic="positions")
+@op(cuda=True, kernels="rope", dynamic=("positions",))
 def rope_backward(
     dq: Any,
     dk: Any = None,
