@@ -24,9 +24,9 @@ import numpy.typing as npt
 from gpu_ops.core.aliasing import is_row_major, overlap, same_memory
 from gpu_ops.core.arrays import Array, check_writable, host_view, on_cuda
 from gpu_ops.core.bound import Bound, Finish, Look, Make, Output, Source, as_integer
-from gpu_ops.core.checks import Axes
+from gpu_ops.core.checks import Axes, native
 from gpu_ops.core.dispatch import choose, is_emulated, require_cuda_kernels
-from gpu_ops.errors import DeviceError, DTypeError, OptionError, ShapeError
+from gpu_ops.errors import DeviceError, OptionError, ShapeError
 from gpu_ops.kernels.program import Layout, Spec
 
 if TYPE_CHECKING:
@@ -78,11 +78,7 @@ class Call:
         :meth:`Source.named`. The emulator, as a GPU would, gets a copy of a misaligned array.
         """
         view = self._view(name, x)
-        if not view.dtype.isnative:
-            raise DTypeError(
-                f"{self.op}: {name} is byte-swapped ({view.dtype.str}); "
-                f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
-            )
+        native(self.op, name, view)
         if axes is not None:
             self.axes.bind(name, view, axes)
         strided = view.ndim and view.shape[-1] > 1 and view.strides[-1] != view.itemsize
@@ -114,10 +110,10 @@ class Call:
         """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
         self._sources[name] = Source(argument, make=as_integer)
 
-    def update(self, name: str, x: Any, dtype: npt.DTypeLike, axes: str | None = None) -> Array:
-        """A writable view of an argument that the op changes in place, such as a cache."""
+    def update(self, name: str, x: Any, dtype: npt.DTypeLike | None = None, axes: str | None = None) -> Array:
+        """A writable view of an argument that the op changes in place, such as a cache. ``dtype`` None: any."""
         view = self._view(name, x)
-        check_writable(self.op, name, x, view, dtype, "")
+        check_writable(self.op, name, x, view, view.dtype if dtype is None else dtype, "")
         self._check_apart(name, view, None, "")
         if axes is not None:
             self.axes.bind(name, view, axes)

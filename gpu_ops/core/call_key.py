@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ANY_INTEGER", "INTEGERS", "PLAIN", "array_key", "call_key", "describes", "extent"]
+__all__ = ["ANY_NUMBER", "INTEGERS", "PLAIN", "array_key", "call_key", "describes", "extent"]
 
 INTEGERS: set[type] = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _FLOATS: set[type] = {float, *(np.dtype(code).type for code in np.typecodes["Float"])}
@@ -25,8 +25,12 @@ class _AnyInteger:
     call_key, call_arrays = "an integer", ()
 
 
-ANY_INTEGER = _AnyInteger()
-"""Stands for an integer whose value does not decide how a call is run."""
+class _AnyFloat:
+    call_key, call_arrays = "a float", ()
+
+
+ANY_NUMBER: dict[type, Any] = dict.fromkeys(INTEGERS, _AnyInteger()) | dict.fromkeys(_FLOATS, _AnyFloat())
+"""By type, what stands for a number whose value does not decide how a call is run."""
 _ENVIRONMENT = tuple(
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH", "GPU_OPS_SANITIZE")
@@ -101,8 +105,8 @@ def array_key(x: Any) -> tuple[Any, ...] | None:
 
 def _described(kind: type, x: Any) -> tuple[Any, ...] | None:
     if kind is tuple or kind is list:
-        if all([type(i) in INTEGERS for i in x]):
-            return kind, tuple(x)
+        if all([type(i) in PLAIN for i in x]):
+            return kind, *[(type(i), i) for i in x]
         if all([type(i) is np.ndarray for i in x]):
             return kind, *[(i.dtype, i.shape, i.strides) for i in x]
         if all([type(i) in _describe for i in x]):
@@ -140,7 +144,7 @@ def _places(results: list[Any], arguments: tuple[Any, ...]) -> list[Any] | None:
         elif kind in PLAIN:
             continue
         elif kind is tuple or kind is list:
-            arrays += [i for i in x if type(i) not in INTEGERS]
+            arrays += [i for i in x if type(i) not in PLAIN]
         elif hasattr(kind, "call_arrays"):
             arrays += x.call_arrays
         else:

@@ -25,6 +25,7 @@ __all__ = [
     "flag",
     "float_dtype",
     "integer",
+    "native",
     "number",
     "one_of",
     "result_dtype",
@@ -93,6 +94,15 @@ def exactly(op: str, name: str, x: Array, shape: tuple[int, ...], dtype: np.dtyp
         raise ShapeError(f"{op}: {name} has shape {x.shape}, expected exactly {shape}")
     if dtype is not None and x.dtype != dtype:
         raise DTypeError(f"{op}: {name} is {x.dtype}, expected {dtype}; cast it: {name}.astype('{dtype}')")
+
+
+def native(op: str, name: str, x: Array) -> None:
+    """The bytes of ``x`` are in this machine's order."""
+    if not x.dtype.isnative:
+        raise DTypeError(
+            f"{op}: {name} is byte-swapped ({x.dtype.str}); "
+            f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
+        )
 
 
 def float_dtype(op: str, **arrays: Array | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, overload
 
 from gpu_ops.core.call import Bound
-from gpu_ops.core.call_key import ANY_INTEGER, INTEGERS, call_key
+from gpu_ops.core.call_key import ANY_NUMBER, call_key
 from gpu_ops.core.checks import one_of
 from gpu_ops.core.device import EmulatorDevice
 from gpu_ops.core.dispatch import WITH_CUDA_KERNELS, Choice
@@ -68,7 +68,7 @@ class Op:
     """A public function: binds a call the first time, goes straight to its program later.
 
     ``written``: arguments beside ``out`` that receive results. ``dynamic``: keyword arguments whose values, where
-    they are integers, are not part of the key.
+    they are numbers, are not part of the key.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Op:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for name in self.dynamic:
-            if type(kwargs.get(name)) in INTEGERS:
-                kwargs = {**kwargs, name: ANY_INTEGER}
+            if type(kwargs.get(name)) in ANY_NUMBER:
+                kwargs = {**kwargs, name: ANY_NUMBER[type(kwargs[name])]}
         written: tuple[str | int, ...] = self._results
         if self._positional:
             written = (*written, *[i if i < len(args) else name for i, name in self._positional])

@@ -58,6 +58,9 @@ inner = njit(fastmath=set(REASSOC), **_WITHIN)
 # The same where every operation is rounded as it is written.
 exact = njit(fastmath=set(), **_WITHIN)
 
+# The same with the operations as they are written, none fused with another: their bits are those of other devices.
+exact = njit(**_WITHIN)
+
 
 def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
     # fastmath of its own: Numba would hand down that of whichever kernel is compiled first
