@@ -139,17 +139,13 @@ def pop_best(heap, pairs, queued):
     while queued > 0:
         count, pair = heap[0, 0], heap[0, 1]
         now = pairs[pair, COUNT]
-        if count == now:
-            if now < 2:
-                return -1, queued
-            queued -= 1
-            place_on_top(heap, pairs, queued, heap[queued, 0], heap[queued, 1])
-            return pair, queued
-        if now >= 2:
+        if 1 < now < count:
             place_on_top(heap, pairs, queued, now, pair)
-        else:
-            queued -= 1
-            place_on_top(heap, pairs, queued, heap[queued, 0], heap[queued, 1])
+            continue
+        queued -= 1
+        place_on_top(heap, pairs, queued, heap[queued, 0], heap[queued, 1])
+        if now == count:
+            return pair, queued
     return -1, 0
 
 
