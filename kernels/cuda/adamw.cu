@@ -108,7 +108,7 @@ adamw_step(PARAM* params, const GRAD* grads, float* m, float* v, float* master, 
     if (kRounds && o.is_stochastic) {
         const unsigned long long counter = tile * 32 + lane, step = (unsigned long long)factors[kStep];
         unsigned words[4] = {unsigned(counter), unsigned(counter >> 32), unsigned(step), unsigned(step >> 32)};
-        philox4x32(words, unsigned(seed), unsigned(seed >> 32));
+        philox4x32(words, seed);
         #pragma unroll
         for (int e = 0; e < kVec; ++e) {
             w[0][e] = stochastic(w[0][e], words[e] & 0xffffu);
