@@ -36,7 +36,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
     want = [x.host.copy() for x in eager]
     changed = {n: one.arrays[n].host.copy() for n in state if n in one.arrays}
     outs = tuple(FakeArray(np.zeros_like(x.host)) for x in eager)
-    keyword = ADDED[op] if op in ADDED else OUT[op][0]
+    keyword = OUT[op][0] if op in OUT else ADDED[op][0]
     given = {keyword: outs if len(outs) > 1 else outs[0]}
     size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
     workspace = FakeArray(np.full(size, 0xFF, np.uint8))
@@ -52,7 +52,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
         restore()
         workspace.host[:] = 0xFF  # what a kernel does not write itself is not there
         for x in outs:
-            x.host.reshape(-1).view(np.uint8)[:] = 0x00 if op in ADDED else 0xFF
+            x.host.reshape(-1).view(np.uint8)[:] = 0xFF if op in OUT else 0x00
         cupy.replay()
         for x, expected in zip(outs, want, strict=True):
             assert x.host.tobytes() == expected.tobytes()

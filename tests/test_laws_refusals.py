@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
 from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
-from tests.calls import IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, call
+from tests.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, call
 from tests.laws import (
     WITH_OUT,
     every_other,
@@ -134,16 +134,16 @@ def test_out_is_no_array(name):
         refused(one.having(**{keyword: (*outs[:-1], None)}), OptionError, f"{keyword} must be")
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
+@pytest.mark.parametrize("name", [*sorted(WRITTEN), *(f"{op} added" for op in ADDED)])
 def test_arguments_that_are_written_are_checked_like_out(name):
     one = law_call(name)
-    first, second = one.written
     for key, x in one.written.items():
-        other = one.written[second if key == first else first]
+        others = [y for other, y in one.written.items() if other != key and y.shape == x.shape]
         for wrong, message in (
             (read_only(x), f"{key} is read-only"),
             (unaligned(x), "aligned"),
-            (other, f"{second} shares memory with {first}"),
+            (x[:-1], "shape"),
+            *((y, "shares memory with") for y in others),
         ):
             refused(one.having(**{key: wrong}), ShapeError, message)
         for source, given in one.inputs.items():
