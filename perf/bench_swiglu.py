@@ -47,7 +47,8 @@ def cases(config: Config) -> list[Case]:
                     found += [build(count, dtype, activation) for build in (forward, backward)]
         found += [mlp((count, *sizes), dtype) for count in mlp_tokens]
         if not config.quick:
-            found += [mlp_backward((count, *sizes), dtype) for count in mlp_tokens if count > 1]
+            for build in (mlp_backward, mlp_backward_kept):
+                found += [build((count, *sizes), dtype) for count in mlp_tokens if count > 1]
     return found
 
 
@@ -161,6 +162,25 @@ def mlp_backward(sizes: tuple[int, int, int], dtype: str) -> Case:
         bandwidth="copy",
         backward=True,
         note="torch keeps gate, up and the activation from its forward pass; ours recomputes them",
+    )
+
+
+def mlp_backward_kept(sizes: tuple[int, int, int], dtype: str) -> Case:
+    """With gate and up of the forward pass, as torch keeps them."""
+
+    def kept(rng: np.random.Generator, tokens: int, hidden: int, ffn: int) -> Inputs:
+        arrays = mlp_data(rng, tokens, hidden, ffn, DTYPES[dtype], ("x", "dy"))
+        return arrays | {"gate_up": normal(rng, (tokens, 2 * ffn), DTYPES[dtype])}
+
+    names, case = ("dy", "x", *WEIGHTS), mlp_backward(sizes, dtype)
+    return replace(
+        case,
+        name="mlp backward, kept",
+        flops=12.0 * math.prod(sizes),
+        bytes=case.bytes + 2.0 * sizes[0] * sizes[2] * DTYPES[dtype].itemsize,
+        **made_by(kept, sizes, SMALL_MLP),
+        **calls(gpu_ops.swiglu_mlp_backward, reference.swiglu_mlp_backward, names, ("gate_up",)),
+        note="torch keeps the activation too",
     )
 
 

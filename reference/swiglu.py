@@ -134,8 +134,9 @@ def swiglu_mlp(
     w_down: Array,
     *,
     activation: Activation = "silu",
+    keep: Literal["gate_up"] | None = None,
     precision: Precision = "rounded",
-) -> Array:
+) -> Array | tuple[Array, Array]:
     """``(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T``, the MLP of Llama-like models.
 
     Parameters
@@ -143,17 +144,22 @@ def swiglu_mlp(
     x : (..., hidden)
     w_gate, w_up : (ffn, hidden)
     w_down : (hidden_out, ffn)
+    keep : ``"gate_up"`` also returns ``x @ w_gate.T`` and ``x @ w_up.T`` side by side, for the backward
 
     Returns
     -------
-    (..., hidden_out) in x's dtype
+    (..., hidden_out) in x's dtype; with ``keep`` also (..., 2 * ffn) in x's dtype
     """
     p = steps(precision, x.dtype)
     matmul = _products(p, x.dtype, precision)
-    x64 = p.load(x)
-    act = _activate(matmul(x64, p.load(w_gate).T), activation, p)
-    h = p.step(act * matmul(x64, p.load(w_up).T))
-    return p.store(matmul(h, p.load(w_down).T))
+    leading = x.shape[:-1]
+    x2 = p.load(x).reshape(math.prod(leading), x.shape[-1])
+    gate, up = (matmul(x2, p.load(w).T) for w in (w_gate, w_up))
+    h = p.step(_activate(gate, activation, p) * up)
+    y = p.store(matmul(h, p.load(w_down).T)).reshape(*leading, len(w_down))
+    if keep is None:
+        return y
+    return y, p.store(np.concatenate([gate, up], axis=-1)).reshape(*leading, 2 * len(w_gate))
 
 
 def swiglu_mlp_backward(
@@ -164,30 +170,34 @@ def swiglu_mlp_backward(
     w_down: Array,
     *,
     activation: Activation = "silu",
+    gate_up: Array | None = None,
+    dw_gate: Array | None = None,
+    dw_up: Array | None = None,
+    dw_down: Array | None = None,
     precision: Precision = "rounded",
-) -> tuple[Array, Array, Array, Array]:
-    """Gradients of :func:`swiglu_mlp`. gate and up are recomputed from x.
+) -> tuple[Array, ...]:
+    """Gradients of :func:`swiglu_mlp`. ``gate_up`` is what it kept; else it is recomputed from x, rounded alike.
 
     Returns
     -------
-    dx, dw_gate, dw_up, dw_down
-        each in the shape of its tensor and in x's dtype
+    dx like x, then dw_gate, dw_up and dw_down in float32 (float64 for float64), which start from those given
     """
     p = steps(precision, x.dtype)
     matmul = _products(p, x.dtype, precision)
     tokens = math.prod(x.shape[:-1])
     x2, dy2 = p.load(x).reshape(tokens, x.shape[-1]), p.load(dy).reshape(tokens, dy.shape[-1])
     wg, wu, wd = p.load(w_gate), p.load(w_up), p.load(w_down)
-    gate, up = matmul(x2, wg.T), matmul(x2, wu.T)
+    if gate_up is None:
+        gate_up = p.store(np.concatenate([matmul(x2, wg.T), matmul(x2, wu.T)], axis=-1))
+    gate, up = _split(p.load(gate_up).reshape(tokens, 2 * len(wg)), None)
     act = _activate(gate, activation, p)
     dh = matmul(dy2, wd)
     dgate = p.step(p.step(dh * up) * _activate_backward(gate, activation, p))
     dup = p.step(dh * act)
-    dx = matmul(dgate, wg) + matmul(dup, wu)
-    dw_down = matmul(dy2.T, p.step(act * up))
-    return (
-        p.store(dx.reshape(x.shape)),
-        p.store(matmul(dgate.T, x2)),
-        p.store(matmul(dup.T, x2)),
-        p.store(dw_down),
+    dx = p.store((matmul(dgate, wg) + matmul(dup, wu)).reshape(x.shape))
+    sums = (
+        (p.matmul(dgate.T, x2), dw_gate),
+        (p.matmul(dup.T, x2), dw_up),
+        (p.matmul(dy2.T, p.step(act * up)), dw_down),
     )
+    return dx, *(p.store(w if given is None else p.load(given) + w, np.float32) for w, given in sums)

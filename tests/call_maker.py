@@ -14,6 +14,12 @@ Made = tuple[dict[str, Any], dict[str, Any]]  # arrays, options
 
 # Arguments that an op changes in place, in the order in which it looks at them.
 WRITTEN = {"adamw_step": ("params", "m", "v", "master"), "rope_append_kv": ("k_cache", "v_cache")}
+# Options to which gradients are added, where they are given.
+ADDED = {
+    "embedding_backward": ("dweight",),
+    "linear_backward": ("dweight", "dbias"),
+    "swiglu_mlp_backward": ("dw_gate", "dw_up", "dw_down"),
+}
 
 SIZES = {
     "batch": 2,
@@ -60,7 +66,13 @@ class Call:
     def written(self) -> dict[str, Array]:
         """The arguments that the op changes in place."""
         named = {**self.arrays, **self.options}
-        return {name: named[name] for name in WRITTEN.get(self.op, ()) if named.get(name) is not None}
+        changed = {name: named[name] for name in WRITTEN.get(self.op, ()) if named.get(name) is not None}
+        return changed | {name: self.options[name] for name in self.added}
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The options to which gradients are added."""
+        return tuple(name for name in ADDED.get(self.op, ()) if name in self.options)
 
     @property
     def inputs(self) -> dict[str, Array]:
@@ -77,6 +89,11 @@ class Maker:
         self.rng = np.random.default_rng(seed)
         self.sizes = {**SIZES, **sizes}
         self.axes: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def wide(self) -> Any:
+        """The dtype of sums over tokens."""
+        return np.float64 if self.dtype == np.float64 else np.float32
 
     def _shapes(self, axes: dict[str, str]) -> dict[str, tuple[int, ...]]:
         self.axes |= {name: tuple(named.split()) for name, named in axes.items()}

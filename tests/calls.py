@@ -16,7 +16,7 @@ from gpu_ops import TernaryMatrix
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.errors import DeviceError
 from tests import calls_attention, calls_loss, calls_rows, calls_ternary, calls_training
-from tests.call_maker import WRITTEN, Call, Maker
+from tests.call_maker import ADDED, WRITTEN, Call, Maker
 
 __all__ = [
     "ADDED",
@@ -86,9 +86,6 @@ OUT = {
     "ternary_matmul": ("out", 1),
     "ternary_matmul_backward": ("out", 2),
 }
-
-# The argument to which the result is added.
-ADDED = {"embedding_backward": "dweight"}
 
 # Arguments that the results may overwrite, in the order of the results.
 IN_PLACE = {

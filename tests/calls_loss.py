@@ -29,11 +29,7 @@ def logits(new: Maker, axes: str = "rows cols") -> dict[str, Any]:
 
 def weighted(new: Maker) -> dict[str, Any]:
     """Options of class weights, in the dtype of the loss, and what else changes a kernel."""
-    return {**new.normal(loss_dtype(new), class_weight="width"), "label_smoothing": 0.1, "softcap": 5.0}
-
-
-def loss_dtype(new: Maker) -> Any:
-    return np.float64 if new.dtype == np.float64 else np.float32
+    return {**new.normal(new.wide, class_weight="width"), "label_smoothing": 0.1, "softcap": 5.0}
 
 
 def gradient(new: Maker, axes: str = "rows cols", **options: Any) -> dict[str, Any]:
@@ -45,13 +41,13 @@ def gradient(new: Maker, axes: str = "rows cols", **options: Any) -> dict[str, A
 
 def of_rows(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays = gradient(new)
-    return {**new.normal(loss_dtype(new), dloss="rows"), **arrays}, {"reduction": "none"}
+    return {**new.normal(new.wide, dloss="rows"), **arrays}, {"reduction": "none"}
 
 
 def of_mean(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     options = weighted(new)
     arrays = gradient(new, "batch rows width", **options)
-    return {**new.normal(loss_dtype(new), dloss=""), **arrays}, options
+    return {**new.normal(new.wide, dloss=""), **arrays}, options
 
 
 def table(new: Maker) -> dict[str, Any]:
@@ -71,4 +67,8 @@ VARIANTS: dict[str, Any] = {
     "embedding": lambda new: (table(new), {"scale": 0.5}),
     "embedding_backward": lambda new: (gradient_of_table(new), {"scale": 0.5}),
     "global_norm": lambda new: (new.normal(arrays="rows cols"), {}),
+    "embedding_backward added": lambda new: (
+        gradient_of_table(new),
+        new.normal(new.wide, dweight="N cols"),
+    ),
 }

@@ -63,6 +63,19 @@ def linear(new: Maker, *gradient: str, rows: str = "rows") -> dict[str, Any]:
     }
 
 
+def kept(new: Maker) -> Any:
+    """The backward of a call that kept gate and up."""
+    arrays = mlp(new, "dy", rows="batch rows")
+    _, gate_up = gpu_ops.swiglu_mlp(*list(arrays.values())[1:], keep="gate_up", backend="reference")
+    new.axes["gate_up"] = ("batch", "rows", "gate_up")
+    return arrays, {"gate_up": gate_up}
+
+
+def added(new: Maker, **axes: str) -> dict[str, Any]:
+    """Gradients of an earlier part of a batch."""
+    return new.normal(new.wide, **axes)
+
+
 def mask(new: Maker, axes: str = "batch 1 width") -> dict[str, Any]:
     """Half of the elements are visible, those in the middle of each row among them."""
     made = new.integers(0, 2, bool, mask=axes)
@@ -111,7 +124,17 @@ VARIANTS: dict[str, Any] = {
         new.normal(residual="batch rows hidden_out"),
     ),
     "linear_backward": only(linear, "dy", has_bias=True),
+    "linear_backward added": lambda new: (
+        linear(new, "dy"),
+        {"has_bias": True, **added(new, dweight="hidden_out hidden", dbias="hidden_out")},
+    ),
     "swiglu_mlp": only(mlp),
     "swiglu_mlp gelu": lambda new: (mlp(new, rows="batch rows"), {"activation": "gelu"}),
+    "swiglu_mlp keep": only(mlp, keep="gate_up"),
     "swiglu_mlp_backward": only(mlp, "dy"),
+    "swiglu_mlp_backward kept": kept,
+    "swiglu_mlp_backward added": lambda new: (
+        mlp(new, "dy"),
+        added(new, dw_gate="ffn hidden", dw_up="ffn hidden", dw_down="hidden_out ffn"),
+    ),
 }

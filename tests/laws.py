@@ -74,7 +74,9 @@ def quick(raw: bool) -> dict[str, Any]:
 def outcome(one: Call, **more: Any) -> tuple[np.ndarray[Any, Any], ...]:
     """Everything that a call gives: its results, and the arrays that it changes in place."""
     one = one.having(**{name: x.copy() for name, x in one.written.items()})
-    return (*map(np.asarray, results(one(**more))), *one.written.values())
+    written = tuple(one.written.values())
+    found = [x for x in results(one(**more)) if not any(x is w for w in written)]
+    return (*map(np.asarray, found), *written)
 
 
 def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
@@ -185,17 +187,23 @@ def given_out(one: Call, arrays: Any) -> dict[str, Any]:
 
 def takes_one(one: Call) -> bool:
     """Whether ``out`` is an array and no tuple: rope of q alone, and gradients packed into one array too."""
-    _, count = OUT[one.op]
+    count = _out_count(one)
     lacks_second = one.op in ("rope", "rope_backward") and len(one.arrays) == 1
     is_packed = one.op == "swiglu_backward" and "up" not in one.arrays
     return count == 1 or lacks_second or is_packed
+
+
+def _out_count(one: Call) -> int:
+    """Arrays of a tuple: without those that are added to other ones."""
+    count = OUT[one.op][1]
+    return count if count == 1 else count - len(one.added)
 
 
 def outs_like(
     one: Call, found: Any, make: Callable[[Any], Any] = np.empty_like
 ) -> list[np.ndarray[Any, Any]]:
     """An array for each result that ``out`` takes. Scales and row sums of quantisation are contiguous."""
-    count = 1 if takes_one(one) else OUT[one.op][1]
+    count = 1 if takes_one(one) else _out_count(one)
     contiguous = 1 if one.op == "rmsnorm_quant_int8" else count
     made = [make(x) if x.ndim else np.empty_like(x) for x in found[:contiguous]]
     return [*made, *map(np.empty_like, found[contiguous:count])]

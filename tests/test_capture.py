@@ -37,7 +37,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
     named = {**one.arrays, **one.options}
     changed = {n: named[n].host.copy() for n in state}
     outs = tuple(FakeArray(np.zeros_like(x.host)) for x in eager)
-    keyword = ADDED[op] if op in ADDED else OUT.get(op, ("",))[0]
+    keyword = OUT[op][0] if op in OUT else ADDED.get(op, ("",))[0]
     given = {keyword: outs if len(outs) > 1 else outs[0]} if outs else {}
     size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
     workspace = FakeArray(np.full(size, 0xFF, np.uint8))
@@ -53,7 +53,7 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
         restore()
         workspace.host[:] = 0xFF  # what a kernel does not write itself is not there
         for x in outs:
-            x.host.reshape(-1).view(np.uint8)[:] = 0x00 if op in ADDED else 0xFF
+            x.host.reshape(-1).view(np.uint8)[:] = 0xFF if op in OUT else 0x00
         cupy.replay()
         for x, expected in zip(outs, want, strict=True):
             assert x.host.tobytes() == expected.tobytes()

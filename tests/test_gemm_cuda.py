@@ -162,7 +162,8 @@ def test_gates(which, activation, m, rng):
     stored = [np.zeros((m, n), F32) for _ in range(2)]
     stored[0][...], stored[1][...] = gate, up
     dgate, dup = swiglu_backward(dh, gate, up, activation=activation)
-    multiply(device, which, gemm_args.gated_backward, x, w_gate, *stored, h, activation=activation)
+    kept, out = tuple(stored), (*stored, h)
+    multiply(device, which, gemm_args.gated_backward, x, w_gate, kept, out, activation=activation)
     for got, want in ((stored[0], dgate), (stored[1], dup), (h, swiglu(gate, up, activation=activation))):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 

@@ -187,8 +187,8 @@ def test_empty(name, dtype, backend):
         for f, w in zip(found, want, strict=True):
             assert (f.dtype, f.shape) == (w.dtype, w.shape), empty
         assert_same(found[len(found) - len(one.written) :], list(one.written.values()))
-        if "nheads" in empty or "scores" in name:
-            continue  # k is rotated; a sink is a logit of its own
+        if "nheads" in empty or "scores" in name or (name.endswith("keep") and empty == ("hidden_out",)):
+            continue  # k is rotated; a sink is a logit of its own; gate and up have other axes
         for x in found[: len(found) - len(one.written)]:
             assert ((x == 0) | (x == -np.inf)).all(), empty
 

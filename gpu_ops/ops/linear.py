@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.bound import Finish
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.gradients import write_gradients
 
 __all__ = ["linear", "linear_backward"]
 
@@ -148,26 +150,13 @@ def linear_backward(
     weight_ = call.read("weight", weight)
     shape, dtype = _validate(call, x_, weight_, dy=dy_)
     checks.exactly(call.op, "dy", dy_, shape)
-    wide = checks.computing_dtype(dtype)
     sums = {"dweight": (weight_.shape, dweight)}
     if checks.flag(call.op, "has_bias", has_bias):
         sums["dbias"] = (shape[-1:], dbias)
     elif dbias is not None:
         raise OptionError("linear_backward: dbias= needs has_bias=True")
-    added = {name: given for name, (_, given) in sums.items() if given is not None}
-    fresh = {"dx": (x_.shape, x_.dtype)} | {n: (sums[n][0], wide) for n in sums if n not in added}
-    if len(fresh) > 1:
-        call.write_each(fresh, out, rows=True)
-    else:
-        call.write("dx", *fresh["dx"], out, rows=True)
-    for name, given in added.items():
-        call.write(name, sums[name][0], wide, given, argument=name, rows=True, added=True)
-    call.option(added=tuple(added))
-    return _bind(call, x_, dtype, "with dbias" if has_bias else "", 4.0, _results("dx", *sums))
-
-
-def _results(*names: str) -> Callable[..., tuple[Any, ...]]:
-    return lambda views, device, give: tuple(map(give, names))
+    finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out)
+    return _bind(call, x_, dtype, "with dbias" if has_bias else "", 4.0, finish)
 
 
 def _validate(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
@@ -182,9 +171,7 @@ def _validate(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple
     return (*x.shape[:-1], call.axes["out_features"]), dtype
 
 
-def _bind(
-    call: Call, x: Array, dtype: str, more: str, flops: float, finish: Callable[..., Any] | None = None
-) -> Bound:
+def _bind(call: Call, x: Array, dtype: str, more: str, flops: float, finish: Finish | None = None) -> Bound:
     """``flops``: per token and element of the weight."""
     tokens, rows, cols = math.prod(x.shape[:-1]), call.axes["out_features"], call.axes["in_features"]
     return call.bind(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.bound import Finish
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops.gradients import write_gradients
 from gpu_ops.reference.swiglu import Activation
 
 __all__ = ["swiglu_mlp", "swiglu_mlp_backward"]
@@ -25,6 +27,7 @@ def swiglu_mlp(
     w_down: Any,
     *,
     activation: str = "silu",
+    keep: str | None = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -41,8 +44,10 @@ def swiglu_mlp(
         Weights are (out_features, in_features), as checkpoints store them.
     activation : {"silu", "gelu", "gelu_tanh"}
         As in :func:`swiglu`.
+    keep : {"gate_up"}, optional
+        Also return ``x @ w_gate.T`` and ``x @ w_up.T``, so that the backward need not compute them again.
     out : array (..., hidden_out), optional
-        Receives y; may not share memory with an input.
+        Receives y; may not share memory with an input. With ``keep`` also a pair, (y, gate_up).
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -50,7 +55,9 @@ def swiglu_mlp(
 
     Returns
     -------
-    array (..., hidden_out), rounded once from float32 (float64 for float64).
+    y : array (..., hidden_out), rounded once from float32 (float64 for float64)
+    gate_up : array (..., 2 * ffn) in x's dtype, only with ``keep``
+        Gate in the first half, as :func:`swiglu` takes it. y has the same bits with and without ``keep``.
 
     Raises
     ------
@@ -61,8 +68,9 @@ def swiglu_mlp(
     -----
     6 * tokens * hidden * ffn flops. gate and up exist only as tiles, in the cache of a CPU and in the registers of a
     GPU, and their product as blocks of tokens (and of ffn, on the CPU): the scratch stays the same size whatever the
-    number of tokens, and no (tokens, ffn) array exists. Up to 16 tokens on a GPU, each weight is read once. Tensor
-    cores, and CPUs that multiply bfloat16, take act(gate) * up in x's dtype: there it is rounded once too.
+    number of tokens, and without ``keep`` no (tokens, ffn) array exists. Up to 16 tokens on a GPU, each weight is
+    read once (w_gate and w_up twice with ``keep``). Tensor cores, and CPUs that multiply bfloat16, take
+    act(gate) * up in x's dtype: there it is rounded once too.
 
     Examples
     --------
@@ -76,11 +84,14 @@ def swiglu_mlp(
     weights = {name: call.read(name, w) for name, w in zip(_WEIGHTS, (w_gate, w_up, w_down), strict=True)}
     dtype = _validate(call, x_, weights)
     call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
-    call.write("y", (*x_.shape[:-1], call.axes["hidden_out"]), x_.dtype, out, rows=True)
+    call.write("y", (*x_.shape[:-1], call.axes["hidden_out"]), x_.dtype, out, rows=True, item=0)
+    if keep is not None:
+        checks.one_of(call.op, "keep", keep, ("gate_up",))
+        call.write("gate_up", (*x_.shape[:-1], 2 * call.axes["ffn"]), x_.dtype, out, rows=True, item=1)
     return _bind(call, x_, dtype, activation, flops=2.0)
 
 
-@op(cuda=True, kernels="swiglu_mlp")
+@op(cuda=True, kernels="swiglu_mlp", written=("dw_gate", "dw_up", "dw_down"))
 def swiglu_mlp_backward(
     dy: Any,
     x: Any,
@@ -89,12 +100,16 @@ def swiglu_mlp_backward(
     w_down: Any,
     *,
     activation: str = "silu",
+    gate_up: Any = None,
+    dw_gate: Any = None,
+    dw_up: Any = None,
+    dw_down: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """Gradients of :func:`swiglu_mlp`. Gate and up are computed again from x, so that nothing need be kept.
+    """Gradients of :func:`swiglu_mlp`. Gate and up are computed again from x unless ``gate_up`` is given.
 
     With ``h = act(gate) * up`` and ``dh = dy @ w_down``:
     ``dgate = dh * up * act'(gate)``, ``dup = dh * act(gate)``, ``dx = dgate @ w_gate + dup @ w_up``,
@@ -106,8 +121,13 @@ def swiglu_mlp_backward(
         Gradient of y.
     x, w_gate, w_up, w_down, activation
         As in the forward call.
-    out : (dx, dw_gate, dw_up, dw_down), optional
-        Arrays that receive the gradients; none may share memory with an input.
+    gate_up : array (..., 2 * ffn) in x's dtype, optional
+        What the forward call with ``keep="gate_up"`` returned. The gradients are the same bits as without it, unless
+        cuBLAS multiplies (see :func:`explain`), whose sums depend on the shapes.
+    dw_gate, dw_up, dw_down : float32 arrays like their weights (float64 for float64), optional
+        The gradient is added to what is given, as for the next part of a batch.
+    out : (dx, dw_gate, dw_up, dw_down) without those that are given, optional
+        Arrays that receive the gradients; none may share memory with an input. An array if it is dx alone.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -115,8 +135,8 @@ def swiglu_mlp_backward(
 
     Returns
     -------
-    dx, dw_gate, dw_up, dw_down
-        Each like its tensor. Sums over tokens are float32 (float64 for float64) and rounded once.
+    dx : array like x
+    dw_gate, dw_up, dw_down : float32 arrays like their weights (float64 for float64)
 
     Raises
     ------
@@ -125,9 +145,10 @@ def swiglu_mlp_backward(
 
     Notes
     -----
-    16 * tokens * hidden * ffn flops. Scratch: on the CPU as in the forward call, on a GPU three blocks of all tokens
-    by a part of ffn; for 16-bit dtypes dx in float32 as well. dgate, dup and h are rounded
-    to x's dtype in these blocks on a GPU, and where a CPU multiplies bfloat16.
+    16 * tokens * hidden * ffn flops, 12 with ``gate_up``. Scratch: on the CPU as in the forward call, on a GPU three
+    blocks of all tokens by a part of ffn; for 16-bit dtypes dx in float32 as well. Gate and up are rounded to x's
+    dtype, kept or not; so are dgate, dup and h on a GPU, and where a CPU multiplies bfloat16. Sums over tokens are
+    float32 whatever the dtype, in a fixed order: the same bits for any number of threads.
 
     Examples
     --------
@@ -143,12 +164,18 @@ def swiglu_mlp_backward(
     dtype = _validate(call, x_, weights, dy=dy_)
     checks.exactly(call.op, "dy", dy_, (*x_.shape[:-1], call.axes["hidden_out"]))
     call.option(activation=checks.one_of(call.op, "activation", activation, get_args(Activation)))
-    like = {"dx": x_, **{f"d{name}": w for name, w in weights.items()}}
-    call.write_each({name: (a.shape, a.dtype) for name, a in like.items()}, out, rows=True)
-    return _bind(call, x_, dtype, activation, flops=16 / 3)
+    if gate_up is not None:
+        kept = call.read("gate_up", gate_up, rows=True)
+        checks.float_dtype(call.op, x=x_, gate_up=kept)
+        checks.exactly(call.op, "gate_up", kept, (*x_.shape[:-1], 2 * call.axes["ffn"]))
+    given = dict(zip(_SUMS, (dw_gate, dw_up, dw_down), strict=True))
+    sums = {f"d{name}": (w.shape, given[f"d{name}"]) for name, w in weights.items()}
+    finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out)
+    return _bind(call, x_, dtype, activation, flops=16 / 3 if gate_up is None else 4.0, finish=finish)
 
 
 _WEIGHTS = ("w_gate", "w_up", "w_down")
+_SUMS = ("dw_gate", "dw_up", "dw_down")
 
 
 def _validate(call: Call, x: Array, weights: dict[str, Array], **more: Array) -> str:
@@ -166,7 +193,9 @@ def _validate(call: Call, x: Array, weights: dict[str, Array], **more: Array) ->
     return dtype
 
 
-def _bind(call: Call, x: Array, dtype: str, activation: str, flops: float) -> Bound:
+def _bind(
+    call: Call, x: Array, dtype: str, activation: str, flops: float, finish: Finish | None = None
+) -> Bound:
     """``flops``: per token and weight."""
     axes, tokens = call.axes, math.prod(x.shape[:-1])
     hidden, ffn, hidden_out = axes["hidden"], axes["ffn"], axes["hidden_out"]
@@ -175,6 +204,7 @@ def _bind(call: Call, x: Array, dtype: str, activation: str, flops: float) -> Bo
             f"{tokens} tokens, hidden {hidden}, ffn {ffn}, hidden_out {hidden_out}, {dtype}, {activation}"
         ),
         unsupported=checks.unsupported(dtype),
+        finish=finish,
         flops=flops * tokens * ffn * (2 * hidden + hidden_out),
     )
 
@@ -183,9 +213,12 @@ def _bind(call: Call, x: Array, dtype: str, activation: str, flops: float) -> Bo
 def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.swiglu import swiglu_mlp
 
+    keep: Literal["gate_up"] | None = None if spec.get("gate_up") is None else "gate_up"
+
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("x", *_WEIGHTS)]
-        store(views, ("y",), swiglu_mlp(*arrays, activation=spec["activation"]))
+        found = swiglu_mlp(*arrays, activation=spec["activation"], keep=keep)
+        store(views, ("y", keep) if keep else ("y",), found)
 
     on.call(run, "NumPy, float64")
 
@@ -196,7 +229,8 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("dy", "x", *_WEIGHTS)]
-        found = swiglu_mlp_backward(*arrays, activation=spec["activation"])
-        store(views, ("dx", "dw_gate", "dw_up", "dw_down"), found)
+        added = {name: views[name] for name in spec["added"]}
+        more = {"activation": spec["activation"], "gate_up": views.get("gate_up"), **added}
+        store(views, ("dx", *_SUMS), swiglu_mlp_backward(*arrays, **more))
 
     on.call(run, "NumPy, float64")

@@ -18,7 +18,9 @@
 //   PAIRS       kOne   a0, b0
 //               kTwo   blockIdx.z chooses: c = a0 b0^T or c1 = a1 b1^T
 //               kSum   c = a0 b0^T + a1 b1^T
-//   EPILOGUE    kStore, kAdd, kLinear (c1, h: residual, bias), kGate (b0 and b1 are gate and up, PAIRS is kOne), kGateBackward
+//   EPILOGUE    kStore, kAdd, kLinear (c1, h: residual, bias)
+//               kGate, kGateKeep (b0 and b1 are the weights of gate and up, PAIRS is kOne)
+//               kGateBackward (a1 and b1 are gate and up, (m, n) with the stride stride_b[1])
 //   ACTIVATION  kSilu, kGelu, kGeluTanh
 //   ALIGNED     1: addresses, row strides and row lengths are multiples of 16 bytes (those of total, as for c)
 //   EXACT       1: f32 by scalar FMA, for small k
@@ -26,7 +28,7 @@
 //
 //   gemm(a0, a1, b0, b1, c, c1, h, total, shape); arrays that the variant does not use may be null
 //   grid   (tiles of C, splits, 2 with kTwo, else 1). Each split sums part of K, and c is then (splits, m, n) float.
-//          With kGate a tile has BLOCK_N / 2 columns of c.
+//          With kGate and kGateKeep a tile has BLOCK_N / 2 columns of c.
 //   block  32 WARPS_M WARPS_N
 //   shared STAGES (BLOCK_M + BLOCK_N) BLOCK_K sizeof(DTYPE)
 #include "gemm_epilogue.cuh"
@@ -39,7 +41,7 @@ typedef OUT out_scalar;
 
 constexpr Pairs kPairs = Pairs::PAIRS;
 constexpr Epilogue kEpilogue = Epilogue::EPILOGUE;
-constexpr bool kGate = kEpilogue == Epilogue::kGate;
+constexpr bool kGate = kEpilogue == Epilogue::kGate || kEpilogue == Epilogue::kGateKeep;
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kSlabs = BLOCK_M / WARPS_M / 16, kTiles = BLOCK_N / WARPS_N / 8;
 constexpr int kColumns = kGate ? BLOCK_N / 2 : BLOCK_N;  // of c, per block
@@ -110,8 +112,9 @@ gemm(const scalar* a0, const scalar* a1, const scalar* b0, const scalar* b1, out
     });
     __syncthreads();  // the stages can be reused
 
-    const Results<out_scalar> results{c + blockIdx.y * shape.split_c, c1, h, total, shape.stride_c[pair],
-                                      shape.stride_total, shape.stride_c[1], shape.m, shape.n};
+    const Results<out_scalar, scalar> results{c + blockIdx.y * shape.split_c, c1, h, total, a1, b1,
+                                              shape.stride_c[pair], shape.stride_c[1], shape.stride_total,
+                                              shape.stride_b[1], shape.m, shape.n};
     Last::run(sums.acc, results, row0 + warp_m * kSlabs * 16, col0 + warp_n * Last::kColumns,
               dynamic_shared + warp * Last::Staged::kBytes);
 }

@@ -76,17 +76,19 @@ def run(on: Builder, g: Gemm) -> None:
     """The same results as ``cuda/gemm_sm80.cu``; sums are float32. A ``total`` is added to in place."""
     a, b, out, total = g.a, g.b, g.out, g.total
     on.note(f"cuBLAS multiplies {_LIBRARY[on.limits.preset][g.dtype.name]}")
-    if g.epilogue == "kGate":
-        up = on.scratch(out[0].shape, g.dtype, "up of cuBLAS")
-        for w, target in zip(b, (out[0], up), strict=True):
+    if g.epilogue in ("kGate", "kGateKeep"):
+        h = out[0]
+        halves = out[1:] or (h, on.scratch(h.shape, g.dtype, "up of cuBLAS"))
+        for w, target in zip(b, halves, strict=True):
             _product(on, a[0], w, target)
-        swiglu.launch_raw(on, "forward", g.activation, (out[0], up, out[0]))
+        swiglu.launch_raw(on, "forward", g.activation, (*halves, h))
     elif g.epilogue == "kGateBackward":
-        gate, up, h = out
+        dgate, dup, h = out
+        gate, up = a[1].array, b[1].array
         dh = on.scratch(h.shape, g.dtype, "dh of cuBLAS")
         _product(on, a[0], b[0], dh)
         swiglu.launch_raw(on, "forward", g.activation, (gate, up, h))
-        swiglu.launch_raw(on, "backward", g.activation, (dh, gate, up, gate, up))
+        swiglu.launch_raw(on, "backward", g.activation, (dh, gate, up, dgate, dup))
     elif g.pairs == "kTwo":
         for x, w, target in zip(a, b, out, strict=True):
             _product(on, x, w, target)

@@ -64,9 +64,13 @@ def launch_raw(on: Builder, g: Gemm) -> None:
     if m * n == 0:
         return
     along = not (g.a[0].across or g.b[0].across)
+    few = m <= FEW and along and g.pairs == "kOne"
     if cublas.takes(on, g):
         cublas.run(on, g)
-    elif m <= FEW and along and g.pairs == "kOne" and g.epilogue in ("kStore", "kLinear", "kGate"):
+    elif few and g.epilogue == "kGateKeep":  # as they are computed again, and h as if they were not kept
+        launch_raw(on, two_products(g.a * 2, g.b, g.out[1:]))
+        launch_raw(on, replace(g, out=g.out[:1], epilogue="kGate"))
+    elif few and g.epilogue in ("kStore", "kLinear", "kGate"):
         _launch_few(on, g)
     else:
         _launch_tiles(on, g)
@@ -108,7 +112,7 @@ def _launch_tiles(on: Builder, g: Gemm) -> None:
         n,
         k * pairs,
         batch=batch,
-        gated=g.epilogue == "kGate",
+        gated=g.epilogue in ("kGate", "kGateKeep"),
         splittable=batch == 1 and g.epilogue in ("kStore", "kLinear"),
     )
     config = select_config(problem, DeviceLimits(on.sms, on.smem_per_block_optin))
@@ -219,7 +223,7 @@ def variants(arch: str) -> Iterator[Variant]:
     limits = DeviceLimits(100, smem_per_block_optin(arch))
     for g in _representative():
         (m, n), k = g.out[0].shape, g.a[0].k
-        itemsize, gate = g.dtype.itemsize, g.epilogue == "kGate"
+        itemsize, gate = g.dtype.itemsize, g.epilogue in ("kGate", "kGateKeep")
         dtype = g.out[0].dtype.name
         if m <= FEW:
             few = select_few(m, n, k, itemsize, gate, limits)
@@ -240,10 +244,14 @@ def _representative() -> Iterator[Gemm]:
             yield gated(x, w, w, h, activation="gelu")
             yield product(Operand(h), Operand(_matrix(4096, ffn, dtype)), y)
         total = _matrix(8192, 4096, np.dtype(np.float32))
-        h_across, x_across, dw = Operand(h, True), Operand(x.array, True), _matrix(ffn, 4096, dtype)
+        h_across, x_across = Operand(h, True), Operand(x.array, True)
+        dw = _matrix(ffn, 4096, np.dtype(np.float32))
         w_down, w_across = Operand(_matrix(4096, ffn, dtype), True), Operand(w.array, True)
-        yield gated_backward(x, w_down, h, h, h, activation="gelu")
-        yield two_products((h_across,) * 2, (x_across,) * 2, (dw, dw))
+        yield gated(x, w, w, h, activation="gelu", kept=(h, h))
+        yield gated_backward(x, w_down, (h, h), (h, h, h), activation="gelu")
+        yield two_products((x, x), (w, w), (h, h))
+        yield product(h_across, x_across, dw)
+        yield product(h_across, x_across, dw, total=dw)
         yield sum_of_products((Operand(h),) * 2, (w_across,) * 2, total, total=total)
 
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Pairs = Literal["kOne", "kTwo", "kSum"]
-Epilogue = Literal["kStore", "kAdd", "kLinear", "kGate", "kGateBackward"]
+Epilogue = Literal["kStore", "kAdd", "kLinear", "kGate", "kGateKeep", "kGateBackward"]
 
 _ALIGNMENT = 16
 
@@ -55,13 +55,15 @@ class Operand:
 class Gemm:
     """One or two pairs of operands of equal shape, and an epilogue. ``a`` has equal strides too.
 
+    With kGateBackward the second pair is gate and up, like the results and of equal strides.
+
     The names of pairs and epilogues are those of ``cuda/gemm_sm80.cu``.
     """
 
     a: tuple[Operand, ...]
     b: tuple[Operand, ...]
     out: tuple[Tensor, ...]
-    """c, c1, h: those that the epilogue writes."""
+    """c, c1, h: those that the epilogue writes; of more than one, the last two have equal strides."""
     pairs: Pairs = "kOne"
     epilogue: Epilogue = "kStore"
     activation: str = "silu"
@@ -105,16 +107,23 @@ def sum_of_products(
     return Gemm(a, b, (out,), "kSum", _adding(total), total=total)
 
 
-def gated(x: Operand, w_gate: Operand, w_up: Operand, h: Tensor, *, activation: str) -> Gemm:
-    """``h = act(x w_gate^T) * (x w_up^T)``; gate and up are never in memory."""
-    return Gemm((x,), (w_gate, w_up), (h,), epilogue="kGate", activation=activation)
+def gated(
+    x: Operand, w_gate: Operand, w_up: Operand, h: Tensor, *, activation: str, kept: tuple[Tensor, ...] = ()
+) -> Gemm:
+    """``h = act(x w_gate^T) * (x w_up^T)``. Gate and up are never in memory, or are ``kept``, of equal strides."""
+    epilogue: Epilogue = "kGateKeep" if kept else "kGate"
+    return Gemm((x,), (w_gate, w_up), (h, *kept), epilogue=epilogue, activation=activation)
 
 
 def gated_backward(
-    dy: Operand, w_down: Operand, gate: Tensor, up: Tensor, h: Tensor, *, activation: str
+    dy: Operand, w_down: Operand, kept: tuple[Tensor, Tensor], out: tuple[Tensor, ...], *, activation: str
 ) -> Gemm:
-    """With ``dh = dy w_down^T``, never in memory: gate becomes dgate, up becomes dup, h ``act(gate) * up``."""
-    return Gemm((dy,), (w_down,), (gate, up, h), epilogue="kGateBackward", activation=activation)
+    """dgate, dup and ``h = act(gate) * up`` of ``kept`` gate and up, and of ``dh = dy w_down^T``, never in memory.
+
+    ``out``: dgate and dup, which may be gate and up, and h.
+    """
+    gate, up = map(Operand, kept)
+    return Gemm((dy, gate), (w_down, up), out, epilogue="kGateBackward", activation=activation)
 
 
 def _adding(total: Tensor | None) -> Epilogue:

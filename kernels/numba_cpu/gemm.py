@@ -301,13 +301,19 @@ def finish(c, m0, m, n0, n, out, trans_out, total, addends, add, last):
         width = lanes(c)
         turned = scratch(width, round_up(m, width), c[0, 0])
         for j in range(0, n, width):
-            for i in range(0, m, width):
-                copy_transposed(turned, i, turned.shape[1], c, i * c.shape[1] + j, c.shape[1])
+            turn(turned, c, j, m)
             for jj in range(min(width, n - j)):
                 finish_row(turned[jj], n0 + j + jj, m0, m, out, total, addends, add, last)
     else:
         for i in range(m):
             finish_row(c[i], m0 + i, n0, n, out, total, addends, add, last)
+
+
+@device_function
+def turn(turned, c, j, m):
+    """Columns of m rows of c, from j and as many as a vector holds, become rows."""
+    for i in range(0, m, lanes(c)):
+        copy_transposed(turned, i, turned.shape[1], c, i * c.shape[1] + j, c.shape[1])
 
 
 @device_function

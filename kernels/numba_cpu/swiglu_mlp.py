@@ -6,13 +6,18 @@ backward   gate, up and dh = dy @ w_down tile by tile, from them dgate, dup and 
 
 gate, up and dh exist as tiles only, and h, dgate and dup as blocks: TOKENS tokens by a block of ffn columns are
 in flight, in the order in which the products read them; y or dx adds up over the blocks. Everything between the
-first read and the last write is float32; where the CPU multiplies bfloat16, h, dgate and dup are rounded to it once.
-A few tokens are bound by reading the weights: see swiglu_mlp_few.py.
+first read and the last write is float32, but the gate and up of a backward, which are rounded as the forward stores
+them; where the CPU multiplies bfloat16, h, dgate and dup are rounded to it once. A few tokens are bound by reading
+the weights: see swiglu_mlp_few.py.
+
+The forward may keep gate and up, and the backward take them. Both cut tokens and K alike, so a backward that computes
+them again adds up in the same order: the bits are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,10 +40,9 @@ FEW_PRODUCTS = 1 << 19  # also of more tokens, if the products are as small
 
 
 def config(tokens: int, hidden: int, ffn: int, dtype: DType, *, gradients: bool = False) -> str:
-    """``hidden``: of gradients, the larger one of x and y."""
     if not gradients and _few(tokens, hidden, ffn):
         return "one pass over the weights, all tokens at once"
-    step, block = _steps(tokens, ffn, _kept(tokens, hidden, dtype) if gradients else 1)
+    step, block = _steps(tokens, ffn, gradients)
     rows, columns = tile_shape(block, step, packed(dtype.name))
     return f"blocks of {step} tokens x {block} of ffn, tiles of {columns} x {rows}"
 
@@ -47,16 +51,10 @@ def _few(tokens: int, hidden: int, ffn: int) -> bool:
     return tokens <= FEW or tokens * hidden * ffn <= FEW_PRODUCTS
 
 
-def _kept(tokens: int, hidden: int, dtype: DType) -> int:
-    """Elements per row of ffn that the backward keeps: four blocks, or sums for 16-bit weights' gradients."""
-    sums = hidden if dtype.itemsize == 2 and tokens > TOKENS else 1
-    return max(4 * min(tokens, TOKENS), sums)
-
-
-def _steps(tokens: int, ffn: int, kept: int) -> tuple[int, int]:
-    """Tokens and ffn columns in flight, these in equal blocks of an even number."""
+def _steps(tokens: int, ffn: int, gradients: bool) -> tuple[int, int]:
+    """Tokens and ffn columns in flight, these in equal blocks of an even number. Gradients have four such blocks."""
     step = max(1, min(tokens, TOKENS))
-    most = max(SCRATCH // max(step, kept), 64)
+    most = max(SCRATCH // (4 * step if gradients else step), 64)
     parts = max(1, -(-ffn // most))
     return step, max(1, min(ffn, -(-ffn // (64 * parts)) * 64))
 
@@ -70,17 +68,20 @@ def _wide(dtype: DType) -> DType:
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
-def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
-    """x (tokens, hidden) and y (tokens, hidden_out); w_gate, w_up, w_down are (out_features, in_features)."""
+def forward(
+    x: Array, weights: Sequence[Array], y: Array, *, activation: str, gate_up: Array | None = None
+) -> None:
+    """x (tokens, hidden) and y (tokens, hidden_out); w_gate, w_up, w_down are (out_features, in_features).
+
+    ``gate_up`` (tokens, 2 * ffn) receives gate and up.
+    """
     w_gate, w_up, w_down = weights
     (tokens, hidden), ffn, wide = x.shape, len(w_gate), _wide(x.dtype)
-    if ffn == 0 or hidden == 0:
-        y[...] = 0
-        return
+    kept = _halves(gate_up, x.dtype)
     if _few(tokens, hidden, ffn):
-        swiglu_mlp_few.forward(x, weights, y, activation=activation)
+        swiglu_mlp_few.forward(x, weights, y, activation=activation, kept=kept)
         return
-    step, block = _steps(tokens, ffn, 1)
+    step, block = _steps(tokens, ffn, False)
     total = None
     if block < ffn and wide != y.dtype:
         total = aligned_empty((step, y.shape[1]), wide)
@@ -93,9 +94,30 @@ def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) ->
             rows, columns = tile_shape(h.depth, h.n, kind)
             plan = Plan(rows, columns, ACTIVATIONS.index(activation), h.n, xt.blocks, 0, h.blocks)
             tasks = -(-h.depth // rows) * -(-h.n // columns)
-            launch(mlp_hidden[x.dtype], tasks, plan, xt.array, bits(wg), bits(wu), h.array)
+            stored = (bits(half[t, f]) for half in kept)
+            launch(mlp_hidden[x.dtype], tasks, plan, xt.array, bits(wg), bits(wu), h.array, *stored)
             ends = {"first": f.start == 0, "last": f.stop == ffn}
             matmul(w_down[:, f], h, yt, trans_out=True, total=None if total is None else total[: h.n], **ends)
+
+
+def _halves(gate_up: Array | None, dtype: DType) -> tuple[Array, Array]:
+    """Gate and up, or stand-ins without rows."""
+    if gate_up is None:
+        return (np.empty((0, 0), dtype),) * 2
+    ffn = gate_up.shape[1] // 2
+    return gate_up[:, :ffn], gate_up[:, ffn:]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """``dw_gate, dw_up, dw_down`` of float32 (float64), and of each whether the gradient is added to it."""
+
+    weights: Sequence[Array]
+    added: Sequence[bool]
+
+    def add(self, i: int, where: Any, a: Array, b: Panels, *, first: bool, trans_a: bool = False) -> None:
+        """A product to part of one; ``first``: that of the first tokens."""
+        matmul(a, b, self.weights[i][where], trans_a=trans_a, first=first and not self.added[i])
 
 
 def backward(
@@ -103,46 +125,44 @@ def backward(
     x: Array,
     weights: Sequence[Array],
     dx: Array,
-    dweights: Sequence[Array],
+    gradients: Gradients,
     *,
     activation: str,
+    gate_up: Array | None = None,
 ) -> None:
     """Fills dx and the weights' gradients. Blocks of ffn outside: each adds up its own gradients over the tokens."""
     w_gate, w_up, w_down = weights
-    dw_gate, dw_up, dw_down = dweights
     (tokens, hidden), ffn, wide = x.shape, len(w_gate), _wide(x.dtype)
-    if tokens == 0 or ffn == 0 or hidden == 0 or len(w_down) == 0:
-        for gradient in (dx, *dweights):
-            gradient[...] = 0
-        return
-    step, block = _steps(tokens, ffn, _kept(tokens, max(hidden, len(w_down)), x.dtype))
+    if gate_up is None and _few(tokens, hidden, ffn):
+        gate_up = np.empty((tokens, 2 * ffn), x.dtype)
+        swiglu_mlp_few.hidden(x, weights, activation=activation, kept=_halves(gate_up, x.dtype))
+    kept = _halves(gate_up, x.dtype)
+    step, block = _steps(tokens, ffn, True)
     kind = packed(x.dtype.name)
-    kept = x.dtype if kind == "uint32" else wide  # of dgate, dup and h
-    blocks = [aligned_empty((block, step), kept) for _ in range(3)]
+    held = x.dtype if kind == "uint32" else wide  # of dgate, dup and h
+    blocks = [aligned_empty((block, step), held) for _ in range(3)]
     dx_total = dx if wide == dx.dtype else aligned_empty(dx.shape, wide)
     for f in _spans(ffn, block):
         wg, wu, wd = w_gate[f], w_up[f], w_down[:, f]
-        targets = (dw_gate[f], dw_up[f], dw_down[:, f])
-        totals: Sequence[Array | None] = (None,) * 3
-        if step < tokens and wide != x.dtype:
-            totals = [aligned_empty(w.shape, wide) for w in targets]
         for t in _spans(tokens, step):
-            n = t.stop - t.start
-            xt, dyt = pack(x[t], kind, trans=True), pack(dy[t], kind, trans=True)
+            n, first = t.stop - t.start, t.start == 0
+            dyt = pack(dy[t], kind, trans=True)
+            xt = dyt if gate_up is not None else pack(x[t], kind, trans=True)
             dgate, dup, h = (b[: len(wg), :n] for b in blocks)
             dgate_panels, dup_panels = (Panels.empty(len(wg), n, kind) for _ in range(2))
             rows, columns = tile_shape(len(h), n, kind)
             cut = xt.blocks, dyt.blocks, dup_panels.blocks
             plan = Plan(rows, columns, ACTIVATIONS.index(activation), n, *cut)
-            arrays = dyt.array, xt.array, *map(bits, (wg, wu, wd, dgate, dup, h))
+            inputs = map(bits, (wg, wu, wd, *(half[t, f] for half in kept)))
+            arrays = dyt.array, xt.array, *inputs, *map(bits, (dgate, dup, h))
             tasks = -(-len(h) // rows) * -(-n // columns)
             run = mlp_hidden_backward[x.dtype]
             launch(run, tasks, plan, *arrays, dgate_panels.array, dup_panels.array)
-            ends = {"first": t.start == 0, "last": t.stop == tokens}
             xt = pack(x[t], kind, trans=False)
-            matmul(dgate, xt, targets[0], total=totals[0], **ends)
-            matmul(dup, xt, targets[1], total=totals[1], **ends)
-            matmul(dy[t], pack(h, kind, trans=True), targets[2], trans_a=True, total=totals[2], **ends)
+            gradients.add(0, f, dgate, xt, first=first)
+            gradients.add(1, f, dup, xt, first=first)
+            ht = pack(h, kind, trans=True)
+            gradients.add(2, (slice(None), f), dy[t], ht, first=first, trans_a=True)
             add_dx = partial(matmul, trans_a=True, trans_out=True, total=dx_total[t])
             add_dx(wg, dgate_panels, dx[t], first=f.start == 0, last=False)
             add_dx(wu, dup_panels, dx[t], first=False, last=f.stop == ffn)

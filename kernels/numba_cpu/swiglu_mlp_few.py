@@ -31,20 +31,25 @@ Array = np.ndarray[Any, Any]
 AT_ONCE = 4  # rows, and as many are prefetched
 
 
-def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str) -> None:
-    w_gate, w_up, w_down = weights
-    h = aligned_empty((len(x), len(w_gate)), np.float64 if x.dtype == np.float64 else np.float32)
-    gate_up, down = rows_per_task(len(w_gate)), rows_per_task(len(w_down))
-    launch = launcher((2 * w_gate.size + w_down.size) * (0.4 + len(x) / 20))
-    launch(
-        few_hidden[x.dtype],
-        -(-len(w_gate) // gate_up),
-        gate_up,
-        ACTIVATIONS.index(activation),
-        *map(bits, (x, w_gate, w_up)),
-        h,
-    )
+def forward(x: Array, weights: Sequence[Array], y: Array, *, activation: str, kept: Sequence[Array]) -> None:
+    w_down = weights[2]
+    h, down = hidden(x, weights, activation=activation, kept=kept), rows_per_task(len(w_down))
+    launch = launcher(_time(x, weights))
     launch(few_down[x.dtype], -(-len(w_down) // down), down, h, bits(w_down), bits(y))
+
+
+def hidden(x: Array, weights: Sequence[Array], *, activation: str, kept: Sequence[Array]) -> Array:
+    """h (tokens, ffn). ``kept``: gate and up are stored there, (tokens, ffn) or without rows."""
+    w_gate, w_up, _ = weights
+    h = aligned_empty((len(x), len(w_gate)), np.float64 if x.dtype == np.float64 else np.float32)
+    rows, arrays = rows_per_task(len(w_gate)), [bits(a) for a in (x, w_gate, w_up, *kept)]
+    launch = launcher(_time(x, weights))
+    launch(few_hidden[x.dtype], -(-len(w_gate) // rows), rows, ACTIVATIONS.index(activation), *arrays, h)
+    return h
+
+
+def _time(x: Array, weights: Sequence[Array]) -> float:
+    return sum(w.size for w in weights) * (0.4 + len(x) / 20)
 
 
 def rows_per_task(rows: int) -> int:
@@ -102,12 +107,12 @@ def group_sums(sums, addresses, at, w, x, tokens, n_rows):
 
 def _hidden_signature(t: str) -> tuple[types.Type, ...]:
     i = types.int64
-    return i, i, *(read(t, 2),) * 3, write(compute(t).name, 2)
+    return i, i, *(read(t, 2),) * 3, *(write(t, 2),) * 2, write(compute(t).name, 2)
 
 
 @kernel(_hidden_signature)
-def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, h):
-    """h = act(x w_gate.T) * (x w_up.T)"""
+def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, gate_kept, up_kept, h):
+    """h = act(x w_gate.T) * (x w_up.T); the two products are kept if there are rows for them."""
     tokens, ffn = h.shape
     width = lanes(h)
     wide = widened(x, w_gate)
@@ -123,6 +128,11 @@ def few_hidden(state, n_tasks, chunk, activation, x, w_gate, w_up, h):
             at, n = 2 * (r - first), min(width, stop - r)
             group_sums(gate, addresses, at, w_gate, wide, tokens, width)
             group_sums(up, addresses, at + width, w_gate, wide, tokens, width)
+            for t in range(len(gate_kept)):
+                gate_row, up_row = write_row(gate_kept, (t,)), write_row(up_kept, (t,))
+                for j in range(n):
+                    store(gate_row, r + j, gate[t, j])
+                    store(up_row, r + j, up[t, j])
             for t in range(tokens):
                 row = write_row(h, (t,))[r : r + n]
                 activate(activation, row, gate[t], up[t])

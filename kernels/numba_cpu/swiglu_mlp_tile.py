@@ -2,6 +2,7 @@
 
 A task is rows of ffn by columns of tokens. All of K adds up in float32; then the activation turns the tiles into h
 (forward) or dgate, dup and h (backward), in place. They are stored as steps of K of the products that follow.
+Tiles are (ffn, tokens); gate and up that the forward keeps are (tokens, ffn), and the backward turns them again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from .codegen import glu
+from .codegen.gemm import copy_transposed
 from .codegen.memory import SKEW, from_beginning, lanes, round_up, scratch, span
 from .codegen.target import MAX_LANES
 from .codegen.tiles import close_tiles, open_tiles
-from .dtype import store, write_row
-from .gemm import multiply, region, tile_size
+from .dtype import load, read_row, rounded, store, write_row
+from .gemm import multiply, region, tile_size, turn
 from .jit import compute, device_function, generic, kernel, read, types, write
 from .packing import packed, put_rows, room_a, steps
 from .parallel import claim
@@ -59,6 +61,43 @@ def put(to, tile, f0, m, t0, n):
             store(row, j, source[j])
 
 
+@device_function(refcount=True)
+def keep_tile(to, tile, f0, m, t0, n):
+    """Store a tile, turned and rounded, in rows from t0 and columns from f0."""
+    width = lanes(tile)
+    turned = scratch(width, round_up(m, width), tile[0, 0])
+    for j in range(0, n, width):
+        turn(turned, tile, j, m)
+        for jj in range(min(width, n - j)):
+            row = span(write_row(to, (t0 + j + jj,)), f0, m)
+            for i in range(m):
+                store(row, i, turned[jj, i])
+
+
+@device_function(refcount=True)
+def kept_tile(tile, kept, f0, m, t0, n):
+    """The tile that was stored there."""
+    width = lanes(tile)
+    turned = scratch(width, round_up(m, width), tile[0, 0])
+    for j in range(0, n, width):
+        for jj in range(min(width, n - j)):
+            row = span(read_row(kept, (t0 + j + jj,)), f0, m)
+            for i in range(m):
+                turned[jj, i] = load(row, i)
+        for i in range(0, m, width):
+            copy_transposed(tile, i * tile.shape[1] + j, tile.shape[1], turned, i, turned.shape[1])
+
+
+@device_function
+def round_tile(tile, m, n, like):
+    """To the dtype of array ``like``, as if it had been stored."""
+    of = read_row(like, (0,))
+    for i in range(m):
+        row = tile[i]
+        for j in range(n):
+            row[j] = rounded(of, row[j])
+
+
 @generic
 def sum_of(packed):
     """A zero of the type in which products of ``packed`` add up."""
@@ -83,12 +122,12 @@ _PLAN = types.NamedUniTuple(types.int64, len(Plan._fields), Plan)
 
 def _forward_signature(t: str) -> tuple[types.Type, ...]:
     panels = write(packed(t), 2)
-    return _PLAN, panels, read(t, 2), read(t, 2), panels
+    return _PLAN, panels, read(t, 2), read(t, 2), panels, write(t, 2), write(t, 2)
 
 
 @kernel(_forward_signature)
-def mlp_hidden(state, n_tasks, plan, x, w_gate, w_up, h):
-    """h (ffn, tokens) = act(w_gate x.T) * (w_up x.T)"""
+def mlp_hidden(state, n_tasks, plan, x, w_gate, w_up, h, gate_kept, up_kept):
+    """h (ffn, tokens) = act(w_gate x.T) * (w_up x.T); the two products are kept if there are rows for them."""
     (ffn, hidden), tokens, rows, columns = w_gate.shape, plan.tokens, plan.rows, plan.columns
     nr = 2 * lanes(x)
     tiles = (tokens + columns - 1) // columns
@@ -114,6 +153,9 @@ def mlp_hidden(state, n_tasks, plan, x, w_gate, w_up, h):
             multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, ahead)
             ahead = region(w_gate, x, False, f1, m1, k1, k)
             multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, ahead)
+        if gate_kept.shape[0] > 0:
+            keep_tile(gate_kept, gate, f0, m, t0, n)
+            keep_tile(up_kept, up, f0, m, t0, n)
         for i in range(m):
             activate(plan.activation, from_beginning(gate[i], n), gate[i], up[i])
         put_rows(h, plan.h_blocks, gate, f0, m, t0, n)
@@ -123,14 +165,28 @@ def mlp_hidden(state, n_tasks, plan, x, w_gate, w_up, h):
 
 def _backward_signature(t: str) -> tuple[types.Type, ...]:
     panels, kept = write(packed(t), 2), write(t if packed(t) == "uint32" else compute(t).name, 2)
-    return _PLAN, *(panels,) * 2, *(read(t, 2),) * 3, *(kept,) * 3, *(panels,) * 2
+    return _PLAN, *(panels,) * 2, *(read(t, 2),) * 5, *(kept,) * 3, *(panels,) * 2
 
 
 @kernel(_backward_signature)
 def mlp_hidden_backward(
-    state, n_tasks, plan, dy, x, w_gate, w_up, w_down, dgate, dup, h, dgate_panels, dup_panels
+    state,
+    n_tasks,
+    plan,
+    dy,
+    x,
+    w_gate,
+    w_up,
+    w_down,
+    gate_kept,
+    up_kept,
+    dgate,
+    dup,
+    h,
+    dgate_panels,
+    dup_panels,
 ):
-    """dgate, dup and h, all (ffn, tokens), from gate, up and dh = w_down.T dy.T"""
+    """dgate, dup and h, all (ffn, tokens), from gate, up and dh = w_down.T dy.T; from x if nothing is kept."""
     (ffn, tokens), hidden, hidden_out = h.shape, w_gate.shape[1], w_down.shape[0]
     rows, columns = plan.rows, plan.columns
     nr = 2 * lanes(x)
@@ -150,13 +206,19 @@ def mlp_hidden_backward(
         f0, m = tile_size(task // tiles, rows, ffn)
         f1, m1 = tile_size(following // tiles, rows, ffn)
         t0, n = tile_size(task % tiles, columns, tokens)
-        for b in range(plan.x_blocks):
-            k0, first, add = b * block, b * across + t0 // nr, b > 0
-            k = min(block, k_all - k0)
-            ahead = region(w_up, x, False, f0, m, k0, k)
-            multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, ahead)
-            ahead = region(w_gate, x, False, f0, m, k0 + k, k)
-            multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, ahead)
+        if gate_kept.shape[0] > 0:
+            kept_tile(gate, gate_kept, f0, m, t0, n)
+            kept_tile(up, up_kept, f0, m, t0, n)
+        else:
+            for b in range(plan.x_blocks):
+                k0, first, add = b * block, b * across + t0 // nr, b > 0
+                k = min(block, k_all - k0)
+                ahead = region(w_up, x, False, f0, m, k0, k)
+                multiply(gate, a, w_gate, False, f0, m, k0, k, x, first, n, add, ahead)
+                ahead = region(w_gate, x, False, f0, m, k0 + k, k)
+                multiply(up, a, w_up, False, f0, m, k0, k, x, first, n, add, ahead)
+            round_tile(gate, m, n, w_gate)
+            round_tile(up, m, n, w_up)
         for b in range(plan.dy_blocks):
             k0, first, add = b * block_out, b * across + t0 // nr, b > 0
             k = min(block_out, k_out - k0)

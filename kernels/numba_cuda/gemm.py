@@ -1,10 +1,11 @@
 """GEMM for Numba, with the epilogues of a gated MLP: the readable twin of cuda/gemm_sm80.cu and cuda/gemv.cu.
 
-kStore          c = a b^T                        kGate           c = act(a b^T) * (a b1^T)
-kAdd            c = total + a b^T                kGateBackward   dh = a b^T; c: gate -> dgate; c1: up -> dup;
-kLinear         c = a b^T + c1 + h[0]                            h = act(gate) * up
+kStore     c = a b^T                 kGate           c = act(a b^T) * (a b1^T)
+kAdd       c = total + a b^T         kGateKeep       the same; c1 = a b^T, h = a b1^T
+kLinear    c = a b^T + c1 + h[0]     kGateBackward   dh = a b^T; c = dgate, c1 = dup, h = act(gate) * up
 
-With kLinear c1 is the residual and h the bias, a row; without rows there is none.
+With kLinear c1 is the residual and h the bias, a row; without rows there is none. With kGateBackward a1 is gate and
+b1 is up; c and c1 may be the same arrays.
 
 A block computes 64 x 64 of C and walks over K in steps of 16: 256 threads stage tiles of A and B in shared memory,
 where each element serves 64 rows. Thread (r, q) of 16 x 16 has rows r, r + 16, ... and columns q, q + 16, ...: it
@@ -49,7 +50,7 @@ def kernel(
     add_tile = adder(number)
     stage_a, stage_b = stager(dtype, a_across), stager(dtype, b_across)
     finish = finisher(epilogue, activation, dtype, out)
-    gated, pairs = epilogue == "kGate", 2 if summed else 1
+    gated, pairs = epilogue in ("kGate", "kGateKeep"), 2 if summed else 1
 
     def gemm(a, b, a1, b1, c, c1, h, total):
         rows, cols = c.shape
@@ -80,7 +81,7 @@ def kernel(
             for j in range(MINE):
                 row, col = row0 + r + i * SIDE, col0 + q + j * SIDE
                 if row < rows and col < cols:
-                    finish(sums[i, j], ups[i, j], c, c1, h, total, row, col)
+                    finish(sums[i, j], ups[i, j], a1, b1, c, c1, h, total, row, col)
 
     return NumbaKernel(gemm, signature, name)
 
@@ -137,15 +138,15 @@ def finisher(epilogue: str, activation: str, dtype: str, out: str):
     of = activated(activation, dtype)
 
     @cuda.jit(device=True)
-    def kStore(x, _, c, c1, h, total, row, col):
+    def kStore(x, _, a1, b1, c, c1, h, total, row, col):
         c[row, col] = store(x)
 
     @cuda.jit(device=True)
-    def kAdd(x, _, c, c1, h, total, row, col):
+    def kAdd(x, _, a1, b1, c, c1, h, total, row, col):
         c[row, col] = store(total[row, col] + x)
 
     @cuda.jit(device=True)
-    def kLinear(x, _, c, c1, h, total, row, col):
+    def kLinear(x, _, a1, b1, c, c1, h, total, row, col):
         if c1.shape[0] > 0:
             x += load_out(c1[row, col])
         if h.shape[0] > 0:
@@ -153,17 +154,23 @@ def finisher(epilogue: str, activation: str, dtype: str, out: str):
         c[row, col] = store(x)
 
     @cuda.jit(device=True)
-    def kGate(gate, up, c, c1, h, total, row, col):
+    def kGate(gate, up, a1, b1, c, c1, h, total, row, col):
         act, _ = of(gate)
         c[row, col] = store(act * up)
 
     @cuda.jit(device=True)
-    def kGateBackward(dh, _, c, c1, h, total, row, col):
-        gate, up = load(c[row, col]), load(c1[row, col])
+    def kGateKeep(gate, up, a1, b1, c, c1, h, total, row, col):
+        act, _ = of(gate)
+        c[row, col] = store(act * up)
+        c1[row, col], h[row, col] = store(gate), store(up)
+
+    @cuda.jit(device=True)
+    def kGateBackward(dh, _, a1, b1, c, c1, h, total, row, col):
+        gate, up = load(a1[row, col]), load(b1[row, col])
         act, slope = of(gate)
         c[row, col] = store(number(dh * up * slope))
         c1[row, col] = store(number(dh * act))
         h[row, col] = store(number(act * up))
 
-    finishers = {"kStore": kStore, "kAdd": kAdd, "kLinear": kLinear}
-    return {**finishers, "kGate": kGate, "kGateBackward": kGateBackward}[epilogue]
+    finishers = {"kStore": kStore, "kAdd": kAdd, "kLinear": kLinear, "kGate": kGate}
+    return {**finishers, "kGateKeep": kGateKeep, "kGateBackward": kGateBackward}[epilogue]

@@ -326,22 +326,37 @@ def mlp(draw: Draw) -> Trial:
     }
     given = {n: draw.array(s, dtype, 1.0 if n == "x" else s[1] ** -0.5) for n, s in shapes.items()}
     arguments: dict[str, Any] = {**given, "activation": name}
+    wide, keep, before = computing(dtype), draw.chance(0.4), dict[str, Array]()
     if back:
         given["dy"] = arguments["dy"] = draw.array((tokens, hidden_out), dtype)
+        before = {
+            f"d{n}": draw.values(shapes[n], wide) for n in ("w_gate", "w_up", "w_down") if draw.chance(0.3)
+        }
+        arguments |= {n: draw.place(one, written=True) for n, one in before.items()}
+    if keep and back:
+        given["gate_up"] = arguments["gate_up"] = draw.array((tokens, 2 * ffn), dtype)
+    elif keep:
+        arguments["keep"] = "gate_up"
 
     def formula(m: Maths) -> tuple[Array, ...]:
         a = {n: m.load(one) for n, one in given.items()}
-        gate, up = (m.matmul(a["x"], a[n].T) for n in ("w_gate", "w_up"))
+        if "gate_up" in a:
+            gate, up = a["gate_up"][:, :ffn], a["gate_up"][:, ffn:]
+        else:
+            gate, up = (m.matmul(a["x"], a[n].T) for n in ("w_gate", "w_up"))
         act, slope = activate(m, gate, name)
         h = m.r(act * up)
         if not back:
-            return (m.matmul(h, a["w_down"].T),)
+            y = m.matmul(h, a["w_down"].T)
+            return (y, np.concatenate([gate, up], axis=-1)) if keep else (y,)
         dh = m.matmul(a["dy"], a["w_down"])
         dgate, dup = m.r(m.r(dh * up) * slope), m.r(dh * act)
         dx = m.r(m.matmul(dgate, a["w_gate"]) + m.matmul(dup, a["w_up"]))
-        return dx, m.matmul(dgate.T, a["x"]), m.matmul(dup.T, a["x"]), m.matmul(a["dy"].T, h)
+        sums = {"dw_gate": m.matmul(dgate.T, a["x"]), "dw_up": m.matmul(dup.T, a["x"])}
+        sums["dw_down"] = m.matmul(a["dy"].T, h)
+        return dx, *(total + before.get(n, 0) for n, total in sums.items())
 
-    results = (dtype,) * (4 if back else 1)
+    results = (dtype, *(wide,) * 3) if back else (dtype,) * (1 + keep)
     op, factor = ("swiglu_mlp_backward", BACKWARD) if back else ("swiglu_mlp", 2.0)
     return Trial(op, arguments, draw, dtype, results, formula, factor, linked=(("w_up", 0), ("w_down", 1)))
 
