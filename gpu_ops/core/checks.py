@@ -20,6 +20,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 __all__ = [
     "FLOAT_DTYPES",
     "Axes",
+    "contiguous",
     "epsilon",
     "exactly",
     "flag",
@@ -93,6 +94,12 @@ def exactly(op: str, name: str, x: Array, shape: tuple[int, ...], dtype: np.dtyp
         raise ShapeError(f"{op}: {name} has shape {x.shape}, expected exactly {shape}")
     if dtype is not None and x.dtype != dtype:
         raise DTypeError(f"{op}: {name} is {x.dtype}, expected {dtype}; cast it: {name}.astype('{dtype}')")
+
+
+def contiguous(op: str, name: str, out: Array | None) -> None:
+    """A place for a number per row: kernels write them without gaps. None: no place was given."""
+    if out is not None and not out.flags.c_contiguous:
+        raise ShapeError(f"{op}: out {name} must be C-contiguous; pass numpy.empty({out.shape}, ...)")
 
 
 def float_dtype(op: str, **arrays: Array | None) -> str:

@@ -108,9 +108,11 @@ def cross_entropy(
     call = Call("cross_entropy", device, backend, workspace)
     rows, dtype = options.read(call, logits, targets)
     kind = checks.computing_dtype(dtype)
-    call.write("loss", rows if reduction == "none" else (), kind, out, item=0)
+    results = {"loss": rows if reduction == "none" else ()}
     if checks.flag(call.op, "return_lse", return_lse):
-        call.write("lse", rows, kind, out, item=1)
+        results["lse"] = rows
+    for item, (name, shape) in enumerate(results.items()):
+        checks.contiguous(call.op, name, call.write(name, shape, kind, out, item=item))
     return options.bind(call, rows, dtype)
 
 
