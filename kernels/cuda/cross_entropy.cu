@@ -17,12 +17,15 @@
 // after a barrier. Memory-bound: one exponential per element.
 //
 // Macros:
-//   DTYPE    f16, bf16 or f32        GRADIENT   the same, or f16 or bf16 beside f32
+//   DTYPE    f16, bf16 or f32        GRADIENT   f16 or bf16 beside f32; undefined: the same
 //   ACCESS   elements per access: a vector of 16 bytes, or 1 where not all rows are aligned to vectors
 //   PLAIN    1: without softcap, without sums over the row that label smoothing and class weights need
 #include "columns.cuh"
 #include "math.cuh"
 
+#ifndef GRADIENT
+#define GRADIENT DTYPE
+#endif
 typedef DTYPE scalar;
 typedef GRADIENT narrow;
 

@@ -309,12 +309,8 @@ def _launch_rows(
 
 
 def _kernel(which: str, dtype: str, access: int, plain: bool, gradient: str) -> CudaKernel:
-    defines = (
-        ("DTYPE", DTYPES[dtype]),
-        ("GRADIENT", DTYPES[gradient]),
-        ("ACCESS", access),
-        ("PLAIN", int(plain)),
-    )
+    narrower = (("GRADIENT", DTYPES[gradient]),) if gradient != dtype else ()
+    defines = (("DTYPE", DTYPES[dtype]), *narrower, ("ACCESS", access), ("PLAIN", int(plain)))
     return CudaKernel("cross_entropy", f"cross_entropy_{which}", defines)
 
 
