@@ -13,7 +13,7 @@ from gpu_ops.core.op import op
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 
-__all__ = ["linear", "linear_backward"]
+__all__ = ["linear", "linear_backward", "named_results", "read_shape"]
 
 
 @op(cuda=True, kernels="linear")
@@ -74,7 +74,7 @@ def linear(
         given["bias"] = call.read("bias", bias)
     if residual is not None:
         given["residual"] = call.read("residual", residual, rows=True)
-    shape, dtype = _validate(call, x_, weight_, **given)
+    shape, dtype = read_shape(call, x_, weight_, **given)
     for name, array in given.items():
         checks.exactly(call.op, name, array, shape[-1:] if name == "bias" else shape)
     call.write("y", shape, x_.dtype, out, in_place="residual", rows=True)
@@ -146,7 +146,7 @@ def linear_backward(
     call = Call("linear_backward", device, backend, workspace)
     dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
     weight_ = call.read("weight", weight)
-    shape, dtype = _validate(call, x_, weight_, dy=dy_)
+    shape, dtype = read_shape(call, x_, weight_, dy=dy_)
     checks.exactly(call.op, "dy", dy_, shape)
     wide = checks.computing_dtype(dtype)
     sums = {"dweight": (weight_.shape, dweight)}
@@ -163,14 +163,15 @@ def linear_backward(
     for name, given in added.items():
         call.write(name, sums[name][0], wide, given, argument=name, rows=True, added=True)
     call.option(added=tuple(added))
-    return _bind(call, x_, dtype, "with dbias" if has_bias else "", 4.0, _results("dx", *sums))
+    return _bind(call, x_, dtype, "with dbias" if has_bias else "", 4.0, named_results("dx", *sums))
 
 
-def _results(*names: str) -> Callable[..., tuple[Any, ...]]:
+def named_results(*names: str) -> Callable[..., tuple[Any, ...]]:
+    """What a call returns, in this order: those that are added to were described after the others."""
     return lambda views, device, give: tuple(map(give, names))
 
 
-def _validate(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
+def read_shape(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
     """The shape of y, and the dtype's name."""
     dtype = checks.float_dtype(call.op, x=x, weight=weight, **more)
     call.axes.bind("weight", weight, "out_features in_features")
