@@ -24,6 +24,7 @@ from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.global_norm import global_norm
 from gpu_ops.ops.layernorm import layernorm, layernorm_backward
 from gpu_ops.ops.linear import linear, linear_backward
+from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.ops.rope import rope, rope_backward
@@ -83,6 +84,7 @@ __all__ = [
     "layernorm_backward",
     "linear",
     "linear_backward",
+    "linear_cross_entropy",
     "quantize_model",
     "read_bitnet",
     "read_gguf",

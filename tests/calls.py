@@ -71,6 +71,7 @@ OUT = {
     "layernorm_backward": ("out", 1),
     "linear": ("out", 1),
     "linear_backward": ("out", 3),
+    "linear_cross_entropy": ("out", 5),
     "rmsnorm": ("out", 1),
     "rmsnorm_backward": ("out", 1),
     "rmsnorm_quant_int8": ("out", 3),

@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): cross-entropy, embedding and the norm of gradients."""
+"""Rows of the table of calls (calls.py): cross-entropy and of a linear layer, embedding, norm of gradients."""
 
 from __future__ import annotations
 
@@ -50,6 +50,21 @@ def of_mean(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**new.normal(new.wide, dloss=""), **arrays}, options
 
 
+def head(new: Maker, axes: str = "rows") -> dict[str, Any]:
+    arrays = {
+        **new.normal(x=f"{axes} hidden", weight="width hidden"),
+        **indices(new, "targets", axes, new.sizes["width"]),
+    }
+    arrays["targets"][2:3] = IGNORED
+    return arrays
+
+
+def differentiated(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With every result, in several chunks."""
+    options = {"reduction": "none", "grads": True, "return_lse": True, "chunk": 2}
+    return head(new), {**new.normal(bias="width"), **options}
+
+
 def table(new: Maker) -> dict[str, Any]:
     return {**indices(new, "ids", "rows", new.sizes["N"]), **new.normal(weight="N width")}
 
@@ -64,6 +79,8 @@ VARIANTS: dict[str, Any] = {
     "cross_entropy mean": lambda new: (logits(new, "batch rows width"), weighted(new)),
     "cross_entropy_backward": of_rows,
     "cross_entropy_backward mean": of_mean,
+    "linear_cross_entropy": differentiated,
+    "linear_cross_entropy mean": lambda new: (head(new, "batch rows"), weighted(new)),
     "embedding": lambda new: (table(new), {"scale": 0.5}),
     "embedding_backward": lambda new: (gradient_of_table(new), {"scale": 0.5}),
     "global_norm": lambda new: (new.normal(arrays="rows cols"), {}),

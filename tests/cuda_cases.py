@@ -11,6 +11,7 @@ NO_CAPTURE = ("ternary_quantize", "ternary_pack", "ternary_unpack")
 FORMS = {
     "cross_entropy": [{"reduction": "mean"}],
     "cross_entropy_backward": [{"dloss": 2.0, "reduction": "mean"}],
+    "linear_cross_entropy": [{"reduction": "mean", "dloss": 2.0}],
     "rmsnorm": [{"return_rstd": True}],
     "layernorm": [{"return_stats": True}],
     "attention": [{"return_lse": True}],

@@ -150,6 +150,7 @@ EMPTY = {
     "layernorm_backward": NORM,
     "linear": ("batch", "rows", "hidden_out"),
     "linear_backward": ("rows", "hidden_out"),
+    "linear_cross_entropy": ("batch", "rows", "width"),
     "rmsnorm": NORM,
     "rmsnorm_backward": NORM,
     "rmsnorm_quant_int8": NORM,
@@ -198,14 +199,15 @@ SLICED = {
     "attention_backward": 3,
     "layernorm_backward": 1,
     "linear_backward": 1,
+    "linear_cross_entropy": 2,
     "rmsnorm_backward": 1,
     "swiglu_mlp_backward": 1,
     "ternary_matmul_backward": 1,
 }
 MIXED = ("attention_varlen", "embedding", "ternary_quantize", "ternary_pack", "ternary_unpack")
 WHOLE = (
-    *("cross_entropy mean", "cross_entropy_backward mean", "global_norm", "rope_append_kv pages"),
-    "ternary_matmul both",
+    *("cross_entropy mean", "cross_entropy_backward mean", "linear_cross_entropy mean"),
+    *("global_norm", "rope_append_kv pages", "ternary_matmul both"),
 )
 SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in WHOLE]
 

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import gpu_ops
 from gpu_ops.errors import DTypeError, OptionError, ShapeError, UnknownOptionError
-from tests.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, call
+from tests.calls import ADDED, IN_PLACE, OPS, OPTIONAL, OUT, WRITTEN, Call, call
 from tests.laws import (
     WITH_OUT,
     every_other,
@@ -117,6 +117,28 @@ def test_out_is_read_only_unaligned_or_of_another_kind(name):
             if out.itemsize == 1 and message == "is not aligned":
                 continue
             refused(with_result(one, outs, i, wrong), error, message)
+
+
+OF_ROWS = {
+    "cross_entropy": {"reduction": "none", "return_lse": True},
+    "layernorm": {"return_stats": True},
+    "rmsnorm": {"return_rstd": True},
+    "rmsnorm_quant_int8": {},
+}
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_places_for_numbers_of_rows_have_gaps(op):
+    """Kernels write them one after the other."""
+    arrays = {"cross_entropy": ((2, 3, 8), None), "layernorm": ((2, 3, 8), (8,), (8,))}
+    shapes = arrays.get(op, ((2, 3, 8), (8,)))
+    given = [np.zeros((2, 3), np.int64) if s is None else np.ones(s, np.float32) for s in shapes]
+    one = Call(op, dict(zip("abc", given, strict=False)), OF_ROWS[op])
+    outs = [np.empty_like(x) for x in one()]
+    for i, x in enumerate(outs):
+        if x.ndim == 2:
+            gaps = np.zeros((2, 6), x.dtype)[:, :3]
+            refused(one.having(out=(*outs[:i], gaps, *outs[i + 1 :])), ShapeError, "must be C-contiguous")
 
 
 @with_out

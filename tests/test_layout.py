@@ -21,7 +21,8 @@ from tests.calls import OPS
 from tests.processes import ROOT, python
 
 STEMS = (
-    *("adamw", "attention", "cross_entropy", "dropout", "embedding", "global_norm", "layernorm", "linear"),
+    *("adamw", "attention", "cross_entropy", "dropout", "embedding", "global_norm", "layernorm"),
+    *("linear_cross_entropy", "linear"),
     *("rmsnorm", "rope", "softmax", "swiglu", "ternary"),
 )
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
@@ -91,7 +92,7 @@ def test_public_signature_is_the_references_plus_where_to_run(op):
     assert not missing, f"{op} lacks {missing}"
     # none changes what is computed
     how = {"device", "backend", "workspace", "out", "residual_out", "grads"}
-    how |= {"accumulate", "deterministic", "return_extra", "num_splits", "check"}
+    how |= {"accumulate", "deterministic", "return_extra", "num_splits", "check", "chunk"}
     assert set(public) - set(reference) <= how
     for name, parameter in reference.items():
         assert public[name].kind == parameter.kind, f"{op}: {name} is {public[name].kind}"

@@ -96,6 +96,14 @@ def test_gradients_add_up(backend, dtype, rng):
     np.testing.assert_allclose(dbias, want_bias, **tolerance)
 
 
+def test_a_token_has_the_same_bits_beside_any_others(dtype, rng):
+    """On the CPU: a sum over features is divided by their number alone."""
+    x, weight = random(rng, (1100, 1300), dtype), random(rng, (70, 1300), dtype, 1300**-0.5)
+    y = gpu_ops.linear(x, weight)
+    for rows in (slice(0, 1), slice(5, 70), slice(100, 900)):
+        assert gpu_ops.linear(x[rows], weight).tobytes() == y[rows].tobytes()
+
+
 def test_results_in_given_arrays(backend, rng):
     dy, x, weight, *_ = tensors(rng, ((6,), 8, 5), np.float32)
     want = gpu_ops.linear_backward(dy, x, weight, has_bias=True, **backend)

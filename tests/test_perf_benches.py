@@ -25,6 +25,7 @@ TINY = {
     "rope": 16,
     "rope_append_kv": 16,
     "linear": 6,
+    "linear_cross_entropy": 6,
     "softmax": 8,
     "swiglu": 4,
     "ternary": 2,

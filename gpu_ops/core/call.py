@@ -177,7 +177,7 @@ class Call:
             not isinstance(out, (tuple, list)) or len(out) != len(labels) or any(o is None for o in out)
         ):
             given = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
-            count = {2: "two", 3: "three", 4: "four"}[len(labels)]
+            count = {2: "two", 3: "three", 4: "four", 5: "five"}[len(labels)]
             raise OptionError(
                 f"{self.op}: {argument} must be {count} arrays, ({', '.join(labels)}); "
                 f"got {type(out).__name__}{given}"

@@ -20,6 +20,7 @@ from gpu_ops.errors import DTypeError, OptionError, ShapeError
 __all__ = [
     "FLOAT_DTYPES",
     "Axes",
+    "contiguous",
     "epsilon",
     "exactly",
     "flag",
@@ -103,6 +104,12 @@ def native(op: str, name: str, x: Array) -> None:
             f"{op}: {name} is byte-swapped ({x.dtype.str}); "
             f"convert it: {name}.astype({name}.dtype.newbyteorder('='))"
         )
+
+
+def contiguous(op: str, name: str, out: Array | None) -> None:
+    """A place for a number per row: kernels write them without gaps. None: no place was given."""
+    if out is not None and not out.flags.c_contiguous:
+        raise ShapeError(f"{op}: out {name} must be C-contiguous; pass numpy.empty({out.shape}, ...)")
 
 
 def float_dtype(op: str, **arrays: Array | None) -> str:

@@ -79,7 +79,8 @@ class Op:
         self.parameters = tuple(self.signature.parameters)
         kinds = [p.kind for p in self.signature.parameters.values()]
         positional = self.parameters[: sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)]
-        named = [name for name in ("out", "residual_out", "grads", *written) if name in self.parameters]
+        arrays = [n for n, p in self.signature.parameters.items() if not isinstance(p.default, bool)]
+        named = [name for name in ("out", "residual_out", "grads", *written) if name in arrays]
         self._results = tuple(n for n in named if n not in positional)
         both = [n for n in named if n in positional and n in written]
         self._positional = tuple((self.parameters.index(n), n) for n in both)  # given either way

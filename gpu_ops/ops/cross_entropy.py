@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.indices import look_at, read_indices
+from gpu_ops.ops.loss_options import LossOptions, as_loss, is_number, of_reference
 
 __all__ = ["cross_entropy", "cross_entropy_backward"]
-
-_NUMBERS = tuple(map(np.dtype, (np.int32, np.int64, np.float32, np.float64)))
 
 
 @op(cuda=True, kernels="cross_entropy")
@@ -104,14 +99,19 @@ def cross_entropy(
     >>> round(float(gpu_ops.cross_entropy(logits, np.array([1, 0, -100]))), 4)
     0.4904
     """
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator)
+    options = LossOptions(
+        ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator
+    )
     call = Call("cross_entropy", device, backend, workspace)
-    rows, dtype = options.read(call, logits, targets)
-    kind = checks.computing_dtype(dtype)
-    call.write("loss", rows if reduction == "none" else (), kind, out, item=0)
+    x = _read_logits(call, logits)
+    rows, kind = x.shape[:-1], checks.computing_dtype(x.dtype.name)
+    options.read(call, targets, rows, x.shape[-1], "logits")
+    results = {"loss": rows if reduction == "none" else ()}
     if checks.flag(call.op, "return_lse", return_lse):
-        call.write("lse", rows, kind, out, item=1)
-    return options.bind(call, rows, dtype)
+        results["lse"] = rows
+    for item, (name, shape) in enumerate(results.items()):
+        checks.contiguous(call.op, name, call.write(name, shape, kind, out, item=item))
+    return _bind(call, options)
 
 
 @op(cuda=True, kernels="cross_entropy")
@@ -173,95 +173,40 @@ def cross_entropy_backward(
     array([[ 0.25, -0.25],
            [ 0.  ,  0.  ]])
     """
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator)
+    options = LossOptions(
+        ignore_index, label_smoothing, z_loss, softcap, class_weight, reduction, denominator
+    )
     call = Call("cross_entropy_backward", device, backend, workspace)
-    is_number = isinstance(dloss, (int, float, np.number)) and reduction != "none"
-    given = None if is_number else call.read("dloss", dloss, contiguous=True)
-    rows, dtype = options.read(call, logits, targets)
+    by_value = is_number(dloss) and reduction != "none"
+    given = None if by_value else call.read("dloss", dloss, contiguous=True)
+    x = _read_logits(call, logits)
+    rows = x.shape[:-1]
+    options.read(call, targets, rows, x.shape[-1], "logits")
     if given is not None:
-        _as_loss(call, "dloss", given, rows if reduction == "none" else (), dtype)
-    call.option(dloss=checks.number(call.op, "dloss", dloss) if is_number else None)
-    _as_loss(call, "lse", call.read("lse", lse, contiguous=True), rows, dtype)
-    x = call.views["logits"]
+        as_loss(call, "dloss", given, rows if reduction == "none" else (), "logits")
+    call.option(dloss=checks.number(call.op, "dloss", dloss) if by_value else None)
+    as_loss(call, "lse", call.read("lse", lse, contiguous=True), rows, "logits")
     call.write("dlogits", x.shape, x.dtype, out, in_place="logits", rows=True)
-    return options.bind(call, rows, dtype)
+    return _bind(call, options)
 
 
-def _as_loss(call: Call, name: str, x: Array, shape: tuple[int, ...], dtype: str) -> None:
-    """``x`` has this shape, and the dtype of losses."""
-    checks.exactly(call.op, name, x, shape)
-    kind = checks.computing_dtype(dtype)
-    if x.dtype != kind:
-        raise DTypeError(
-            f"{call.op}: {name} is {x.dtype}, expected {kind}, as logits is {dtype}; "
-            f"cast one of them, for example {name}.astype('{kind}')"
-        )
+def _read_logits(call: Call, logits: Any) -> Array:
+    x = call.read("logits", logits, rows=True)
+    checks.float_dtype(call.op, logits=x)
+    if x.ndim == 0:
+        raise ShapeError(f"{call.op}: logits has no axes; expected (..., vocab)")
+    return x
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options of both functions, as given."""
-
-    ignore_index: Any
-    label_smoothing: Any
-    z_loss: Any
-    softcap: Any
-    class_weight: Any
-    reduction: Any
-    denominator: Any
-
-    def read(self, call: Call, logits: Any, targets: Any) -> tuple[tuple[int, ...], str]:
-        """Checks logits, targets and options; the shape of the rows, and the dtype."""
-        op, x = call.op, call.read("logits", logits, rows=True)
-        dtype = checks.float_dtype(op, logits=x)
-        if x.ndim == 0:
-            raise ShapeError(f"{op}: logits has no axes; expected (..., vocab)")
-        rows = x.shape[:-1]
-        read_indices(call, "targets", targets, rows)
-        smoothing = checks.number(op, "label_smoothing", self.label_smoothing, low=0.0)
-        if smoothing > 1.0:
-            raise OptionError(f"{op}: label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
-        call.option(
-            ignore_index=checks.integer(op, "ignore_index", self.ignore_index, low=-(2**63), high=2**63 - 1),
-            label_smoothing=smoothing,
-            z_loss=checks.number(op, "z_loss", self.z_loss, low=0.0),
-            softcap=checks.number(op, "softcap", self.softcap, low=0.0),
-            reduction=checks.one_of(op, "reduction", self.reduction, ("mean", "sum", "none")),
-        )
-        weight = call.optional("class_weight", self.class_weight)
-        if weight is not None:
-            _as_loss(call, "class_weight", weight, x.shape[-1:], dtype)
-        self._read_denominator(call)
-        return rows, dtype
-
-    def _read_denominator(self, call: Call) -> None:
-        given = self.denominator
-        if given is not None and self.reduction != "mean":
-            raise OptionError(
-                f"{call.op}: denominator is what reduction='mean' divides by, and reduction is {self.reduction!r}"
-            )
-        if given is None or isinstance(given, (int, float, np.number)):
-            number = given if given is None else checks.number(call.op, "denominator", given, low=0.0)
-            call.option(denominator=number)
-            return
-        array = call.read("denominator", given)
-        if array.dtype not in _NUMBERS:
-            names = ", ".join(map(str, _NUMBERS))
-            raise DTypeError(
-                f"{call.op}: denominator is {array.dtype}; allowed: a number, or an array of {names}"
-            )
-        checks.exactly(call.op, "denominator", array, ())
-        call.option(denominator=None)
-
-    def bind(self, call: Call, rows: tuple[int, ...], dtype: str) -> Bound:
-        x: Array = call.views["logits"]
-        vocab, ignored = x.shape[-1], int(self.ignore_index)
-        return call.bind(
-            problem=lambda: f"{math.prod(rows)} rows of {vocab} {dtype}, reduction {self.reduction}",
-            unsupported=checks.unsupported(dtype),
-            look=None if call.on_cuda else look_at(call.op, "targets", vocab, ignored),
-            flops=5.0 * x.size,
-        )
+def _bind(call: Call, options: LossOptions) -> Bound:
+    x: Array = call.views["logits"]
+    dtype, vocab = x.dtype.name, x.shape[-1]
+    return call.bind(
+        problem=lambda: f"{math.prod(x.shape[:-1])} rows of {vocab} {dtype}, reduction {options.reduction}",
+        unsupported=checks.unsupported(dtype),
+        look=options.look(call, vocab),
+        flops=5.0 * x.size,
+    )
 
 
 @lowers("cross_entropy", "reference")
@@ -269,15 +214,9 @@ class _Options:
 def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference import cross_entropy as reference
 
-    names = ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
-    options: dict[str, Any] = {name: spec[name] for name in names}
-
     def run(views: Mapping[str, Any]) -> None:
         x, y, lse = views["logits"], views["targets"], views.get("lse")
-        more = options | {
-            "class_weight": views.get("class_weight"),
-            "denominator": views.get("denominator", spec["denominator"]),
-        }
+        more = of_reference(spec, views)
         if "dlogits" in views:
             dloss = views.get("dloss", spec["dloss"])
             store(views, ("dlogits",), reference.cross_entropy_backward(dloss, x, y, views["lse"], **more))

@@ -11,7 +11,7 @@ from gpu_ops.core.arrays import Array
 from gpu_ops.core.bound import Finish
 from gpu_ops.core.call import Call
 
-__all__ = ["write_gradients"]
+__all__ = ["named_results", "write_gradients"]
 
 
 def write_gradients(
@@ -36,5 +36,9 @@ def write_gradients(
     for name, given in added.items():
         call.write(name, sums[name][0], dtype, given, argument=name, rows=True, added=True)
     call.option(added=tuple(added))
-    names = ("dx", *sums)
-    return (lambda views, device, give: tuple(map(give, names))) if added else None
+    return named_results("dx", *sums) if added else None
+
+
+def named_results(*names: str) -> Finish:
+    """What a call returns, in this order: those that are added to were described after the others."""
+    return lambda views, device, give: tuple(map(give, names))

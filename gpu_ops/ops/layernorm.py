@@ -98,7 +98,8 @@ def layernorm(
     write_outputs(call, x_, has_sum, out, residual_out)
     wide, outs = checks.computing_dtype(dtype), out if return_stats else None
     for item, name in enumerate(("mean", "rstd"), 1):
-        call.write(name, x_.shape[:-1], wide, outs, returned=return_stats, item=item)
+        place = call.write(name, x_.shape[:-1], wide, outs, returned=return_stats, item=item)
+        checks.contiguous(call.op, name, place)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}",

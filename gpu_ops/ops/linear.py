@@ -15,7 +15,7 @@ from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.gradients import write_gradients
 
-__all__ = ["linear", "linear_backward"]
+__all__ = ["linear", "linear_backward", "read_shape"]
 
 
 @op(cuda=True, kernels="linear")
@@ -76,7 +76,7 @@ def linear(
         given["bias"] = call.read("bias", bias)
     if residual is not None:
         given["residual"] = call.read("residual", residual, rows=True)
-    shape, dtype = _validate(call, x_, weight_, **given)
+    shape, dtype = read_shape(call, x_, weight_, **given)
     for name, array in given.items():
         checks.exactly(call.op, name, array, shape[-1:] if name == "bias" else shape)
     call.write("y", shape, x_.dtype, out, in_place="residual", rows=True)
@@ -148,7 +148,7 @@ def linear_backward(
     call = Call("linear_backward", device, backend, workspace)
     dy_, x_ = call.read("dy", dy, rows=True), call.read("x", x, rows=True)
     weight_ = call.read("weight", weight)
-    shape, dtype = _validate(call, x_, weight_, dy=dy_)
+    shape, dtype = read_shape(call, x_, weight_, dy=dy_)
     checks.exactly(call.op, "dy", dy_, shape)
     sums = {"dweight": (weight_.shape, dweight)}
     if checks.flag(call.op, "has_bias", has_bias):
@@ -159,7 +159,7 @@ def linear_backward(
     return _bind(call, x_, dtype, "with dbias" if has_bias else "", 4.0, finish)
 
 
-def _validate(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
+def read_shape(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
     """The shape of y, and the dtype's name."""
     dtype = checks.float_dtype(call.op, x=x, weight=weight, **more)
     call.axes.bind("weight", weight, "out_features in_features")

@@ -102,7 +102,9 @@ def rmsnorm(
     has_sum = checks.flag(call.op, "return_sum", return_sum) and residual_ is not None
     write_outputs(call, x_, has_sum, out, residual_out)
     statistics = checks.computing_dtype(dtype)
-    call.write("rstd", x_.shape[:-1], statistics, out if return_rstd else None, returned=return_rstd, item=1)
+    of_rows, outs = x_.shape[:-1], out if return_rstd else None
+    place = call.write("rstd", of_rows, statistics, outs, returned=return_rstd, item=1)
+    checks.contiguous(call.op, "rstd", place)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",

@@ -13,7 +13,6 @@ from gpu_ops.core import checks
 from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
-from gpu_ops.errors import ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
 from gpu_ops.ops.norm_checks import validate
 from gpu_ops.reference.rmsnorm import Casting
@@ -101,10 +100,8 @@ def rmsnorm_quant_int8(
     }
     outs = call.write_each(results, out, rows=True)
     for label, view in zip(results, outs, strict=bool(outs)):
-        if label != "q" and not view.flags.c_contiguous:
-            raise ShapeError(
-                f"{call.op}: out {label} must be C-contiguous; pass numpy.empty({view.shape}, ...)"
-            )
+        if label != "q":
+            checks.contiguous(call.op, label, view)
     if residual_ is not None:
         call.write("s", x_.shape, x_.dtype)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]

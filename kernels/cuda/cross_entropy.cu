@@ -1,6 +1,6 @@
 // Cross-entropy of logits with target classes, forward and backward.
 //
-//   logits, dlogits       (rows, cols) DTYPE, last axis contiguous, row strides in elements
+//   logits, dlogits       (rows, cols) DTYPE and GRADIENT, last axis contiguous, row strides in elements
 //   targets               (rows,) int or long long        class_weight (cols,)
 //   dloss, loss, lse      (rows,)                         all float
 //
@@ -13,19 +13,24 @@
 //
 // Rows compute in float and round once; p - 1 is formed before it is rounded. A row whose target is ignored is not read:
 // loss 0, lse -inf, gradient 0. One whose target is no class has the loss and gradient NaN. In place is allowed: each
-// gradient is written by the thread that read its logit. Memory-bound: one exponential per element.
+// gradient is written by the thread that read its logit, or, where it is narrower and lies over another thread's logit,
+// after a barrier. Memory-bound: one exponential per element.
 //
 // Macros:
-//   DTYPE    f16, bf16 or f32
+//   DTYPE    f16, bf16 or f32        GRADIENT   f16 or bf16 beside f32; undefined: the same
 //   ACCESS   elements per access: a vector of 16 bytes, or 1 where not all rows are aligned to vectors
 //   PLAIN    1: without softcap, without sums over the row that label smoothing and class weights need
 #include "columns.cuh"
 #include "math.cuh"
 #include "number.cuh"
 
+#ifndef GRADIENT
+#define GRADIENT DTYPE
+#endif
 typedef DTYPE scalar;
+typedef GRADIENT narrow;
 
-constexpr bool kPlain = PLAIN;
+constexpr bool kPlain = PLAIN, kNarrows = sizeof(narrow) < sizeof(scalar);
 constexpr int kVec = 16 / sizeof(scalar), kMaxThreads = 512, kTotalThreads = 512;
 constexpr int kUnroll = 4;  // vectors in flight per thread
 typedef float Values[kVec];
@@ -123,36 +128,83 @@ cross_entropy_forward(const void* targets, const float* class_weight, const scal
     loss[row.columns.row] = value;
 }
 
+// What a row's gradients have in common.
+struct RowGradient {
+    float factor, lse, own, scale;
+    long long target;
+
+    // Those of `count` logits become gradients.
+    __device__ __forceinline__ void operator()(Values& u, const float* class_weight, long long column, int count,
+                                               const Options& o) const {
+        Values w;
+        if (!kPlain && o.others > 0.0f && o.weighted) fetch<1, Cache::kDefault>(class_weight + column, count, w);
+        #pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+            float slope;
+            const float p = exponential(capped(u[e], o, slope) - lse);
+            const float weight = kPlain || !o.weighted || o.others == 0.0f ? 1.0f : w[e];
+            const float share = fmaf(p, scale, -o.others * weight);
+            u[e] = factor * (share - (column + e == target ? own : 0.0f)) * slope;
+        }
+    }
+};
+
+// Gradients that are narrower than the logits, whose memory may be theirs: those of a round lie over logits of this round
+// and of earlier ones. All threads of the block take part; `end` is 0 in rows without gradients of their own.
+__device__ __forceinline__ void narrowed_gradients(const RowGradient& gradient, const scalar* logits, narrow* dlogits,
+                                                   const float* class_weight, long long end, long long cols,
+                                                   bool exists, const Options& o) {
+    const long long step = (long long)blockDim.x * kVec;
+    for (long long start = threadIdx.x * kVec; start - threadIdx.x * kVec < cols; start += kUnroll * step) {
+        Values u[kUnroll];
+        #pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const long long column = start + i * step;
+            #pragma unroll
+            for (int e = 0; e < kVec; ++e) u[i][e] = 0.0f;
+            const int count = int(min(end - column, (long long)kVec));
+            if (count > 0) fetch<ACCESS, Cache::kOnce>(logits + column, count, u[i]);
+            if (count > 0) gradient(u[i], class_weight, column, count, o);
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const long long column = start + i * step;
+            const int count = int(min(cols - column, (long long)kVec));
+            if (exists && count > 0) put<ACCESS>(dlogits + column, count, u[i]);
+        }
+    }
+}
+
 // dloss: of each row (step 1) or of all (step 0), times all factors. weight_sum: of the classes.
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
 cross_entropy_backward(const void* targets, const float* class_weight, const float* dloss, const float* weight_sum,
-                       const float* lse, const scalar* logits, scalar* dlogits, long long dloss_step, Options o,
+                       const float* lse, const scalar* logits, narrow* dlogits, long long dloss_step, Options o,
                        long long rows, long long cols, long long logits_stride, long long dlogits_stride) {
     const Row row(targets, rows, cols, o);
-    if (!row.exists) return;
+    if (!kNarrows && !row.exists) return;
     logits += row.columns.row * logits_stride, dlogits += row.columns.row * dlogits_stride;
-    if (!row.kept) {
+    if (!kNarrows && !row.kept) {
         RowColumns{row.columns.row, cols}.each([&](int, long long column, int count) {
             put<ACCESS>(dlogits + column, count, Values{});
         });
         return;
     }
-    const float factor = dloss[row.columns.row * dloss_step], log_sum = lse[row.columns.row];
-    const float own = o.own * weight_of(row.target, class_weight, cols, o);
-    const float total = o.weighted && o.others > 0.0f ? *weight_sum : float(cols);
-    const float scale = own + o.others * total + 2.0f * o.z_loss * log_sum;
+    RowGradient gradient{};
+    if (!kNarrows || row.kept) {
+        const float own = o.own * weight_of(row.target, class_weight, cols, o), log_sum = lse[row.columns.row];
+        const float total = o.weighted && o.others > 0.0f ? *weight_sum : float(cols);
+        const float scale = own + o.others * total + 2.0f * o.z_loss * log_sum;
+        gradient = {dloss[row.columns.row * dloss_step], log_sum, own, scale, row.target};
+    }
+    if (kNarrows) {
+        narrowed_gradients(gradient, logits, dlogits, class_weight, row.columns.end, cols, row.exists, o);
+        return;
+    }
     row.columns.each([&](int, long long column, int count) {
-        Values u, w;
+        Values u;
         fetch<ACCESS, Cache::kOnce>(logits + column, count, u);
-        if (!kPlain && o.others > 0.0f && o.weighted) fetch<1, Cache::kDefault>(class_weight + column, count, w);
-        #pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-            float slope;
-            const float p = exponential(capped(u[e], o, slope) - log_sum);
-            const float weight = kPlain || !o.weighted || o.others == 0.0f ? 1.0f : w[e];
-            const float share = fmaf(p, scale, -o.others * weight);
-            u[e] = factor * (share - (column + e == row.target ? own : 0.0f)) * slope;
-        }
+        gradient(u, class_weight, column, count, o);
         put<ACCESS>(dlogits + column, count, u);
     });
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gpu_ops.kernels.lower import arguments
 from gpu_ops.kernels.lower.arguments import DTYPES, KINDS, as_line, as_rows, float32, rows_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["variants"]
+__all__ = ["NUMBA", "RAW", "Kernels", "Rows", "Total", "factor_cpu", "factors", "options_cpu", "variants"]
 
 _TWIN_THREADS, _TOTAL_THREADS = 256, 512
 _VECS = 4  # vectors of a row for a thread, before a row gets more threads
@@ -38,7 +39,7 @@ _COUNT, _ROWS = 5, 6  # further kinds: the sum of the targets' weights, the sum 
 def forward_cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import cross_entropy
 
-    shape, options_of, reduction = rows_of(spec, "logits").shape, _cpu_options(spec), spec["reduction"]
+    shape, options_of, reduction = rows_of(spec, "logits").shape, options_cpu(spec), spec["reduction"]
 
     def run(views: Mapping[str, Any]) -> None:
         loss, targets = views["loss"], as_line(views["targets"]).astype(np.int64, copy=False)
@@ -48,7 +49,7 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
         if rows.size:
             cross_entropy.forward(as_rows(views["logits"]), targets, weight, rows, lse, options)
         if reduction != "none":
-            loss[...] = np.sum(rows, dtype=np.float64) * _cpu_factor(spec, views, targets)
+            loss[...] = np.sum(rows, dtype=np.float64) * factor_cpu(spec, views, targets)
 
     on.call(run, cross_entropy.config(*shape))
 
@@ -57,7 +58,7 @@ def forward_cpu(spec: Spec, on: Builder) -> None:
 def backward_cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import cross_entropy
 
-    shape, options_of, reduction = rows_of(spec, "logits").shape, _cpu_options(spec), spec["reduction"]
+    shape, options_of, reduction = rows_of(spec, "logits").shape, options_cpu(spec), spec["reduction"]
     number = spec["dloss"]
 
     def run(views: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
         if reduction == "none":
             dloss = as_line(dloss)
         else:
-            factor = float(dloss) * _cpu_factor(spec, views, targets)
+            factor = float(dloss) * factor_cpu(spec, views, targets)
             dloss = np.broadcast_to(np.asarray(factor, lse.dtype), lse.shape)
         rows = (as_rows(views["logits"]), targets, lse, weight, as_rows(views["dlogits"]))
         cross_entropy.backward(dloss, *rows, options)
@@ -77,14 +78,14 @@ def backward_cpu(spec: Spec, on: Builder) -> None:
     on.call(run, cross_entropy.config(*shape))
 
 
-def _cpu_options(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+def options_cpu(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
     """From a call's arrays to class weights, or one number in their place, and the numbers of the kernels."""
     from gpu_ops.kernels.numba_cpu.cross_entropy import Options
 
-    x, weighted = spec.tensor("logits"), spec.get("class_weight") is not None
-    numbers = (*_shares(spec), float(x.shape[-1]), spec["z_loss"], spec["softcap"])
+    weighted = spec.get("class_weight") is not None
+    numbers = (*_shares(spec), float(spec["vocab"]), spec["z_loss"], spec["softcap"])
     options = Options(spec["ignore_index"], weighted, *numbers)
-    stand_in = np.ones(1, np.float64 if x.dtype == np.float64 else np.float32)
+    stand_in = np.ones(1, _like_loss(spec).dtype)
 
     def find(views: Mapping[str, Any]) -> tuple[Any, Any]:
         if not weighted:
@@ -95,7 +96,7 @@ def _cpu_options(spec: Spec) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
     return find
 
 
-def _cpu_factor(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
+def factor_cpu(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
     """What the sum over rows is multiplied by."""
     if spec["reduction"] != "mean":
         return 1.0
@@ -109,90 +110,18 @@ def _cpu_factor(spec: Spec, views: Mapping[str, Any], targets: Any) -> float:
 # ---- GPUs --------------------------------------------------------------------------------------------------------
 
 
-@lowers("cross_entropy", "raw")
-def forward_raw(spec: Spec, on: Builder) -> None:
-    x, (loss, lse) = rows_of(spec, "logits"), _row_results(spec, on)
-    if len(x):
-        plain = not spec["softcap"] and not spec["label_smoothing"]
-        arrays = (*_targets(spec), x, loss, lse, np.int32(lse is not loss), _raw_options(spec))
-        _launch_rows(on, "forward", (x,), arrays, plain)
-    if spec["reduction"] != "none":
-        _launch_total_raw(spec, on, _Total.of(spec, loss, _ROWS), spec.tensor("loss"))
+@dataclass(frozen=True)
+class Rows:
+    """Logits (rows, vocab), and what belongs to each row. ``loss`` and ``lse`` are one where lse is not asked for."""
 
-
-@lowers("cross_entropy_backward", "raw")
-def backward_raw(spec: Spec, on: Builder) -> None:
-    x, dx = rows_of(spec, "logits"), rows_of(spec, "dlogits")
-    if not x.size:
-        return
-    dloss, factors = _factors(spec, on)
-    if factors.size:
-        _launch_total_raw(spec, on, _Total.of_gradient(spec, factors), factors)
-    step = np.int64(dloss is not factors)
-    plain = not spec["softcap"] and not (spec["label_smoothing"] and spec.get("class_weight") is not None)
-    arrays = (*_targets(spec), dloss, factors[1:], spec.tensor("lse"), x, dx, step, _raw_options(spec))
-    _launch_rows(on, "backward", (x, dx), arrays, plain)
-
-
-@lowers("cross_entropy", "numba")
-def forward_numba(spec: Spec, on: Builder) -> None:
-    from gpu_ops.kernels.numba_cuda import cross_entropy as twins
-
-    x, (loss, lse) = rows_of(spec, "logits"), _row_results(spec, on)
-    targets, weight = _targets(spec)
-    if len(x):
-        arrays = (targets, weight, x, loss.ravel(), lse.ravel(), np.int32(lse is not loss))
-        kernel = twins.forward(x.dtype.name, targets.dtype.name)
-        on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
-    if spec["reduction"] != "none":
-        _launch_total_numba(spec, on, _Total.of(spec, loss, _ROWS), spec.tensor("loss"))
-
-
-@lowers("cross_entropy_backward", "numba")
-def backward_numba(spec: Spec, on: Builder) -> None:
-    from gpu_ops.kernels.numba_cuda import cross_entropy as twins
-
-    x, dx = rows_of(spec, "logits"), rows_of(spec, "dlogits")
-    if not x.size:
-        return
-    dloss, factors = _factors(spec, on)
-    if factors.size:
-        _launch_total_numba(spec, on, _Total.of_gradient(spec, factors), factors)
-    targets, weight = _targets(spec)
-    lse, step = spec.tensor("lse"), np.int32(dloss is not factors)
-    arrays = (targets, weight, dloss.ravel(), factors, lse.ravel(), x, dx, step)
-    kernel = twins.backward(x.dtype.name, targets.dtype.name)
-    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
-
-
-def _targets(spec: Spec) -> tuple[Tensor, Tensor]:
-    """Targets and class weights, or a stand-in that is not read."""
-    lse = spec.get("lse")
-    stand_in = spec.tensor("loss") if lse is None else lse
-    weight = spec.get("class_weight")
-    return spec.tensor("targets").ravel(), stand_in.ravel() if weight is None else weight
-
-
-def _row_results(spec: Spec, on: Builder) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and lse; the loss again in its place if it is not returned."""
-    x, loss, lse = rows_of(spec, "logits"), spec.tensor("loss"), spec.get("lse")
-    rows = loss if spec["reduction"] == "none" else on.empty((len(x),), loss.dtype, "row losses")
-    return rows, rows if lse is None else lse
-
-
-def _factors(spec: Spec, on: Builder) -> tuple[Tensor, Tensor]:
-    """What the gradients of rows are multiplied by: dloss of each row, or the first of ``factors`` for all.
-
-    ``factors``, where a launch has to find them: that, and the sum of the class weights.
-    """
-    weighted, each = spec.get("class_weight") is not None, spec["reduction"] == "none"
-    needed = not each or (weighted and spec["label_smoothing"])
-    factors = on.empty((2 if needed else 0,), spec.tensor("lse").dtype, "factors")
-    return spec.tensor("dloss") if each else factors, factors
+    logits: Tensor
+    targets: Tensor
+    loss: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True)
-class _Total:
+class Total:
     """What ``cross_entropy_total`` divides: arrays, or stand-ins for them; numbers, and the kinds of what counts."""
 
     above: Tensor
@@ -203,7 +132,7 @@ class _Total:
     below_kind: int
 
     @classmethod
-    def of(cls, spec: Spec, above: Tensor, above_kind: int, above_value: float = 0.0) -> _Total:
+    def of(cls, spec: Spec, above: Tensor, above_kind: int, above_value: float = 0.0) -> Total:
         array, value, kind = spec.get("denominator"), 1.0, KINDS[""]
         if array is not None:
             kind = KINDS[array.dtype.name]
@@ -213,28 +142,121 @@ class _Total:
         return cls(above, above if array is None else array, above_value, value, above_kind, kind)
 
     @classmethod
-    def of_gradient(cls, spec: Spec, stand_in: Tensor) -> _Total:
+    def of_losses(cls, spec: Spec, losses: Tensor) -> Total:
+        return cls.of(spec, losses, _ROWS)
+
+    @classmethod
+    def of_gradient(cls, spec: Spec, stand_in: Tensor) -> Total:
         dloss = spec.get("dloss")
         if dloss is None or spec["reduction"] == "none":
             return cls.of(spec, stand_in, KINDS[""], spec["dloss"] or 0.0)
         return cls.of(spec, dloss, KINDS[dloss.dtype.name])
 
 
-def _launch_total_raw(spec: Spec, on: Builder, t: _Total, result: Tensor) -> None:
-    rows, cols = rows_of(spec, "logits").shape
+@dataclass(frozen=True)
+class Kernels:
+    """How a backend launches them. ``backward`` takes rows, dlogits, dloss of each and the shared factors."""
+
+    forward: Callable[[Spec, Builder, Rows], None]
+    backward: Callable[[Spec, Builder, Rows, Tensor, Tensor, Tensor], None]
+    total: Callable[[Spec, Builder, Total, Tensor], None]
+
+
+def factors(spec: Spec, on: Builder, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """What the gradients of rows are multiplied by: dloss of each row, or the first of the second array for all.
+
+    That array, where a launch has to find it: this factor, and the sum of the class weights.
+    """
+    dloss, weighted = spec.get("dloss"), spec.get("class_weight") is not None
+    each = spec["reduction"] == "none" and dloss is not None
+    needed = not each or (weighted and spec["label_smoothing"])
+    found = on.empty((2 if needed else 0,), _like_loss(spec).dtype, "factors")
+    if needed:
+        kernels.total(spec, on, Total.of_gradient(spec, found), found)
+    return found if dloss is None or not each else dloss.ravel(), found
+
+
+def _forward(spec: Spec, on: Builder, kernels: Kernels) -> None:
+    x, loss, lse = rows_of(spec, "logits"), spec.tensor("loss"), spec.get("lse")
+    each = (loss if spec["reduction"] == "none" else on.empty((len(x),), loss.dtype, "row losses")).ravel()
+    if len(x):
+        targets = spec.tensor("targets").ravel()
+        kernels.forward(spec, on, Rows(x, targets, each, each if lse is None else lse.ravel()))
+    if spec["reduction"] != "none":
+        kernels.total(spec, on, Total.of_losses(spec, each), loss)
+
+
+def _backward(spec: Spec, on: Builder, kernels: Kernels) -> None:
+    x, targets, lse = rows_of(spec, "logits"), spec.tensor("targets").ravel(), spec.tensor("lse").ravel()
+    if x.size:
+        dloss, shared = factors(spec, on, kernels)
+        kernels.backward(spec, on, Rows(x, targets, lse, lse), rows_of(spec, "dlogits"), dloss, shared)
+
+
+def _like_loss(spec: Spec) -> Tensor:
+    """An array in the dtype of losses."""
+    lse = spec.get("lse")
+    return spec.tensor("loss") if lse is None else lse
+
+
+def _weight(spec: Spec) -> Tensor:
+    """Class weights, or a stand-in that is not read."""
+    weight = spec.get("class_weight")
+    return _like_loss(spec).ravel() if weight is None else weight
+
+
+def _forward_raw(spec: Spec, on: Builder, rows: Rows) -> None:
+    x, loss, lse = rows.logits, rows.loss, rows.lse
+    plain = not spec["softcap"] and not spec["label_smoothing"]
+    arrays = (rows.targets, _weight(spec), x, loss, lse, np.int32(lse is not loss), _raw_options(spec))
+    _launch_rows(on, "forward", (x,), arrays, plain)
+
+
+def _backward_raw(
+    spec: Spec, on: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+) -> None:
+    x, step = rows.logits, np.int64(dloss is not shared)
+    plain = not spec["softcap"] and not (spec["label_smoothing"] and spec.get("class_weight") is not None)
+    known = rows.targets, _weight(spec), dloss, shared[1:], rows.lse
+    _launch_rows(on, "backward", (x, dlogits), (*known, x, dlogits, step, _raw_options(spec)), plain)
+
+
+def _total_raw(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
+    targets = spec.tensor("targets")
     numbers = (
         np.array((value, kind, 0), _NUMBER)[()]
         for value, kind in ((t.above_value, t.above_kind), (t.below_value, t.below_kind))
     )
     sums_weights = np.int32(result.size > 1 and spec.get("class_weight") is not None)
-    args = (*_targets(spec), t.above, t.below, result, *numbers, sums_weights, _raw_options(spec))
-    on.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (*args, np.int64(rows), np.int64(cols)))
+    args = (targets, _weight(spec), t.above, t.below, result, *numbers, sums_weights, _raw_options(spec))
+    sizes = np.int64(targets.size), np.int64(spec["vocab"])
+    on.launch(_TOTAL, (1, 1, 1), (_TOTAL_THREADS, 1, 1), (*args, *sizes))
 
 
-def _launch_total_numba(spec: Spec, on: Builder, t: _Total, result: Tensor) -> None:
+def _forward_numba(spec: Spec, on: Builder, rows: Rows) -> None:
     from gpu_ops.kernels.numba_cuda import cross_entropy as twins
 
-    targets, weight = _targets(spec)
+    x, targets, loss, lse = rows.logits, rows.targets, rows.loss, rows.lse
+    arrays = (targets, _weight(spec), x, loss, lse, np.int32(lse is not loss))
+    kernel = twins.forward(x.dtype.name, targets.dtype.name)
+    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
+
+
+def _backward_numba(
+    spec: Spec, on: Builder, rows: Rows, dlogits: Tensor, dloss: Tensor, shared: Tensor
+) -> None:
+    from gpu_ops.kernels.numba_cuda import cross_entropy as twins
+
+    x, targets, step = rows.logits, rows.targets, np.int32(dloss is not shared)
+    arrays = (targets, _weight(spec), dloss, shared, rows.lse, x, dlogits, step)
+    kernel = twins.backward(x.dtype.name, targets.dtype.name, dlogits.dtype.name)
+    on.launch(kernel, (len(x), 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *_numba_options(spec)))
+
+
+def _total_numba(spec: Spec, on: Builder, t: Total, result: Tensor) -> None:
+    from gpu_ops.kernels.numba_cuda import cross_entropy as twins
+
+    targets = spec.tensor("targets").ravel()
     kernel = twins.total(result.dtype.name, targets.dtype.name, t.below.dtype.name)
     numbers = (
         np.float64(t.above_value),
@@ -242,10 +264,17 @@ def _launch_total_numba(spec: Spec, on: Builder, t: _Total, result: Tensor) -> N
         np.int32(t.above_kind),
         np.int32(t.below_kind),
     )
-    arrays = (targets, weight, t.above.ravel(), t.below.ravel(), result.ravel())
+    arrays = (targets, _weight(spec), t.above.ravel(), t.below.ravel(), result.ravel())
     weighted = spec.get("class_weight") is not None
-    options = np.int64(spec["ignore_index"]), np.int32(weighted), np.int64(spec.tensor("logits").shape[-1])
+    options = np.int64(spec["ignore_index"]), np.int32(weighted), np.int64(spec["vocab"])
     on.launch(kernel, (1, 1, 1), (_TWIN_THREADS, 1, 1), (*arrays, *numbers, *options))
+
+
+RAW = Kernels(_forward_raw, _backward_raw, _total_raw)
+NUMBA = Kernels(_forward_numba, _backward_numba, _total_numba)
+for _backend, _kernels in (("raw", RAW), ("numba", NUMBA)):
+    lowers("cross_entropy", _backend)(partial(_forward, kernels=_kernels))
+    lowers("cross_entropy_backward", _backend)(partial(_backward, kernels=_kernels))
 
 
 def _raw_options(spec: Spec) -> Any:
@@ -262,28 +291,29 @@ def _numba_options(spec: Spec) -> tuple[Any, ...]:
 def _shares(spec: Spec) -> tuple[float, float]:
     """Of the target's class, and of every class."""
     smoothing = spec["label_smoothing"]
-    return 1.0 - smoothing, smoothing / max(spec.tensor("logits").shape[-1], 1)
+    return 1.0 - smoothing, smoothing / max(spec["vocab"], 1)
 
 
 def _launch_rows(
     on: Builder, which: str, arrays: tuple[Tensor, ...], args: tuple[Any, ...], plain: bool
 ) -> None:
-    """``arrays``: those of ``args`` that are (rows, cols)."""
+    """``arrays``: those of ``args`` that are (rows, cols), the logits first."""
     (rows, cols), dtype = arrays[0].shape, arrays[0].dtype
     vec = 16 // dtype.itemsize
     threads, rows_per_block = arguments.row_threads(cols, vec * _VECS)
     access = vec if arguments.alignment(arrays, rows) == 16 and cols % vec == 0 else 1
-    kernel = _kernel(which, dtype.name, access, plain)
+    kernel = _kernel(which, dtype.name, access, plain, arrays[-1].dtype.name)
     args = (*args, np.int64(rows), np.int64(cols), *map(arguments.row_stride, arrays))
     on.launch(kernel, (-(-rows // rows_per_block), 1, 1), (threads, rows_per_block, 1), args)
 
 
-def _kernel(which: str, dtype: str, access: int, plain: bool) -> CudaKernel:
-    defines = (("DTYPE", DTYPES[dtype]), ("ACCESS", access), ("PLAIN", int(plain)))
+def _kernel(which: str, dtype: str, access: int, plain: bool, gradient: str) -> CudaKernel:
+    narrower = (("GRADIENT", DTYPES[gradient]),) if gradient != dtype else ()
+    defines = (("DTYPE", DTYPES[dtype]), *narrower, ("ACCESS", access), ("PLAIN", int(plain)))
     return CudaKernel("cross_entropy", f"cross_entropy_{which}", defines)
 
 
-_TOTAL = _kernel("total", "float32", 1, True)
+_TOTAL = _kernel("total", "float32", 1, True, "float32")
 
 
 def variants(arch: str) -> Iterator[Variant]:
@@ -291,5 +321,6 @@ def variants(arch: str) -> Iterator[Variant]:
     yield Variant(_TOTAL, _TOTAL_THREADS)
     for dtype, aligned, plain in itertools.product(DTYPES, (True, False), (True, False)):
         access = (4 if dtype == "float32" else 8) if aligned else 1
-        for which in ("forward", "backward"):
-            yield Variant(_kernel(which, dtype, access, plain), arguments.ROW_THREADS)
+        yield Variant(_kernel("forward", dtype, access, plain, dtype), arguments.ROW_THREADS)
+        for gradient in DTYPES if dtype == "float32" else (dtype,):
+            yield Variant(_kernel("backward", dtype, access, plain, gradient), arguments.ROW_THREADS)

@@ -95,11 +95,12 @@ def run(on: Builder, g: Gemm) -> None:
     else:
         sums = total
         if sums is None:
-            direct = g.epilogue != "kLinear" and (len(a) == 1 or out[0].dtype == np.float32)
+            in_place = out[0].dtype == np.float32 and g.residual is None  # which may be out itself
+            direct = in_place or (g.epilogue != "kLinear" and len(a) == 1)
             sums = out[0] if direct else on.scratch(out[0].shape, np.float32, "sums of cuBLAS")
         for i, (x, w) in enumerate(zip(a, b, strict=True)):
             _product(on, x, w, sums, add=i > 0 or total is not None)
-        if not same_memory(sums, out[0]):
+        if g.epilogue == "kLinear" or not same_memory(sums, out[0]):
             add_up(on, sums[None], out[0], residual=g.residual, bias=g.bias)
 
 

@@ -22,7 +22,7 @@ from gpu_ops.kernels.lower.gemm_args import Gemm, Operand, aligned, linear, prod
 from gpu_ops.kernels.lower.gemm_sum import add_up
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
-__all__ = ["variants"]
+__all__ = ["Multiply", "SumRows", "sum_rows_numba", "sum_rows_raw", "variants"]
 
 Multiply: TypeAlias = "Callable[[Builder, Gemm], None]"
 SumRows: TypeAlias = "Callable[[Builder, Tensor, Tensor, bool], None]"
@@ -104,7 +104,7 @@ def _backward(spec: Spec, on: Builder, multiply: Multiply, sum_rows: SumRows) ->
         sum_rows(on, dy, spec.tensor("dbias")[None], "dbias" in added)
 
 
-def _sum_rows_raw(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
+def sum_rows_raw(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
     """``total`` (1, columns) is the sum of the rows of x. ``add``: and of what it holds."""
     rows, cols = x.shape
     each = max(_ROWS, -(-rows // _PARTS))
@@ -116,7 +116,7 @@ def _sum_rows_raw(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
     add_up(on, parts, total, residual=total if add else None)
 
 
-def _sum_rows_numba(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
+def sum_rows_numba(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
     from gpu_ops.kernels.numba_cuda import column_sums as twin
 
     grid = (-(-x.shape[1] // twin.THREADS), 1, 1)
@@ -125,8 +125,8 @@ def _sum_rows_numba(on: Builder, x: Tensor, total: Tensor, add: bool) -> None:
 
 lowers("linear", "raw")(partial(_forward, multiply=launch_raw))
 lowers("linear", "numba")(partial(_forward, multiply=launch_numba))
-lowers("linear_backward", "raw")(partial(_backward, multiply=launch_raw, sum_rows=_sum_rows_raw))
-lowers("linear_backward", "numba")(partial(_backward, multiply=launch_numba, sum_rows=_sum_rows_numba))
+lowers("linear_backward", "raw")(partial(_backward, multiply=launch_raw, sum_rows=sum_rows_raw))
+lowers("linear_backward", "numba")(partial(_backward, multiply=launch_numba, sum_rows=sum_rows_numba))
 
 
 def _without_terms(spec: Spec, on: Builder) -> bool:

@@ -7,12 +7,14 @@ backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - o
            p = exp(u - lse)
 
 Both read each logit once, by blocks that stay in the first cache; forward keeps a maximum and a sum relative to it.
-Gradients too large for a cache are streamed past it. An ignored row is not read.
+Gradients too large for a cache are streamed past it. An ignored row is not read. In one kernel, a row is still in the
+second cache when it is read again; the gradient, no wider than the logits, may lie at the start of their memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from .codegen.stream import fence, finish, put, stays_in_cache
 from .dtype import bits, like, load, read_row, store, write_row
 from .fastmath import exp2, exp_float64, tanh
-from .jit import Kernel, compute, generic, inner, kernel, read, types, write
+from .jit import Kernel, compute, device_function, generic, inner, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 
 Array = np.ndarray[Any, Any]
@@ -61,6 +63,26 @@ def backward(
     launch(BACKWARD[logits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options, streaming)
 
 
+def forward_backward(
+    dloss: Array,
+    logits: Array,
+    targets: Array,
+    weight: Array,
+    loss: Array,
+    lse: Array,
+    dlogits: Array,
+    options: Options,
+) -> None:
+    """Logits in the computing type. dlogits may lie at the start of each of their rows."""
+    chunk = items_per_task(*logits.shape)
+    arrays = dloss, logits, targets, weight, loss, lse, bits(dlogits)
+    launch(FORWARD_BACKWARD[dlogits.dtype], -(-len(targets) // chunk), chunk, *arrays, *options)
+
+
+# Scratch of a thread: a block of u and of du/dz, and maxima.
+Room = namedtuple("Room", "u slope lanes")
+
+
 @generic
 def exponential(x):
     if x == types.float64:
@@ -89,7 +111,10 @@ def largest(u, n, lanes):
             lanes[j] = u[start + j] if u[start + j] > lanes[j] else lanes[j]
     for j in range(whole, n):
         lanes[0] = u[j] if u[j] > lanes[0] else lanes[0]
-    return lanes.max()
+    top = lanes[0]
+    for j in range(1, LANES):
+        top = lanes[j] if lanes[j] > top else top
+    return top
 
 
 @inner
@@ -132,47 +157,58 @@ def put_scaled(to, start, n, u, slope, factor, softcap):
         store(to, start + j, u[j] * factor)
 
 
+@device_function
+def loss_of_row(row, target, weight, o, room):
+    """The loss, and lse."""
+    u, cols = room.u, len(row)
+    row_max, row_sum, spread, at = like(o.own, -np.inf), like(o.own, 0.0), like(o.own, 0.0), like(o.own, 0.0)
+    for start in range(0, cols, BLOCK):
+        n = min(BLOCK, cols - start)
+        fill(row, start, n, o.softcap, u, room.slope)
+        top = largest(u, n, room.lanes)
+        if top > row_max:
+            row_sum *= exponential(row_max - top)
+            row_max = top
+        row_sum += sum_of_exponentials(u, n, row_max if row_max > -np.inf else like(o.own, 0.0))
+        if o.others > 0:
+            spread += weighted_sum(u, n, weight, start, o.weighted)
+        if start <= target < start + n:
+            at = u[target - start]
+    log_sum = math.log(row_sum)
+    lse = row_max + log_sum
+    # the difference first: a loss near 0 keeps its digits
+    nll = (row_max - at) + log_sum
+    value = o.own * nll * (weight[target] if o.weighted else like(o.own, 1.0))
+    if o.others > 0:
+        value += o.others * (o.weight_sum * lse - spread)
+    return value + o.z_loss * lse * lse, lse
+
+
+@device_function
+def differentiate_block(row, start, n, target, lse, weight, o, room):
+    """u becomes du of n logits."""
+    w_y = weight[target] if o.weighted else like(o.own, 1.0)
+    scale = o.own * w_y + o.others * o.weight_sum + like(o.own, 2.0) * o.z_loss * lse
+    fill(row, start, n, o.softcap, room.u, room.slope)
+    differentiate(room.u, n, lse, scale, weight, start, o.weighted, o.others)
+    if start <= target < start + n:
+        room.u[target - start] -= o.own * w_y
+
+
 def _kernel_forward() -> Kernel:
     def cross_entropy_forward(
         state, n_tasks, chunk, logits, targets, weight, loss, lse, ignore_index, weighted, own, others,
         weight_sum, z_loss, softcap,
     ):  # fmt: skip
-        rows, cols = logits.shape
-        u, slope, lanes = np.full(BLOCK, own), np.full(BLOCK, own), np.full(LANES, own)
+        o = Options(ignore_index, weighted, own, others, weight_sum, z_loss, softcap)
+        room = Room(np.full(BLOCK, own), np.full(BLOCK, own), np.full(LANES, own))
         task = claim(state)
         while task < n_tasks:
-            for r in range(task * chunk, min((task + 1) * chunk, rows)):
-                target = targets[r]
-                if target == ignore_index:
+            for r in range(task * chunk, min((task + 1) * chunk, len(targets))):
+                if targets[r] == ignore_index:
                     loss[r], lse[r] = like(own, 0.0), like(own, -np.inf)
-                    continue
-                row = read_row(logits, (r,))
-                row_max, row_sum, spread, at = (
-                    like(own, -np.inf),
-                    like(own, 0.0),
-                    like(own, 0.0),
-                    like(own, 0.0),
-                )
-                for start in range(0, cols, BLOCK):
-                    n = min(BLOCK, cols - start)
-                    fill(row, start, n, softcap, u, slope)
-                    top = largest(u, n, lanes)
-                    if top > row_max:
-                        row_sum *= exponential(row_max - top)
-                        row_max = top
-                    row_sum += sum_of_exponentials(u, n, row_max if row_max > -np.inf else like(own, 0.0))
-                    if others > 0:
-                        spread += weighted_sum(u, n, weight, start, weighted)
-                    if start <= target < start + n:
-                        at = u[target - start]
-                log_sum = math.log(row_sum)
-                lse[r] = row_max + log_sum
-                # the difference first: a loss near 0 keeps its digits
-                nll = (row_max - at) + log_sum
-                value = own * nll * (weight[target] if weighted else like(own, 1.0))
-                if others > 0:
-                    value += others * (weight_sum * lse[r] - spread)
-                loss[r] = value + z_loss * lse[r] * lse[r]
+                else:
+                    loss[r], lse[r] = loss_of_row(read_row(logits, (r,)), targets[r], weight, o, room)
             task = claim(state)
 
     def signature(t: str) -> tuple[types.Type, ...]:
@@ -189,7 +225,8 @@ def _kernel_backward() -> Kernel:
         others, weight_sum, z_loss, softcap, streaming,
     ):  # fmt: skip
         rows, cols = logits.shape
-        u, slope = np.full(BLOCK, own), np.full(BLOCK, own)
+        o = Options(ignore_index, weighted, own, others, weight_sum, z_loss, softcap)
+        room = Room(np.full(BLOCK, own), np.full(BLOCK, own), np.full(LANES, own))
         result = np.zeros(BLOCK, logits.dtype)
         waits, where = np.zeros(64, logits.dtype), np.zeros(2, np.int64)
         task = claim(state)
@@ -200,19 +237,14 @@ def _kernel_backward() -> Kernel:
                     for j in range(cols):
                         to[j] = 0
                     continue
-                w_y = weight[target] if weighted else like(own, 1.0)
-                scale = own * w_y + others * weight_sum + like(own, 2.0) * z_loss * lse[r]
                 for start in range(0, cols, BLOCK):
                     n = min(BLOCK, cols - start)
-                    fill(row, start, n, softcap, u, slope)
-                    differentiate(u, n, lse[r], scale, weight, start, weighted, others)
-                    if start <= target < start + n:
-                        u[target - start] -= own * w_y
+                    differentiate_block(row, start, n, target, lse[r], weight, o, room)
                     if streaming:
-                        put_scaled(result, 0, n, u, slope, dloss[r], softcap)
+                        put_scaled(result, 0, n, room.u, room.slope, dloss[r], softcap)
                         put(result, to[start : start + n], waits, where, (row,), start + n)
                     else:
-                        put_scaled(to, start, n, u, slope, dloss[r], softcap)
+                        put_scaled(to, start, n, room.u, room.slope, dloss[r], softcap)
             if streaming:
                 finish(waits, where)
                 fence()
@@ -227,9 +259,42 @@ def _kernel_backward() -> Kernel:
     return kernel(signature)(cross_entropy_backward)
 
 
+def _kernel_forward_backward() -> Kernel:
+    def cross_entropy_forward_backward(
+        state, n_tasks, chunk, dloss, logits, targets, weight, loss, lse, dlogits, ignore_index, weighted,
+        own, others, weight_sum, z_loss, softcap,
+    ):  # fmt: skip
+        rows, cols = logits.shape
+        o = Options(ignore_index, weighted, own, others, weight_sum, z_loss, softcap)
+        room = Room(np.full(BLOCK, own), np.full(BLOCK, own), np.full(LANES, own))
+        task = claim(state)
+        while task < n_tasks:
+            for r in range(task * chunk, min((task + 1) * chunk, rows)):
+                target, row, to = targets[r], read_row(logits, (r,)), write_row(dlogits, (r,))
+                if target == ignore_index:
+                    loss[r], lse[r] = like(own, 0.0), like(own, -np.inf)
+                    for j in range(cols):
+                        to[j] = 0
+                    continue
+                loss[r], lse[r] = loss_of_row(row, target, weight, o, room)
+                for start in range(0, cols, BLOCK):
+                    n = min(BLOCK, cols - start)
+                    differentiate_block(row, start, n, target, lse[r], weight, o, room)
+                    put_scaled(to, start, n, room.u, room.slope, dloss[r], softcap)
+            task = claim(state)
+
+    def signature(t: str) -> tuple[types.Type, ...]:
+        c = compute(t)
+        known, line = read(c.name, 1), write(c.name, 1)
+        arrays = known, read(c.name, 2), read("int64", 1), known, line, line, write(t, 2)
+        return types.int64, *arrays, *_numbers(c)
+
+    return kernel(signature)(cross_entropy_forward_backward)
+
+
 def _numbers(c: types.Type) -> tuple[types.Type, ...]:
     """Of :class:`Options`."""
     return types.int64, types.boolean, c, c, c, c, c
 
 
-FORWARD, BACKWARD = _kernel_forward(), _kernel_backward()
+FORWARD, BACKWARD, FORWARD_BACKWARD = _kernel_forward(), _kernel_backward(), _kernel_forward_backward()

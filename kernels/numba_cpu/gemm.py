@@ -31,15 +31,13 @@ from .codegen.target import MAX_LANES, MR, XEON
 from .codegen.tiles import TILE, close_tiles, later, multiply_tiles, open_tiles
 from .dtype import bits, load, read_row, store, write_row
 from .jit import compute, device_function, generic, kernel, read, types, write
-from .packing import IN_PLACE, Panels, elements, in_registers, pack, pack_a, packed, room_a, steps
+from .packing import IN_PLACE, SUM_STEPS, Panels, elements, in_registers, pack, pack_a, packed, room_a, steps
 from .parallel import TASKS_PER_THREAD, claim, launch, thread_count
 
 Array = np.ndarray[Any, Any]
 # of a tile: C 256 KiB, A 128 KiB and B 512 KiB of 4 bytes; half and double are as fast. In tile registers C 512 KiB,
 # and A is packed once for 1024 tokens (7 % less time)
 ROWS, COLUMNS, COLUMNS_OF_TILES = 128, 512, 1024
-# that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
-SUM_STEPS = 128
 # of tile registers: rows and steps of A; 16 KiB, as a panel of B, both in L1 (256 steps: 5 % slower)
 BAND, DEPTH = 32, 128
 

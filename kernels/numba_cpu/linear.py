@@ -24,9 +24,9 @@ COLUMNS = 256  # of a sum over tokens, per task
 ROWS = 64  # that one sum adds up: sums of sums lose fewer digits
 
 
-def spans(length: int) -> Iterator[slice]:
-    for start in range(0, length, TOKENS):
-        yield slice(start, min(start + TOKENS, length))
+def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
 
 
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:

@@ -33,6 +33,8 @@ BLOCK = 1 << 17  # steps of K times columns: 512 KiB of panels, half of an L2 ca
 # columns up to which they take A where it lies, in long blocks (16 to 64 tokens: 3 to 14 % slower in short ones).
 BLOCK_OF_TILES, IN_PLACE = 1 << 15, 64
 GROUP = 4  # panels that one task packs
+# that add up in a register: error 0.74 times NumPy's from K 256 to 4096; with 512 it is 1.0 to 1.4
+SUM_STEPS = 128
 
 
 def packed(*dtypes: str) -> str:
@@ -66,8 +68,8 @@ class Panels:
         most, least = (BLOCK_OF_TILES, 128) if in_registers(kind) and columns > IN_PLACE else (BLOCK, 256)
         blocks = max(1, -(-steps // max(least, min(most // columns, 2048))))
         block = max(1, -(-steps // blocks))
-        if kind == "uint32" and blocks > 1:  # whole tiles
-            block = -(-block // TILE) * TILE
+        if blocks > 1:  # whole sums and tiles, so that a column has the same bits whatever is beside it
+            block = -(-block // SUM_STEPS) * SUM_STEPS
             blocks = -(-steps // block)
         return cls(aligned_empty((blocks * across, block * nr), dtype), n, depth, blocks)
 

@@ -7,7 +7,8 @@ backward   dz = dloss (p (own w_y + others sum(w) + 2 z_loss lse) - others w - o
            p = exp(u - lse)
 total      the sum of the losses, or dloss, divided by the sum of w_y, by one block
 
-A block takes one row; thread i owns columns i, i + 256, ... A row whose target is ignored is not read.
+A block takes one row; thread i owns columns i, i + 256, ... A row whose target is ignored is not read. Gradients that
+are narrower than logits may lie over them.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ def forward(dtype: str, targets: str) -> NumbaKernel:
 
 
 @cache
-def backward(dtype: str, targets: str) -> NumbaKernel:
-    load, store, number, element, statistics = functions(dtype)
-    capped = _capped(dtype)
+def backward(dtype: str, targets: str, gradient: str) -> NumbaKernel:
+    load, _, number, element, statistics = functions(dtype)
+    store, capped, narrows = functions(gradient).store, _capped(dtype), gradient != dtype
 
     def cross_entropy_backward(
         targets, weight, dloss, factors, lse, logits, dlogits, step, ignore_index, weighted, own, others,
@@ -123,18 +124,26 @@ def backward(dtype: str, targets: str) -> NumbaKernel:
         mine = number(own * weight_of(target, weight, weighted, cols))
         weight_sum = float64(factors[1]) if weighted and others > 0.0 else float64(cols)
         scale = mine + number(others * weight_sum) + number(2.0 * z_loss) * log_sum
-        for c in range(cuda.threadIdx.x, cols, cuda.blockDim.x):
-            u, slope = capped(load(logits[r, c]), cap)
-            w = number(weight[c]) if weighted and others > 0.0 else number(1.0)
-            share = math.exp(u - log_sum) * scale - number(others) * w
-            if c == target:
-                share -= mine
-            dlogits[r, c] = store(factor * share * slope)
+        for start in range(0, cols, cuda.blockDim.x):
+            c, value = start + cuda.threadIdx.x, number(0.0)
+            if c < cols:
+                u, slope = capped(load(logits[r, c]), cap)
+                w = number(weight[c]) if weighted and others > 0.0 else number(1.0)
+                share = math.exp(u - log_sum) * scale - number(others) * w
+                if c == target:
+                    share -= mine
+                value = factor * share * slope
+            if narrows:  # they lie over logits of this round and of earlier ones
+                cuda.syncthreads()
+            if c < cols:
+                dlogits[r, c] = store(value)
 
-    line, matrix = f"{statistics}[::1]", f"{element}[:, :]"
-    arrays = f"{targets}[::1], {line}, {line}, {line}, {line}, {matrix}, {matrix}"
+    line = f"{statistics}[::1]"
+    matrices = f"{element}[:, :], {functions(gradient).element}[:, :]"
+    arrays = f"{targets}[::1], {line}, {line}, {line}, {line}, {matrices}"
     signature = f"void({arrays}, int32, int64, int32, float64, float64, float64, float64)"
-    return NumbaKernel(cross_entropy_backward, signature, f"cross_entropy_backward_{dtype}_{targets}")
+    name = f"cross_entropy_backward_{dtype}_{gradient}_{targets}"
+    return NumbaKernel(cross_entropy_backward, signature, name)
 
 
 @cache

@@ -1,7 +1,8 @@
-"""Trials of cross-entropy, embedding and the norm of arrays."""
+"""Trials of cross-entropy, of logits and of a linear layer, of embedding and the norm of arrays."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,57 +14,118 @@ from scripts.fuzzing.trial import BACKWARD, Trial
 IGNORED = -100
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Targets and options, and the maths of rows of logits u."""
+
+    targets: Array
+    smoothing: float
+    z_loss: float
+    weight: Array | None
+    vocab: int
+
+    @classmethod
+    def drawn(cls, draw: Draw, lead: tuple[int, ...], vocab: int, wide: np.dtype[Any]) -> Loss:
+        targets = draw.rng.integers(0, vocab, lead)
+        targets[draw.rng.random(lead) < 0.2] = IGNORED
+        smoothing, z_loss = draw.pick(0.0, 0.1, 0.5), draw.pick(0.0, 0.01)
+        weight = np.abs(draw.values((vocab,), wide)) + wide.type(0.1)
+        return cls(targets, smoothing, z_loss, weight if draw.chance(0.4) else None, vocab)
+
+    def arguments(self, draw: Draw) -> dict[str, Any]:
+        given = {"targets": draw.place(self.targets.astype(draw.pick("i4", "i8"))), "reduction": "none"}
+        given |= {"label_smoothing": self.smoothing, "z_loss": self.z_loss}
+        return given if self.weight is None else given | {"class_weight": draw.place(self.weight)}
+
+    @property
+    def kept(self) -> Array:
+        return np.asarray(self.targets != IGNORED)
+
+    @property
+    def hit(self) -> Array:
+        return np.asarray(np.arange(self.vocab) == self.targets[..., None])
+
+    def weights(self, m: Maths) -> Array:
+        return np.ones(self.vocab, m.wide) if self.weight is None else m.load(self.weight)
+
+    def lse(self, m: Maths, u: Array) -> Array:
+        top = u.max(axis=-1, keepdims=True)
+        return m.r(top + m.r(np.log(m.sum(m.r(np.exp(m.r(u - top)))))))
+
+    def loss(self, m: Maths, u: Array) -> Array:
+        w, lse = self.weights(m), self.lse(m, u)
+        nll = m.r(lse - u)
+        own = m.r((1 - self.smoothing) * np.sum(w * self.hit * nll, axis=-1))
+        rest = m.r(self.smoothing / self.vocab * m.sum(m.r(w * nll))[..., 0])
+        return np.where(self.kept, m.r(m.r(own + rest) + m.r(self.z_loss * m.r(lse * lse)[..., 0])), 0)
+
+    def gradient(self, m: Maths, u: Array, lse: Array, dloss: Array) -> Array:
+        w, others = self.weights(m), self.smoothing / self.vocab
+        own = (1 - self.smoothing) * np.sum(w * self.hit, axis=-1, keepdims=True)
+        share = m.r(m.r(np.exp(m.r(u - lse))) * m.r(own + others * w.sum() + 2 * self.z_loss * lse))
+        found = m.r(m.r(share - others * w) - own * self.hit)
+        return np.where(self.kept[..., None], m.r(found * m.load(dloss)[..., None]), 0)
+
+
 def cross_entropy(draw: Draw) -> Trial:
     """Of rows, and the gradient."""
-    dtype, vocab = (
-        draw.dtype(),
-        draw.length(129) + 1,
-    )  # of one class all losses are 0, and no error is allowed
-    lead = draw.pick((1,), (3,), (2, 5), (33,))
+    # of one class all losses are 0, and no error is allowed
+    dtype, vocab, lead = draw.dtype(), draw.length(129) + 1, draw.pick((1,), (3,), (2, 5), (33,))
     wide = FLOAT64 if dtype == np.float64 else FLOAT32
-    logits, targets = draw.array((*lead, vocab), dtype, 2.0), draw.rng.integers(0, vocab, lead)
-    targets[draw.rng.random(lead) < 0.2] = IGNORED
-    given: dict[str, Any] = {"logits": logits, "targets": draw.place(targets.astype(draw.pick("i4", "i8")))}
-    options: dict[str, Any] = {"reduction": "none"}
-    smoothing = options["label_smoothing"] = draw.pick(0.0, 0.1, 0.5)
-    z_loss = options["z_loss"] = draw.pick(0.0, 0.01)
-    weight = np.abs(draw.values((vocab,), wide)) + wide.type(0.1)
-    if weighted := draw.chance(0.4):
-        options["class_weight"] = draw.place(weight)
-    kept, hit = targets != IGNORED, np.arange(vocab) == targets[..., None]
-
-    def parts(m: Maths) -> tuple[Array, Array, Array]:
-        u = m.load(logits)
-        w = m.load(weight) if weighted else np.ones(vocab, m.wide)
-        top = u.max(axis=-1, keepdims=True)
-        lse = m.r(top + m.r(np.log(m.sum(m.r(np.exp(m.r(u - top)))))))
-        return u, w, lse
+    logits, of = draw.array((*lead, vocab), dtype, 2.0), Loss.drawn(draw, lead, vocab, wide)
+    given = {"logits": logits, **of.arguments(draw)}
 
     def loss(m: Maths) -> tuple[Array, ...]:
-        u, w, lse = parts(m)
-        nll = m.r(lse - u)
-        own = m.r((1 - smoothing) * np.sum(w * hit * nll, axis=-1))
-        rest = m.r(smoothing / vocab * m.sum(m.r(w * nll))[..., 0])
-        return (np.where(kept, m.r(m.r(own + rest) + m.r(z_loss * m.r(lse * lse)[..., 0])), 0),)
+        return (of.loss(m, m.load(logits)),)
 
     if draw.chance(0.5):
-        return Trial("cross_entropy", given | options, draw, dtype, (wide,), loss, linked=(("logits", 0),))
-    lse = np.where(kept, parts(Maths(dtype, False))[2][..., 0], -np.inf).astype(wide)
+        return Trial("cross_entropy", given, draw, dtype, (wide,), loss, linked=(("logits", 0),))
+    plain = Maths(dtype, False)
+    lse = np.where(of.kept, of.lse(plain, plain.load(logits))[..., 0], -np.inf).astype(wide)
     dloss = draw.values(lead, wide)
 
     def gradient(m: Maths) -> tuple[Array, ...]:
-        u, w, _ = parts(m)
-        known = m.load(np.where(kept, lse, 0).astype(wide))[..., None]
-        own = (1 - smoothing) * np.sum(w * hit, axis=-1, keepdims=True)
-        share = m.r(m.r(np.exp(m.r(u - known))) * m.r(own + smoothing / vocab * w.sum() + 2 * z_loss * known))
-        found = m.r(m.r(share - smoothing / vocab * w) - own * hit)
-        return (np.where(kept[..., None], m.r(found * m.load(dloss)[..., None]), 0),)
+        known = m.load(np.where(of.kept, lse, 0).astype(wide))[..., None]
+        return (of.gradient(m, m.load(logits), known, dloss),)
 
-    arguments = {"dloss": draw.place(dloss), **given, "lse": draw.place(lse), **options}
+    arguments = {"dloss": draw.place(dloss), **given, "lse": draw.place(lse)}
     linked = (("dloss", 0), ("lse", 0))
     return Trial(
         "cross_entropy_backward", arguments, draw, dtype, (dtype,), gradient, BACKWARD, linked=linked
     )
+
+
+def linear_cross_entropy(draw: Draw) -> Trial:
+    """Of rows, with the gradients or without, in chunks of any size."""
+    dtype, limit = draw.dtype(), 33 if draw.small else 129
+    rows, hidden, vocab = draw.length(40), draw.length(limit), draw.length(limit) + 1
+    wide = FLOAT64 if dtype == np.float64 else FLOAT32
+    x, weight = draw.array((rows, hidden), dtype), draw.array((vocab, hidden), dtype, 2 * hidden**-0.5)
+    of, dloss, bias = Loss.drawn(draw, (rows,), vocab, wide), draw.values((rows,), wide), None
+    arguments = {"x": x, "weight": weight, **of.arguments(draw), "chunk": draw.pick(0, 1, 7, 64)}
+    if draw.chance(0.4):
+        bias = arguments["bias"] = draw.array((vocab,), dtype)
+    before, added = draw.values((vocab, hidden), wide), False
+    if grads := draw.chance(0.7):
+        arguments |= {"grads": True, "dloss": draw.place(dloss)}
+        if added := draw.chance(0.4):
+            arguments["dweight"] = draw.place(before, written=True)
+
+    def formula(m: Maths) -> tuple[Array, ...]:
+        wide_x, w = m.load(x), m.load(weight)
+        u = m.matmul(wide_x, w.T)
+        u = u if bias is None else m.r(u + m.load(bias))
+        loss = of.loss(m, u)
+        if not grads:
+            return (loss,)
+        dlogits = of.gradient(m, u, of.lse(m, u), dloss)
+        dweight = m.matmul(dlogits.T, wide_x)
+        found = (loss, m.matmul(dlogits, w), dweight + m.load(before) if added else dweight)
+        return found if bias is None else (*found, m.sum(dlogits, axis=0)[0])
+
+    results = (wide, dtype, wide, wide)[: 1 if not grads else 3 if bias is None else 4]
+    linked = (("x", 0), ("x", 1))
+    return Trial("linear_cross_entropy", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
 
 
 def embedding(draw: Draw) -> Trial:
@@ -118,4 +180,4 @@ def _any_shape(draw: Draw) -> tuple[int, ...]:
     return draw.pick((), (0,), (draw.length(384),), (2, draw.length(64)), (3, 2, draw.length(384)))
 
 
-TRIALS = (cross_entropy, embedding, global_norm)
+TRIALS = (cross_entropy, linear_cross_entropy, embedding, global_norm)

@@ -1,0 +1,103 @@
+"""Options of losses over classes, as :func:`cross_entropy` and :func:`linear_cross_entropy` take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Call
+from gpu_ops.errors import DTypeError, OptionError
+from gpu_ops.kernels.program import Spec
+from gpu_ops.ops.indices import look_at, read_indices
+
+__all__ = ["LossOptions", "as_loss", "is_number", "of_reference"]
+
+_COUNTS = tuple(map(np.dtype, (np.int32, np.int64, np.float32, np.float64)))
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is one by value, and no array."""
+    return isinstance(x, (int, float, np.number))
+
+
+def as_loss(call: Call, name: str, x: Array, shape: tuple[int, ...], like: str) -> None:
+    """``x`` has this shape, and the dtype of losses of the array ``like``."""
+    checks.exactly(call.op, name, x, shape)
+    dtype = call.views[like].dtype
+    kind = checks.computing_dtype(dtype.name)
+    if x.dtype != kind:
+        raise DTypeError(
+            f"{call.op}: {name} is {x.dtype}, expected {kind}, as {like} is {dtype}; "
+            f"cast one of them, for example {name}.astype('{kind}')"
+        )
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """As given."""
+
+    ignore_index: Any
+    label_smoothing: Any
+    z_loss: Any
+    softcap: Any
+    class_weight: Any
+    reduction: Any
+    denominator: Any
+
+    def read(self, call: Call, targets: Any, rows: tuple[int, ...], vocab: int, like: str) -> None:
+        """Checks targets and options. ``like``: the array that decides the dtype."""
+        op = call.op
+        read_indices(call, "targets", targets, rows)
+        smoothing = checks.number(op, "label_smoothing", self.label_smoothing, low=0.0)
+        if smoothing > 1.0:
+            raise OptionError(f"{op}: label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
+        call.option(
+            vocab=vocab,
+            ignore_index=checks.integer(op, "ignore_index", self.ignore_index, low=-(2**63), high=2**63 - 1),
+            label_smoothing=smoothing,
+            z_loss=checks.number(op, "z_loss", self.z_loss, low=0.0),
+            softcap=checks.number(op, "softcap", self.softcap, low=0.0),
+            reduction=checks.one_of(op, "reduction", self.reduction, ("mean", "sum", "none")),
+        )
+        weight = call.optional("class_weight", self.class_weight)
+        if weight is not None:
+            as_loss(call, "class_weight", weight, (vocab,), like)
+        self._read_denominator(call)
+
+    def _read_denominator(self, call: Call) -> None:
+        given = self.denominator
+        if given is not None and self.reduction != "mean":
+            raise OptionError(
+                f"{call.op}: denominator is what reduction='mean' divides by, and reduction is {self.reduction!r}"
+            )
+        if given is None or is_number(given):
+            number = given if given is None else checks.number(call.op, "denominator", given, low=0.0)
+            call.option(denominator=number)
+            return
+        array = call.read("denominator", given)
+        if array.dtype not in _COUNTS:
+            names = ", ".join(map(str, _COUNTS))
+            raise DTypeError(
+                f"{call.op}: denominator is {array.dtype}; allowed: a number, or an array of {names}"
+            )
+        checks.exactly(call.op, "denominator", array, ())
+        call.option(denominator=None)
+
+    def look(self, call: Call, vocab: int) -> Look | None:
+        """The hook that looks at targets in host memory."""
+        return None if call.on_cuda else look_at(call.op, "targets", vocab, int(self.ignore_index))
+
+
+def of_reference(spec: Spec, views: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as keywords of a reference function."""
+    names = ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
+    return {name: spec[name] for name in names} | {
+        "class_weight": views.get("class_weight"),
+        "denominator": views.get("denominator", spec["denominator"]),
+    }
