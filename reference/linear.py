@@ -49,15 +49,17 @@ def linear_backward(
     weight: Array,
     *,
     has_bias: bool = False,
+    only: str | None = None,
     dweight: Array | None = None,
     dbias: Array | None = None,
     precision: Precision = "rounded",
-) -> tuple[Array, ...]:
+) -> Array | tuple[Array, ...]:
     """``dx = dy @ weight``, ``dweight += dy.T @ x`` and, with ``has_bias``, ``dbias += dy.sum(0)``.
 
     Returns
     -------
-    dx like x, then dweight and dbias in float32 (float64 for float64), which start from those given
+    dx like x, then dweight and dbias in float32 (float64 for float64), which start from those given; with ``only``
+    "dx" the first, with "weights" the others. One gradient is an array.
     """
     p = steps(precision, x.dtype)
     tokens = math.prod(x.shape[:-1])
@@ -66,6 +68,6 @@ def linear_backward(
     found = [(p.matmul(dy2.T, x2), dweight)]
     if has_bias:
         found.append((p.matmul(np.ones((1, tokens)), dy2)[0], dbias))
-    return dx, *(
-        p.store(total if given is None else p.load(given) + total, np.float32) for total, given in found
-    )
+    sums = [p.store(total if given is None else p.load(given) + total, np.float32) for total, given in found]
+    results = [dx] * (only != "weights") + sums * (only != "dx")
+    return results[0] if len(results) == 1 else tuple(results)

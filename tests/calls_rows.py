@@ -124,6 +124,8 @@ VARIANTS: dict[str, Any] = {
         new.normal(residual="batch rows hidden_out"),
     ),
     "linear_backward": only(linear, "dy", has_bias=True),
+    "linear_backward dx": only(linear, "dy", only="dx"),
+    "linear_backward weights": only(linear, "dy", only="weights", has_bias=True),
     "linear_backward added": lambda new: (
         linear(new, "dy"),
         {"has_bias": True, **added(new, dweight="hidden_out hidden", dbias="hidden_out")},

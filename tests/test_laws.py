@@ -207,7 +207,7 @@ SLICED = {
 MIXED = ("attention_varlen", "embedding", "ternary_quantize", "ternary_pack", "ternary_unpack")
 WHOLE = (
     *("cross_entropy mean", "cross_entropy_backward mean", "linear_cross_entropy mean"),
-    *("global_norm", "rope_append_kv pages", "ternary_matmul both"),
+    *("global_norm", "linear_backward weights", "rope_append_kv pages", "ternary_matmul both"),
 )
 SEPARATE = [n for n in NAMES if not n.startswith(MIXED) and n not in WHOLE]
 

@@ -90,6 +90,7 @@ def linear_backward(
     weight: Any,
     *,
     has_bias: bool = False,
+    only: str | None = None,
     dweight: Any = None,
     dbias: Any = None,
     out: Any = None,
@@ -109,12 +110,14 @@ def linear_backward(
         As in the forward call.
     has_bias : bool
         Return dbias too.
+    only : {"dx", "weights"}, optional
+        Compute dx alone, as where the weight is frozen; or dweight and dbias alone, as where they can wait.
     dweight : float32 array like weight (float64 for float64), optional
         The gradient is added to it, as for the next part of a batch.
     dbias : float32 array (out_features,) (float64 for float64), optional
         With ``has_bias``; the same.
     out : (dx, dweight, dbias) without those that are given, optional
-        Arrays that receive the gradients; none may share memory with an input. An array if it is dx alone.
+        Arrays that receive the gradients; none may share memory with an input. An array if it is one gradient.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -125,6 +128,7 @@ def linear_backward(
     dx : array like x
     dweight : float32 array like weight (float64 for float64)
     dbias : float32 array (out_features,) (float64 for float64), only with ``has_bias``
+        One gradient is returned as an array.
 
     Raises
     ------
@@ -150,13 +154,18 @@ def linear_backward(
     weight_ = call.read("weight", weight)
     shape, dtype = read_shape(call, x_, weight_, dy=dy_)
     checks.exactly(call.op, "dy", dy_, shape)
+    part = None if only is None else checks.one_of(call.op, "only", only, ("dx", "weights"))
     sums = {"dweight": (weight_.shape, dweight)}
     if checks.flag(call.op, "has_bias", has_bias):
         sums["dbias"] = (shape[-1:], dbias)
     elif dbias is not None:
         raise OptionError("linear_backward: dbias= needs has_bias=True")
-    finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out)
-    return _bind(call, x_, dtype, "with dbias" if has_bias else "", 4.0, finish)
+    if part == "dx" and (has_bias or dweight is not None):
+        raise OptionError("linear_backward: only='dx' computes neither dweight nor dbias; omit them")
+    sums = {} if part == "dx" else sums
+    finish = write_gradients(call, x_, sums, checks.computing_dtype(dtype), out, dx=part != "weights")
+    more = ", ".join(["with dbias"] * has_bias + [f"only {part}"] * (part is not None))
+    return _bind(call, x_, dtype, more, 4.0 if part is None else 2.0, finish)
 
 
 def read_shape(call: Call, x: Array, weight: Array, **more: Array) -> tuple[tuple[int, ...], str]:
@@ -197,12 +206,13 @@ def _reference(spec: Spec, on: Builder) -> None:
 def _reference_backward(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference.linear import linear_backward
 
-    names = [name for name in ("dweight", "dbias") if spec.get(name) is not None]
+    names = [name for name in ("dx", "dweight", "dbias") if spec.get(name) is not None]
+    only = None if "dx" in names and "dweight" in names else "dx" if "dx" in names else "weights"
 
     def run(views: Mapping[str, Any]) -> None:
         dweight, dbias = (views[name] if name in spec["added"] else None for name in ("dweight", "dbias"))
         arrays = (views[name] for name in ("dy", "x", "weight"))
-        found = linear_backward(*arrays, has_bias="dbias" in names, dweight=dweight, dbias=dbias)
-        store(views, ("dx", *names), found)
+        found = linear_backward(*arrays, has_bias="dbias" in names, only=only, dweight=dweight, dbias=dbias)
+        store(views, names, found)
 
     on.call(run, "NumPy, float64")

@@ -59,15 +59,18 @@ def _backward_cpu(spec: Spec, on: Builder) -> None:
     added = spec["added"]
 
     def multiply(views: Mapping[str, Any]) -> None:
-        dy, x = as_rows(views["dy"]), as_rows(views["x"])
-        kernels.backward_input(dy, views["weight"], as_rows(views["dx"]))
-        kernels.backward_weight(dy, x, views["dweight"], add="dweight" in added)
+        dy = as_rows(views["dy"])
+        if "dx" in views:
+            kernels.backward_input(dy, views["weight"], as_rows(views["dx"]))
+        if "dweight" in views:
+            kernels.backward_weight(dy, as_rows(views["x"]), views["dweight"], add="dweight" in added)
 
     def sum_rows(views: Mapping[str, Any]) -> None:
         kernels.sum_rows(as_rows(views["dy"]), views["dbias"], add="dbias" in added)
 
     if _has_products(spec, on):
-        on.call(multiply, "two matrix products")
+        both = spec.get("dx") is not None and spec.get("dweight") is not None
+        on.call(multiply, "two matrix products" if both else "one matrix product")
     if _has_rows(spec, on):
         on.call(sum_rows, "the sum of the rows of dy")
 
@@ -89,16 +92,12 @@ def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:
 
 
 def _backward(spec: Spec, on: Builder, multiply: Multiply, sum_rows: SumRows) -> None:
-    dy, x, weight, dweight = (
-        rows_of(spec, "dy"),
-        rows_of(spec, "x"),
-        spec.tensor("weight"),
-        spec.tensor("dweight"),
-    )
-    added = spec["added"]
-    if _has_products(spec, on):
-        total = dweight if "dweight" in added else None
+    dy, x, weight = rows_of(spec, "dy"), rows_of(spec, "x"), spec.tensor("weight")
+    added, has_products = spec["added"], _has_products(spec, on)
+    if has_products and spec.get("dx") is not None:
         multiply(on, product(Operand(dy), Operand(weight, True), rows_of(spec, "dx")))
+    if has_products and (dweight := spec.get("dweight")) is not None:
+        total = dweight if "dweight" in added else None
         multiply(on, product(Operand(dy, True), Operand(x, True), dweight, total=total))
     if _has_rows(spec, on):
         sum_rows(on, dy, spec.tensor("dbias")[None], "dbias" in added)
@@ -144,8 +143,9 @@ def _has_products(spec: Spec, on: Builder) -> bool:
     if all(spec.tensor(name).size for name in ("dy", "x", "weight")):
         return True
     for name in ("dx", "dweight"):
-        if name not in spec["added"]:
-            on.zero(spec.tensor(name))
+        found = spec.get(name)
+        if found is not None and name not in spec["added"]:
+            on.zero(found)
     return False
 
 

@@ -43,11 +43,15 @@ def backward(draw: Draw) -> Trial:
         "weight": draw.array((rows, cols), dtype, cols**-0.5),
     }
     arguments: dict[str, Any] = dict(given)
-    has_bias = draw.chance(0.5)
+    only = draw.pick(None, None, None, "dx", "weights")
+    has_bias = only != "dx" and draw.chance(0.5)
     if has_bias:
         arguments["has_bias"] = True
+    if only:
+        arguments["only"] = only
     sums = {name: draw.values(shape, wide) for name, shape in (("dweight", (rows, cols)), ("dbias", (rows,)))}
-    added = [name for name in sums if draw.chance(0.3) and (has_bias or name == "dweight")]
+    wanted = [name for name in sums if only != "dx" and (has_bias or name == "dweight")]
+    added = [name for name in wanted if draw.chance(0.3)]
     arguments |= {name: draw.place(sums[name], written=True) for name in added}
 
     def formula(m: Maths) -> tuple[Array, ...]:
@@ -55,9 +59,9 @@ def backward(draw: Draw) -> Trial:
         found = {"dweight": m.matmul(dy.T, x), "dbias": m.sum(dy, axis=0)[0]}
         for name in added:
             found[name] = found[name] + sums[name]
-        return (m.matmul(dy, weight), found["dweight"], *((found["dbias"],) if has_bias else ()))
+        return (*[m.matmul(dy, weight)] * (only != "weights"), *(found[name] for name in wanted))
 
-    results = (dtype, wide, wide)[: 3 if has_bias else 2]
+    results = (*[dtype] * (only != "weights"), *[wide] * len(wanted))
     linked = (("dy", 1), ("x", 1))
     return Trial("linear_backward", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
 
