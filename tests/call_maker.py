@@ -16,7 +16,9 @@ WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op cha
 # Options to which gradients are added, where they are given.
 ADDED = {
     "embedding_backward": ("dweight",),
+    "layernorm_backward": ("dweight", "dbias"),
     "linear_backward": ("dweight", "dbias"),
+    "rmsnorm_backward": ("dweight",),
     "swiglu_mlp_backward": ("dw_gate", "dw_up", "dw_down"),
 }
 
