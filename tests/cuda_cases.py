@@ -13,6 +13,7 @@ FORMS = {
     "cross_entropy_backward": [{"dloss": 2.0, "reduction": "mean"}],
     "rmsnorm": [{"return_rstd": True}],
     "layernorm": [{"return_stats": True}],
+    "swiglu_mlp": [{"keep": "gate_up"}],
     "attention": [{"return_lse": True}],
     "attention_varlen": [{"return_lse": True}],
     "attention_decode": [{"return_lse": True}, {"num_splits": 3}],
