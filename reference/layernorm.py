@@ -68,8 +68,10 @@ def layernorm_backward(
     rstd: Array,
     *,
     dresidual: Array | None = None,
+    dweight: Array | None = None,
+    dbias: Array | None = None,
     precision: Precision = "rounded",
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradients of :func:`layernorm`.
 
     With ``n = (x - mean) * rstd``, ``m = dy * weight`` and means over the N columns of a row::
@@ -90,7 +92,7 @@ def layernorm_backward(
     -------
     dx, dweight, dbias
         dx in x's dtype: the gradient of s, and so of both x and the residual.
-        dweight, dbias ``(columns,)`` float32 (float64 for float64 inputs).
+        dweight, dbias ``(columns,)`` float32 (float64 for float64 inputs), added to those given.
     """
     p = steps(precision, x.dtype)
     dy64, r = p.load(dy), p.load(rstd)[..., None]
@@ -102,6 +104,10 @@ def layernorm_backward(
     if dresidual is not None:
         dx = p.step(dx + p.load(dresidual))
     cols = x.shape[-1]
-    dweight = p.step(p.step(dy64 * n).reshape(-1, cols).sum(axis=0))
-    dbias = p.step(dy64.reshape(-1, cols).sum(axis=0))
-    return p.store(dx), p.store(dweight, np.float32), p.store(dbias, np.float32)
+    sums = (
+        (p.step(p.step(dy64 * n).reshape(-1, cols).sum(axis=0)), dweight),
+        (p.step(dy64.reshape(-1, cols).sum(axis=0)), dbias),
+    )
+    return p.store(dx), *(
+        p.store(total if given is None else p.load(given) + total, np.float32) for total, given in sums
+    )

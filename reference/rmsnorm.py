@@ -117,6 +117,7 @@ def rmsnorm_backward(
     dresidual: Array | None = None,
     weight_offset: float = 0.0,
     casting: Casting = "fp32",
+    dweight: Array | None = None,
     precision: Precision = "rounded",
 ) -> tuple[Array, Array]:
     """Gradients of :func:`rmsnorm`.
@@ -141,7 +142,7 @@ def rmsnorm_backward(
     -------
     dx, dweight
         dx in x's dtype: the gradient of s, and so of both x and the residual.
-        dweight ``(columns,)`` float32 (float64 for float64 inputs).
+        dweight ``(columns,)`` float32 (float64 for float64 inputs), added to the one given.
     """
     p = steps(precision, x.dtype)
     dy64, x64, r = p.load(dy), p.load(x), p.load(rstd)[..., None]
@@ -153,8 +154,8 @@ def rmsnorm_backward(
     if dresidual is not None:
         dx = p.step(dx + p.load(dresidual))
     products = p.step(dy64 * _narrow(n, x.dtype, casting, precision))
-    dweight = p.step(products.reshape(-1, x.shape[-1]).sum(axis=0))
-    return p.store(dx), p.store(dweight, np.float32)
+    total = p.step(products.reshape(-1, x.shape[-1]).sum(axis=0))
+    return p.store(dx), p.store(total if dweight is None else p.load(dweight) + total, np.float32)
 
 
 def rmsnorm_quant_int8(

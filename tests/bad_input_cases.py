@@ -64,6 +64,7 @@ CASES = [
     ("rmsnorm", "casting misspelt", OptionError, "did you mean 'llama'", {"casting": "lama"}),
     ("rmsnorm", "offset is NaN", OptionError, "weight_offset must be finite", {"weight_offset": float("nan")}),
     ("rmsnorm_backward", "rstd of another shape", ShapeError, "rstd has shape (3, 1)", {"rstd": ones(3, 1)}),
+    ("rmsnorm_backward", "a row of dweight", ShapeError, "dweight has shape (1, 16)", {"dweight": ones(1, 16)}),
     # cross_entropy
     ("cross_entropy", "no axes", ShapeError, "no axes", {"logits": ones(), "targets": ints()}),
     ("cross_entropy", "integers", DTypeError, "logits is int32", {"logits": cast["int32"]}),

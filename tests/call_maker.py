@@ -17,7 +17,9 @@ WRITTEN = {"adamw_step": ("params", "m", "v", "master"), "rope_append_kv": ("k_c
 # Options to which gradients are added, where they are given.
 ADDED = {
     "embedding_backward": ("dweight",),
+    "layernorm_backward": ("dweight", "dbias"),
     "linear_backward": ("dweight", "dbias"),
+    "rmsnorm_backward": ("dweight",),
     "swiglu_mlp_backward": ("dw_gate", "dw_up", "dw_down"),
 }
 

@@ -14,6 +14,7 @@ FORMS = {
     "linear_cross_entropy": [{"reduction": "mean", "dloss": 2.0}],
     "rmsnorm": [{"return_rstd": True}],
     "layernorm": [{"return_stats": True}],
+    "swiglu_mlp": [{"keep": "gate_up"}],
     "attention": [{"return_lse": True}],
     "attention_varlen": [{"return_lse": True}],
     "attention_decode": [{"return_lse": True}, {"num_splits": 3}],

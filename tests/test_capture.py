@@ -61,6 +61,29 @@ def test_a_captured_call_replays(cupy, op, form, kernels):
             assert named[name].host.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("kernels", ["raw", "numba"])
+@pytest.mark.parametrize("op", sorted(ADDED))
+def test_a_captured_call_adds_at_every_replay(cupy, op, kernels):
+    one = call(f"{op} added")
+    one = one.having(**{n: on_device(x) for n, x in {**one.arrays, **one.options}.items()})
+    sums = [one.options[name] for name in one.added]
+    before = [x.host.copy() for x in sums]
+    first = results(one(backend=kernels))[0]
+    once = [x.host.copy() for x in sums]
+    one(backend=kernels)
+    twice = [x.host.copy() for x in sums]
+    out = {"out": FakeArray(np.zeros_like(first.host))} if op in OUT else {}
+    size = gpu_ops.workspace_size(op, *one.arrays.values(), **one.options, backend=kernels)
+    with cupy.capture():
+        one(backend=kernels, workspace=FakeArray(np.zeros(size, np.uint8)), **out)
+    for x, start in zip(sums, before, strict=True):
+        x.host[...] = start
+    for wants in (once, twice):
+        cupy.replay()
+        for x, want in zip(sums, wants, strict=True):
+            assert x.host.tobytes() == want.tobytes()
+
+
 def test_a_captured_call_without_its_workspace_says_what_to_pass(cupy):
     x, w = FakeArray(np.ones((6, 64), np.float32)), FakeArray(np.ones(64, np.float32))
     y = FakeArray(np.zeros((6, 64), np.float32))

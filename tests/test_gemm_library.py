@@ -106,6 +106,25 @@ def test_backward(cublas, blocks, monkeypatch, rng):
         close(g.host, want, naive, np.dtype(np.float16), GRADIENT)
 
 
+def test_gate_and_up_are_kept(cublas, rng):
+    """Products go to where they are kept, and are not computed again."""
+    dy, *arguments = make(rng)
+    given = list(map(FakeArray, arguments))
+    y, gate_up = gpu_ops.swiglu_mlp(*given, keep="gate_up")
+    assert len(cublas.calls) == 3
+    got = gpu_ops.swiglu_mlp_backward(FakeArray(dy), *given, gate_up=gate_up)
+    assert len(cublas.calls) == 3 + 6
+    wants, naives = (
+        (
+            *reference.swiglu_mlp(*arguments, keep="gate_up", precision=p),
+            *reference.swiglu_mlp_backward(dy, *arguments, precision=p),
+        )
+        for p in ("float64", "naive")
+    )
+    for g, want, naive in zip((y, gate_up, *got), wants, naives, strict=True):
+        close(g.host, want, naive, np.dtype(np.float16), GRADIENT)
+
+
 def test_explain_says_so(cublas, rng):
     _, *arguments = map(FakeArray, make(rng))
     plan = str(gpu_ops.explain("swiglu_mlp", *arguments))

@@ -70,6 +70,7 @@ def sizes_for(rng):
         found[name] = SIZES[name][int(rng.integers(len(SIZES[name])))]
     found["nheads"] = found["nheads_kv"] * found.pop("group")
     found["packed"], found["pages"] = 2 * found["cols"], -(-found["max_seqlen"] // found["page_size"])
+    found["gate_up"] = 2 * found["ffn"]
     found["num_pages"] = found["batch"] * found["pages"]
     found["seqlen_new"] = min(found["seqlen_new"], found["max_seqlen"])
     return found

@@ -67,6 +67,29 @@ def test_residual_and_no_bias(backend, dtype, rng):
     close(dweight, want[1], naive[1], dtype, GRADIENT, what="dweight")
 
 
+@pytest.mark.parametrize("given", [("dweight",), ("dbias",), ("dweight", "dbias")], ids="-".join)
+def test_gradients_add_up_over_parts(backend, dtype, given, rng):
+    """To those that are given; the other one, and dx, are what they are without."""
+    x, dy, weight = random(rng, (9, 321), dtype), random(rng, (9, 321), dtype), random(rng, (321,), dtype)
+    _, mean, rstd = gpu_ops.layernorm(x, weight, return_stats=True, **backend)
+    parts = slice(0, 4), slice(4, 9)
+    first, second = ((dy[part], x[part], weight, mean[part], rstd[part]) for part in parts)
+    one, two = (gpu_ops.layernorm_backward(*part, **backend) for part in (first, second))
+    sums = {name: one[1 + (name == "dbias")].copy() for name in given}
+    out = tuple(
+        np.zeros_like(x) for x, n in zip(two, ("dx", "dweight", "dbias"), strict=True) if n not in given
+    )
+    found = gpu_ops.layernorm_backward(*second, **sums, out=out, **backend)
+    assert found[0] is out[0]
+    for i, name in enumerate(("dx", "dweight", "dbias")):
+        if name in given:
+            assert found[i] is sums[name]
+            size = np.abs(one[i]) + np.abs(two[i])
+            np.testing.assert_array_less(np.abs(found[i] - (one[i] + two[i])), 1e-6 * size.max())
+        else:
+            assert found[i].tobytes() == two[i].tobytes()
+
+
 def test_results_in_the_order_of_the_contract(backend):
     x, weight = np.array([[1.0, 3.0, 1.0, 3.0]], np.float32), np.ones(4, np.float32)
     sign = np.array([[-1.0, 1.0, -1.0, 1.0]], np.float32)

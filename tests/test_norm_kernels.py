@@ -22,8 +22,8 @@ EPS = 1e-5
 OPTIONS = {
     "rmsnorm": {"eps": EPS, "weight_offset": 0.0, "casting": "fp32"},
     "layernorm": {"eps": EPS},
-    "rmsnorm_backward": {"weight_offset": 0.0, "casting": "fp32"},
-    "layernorm_backward": {},
+    "rmsnorm_backward": {"weight_offset": 0.0, "casting": "fp32", "added": ()},
+    "layernorm_backward": {"added": ()},
 }
 
 

@@ -172,8 +172,8 @@ def test_out_is_judged_every_time(name):
         wrongs.append((with_result(one, outs, 0, unaligned(outs[0])), ShapeError))
     wrongs.append((with_result(one, outs, 0, outs[0].astype(np.uint32)), DTypeError))
     for key, x in one.written.items():
-        taken = next(y for other, y in one.written.items() if other != key)
-        for bad in (read_only(x), taken, taken[::-1]):
+        taken = [y for other, y in one.written.items() if other != key]
+        for bad in (read_only(x), *taken, *(y[::-1] for y in taken)):
             wrongs.append((one.having(**{key: bad}), ShapeError))
     for key, x in one.inputs.items():
         moved, overlapping = sharing(x, outs[0])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from row_cases import close, emulator_dtypes
 
 import gpu_ops
+from gpu_ops.errors import OptionError
 from gpu_ops.reference import rmsnorm as reference
 from gpu_ops.reference.tolerance import GRADIENT
 
@@ -78,6 +79,22 @@ def test_residual(backend, dtype, casting, rng):
     )
     close(dx, want[0], naive[0], dtype, GRADIENT, what="dx")
     close(dweight, want[1], naive[1], dtype, GRADIENT, what="dweight")
+
+
+def test_the_gradient_of_weight_adds_up_over_parts(backend, dtype, rng):
+    x, dy, weight = random(rng, (9, 321), dtype), random(rng, (9, 321), dtype), random(rng, (321,), dtype)
+    _, rstd = gpu_ops.rmsnorm(x, weight, return_rstd=True, **backend)
+    first, second = ((dy[part], x[part], weight, rstd[part]) for part in (slice(0, 4), slice(4, 9)))
+    (_, one), (dx, two) = (gpu_ops.rmsnorm_backward(*part, **backend) for part in (first, second))
+    for out in (None, np.zeros_like(dx)):
+        dweight = one.copy()
+        found = gpu_ops.rmsnorm_backward(*second, dweight=dweight, out=out, **backend)
+        assert found[1] is dweight
+        assert out is None or found[0] is out
+        assert found[0].tobytes() == dx.tobytes()
+        np.testing.assert_array_less(np.abs(dweight - (one + two)), 1e-6 * (np.abs(one) + np.abs(two)).max())
+    with pytest.raises(OptionError, match=r"must be the array dx or a tuple of all results, \(dx\)"):
+        gpu_ops.rmsnorm_backward(*second, dweight=one, out=(dx, two), **backend)
 
 
 def test_results_in_the_order_of_the_contract(backend):

@@ -11,7 +11,7 @@ from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.norm_checks import validate, write_outputs
+from gpu_ops.ops.norm_checks import validate, write_gradients, write_outputs
 
 __all__ = ["layernorm", "layernorm_backward"]
 
@@ -108,7 +108,7 @@ def layernorm(
     )
 
 
-@op(cuda=True, kernels="layernorm")
+@op(cuda=True, kernels="layernorm", written=("dweight", "dbias"))
 def layernorm_backward(
     dy: Any,
     x: Any,
@@ -117,6 +117,8 @@ def layernorm_backward(
     rstd: Any,
     *,
     dresidual: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -139,8 +141,10 @@ def layernorm_backward(
         As returned by the forward call with ``return_stats=True``.
     dresidual : array like dy, optional
         Gradient of ``s`` from the residual stream, added to dx. The sum is the gradient of both x and residual.
+    dweight, dbias : float32 arrays (cols,) (float64 for float64), optional
+        The gradient is added to what is given, as for the next part of a batch.
     out : array like dy, optional
-        Receives dx. ``out=dy`` works in place. Also a tuple, (dx, dweight, dbias).
+        Receives dx. ``out=dy`` works in place. Also a tuple, (dx, dweight, dbias) without those that are given.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -176,9 +180,7 @@ def layernorm_backward(
     wide = checks.computing_dtype(dtype)
     for name, statistic in statistics.items():
         checks.exactly(call.op, name, statistic, x_.shape[:-1], wide)
-    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True, item=0)
-    for item, name in enumerate(("dweight", "dbias"), 1):
-        call.write(name, weight_.shape, wide, out, item=item)
+    write_gradients(call, x_, {"dweight": dweight, "dbias": dbias}, wide, out)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}",
@@ -212,7 +214,8 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("dy", "x", "weight", "mean", "rstd")]
-        found = layernorm_backward(*arrays, dresidual=views.get("dresidual"))
+        added = {name: views[name] for name in spec["added"]}
+        found = layernorm_backward(*arrays, dresidual=views.get("dresidual"), **added)
         store(views, ("dx", "dweight", "dbias"), found)
 
     on.call(run, "NumPy, float64")

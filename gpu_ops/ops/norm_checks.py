@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array
 from gpu_ops.core.call import Call
 from gpu_ops.errors import OptionError, ShapeError
 
-__all__ = ["validate", "write_outputs"]
+__all__ = ["validate", "write_gradients", "write_outputs"]
 
 
 def validate(name: str, x: Array, weight: Array, bias: Array | None = None, **like_x: Array | None) -> str:
@@ -36,3 +39,18 @@ def write_outputs(call: Call, x: Array, has_sum: bool, out: Any, residual_out: A
         call.write(
             "s", x.shape, x.dtype, residual_out, argument="residual_out", in_place="residual", rows=True
         )
+
+
+def write_gradients(call: Call, x: Array, sums: Mapping[str, Any], dtype: np.dtype[Any], out: Any) -> None:
+    """``dx``, which may be dy in place, and ``sums`` over rows.
+
+    ``sums``: by name, the caller's array to which the sum is added, or None. The option ``added`` names the former.
+    """
+    call.write("dx", x.shape, x.dtype, out, in_place="dy", rows=True, item=0)
+    fresh = [name for name, given in sums.items() if given is None]
+    for name, given in sums.items():
+        if given is None:
+            call.write(name, x.shape[-1:], dtype, out, item=1 + fresh.index(name))
+        else:
+            call.write(name, x.shape[-1:], dtype, given, argument=name, added=True)
+    call.option(added=tuple(name for name in sums if name not in fresh))

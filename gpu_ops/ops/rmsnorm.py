@@ -11,7 +11,7 @@ from gpu_ops.core.arrays import store
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.kernels.program import Builder, Spec, lowers
-from gpu_ops.ops.norm_checks import validate, write_outputs
+from gpu_ops.ops.norm_checks import validate, write_gradients, write_outputs
 from gpu_ops.reference.rmsnorm import Casting
 
 __all__ = ["rmsnorm", "rmsnorm_backward"]
@@ -113,7 +113,7 @@ def rmsnorm(
     )
 
 
-@op(cuda=True, kernels="rmsnorm")
+@op(cuda=True, kernels="rmsnorm", written=("dweight",))
 def rmsnorm_backward(
     dy: Any,
     x: Any,
@@ -123,6 +123,7 @@ def rmsnorm_backward(
     dresidual: Any = None,
     weight_offset: float = 0.0,
     casting: str = "fp32",
+    dweight: Any = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -147,8 +148,10 @@ def rmsnorm_backward(
         gradient of both x and residual.
     weight_offset, casting
         As in the forward call.
+    dweight : float32 array (cols,) (float64 for float64), optional
+        The gradient is added to it, as for the next part of a batch.
     out : array like dy, optional
-        Receives dx. ``out=dy`` works in place. Also a pair, (dx, dweight).
+        Receives dx. ``out=dy`` works in place. Also a pair, (dx, dweight), if dweight is not given.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -185,8 +188,7 @@ def rmsnorm_backward(
         weight_offset=checks.number(call.op, "weight_offset", weight_offset),
         casting=checks.one_of(call.op, "casting", casting, get_args(Casting)),
     )
-    call.write("dx", x_.shape, x_.dtype, out, in_place="dy", rows=True, item=0)
-    call.write("dweight", weight_.shape, statistics, out, item=1)
+    write_gradients(call, x_, {"dweight": dweight}, statistics, out)
     rows, cols = math.prod(x_.shape[:-1]), x_.shape[-1]
     return call.bind(
         problem=lambda: f"{rows} rows of {cols} {dtype}, casting {casting}",
@@ -215,7 +217,9 @@ def _reference_backward(spec: Spec, on: Builder) -> None:
 
     def run(views: Mapping[str, Any]) -> None:
         arrays = [views[name] for name in ("dy", "x", "weight", "rstd")]
-        found = rmsnorm_backward(*arrays, dresidual=views.get("dresidual"), **dict(spec.options))
+        options = {name: value for name, value in spec.options if name != "added"}
+        given = views["dweight"] if spec["added"] else None
+        found = rmsnorm_backward(*arrays, dresidual=views.get("dresidual"), dweight=given, **options)
         store(views, ("dx", "dweight"), found)
 
     on.call(run, "NumPy, float64")

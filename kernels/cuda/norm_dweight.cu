@@ -1,6 +1,7 @@
 // The last step of the RMSNorm and LayerNorm backward: adds partial dweight and dbias in a fixed order.
 //
 //   partial  (gridDim.y, parts, cols) float      dweight, dbias  (cols,) float; dbias if gridDim.y is 2
+//   add_dweight, add_dbias: 1 if it is added to what is there
 //
 // Reads partial once. blockDim = (32, 32): 32 adjacent columns per warp access, 32 threads per column. Thread k of a
 // column adds parts k, k + 32, ... with Kahan compensation, so that the number of parts does not affect the error. One
@@ -13,7 +14,8 @@
 #include "reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
-norm_dweight(const float* partial, float* dweight, float* dbias, int parts, int cols) {
+norm_dweight(const float* partial, float* dweight, float* dbias, int parts, int cols,
+             int add_dweight, int add_dbias) {
     __shared__ float sums[32][33];
     const int lane = threadIdx.x, k = threadIdx.y;
     const int c = blockIdx.x * 32 + lane;
@@ -33,5 +35,8 @@ norm_dweight(const float* partial, float* dweight, float* dbias, int parts, int 
 
     const float total = warp_sum(sums[lane][k], 32);
     const int mine = blockIdx.x * 32 + k;
-    if (lane == 0 && mine < cols) (blockIdx.y == 0 ? dweight : dbias)[mine] = total;
+    if (lane == 0 && mine < cols) {
+        float* const to = (blockIdx.y == 0 ? dweight : dbias) + mine;
+        *to = (blockIdx.y == 0 ? add_dweight : add_dbias) ? *to + total : total;
+    }
 }

@@ -49,9 +49,7 @@ def backward(spec: Spec, on: Builder) -> None:
 
     x = spec.tensor("x")
     size = math.prod(x.shape[:-1]), x.shape[-1]
-    if not size[0]:
-        on.zero(spec.tensor("dweight"))
-        on.zero(spec.tensor("dbias"))
+    if norm.without_rows(spec, on):
         return
 
     def run(views: Mapping[str, Any]) -> None:
@@ -66,6 +64,7 @@ def backward(spec: Spec, on: Builder) -> None:
             as_rows(views["dx"]),
             views["dweight"],
             views["dbias"],
+            added=spec["added"],
         )
 
     on.call(run, f"{items_per_task(*size)} rows per task")

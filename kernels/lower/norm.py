@@ -21,7 +21,15 @@ from gpu_ops.kernels.lower.arguments import DTYPES, alignment, float32, row_stri
 from gpu_ops.kernels.lower.norm_config import BackwardConfig, RowConfig, select_backward, select_forward
 from gpu_ops.kernels.program import Builder, Spec, Tensor
 
-__all__ = ["Norm", "backward_numba", "backward_raw", "forward_numba", "forward_raw", "variants"]
+__all__ = [
+    "Norm",
+    "backward_numba",
+    "backward_raw",
+    "forward_numba",
+    "forward_raw",
+    "variants",
+    "without_rows",
+]
 
 Norm = Literal["rmsnorm", "layernorm"]
 
@@ -110,7 +118,7 @@ class _Forward:
 
 def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
     """``dx``, ``dweight`` and, in LayerNorm, ``dbias``: sums by block, then their total in a fixed order."""
-    if _without_rows(spec, on):
+    if without_rows(spec, on):
         return
     a = _Backward.of(spec)
     rows, cols = a.x.shape
@@ -129,13 +137,14 @@ def backward_raw(spec: Spec, on: Builder, norm: Norm) -> None:
     block = (c.threads_per_row, c.rows_per_block, 1)
     on.launch(_backward(norm, c, a.x.dtype.name), (c.grid, 1, 1), block, args, shared=c.shared_bytes)
     dweight, dbias = spec.tensor("dweight"), spec.get("dbias")
-    totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(c.parts), np.int32(cols))
+    add = [np.int32(name in spec["added"]) for name in ("dweight", "dbias")]
+    totals = (partial, dweight, dweight if dbias is None else dbias, np.int32(c.parts), np.int32(cols), *add)
     on.launch(_DWEIGHT, (-(-cols // 32), _SUMS[norm], 1), (32, 32, 1), totals)
 
 
 def backward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
     """The same by the Numba twins."""
-    if _without_rows(spec, on):
+    if without_rows(spec, on):
         return
     a = _Backward.of(spec)
     rows, cols = a.x.shape
@@ -146,9 +155,10 @@ def backward_numba(spec: Spec, on: Builder, norm: Norm) -> None:
         *(np.float64(a.weight_offset), np.int32(a.llama), a.has_dresidual),
     )
     on.launch(_twin(norm, "backward", a.x.dtype.name), (grid, 1, 1), (_TWIN_THREADS, 1, 1), args)
-    for partial, total in zip(partials, (spec.tensor("dweight"), spec.get("dbias")), strict=False):
-        reduce = _twin(norm, "dweight", a.x.dtype.name)
-        on.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), (partial, total))
+    for partial, name in zip(partials, ("dweight", "dbias"), strict=False):
+        reduce, add = _twin(norm, "dweight", a.x.dtype.name), np.int32(name in spec["added"])
+        args = (partial, spec.tensor(name), add)
+        on.launch(reduce, (-(-cols // _TWIN_THREADS), 1, 1), (_TWIN_THREADS, 1, 1), args)
 
 
 @dataclass(frozen=True)
@@ -193,12 +203,12 @@ def _rmsnorm_options(spec: Spec) -> tuple[float, bool]:
     return options.get("weight_offset", 0.0), options.get("casting") == "llama"
 
 
-def _without_rows(spec: Spec, on: Builder) -> bool:
-    """Whether there are no rows, whose sums are zero."""
+def without_rows(spec: Spec, on: Builder) -> bool:
+    """Whether there are no rows, whose sums are zero. Those that are added to stay as they are."""
     if spec.tensor("x").size:
         return False
     for name in ("dweight", "dbias"):
-        if spec.get(name) is not None:
+        if spec.get(name) is not None and name not in spec["added"]:
             on.zero(spec.tensor(name))
     return True
 

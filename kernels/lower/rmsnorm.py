@@ -45,8 +45,7 @@ def backward(spec: Spec, on: Builder) -> None:
 
     x, options = spec.tensor("x"), dict(spec.options)
     size = math.prod(x.shape[:-1]), x.shape[-1]
-    if not size[0]:
-        on.zero(spec.tensor("dweight"))
+    if norm.without_rows(spec, on):
         return
 
     def run(views: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ costs no digits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from .codegen.memory import scratch
 from .codegen.stream import fence, stays_in_cache
 from .dtype import all_bits, bits, like, load, read_row, write_row
 from .jit import compute, device_function, kernel, read, types, write
-from .norm import SHORT_SUM, TINY, add_residual, config, shared_chunks, short_sums, together
+from .norm import SHORT_SUM, TINY, add_residual, config, shared_chunks, short_sums, store_sum, together
 from .parallel import claim, items_per_task, launch
 
 __all__ = ["backward", "config", "forward"]
@@ -62,8 +63,10 @@ def backward(
     dx: Array,
     dweight: Array,
     dbias: Array,
+    *,
+    added: Sequence[str],
 ) -> None:
-    """Fills ``dx`` (rows, cols) and ``dweight``, ``dbias`` (cols,), in rstd's dtype."""
+    """Fills ``dx`` (rows, cols) and ``dweight``, ``dbias`` (cols,), in rstd's dtype. ``added``: what is added to."""
     rows, cols = x.shape
     chunk = items_per_task(rows, cols)
     n_tasks = -(-rows // chunk)
@@ -72,8 +75,8 @@ def backward(
     flags = dresidual is not None, not stays_in_cache(dx.nbytes)
     arrays = bits(dy), bits(x), bits(weight), mean, rstd, *results
     launch(layernorm_backward[x.dtype], n_tasks, chunk, *arrays, *flags)
-    dweight[...] = partial[0::2].sum(axis=0)
-    dbias[...] = partial[1::2].sum(axis=0)
+    store_sum(dweight, partial[0::2], "dweight" in added)
+    store_sum(dbias, partial[1::2], "dbias" in added)
 
 
 _squares = short_sums(norm.squared_deviations, norm.exact_squares, TINY)

@@ -38,6 +38,15 @@ def config(rows: int, cols: int) -> str:
     return f"{items_per_task(rows, cols)} rows per task"
 
 
+Array = np.ndarray[Any, Any]
+
+
+def store_sum(total: Array, partial: Array, add: bool) -> None:
+    """``total`` is the sum of the rows of ``partial``. ``add``: and of what it holds."""
+    found = partial.sum(axis=0)
+    total[...] = total + found if add else found
+
+
 def short_sums(short: Any, exact: Any, least: float = -1.0) -> Any:
     """A function (operands, scalars, wide): the float64 sum over rows, of short sums in the computing type.
 

@@ -7,6 +7,7 @@ backward   n = x * rstd,  m = dy * (offset + weight),  dx = rstd * (m - n * mean
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from .codegen.memory import scratch
 from .codegen.stream import fence, stays_in_cache
 from .dtype import all_bits, bits, like, read_row, write_row
 from .jit import compute, kernel, read, types, write
-from .norm import add_residual, config, shared_chunks, sum_of_squares, together
+from .norm import add_residual, config, shared_chunks, store_sum, sum_of_squares, together
 from .parallel import claim, items_per_task, launch
 
 __all__ = ["backward", "config", "forward"]
@@ -57,8 +58,9 @@ def backward(
     *,
     weight_offset: float,
     casting: str,
+    added: Sequence[str],
 ) -> None:
-    """Fills ``dx`` (rows, cols) and ``dweight`` (cols,), in rstd's dtype."""
+    """Fills ``dx`` (rows, cols) and ``dweight`` (cols,), in rstd's dtype. ``added``: the sums that are added to."""
     rows, cols = x.shape
     if casting == "llama" and weight_offset:  # rounds their sum to x's dtype
         weight, weight_offset = (weight.astype(rstd.dtype) + weight_offset).astype(x.dtype), 0.0
@@ -68,7 +70,7 @@ def backward(
     arrays = bits(dy), bits(x), bits(weight), rstd, bits(dy if dresidual is None else dresidual), bits(dx)
     flags = dresidual is not None, casting == "llama", not stays_in_cache(dx.nbytes)
     launch(rmsnorm_backward[x.dtype], n_tasks, chunk, *arrays, partial, weight_offset, *flags)
-    dweight[...] = partial.sum(axis=0)
+    store_sum(dweight, partial, "dweight" in added)
 
 
 @kernel(

@@ -39,7 +39,7 @@ def kernel(norm: str, which: str, dtype: str) -> NumbaKernel:
             _backward,
             "({e}2, {e}2, {e}1, {s}1, {s}1, {e}2, {e}2, {p}, {p}, float64, int32, int32)",
         ),
-        "dweight": (_dweight, "({p}, {s}1)"),
+        "dweight": (_dweight, "({p}, {s}1, int32)"),
     }[which]
     f = functions(dtype)
     shapes = {
@@ -166,13 +166,15 @@ def _backward(dtype, layer):
 def _dweight(dtype, _):
     compute = functions(dtype).compute
 
-    def norm_dweight(partial, dweight):
-        """One thread per column adds the blocks' sums, first to last."""
+    def norm_dweight(partial, dweight, add):
+        """One thread per column adds the blocks' sums, first to last, and with ``add`` what is there."""
         c = cuda.grid(1)
         if c < partial.shape[1]:
             total = 0.0
             for block in range(partial.shape[0]):
                 total += partial[block, c]
+            if add:
+                total += dweight[c]
             dweight[c] = compute(total)
 
     return norm_dweight

@@ -132,6 +132,9 @@ def norm_backward(draw: Draw) -> Trial:
         dresidual = arguments["dresidual"] = draw.array(shape, dtype)
     if draw.chance(0.3):
         arguments["out"] = draw.out(shape, dtype, rows=True)
+    names = ("dweight",) if rms else ("dweight", "dbias")
+    before = {n: draw.values(shape[-1:], computing(dtype)) for n in names if draw.chance(0.3)}
+    arguments |= {n: draw.place(one, written=True) for n, one in before.items()}
 
     def formula(m: Maths) -> tuple[Array, ...]:
         # statistics as they are, whatever the variant: the formula holds for any
@@ -146,8 +149,8 @@ def norm_backward(draw: Draw) -> Trial:
         if dresidual is not None:
             dx = m.r(dx + m.load(dresidual))
         cols = shape[-1]
-        dw = m.sum(m.r(g * n).reshape(-1, cols), axis=0)[0]
-        return (dx, dw) if rms else (dx, dw, m.sum(g.reshape(-1, cols), axis=0)[0])
+        sums = (m.sum(one.reshape(-1, cols), axis=0)[0] for one in (m.r(g * n), g))
+        return dx, *(total + before.get(n, 0) for n, total in zip(names, sums, strict=False))
 
     results = (dtype,) + (computing(dtype),) * (1 if rms else 2)
     name = "rmsnorm_backward" if rms else "layernorm_backward"
