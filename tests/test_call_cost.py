@@ -38,7 +38,7 @@ MOST = {
     "dropout_backward": (24, 27),
     "embedding": (18, 20),
     "embedding_backward": (19, 27),
-    "global_norm": (30, 30),
+    "global_norm": (18, 24),
     "layernorm": (20, 26),
     "layernorm_backward": (21, 34),
     "linear": (16, 20),

@@ -228,11 +228,11 @@ def test_gradients_that_cannot_be_unscaled():
 def test_arrays_of_another_device(on_device, monkeypatch, device):
     scaler = GradScaler(device=device)
     if device == "cuda":
-        with pytest.raises(DeviceError, match=r"grads\[0\] is numpy.ndarray, expected cupy.ndarray"):
+        with pytest.raises(DTypeError, match=r"grads\[0\] is numpy.ndarray, expected cupy.ndarray for dev"):
             scaler.unscale([np.ones(3, F32)])
         return
     monkeypatch.setattr(module, "on_cuda", lambda x: x == "on a GPU")
-    with pytest.raises(DeviceError, match=r"found_inf is on a CUDA device.*GradScaler\(device='cuda'\)"):
+    with pytest.raises(DeviceError, match=r"found_inf is on a CUDA device; make GradScaler\(device='cuda'\)"):
         scaler.update("on a GPU")
 
 
@@ -244,6 +244,7 @@ def test_bad_options():
         ({"growth_interval": 0}, "growth_interval must lie in"),
         ({"growth_interval": 2.5}, "growth_interval must be an integer"),
         ({"init_scale": 0.5}, "init_scale must be finite and >= 1"),
+        ({"init_scale": 0.0, "min_scale": 0.0}, "init_scale must be finite and >= 1.4"),
         ({"init_scale": 1e39}, "init_scale must be finite"),
         ({"init_scale": np.nan}, "init_scale must be finite"),
         ({"min_scale": -1.0}, "min_scale must be finite and >= 0"),
@@ -253,6 +254,8 @@ def test_bad_options():
             GradScaler(**options)
     with pytest.raises(ShapeError, match=r"found_inf has shape \(2,\), expected \(\)"):
         GradScaler().update(np.zeros(2))
+    with pytest.raises(DTypeError, match="found_inf is <U2, expected a number"):
+        GradScaler().update("no")
     if device.cuda_missing():
         with pytest.raises(DeviceError, match="there is no usable CUDA device"):
             GradScaler(device="cuda")

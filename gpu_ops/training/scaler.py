@@ -194,11 +194,14 @@ class GradScaler:
                 "update: nothing was checked since the last update; pass found_inf or call unscale()"
             )
         if self.device == "cpu" and not isinstance(found_inf, np.ndarray) and on_cuda(found_inf):
-            raise DeviceError(f"update: found_inf is on a CUDA device, and {self._where}")
+            raise DeviceError("update: found_inf is on a CUDA device; make GradScaler(device='cuda')")
         xp, scale = self._xp, self.scale.astype(np.float64)
-        found = xp.asarray(found_inf) != 0
-        if found.shape != ():
-            raise ShapeError(f"update: found_inf has shape {found.shape}, expected ()")
+        given = xp.asarray(found_inf)
+        if given.dtype.kind not in "fiub":
+            raise DTypeError(f"update: found_inf is {given.dtype}, expected a number")
+        if given.shape != ():
+            raise ShapeError(f"update: found_inf has shape {given.shape}, expected ()")
+        found = given != 0
         tracker = xp.where(found, 0, self.growth_tracker + 1)
         with np.errstate(over="ignore"):
             grown = (scale * self.growth_factor).astype(np.float32)
@@ -247,8 +250,9 @@ class GradScaler:
     def _set(self, scale: Any, growth: Any, backoff: Any, interval: Any, tracker: Any) -> Any:
         """Check all, then keep the options; the scale in float32."""
         name = "GradScaler"
+        least = max(self.min_scale, 2.0**-149)  # 0 would stay 0
         with np.errstate(over="ignore"):
-            single = np.asarray(checks.number(name, "init_scale", scale, low=self.min_scale), np.float32)
+            single = np.asarray(checks.number(name, "init_scale", scale, low=least), np.float32)
         checks.number(name, "init_scale", float(single))
         growth = checks.number(name, "growth_factor", growth, above=1.0)
         backoff = checks.number(name, "backoff_factor", backoff, above=0.0)
@@ -260,16 +264,12 @@ class GradScaler:
         self._found_inf = None
         return single
 
-    @property
-    def _where(self) -> str:
-        other = "cuda" if self.device == "cpu" else "cpu"
-        return f"this scaler is for device='{self.device}'; make GradScaler(device='{other}')"
-
     def _check_gradient(self, name: str, x: Any) -> None:
         if not isinstance(x, self._xp.ndarray):
             kind = f"{type(x).__module__}.{type(x).__name__}"
-            raise DeviceError(
-                f"unscale: {name} is {kind}, expected {self._xp.__name__}.ndarray: {self._where}"
+            raise DTypeError(
+                f"unscale: {name} is {kind}, expected {self._xp.__name__}.ndarray for device='{self.device}'; "
+                "convert it, or pass inv_scale to the step"
             )
         if x.dtype == np.float16:
             raise DTypeError(

@@ -14,7 +14,7 @@ from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["variants"]
 
-_BLOCK, _THREADS, _TOTAL_THREADS, _VEC = 16384, 256, 512, 4  # as in cuda/global_norm.cu and its twins
+_BLOCK, _THREADS, _TOTAL_THREADS, _VEC = 16384, 64, 512, 4  # as in cuda/global_norm.cu and its twins
 
 
 @lowers("global_norm", "cpu")

@@ -55,8 +55,6 @@ _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper
 # A loop over a row as a function of its own, whose sums may be reordered: within a kernel LLVM at times makes scalar
 # code of the same loop.
 inner = njit(fastmath=set(REASSOC), **_WITHIN)
-# The same where every operation is rounded as it is written.
-exact = njit(fastmath=set(), **_WITHIN)
 
 # The same with the operations as they are written, none fused with another: their bits are those of other devices.
 exact = njit(**_WITHIN)
@@ -80,6 +78,10 @@ def device_function(function: Any = None, *, refcount: bool = False) -> Any:
 
 # A device function that is never inlined: for long loops that several places call, each of which would get a copy.
 noinline_function = njit_once(**_device_options(False, pipeline_class=NoinlineCompiler))
+
+
+# A device function whose operations are rounded as they are written.
+exact = njit_once(**_device_options(False, fastmath=set()))
 
 
 def generic(function: Any = None, *, refcount: bool = False) -> Any:

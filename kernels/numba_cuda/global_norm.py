@@ -18,7 +18,7 @@ from gpu_ops.kernels.numba_cuda.dtype import functions
 
 __all__ = ["blocks", "total"]
 
-BLOCK, LANES, THREADS, TOTAL_THREADS = 16384, 1024, 256, 512
+BLOCK, LANES, THREADS, TOTAL_THREADS = 16384, 256, 64, 512
 INFINITY = math.inf
 
 
@@ -69,10 +69,9 @@ def blocks(dtype: str) -> NumbaKernel:
         for i in range(first, end, LANES):
             value = load(x[i]) * scale
             square = multiply(value, value)
-            after = sum_ + square
-            added = after - sum_
-            error += (sum_ - (after - added)) + (square - added)
-            sum_ = after
+            large, small = (square, sum_) if square > sum_ else (sum_, square)
+            sum_ += square
+            error += small - (sum_ - large)
         # the error of a sum that is not finite is NaN
         return float64(sum_) + (float64(error) if sum_ < INFINITY else 0.0)
 

@@ -41,7 +41,7 @@ class Draw:
 
     def values(self, shape: Sequence[int], dtype: Any, scale: float = 1.0) -> Array:
         """Normal, with some zeros."""
-        x = scale * self.rng.standard_normal(tuple(shape))
+        x = np.asarray(scale * self.rng.standard_normal(tuple(shape)))
         if self.chance(0.1):
             x[self.rng.random(x.shape) < 0.2] = 0.0
         return x.astype(dtype)
