@@ -68,7 +68,13 @@ def test_most_ops_have_such_calls():
         op
         for op in OPS
         if not op.startswith(("attention_varlen", "ternary_pack", "ternary_unpack", "embedding"))
-    } - {"attention_decode", "cross_entropy", "cross_entropy_backward", "linear_cross_entropy", "rope_append_kv"}
+    } - {
+        "attention_decode",
+        "cross_entropy",
+        "cross_entropy_backward",
+        "linear_cross_entropy",
+        "rope_append_kv",
+    }
 
 
 @pytest.mark.parametrize("op", OPS)
