@@ -60,8 +60,8 @@ def head(new: Maker, axes: str = "rows") -> dict[str, Any]:
 
 
 def differentiated(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With every result, in several chunks."""
-    options = {"reduction": "none", "grads": True, "return_lse": True, "chunk": 2}
+    """With every result; in two chunks of 17 rows and more."""
+    options = {"reduction": "none", "grads": True, "return_lse": True, "chunk": 16}
     return head(new), {**new.normal(bias="width"), **options}
 
 

@@ -43,7 +43,7 @@ MOST = {
     "layernorm_backward": (21, 34),
     "linear": (16, 20),
     "linear_backward": (26, 39),
-    "linear_cross_entropy": (31, 93),
+    "linear_cross_entropy": (30, 49),
     "rmsnorm": (18, 23),
     "rmsnorm_backward": (19, 30),
     "rmsnorm_quant_int8": (20, 24),

@@ -24,6 +24,7 @@ from gpu_ops.kernels.lower.gemm_args import Operand, product
 from gpu_ops.kernels.program import Builder, Layout, Limits, Tensor
 from gpu_ops.presets import PRESETS
 from gpu_ops.reference import swiglu as reference
+from gpu_ops.reference.linear_cross_entropy import linear_cross_entropy
 from gpu_ops.reference.tolerance import GRADIENT
 
 pytestmark = needs_nvrtc
@@ -189,3 +190,23 @@ def test_float32_on_geforce(cublas, rng):
     assert len(cublas.calls) == 3
     want, naive = (reference.swiglu_mlp(*arguments, precision=p) for p in ("float64", "naive"))
     close(y, want, naive, np.dtype(np.float32), what="y")
+
+
+def test_logits_with_a_bias(cublas, rng):
+    """float32 sums of 16-bit products, to which the bias is added in place; dlogits lie over them."""
+    x, weight = (
+        random(rng, (TOKENS, HIDDEN), np.float16),
+        random(rng, (FFN, HIDDEN), np.float16, HIDDEN**-0.5),
+    )
+    targets, bias = rng.integers(0, FFN, TOKENS), random(rng, (FFN,), np.float16)
+    options = {"grads": True, "dloss": 64.0}
+    arrays = map(FakeArray, (x, weight, targets))
+    got = gpu_ops.linear_cross_entropy(*arrays, bias=FakeArray(bias), **options)
+    assert [call[3] for call in cublas.calls] == ["NT", "NN", "TN"]
+    want, naive = (
+        linear_cross_entropy(x, weight, targets, bias=bias, **options, precision=p)
+        for p in ("float64", "naive")
+    )
+    assert float(got[0].host) == pytest.approx(float(want[0]), rel=1e-6)
+    for g, w, n in zip(got[1:], want[1:], naive[1:], strict=True):
+        close(g.host, w, n, np.dtype(np.float16), GRADIENT)

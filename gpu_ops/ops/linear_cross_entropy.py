@@ -98,8 +98,8 @@ def linear_cross_entropy(
     Notes
     -----
     2 * rows * hidden * vocab flops, with ``grads`` three times as many. Scratch on the CPU: the logits of a chunk, by
-    default at most 16 MiB or 64 rows, and up to 2 MiB, or 12 * chunk * hidden bytes where those are more. On a GPU
-    the logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among blocks.
+    default at most 16 MiB or 64 rows, 4 * chunk * hidden bytes and 1 MiB (twice that for float64). On a GPU the
+    logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among blocks.
 
     For 16-bit dtypes dlogits are rounded to x's dtype for the two products, after the factor dloss / denominator.
     dweight and dbias add up in float32, in a fixed order: the same bits for any number of threads. On the CPU losses
