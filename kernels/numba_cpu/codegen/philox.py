@@ -17,7 +17,13 @@ _ROUNDS, _LOW = 10, 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 LANES = VECTOR_BYTES // 8
 _VECTORS = 2  # that go through the rounds together, as each product waits for the one before
-DRAWN = LANES * _VECTORS
+DRAWN = LANES * _VECTORS  # counters at a time
+_ONES = {  # 1 as arrays of float16, bfloat16, float32 and float64 store it
+    types.int16: (0x3C00, ir.IntType(16)),
+    types.uint16: (0x3F80, ir.IntType(16)),
+    types.float32: (1.0, ir.FloatType()),
+    types.float64: (1.0, ir.DoubleType()),
+}
 
 
 @intrinsic
@@ -69,16 +75,13 @@ def rounds(b: Any, counters: list[list[Any]], key: Any) -> list[list[Any]]:
 
 @intrinsic
 def draw_bits(typingctx, kept, group, n, k0, k1, least):
-    """Ones and zeros, as an array of floats stores them: whether a word is at least ``least``.
+    """Ones and zeros in ``kept``, an array of floats: whether a word is at least ``least``.
 
     Four words each of ``n`` counters (group, low and high half, 0, 2**32 - 1) and those that follow, up to whole
     vectors. Even lanes have the first half of the counters of a vector, odd ones the second: pairs of lanes then hold
     the words of a counter one after another.
     """
-    one, element = _ONES.get(kept.dtype) or (
-        1.0,
-        ir.DoubleType() if kept.dtype == types.float64 else ir.FloatType(),
-    )
+    one, element = _ONES[kept.dtype]
 
     def codegen(context, b, sig, args):
         wide, narrow = ir.VectorType(_I64, LANES), ir.VectorType(_I32, 2 * LANES)
@@ -113,6 +116,3 @@ def draw_bits(typingctx, kept, group, n, k0, k1, least):
         return context.get_dummy_value()
 
     return types.void(kept, types.uint64, types.int64, types.uint32, types.uint32, types.uint32), codegen
-
-
-_ONES = {types.int16: (0x3C00, ir.IntType(16)), types.uint16: (0x3F80, ir.IntType(16))}
