@@ -13,6 +13,7 @@ from gpu_ops.formats.gguf_writer import write_gguf
 from gpu_ops.formats.rope_scaling import RopeScaling
 from gpu_ops.formats.ternary_files import read_bitnet, read_gguf
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.ops.adamw import adamw_step
 from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_decode import attention_decode
 from gpu_ops.ops.attention_merge import attention_merge
@@ -59,6 +60,7 @@ __all__ = [
     "TernaryLinear",
     "TernaryMatrix",
     "__version__",
+    "adamw_step",
     "attention",
     "attention_backward",
     "attention_decode",

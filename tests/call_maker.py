@@ -12,7 +12,8 @@ import gpu_ops
 Array = np.ndarray[Any, Any]
 Made = tuple[dict[str, Any], dict[str, Any]]  # arrays, options
 
-WRITTEN = {"rope_append_kv": ("k_cache", "v_cache")}  # arguments that an op changes in place
+# Arguments that an op changes in place, in the order in which it looks at them.
+WRITTEN = {"adamw_step": ("params", "m", "v", "master"), "rope_append_kv": ("k_cache", "v_cache")}
 
 SIZES = {
     "batch": 2,
@@ -58,7 +59,8 @@ class Call:
     @property
     def written(self) -> dict[str, Array]:
         """The arguments that the op changes in place."""
-        return {name: self.arrays[name] for name in WRITTEN.get(self.op, ())}
+        named = {**self.arrays, **self.options}
+        return {name: named[name] for name in WRITTEN.get(self.op, ()) if named.get(name) is not None}
 
     @property
     def inputs(self) -> dict[str, Array]:

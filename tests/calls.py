@@ -15,7 +15,7 @@ import gpu_ops
 from gpu_ops import TernaryMatrix
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.errors import DeviceError
-from tests import calls_attention, calls_loss, calls_rows, calls_ternary
+from tests import calls_attention, calls_loss, calls_rows, calls_ternary, calls_training
 from tests.call_maker import WRITTEN, Call, Maker
 
 __all__ = [
@@ -50,6 +50,7 @@ VARIANTS = {
     **calls_loss.VARIANTS,
     **calls_rows.VARIANTS,
     **calls_ternary.VARIANTS,
+    **calls_training.VARIANTS,
 }
 
 # The argument that receives results, and how many arrays it takes.
@@ -130,5 +131,5 @@ def results(value: Any) -> tuple[Any, ...]:
     """The arrays that an op returned; those of a dict of further gradients come last."""
     if isinstance(value, TernaryMatrix):
         return (value.codes, value.scale)
-    arrays = value if isinstance(value, tuple) else (value,)
+    arrays = value if isinstance(value, tuple) else () if value is None else (value,)
     return (*arrays[:-1], *arrays[-1].values()) if arrays and isinstance(arrays[-1], dict) else arrays

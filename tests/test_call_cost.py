@@ -25,6 +25,7 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions until Py
 
 # The most calls of our functions: (on the CPU, on a GPU), two above what was counted.
 MOST = {
+    "adamw_step": (35, 47),  # checks step, lr and grad_scale each time
     "attention": (18, 22),
     "attention_backward": (17, 38),
     "attention_decode": (18, 24),

@@ -133,6 +133,7 @@ ATTENTION = ("batch", "seqlen_q", "seqlen_k")
 MLP = ("rows", "hidden", "hidden_out", "ffn")
 GATED = ("batch", "rows", "cols", "width")
 EMPTY = {
+    "adamw_step": ("cols",),
     "attention": ATTENTION,
     "attention_backward": ATTENTION,
     "attention_decode": ("batch",),

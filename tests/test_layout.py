@@ -21,7 +21,7 @@ from tests.calls import OPS
 from tests.processes import ROOT, python
 
 STEMS = (
-    *("attention", "cross_entropy", "embedding", "layernorm", "linear"),
+    *("adamw", "attention", "cross_entropy", "embedding", "layernorm", "linear"),
     *("rmsnorm", "rope", "softmax", "swiglu", "ternary"),
 )
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]

@@ -13,6 +13,7 @@ from perf.case import Config
 from tests.processes import python
 
 TINY = {
+    "adamw": 512,
     "attention": 48,
     "attention_merge": 8,
     "cross_entropy": 4,

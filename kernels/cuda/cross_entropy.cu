@@ -21,6 +21,7 @@
 //   PLAIN    1: without softcap, without sums over the row that label smoothing and class weights need
 #include "columns.cuh"
 #include "math.cuh"
+#include "number.cuh"
 
 typedef DTYPE scalar;
 
@@ -156,19 +157,7 @@ cross_entropy_backward(const void* targets, const float* class_weight, const flo
     });
 }
 
-// A number that a call gives by value, or in an array on the device.
-struct Number { double value; int kind, unused; };
-enum Kind { kValue, kInt32, kInt64, kFloat32, kFloat64, kCount, kRows };
-
-__device__ __forceinline__ double number(const Number& n, const void* array) {
-    switch (n.kind) {
-        case kInt32: return *static_cast<const int*>(array);
-        case kInt64: return double(*static_cast<const long long*>(array));
-        case kFloat32: return *static_cast<const float*>(array);
-        case kFloat64: return *static_cast<const double*>(array);
-        default: return n.value;
-    }
-}
+enum Sum { kCount = kFurther, kRows };  // further kinds of numbers
 
 // result[0] = above / below, 0 if below is 0; result[1], if sum_weights, the sum of the class weights. `above`: the sum
 // of the rows' losses (kRows), or a number; `below`: the sum of the rows' weights (kCount), or a number.

@@ -13,6 +13,7 @@ from gpu_ops.kernels.program import Spec, Tensor
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
+    "KINDS",
     "ROW_THREADS",
     "address",
     "alignment",
@@ -33,6 +34,9 @@ __all__ = [
 # For macros of the CUDA C++ kernels: the types of dtype.cuh, no float64 among them, and those of activation.cuh.
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 ACTIVATIONS = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh"}
+
+# Of numbers that kernels read, as in number.cuh: by value, or from an array of this dtype.
+KINDS = {"": 0, "int32": 1, "int64": 2, "float32": 3, "float64": 4}
 
 ROW_THREADS = 512  # at most, for one row
 _BLOCK = 128  # threads of a block that has several rows

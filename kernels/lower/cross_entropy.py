@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_ops.kernels.compiler.jit import CudaKernel, Variant
 from gpu_ops.kernels.lower import arguments
-from gpu_ops.kernels.lower.arguments import DTYPES, as_line, as_rows, float32, rows_of
+from gpu_ops.kernels.lower.arguments import DTYPES, KINDS, as_line, as_rows, float32, rows_of
 from gpu_ops.kernels.program import Builder, Spec, Tensor, lowers
 
 __all__ = ["variants"]
@@ -28,7 +28,6 @@ _OPTIONS = np.dtype(
     + [(name, "f4") for name in ("own", "others", "z_loss", "softcap")]
 )
 _NUMBER = np.dtype([("value", "f8"), ("kind", "i4"), ("unused", "i4")])
-_KINDS = {"": 0, "int32": 1, "int64": 2, "float32": 3, "float64": 4}
 _COUNT, _ROWS = 5, 6  # further kinds: the sum of the targets' weights, the sum of the rows' losses
 
 
@@ -205,9 +204,9 @@ class _Total:
 
     @classmethod
     def of(cls, spec: Spec, above: Tensor, above_kind: int, above_value: float = 0.0) -> _Total:
-        array, value, kind = spec.get("denominator"), 1.0, _KINDS[""]
+        array, value, kind = spec.get("denominator"), 1.0, KINDS[""]
         if array is not None:
-            kind = _KINDS[array.dtype.name]
+            kind = KINDS[array.dtype.name]
         elif spec["reduction"] == "mean":
             given = spec["denominator"]
             value, kind = (0.0, _COUNT) if given is None else (given, kind)
@@ -217,8 +216,8 @@ class _Total:
     def of_gradient(cls, spec: Spec, stand_in: Tensor) -> _Total:
         dloss = spec.get("dloss")
         if dloss is None or spec["reduction"] == "none":
-            return cls.of(spec, stand_in, _KINDS[""], spec["dloss"] or 0.0)
-        return cls.of(spec, dloss, _KINDS[dloss.dtype.name])
+            return cls.of(spec, stand_in, KINDS[""], spec["dloss"] or 0.0)
+        return cls.of(spec, dloss, KINDS[dloss.dtype.name])
 
 
 def _launch_total_raw(spec: Spec, on: Builder, t: _Total, result: Tensor) -> None:

@@ -56,6 +56,9 @@ _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper
 # code of the same loop.
 inner = njit(fastmath=set(REASSOC), **_WITHIN)
 
+# The same with the operations as they are written, none fused with another: their bits are those of other devices.
+exact = njit(**_WITHIN)
+
 
 def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
     # fastmath of its own: Numba would hand down that of whichever kernel is compiled first

@@ -12,13 +12,21 @@ from collections.abc import Callable, Sequence
 import gpu_ops.core.dispatch
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.core.op import forget_calls
-from scripts.fuzzing import attention, linear, loss, rotary, rows, ternary
+from scripts.fuzzing import attention, linear, loss, rotary, rows, ternary, training
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.files import judge_files
 from scripts.fuzzing.mistakes import change, judge_mistake, outcome
 from scripts.fuzzing.trial import Trial, call_somewhere, judge
 
-MAKERS = (*attention.TRIALS, *rows.TRIALS, *linear.TRIALS, *loss.TRIALS, *rotary.TRIALS, *ternary.TRIALS)
+MAKERS = (
+    *attention.TRIALS,
+    *rows.TRIALS,
+    *linear.TRIALS,
+    *loss.TRIALS,
+    *rotary.TRIALS,
+    *ternary.TRIALS,
+    *training.TRIALS,
+)
 EMULATED = 0.03  # share of the calls: the emulator takes seconds for what a CPU does in microseconds
 REFERENCE = 0.12
 KINDS = ("call",) * 11 + ("pair",) * 4 + ("mistake",) * 3 + ("files",) + ("interrupt",)

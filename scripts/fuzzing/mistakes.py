@@ -27,6 +27,12 @@ WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
     "k_start": (-1, 0.0, "x"),
     "dropout_p": (-0.1, 1.0, NAN, "x"),
     "seed": (-1, 1 << 64, 1.5, True, "x"),
+    "step": (0, 1.5, "x", None),
+    "lr": (-1.0, NAN, "x", None),
+    "betas": (0.9, (0.9,), (0.9, 1.0), ("x", 0.9)),
+    "weight_decay": (-0.1, INF, "x"),
+    "grad_scale": (NAN, "x"),
+    "rounding": ("up", None, 1),
     "layout": ("sbhd", None, 1),
     "return_lse": ("yes", 2),
     "num_splits": (-1, 1.5, "x"),
@@ -57,7 +63,9 @@ def mistake(draw: Draw, trial: Trial) -> tuple[str, dict[str, Any]]:
     """What is wrong, and the arguments that make it so."""
     known, given = parameters(trial), trial.arguments
     floats = [
-        n for n, x in given.items() if isinstance(x, np.ndarray) and x.dtype in DTYPES and n not in RESULTS
+        n
+        for n, x in given.items()
+        if isinstance(x, np.ndarray) and x.ndim and x.dtype in DTYPES and n not in RESULTS
     ]
     linked = [(n, axis) for n, axis in trial.linked if n in given and given[n].ndim > 0]
     ways = ["option"] * 2 + ["dtype", "no array"] * bool(floats) + ["length"] * 2 * bool(linked)

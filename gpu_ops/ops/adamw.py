@@ -1,0 +1,267 @@
+"""AdamW: one step of all parameters of a model, in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.arrays import Array, store
+from gpu_ops.core.bound import Look
+from gpu_ops.core.call import Bound, Call
+from gpu_ops.core.op import op
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
+from gpu_ops.kernels.program import Builder, Spec, lowers
+
+__all__ = ["adamw_step"]
+
+_LARGEST_STEP = 2**53  # steps are numbers of float64 in kernels
+
+
+@op(
+    cuda=True,
+    kernels="adamw",
+    written=("params", "m", "v", "master"),
+    dynamic=("step", "lr", "grad_scale", "seed"),
+)
+def adamw_step(
+    params: Any,
+    grads: Any,
+    m: Any,
+    v: Any,
+    *,
+    step: Any,
+    lr: Any,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay_mask: Any = None,
+    grad_scale: Any = 1.0,
+    skip: Any = None,
+    master: Any = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    device: str | None = None,
+    backend: str | None = None,
+    workspace: Any = None,
+) -> Bound:
+    """One step of AdamW (Loshchilov and Hutter 2019), in place: of a whole model, if its parameters are one array.
+
+    In this order, as in torch.optim.AdamW(fused=True)::
+
+        g = grad_scale * grads
+        p = params - lr * weight_decay * params
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g^2
+        p = p - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
+
+    Parameters
+    ----------
+    params : array (...), C-contiguous
+        float32 or float64. bfloat16 or float16 with ``master``, bfloat16 also with ``rounding="stochastic"``.
+    grads : array (...)
+        In params' dtype or float32; beside float32 params also float16 or bfloat16.
+    m, v : arrays (...), C-contiguous, float32 (float64 for float64)
+        The moments; zeros before the first step.
+    step : int, or int32 or int64 array ()
+        Counts the steps that are taken, from 1; one that is skipped does not count.
+    lr : number, or float32 or float64 array ()
+        Learning rate, at least 0.
+    betas : two numbers
+        In [0, 1).
+    eps : float
+        At least 0; 0 counts as the smallest positive number.
+    weight_decay : float
+        At least 0.
+    decay_mask : bool or uint8 array (...), optional
+        Which elements decay. Without: all.
+    grad_scale : number, or float32 or float64 array ()
+        What the gradients are multiplied by: the factor that clips them, or 1 / loss scale.
+    skip : float32 or int32 array (), optional
+        Where it is not 0, nothing changes: the gradients were not finite. On a GPU no call waits for it.
+    master : float32 array (...), C-contiguous, optional
+        The parameters in float32: the step is theirs, and params receive them rounded.
+    rounding : str
+        Of 16-bit params. ``"nearest"``, or ``"stochastic"`` (bfloat16): up or down, with the mean of the exact value.
+    seed : int
+        Of stochastic rounding, in [0, 2**64). Random bits depend on seed, step and the place in the array alone.
+    device, backend : str, optional
+        Where, and by which kernels; by default where the arrays are: see :func:`explain`.
+    workspace : uint8 array, optional
+        Scratch memory on the device, for calls that a CUDA graph captures: see :func:`workspace_size`.
+
+    Returns
+    -------
+    None
+        ``params``, ``m``, ``v`` and ``master`` are changed.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, DeviceError
+        Before anything is written. A ``step`` in host memory is checked; on a GPU one below 1 counts as 1.
+
+    Notes
+    -----
+    Each operation is rounded to float32 (float64 for float64), none is fused with another: the same bits for any
+    number of threads, and on every device. Moves each array once, 28 bytes per parameter in float32; a mask one more.
+
+    Stochastic rounding leaves alone what bfloat16 holds exactly, and what is not finite; no finite number becomes
+    infinite. Without it a bfloat16 parameter forgets every update below 1/256 of itself.
+
+    Examples
+    --------
+    >>> import numpy as np, gpu_ops
+    >>> params, grads, m, v = np.array([[1.0, -2.0], [0.5, -3.0], [0.0, 0.0], [0.0, 0.0]])
+    >>> gpu_ops.adamw_step(params, grads, m, v, step=1, lr=0.1, weight_decay=0.01)
+    >>> params
+    array([ 0.899, -1.898])
+    """
+    call = Call("adamw_step", device, backend, workspace)
+    grads_ = call.read("grads", grads, contiguous=True)
+    mask = None if decay_mask is None else call.read("decay_mask", decay_mask, contiguous=True)
+    counts = functools.partial(checks.integer, low=1, high=_LARGEST_STEP)
+    is_array = _read_number(call, "step", step, counts, ("int32", "int64"))
+    look = _look_at_step(call.op) if is_array and not call.on_cuda else None
+    _read_number(call, "lr", lr, functools.partial(checks.number, low=0.0), ("float32", "float64"))
+    _read_number(call, "grad_scale", grad_scale, _grad_scale, ("float32", "float64"))
+    if skip is not None:
+        _read_number(call, "skip", skip, _no_number, ("float32", "int32"))
+    params_ = _update(call, "params", params)
+    dtype = checks.float_dtype(call.op, params=params_)
+    kind = checks.computing_dtype(dtype)
+    _check_grads(call, dtype, grads_)
+    _update(call, "m", m, kind)
+    _update(call, "v", v, kind)
+    if master is not None:
+        _update(call, "master", master, kind)
+    if mask is not None and mask.dtype not in (np.bool_, np.uint8):
+        raise DTypeError(f"{call.op}: decay_mask is {mask.dtype}, expected bool or uint8")
+    for name in ("grads", "m", "v", "master", "decay_mask"):
+        if name in call.views:
+            checks.exactly(call.op, name, call.views[name], params_.shape)
+    _read_rounding(call, dtype, rounding, seed)
+    call.option(
+        betas=_betas(call.op, betas),
+        eps=checks.epsilon(call.op, eps, dtype),
+        weight_decay=checks.number(call.op, "weight_decay", weight_decay, low=0.0),
+    )
+    with_master = "" if master is None else " with a master"
+    return call.bind(
+        problem=lambda: f"{params_.size} parameters {dtype}{with_master}, gradients {grads_.dtype}",
+        unsupported=checks.unsupported(dtype),
+        finish=lambda views, device, give: None,
+        look=look,
+        flops=15.0 * params_.size,
+    )
+
+
+def _update(call: Call, name: str, x: Any, dtype: np.dtype[Any] | None = None) -> Array:
+    """An array that is changed in place, as one line of elements."""
+    view = call.update(name, x, dtype)
+    checks.native(call.op, name, view)
+    if not view.flags.c_contiguous:
+        raise ShapeError(
+            f"{call.op}: {name} is not contiguous (shape {view.shape}, strides {view.strides}); pass a C-contiguous "
+            "array: it is changed in place"
+        )
+    return view
+
+
+def _check_grads(call: Call, dtype: str, grads: Array) -> None:
+    known = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64",)}
+    allowed = known.get(dtype, (dtype, "float32"))
+    if grads.dtype.name not in allowed:
+        raise DTypeError(
+            f"{call.op}: params is {dtype} and grads is {grads.dtype}; allowed beside {dtype} params: "
+            f"{', '.join(allowed)}; cast one of them, for example grads.astype('{allowed[0]}')"
+        )
+
+
+def _read_rounding(call: Call, dtype: str, rounding: Any, seed: Any) -> None:
+    op, has_master = call.op, "master" in call.views
+    rounding = checks.one_of(op, "rounding", rounding, ("nearest", "stochastic"))
+    if rounding == "stochastic" and dtype != "bfloat16":
+        raise OptionError(f"{op}: rounding='stochastic' is for bfloat16 params, and params is {dtype}")
+    if has_master and dtype in ("float32", "float64"):
+        raise OptionError(f"{op}: master is for 16-bit params, and params is {dtype}; omit master=")
+    if not has_master and rounding == "nearest" and dtype in ("bfloat16", "float16"):
+        other = " or rounding='stochastic'" if dtype == "bfloat16" else ""
+        raise OptionError(
+            f"{op}: params is {dtype}, in which small updates vanish; pass master=, the parameters in float32{other}"
+        )
+    call.option(rounding=rounding)
+    _seed(op, seed, None)
+    if rounding == "stochastic":
+        call.provide("seed", None, "seed", functools.partial(_seed, op))
+
+
+def _seed(op: str, seed: Any, device: Any) -> int:
+    return checks.integer(op, "seed", 0 if seed is None else seed, low=0, high=2**64 - 1)
+
+
+def _betas(op: str, betas: Any) -> tuple[float, float]:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise OptionError(f"{op}: betas must be two numbers, got {betas!r}")
+    found = tuple(checks.number(op, f"betas[{i}]", beta, low=0.0) for i, beta in enumerate(betas))
+    for i, beta in enumerate(found):
+        if beta >= 1.0:
+            raise OptionError(f"{op}: betas[{i}] must be less than 1, got {beta}")
+    return found[0], found[1]
+
+
+# ---- numbers that change from step to step ----------------------------------------------------------------------
+
+
+def _read_number(
+    call: Call, name: str, value: Any, check: Callable[..., Any], allowed: tuple[str, ...]
+) -> bool:
+    """A number, which ``check`` looks at in every call, or an array without axes; whether it is one."""
+    op = call.op
+    if isinstance(value, np.generic) or not hasattr(value, "shape"):
+        check(op, name, value)
+        call.provide(name, None, name, lambda given, device: check(op, name, given))
+        return False
+    x = call.read(name, value)
+    checks.exactly(op, name, x, ())
+    if x.dtype.name not in allowed:
+        raise DTypeError(
+            f"{op}: {name} is {x.dtype}; allowed: a number, or an array of {' or '.join(allowed)}"
+        )
+    return True
+
+
+def _look_at_step(op: str) -> Look:
+    def look(views: Mapping[str, Any], backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        checks.integer(op, "step", views["step"][()], low=1, high=_LARGEST_STEP)
+        return {}, {}
+
+    return look
+
+
+def _no_number(op: str, name: str, value: Any) -> None:
+    raise DTypeError(
+        f"{op}: {name} is {type(value).__name__} {value!r}, not an array; expected a float32 array ()"
+    )
+
+
+def _grad_scale(op: str, name: str, value: Any) -> float:
+    return 1.0 if value is None else checks.number(op, name, value)
+
+
+@lowers("adamw_step", "reference")
+def _reference(spec: Spec, on: Builder) -> None:
+    from gpu_ops.reference import adamw as reference
+
+    fixed = {name: spec[name] for name in ("betas", "eps", "weight_decay", "rounding")}
+    changed = ("params", "m", "v") if spec.get("master") is None else ("params", "m", "v", "master")
+
+    def run(views: Mapping[str, Any]) -> None:
+        arrays: list[Any] = [views[name] for name in ("params", "grads", "m", "v")]
+        options: dict[str, Any] = fixed | {name: views[name] for name in ("step", "lr", "grad_scale")}
+        options |= {name: views.get(name) for name in ("decay_mask", "skip", "master")}
+        store(views, changed, reference.adamw_step(*arrays, **options, seed=views.get("seed", 0)))
+
+    on.call(run, "NumPy, float64")

@@ -1,0 +1,76 @@
+"""Trials of the optimiser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from scripts.fuzzing.draw import Draw
+from scripts.fuzzing.maths import BFLOAT16, FLOAT32, FLOAT64, Array, Maths
+from scripts.fuzzing.trial import BACKWARD, Trial
+
+
+def adamw_step(draw: Draw) -> Trial:
+    """What it changes is judged as its results. Rounding by chance is off by up to a unit of bfloat16."""
+    dtype, size = draw.dtype(), draw.length(384)
+    wide = FLOAT64 if dtype == np.float64 else FLOAT32
+    grads = draw.array((size,), draw.pick(dtype, wide))
+    values = {
+        name: draw.values((size,), kind) for name, kind in (("params", dtype), ("m", wide), ("v", wide))
+    }
+    values["v"] = values["v"] ** 2 + wide.type(1e-4)
+    is_stochastic = dtype == BFLOAT16 and draw.chance(0.5)
+    if dtype.itemsize == 2 and not is_stochastic:
+        values["master"] = draw.values((size,), wide)
+    changed = {name: whole(draw, x) for name, x in values.items()}
+    step, lr, decay, scale = (
+        draw.pick(1, 2, 30, 5000),
+        draw.pick(0.1, 1e-3),
+        draw.pick(0.0, 0.1),
+        draw.pick(1.0, 0.3),
+    )
+    numbers: dict[str, Any] = {"step": step, "lr": lr, "grad_scale": scale}
+    if draw.chance(0.3):
+        numbers = {name: np.array(value) for name, value in numbers.items()}
+    arguments = {"grads": grads, **changed, **numbers, "weight_decay": decay}
+    if is_stochastic:
+        arguments |= {"rounding": "stochastic", "seed": draw.integer(0, 2**40)}
+    mask = draw.rng.random(size) < 0.5 if draw.chance(0.4) else np.ones(size, bool)
+    if not mask.all():
+        arguments["decay_mask"] = draw.place(mask)
+    beta1, beta2 = arguments["betas"] = draw.pick((0.9, 0.999), (0.0, 0.5))
+
+    def formula(m: Maths) -> tuple[Array, ...]:
+        g = m.load(grads) * scale
+        first = beta1 * m.load(values["m"]) + (1 - beta1) * g
+        second = beta2 * np.abs(m.load(values["v"])) + (1 - beta2) * g * g
+        weights = m.load(values.get("master", values["params"]))
+        update = lr * first / (1 - beta1**step) / (np.sqrt(second / (1 - beta2**step)) + 1e-8)
+        new = m.r(weights - np.where(mask, lr * decay, 0.0) * weights - update)
+        parts = {"params": new, "m": m.r(first), "v": m.r(second), "master": new}
+        return tuple(parts[name] for name in values)
+
+    found: list[Array] = []
+    dtypes = tuple(x.dtype for x in values.values())
+    factor = 2 * BACKWARD if is_stochastic else BACKWARD
+    trial = Trial("adamw_step", arguments, draw, dtype, dtypes, formula, factor)
+    trial.check = lambda results: results.__setitem__(slice(None), found)
+    trial.after = lambda: found.extend(x.copy() for x in changed.values())
+    trial.linked = tuple((name, 0) for name in ("grads", *changed))
+    return trial
+
+
+def whole(draw: Draw, values: Array) -> Array:
+    """A contiguous array that is written, in a buffer of its own."""
+    before = draw.pick(0, 1, 4)
+    buffer = np.empty(before + values.size + 3, values.dtype)
+    buffer.view(np.uint8).fill(0xFF)
+    view = buffer[before : before + values.size]
+    view[...] = values
+    draw.buffers.append(buffer)
+    draw.written.append(view)
+    return view
+
+
+TRIALS = (adamw_step,)
