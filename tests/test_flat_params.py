@@ -103,6 +103,26 @@ def test_padding_stays_zero(rng):
             assert not outside.any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("emulator", marks=needs_nvrtc)])
+def test_moments_in_8_bits(device, rng):
+    """2.03 bytes for a parameter instead of 8; the bits of a call for each part."""
+    flat = FlatParams.from_shapes(SHAPES, dtype="float32", moment_bits=8, device=device)
+    filled(flat, values(rng), values(rng))
+    size, decayed = flat.buffers["params"].size, 5 * 256
+    assert sum(flat.nbytes[name] for name in ("m", "v", "m_scale", "v_scale")) == 2 * size + 8 * size // 256
+    before = {name: x.copy() for name, x in flat.buffers.items()}
+    for _ in range(2):
+        flat.step(lr=0.01, weight_decay=0.1)
+    for part, decay in ((slice(0, decayed), 0.1), (slice(decayed, size), 0.0)):
+        tiles = slice(part.start // 256, part.stop // 256)
+        params, grads = before["params"][part], before["grads"][part]
+        m, v = ((before[n][part], before[f"{n}_scale"][tiles]) for n in ("m", "v"))
+        for step in (1, 2):
+            gpu_ops.adamw_step(params, grads, m, v, step=step, lr=0.01, weight_decay=decay)
+    for name, x in before.items():
+        assert x.tobytes() == flat.buffers[name].tobytes(), name
+
+
 def test_zero_grad_assign_and_decay_by_name(rng):
     flat = FlatParams.from_shapes(SHAPES, dtype="float16", decay=["norm"])
     start = values(rng)
@@ -153,6 +173,8 @@ def test_on_a_gpu(cupy, dtype, rng):
         ({"dtype": np.int32}, OptionError, "FlatParams: dtype must be one of float16"),
         ({"dtype": "float16", "master": False}, OptionError, "float16 parameters need master=True"),
         ({"master": 1}, OptionError, "master must be True or False"),
+        ({"moment_bits": 4}, OptionError, "moment_bits must be 8 or 32, got 4"),
+        ({"moment_bits": 8, "dtype": "float64"}, OptionError, "not float64"),
         ({"decay": ["upp"]}, OptionError, "did you mean 'up'"),
         ({"device": "gpu"}, OptionError, "did you mean 'cuda'"),
         ({"device": "cuda"}, DeviceError, "no usable CUDA device"),

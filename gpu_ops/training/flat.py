@@ -18,7 +18,9 @@ from gpu_ops.ops.adamw import adamw_step
 __all__ = ["FlatParams"]
 
 _ALIGNMENT = 512  # bytes: what cudaMalloc gives, so that a segment is as well aligned as an array of its own
-_SEGMENT = 256  # elements, the same of every buffer: 512 bytes in 16-bit ones
+_SEGMENT = (
+    256  # elements, the same of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale for each
+)
 _CLASS = "FlatParams"
 
 
@@ -47,7 +49,8 @@ class FlatParams:
         device: str | None,
     ) -> None:
         self.buffers: Mapping[str, Any] = MappingProxyType(dict(arrays))
-        """The flat arrays: ``params``, ``grads``, ``m``, ``v``, and ``master`` where there is one."""
+        """The flat arrays: ``params``, ``grads``, ``m``, ``v``, ``master`` where there is one, and with moments in
+        8 bits ``m_scale`` and ``v_scale``."""
         self.params = _views(segments, arrays["params"])
         """Views of the parameters, by name."""
         self.grads = _views(segments, arrays["grads"])
@@ -57,7 +60,7 @@ class FlatParams:
         decayed, size = ends
         whole = (slice(0, decayed), slice(decayed, size))
         # made once: a later call finds its program by its arrays
-        self._parts = [{name: x[part] for name, x in arrays.items()} for part in whole]
+        self._parts = [_part(arrays, part) for part in whole]
         self._next = _zeros((), np.dtype(np.int64), device)
         self._taken = _zeros((), np.dtype(np.bool_), device)
         self._next.fill(1)
@@ -70,6 +73,7 @@ class FlatParams:
         dtype: Any,
         master: bool = True,
         grad_dtype: Any = None,
+        moment_bits: int = 32,
         decay: Collection[str] | None = None,
         device: str | None = None,
     ) -> FlatParams:
@@ -84,6 +88,8 @@ class FlatParams:
             Keep 16-bit parameters in float32 as well. Without, bfloat16 is rounded by chance; float16 is refused.
         grad_dtype : str or dtype, optional
             Default: float32 (float64 for float64).
+        moment_bits : int
+            32, or 8: m and v in bytes, with a scale for 256 elements. float64 has moments of its own.
         decay : names, optional
             The parameters that decay; default: those with two axes and more.
         device : str, optional
@@ -116,7 +122,17 @@ class FlatParams:
         segments, ends = _layout(shapes, decay)
         dtypes = {"params": kind, "grads": wide if grad_dtype is None else _dtype("grad_dtype", grad_dtype)}
         dtypes |= {"m": wide, "v": wide} | ({"master": wide} if has_master else {})
-        arrays = {name: _zeros((ends[1],), dt, device) for name, dt in dtypes.items()}
+        lengths = dict.fromkeys(dtypes, ends[1])
+        if checks.integer(_CLASS, "moment_bits", moment_bits) not in (8, 32):
+            raise OptionError(f"{_CLASS}: moment_bits must be 8 or 32, got {moment_bits}")
+        if moment_bits == 8:
+            if kind == np.float64:
+                raise OptionError(
+                    f"{_CLASS}: moment_bits=8 is for parameters of at most 32 bits, not float64"
+                )
+            dtypes |= {"m": np.dtype(np.int8), "v": np.dtype(np.uint8), "m_scale": wide, "v_scale": wide}
+            lengths |= dict.fromkeys(("m_scale", "v_scale"), ends[1] // _SEGMENT)
+        arrays = {name: _zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
         return cls(segments, ends, arrays, device)
 
     @property
@@ -219,6 +235,13 @@ def _layout(
             at += -(-math.prod(sizes[name]) // _SEGMENT) * _SEGMENT
         ends.append(at)
     return {name: _Segment(starts[name], shape) for name, shape in sizes.items()}, (ends[0], ends[1])
+
+
+def _part(arrays: Mapping[str, Any], part: slice) -> dict[str, Any]:
+    """The arguments of a step that are arrays; ``part`` begins and ends with segments, and so with scales."""
+    found = {name: x[part] for name, x in arrays.items() if not name.endswith("_scale")}
+    scales = slice(part.start // _SEGMENT, part.stop // _SEGMENT)
+    return found | {n: (found[n], arrays[f"{n}_scale"][scales]) for n in ("m", "v") if f"{n}_scale" in arrays}
 
 
 def _views(segments: Mapping[str, _Segment], buffer: Any) -> Mapping[str, Any]:
