@@ -93,7 +93,7 @@ def new_values(x: Inputs, precision: Precision, *, rounding: str) -> tuple[np.nd
 
 def naive(
     params: np.ndarray, grads: np.ndarray, m: np.ndarray, v: np.ndarray, master: np.ndarray | None = None
-) -> np.ndarray:
+) -> tuple[np.ndarray, ...]:
     """What one writes in NumPy."""
     (g,), weights = to_float32(grads), params.astype(np.float32) if master is None else master
     m[...] = 0.9 * m + 0.1 * g
@@ -101,7 +101,7 @@ def naive(
     weights -= 1e-3 * 0.01 * weights
     weights -= 1e-3 / (1 - 0.9**100) * m / (np.sqrt(v / (1 - 0.999**100)) + 1e-8)
     params[...] = weights
-    return params
+    return (params, m, v) if master is None else (params, m, v, master)
 
 
 def torch_step(x: Inputs) -> Call:

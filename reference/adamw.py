@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from .philox import philox4x32
 from .precision import Array, Precision, steps
 
-__all__ = ["TILE", "adamw_step", "random_bits", "round_stochastic"]
+__all__ = ["TILE", "State", "adamw_step", "dequantize", "quantize", "random_bits", "round_stochastic"]
 
-TILE = 256  # elements that share 32 counters of Philox
+TILE = 256  # elements that share 32 counters of Philox, and a scale of 8-bit moments
+State = Array | tuple[Array, Array]
+"""A moment, or its 8-bit codes and the scale of each tile."""
 
 
 def adamw_step(
     params: Array,
     grads: Array,
-    m: Array,
-    v: Array,
+    m: State,
+    v: State,
     *,
     step: int,
     lr: float,
@@ -31,14 +34,26 @@ def adamw_step(
     rounding: str = "nearest",
     seed: int = 0,
     precision: Precision = "rounded",
-) -> tuple[Array, ...]:
+) -> tuple[State, ...]:
     """New params, m and v, and master where it is given; the arguments stay as they are.
 
-    In "naive" precision each operation is rounded to m's dtype: the bits of the kernels.
+    In "naive" precision each operation is rounded to m's dtype: the bits of the kernels. An 8-bit v holds sqrt(v).
     """
     given = (params, m, v) if master is None else (params, m, v, master)
     if skip is not None and skip != 0:
-        return tuple(x.copy() for x in given)
+        return tuple(x.copy() if isinstance(x, np.ndarray) else (x[0].copy(), x[1].copy()) for x in given)
+    if isinstance(m, tuple) or isinstance(v, tuple):
+        wide, root = dequantize(*m), dequantize(*v)
+        new, new_m, new_v, *rest = adamw_step(
+            params, grads, wide, root * root, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            decay_mask=decay_mask, grad_scale=grad_scale, master=master, rounding=rounding, seed=seed,
+            precision=precision,
+        )  # fmt: skip
+        signed, unsigned = (
+            quantize(np.asarray(new_m), np.int8),
+            quantize(np.sqrt(np.asarray(new_v)), np.uint8),
+        )
+        return new, signed, unsigned, *rest
     p = steps(precision, m.dtype)
     r, (beta1, beta2), t = p.step, map(float, betas), int(step)
     g = r(p.load(grads) * r(float(grad_scale)))
@@ -57,6 +72,34 @@ def adamw_step(
         rounded = round_stochastic(new, seed, t) if rounding == "stochastic" else new.astype(params.dtype)
     found = (rounded, p.store(new_m), p.store(new_v))
     return found if master is None else (*found, new)
+
+
+def dequantize(codes: Array, scale: Array) -> Array:
+    """float32: scale c |c| / most^2, where most is the largest code; the scale is that of the element's tile."""
+    c = codes.astype(np.float32)
+    unit = scale / np.float32(int(np.iinfo(codes.dtype).max) ** 2)
+    return np.asarray(c * np.abs(c) * np.repeat(unit, TILE)[: codes.size].reshape(codes.shape))
+
+
+def quantize(x: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
+    """Codes in ``dtype`` and the scale of each tile, its largest magnitude: most sqrt(|x| / scale), to nearest.
+
+    Of squares, so that codes are dense near 0: 1 of 127 stands for 1 / 16129. In uint8 what is not 0 becomes no
+    code 0: a step divides by it.
+    """
+    most = np.float32(np.iinfo(dtype).max)
+    line = np.asarray(x, np.float32).ravel()
+    tiles = np.zeros((-(-line.size // TILE), TILE), np.float32)
+    tiles.reshape(-1)[: line.size] = line
+    scale = np.abs(tiles).max(axis=1, initial=0)
+    with np.errstate(all="ignore"):
+        part = np.where(scale[:, None] > 0, np.abs(tiles) / scale[:, None], 0)
+        c = np.rint(np.sqrt(part) * most)
+    c = np.where(c <= most, c, most)  # NaN: the scale is, too
+    if dtype == np.uint8:
+        c = np.where((c == 0) & (tiles != 0), 1, c)
+    codes = np.where(tiles < 0, -c, c).astype(dtype).reshape(-1)[: line.size]
+    return codes.reshape(np.shape(x)), scale
 
 
 def round_stochastic(x: Array, seed: int, step: int) -> Array:

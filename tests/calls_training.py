@@ -17,14 +17,16 @@ def step(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     options = {"step": 3, "lr": 0.01, "weight_decay": 0.1}
     if new.dtype.itemsize == 2:
         options["master"] = arrays["params"].astype(np.float32)
+        new.axes["master"] = ("cols",)
     return arrays, options
 
 
 def numbers_in_arrays(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
     """And a mask; bfloat16 parameters are rounded by chance."""
     arrays, options = step(new)
-    options |= {name: np.array(value) for name, value in {"step": 3, "lr": 0.01, "grad_scale": 0.5}.items()}
-    options |= {"skip": np.zeros((), np.float32), **new.integers(0, 2, np.uint8, decay_mask="cols")}
+    numbers = {"lr": np.array(0.01), "grad_scale": np.array(0.5), "skip": np.zeros((), np.float32)}
+    new.axes |= dict.fromkeys(numbers, ())
+    options |= {**numbers, **new.integers(0, 2, np.uint8, decay_mask="cols")}
     if new.dtype.name == "bfloat16":
         options |= {"rounding": "stochastic", "seed": 5, "master": None}
     return arrays, options

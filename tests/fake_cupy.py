@@ -65,6 +65,12 @@ class FakeArray:
     def fill(self, value):
         sys.modules["cupy"].run(lambda: self.host.fill(value))
 
+    def set(self, values):
+        """Copy from the host."""
+        assert values.dtype != np.dtype(ml_dtypes.bfloat16), "goes as bits"
+        cupy, staged = sys.modules["cupy"], values.copy()
+        cupy.run(lambda: np.copyto(self.host, staged))
+
     def max(self):
         """CuPy runs a kernel; reading the number waits for that kernel."""
         cupy = sys.modules["cupy"]
@@ -189,6 +195,12 @@ class FakeCupy(ModuleType, FakeDriver):
 
     def from_dlpack(self, x):
         return FakeArray(x.host, x.ordinal)
+
+    def add(self, x, y, out):
+        self.run(lambda: np.add(x.host, y.host, out=out.host))
+
+    def logical_not(self, x, out):
+        self.run(lambda: np.logical_not(x.host, out=out.host))
 
     def asnumpy(self, x):
         assert isinstance(x, FakeArray)

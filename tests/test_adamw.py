@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import ml_dtypes
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
@@ -12,21 +11,10 @@ from fake_cupy import FakeArray
 
 import gpu_ops
 from gpu_ops.reference import adamw as reference
+from tests.adamw_cases import BF16, F32, F64, FORMS, made, same_bits
 from tests.processes import python
 
 DEVICES = ("cpu", "emulator", "cuda")
-BF16, F16, F32, F64 = map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
-# params, grads, master, rounding
-FORMS = {
-    "float32": (F32, F32, False, "nearest"),
-    "float32, bfloat16 gradients": (F32, BF16, False, "nearest"),
-    "float32, float16 gradients": (F32, F16, False, "nearest"),
-    "float64": (F64, F64, False, "nearest"),
-    "bfloat16 of master": (BF16, BF16, True, "nearest"),
-    "float16 of master": (F16, F32, True, "nearest"),
-    "bfloat16 of master, stochastic": (BF16, F32, True, "stochastic"),
-    "bfloat16 alone": (BF16, BF16, False, "stochastic"),
-}
 EMULATED = ("float32, bfloat16 gradients", "bfloat16 of master, stochastic", "bfloat16 alone")
 
 
@@ -38,36 +26,12 @@ def runs(given):
     return given["backend"]["backend"] != "raw" or given.get("form") != "float64"
 
 
-def made(rng, form, size):
-    """Arrays by name; some gradients and moments are 0."""
-    params, grads, has_master, rounding = FORMS[form]
-    wide = F64 if params == F64 else F32
-    start, m = rng.standard_normal(size), 0.1 * rng.standard_normal(size)
-    arrays = {
-        "params": start.astype(params),
-        "grads": (0.1 * rng.standard_normal(size)).astype(grads),
-        "m": m.astype(wide),
-        "v": (m * m + 1e-4).astype(wide),
-    }
-    for name in ("grads", "m", "v"):
-        arrays[name][3:5] = 0
-    if has_master:
-        arrays["master"] = start.astype(wide)
-    return arrays, {"rounding": rounding}
-
-
 def stepped(arrays, **options):
     """New params, m, v, and master where there is one; the arrays stay."""
     copies = {name: x.copy() for name, x in arrays.items()}
     assert gpu_ops.adamw_step(**copies, **options) is None
     assert copies.pop("grads").tobytes() == arrays["grads"].tobytes()
     return tuple(copies.values())
-
-
-def same_bits(found, want):
-    for i, (f, w) in enumerate(zip(found, want, strict=True)):
-        assert f.dtype == w.dtype
-        assert f.tobytes() == w.tobytes(), f"result {i}: {np.flatnonzero(f != w)[:5]}"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -110,7 +110,9 @@ class Call:
         """An integer that changes from call to call of one program: a view for hooks and ``Dynamic`` arguments."""
         self._sources[name] = Source(argument, make=as_integer)
 
-    def update(self, name: str, x: Any, dtype: npt.DTypeLike | None = None, axes: str | None = None) -> Array:
+    def update(
+        self, name: str, x: Any, dtype: Any = None, axes: str | None = None, source: Source | None = None
+    ) -> Array:
         """A writable view of an argument that the op changes in place, such as a cache. ``dtype`` None: any."""
         view = self._view(name, x)
         check_writable(self.op, name, x, view, view.dtype if dtype is None else dtype, "")
@@ -118,7 +120,7 @@ class Call:
         if axes is not None:
             self.axes.bind(name, view, axes)
         self._views[name] = view  # so that what is written later may not overlap it
-        self._sources[name] = Source(name)
+        self._sources[name] = source or Source(name)
         self._updated.append(name)
         return view
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpu_ops.core import checks
 from gpu_ops.core.arrays import Array, store
-from gpu_ops.core.bound import Look
+from gpu_ops.core.bound import Look, Source
 from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
@@ -18,6 +18,7 @@ from gpu_ops.kernels.program import Builder, Spec, lowers
 
 __all__ = ["adamw_step"]
 
+_TILE = 256  # elements of 8-bit moments that share a scale
 _LARGEST_STEP = 2**53  # steps are numbers of float64 in kernels
 
 
@@ -65,7 +66,8 @@ def adamw_step(
     grads : array (...)
         In params' dtype or float32; beside float32 params also float16 or bfloat16.
     m, v : arrays (...), C-contiguous, float32 (float64 for float64)
-        The moments; zeros before the first step.
+        The moments; zeros before the first step. In 8 bits pairs (codes, scale), both of them: codes int8 in m and
+        uint8 in v, of params' shape; scale float32 (tiles,) for tiles of 256 elements, the last of fewer.
     step : int, or int32 or int64 array ()
         Counts the steps that are taken, from 1; one that is skipped does not count.
     lr : number, or float32 or float64 array ()
@@ -108,6 +110,10 @@ def adamw_step(
     Each operation is rounded to float32 (float64 for float64), none is fused with another: the same bits for any
     number of threads, and on every device. Moves each array once, 28 bytes per parameter in float32; a mask one more.
 
+    In 8 bits a code c stands for scale * c * abs(c) / most^2, in m of m and in v of sqrt(v), with the tile's largest
+    magnitude as scale: codes are dense near 0, and need no table. In v what is not 0 becomes no code 0. Held are 2.03
+    bytes per parameter in place of 8.
+
     Stochastic rounding leaves alone what bfloat16 holds exactly, and what is not finite; no finite number becomes
     infinite. Without it a bfloat16 parameter forgets every update below 1/256 of itself.
 
@@ -133,13 +139,12 @@ def adamw_step(
     dtype = checks.float_dtype(call.op, params=params_)
     kind = checks.computing_dtype(dtype)
     _check_grads(call, dtype, grads_)
-    _update(call, "m", m, kind)
-    _update(call, "v", v, kind)
+    in_bytes = _update_moments(call, m, v, params_, kind)
     if master is not None:
         _update(call, "master", master, kind)
     if mask is not None and mask.dtype not in (np.bool_, np.uint8):
         raise DTypeError(f"{call.op}: decay_mask is {mask.dtype}, expected bool or uint8")
-    for name in ("grads", "m", "v", "master", "decay_mask"):
+    for name in ("grads", "m", "v", "m codes", "v codes", "master", "decay_mask"):
         if name in call.views:
             checks.exactly(call.op, name, call.views[name], params_.shape)
     _read_rounding(call, dtype, rounding, seed)
@@ -148,7 +153,7 @@ def adamw_step(
         eps=checks.epsilon(call.op, eps, dtype),
         weight_decay=checks.number(call.op, "weight_decay", weight_decay, low=0.0),
     )
-    with_master = "" if master is None else " with a master"
+    with_master = " with a master" * (master is not None) + ", moments in 8 bits" * in_bytes
     return call.bind(
         problem=lambda: f"{params_.size} parameters {dtype}{with_master}, gradients {grads_.dtype}",
         unsupported=checks.unsupported(dtype),
@@ -158,9 +163,11 @@ def adamw_step(
     )
 
 
-def _update(call: Call, name: str, x: Any, dtype: np.dtype[Any] | None = None) -> Array:
+def _update(
+    call: Call, name: str, x: Any, dtype: np.dtype[Any] | None = None, source: Source | None = None
+) -> Array:
     """An array that is changed in place, as one line of elements."""
-    view = call.update(name, x, dtype)
+    view = call.update(name, x, dtype, source=source)
     checks.native(call.op, name, view)
     if not view.flags.c_contiguous:
         raise ShapeError(
@@ -168,6 +175,27 @@ def _update(call: Call, name: str, x: Any, dtype: np.dtype[Any] | None = None) -
             "array: it is changed in place"
         )
     return view
+
+
+def _update_moments(call: Call, m: Any, v: Any, params: Array, kind: np.dtype[Any]) -> bool:
+    """Whether they are in 8 bits."""
+    pairs = [isinstance(x, tuple) for x in (m, v)]
+    if not any(pairs):
+        _update(call, "m", m, kind)
+        _update(call, "v", v, kind)
+        return False
+    if not all(pairs) or len(m) != 2 or len(v) != 2:
+        raise OptionError(f"{call.op}: m and v must be two arrays, or two pairs (codes, scale)")
+    if kind != np.float32:
+        raise OptionError(
+            f"{call.op}: moments in 8 bits are for params of at most 32 bits, and params is {params.dtype}"
+        )
+    tiles = (-(-params.size // _TILE),)
+    for name, pair, dtype in (("m", m, np.int8), ("v", v, np.uint8)):
+        _update(call, f"{name} codes", pair[0], np.dtype(dtype), Source(name, 0))
+        scale = _update(call, f"{name} scale", pair[1], kind, Source(name, 1))
+        checks.exactly(call.op, f"{name} scale", scale, tiles)
+    return True
 
 
 def _check_grads(call: Call, dtype: str, grads: Array) -> None:
@@ -256,12 +284,18 @@ def _reference(spec: Spec, on: Builder) -> None:
     from gpu_ops.reference import adamw as reference
 
     fixed = {name: spec[name] for name in ("betas", "eps", "weight_decay", "rounding")}
-    changed = ("params", "m", "v") if spec.get("master") is None else ("params", "m", "v", "master")
+    has_master, in_bytes = spec.get("master") is not None, spec.get("m") is None
+    moments = ("m codes", "m scale", "v codes", "v scale") if in_bytes else ("m", "v")
+    changed = ("params", *moments, "master") if has_master else ("params", *moments)
 
     def run(views: Mapping[str, Any]) -> None:
-        arrays: list[Any] = [views[name] for name in ("params", "grads", "m", "v")]
+        arrays: list[Any] = [views[name] for name in ("params", "grads")]
+        given = [views[name] for name in moments]
+        arrays += [tuple(given[:2]), tuple(given[2:])] if in_bytes else given
         options: dict[str, Any] = fixed | {name: views[name] for name in ("step", "lr", "grad_scale")}
         options |= {name: views.get(name) for name in ("decay_mask", "skip", "master")}
-        store(views, changed, reference.adamw_step(*arrays, **options, seed=views.get("seed", 0)))
+        found = reference.adamw_step(*arrays, **options, seed=views.get("seed", 0))
+        flat = [y for x in found for y in (x if isinstance(x, tuple) else (x,))]
+        store(views, changed, flat)
 
     on.call(run, "NumPy, float64")

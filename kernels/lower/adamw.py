@@ -20,6 +20,7 @@ from gpu_ops.kernels.program import Builder, Dynamic, Spec, Tensor, lowers
 __all__ = ["variants"]
 
 _THREADS, _TILE, _VEC = 256, 256, 4  # as in cuda/adamw.cu and its twin: a warp has a tile
+_ARRAYS = ("params", "grads", "m", "v", "m codes", "v codes", "master", "decay_mask")
 _FACTORS = 6
 _NUMBERS: dict[str, Any] = {"step": np.int64, "lr": np.float64, "grad_scale": np.float64, "skip": np.int32}
 # As a struct in cuda/adamw.cu.
@@ -39,6 +40,7 @@ def step_cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import adamw
 
     eps, (beta1, beta2), is_stochastic = spec["eps"], spec["betas"], spec["rounding"] == "stochastic"
+    in_bytes = spec.get("m") is None
 
     def numbers(views: Mapping[str, Any]) -> adamw.Numbers:
         step, lr, scale = int(views["step"]), float(views["lr"]), float(views["grad_scale"])
@@ -48,40 +50,45 @@ def step_cpu(spec: Spec, on: Builder) -> None:
         )
 
     def run(views: Mapping[str, Any]) -> None:
-        if not views["m"].size or ("skip" in views and views["skip"] != 0):
+        if not views["params"].size or ("skip" in views and views["skip"] != 0):
             return
-        names = ("params", "grads", "m", "v", "master", "decay_mask")
-        arrays: list[Any] = [None if name not in views else as_line(views[name]) for name in names]
+        lines = {name: as_line(x) for name, x in views.items() if name in _ARRAYS}
+        if in_bytes:
+            lines |= {name: (lines[f"{name} codes"], views[f"{name} scale"]) for name in ("m", "v")}
+        arrays = [lines.get(name) for name in ("params", "grads", "m", "v", "master", "decay_mask")]
         random = (views["seed"], int(views["step"])) if is_stochastic else None
         adamw.adamw_step(arrays, numbers(views), random)
 
-    on.call(run, adamw.config(spec.tensor("m").size))
+    on.call(run, adamw.config(spec.tensor("params").size))
 
 
 @lowers("adamw_step", "raw")
 def step_raw(spec: Spec, on: Builder) -> None:
-    params, grads, m, v, master, mask = _lines(spec)
-    if not m.size:
+    params, grads, *states, master, mask = _lines(spec)
+    if not params.size:
         return
     factors = _factors(spec, on, _FACTORS_KERNEL)
     weights = params if master is None else master
-    aligned = all(address(x) % (_VEC * x.itemsize) == 0 for x in (params, grads, m, v, weights))
-    kernel = _kernel(params.dtype.name, grads.dtype.name, master is not None, _VEC if aligned else 1)
+    vectors = (params, grads, *states[:2], weights)
+    aligned = all(address(x) % (_VEC * x.itemsize) == 0 for x in vectors)
+    names = params.dtype.name, grads.dtype.name
+    kernel = _kernel(*names, master is not None, _bits(spec), _VEC if aligned else 1)
     beta1, beta2 = spec["betas"]
     numbers = map(float32, (beta1, 1 - beta1, beta2, 1 - beta2, spec["eps"]))
     flags = mask is not None, spec["rounding"] == "stochastic"
     options = np.array((*numbers, *flags), _OPTIONS)[()]
-    arrays = (params, grads, m, v, m if master is None else master, m if mask is None else mask, factors)
-    blocks = -(-m.size // (_THREADS // 32 * _TILE))
-    on.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), (*arrays, _seed(spec), options, np.int64(m.size)))
+    given = (factors if x is None else x for x in (master, mask))  # stand-ins for what is not read
+    args = (params, grads, *states, *given, factors, _seed(spec), options, np.int64(params.size))
+    blocks = -(-params.size // (_THREADS // 32 * _TILE))
+    on.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), args)
 
 
 @lowers("adamw_step", "numba")
 def step_numba(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cuda import adamw as twins
 
-    params, grads, m, v, master, mask = _lines(spec)
-    if not m.size:
+    params, grads, *states, master, mask = _lines(spec)
+    if not params.size:
         return
     numbers = map(spec.get, _NUMBERS)
     dtypes = ["int32" if x is None else x.dtype.name for x in numbers]
@@ -89,18 +96,31 @@ def step_numba(spec: Spec, on: Builder) -> None:
     beta1, beta2 = spec["betas"]
     options = map(np.float64, (beta1, 1 - beta1, beta2, 1 - beta2, spec["eps"]))
     flags = np.int32(mask is not None), np.int32(spec["rounding"] == "stochastic")
-    kernel = twins.step(params.dtype.name, grads.dtype.name, master is not None)
-    given = factors.view(np.uint8) if mask is None else mask  # stand-ins for what is not read
-    arrays = (params, grads, m, v, m if master is None else master, given, factors)
-    blocks = -(-m.size // _THREADS)
-    on.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), (*arrays, _seed(spec), *options, *flags))
+    kernel = twins.step(params.dtype.name, grads.dtype.name, master is not None, _bits(spec))
+    stand_ins = states[2], factors.view(np.uint8)  # for what is not read
+    given = (stand_in if x is None else x for x, stand_in in zip((master, mask), stand_ins, strict=True))
+    args = (params, grads, *states, *given, factors, _seed(spec), *options, *flags)
+    on.launch(kernel, (-(-params.size // _THREADS), 1, 1), (_THREADS, 1, 1), args)
 
 
 def _lines(spec: Spec) -> tuple[Any, ...]:
-    """The arrays with one axis; None for master and mask that are not there."""
-    found = [spec.get(name) for name in ("params", "grads", "m", "v", "master", "decay_mask")]
-    *arrays, mask = (None if x is None else x.ravel() for x in found)
-    return *arrays, None if mask is None else mask.view(np.uint8)
+    """params, grads, m, v, their scales, master, mask, with one axis; None for the last two where they are not there.
+
+    Moments that are not in 8 bits stand in for scales.
+    """
+    lines = {name: x.ravel() for name in _ARRAYS if (x := spec.get(name)) is not None}
+    if _bits(spec) == 8:
+        moments = (lines["m codes"], lines["v codes"], spec.tensor("m scale"), spec.tensor("v scale"))
+    else:
+        moments = (lines["m"], lines["v"]) * 2
+    mask = lines.get("decay_mask")
+    mask = None if mask is None else mask.view(np.uint8)
+    return lines["params"], lines["grads"], *moments, lines.get("master"), mask
+
+
+def _bits(spec: Spec) -> int:
+    """Of the moments."""
+    return 8 if spec.get("m") is None else 32
 
 
 def _factors(spec: Spec, on: Builder, kernel: CudaKernel | NumbaKernel) -> Tensor:
@@ -124,23 +144,26 @@ def _seed(spec: Spec) -> Dynamic | np.uint64:
     return Dynamic("seed", np.dtype(np.uint64)) if spec["rounding"] == "stochastic" else np.uint64(0)
 
 
-def _kernel(params: str, grads: str, has_master: bool, access: int, which: str = "step") -> CudaKernel:
+def _kernel(
+    params: str, grads: str, has_master: bool, bits: int, access: int, which: str = "step"
+) -> CudaKernel:
     defines = (
         ("PARAM", DTYPES[params]),
         ("GRAD", DTYPES[grads]),
         ("MASTER", int(has_master)),
+        ("STATES", bits),
         ("ACCESS", access),
     )
     return CudaKernel("adamw", f"adamw_{which}", defines)
 
 
-_FACTORS_KERNEL = _kernel("float32", "float32", False, 1, "factors")
+_FACTORS_KERNEL = _kernel("float32", "float32", False, 32, 1, "factors")
 
 
 def variants(arch: str) -> Iterator[Variant]:
     """Every CUDA C++ kernel that is launched."""
     yield Variant(_FACTORS_KERNEL, 1)
-    for params, access in itertools.product(_GRADS, (_VEC, 1)):
+    for params, bits, access in itertools.product(_GRADS, (32, 8), (_VEC, 1)):
         masters = {"float32": (False,), "bfloat16": (False, True), "float16": (True,)}[params]
         for grads, has_master in itertools.product(_GRADS[params], masters):
-            yield Variant(_kernel(params, grads, has_master, access), _THREADS)
+            yield Variant(_kernel(params, grads, has_master, bits, access), _THREADS)

@@ -3,18 +3,21 @@
 g = scale grads,  m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
 u = size m / (sqrt(v) correction + eps),  p = p - decay p - u
 
+8-bit moments are codes with a scale for each tile of 256 elements, of m and of sqrt(v): see reference/adamw.py.
+
 A block takes several short loops: LLVM makes vector code of a loop that writes three arrays, and gives up on one that
 writes five. No operation is fused with another, so that bits are those of other devices.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .codegen.memory import scratch
-from .dtype import as_uint32, bits, load, read_row, store, write_row
+from .dtype import as_uint32, bits, load, magnitude, of_magnitude, read_row, store, write_row
 from .jit import Kernel, compute, exact, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 from .philox import philox4x32
@@ -22,7 +25,8 @@ from .philox import philox4x32
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1024  # elements: 512 to 4096 are as fast
-TILE = 256  # elements that share 32 counters of Philox
+TILE = 256  # elements that share 32 counters of Philox, and a scale of 8-bit moments
+ROUND = np.float32(1.5 * 2.0**23)  # x + this - this is x rounded to an integer
 
 
 class Numbers(NamedTuple):
@@ -45,22 +49,25 @@ def config(size: int) -> str:
 
 
 def adamw_step(arrays: list[Any], numbers: Numbers, random: tuple[int, int] | None) -> None:
-    """``arrays``: params, grads, m, v, master or None, mask or None, all (n,).
+    """``arrays``: params, grads, m, v, master or None, mask or None, all (n,); 8-bit m and v with their scales.
 
     ``random``: seed and step of stochastic rounding; None: to nearest.
     """
     params, grads, m, v, master, mask = arrays
+    quantized = isinstance(m, tuple)
+    (m, m_scale), (v, v_scale) = (m, v) if quantized else ((m, m), (v, v))
     n_blocks = -(-len(m) // BLOCK)
     chunk = items_per_task(n_blocks, BLOCK)
     weights = params if master is None else master
-    kind = "rounded" if weights.dtype != m.dtype else "own" if master is None else "master"
+    kind = "rounded" if weights.dtype.itemsize == 2 else "own" if master is None else "master"
     flags = mask is not None, random is not None
     given = m if mask is None else mask  # stand-ins for what is not read
-    lines = bits(params), bits(grads), m, v, m if master is None else master, given.view(np.uint8)
+    states = m, v, m_scale, v_scale, m_scale if master is None else master
+    lines = bits(params), bits(grads), *states, given.view(np.uint8)
     seed, step = (0, 0) if random is None else random
     launch(
-        KERNELS[kind][params.dtype, grads.dtype], -(-n_blocks // chunk), chunk, *lines,
-        np.array(numbers, m.dtype), *map(np.uint64, (seed, step)), *flags,
+        KERNELS[kind, quantized][params.dtype, grads.dtype], -(-n_blocks // chunk), chunk, *lines,
+        np.array(numbers, m_scale.dtype), *map(np.uint64, (seed, step)), *flags,
     )  # fmt: skip
 
 
@@ -137,25 +144,110 @@ def random_bits(low, words, first, seed, step):
             low[at + 2], low[at + 3] = c2[i] >> np.uint32(16), c3[i] >> np.uint32(16)
 
 
-def _kernel(kind: str) -> Kernel:
+@exact
+def rows_of_states(m, v, m_scale, v_scale, wide, first, stop):
+    return write_row(m, ())[first:stop], write_row(v, ())[first:stop]
+
+
+@exact
+def keep_states(new_m, new_v, m, v, m_scale, v_scale, first):
+    pass
+
+
+@exact
+def decoded_states(m, v, m_scale, v_scale, wide, first, stop):
+    for start in range(first, stop, TILE):
+        end, at = min(start + TILE, stop), start - first
+        decode(
+            wide[0, at : at + end - start],
+            read_row(m, ())[start:end],
+            m_scale[start // TILE],
+            np.float32(127),
+        )
+        root = wide[1, at : at + end - start]
+        decode(root, read_row(v, ())[start:end], v_scale[start // TILE], np.float32(255))
+        for i in range(len(root)):
+            root[i] = root[i] * root[i]
+    return wide[0, : stop - first], wide[1, : stop - first]
+
+
+@exact
+def decode(x, codes, scale, most):
+    unit = scale / (most * most)
+    for i in range(len(x)):
+        c = np.float32(codes[i])
+        x[i] = c * abs(c) * unit
+
+
+@exact
+def encode_states(new_m, new_v, m, v, m_scale, v_scale, first):
+    for at in range(0, len(new_m), TILE):
+        end, start = min(at + TILE, len(new_m)), first + at
+        stop, tile = start + end - at, start // TILE
+        x, root = new_m[at:end], new_v[at:end]
+        for i in range(len(root)):
+            root[i] = np.sqrt(root[i])
+        m_scale[tile], v_scale[tile] = largest(x), largest(root)
+        encode_signed(write_row(m, ())[start:stop], x, m_scale[tile])
+        encode_unsigned(write_row(v, ())[start:stop], root, v_scale[tile])
+
+
+@exact
+def largest(x):
+    top = magnitude(x[0])
+    for i in range(len(x)):
+        top = max(top, magnitude(x[i]))
+    return of_magnitude(top)
+
+
+@exact
+def code_of(x, scale, most):
+    part = abs(x) / scale if scale > np.float32(0) else np.float32(0)
+    c = (np.sqrt(part) * most + ROUND) - ROUND
+    return c if c <= most else most
+
+
+@exact
+def encode_signed(codes, x, scale):
+    for i in range(len(x)):
+        c = np.int32(code_of(x[i], scale, np.float32(127)))
+        codes[i] = -c if x[i] < np.float32(0) else c
+
+
+@exact
+def encode_unsigned(codes, x, scale):
+    for i in range(len(x)):
+        c = np.int32(code_of(x[i], scale, np.float32(255)))
+        codes[i] = 1 if c == 0 and x[i] != np.float32(0) else c
+
+
+def _kernel(kind: str, quantized: bool) -> Kernel:
     """``own``: params are float32 or float64; ``master``: they are rounded from it; ``rounded``: they are alone."""
+    find, keep = (decoded_states, encode_states) if quantized else (rows_of_states, keep_states)
 
     def adamw(
-        state, n_tasks, chunk, params, grads, m, v, master, mask, numbers, seed, step, masked, is_stochastic
+        state, n_tasks, chunk, params, grads, m, v, m_scale, v_scale, master, mask, numbers, seed, step, masked,
+        is_stochastic,
     ):  # fmt: skip
         scale, decay, size, correction = numbers[0], numbers[1], numbers[2], numbers[3]
         beta1, rest1, beta2, rest2, eps = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
-        updates, wide = scratch(1, BLOCK, numbers[0]), scratch(1, BLOCK, numbers[0])
+        updates, wide, states = (
+            scratch(1, BLOCK, numbers[0]),
+            scratch(1, BLOCK, numbers[0]),
+            scratch(2, BLOCK, numbers[0]),
+        )
         low, words = scratch(1, BLOCK, np.uint32(0)), scratch(4, BLOCK // 8, np.uint32(0))
         task = claim(state)
         while task < n_tasks:
             for first in range(task * chunk * BLOCK, min((task + 1) * chunk * BLOCK, len(m)), BLOCK):
                 stop = min(first + BLOCK, len(m))
                 u, x = updates[0, : stop - first], write_row(params, ())[first:stop]
+                new_m, new_v = find(m, v, m_scale, v_scale, states, first, stop)
                 moments(
-                    read_row(grads, ())[first:stop], write_row(m, ())[first:stop], write_row(v, ())[first:stop], u,
+                    read_row(grads, ())[first:stop], new_m, new_v, u,
                     scale, beta1, rest1, beta2, rest2, size, correction, eps,
                 )  # fmt: skip
+                keep(new_m, new_v, m, v, m_scale, v_scale, first)
                 if kind == "own":
                     w = x
                 elif kind == "master":
@@ -180,17 +272,14 @@ def _kernel(kind: str) -> Kernel:
 
     def signature(param: str, grad: str) -> tuple[types.Type, ...]:
         real = compute(param)
-        arrays = (
-            write(param, 1),
-            read(grad, 1),
-            *(write(real.name, 1),) * 3,
-            read("uint8", 1),
-            read(real.name, 1),
-        )
+        codes = (write("int8", 1), write("uint8", 1)) if quantized else (write(real.name, 1),) * 2
+        states = (*codes, *(write(real.name, 1),) * 3)
+        arrays = (write(param, 1), read(grad, 1), *states, read("uint8", 1), read(real.name, 1))
         return (types.int64, *arrays, types.uint64, types.uint64, types.boolean, types.boolean)
 
-    adamw.__name__ = f"adamw_{kind}"
-    return kernel(signature, VARIANTS[kind], fastmath=frozenset())(adamw)
+    adamw.__name__ = f"adamw_{kind}{'_8bit' * quantized}"
+    variants = tuple(v for v in VARIANTS[kind] if not (quantized and "float64" in v))
+    return kernel(signature, variants, fastmath=frozenset())(adamw)
 
 
 VARIANTS = {
@@ -198,4 +287,7 @@ VARIANTS = {
     "master": tuple((x, grad) for x in ("bfloat16", "float16") for grad in (x, "float32")),
     "rounded": (("bfloat16", "bfloat16"), ("bfloat16", "float32")),
 }
-KERNELS = {kind: _kernel(kind) for kind in VARIANTS}
+KERNELS = {
+    (kind, quantized): _kernel(kind, quantized)
+    for kind, quantized in itertools.product(VARIANTS, (False, True))
+}

@@ -6,6 +6,8 @@ p = p - decay p - size m / (sqrt(v) correction + eps)
 factors    one thread: from step, learning rate and the like to scale, decay, size, correction, in float64
 step       a thread takes one element; the step is master's where there is one, and params receive it rounded
 
+8-bit moments have a scale for each block of 256 elements, of m and of sqrt(v): code c is scale c |c| / most^2.
+
 No operation is fused with another, so that bits are those of other devices.
 """
 
@@ -14,12 +16,14 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from numba import cuda, float64, int64, uint16, uint32, uint64
+import numpy as np
+from numba import cuda, float32, float64, int64, uint16, uint32, uint64
 from numba.cuda import libdevice
 
 from gpu_ops.kernels.compiler.jit import NumbaKernel
 from gpu_ops.kernels.numba_cuda.dtype import functions
 from gpu_ops.kernels.numba_cuda.philox import philox4x32
+from gpu_ops.kernels.numba_cuda.reduce import WARPS, over_block
 
 __all__ = ["factors", "step"]
 
@@ -76,25 +80,75 @@ def random_bits(i, seed, t):
     return word >> uint32(16) if place >= uint32(128) else word & uint32(0xFFFF)
 
 
+block_max = over_block(cuda.jit(device=True)(lambda a, b: a if a > b else b))
+
+
+@cuda.jit(device=True)
+def take_plain(line, scale, i, most):
+    return line[i]
+
+
+@cuda.jit(device=True)
+def keep_plain(line, scale, i, most, value):
+    if i < len(line):
+        line[i] = value
+
+
+@cuda.jit(device=True)
+def take_code(codes, scale, i, most):
+    c = float32(codes[i])
+    return libdevice.fmul_rn(c * abs(c), libdevice.fdiv_rn(scale[cuda.blockIdx.x], most * most))
+
+
+@cuda.jit(device=True)
+def keep_code(codes, scale, i, most, value):
+    """All threads of a block call it."""
+    scratch = cuda.shared.array(WARPS, np.int32)
+    # bits of magnitudes order as the numbers do, NaN above infinity
+    bits = np.int32(libdevice.float_as_int(value) & np.int32(0x7FFFFFFF))
+    top = libdevice.int_as_float(block_max(bits, scratch))
+    if i >= len(codes):
+        return
+    if cuda.threadIdx.x == 0:
+        scale[cuda.blockIdx.x] = top
+    part = libdevice.fdiv_rn(abs(value), top) if top > float32(0.0) else float32(0.0)
+    near = libdevice.rintf(libdevice.fmul_rn(libdevice.fsqrt_rn(part), most))
+    c = np.int32(near) if near <= most else np.int32(most)
+    if most > float32(127.0) and c == 0 and value != float32(0.0):
+        c = np.int32(1)  # a step divides by it
+    codes[i] = -c if value < float32(0.0) else c
+
+
 @cache
-def step(params: str, grads: str, has_master: bool) -> NumbaKernel:
+def step(params: str, grads: str, has_master: bool, bits: int) -> NumbaKernel:
     load, store, real, element, statistics = functions(params)
     load_grad = functions(grads).load
     letter = "d" if params == "float64" else "f"
     mul, add, div, sqrt = (getattr(libdevice, f"{letter}{name}_rn") for name in ("mul", "add", "div", "sqrt"))
-    may_draw = params == "bfloat16"
+    take, keep = (take_code, keep_code) if bits == 8 else (take_plain, keep_plain)
+    may_draw, holds_roots = params == "bfloat16", bits == 8
 
     def adamw_step(
-        params, grads, m, v, master, mask, factors, seed, beta1, rest1, beta2, rest2, eps, masked, is_stochastic
+        params, grads, m, v, m_scale, v_scale, master, mask, factors, seed, beta1, rest1, beta2, rest2, eps, masked,
+        is_stochastic,
     ):  # fmt: skip
-        i = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
-        if i >= len(m) or factors[SKIP] != 0.0:
+        if factors[SKIP] != 0.0:
             return
-        g = mul(real(load_grad(grads[i])), real(factors[SCALE]))
-        m[i] = add(mul(real(beta1), m[i]), mul(real(rest1), g))
-        v[i] = add(mul(real(beta2), v[i]), mul(mul(real(rest2), g), g))
-        below = add(mul(sqrt(v[i]), real(factors[CORRECTION])), real(eps))
-        update = div(mul(real(factors[SIZE]), m[i]), below)
+        i = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
+        g, first, second = real(0.0), real(0.0), real(0.0)
+        if i < len(m):
+            g = mul(real(load_grad(grads[i])), real(factors[SCALE]))
+            first, second = take(m, m_scale, i, real(127.0)), take(v, v_scale, i, real(255.0))
+        if holds_roots:
+            second = mul(second, second)
+        first = add(mul(real(beta1), first), mul(real(rest1), g))
+        second = add(mul(real(beta2), second), mul(mul(real(rest2), g), g))
+        root = sqrt(second)
+        keep(m, m_scale, i, real(127.0), first)
+        keep(v, v_scale, i, real(255.0), root if holds_roots else second)
+        if i >= len(m):
+            return
+        update = div(mul(real(factors[SIZE]), first), add(mul(root, real(factors[CORRECTION])), real(eps)))
         w = master[i] if has_master else load(params[i])
         decay = real(factors[DECAY])
         if decay != real(0.0) and (not masked or mask[i]):  # 0 * inf would be NaN
@@ -108,9 +162,10 @@ def step(params: str, grads: str, has_master: bool) -> NumbaKernel:
             params[i] = store(w)
 
     line = f"{statistics}[::1]"
-    arrays = (
-        f"{element}[::1], {functions(grads).element}[::1], {line}, {line}, {line}, uint8[::1], float64[::1]"
+    moments = "int8[::1], uint8[::1]" if bits == 8 else f"{line}, {line}"
+    arrays = f"{element}[::1], {functions(grads).element}[::1], {moments}, {line}, {line}, {line}, uint8[::1]"
+    signature = (
+        f"void({arrays}, float64[::1], uint64, float64, float64, float64, float64, float64, int32, int32)"
     )
-    signature = f"void({arrays}, uint64, float64, float64, float64, float64, float64, int32, int32)"
-    name = f"adamw_step_{params}_{grads}{'_master' if has_master else ''}"
+    name = f"adamw_step_{params}_{grads}{'_master' * has_master}{'_8bit' * holds_roots}"
     return NumbaKernel(adamw_step, signature, name)

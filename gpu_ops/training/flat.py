@@ -1,0 +1,273 @@
+"""A model's parameters, gradients and optimiser states in one array each: one step for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core import checks
+from gpu_ops.core.device import cuda_missing
+from gpu_ops.errors import DeviceError, OptionError, ShapeError
+from gpu_ops.ops.adamw import adamw_step
+
+__all__ = ["FlatParams"]
+
+_ALIGNMENT = 512  # bytes: what cudaMalloc gives, so that a segment is as well aligned as an array of its own
+_SEGMENT = (
+    256  # elements, the same of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale for each
+)
+_CLASS = "FlatParams"
+
+
+@dataclass(frozen=True)
+class _Segment:
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + math.prod(self.shape))
+
+
+class FlatParams:
+    """Parameters by name over flat arrays, made by :meth:`from_shapes`.
+
+    Segments begin at multiples of 512 bytes. Those that decay come first: a step is two calls of
+    :func:`gpu_ops.adamw_step`, with ``weight_decay`` and without, where a mask would move a byte more per parameter.
+    """
+
+    def __init__(
+        self,
+        segments: Mapping[str, _Segment],
+        ends: tuple[int, int],
+        arrays: Mapping[str, Any],
+        device: str | None,
+    ) -> None:
+        self.buffers: Mapping[str, Any] = MappingProxyType(dict(arrays))
+        """The flat arrays: ``params``, ``grads``, ``m``, ``v``, ``master`` where there is one, and with moments in
+        8 bits ``m_scale`` and ``v_scale``."""
+        self.params = _views(segments, arrays["params"])
+        """Views of the parameters, by name."""
+        self.grads = _views(segments, arrays["grads"])
+        """Views of the gradients, by name; accumulate into them."""
+        self._master = _views(segments, arrays.get("master", arrays["params"]))
+        self._device, self._module = device, _module(device)
+        decayed, size = ends
+        whole = (slice(0, decayed), slice(decayed, size))
+        # made once: a later call finds its program by its arrays
+        self._parts = [_part(arrays, part) for part in whole]
+        self._next = _zeros((), np.dtype(np.int64), device)
+        self._taken = _zeros((), np.dtype(np.bool_), device)
+        self._next.fill(1)
+
+    @classmethod
+    def from_shapes(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtype: Any,
+        master: bool = True,
+        grad_dtype: Any = None,
+        moment_bits: int = 32,
+        decay: Collection[str] | None = None,
+        device: str | None = None,
+    ) -> FlatParams:
+        """Zeros for parameters of these shapes.
+
+        Parameters
+        ----------
+        shapes : dict of tuples
+        dtype : str or dtype
+            Of the parameters: float16, bfloat16, float32 or float64.
+        master : bool
+            Keep 16-bit parameters in float32 as well. Without, bfloat16 is rounded by chance; float16 is refused.
+        grad_dtype : str or dtype, optional
+            Default: float32 (float64 for float64).
+        moment_bits : int
+            32, or 8: m and v in bytes, with a scale for 256 elements. float64 has moments of its own.
+        decay : names, optional
+            The parameters that decay; default: those with two axes and more.
+        device : str, optional
+            ``"cuda"``: CuPy arrays on the current device. Otherwise NumPy arrays, and where a step runs:
+            see :func:`gpu_ops.explain`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from gpu_ops.training.flat import FlatParams
+        >>> flat = FlatParams.from_shapes({"weight": (2, 3), "bias": (2,)}, dtype="float32", device="cpu")
+        >>> flat.assign({"weight": np.ones((2, 3)), "bias": np.ones(2)})
+        >>> flat.grads["weight"][0] = 5.0
+        >>> flat.step(lr=0.1, weight_decay=0.5)
+        >>> flat.params["weight"]
+        array([[0.85, 0.85, 0.85],
+               [0.95, 0.95, 0.95]], dtype=float32)
+        """
+        if device is not None:
+            checks.one_of(_CLASS, "device", device, ("cpu", "cuda", "emulator"), meant={"gpu": "cuda"})
+        if device == "cuda" and (missing := cuda_missing()):
+            raise DeviceError(f"{_CLASS}: device='cuda', but there is no usable CUDA device: {missing}")
+        kind = _dtype("dtype", dtype)
+        wide = checks.computing_dtype(kind.name)
+        has_master = checks.flag(_CLASS, "master", master) and kind != wide
+        if kind == np.float16 and not has_master:
+            raise OptionError(
+                f"{_CLASS}: float16 parameters need master=True: in float16 small updates vanish"
+            )
+        segments, ends = _layout(shapes, decay)
+        dtypes = {"params": kind, "grads": wide if grad_dtype is None else _dtype("grad_dtype", grad_dtype)}
+        dtypes |= {"m": wide, "v": wide} | ({"master": wide} if has_master else {})
+        lengths = dict.fromkeys(dtypes, ends[1])
+        if checks.integer(_CLASS, "moment_bits", moment_bits) not in (8, 32):
+            raise OptionError(f"{_CLASS}: moment_bits must be 8 or 32, got {moment_bits}")
+        if moment_bits == 8:
+            if kind == np.float64:
+                raise OptionError(
+                    f"{_CLASS}: moment_bits=8 is for parameters of at most 32 bits, not float64"
+                )
+            dtypes |= {"m": np.dtype(np.int8), "v": np.dtype(np.uint8), "m_scale": wide, "v_scale": wide}
+            lengths |= dict.fromkeys(("m_scale", "v_scale"), ends[1] // _SEGMENT)
+        arrays = {name: _zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
+        return cls(segments, ends, arrays, device)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of each flat array."""
+        return {name: int(x.nbytes) for name, x in self.buffers.items()}
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken. On a GPU this waits for them."""
+        return int(self._next) - 1
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Set parameters by name, and their masters, from arrays in host memory. All is checked before any is set."""
+        given = {name: np.asarray(value) for name, value in values.items()}
+        for name, value in given.items():
+            shape = self.params[checks.one_of(_CLASS, "name", name, self.params)].shape
+            if value.shape != shape:
+                raise ShapeError(f"{_CLASS}: {name} has shape {value.shape}, expected {shape}")
+        for name, value in given.items():
+            _store(self.params[name], value)
+            if "master" in self.buffers:
+                _store(self._master[name], value)
+
+    def zero_grad(self) -> None:
+        """Fill the gradients with zeros."""
+        self.buffers["grads"].view(np.uint8).fill(0)  # CuPy fills no bfloat16
+
+    def step(
+        self,
+        *,
+        lr: Any,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        grad_scale: Any = 1.0,
+        skip: Any = None,
+        rounding: str | None = None,
+        seed: int = 0,
+        backend: str | None = None,
+        workspace: Any = None,
+    ) -> None:
+        """One step of :func:`gpu_ops.adamw_step`, which has the options. Skipped steps do not count.
+
+        ``rounding``: default ``"stochastic"`` for bfloat16 without masters, else ``"nearest"``.
+        """
+        if rounding is None:
+            alone = "master" not in self.buffers and self.buffers["params"].dtype.name == "bfloat16"
+            rounding = "stochastic" if alone else "nearest"
+        for i, (part, decays) in enumerate(zip(self._parts, (weight_decay, 0.0), strict=True)):
+            adamw_step(
+                **part,
+                step=self._next,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=decays,
+                grad_scale=grad_scale,
+                skip=skip,
+                rounding=rounding,
+                seed=2 * seed + i,  # both parts count their elements from 0
+                device=self._device,
+                backend=backend,
+                workspace=workspace,
+            )
+        if skip is None:
+            self._taken.fill(1)
+        else:
+            self._module.logical_not(skip, out=self._taken)
+        self._module.add(self._next, self._taken, out=self._next)
+
+
+def _dtype(name: str, value: Any) -> np.dtype[Any]:
+    known = checks.FLOAT_DTYPES
+    if isinstance(value, str):
+        return known[checks.one_of(_CLASS, name, value, known)]
+    found = next((dtype for dtype in known.values() if dtype == value), None)
+    if found is None:
+        raise OptionError(f"{_CLASS}: {name} must be one of {', '.join(known)}; got {value!r}")
+    return found
+
+
+def _layout(
+    shapes: Mapping[str, Any], decay: Collection[str] | None
+) -> tuple[dict[str, _Segment], tuple[int, int]]:
+    """Segments in the order of ``shapes``, and where those that decay and all of them end."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
+        sizes[name] = tuple(checks.integer(_CLASS, f"a length of {name}", n, low=0) for n in lengths)
+    for name in decay or ():
+        checks.one_of(_CLASS, "decay", name, sizes)
+    decays = {name: len(shape) >= 2 if decay is None else name in decay for name, shape in sizes.items()}
+    starts: dict[str, int] = {}
+    ends: list[int] = []
+    at = 0
+    for wanted in (True, False):
+        for name in (n for n, d in decays.items() if d == wanted):
+            starts[name] = at
+            at += -(-math.prod(sizes[name]) // _SEGMENT) * _SEGMENT
+        ends.append(at)
+    return {name: _Segment(starts[name], shape) for name, shape in sizes.items()}, (ends[0], ends[1])
+
+
+def _part(arrays: Mapping[str, Any], part: slice) -> dict[str, Any]:
+    """The arguments of a step that are arrays; ``part`` begins and ends with segments, and so with scales."""
+    found = {name: x[part] for name, x in arrays.items() if not name.endswith("_scale")}
+    scales = slice(part.start // _SEGMENT, part.stop // _SEGMENT)
+    return found | {n: (found[n], arrays[f"{n}_scale"][scales]) for n in ("m", "v") if f"{n}_scale" in arrays}
+
+
+def _views(segments: Mapping[str, _Segment], buffer: Any) -> Mapping[str, Any]:
+    return MappingProxyType({name: buffer[s.place].reshape(s.shape) for name, s in segments.items()})
+
+
+def _module(device: str | None) -> Any:
+    if device != "cuda":
+        return np
+    import cupy
+
+    return cupy
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> Any:
+    size = math.prod(shape) * dtype.itemsize
+    if device == "cuda":
+        return _module(device).zeros((size,), np.uint8).view(dtype).reshape(shape)
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # its pages come as they are written
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _store(target: Any, values: np.ndarray[Any, Any]) -> None:
+    if isinstance(target, np.ndarray):
+        target[...] = values
+    else:  # CuPy copies no bfloat16
+        bits = np.dtype(f"u{target.itemsize}")
+        target.view(bits).set(np.ascontiguousarray(values.astype(target.dtype)).view(bits))
