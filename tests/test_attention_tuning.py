@@ -45,3 +45,25 @@ def test_candidates(card, num_splits, lengths):
             assert label.startswith(attention_tuning.label(config))
             assert config.shared_bytes <= card.smem_per_block_optin
             assert config.num_splits == 1 or num_splits != 1
+
+
+@pytest.mark.parametrize(
+    ("smem", "head_dim", "more", "words", "offered"),
+    [
+        (163, 64, {}, "128 x 128 on 4 x 1 warps", True),
+        (227, 64, {"mask": "kCausal", "varlen": True}, "128 x 128 on 4 x 1 warps", True),
+        (163, 64, {"varlen": True, "paged": True}, "128 x 128 on 4 x 1 warps", False),
+        (163, 64, {"lean": False}, "128 x 128 on 4 x 1 warps", False),
+        (99, 64, {}, "128 x 128 on 4 x 1 warps", False),
+        (99, 128, {}, "128 x 32 on 4 x 1 warps, one K", True),
+        (227, 128, {}, "128 x 32 on 4 x 1 warps, one K", False),
+        (227, 256, {}, "64 x 64 on 4 x 1 warps, one K", True),
+        (163, 256, {}, "64 x 64 on 4 x 1 warps, one K", False),
+    ],
+)
+def test_tiles_that_only_a_measurement_tells(smem, head_dim, more, words, offered):
+    """128 x 128 leaves no register; one K buffer waits more, where it lets a second block run."""
+    problem = Problem(2, 4, 16, 16, 4096, 4096, head_dim, head_dim, **more)
+    device = DeviceLimits(100, smem * 1024)
+    assert (words in attention_tuning.candidates(problem, device)) == offered
+    assert attention_tuning.label(select_config(problem, device)) != words

@@ -179,7 +179,7 @@ attention_forward(const scalar* q, const scalar* k, const scalar* v, out_scalar*
         const Place me = Place::mine();
         Forward f{shape, work, careful, {first_row(work, k, shape.k), shape.k, pages, shape.page_size},
                   {first_row(work, v + work.column0, shape.v), shape.v, pages, shape.page_size}};
-        if constexpr (PACK_GQA) {
+        if constexpr (kKeepsQuery) {
             #pragma unroll
             for (int r = 0; r < kRows; ++r) f.query[r] = work.query(f.row(me, r));
         }

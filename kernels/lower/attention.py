@@ -241,6 +241,10 @@ def variants(arch: str) -> Iterator[Variant]:
         decode = seqlen_q == 1
         kernel = _kernel(config, dtype, mask, PLAIN, SEQUSED_K=int(decode), PAGED=int(decode))
         yield Variant(kernel, config.threads, config.shared_bytes)
+    ragged = Problem(2, 4, 32, 8, 4096, 4096, 128, 128, mask="kCausal", varlen=True, num_splits=1)
+    config = select_config(ragged, limits)
+    kernel = _kernel(config, "bfloat16", "kCausal", PLAIN, VARLEN=1)
+    yield Variant(kernel, config.threads, config.shared_bytes)
     one_k = (Tile(128, 32, 4, one_k=True), 128), (Tile(64, 64, 4, one_k=True), 256)
     for tile, head_dim in ((Tile(128, 128, 4), 64), *one_k):
         problem = Problem(2, 4, 32, 8, 4096, 4096, head_dim, head_dim, mask="kCausal", num_splits=1)

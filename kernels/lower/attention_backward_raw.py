@@ -315,6 +315,7 @@ def variants(arch: str) -> Iterator[Variant]:
     cases: tuple[tuple[str, int, str, dict[str, str | int]], ...] = (
         ("bf16", 64, "kCausal", {"ADD_DQ": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1}),
+        ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "VARLEN": 1, "PARTS": 1}),
         ("bf16", 128, "kCausal", {"ADD_DQ": 1, "DROPOUT": 1}),
         ("bf16", 128, "kCausal", {}),  # dq of the deterministic way

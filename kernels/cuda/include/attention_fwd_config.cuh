@@ -18,6 +18,7 @@ constexpr int kWarpN = BLOCK_N / WARPS_N;                           // keys of a
 constexpr int kTilesS = kWarpN / 8, kTilesO = HEAD_DIM_V / 8;       // 16 x 8 accumulators
 constexpr bool kRounded = sizeof(DTYPE) == 2 && !DROPOUT;  // one more tile of O sums P as it is rounded to DTYPE
 constexpr int kTilesAcc = kTilesO + kRounded;
+constexpr bool kKeepsQuery = PACK_GQA && !kPlainScores;             // plain scores need it in masked tiles only
 constexpr int kSteps = HEAD_DIM * sizeof(scalar) / 32;              // mma steps of Q K^T
 
 // 160 of 255 registers for matrices leave enough for addresses, row state and loads in flight. A float32 Q would

@@ -38,7 +38,7 @@ struct Forward {
     unsigned q_from, k_from, v_from;  // this lane's ldmatrix addresses: Q, even K, V
     unsigned k_to, v_to;              // this thread's copy destinations: odd K, V
     int k_odd;                        // offset of the K buffer in use: 0 or kOffsetOddK
-    int query[PACK_GQA ? kRows : 1];
+    int query[kKeepsQuery ? kRows : 1];
     float slope[PACK_GQA && ALIBI ? kRows : 1];
     unsigned q[kQInRegisters ? kSteps : 1][kSlabs][4];
     float acc_o[kSlabs][kTilesAcc][4];
@@ -47,12 +47,9 @@ struct Forward {
     // Row r of this lane among all rows; its query; the key on that query's diagonal.
     __device__ __forceinline__ int row(const Place& me, int r) const { return work.row0 + me.row(r); }
     __device__ __forceinline__ int query_of(const Place& me, int r) const {
-        return PACK_GQA ? query[PACK_GQA ? r : 0] : row(me, r);
+        return kKeepsQuery ? query[kKeepsQuery ? r : 0] : work.query(row(me, r));
     }
     __device__ __forceinline__ int diagonal(const Place& me, int r) const { return query_of(me, r) + work.shift(); }
-    __device__ __forceinline__ int row_end(const Place& me, int r) const {
-        return kMask == Mask::kNone ? work.seqlen_k : min(work.seqlen_k, diagonal(me, r) + shape.window_right + 1);
-    }
 
     __device__ __forceinline__ void start(unsigned shared) {
         constexpr bool kHalf = sizeof(scalar) == 2;
@@ -242,13 +239,21 @@ struct Forward {
         if (!kPlainScores || masked) {
             const Place me = Place::mine();
             const int first = n * BLOCK_N + me.first_key() + me.lane % 4 * 2;
+            // A lane's rows are 8 apart, and unpacked their diagonals. ptxas would compute the limits of all before the
+            // loop, and spill them; `kept` stays where it is.
+            int first_row = PACK_GQA ? row(me, 0) : diagonal(me, 0) - first;
+            if (kMask == Mask::kCausal) first_row = ptx::kept(first_row);
             #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 float(&row_s)[kTilesS][4] = s[r / 2];
-                const int end = row_end(me, r) - first;
+                int on_diagonal = first_row + 8 * r;
+                if constexpr (kKeepsQuery) on_diagonal = diagonal(me, r) - first;
+                else if constexpr (PACK_GQA) on_diagonal = work.query(on_diagonal) + work.shift() - first;
+                int end = work.seqlen_k - first;
+                if constexpr (kMask != Mask::kNone) end = min(end, on_diagonal + shape.window_right + 1);
                 if constexpr (!kPlainScores) shape_row(me, row_s, r, first, end);
                 if (!masked) continue;
-                mask_row<kMask>(row_s, r % 2, diagonal(me, r) - shape.window_left - first, end);
+                mask_row<kMask>(row_s, r % 2, on_diagonal - shape.window_left, end);
                 if constexpr (BLOCK_MASK) {
                     const bool look = partly && row(me, r) < work.rows;
                     if (look) mask_blocks(row_s, r % 2, block_mask, query_of(me, r), first, end);
