@@ -139,15 +139,10 @@ STATM = Path("/proc/self/statm")
 def pytest_runtest_teardown(item):
     """In a process above MOST_MEMORY, drop emulated programs each time PROGRAMS of them are kept."""
     emulator_run = sys.modules.get("gpu_ops.emulator.run")
-    if (
-        emulator_run is None
-        or emulator_run.link_source.cache_info().currsize < PROGRAMS
-        or not STATM.exists()
-    ):
+    if emulator_run is None or len(emulator_run.link_source.kept) < PROGRAMS or not STATM.exists():
         return
     if int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MOST_MEMORY:
-        emulator_run.link_source.cache_clear()
-        gc.collect()  # a program refers to itself
+        emulator_run.link_source.drop()
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)
