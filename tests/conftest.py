@@ -33,6 +33,10 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# After 50000 new objects, not 700: among the million objects of compilers and emulated programs, searches for cyclic
+# garbage took a third of the time of the tests that use the emulator.
+gc.set_threshold(50_000, 10, 100)
+
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
@@ -121,12 +125,7 @@ def _is_slow_on_emulator(item):
 
 
 def pytest_collection_finish():
-    """Search less for cyclic garbage. By default that is a third of the time of the tests that use the emulator.
-
-    What pytest has collected stays until the end, and so does most of the million objects of which programs and
-    compilers are made.
-    """
-    gc.set_threshold(50_000, 10, 100)
+    """What pytest has collected stays until the end: searches for cyclic garbage leave it out."""
     gc.collect()
     gc.freeze()
 
