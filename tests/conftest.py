@@ -33,6 +33,10 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# After 50000 new objects, not 700: among the million objects of compilers and emulated programs, searches for cyclic
+# garbage took a third of the time of the tests that use the emulator.
+gc.set_threshold(50_000, 10, 100)
+
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
@@ -121,12 +125,7 @@ def _is_slow_on_emulator(item):
 
 
 def pytest_collection_finish():
-    """Search less for cyclic garbage. By default that is a third of the time of the tests that use the emulator.
-
-    What pytest has collected stays until the end, and so does most of the million objects of which programs and
-    compilers are made.
-    """
-    gc.set_threshold(50_000, 10, 100)
+    """What pytest has collected stays until the end: searches for cyclic garbage leave it out."""
     gc.collect()
     gc.freeze()
 
@@ -139,15 +138,10 @@ STATM = Path("/proc/self/statm")
 def pytest_runtest_teardown(item):
     """In a process above MOST_MEMORY, drop emulated programs each time PROGRAMS of them are kept."""
     emulator_run = sys.modules.get("gpu_ops.emulator.run")
-    if (
-        emulator_run is None
-        or emulator_run.link_source.cache_info().currsize < PROGRAMS
-        or not STATM.exists()
-    ):
+    if emulator_run is None or len(emulator_run.link_source.kept) < PROGRAMS or not STATM.exists():
         return
     if int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MOST_MEMORY:
-        emulator_run.link_source.cache_clear()
-        gc.collect()  # a program refers to itself
+        emulator_run.link_source.drop()
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: np.dtype(d).name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,23 @@ def test_launches_leave_nothing_behind():
     """Each launch gets new module variables and shared memory."""
     for _ in range(2):
         run(CASES["globals"]())
+
+
+def test_a_dropped_program_is_freed_at_once(monkeypatch):
+    """Its machines refer to themselves; searches for cyclic garbage are seldom, and slow among so many objects."""
+    programs, seen, y = runner._Programs(1), [], np.zeros(32, np.float32)
+    monkeypatch.setattr(runner, "link_source", programs)
+    gc.disable()
+    try:
+        for i in (1, 1, 2):
+            source = f'extern "C" __global__ void k(float* y) {{ y[threadIdx.x] += {i}; }}'
+            launch(source, "k", 1, 32, (y,))
+            seen += [weakref.ref(x) for each in programs.kept.values() for x in (each, *each.idle)]
+        assert [x() is None for x in seen] == [True, True, True, True, False, False]
+    finally:
+        gc.enable()
+    assert (y == 4).all()
+    assert seen[:2] == seen[2:4], "a program kept is used again"
 
 
 def test_ptx_text_runs_as_its_source_does():

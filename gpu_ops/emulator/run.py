@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +35,7 @@ from gpu_ops.emulator.syntax import Module
 from gpu_ops.kernels.compiler.jit import compile_text
 from gpu_ops.kernels.compiler.progress import visible
 from gpu_ops.kernels.compiler.toolkit import tool
+from gpu_ops.kernels.compiler.uninterrupted import hold_in_forks
 from gpu_ops.presets import DevicePreset
 
 _THREADS = 32_768  # per batch, so that their registers stay in the CPU's caches
@@ -210,14 +213,51 @@ def record() -> Iterator[list[Profile]]:
         _recording.reset(token)
 
 
-@lru_cache(maxsize=64)  # 5 to 30 MB each
-def link_source(source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
-    """The program of an entry of PTX or CUDA C++ text."""
-    module = _module(source, arch, include)
-    program = link(module, name)
-    known = signature(program.name, source if module.text is not source else "")
-    program.signature = named_in_python(program.name, known, module.files.values())
-    return program
+class _Programs:
+    """Linked programs, the last ones used. A dropped one is freed at once, not by a search for cyclic garbage."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.kept: OrderedDict[tuple[object, ...], Program] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def __call__(self, source: str, name: str, arch: str, include: tuple[str, ...] = ()) -> Program:
+        """The program of an entry of PTX or CUDA C++ text."""
+        key = source, name, arch, include
+        with self.lock:
+            if key in self.kept:
+                self.kept.move_to_end(key)
+                return self.kept[key]
+        module = _module(source, arch, include)
+        program = link(module, name)
+        known = signature(program.name, source if module.text is not source else "")
+        program.signature = named_in_python(program.name, known, module.files.values())
+        with self.lock:
+            self.kept[key] = program
+        self.drop(self.most)
+        return program
+
+    def drop(self, most: int = 0) -> None:
+        """Keep at most so many."""
+        while True:
+            with self.lock:
+                if len(self.kept) <= most:
+                    return
+                _, program = self.kept.popitem(last=False)
+            while (machine := _idle_machine(program)) is not None:
+                machine.steps.clear()  # they refer to their machine
+
+
+def _idle_machine(program: Program) -> Machine | None:
+    try:
+        machine: Machine = program.idle.pop()
+    except IndexError:  # there is none, or another thread was faster
+        return None
+    return machine
+
+
+link_source = _Programs(64)  # 5 to 30 MB each
+hold_in_forks(link_source.lock)
 
 
 @lru_cache(maxsize=8)
@@ -267,7 +307,7 @@ def _launch(
     recording = _recording.get()
     profiler = None if recording is None else Profiler(program, memory)
     faults = Faults() if sanitize == "collect" else None
-    machine = program.idle.pop() if program.idle else Machine(program)
+    machine = _idle_machine(program) or Machine(program)
     machine.configure(memory, grid, block, options.shared, (data, offsets), sanitizer, profiler, faults)
     machine.max_instructions = options.max_instructions
     machine.truncating = options.truncating
