@@ -1,1 +1,40 @@
 """Models as plain functions on arrays: a transformer block, a Llama, forward and backward."""
+
+from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
+from gpu_ops.models.projection import (
+    Latent,
+    Lora,
+    initial_lora,
+    lora_grads,
+    lora_shapes,
+    merged,
+    with_latent,
+    with_lora,
+)
+from gpu_ops.models.weights import Block, Llama, initial_weights
+
+__all__ = [
+    "POLICIES",
+    "Block",
+    "Latent",
+    "Llama",
+    "LlamaConfig",
+    "Lora",
+    "Saved",
+    "Sequences",
+    "block_backward",
+    "block_forward",
+    "hidden_states",
+    "initial_lora",
+    "initial_weights",
+    "logits",
+    "lora_grads",
+    "lora_shapes",
+    "loss",
+    "loss_and_grads",
+    "merged",
+    "with_latent",
+    "with_lora",
+]

@@ -1,0 +1,207 @@
+"""What a training step of a Llama takes, before it runs, and what to keep of it within a budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core.checks import computing_dtype, integer, one_of
+from gpu_ops.errors import OutOfMemoryError
+from gpu_ops.memory.trace import Trace
+from gpu_ops.models import POLICIES, Llama, LlamaConfig, block_forward, loss_and_grads
+from gpu_ops.models.block import recomputed_flops
+from gpu_ops.ops.global_norm import global_norm
+
+__all__ = ["Estimate", "choose_policies", "estimate"]
+
+_WHO = "memory.estimate"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a training step."""
+
+    parts: dict[str, int]
+    """weights, gradients, optimizer: alive throughout; activations: the most beside them, workspaces included."""
+    largest: tuple[tuple[str, int], ...]
+    """What is alive at the peak beside the first three: labels and bytes, the largest first."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def state(self) -> int:
+        return self.peak - self.parts["activations"]
+
+    def __str__(self) -> str:
+        lines = [f"{name:12} {n / 2**20:>10.1f} MiB" for name, n in {**self.parts, "peak": self.peak}.items()]
+        at = [f"  {name:28} {n / 2**20:>10.1f} MiB" for name, n in self.largest[:5]]
+        return "\n".join([*lines, "at the peak, the largest:", *at])
+
+
+def estimate(
+    config: LlamaConfig,
+    *,
+    batch: int,
+    seqlen: int,
+    dtype: npt.DTypeLike = np.float32,
+    policy: str | Sequence[str] = "none",
+    optimizer: str | None = "adamw",
+    device: str | None = None,
+    chunk: int = 0,
+) -> Estimate:
+    """The memory of a training step: loss, gradients, norm and optimizer.
+
+    Goes through :func:`gpu_ops.models.loss_and_grads` under a :class:`Trace`, so that it is the plan of the program
+    itself.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+    batch, seqlen : int
+    dtype : dtype
+        Of weights and activations. 16-bit weights have float32 masters.
+    policy : str, or one of each layer
+        See :func:`gpu_ops.models.block_forward`.
+    optimizer : str or None
+        ``"adamw"``: two float32 states per weight. None: no states.
+    device : str, optional
+        ``"cpu"`` or a card of the presets, such as ``"H100 SXM"``.
+    chunk : int
+        As :func:`gpu_ops.linear_cross_entropy` takes it.
+
+    Examples
+    --------
+    >>> from gpu_ops import memory, models
+    >>> config = models.LlamaConfig(vocab=32000, hidden=1024, ffn=2816, nlayers=8, nheads=16)
+    >>> none = memory.estimate(config, batch=4, seqlen=2048, dtype="float16")
+    >>> layer = memory.estimate(config, batch=4, seqlen=2048, dtype="float16", policy="layer")
+    >>> layer.parts["activations"] / none.parts["activations"] < 0.45
+    True
+    """
+    one_of(_WHO, "optimizer", optimizer or "adamw", ("adamw",))
+    kind = np.dtype(dtype)
+    wide = computing_dtype(kind.name)
+    sizes = {"batch": batch, "seqlen": seqlen}
+    ids = np.zeros([integer(_WHO, name, n, low=1) for name, n in sizes.items()], np.int32)
+    shapes = config.shapes()
+    with Trace(device) as trace:
+        weights = {name: trace.empty(shape, kind, "weights") for name, shape in shapes.items()}
+        grads = {name: trace.empty(shape, wide, "gradients") for name, shape in shapes.items()}
+        state = trace.live_bytes
+        loss_and_grads(
+            ids,
+            ids,
+            Llama.of(weights, config),
+            config,
+            grads=Llama.of(grads, config),
+            policy=policy,
+            chunk=chunk,
+        )
+        global_norm(list(grads.values()))
+    numbers = config.parameters
+    masters = numbers * wide.itemsize if kind != wide else 0
+    states = 2 * numbers * wide.itemsize if optimizer else 0
+    parts = {
+        "weights": numbers * kind.itemsize,
+        "gradients": numbers * wide.itemsize,
+        "optimizer": masters + states,
+        "activations": trace.peak_bytes - state,
+    }
+    largest = tuple((b.label, b.nbytes) for b in trace.at_peak() if not b.given)
+    return Estimate(parts, largest)
+
+
+def choose_policies(
+    config: LlamaConfig,
+    *,
+    batch: int,
+    seqlen: int,
+    budget: int,
+    dtype: npt.DTypeLike = np.float32,
+    **more: Any,
+) -> list[str]:
+    """A policy for each layer that keeps a training step within a budget and makes as little again as it can.
+
+    Parameters
+    ----------
+    config, batch, seqlen, dtype
+        As in :func:`estimate`; ``more``: its other options.
+    budget : int
+        Bytes for the whole step: weights, gradients, states and activations.
+
+    Raises
+    ------
+    OutOfMemoryError
+        No choice fits; ``required`` is what the smallest takes.
+
+    Examples
+    --------
+    >>> from gpu_ops import memory, models
+    >>> config = models.LlamaConfig(vocab=256, hidden=256, ffn=688, nlayers=4, nheads=4)
+    >>> most = memory.estimate(config, batch=4, seqlen=256).peak
+    >>> memory.choose_policies(config, batch=4, seqlen=256, budget=most)
+    ['none', 'none', 'none', 'none']
+    """
+    ladder = _ladder(config, batch, seqlen, dtype)
+    steps = [
+        [after] * n + [before] * (config.nlayers - n)
+        for before, after in itertools.pairwise(ladder)
+        for n in range(config.nlayers)
+    ] + [[ladder[-1]] * config.nlayers]
+
+    def peak(i: int) -> int:
+        return estimate(config, batch=batch, seqlen=seqlen, dtype=dtype, policy=steps[i], **more).peak
+
+    least = peak(len(steps) - 1)
+    if least > budget:
+        raise OutOfMemoryError(
+            f"memory.choose_policies: a step of batch {batch}, seqlen {seqlen} takes {least} bytes if every layer is "
+            f"made again, and the budget is {budget}; take a smaller batch",
+            least,
+            budget,
+        )
+    low, high = 0, len(steps) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if peak(middle) <= budget else (middle + 1, high)
+    return steps[low]
+
+
+def _ladder(config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> list[str]:
+    """Policies that are worth their work, from the one that keeps most: those on the convex hull of bytes kept and
+    flops made again."""
+    points = [
+        (recomputed_flops(policy, config, seqlen), -_kept_bytes(policy, config, batch, seqlen, dtype), policy)
+        for policy in POLICIES
+    ]
+    hull: list[tuple[float, int, str]] = []
+    for flops, kept, policy in sorted(points):
+        while len(hull) > 1 and _above(hull[-2], hull[-1], (flops, kept)):
+            hull.pop()
+        if not hull or kept > hull[-1][1]:
+            hull.append((flops, kept, policy))
+    return [policy for _, _, policy in hull]
+
+
+def _above(first: Any, second: Any, third: Any) -> bool:
+    """Whether a mix of the first and the third saves more than the second at the same work."""
+    return bool(
+        (second[1] - first[1]) * (third[0] - first[0]) <= (third[1] - first[1]) * (second[0] - first[0])
+    )
+
+
+def _kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
+    """Of a layer, between forward and backward."""
+    one = replace(config, nlayers=1)
+    with Trace() as trace:
+        arrays = {name: trace.empty(shape, dtype) for name, shape in one.shapes().items()}
+        x = trace.empty((batch, seqlen, config.hidden), dtype)
+        _, saved = block_forward(x, Llama.of(arrays, one).layers[0], one, policy=policy)
+        return saved.nbytes

@@ -1,0 +1,107 @@
+"""A Llama as functions of its weights: hidden states, loss and gradients. No tape: the backward is written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpu_ops.errors import OptionError
+from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.weights import Llama
+from gpu_ops.ops.embedding import embedding, embedding_backward
+from gpu_ops.ops.linear import linear
+from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
+from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
+
+__all__ = ["hidden_states", "logits", "loss", "loss_and_grads"]
+
+
+def hidden_states(
+    ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None
+) -> Any:
+    """The normalised states before the output layer, (..., hidden). Keeps nothing of the layers."""
+    x = embedding(ids, weights.embed)
+    for layer in weights.layers:
+        x, _ = block_forward(x, layer, config, policy="layer", sequences=sequences)
+    return rmsnorm(x, weights.norm, eps=config.eps)
+
+
+def logits(ids: Any, weights: Llama, config: LlamaConfig, *, sequences: Sequences | None = None) -> Any:
+    """(..., vocab), in the weights' dtype."""
+    return linear(hidden_states(ids, weights, config, sequences=sequences), weights.lm_head)
+
+
+def loss(
+    ids: Any,
+    targets: Any,
+    weights: Llama,
+    config: LlamaConfig,
+    *,
+    sequences: Sequences | None = None,
+    **options: Any,
+) -> Any:
+    """The cross-entropy of the targets, float32 (float64 for float64). ``options``: those of
+    :func:`gpu_ops.linear_cross_entropy`."""
+    h = hidden_states(ids, weights, config, sequences=sequences)
+    return linear_cross_entropy(h, weights.lm_head, targets, **options)
+
+
+def loss_and_grads(
+    ids: Any,
+    targets: Any,
+    weights: Llama,
+    config: LlamaConfig,
+    *,
+    grads: Llama,
+    policy: str | Sequence[str] = "none",
+    sequences: Sequences | None = None,
+    dloss: Any = 1.0,
+    **options: Any,
+) -> Any:
+    """The loss; the gradients of all weights are added to ``grads``.
+
+    Parameters
+    ----------
+    ids, targets : int32 or int64 arrays (batch, seqlen), or (tokens,) with ``sequences.cu_seqlens``
+    weights : Llama
+    grads : Llama
+        float32 (float64 for float64), zero before the first part of a batch. None in place of an array: that weight
+        is frozen.
+    policy : str, or one of each layer
+        What to keep between forward and backward: see :func:`gpu_ops.models.block_forward`.
+    dloss : number or 0-d array
+        Gradient of the loss, such as the scale of :class:`gpu_ops.training.GradScaler`.
+    options
+        Those of :func:`gpu_ops.linear_cross_entropy`: ``ignore_index``, ``label_smoothing``, ``denominator``, ...
+
+    Returns
+    -------
+    loss : 0-d array, float32 (float64 for float64)
+    """
+    x = embedding(ids, weights.embed)
+    saved: list[Saved] = []
+    for layer, kept in zip(weights.layers, _policies(policy, config), strict=True):
+        x, one = block_forward(x, layer, config, policy=kept, sequences=sequences)
+        saved.append(one)
+        del one
+    h, rstd = rmsnorm(x, weights.norm, eps=config.eps, return_rstd=True)
+    value, dh, _ = linear_cross_entropy(
+        h, weights.lm_head, targets, grads=True, dloss=dloss, dweight=grads.lm_head, **options
+    )
+    del h
+    dx, _ = rmsnorm_backward(dh, x, weights.norm, rstd, dweight=grads.norm)
+    del dh, x, rstd
+    for layer, grad in zip(reversed(weights.layers), reversed(grads.layers), strict=True):
+        dx = block_backward(dx, layer, saved.pop(), config, grads=grad, sequences=sequences)
+    if grads.embed is not None:
+        embedding_backward(dx, ids, config.vocab, dweight=grads.embed)
+    return value
+
+
+def _policies(policy: str | Sequence[str], config: LlamaConfig) -> list[str]:
+    """One for each layer."""
+    each = [policy] * config.nlayers if isinstance(policy, str) else list(policy)
+    if len(each) != config.nlayers:
+        raise OptionError(f"loss_and_grads: {len(each)} policies for {config.nlayers} layers")
+    return each

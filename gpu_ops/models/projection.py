@@ -1,0 +1,179 @@
+"""Projections of a block whose weight is more than an array: LoRA adapters on a frozen base, and ternary weights that
+are trained through the floats behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.core.allocator import IN_USE, allocator
+from gpu_ops.core.checks import integer, one_of
+from gpu_ops.errors import OptionError
+from gpu_ops.formats.ternary_matrix import TernaryMatrix
+from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.weights import Block, Llama
+from gpu_ops.ops.linear import linear, linear_backward
+from gpu_ops.ops.ternary import ternary_quantize
+from gpu_ops.ops.ternary_linear import ternary_matmul_backward
+from gpu_ops.ops.ternary_matmul import ternary_matmul
+
+__all__ = [
+    "PROJECTIONS",
+    "Latent",
+    "Lora",
+    "initial_lora",
+    "lora_grads",
+    "lora_shapes",
+    "merged",
+    "project",
+    "project_backward",
+    "with_latent",
+    "with_lora",
+]
+
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass
+class Lora:
+    """``x @ base.T + (x @ a.T) @ b.T``: a frozen base and a trained pair of low rank (Hu et al. 2021).
+
+    ``b`` holds alpha / rank of the paper. As gradients: ``base`` is None.
+    """
+
+    base: Any
+    """array (out, in), or a :class:`gpu_ops.TernaryMatrix`"""
+    a: Any
+    """(rank, in)"""
+    b: Any
+    """(out, rank)"""
+
+
+@dataclass
+class Latent:
+    """Ternary weights in training: every call quantises ``weight`` again, and the gradient passes to it unchanged
+    (straight through), as BitNet b1.58 is trained."""
+
+    weight: Any
+    """(out, in), float"""
+    activations: str = "int8"
+
+    def quantized(self) -> Any:
+        """The weights that the layer multiplies by."""
+        return ternary_quantize(self.weight)
+
+
+def project(x: Any, weight: Any, residual: Any = None) -> Any:
+    """``x @ weight.T + residual``."""
+    if isinstance(weight, Lora):
+        y = project(x, weight.base, residual)
+        return linear(linear(x, weight.a), weight.b, residual=y, out=y)
+    if isinstance(weight, (Latent, TernaryMatrix)):
+        packed, activations = _packed(weight)
+        return _added(ternary_matmul(x, packed, activations=activations), residual)
+    return linear(x, weight, residual=residual)
+
+
+def project_backward(dy: Any, x: Any, weight: Any, grad: Any) -> Any:
+    """The gradient for x; that of the weight is added to ``grad``, unless it is None."""
+    if isinstance(weight, Lora):
+        h = linear(x, weight.a)
+        dh, _ = linear_backward(dy, h, weight.b, dweight=grad.b)
+        dx, _ = linear_backward(dh, x, weight.a, dweight=grad.a)
+        return _added(dx, project_backward(dy, x, weight.base, None))
+    if isinstance(weight, (Latent, TernaryMatrix)):
+        packed, activations = _packed(weight)
+        dx, dweight = ternary_matmul_backward(dy, x, packed, activations=activations)
+        if grad is not None:
+            _added(grad, dweight)
+        return dx
+    if grad is None:
+        return linear_backward(dy, x, weight, only="dx")
+    return linear_backward(dy, x, weight, dweight=grad)[0]
+
+
+def _packed(weight: Any) -> tuple[Any, str]:
+    return (weight.quantized(), weight.activations) if isinstance(weight, Latent) else (weight, "int8")
+
+
+def _added(y: Any, more: Any) -> Any:
+    """``y + more``, in place."""
+    instead = allocator() if IN_USE else None
+    if more is not None and (instead is None or instead.runs):
+        y += more
+    return y
+
+
+def lora_shapes(
+    config: LlamaConfig, rank: int, projections: Sequence[str] = PROJECTIONS
+) -> dict[str, tuple[int, ...]]:
+    """The adapters of a model by name: ``layers.0.qkv.a``, (rank, in), and ``layers.0.qkv.b``, (out, rank)."""
+    rank = integer("lora_shapes", "rank", rank, low=1)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in config.shapes().items():
+        part = name.rpartition(".")[2]
+        if name.startswith("layers.") and part in _checked(projections):
+            found |= {f"{name}.a": (rank, shape[1]), f"{name}.b": (shape[0], rank)}
+    return found
+
+
+def initial_lora(shapes: Mapping[str, tuple[int, ...]], *, seed: int = 0) -> dict[str, Any]:
+    """float32 adapters to start from: a normal with variance 1 / in, b zero, so that the model is its base."""
+    found = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        scale = np.float32(math.sqrt(1 / shape[1]) if name.endswith(".a") else 0.0)
+        found[name] = np.random.default_rng((seed, i)).standard_normal(shape, np.float32) * scale
+    return found
+
+
+def with_lora(weights: Llama, adapters: Mapping[str, Any]) -> Llama:
+    """The model with these adapters on its projections; arrays are shared."""
+    return replace(weights, layers=_lora_layers(weights.layers, adapters))
+
+
+def lora_grads(weights: Llama, grads: Mapping[str, Any]) -> Llama:
+    """Gradients of adapters, as ``grads`` of :func:`gpu_ops.models.loss_and_grads`; all else is frozen."""
+    nothing = Block(**{f.name: None for f in fields(Block)})
+    return Llama(None, _lora_layers([nothing] * len(weights.layers), grads), None, None)
+
+
+def _lora_layers(layers: Sequence[Block], adapters: Mapping[str, Any]) -> list[Block]:
+    found, used = [], 0
+    for i, layer in enumerate(layers):
+        names = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
+        given = {p: n for p, n in names.items() if f"{n}.a" in adapters and f"{n}.b" in adapters}
+        used += 2 * len(given)
+        parts = {p: Lora(getattr(layer, p), adapters[f"{n}.a"], adapters[f"{n}.b"]) for p, n in given.items()}
+        found.append(replace(layer, **parts))
+    if used != len(adapters):
+        raise OptionError(
+            f"with_lora: {len(adapters) - used} of {len(adapters)} adapters belong to no projection of the "
+            f"{len(layers)} layers; their names are layers.<i>.<{'|'.join(PROJECTIONS)}>.<a|b>"
+        )
+    return found
+
+
+def merged(weight: Lora) -> Any:
+    """One array in place of the base and its adapter, rounded once to the base's dtype."""
+    at = np.ascontiguousarray(weight.a.T) if isinstance(weight.a, np.ndarray) else weight.a.T.copy()
+    return linear(weight.b, at, residual=weight.base)
+
+
+def with_latent(
+    weights: Llama, projections: Sequence[str] = PROJECTIONS, *, activations: str = "int8"
+) -> Llama:
+    """The model with ternary projections, whose floats behind them are the weights given."""
+    parts = _checked(projections)
+    layers = [
+        replace(layer, **{part: Latent(getattr(layer, part), activations) for part in parts})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=layers)
+
+
+def _checked(projections: Sequence[str]) -> list[str]:
+    return [one_of("models", "projections", part, PROJECTIONS) for part in projections]

@@ -1,0 +1,80 @@
+"""The weights of a block and of a model, by name and in one structure; gradients have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.models.config import LlamaConfig
+
+__all__ = ["Block", "Llama", "initial_weights"]
+
+
+@dataclass
+class Block:
+    """Weights of a block, or their gradients (float32; float64 for float64)."""
+
+    attn_norm: Any
+    """(hidden,)"""
+    qkv: Any
+    """((nheads + 2 * nheads_kv) * head_dim, hidden): the rows of q, of k, of v"""
+    o: Any
+    """(hidden, nheads * head_dim)"""
+    mlp_norm: Any
+    """(hidden,)"""
+    gate_up: Any
+    """(2 * ffn, hidden): the rows of gate, of up"""
+    down: Any
+    """(hidden, ffn)"""
+
+
+@dataclass
+class Llama:
+    """All weights of a model, or their gradients."""
+
+    embed: Any
+    """(vocab, hidden)"""
+    layers: list[Block]
+    norm: Any
+    """(hidden,)"""
+    lm_head: Any
+    """(vocab, hidden); the embedding table itself where they are tied"""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], config: LlamaConfig) -> Llama:
+        """From arrays by the names of :meth:`LlamaConfig.shapes`; views stay views.
+
+        Raises
+        ------
+        OptionError, ShapeError
+            A name is missing, or an array has another shape.
+        """
+        for name, shape in config.shapes().items():
+            if name not in arrays:
+                raise OptionError(f"Llama.of: there is no array {name!r}, of shape {shape}")
+            if tuple(arrays[name].shape) != shape:
+                raise ShapeError(f"Llama.of: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
+        parts = [f.name for f in fields(Block)]
+        layers = [
+            Block(**{part: arrays[f"layers.{i}.{part}"] for part in parts}) for i in range(config.nlayers)
+        ]
+        head = arrays["embed"] if config.tied else arrays["lm_head"]
+        return cls(arrays["embed"], layers, arrays["norm"], head)
+
+
+def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
+    """float32 weights to start from, by name: norms 1, matrices normal, those that write to the residual stream
+    smaller by sqrt(2 * nlayers) (GPT-2). The same numbers for a seed on every machine."""
+    found = {}
+    for i, (name, shape) in enumerate(config.shapes().items()):
+        if len(shape) == 1:
+            found[name] = np.ones(shape, np.float32)
+            continue
+        size = std / np.sqrt(2 * config.nlayers) if name.endswith((".o", ".down")) else std
+        rng = np.random.default_rng((seed, i))
+        found[name] = rng.standard_normal(shape, np.float32) * np.float32(size)
+    return found

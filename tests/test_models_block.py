@@ -1,0 +1,155 @@
+"""The decoder block and the Llama: gradients by finite differences, policies bit for bit, packed sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import models
+from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.models import LlamaConfig
+
+CONFIG = LlamaConfig(vocab=29, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
+DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.float16]
+
+
+def made(config=CONFIG, dtype=np.float64, seed=0):
+    """Weights by name, and zeros for their gradients."""
+    arrays = {n: x.astype(dtype) for n, x in models.initial_weights(config, seed=seed, std=0.15).items()}
+    wide = np.float64 if dtype == np.float64 else np.float32
+    return arrays, {n: np.zeros(x.shape, wide) for n, x in arrays.items()}
+
+
+def tokens(shape, seed=1, vocab=CONFIG.vocab):
+    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+
+
+def loss_and_grads(ids, targets, config=CONFIG, dtype=np.float64, **options):
+    arrays, grads = made(config, dtype)
+    loss = models.loss_and_grads(
+        ids,
+        targets,
+        models.Llama.of(arrays, config),
+        config,
+        grads=models.Llama.of(grads, config),
+        **options,
+    )
+    return loss, grads
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("window", [-1, 2])
+def test_gradients_by_finite_differences(tied, window):
+    config = dataclasses.replace(CONFIG, tied=tied, window=window)
+    ids, targets = tokens((2, 7)), tokens((2, 7), 2)
+    targets[0, 3] = -100
+    loss, grads = loss_and_grads(ids, targets, config)
+    arrays, _ = made(config)
+    rng = np.random.default_rng(3)
+    for name, array in arrays.items():
+        direction = rng.standard_normal(array.shape)
+        direction /= np.linalg.norm(direction)
+        step = 1e-5
+        values = []
+        for sign in (1, -1):
+            moved = arrays | {name: array + sign * step * direction}
+            values.append(float(models.loss(ids, targets, models.Llama.of(moved, config), config)))
+        slope = (values[0] - values[1]) / (2 * step)
+        assert abs(slope - np.vdot(grads[name], direction)) < 1e-8, name
+    assert abs(float(loss) - sum(values) / 2) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_policies_give_the_same_bits(dtype):
+    ids, targets = tokens((2, 33)), tokens((2, 33), 2)
+    loss, grads = loss_and_grads(ids, targets, dtype=dtype)
+    assert all(g.any() for g in grads.values())
+    for policy in (*models.POLICIES, ["mlp", "layer"]):
+        other, again = loss_and_grads(ids, targets, dtype=dtype, policy=policy)
+        assert other == loss
+        assert all(np.array_equal(again[name], g) for name, g in grads.items()), policy
+
+
+def test_a_policy_keeps_what_it_says():
+    arrays, _ = made(dtype=np.float32)
+    layer = models.Llama.of(arrays, CONFIG).layers[0]
+    x = np.random.default_rng(0).standard_normal((1, 8, 32)).astype(np.float32)
+    kept = {}
+    for policy, names in models.POLICIES.items():
+        _, saved = models.block_forward(x, layer, CONFIG, policy=policy)
+        held = {f.name for f in dataclasses.fields(saved) if getattr(saved, f.name) is not None}
+        assert held == names | {"x"}
+        kept[policy] = saved.nbytes
+    assert list(kept.values()) == sorted(kept.values(), reverse=True)
+    assert kept["layer"] == x.nbytes
+
+
+def test_gradients_add_up():
+    ids, targets = tokens((2, 9)), tokens((2, 9), 2)
+    _, grads = loss_and_grads(ids, targets)
+    arrays, sums = made()
+    weights, into = models.Llama.of(arrays, CONFIG), models.Llama.of(sums, CONFIG)
+    for row in range(2):  # the mean over all 18 targets, one sequence at a time
+        part = slice(row, row + 1)
+        models.loss_and_grads(ids[part], targets[part], weights, CONFIG, grads=into, denominator=18)
+    for name, g in grads.items():
+        np.testing.assert_allclose(sums[name], g, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_packed_sequences_do_not_see_each_other(policy):
+    lengths = [3, 7, 1]
+    ids, targets = tokens((11,)), tokens((11,), 2)
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    packed = models.Sequences(positions=positions, cu_seqlens=cu)
+    loss, grads = loss_and_grads(ids, targets, sequences=packed, policy=policy)
+    arrays, sums = made()
+    weights, into = models.Llama.of(arrays, CONFIG), models.Llama.of(sums, CONFIG)
+    total = 0.0
+    for start, end in itertools.pairwise(cu):
+        one = ids[None, start:end], targets[None, start:end]
+        total += float(models.loss_and_grads(*one, weights, CONFIG, grads=into, denominator=11))
+    assert abs(float(loss) - total) < 1e-12
+    for name, g in grads.items():
+        np.testing.assert_allclose(sums[name], g, rtol=1e-10, atol=1e-13)
+
+
+def test_logits_and_loss_agree():
+    arrays, _ = made()
+    weights = models.Llama.of(arrays, CONFIG)
+    ids, targets = tokens((2, 5)), tokens((2, 5), 2)
+    z = models.logits(ids, weights, CONFIG)
+    assert z.shape == (2, 5, CONFIG.vocab)
+    loss = models.loss(ids, targets, weights, CONFIG)
+    assert abs(float(loss) - float(gpu_ops.cross_entropy(z, targets))) < 1e-12
+
+
+def test_mistakes_are_typed_and_add_nothing():
+    arrays, grads = made()
+    with pytest.raises(ShapeError, match=r"layers\.1\.qkv has shape \(3,\)"):
+        models.Llama.of(arrays | {"layers.1.qkv": np.zeros(3)}, CONFIG)
+    del arrays["norm"]
+    with pytest.raises(OptionError, match="'norm'"):
+        models.Llama.of(arrays, CONFIG)
+    ids = tokens((1, 4))
+    for options, error in (
+        ({"policy": "all"}, OptionError),
+        ({"policy": ["none"]}, OptionError),
+        ({"reduction": "some"}, OptionError),
+    ):
+        with pytest.raises(error):
+            loss_and_grads(ids, ids, **options)
+    assert not any(g.any() for g in grads.values())
+
+
+def test_a_batch_without_targets():
+    ids = tokens((1, 4))
+    loss, grads = loss_and_grads(ids, np.full((1, 4), -100))
+    assert loss == 0
+    assert not any(g.any() for g in grads.values())

@@ -1,0 +1,77 @@
+"""LlamaConfig: from a Hugging Face config, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpu_ops.errors import FileError, OptionError
+from gpu_ops.models import LlamaConfig
+
+LLAMA_3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
+
+
+def test_llama_3():
+    config = LlamaConfig.from_hf(LLAMA_3)
+    assert (config.nheads_kv, config.head_dim, config.theta, config.tied) == (8, 128, 500000.0, False)
+    assert config.scaling.kind == "llama3"
+    assert config.parameters == 8_030_261_248  # as published
+
+
+def test_mistrals_window_counts_the_query_itself():
+    config = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "mistral", "sliding_window": 4096})
+    assert config.window_size == (4095, 0)
+
+
+def test_from_a_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3))
+    assert LlamaConfig.from_hf(tmp_path) == LlamaConfig.from_hf(LLAMA_3)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OptionError, match="is no JSON"):
+        LlamaConfig.from_hf(tmp_path)
+    with pytest.raises(FileError):
+        LlamaConfig.from_hf(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_key_value_heads": 5}, "no multiple of nheads_kv=5"),
+        ({"hidden_size": 4096.5}, "hidden"),
+    ],
+)
+def test_what_a_llama_does_not_have_is_refused(change, words):
+    with pytest.raises(OptionError, match=words):
+        LlamaConfig.from_hf(LLAMA_3 | change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden": 0}, {"nheads": 3}, {"head_dim": 7}, {"window": -2}, {"activation": "relu"}]
+)
+def test_impossible_sizes(change):
+    with pytest.raises(OptionError):
+        LlamaConfig(**({"vocab": 8, "hidden": 32, "ffn": 8, "nlayers": 1, "nheads": 4} | change))

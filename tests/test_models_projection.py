@@ -1,0 +1,119 @@
+"""LoRA adapters on float and ternary bases, and ternary weights in training."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gpu_ops
+from gpu_ops import models
+from gpu_ops.errors import OptionError
+from gpu_ops.models.projection import project, project_backward
+from tests.test_models_block import CONFIG, made, tokens
+
+RANK = 3
+
+
+def adapters(seed=0):
+    """With b as after some steps: zero, it would hide a."""
+    shapes = models.lora_shapes(CONFIG, RANK)
+    found = {name: x.astype(np.float64) for name, x in models.initial_lora(shapes, seed=seed).items()}
+    rng = np.random.default_rng(seed)
+    return {n: 0.1 * rng.standard_normal(x.shape) if n.endswith(".b") else x for n, x in found.items()}
+
+
+def test_adapters_start_as_their_base():
+    arrays, _ = made()
+    base = models.Llama.of(arrays, CONFIG)
+    start = models.initial_lora(models.lora_shapes(CONFIG, RANK))
+    tuned = models.with_lora(base, {name: x.astype(np.float64) for name, x in start.items()})
+    ids = tokens((1, 6))
+    assert np.array_equal(models.logits(ids, tuned, CONFIG), models.logits(ids, base, CONFIG))
+
+
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_gradients_of_adapters_by_finite_differences(policy):
+    arrays, _ = made()
+    base = models.Llama.of(arrays, CONFIG)
+    pairs = adapters()
+    ids, targets = tokens((2, 5)), tokens((2, 5), 2)
+    grads = {name: np.zeros_like(x) for name, x in pairs.items()}
+    before = {name: x.copy() for name, x in arrays.items()}
+    tuned = models.with_lora(base, pairs)
+    into = models.lora_grads(base, grads)
+    models.loss_and_grads(ids, targets, tuned, CONFIG, grads=into, policy=policy)
+    assert all(np.array_equal(arrays[name], x) for name, x in before.items())
+    rng = np.random.default_rng(3)
+    for name, x in pairs.items():
+        direction = rng.standard_normal(x.shape)
+        direction /= np.linalg.norm(direction)
+        ends = []
+        for sign in (1, -1):
+            moved = models.with_lora(base, pairs | {name: x + sign * 1e-5 * direction})
+            ends.append(float(models.loss(ids, targets, moved, CONFIG)))
+        assert abs((ends[0] - ends[1]) / 2e-5 - np.vdot(grads[name], direction)) < 1e-8, name
+
+
+def test_an_adapter_merges_into_its_base():
+    rng = np.random.default_rng(0)
+    x, base = rng.standard_normal((4, 8)), rng.standard_normal((6, 8))
+    lora = models.Lora(base, rng.standard_normal((RANK, 8)), rng.standard_normal((6, RANK)))
+    np.testing.assert_allclose(gpu_ops.linear(x, models.merged(lora)), project(x, lora), rtol=1e-12)
+
+
+def test_adapters_on_a_ternary_base():
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((5, 64)), rng.standard_normal((5, 16))
+    packed = gpu_ops.ternary_quantize(rng.standard_normal((16, 64)))
+    lora = models.Lora(packed, rng.standard_normal((RANK, 64)), rng.standard_normal((16, RANK)))
+    residual = rng.standard_normal((5, 16))
+    y = project(x, lora, residual)
+    right = gpu_ops.ternary_matmul(x, packed) + residual + x @ lora.a.T @ lora.b.T
+    np.testing.assert_allclose(y, right, rtol=1e-12, atol=1e-12)
+    grad = models.Lora(None, np.zeros_like(lora.a), np.zeros_like(lora.b))
+    dx = project_backward(dy, x, lora, grad)
+    whole = packed.dequantize().astype(np.float64) + lora.b @ lora.a
+    np.testing.assert_allclose(dx, dy @ whole, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(grad.a, (dy @ lora.b).T @ x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(grad.b, dy.T @ (x @ lora.a.T), rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_weight_has_no_gradient():
+    rng = np.random.default_rng(0)
+    x, weight, dy = (rng.standard_normal(shape) for shape in ((5, 8), (6, 8), (5, 6)))
+    np.testing.assert_allclose(project_backward(dy, x, weight, None), dy @ weight, rtol=1e-12)
+
+
+def test_latent_weights_learn_through_ternary_ones():
+    """The loss of a ternary model goes down, and its gradient is that of the weights it multiplies by."""
+    rng = np.random.default_rng(0)
+    latent = models.Latent(rng.standard_normal((16, 64)))
+    x, dy = rng.standard_normal((5, 64)), rng.standard_normal((5, 16))
+    grad = np.ones((16, 64))
+    dx = project_backward(dy, x, latent, grad)
+    right = gpu_ops.ternary_matmul_backward(dy, x, latent.quantized())
+    assert np.array_equal(dx, right[0])
+    assert np.array_equal(grad, 1 + right[1])
+
+    arrays, _ = made()
+    ternary = models.with_latent(models.Llama.of(arrays, CONFIG))
+    ids, targets = tokens((4, 16)), tokens((4, 16), 2)
+    losses = []
+    for _ in range(30):
+        grads = {name: np.zeros_like(x) for name, x in arrays.items()}
+        into = models.Llama.of(grads, CONFIG)
+        losses.append(float(models.loss_and_grads(ids, targets, ternary, CONFIG, grads=into)))
+        for name, g in grads.items():
+            arrays[name] -= 0.3 * g
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_mistakes_are_typed():
+    arrays, _ = made()
+    base = models.Llama.of(arrays, CONFIG)
+    with pytest.raises(OptionError, match=r"1 of 17 adapters belong to no projection"):
+        models.with_lora(base, adapters() | {"layers.9.qkv.a": np.zeros(1)})
+    with pytest.raises(OptionError, match="gateup"):
+        models.lora_shapes(CONFIG, RANK, ["gateup"])
+    with pytest.raises(OptionError, match="rank"):
+        models.lora_shapes(CONFIG, 0)
