@@ -10,7 +10,7 @@ import pytest
 import gpu_ops
 from gpu_ops.errors import GpuOpsError
 from scripts import fuzz
-from scripts.fuzzing import kinds, maths, rows
+from scripts.fuzzing import gated, kinds, maths
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.files import judge_files
 from scripts.fuzzing.mistakes import judge_mistake
@@ -21,7 +21,7 @@ MANY = 30
 
 def swiglu_trials(count=MANY):
     """Right calls of the forward op."""
-    trials = (rows.swiglu(Draw((1, i))) for i in range(count))
+    trials = (gated.swiglu(Draw((1, i))) for i in range(count))
     return [trial for trial in trials if trial.op == "swiglu" and trial.arguments["gate"].size > 8]
 
 
@@ -114,8 +114,8 @@ def test_a_call_that_remembers_too_much_is_found(monkeypatch):
 
     monkeypatch.setattr(gpu_ops, "swiglu", forgetful)
     monkeypatch.setattr(kinds, "forget_calls", known.clear)
-    monkeypatch.setattr(kinds, "build", lambda seed: rows.swiglu(Draw(seed)))
-    numbers = (n for n in range(2 * MANY) if rows.swiglu(Draw((3, n))).op == "swiglu")
+    monkeypatch.setattr(kinds, "build", lambda seed: gated.swiglu(Draw(seed)))
+    numbers = (n for n in range(2 * MANY) if gated.swiglu(Draw((3, n))).op == "swiglu")
     found = (kinds.check_pair(Draw((3, n, 9)), kinds.build((3, n)), (3, n))[0] for n in numbers)
     assert any(one and "after a similar call" in one for one in found)
 

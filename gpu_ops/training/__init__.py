@@ -3,6 +3,9 @@
 from gpu_ops.training.batches import Batches
 from gpu_ops.training.bpe import BytePairEncoding
 from gpu_ops.training.checkpoints import Checkpoints
+from gpu_ops.training.flat import FlatParams
+from gpu_ops.training.muon import muon_step
+from gpu_ops.training.scaler import GradScaler, clip_coefficient
 from gpu_ops.training.state import load_state, save_state
 from gpu_ops.training.text import stdlib_text
 from gpu_ops.training.tokenizer_json import load_tokenizer
@@ -12,9 +15,13 @@ __all__ = [
     "Batches",
     "BytePairEncoding",
     "Checkpoints",
+    "FlatParams",
+    "GradScaler",
     "TokenFile",
+    "clip_coefficient",
     "load_state",
     "load_tokenizer",
+    "muon_step",
     "save_state",
     "stdlib_text",
     "write_tokens",

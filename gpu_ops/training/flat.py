@@ -145,6 +145,11 @@ class FlatParams:
         """Steps that were taken. On a GPU this waits for them."""
         return int(self._next) - 1
 
+    def state(self) -> dict[str, Any]:
+        """What :func:`gpu_ops.training.save_state` saves and ``load_state(like=)`` fills: the flat arrays but the
+        gradients, and the step of the next update. A run that goes on from it is the same to the bit."""
+        return {name: x for name, x in self.buffers.items() if name != "grads"} | {"next_step": self._next}
+
     def assign(self, values: Mapping[str, Any]) -> None:
         """Set parameters by name, and their masters, from arrays in host memory. All is checked before any is set."""
         given = {name: np.asarray(value) for name, value in values.items()}

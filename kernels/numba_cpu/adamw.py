@@ -18,7 +18,7 @@ import numpy as np
 
 from .codegen.memory import scratch
 from .dtype import as_uint32, bits, load, magnitude, of_magnitude, read_row, store, write_row
-from .jit import Kernel, compute, exact, kernel, read, types, write
+from .jit import Kernel, as_written, compute, kernel, read, types, write
 from .parallel import claim, items_per_task, launch
 from .philox import philox4x32
 
@@ -71,7 +71,7 @@ def adamw_step(arrays: list[Any], numbers: Numbers, random: tuple[int, int] | No
     )  # fmt: skip
 
 
-@exact
+@as_written
 def moments(g, m, v, u, scale, beta1, rest1, beta2, rest2, size, correction, eps):
     for i in range(len(m)):
         x = load(g, i) * scale
@@ -81,37 +81,37 @@ def moments(g, m, v, u, scale, beta1, rest1, beta2, rest2, size, correction, eps
         u[i] = size * new_m / (np.sqrt(new_v) * correction + eps)
 
 
-@exact
+@as_written
 def changed(w, u):
     for i in range(len(w)):
         w[i] = w[i] - u[i]
 
 
-@exact
+@as_written
 def decayed(w, u, decay):
     for i in range(len(w)):
         w[i] = w[i] - decay * w[i] - u[i]
 
 
-@exact
+@as_written
 def decayed_where(w, u, decay, mask):
     for i in range(len(w)):
         w[i] = (w[i] - decay * w[i] if mask[i] else w[i]) - u[i]
 
 
-@exact
+@as_written
 def widened(w, x):
     for i in range(len(w)):
         w[i] = load(x, i)
 
 
-@exact
+@as_written
 def nearest(x, w):
     for i in range(len(w)):
         store(x, i, w[i])
 
 
-@exact
+@as_written
 def stochastic(x, w, low):
     """``low``: 16 random bits for each element. See reference/adamw.py."""
     for i in range(len(w)):
@@ -123,7 +123,7 @@ def stochastic(x, w, low):
         x[i] = np.uint16(near | np.uint32(0x40) if whole > np.uint32(0x7F800000) else near)
 
 
-@exact
+@as_written
 def random_bits(low, words, first, seed, step):
     """For the elements of a block from ``first`` on, a multiple of TILE."""
     count = words.shape[1]
@@ -144,17 +144,17 @@ def random_bits(low, words, first, seed, step):
             low[at + 2], low[at + 3] = c2[i] >> np.uint32(16), c3[i] >> np.uint32(16)
 
 
-@exact
+@as_written
 def rows_of_states(m, v, m_scale, v_scale, wide, first, stop):
     return write_row(m, ())[first:stop], write_row(v, ())[first:stop]
 
 
-@exact
+@as_written
 def keep_states(new_m, new_v, m, v, m_scale, v_scale, first):
     pass
 
 
-@exact
+@as_written
 def decoded_states(m, v, m_scale, v_scale, wide, first, stop):
     for start in range(first, stop, TILE):
         end, at = min(start + TILE, stop), start - first
@@ -171,7 +171,7 @@ def decoded_states(m, v, m_scale, v_scale, wide, first, stop):
     return wide[0, : stop - first], wide[1, : stop - first]
 
 
-@exact
+@as_written
 def decode(x, codes, scale, most):
     unit = scale / (most * most)
     for i in range(len(x)):
@@ -179,7 +179,7 @@ def decode(x, codes, scale, most):
         x[i] = c * abs(c) * unit
 
 
-@exact
+@as_written
 def encode_states(new_m, new_v, m, v, m_scale, v_scale, first):
     for at in range(0, len(new_m), TILE):
         end, start = min(at + TILE, len(new_m)), first + at
@@ -192,7 +192,7 @@ def encode_states(new_m, new_v, m, v, m_scale, v_scale, first):
         encode_unsigned(write_row(v, ())[start:stop], root, v_scale[tile])
 
 
-@exact
+@as_written
 def largest(x):
     top = magnitude(x[0])
     for i in range(len(x)):
@@ -200,21 +200,21 @@ def largest(x):
     return of_magnitude(top)
 
 
-@exact
+@as_written
 def code_of(x, scale, most):
     part = abs(x) / scale if scale > np.float32(0) else np.float32(0)
     c = (np.sqrt(part) * most + ROUND) - ROUND
     return c if c <= most else most
 
 
-@exact
+@as_written
 def encode_signed(codes, x, scale):
     for i in range(len(x)):
         c = np.int32(code_of(x[i], scale, np.float32(127)))
         codes[i] = -c if x[i] < np.float32(0) else c
 
 
-@exact
+@as_written
 def encode_unsigned(codes, x, scale):
     for i in range(len(x)):
         c = np.int32(code_of(x[i], scale, np.float32(255)))

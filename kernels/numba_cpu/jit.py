@@ -57,7 +57,7 @@ _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper
 inner = njit(fastmath=set(REASSOC), **_WITHIN)
 
 # The same with the operations as they are written, none fused with another: their bits are those of other devices.
-exact = njit(**_WITHIN)
+as_written = njit(**_WITHIN)
 
 
 def _device_options(refcount: bool, **options: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def device_function(function: Any = None, *, refcount: bool = False) -> Any:
 noinline_function = njit_once(**_device_options(False, pipeline_class=NoinlineCompiler))
 
 
-# A device function whose operations are rounded as they are written.
+# A device function whose operations are rounded as they are written; it borrows arrays.
 exact = njit_once(**_device_options(False, fastmath=set()))
 
 

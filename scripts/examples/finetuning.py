@@ -78,9 +78,8 @@ def pretrain(o: argparse.Namespace, config: models.LlamaConfig, tokens: Any) -> 
     flat.assign(models.initial_weights(config, seed=o.seed))
     states = training.Checkpoints(o.folder) if o.folder else None
     if states and states.latest():
-        _, meta = training.load_state(states.latest(), like=flat.state())
-        flat.resume(meta["steps"])
-        print(f"goes on after step {meta['steps']} of {states.latest()}")
+        training.load_state(states.latest(), like=flat.state())
+        print(f"goes on after step {flat.steps}, from {states.latest()}")
     batches = training.Batches(tokens, o.batch, o.seqlen, seed=o.seed)
     weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
 
@@ -89,7 +88,7 @@ def pretrain(o: argparse.Namespace, config: models.LlamaConfig, tokens: Any) -> 
 
     def save(step: int) -> None:
         if states and (step % 100 == 0 or step == o.steps):
-            states.save(step, flat.state(), {"steps": step})
+            states.save(step, flat.state())
 
     losses = train(step_loss, flat, steps=o.steps, lr=o.lr, tokens=o.batch * o.seqlen, save=save)
     return weights, losses
