@@ -34,7 +34,7 @@ def test_a_case_follows_from_its_seed_and_number():
 
 
 def test_every_op_is_drawn():
-    drawn = {kinds.build((7, number)).op for number in range(400)}
+    drawn = {kinds.build((7, number)).op for number in range(800)}
     ops = {name for name in gpu_ops.__all__ if hasattr(getattr(gpu_ops, name), "op")}
     assert ops == drawn
 
