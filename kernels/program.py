@@ -149,6 +149,8 @@ class HostCall:
 
     function: Callable[[dict[str, Any]], None]
     text: str
+    scratch: int = 0
+    """Bytes that it allocates itself for its own duration, where they are more than some KB."""
 
     def __str__(self) -> str:
         return self.text
@@ -187,6 +189,11 @@ class Program:
     def workspace_bytes(self) -> int:
         """All workspaces side by side, each at a multiple of 256 bytes."""
         return sum(-(-w.nbytes // ALIGNMENT) * ALIGNMENT for w in self.workspaces)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What functions on the CPU allocate themselves; they run one after the other."""
+        return max((step.scratch for step in self.steps if isinstance(step, HostCall)), default=0)
 
     def __str__(self) -> str:
         lines = [str(step) for step in self.steps if not isinstance(step, Memset)]
@@ -278,9 +285,9 @@ class Builder:
         """A call of a CUDA library, and what ``explain`` says of it."""
         self._steps.append(LibraryCall(function, tuple(arguments), label))
 
-    def call(self, function: Callable[[dict[str, Any]], None], text: str) -> None:
-        """A function on the CPU, and what ``explain`` says of it."""
-        self._steps.append(HostCall(function, text))
+    def call(self, function: Callable[[dict[str, Any]], None], text: str, scratch: int = 0) -> None:
+        """A function on the CPU, what ``explain`` says of it, and the bytes that it allocates itself."""
+        self._steps.append(HostCall(function, text, scratch))
 
     def note(self, text: str) -> None:
         """A line for ``explain``, once."""

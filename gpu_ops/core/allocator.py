@@ -28,6 +28,9 @@ class Allocator(Protocol):
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
         """A result or a workspace, uninitialised."""
 
+    def scratch(self, nbytes: int) -> None:
+        """In place of running a call: what its functions on the CPU would have allocated themselves meanwhile."""
+
 
 IN_USE: dict[int, Allocator] = {}
 """By thread. Empty almost always, which is quicker to see than :func:`allocator` is to call."""

@@ -58,6 +58,7 @@ class Linked:
         if program.workspaces:
             self._add_workspaces(views, workspace, instead)
         if instead is not None and not instead.runs:
+            instead.scratch(program.scratch_bytes)
             return
         for step in self._steps:
             step(views)

@@ -93,6 +93,9 @@ class Arena:
         self._alive: list[bool] = []
         self._next = 0
 
+    def scratch(self, nbytes: int) -> None:
+        raise AssertionError("calls run in an arena")
+
     def __enter__(self) -> Arena:
         left = [self._plan[i].label for i, alive in enumerate(self._alive) if alive]
         if left:

@@ -73,6 +73,7 @@ class Trace:
     _live: int = field(default=0, init=False)
     _peak: int = field(default=0, init=False)
     _peak_at: int = field(default=0, init=False)
+    _scratch: int = field(default=0, init=False)
 
     def __enter__(self) -> Trace:
         with contextlib.ExitStack() as stack:
@@ -98,9 +99,14 @@ class Trace:
         self.buffers.append(buffer)
         self._live += buffer.nbytes
         if self._live > self._peak:
-            self._peak, self._peak_at = self._live, buffer.came
+            self._peak, self._peak_at, self._scratch = self._live, buffer.came, 0
         array = np.asarray(_Reserved(self, buffer))
         return array[: buffer.nbytes].view(dtype).reshape(shape)
+
+    def scratch(self, nbytes: int) -> None:
+        """Memory of the CPU's kernels for the length of a call."""
+        if self._live + nbytes > self._peak:
+            self._peak, self._peak_at, self._scratch = self._live + nbytes, self._now, nbytes
 
     def goes(self, buffer: Buffer) -> None:
         """The last array on a buffer is gone."""
@@ -122,6 +128,7 @@ class Trace:
         """What is alive at the peak, the largest first."""
         at = self._peak_at
         alive = [b for b in self.buffers if b.came <= at and (b.went is None or b.went > at)]
+        alive += [Buffer("scratch of the CPU's kernels", self._scratch, at)] * (self._scratch > 0)
         return sorted(alive, key=lambda b: -b.nbytes)
 
 

@@ -49,7 +49,7 @@ def _forward_cpu(spec: Spec, on: Builder) -> None:
             as_rows(views["y"]),
         )
 
-    on.call(run, "one matrix product")
+    on.call(run, "one matrix product", kernels.scratch_bytes(*_sizes(spec))[0])
 
 
 @lowers("linear_backward", "cpu")
@@ -70,9 +70,17 @@ def _backward_cpu(spec: Spec, on: Builder) -> None:
 
     if _has_products(spec, on):
         both = spec.get("dx") is not None and spec.get("dweight") is not None
-        on.call(multiply, "two matrix products" if both else "one matrix product")
+        text, wanted = "two matrix products" if both else "one matrix product", ("dx", "dweight")
+        sizes = zip(wanted, kernels.scratch_bytes(*_sizes(spec))[1:], strict=True)
+        on.call(multiply, text, max(n for name, n in sizes if spec.get(name) is not None))
     if _has_rows(spec, on):
         on.call(sum_rows, "the sum of the rows of dy")
+
+
+def _sizes(spec: Spec) -> tuple[int, int, int, str]:
+    """Tokens, the weight's rows and columns, dtype."""
+    x, (rows, cols) = rows_of(spec, "x"), spec.tensor("weight").shape
+    return len(x), rows, cols, x.dtype.name
 
 
 def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:

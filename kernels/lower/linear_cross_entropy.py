@@ -63,7 +63,7 @@ def _has_logits(spec: Spec, on: Builder) -> bool:
 def _cpu(spec: Spec, on: Builder) -> None:
     from gpu_ops.kernels.numba_cpu import linear as sums
     from gpu_ops.kernels.numba_cpu.dtype import aligned_empty
-    from gpu_ops.kernels.numba_cpu.linear_cross_entropy import Chunks
+    from gpu_ops.kernels.numba_cpu.linear_cross_entropy import Chunks, scratch_bytes
 
     parts, options_of = list(chunks(spec, _CPU_BYTES, *_CPU_ROWS)), losses.options_cpu(spec)
     reduction = spec["reduction"]
@@ -91,7 +91,9 @@ def _cpu(spec: Spec, on: Builder) -> None:
         if reduction != "none":
             views["loss"][...] = np.sum(loss, dtype=np.float64) * factor
 
-    on.call(run, f"{len(parts)} x {longest} rows")
+    kinds: dict[str, Any] = {"dtype": spec.tensor("x").dtype, "wide": wide, "grads": grads}
+    scratch = scratch_bytes(longest, *spec.tensor("weight").shape, **kinds)
+    on.call(run, f"{len(parts)} x {longest} rows", scratch)
 
 
 def _dloss_of_rows(spec: Spec, views: Mapping[str, Any], factor: float, like: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from .dtype import bits, load, read_row, write_row
 from .gemm import matmul, tile_size
 from .jit import compute, kernel, read, types, write
-from .packing import pack, packed
+from .packing import pack, packed, panel_bytes
 from .parallel import claim, launch
 
 Array = np.ndarray[Any, Any]
@@ -29,6 +29,12 @@ def spans(length: int, step: int = TOKENS) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
+def scratch_bytes(tokens: int, rows: int, cols: int, dtype: str) -> tuple[int, int, int]:
+    """What y, dx and dweight of a weight (rows, cols) take while they are computed."""
+    n, kind = min(tokens, TOKENS), packed(dtype)
+    return panel_bytes(cols, n, kind), panel_bytes(rows, n, kind), panel_bytes(n, cols, kind)
+
+
 def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None, y: Array) -> None:
     """x (tokens, in_features), y and residual (tokens, out_features)."""
     row = None if bias is None else bias[None]
@@ -36,12 +42,14 @@ def forward(x: Array, weight: Array, bias: Array | None, residual: Array | None,
         panels = pack(x[t], packed(x.dtype.name), trans=True)
         addends = (None if residual is None else residual[t], row)
         matmul(weight, panels, y[t], trans_out=True, addends=addends)
+        del panels  # before the next are made
 
 
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:
     for t in spans(len(dy)):
         panels = pack(dy[t], packed(dy.dtype.name), trans=True)
         matmul(weight, panels, dx[t], trans_a=True, trans_out=True)
+        del panels
 
 
 def backward_weight(dy: Array, x: Array, dweight: Array, *, add: bool) -> None:
@@ -49,6 +57,7 @@ def backward_weight(dy: Array, x: Array, dweight: Array, *, add: bool) -> None:
     for t in spans(len(x)):
         panels = pack(x[t], packed(x.dtype.name), trans=False)
         matmul(dy[t], panels, dweight, trans_a=True, first=t.start == 0 and not add)
+        del panels
 
 
 def sum_rows(x: Array, total: Array, *, add: bool) -> None:

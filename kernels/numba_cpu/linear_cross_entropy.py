@@ -15,12 +15,28 @@ import numpy as np
 from . import cross_entropy, linear
 from .gemm import matmul
 from .linear import spans
-from .packing import pack, packed
+from .packing import pack, packed, panel_bytes
 
 Array = np.ndarray[Any, Any]
 
 # of dlogits, packed at a time for dx: 1 MiB of float32. Half of either is up to 10 % slower, all at once as fast
 ROWS, CLASSES = 512, 512
+
+
+def scratch_bytes(
+    rows: int, vocab: int, hidden: int, *, dtype: np.dtype[Any], wide: np.dtype[Any], grads: bool
+) -> int:
+    """What a chunk of so many rows takes: its logits, and the most of any product."""
+    logits, (of_x, _, of_dweight) = (
+        rows * vocab * wide.itemsize,
+        linear.scratch_bytes(rows, vocab, hidden, dtype.name),
+    )
+    if not grads:
+        return logits + of_x
+    part = min(rows, ROWS)
+    of_dx = panel_bytes(min(vocab, CLASSES), part, packed(dtype.name))
+    of_dx += part * hidden * wide.itemsize if dtype != wide else 0
+    return logits + max(of_x, of_dx, of_dweight)
 
 
 class Chunks:

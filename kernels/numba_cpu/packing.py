@@ -13,6 +13,7 @@ such a word; neighbours in a column are interleaved. An odd K ends with a zero.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,18 +61,30 @@ class Panels:
 
     @classmethod
     def empty(cls, depth: int, n: int, kind: str) -> Panels:
-        dtype = np.dtype(kind)
-        nr = 2 * VECTOR_BYTES // dtype.itemsize
-        steps = -(-depth // 2) if kind == "uint32" else depth
-        across = max(1, -(-n // nr))
-        columns = across * nr
-        most, least = (BLOCK_OF_TILES, 128) if in_registers(kind) and columns > IN_PLACE else (BLOCK, 256)
-        blocks = max(1, -(-steps // max(least, min(most // columns, 2048))))
-        block = max(1, -(-steps // blocks))
-        if blocks > 1:  # whole sums and tiles, so that a column has the same bits whatever is beside it
-            block = -(-block // SUM_STEPS) * SUM_STEPS
-            blocks = -(-steps // block)
-        return cls(aligned_empty((blocks * across, block * nr), dtype), n, depth, blocks)
+        blocks, shape = panel_shape(depth, n, kind)
+        return cls(aligned_empty(shape, np.dtype(kind)), n, depth, blocks)
+
+
+def panel_shape(depth: int, n: int, kind: str) -> tuple[int, tuple[int, int]]:
+    """Blocks of K, and the shape of the array of :class:`Panels`."""
+    dtype = np.dtype(kind)
+    nr = 2 * VECTOR_BYTES // dtype.itemsize
+    steps = -(-depth // 2) if kind == "uint32" else depth
+    across = max(1, -(-n // nr))
+    columns = across * nr
+    most, least = (BLOCK_OF_TILES, 128) if in_registers(kind) and columns > IN_PLACE else (BLOCK, 256)
+    blocks = max(1, -(-steps // max(least, min(most // columns, 2048))))
+    block = max(1, -(-steps // blocks))
+    if blocks > 1:  # whole sums and tiles, so that a column has the same bits whatever is beside it
+        block = -(-block // SUM_STEPS) * SUM_STEPS
+        blocks = -(-steps // block)
+    return blocks, (blocks * across, block * nr)
+
+
+def panel_bytes(depth: int, n: int, kind: str) -> int:
+    """Memory of packed B, (depth, n)."""
+    _, shape = panel_shape(depth, n, kind)
+    return math.prod(shape) * np.dtype(kind).itemsize
 
 
 def pack(b: Array, kind: str, *, trans: bool) -> Panels:
