@@ -1,0 +1,50 @@
+"""A whole training step of CUDA kernels, on the emulator under the sanitizer, against the CPU's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compilers import needs_nvrtc
+
+import gpu_ops
+from gpu_ops import models, training
+
+pytestmark = needs_nvrtc
+CONFIG = models.LlamaConfig(vocab=32, hidden=64, ffn=96, nlayers=2, nheads=4, nheads_kv=2)
+SLOW = [
+    pytest.param(kernels, dtype, policy, marks=pytest.mark.slow)
+    for kernels in ("raw", "numba")
+    for dtype, policy in (("float32", "none"), ("bfloat16", "none"), ("float16", "layer"))
+]
+
+
+def step(dtype, policy):
+    """Loss, gradients, and weights after an update."""
+    flat = training.FlatParams.from_shapes(CONFIG.shapes(), dtype=dtype)
+    flat.assign(models.initial_weights(CONFIG, std=0.1))
+    weights, grads = models.Llama.of(flat.params, CONFIG), models.Llama.of(flat.grads, CONFIG)
+    ids = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 16)).astype(np.int32)
+    targets = np.roll(ids, -1, 1)
+    targets[:, -1] = -100
+    loss = models.loss_and_grads(ids, targets, weights, CONFIG, grads=grads, policy=policy)
+    norm, found_inf = gpu_ops.global_norm(flat.buffers["grads"])
+    scale = training.clip_coefficient(norm, 1.0)
+    found = {name: x.copy() for name, x in flat.grads.items()}
+    flat.step(lr=1e-3, weight_decay=0.1, grad_scale=scale, skip=found_inf)
+    return float(loss), found, {name: x.astype(np.float64) for name, x in flat.params.items()}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "policy"), [("raw", "bfloat16", "mlp"), *SLOW], ids=lambda x: str(x)
+)
+def test_a_step_is_the_cpus(kernels, dtype, policy, monkeypatch):
+    loss, grads, weights = step(dtype, policy)
+    monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
+    monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
+    other, found, updated = step(dtype, policy)
+    ulp = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    assert abs(other - loss) < 4 * ulp * loss
+    for name, g in grads.items():
+        assert np.abs(found[name] - g).max() < 24 * ulp * np.abs(g).max(), name
+    for name, w in weights.items():
+        assert np.abs(updated[name] - w).max() < 2e-3 + 2 * ulp * np.abs(w).max(), name
