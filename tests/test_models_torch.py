@@ -7,40 +7,13 @@ import pytest
 
 import gpu_ops
 from gpu_ops import models, training
+from perf.torch_llama import torch_loss
 
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 
 CONFIG = models.LlamaConfig(vocab=64, hidden=64, ffn=176, nlayers=2, nheads=4, nheads_kv=2)
 BATCH, SEQLEN, LR, BETAS, DECAY = 8, 32, 3e-3, (0.9, 0.95), 0.1
-
-
-def torch_loss(p, config, ids, targets):
-    f, d = torch.nn.functional, config.head_dim
-    x = p["embed"][ids]
-    batch, seqlen = ids.shape
-    inv_freq = config.theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
-    angles = torch.arange(seqlen, dtype=torch.float64)[:, None] * inv_freq
-    cos, sin = (torch.cat([g(angles)] * 2, -1).to(x.dtype)[:, None] for g in (torch.cos, torch.sin))
-
-    def rotated(t):
-        first, second = t.chunk(2, -1)
-        return t * cos + torch.cat([-second, first], -1) * sin
-
-    def norm(t, name):
-        return f.rms_norm(t, (config.hidden,), p[name], config.eps)
-
-    for i in range(config.nlayers):
-        at = f"layers.{i}."
-        qkv = (norm(x, at + "attn_norm") @ p[at + "qkv"].T).view(batch, seqlen, -1, d)
-        q, k, v = (qkv[:, :, heads] for heads in config.head_slices)
-        q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
-        a = f.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + a.transpose(1, 2).reshape(batch, seqlen, -1) @ p[at + "o"].T
-        gate, up = (norm(x, at + "mlp_norm") @ p[at + "gate_up"].T).chunk(2, -1)
-        x = x + (f.silu(gate) * up) @ p[at + "down"].T
-    z = norm(x, "norm") @ p["lm_head"].T
-    return f.cross_entropy(z.flatten(0, 1), targets.flatten())
 
 
 def data(seed):

@@ -29,6 +29,7 @@ TINY = {
     "softmax": 8,
     "swiglu": 4,
     "ternary": 2,
+    "training": 16,
 }
 
 
