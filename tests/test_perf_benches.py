@@ -59,7 +59,8 @@ def test_bench_smoke(op, monkeypatch):
             continue
         result = harness.run_case(one, config, LIMITS, effort=FAST)
         assert result.passed, (one.key, result.failure or result.error)
-        assert {"ours", "naive"} <= set(result.timings)
+        assert "ours" in result.timings
+        assert one.naive is None or "naive" in result.timings
 
 
 @pytest.mark.parametrize("op", sorted(TINY))
