@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
+from compilers import needs_nvrtc
 from processes import ROOT, python
+
+from gpu_ops import models, training
 
 SMALL = [
     "--hidden",
@@ -26,12 +30,22 @@ LABELS = ("attention, causal", "residual + rmsnorm", "swiglu_mlp", "whole layer"
 
 
 @pytest.fixture
-def decoder_layer(monkeypatch):
-    path = ROOT / "scripts" / "examples" / "decoder_layer.py"
-    spec = importlib.util.spec_from_file_location("decoder_layer", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "decoder_layer", module)  # dataclasses look themselves up
-    spec.loader.exec_module(module)
+def example(monkeypatch):
+    """An example by its name, as a module."""
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "examples" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look themselves up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def decoder_layer(example, monkeypatch):
+    module = example("decoder_layer")
     # The first changes malloc for the rest of the process, the second collects garbage; the run as a file has both.
     monkeypatch.setattr(module, "keep_nothing", lambda: None)
     monkeypatch.setattr(module, "peak_growth", lambda call: (0, call()))
@@ -97,3 +111,109 @@ def test_decoder_layer_refuses_impossible_shapes(decoder_layer, options, capsys)
     with pytest.raises(SystemExit) as stop:
         decoder_layer.main([*SMALL, *options])
     assert stop.value.code == 2
+
+
+@needs_nvrtc
+def test_simple_attention(example, capsys):
+    assert example("simple_attention").main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert "textbook formula" in printed
+    assert "The CUDA C++ kernels on the emulator" in printed
+
+
+def test_simple_attention_without_a_compiler(example, monkeypatch, capsys):
+    module = example("simple_attention")
+    monkeypatch.setattr(module, "compiler_missing", lambda backend: "there is no NVRTC")
+    assert module.main(["--tiny"]) == 0
+    assert "there is no NVRTC. Install gpu-ops[emulator]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("result", range(4))
+def test_simple_attention_notices_a_wrong_result(example, monkeypatch, capsys, result):
+    module = example("simple_attention")
+    right = module.attend
+
+    def wrong(*inputs, backend=None, **where):
+        found = right(*inputs, backend=backend, **where)
+        if backend is None:
+            found[result].flat[0] += 1e-3
+        return found
+
+    monkeypatch.setattr(module, "attend", wrong)
+    monkeypatch.setattr(module, "compiler_missing", lambda backend: "not asked")
+    assert module.main(["--tiny"]) == 1
+    assert "larger than the formula's allows" in capsys.readouterr().err
+
+
+def test_mixed_precision(example, monkeypatch, capsys):
+    module, kept = example("mixed_precision"), {}
+    report = module.report
+    monkeypatch.setattr(module, "report", lambda runs, title: (kept.update(runs), report(runs, title)))
+    sizes = ["--steps", "12", "--batch", "2", "--seqlen", "32", "--growth-interval", "4"]
+    assert module.main(["--tiny", *sizes]) == 0
+    single, bf16, fp16 = (kept[dtype] for dtype in module.DTYPES)
+    first = fp16.skipped[0]
+    assert first == 0
+    for step, (before, after) in enumerate(zip(fp16.scales, fp16.scales[1:], strict=False)):
+        assert (after == before / 2) == (step in fp16.skipped)
+    taken = [loss for step, loss in enumerate(fp16.losses) if step not in fp16.skipped]
+    assert taken[-1] < fp16.losses[0] - 0.3
+    assert single.skipped == bf16.skipped == []
+    np.testing.assert_allclose(bf16.losses, single.losses, rtol=0.01)
+    assert fp16.losses[0] == pytest.approx(single.losses[0], rel=1e-3)
+    assert fp16.nbytes["params"] * 2 == single.nbytes["params"] == fp16.nbytes["master"]
+    printed = capsys.readouterr().out
+    assert printed.count("overflow: skipped") == len(fp16.skipped)
+    assert "minus that of float32" in printed
+
+
+def test_memory_optimization(example, capsys):
+    assert example("memory_optimization").main(["--tiny", "--batch", "2", "--seqlen", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert all(printed.count(f" {policy} ") >= 2 for policy in models.POLICIES)
+    assert "an arena of" in printed
+    assert "Llama-3-8B" in printed
+
+
+def test_memory_optimization_notices_another_loss(example, monkeypatch, capsys):
+    module = example("memory_optimization")
+    make_step = module.make_step
+
+    def wrong(config, o):
+        step = make_step(config, o)
+        return lambda policy: step(policy) + 1e-6 * (policy == "mlp")
+
+    monkeypatch.setattr(module, "make_step", wrong)
+    assert module.main(["--tiny", "--batch", "2", "--seqlen", "32"]) == 1
+    assert "the losses differ" in capsys.readouterr().err
+
+
+def test_finetuning_goes_on_where_it_stopped(example, monkeypatch, capsys, tmp_path):
+    module, curves = example("finetuning"), []
+    monkeypatch.setattr(module, "plot", lambda path, found: curves.append(list(found.values())))
+
+    def run(folder, steps):
+        sizes = ["--lora-steps", "3", "--batch", "2", "--seqlen", "32", "--vocab", "300"]
+        folder = tmp_path / folder
+        assert (
+            module.main(["--tiny", "--steps", str(steps), *sizes, "--folder", str(folder), "--plot", "x"])
+            == 0
+        )
+        assert training.Checkpoints(folder).steps()[-1] == steps
+        return curves[-1]
+
+    whole, adapters = run("whole", 6)
+    assert (len(whole), len(adapters)) == (6, 3)
+    first, _ = run("parts", 4)
+    capsys.readouterr()
+    second, again = run("parts", 6)
+    assert "goes on after step 4" in capsys.readouterr().out
+    assert first + second == whole
+    assert again == adapters
+
+
+def test_finetuning_draws_its_losses(example, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "curve.svg"
+    example("finetuning").plot(str(path), {"a": [2.0, 1.0], "b": [1.5]})
+    assert "<svg" in path.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from fake_cupy import FakeArray
 import gpu_ops
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
 from gpu_ops.training.flat import FlatParams
+from gpu_ops.training.scaler import GradScaler, clip_coefficient
 
 SHAPES = {"norm": (7,), "up": (5, 60), "scale": (), "embedding": (300, 2), "nothing": (0, 4)}
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -194,3 +197,24 @@ def test_assign_checks_all_before_it_writes(rng):
     with pytest.raises(OptionError, match="did you mean 'norm'"):
         flat.assign({"up": np.ones((5, 60)), "norms": np.ones(7)})
     assert not flat.buffers["params"].any()
+
+
+@pytest.mark.parametrize("overflow", [math.inf, math.nan])
+def test_a_step_that_overflows_is_skipped(overflow):
+    """The recipe of training.scaler on NumPy arrays, where the product of two arrays () is a number."""
+    flat = FlatParams.from_shapes({"weight": (3, 5)}, dtype="float16", device="cpu")
+    scaler = GradScaler(init_scale=1024.0)
+    gradients = [1.0, overflow, 1.0]
+    for step, value in enumerate(gradients):
+        before = {name: x.copy() for name, x in flat.state().items()}
+        flat.grads["weight"][...] = value * float(scaler.scale)
+        norm, found_inf = gpu_ops.global_norm(flat.buffers["grads"])
+        factor = scaler.inv_scale * clip_coefficient(norm * scaler.inv_scale, 1.0)
+        flat.step(lr=0.1, grad_scale=factor, skip=found_inf)
+        scaler.update(found_inf)
+        same = all(np.array_equal(x, before[name]) for name, x in flat.state().items())
+        assert same == (step == 1)
+        assert np.isfinite(flat.params["weight"]).all()
+    assert (flat.steps, float(scaler.scale)) == (2, 512.0)
+    with pytest.raises(OptionError, match="grad_scale must be finite"):
+        flat.step(lr=0.1, grad_scale=overflow)

@@ -81,7 +81,8 @@ def adamw_step(
     decay_mask : bool or uint8 array (...), optional
         Which elements decay. Without: all.
     grad_scale : number, or float32 or float64 array ()
-        What the gradients are multiplied by: the factor that clips them, or 1 / loss scale.
+        What the gradients are multiplied by: the factor that clips them, or 1 / loss scale. With ``skip`` it need not
+        be finite.
     skip : float32 or int32 array (), optional
         Where it is not 0, nothing changes: the gradients were not finite. On a GPU no call waits for it.
     master : float32 array (...), C-contiguous, optional
@@ -132,7 +133,8 @@ def adamw_step(
     is_array = _read_number(call, "step", step, counts, ("int32", "int64"))
     look = _look_at_step(call.op) if is_array and not call.on_cuda else None
     _read_number(call, "lr", lr, functools.partial(checks.number, low=0.0), ("float32", "float64"))
-    _read_number(call, "grad_scale", grad_scale, _grad_scale, ("float32", "float64"))
+    factor = _grad_scale if skip is None else _grad_scale_or_overflow
+    _read_number(call, "grad_scale", grad_scale, factor, ("float32", "float64"))
     if skip is not None:
         _read_number(call, "skip", skip, _no_number, ("float32", "int32"))
     params_ = _update(call, "params", params)
@@ -277,6 +279,14 @@ def _no_number(op: str, name: str, value: Any) -> None:
 
 def _grad_scale(op: str, name: str, value: Any) -> float:
     return 1.0 if value is None else checks.number(op, name, value)
+
+
+def _grad_scale_or_overflow(op: str, name: str, value: Any) -> float:
+    """The factor of a step that is skipped comes from a norm that overflowed. It is a number where NumPy multiplied
+    two arrays (); such an array is not looked at either."""
+    if isinstance(value, (float, np.floating)) and not np.isfinite(value):
+        return float(value)
+    return _grad_scale(op, name, value)
 
 
 @lowers("adamw_step", "reference")
