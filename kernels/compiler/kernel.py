@@ -64,7 +64,7 @@ _FLAGS = frozenset(
     {
         *("SOFTCAP", "ALIBI", "SINKS", "BLOCK_MASK", "DROPOUT", "VARLEN", "SEQUSED_K", "PAGED", "PACK_GQA"),
         *("SPLIT", "GATED", "PLAIN", "INTERLEAVED", "GROUPED", "SCALED", "DIVIDED", "TEAM", "ALIGNED"),
-        *("EXACT", "SKIP", "A_ALONG_K", "B_ALONG_K", "WIDE_LSE", "DELTA", "PARTS", "WIDE_DOUT", "ONE_K"),
+        *("EXACT", "SKIP", "A_ALONG_K", "B_ALONG_K", "WIDE_LSE", "DELTA", "PARTS", "WIDE_DOUT", "ONE_K", "MASTER"),
     }
 )
 _NOTHING = frozenset({"kNone", "kOne", "kPlain", "nothing"})
