@@ -12,6 +12,7 @@ import pytest
 import gpu_ops
 from gpu_ops import models
 from gpu_ops.errors import OptionError, ShapeError
+from gpu_ops.kernels.numba_cpu import parallel
 from gpu_ops.models import LlamaConfig
 
 CONFIG = LlamaConfig(vocab=29, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
@@ -73,6 +74,18 @@ def test_policies_give_the_same_bits(dtype):
         other, again = loss_and_grads(ids, targets, dtype=dtype, policy=policy)
         assert other == loss
         assert all(np.array_equal(again[name], g) for name, g in grads.items()), policy
+
+
+def test_the_same_bits_for_any_number_of_threads(monkeypatch):
+    ids, targets = tokens((3, 150)), tokens((3, 150), 2)
+    found = []
+    for count in (1, 2, 5):
+        monkeypatch.setattr(parallel, "thread_count", lambda count=count: count)
+        gpu_ops.core.op.forget_calls()
+        found.append(loss_and_grads(ids, targets, dtype=np.float32))
+    for loss, grads in found[1:]:
+        assert loss == found[0][0]
+        assert all(np.array_equal(grads[name], g) for name, g in found[0][1].items())
 
 
 def test_a_policy_keeps_what_it_says():
