@@ -16,7 +16,7 @@ import numpy as np
 from gpu_ops.errors import OptionError
 from gpu_ops.memory_pool import POOL
 
-__all__ = ["IN_USE", "Allocator", "allocator", "empty_like", "use_allocator"]
+__all__ = ["IN_USE", "Allocator", "allocator", "empty_like", "new_array", "use_allocator"]
 
 
 class Allocator(Protocol):
@@ -24,6 +24,8 @@ class Allocator(Protocol):
 
     runs: bool
     """Whether calls run; False: they are validated, lowered and allocated for, no more."""
+    on_gpu: bool
+    """Whether the arrays are those of a GPU, planned or real."""
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
         """A result or a workspace, uninitialised."""
@@ -56,11 +58,16 @@ def use_allocator(one: Allocator) -> Iterator[None]:
 
 def empty_like(x: Any, label: str) -> Any:
     """A contiguous uninitialised array of ``x``'s shape, dtype and library, from the allocator of this thread."""
+    return new_array(tuple(x.shape), x.dtype, label, on_host=isinstance(x, np.ndarray))
+
+
+def new_array(shape: tuple[int, ...], dtype: np.dtype[Any], label: str, *, on_host: bool = False) -> Any:
+    """An uninitialised array, of NumPy or on the current CUDA device, from the allocator of this thread."""
     instead = allocator()
     if instead is not None:
-        return instead.allocate(tuple(x.shape), x.dtype, label)
-    if isinstance(x, np.ndarray):
-        return POOL.empty(x.shape, x.dtype)
+        return instead.allocate(shape, dtype, label)
+    if on_host:
+        return POOL.empty(shape, dtype)
     import cupy
 
-    return cupy.empty(x.shape, x.dtype)
+    return cupy.empty(shape, dtype)

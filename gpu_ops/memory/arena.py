@@ -79,6 +79,7 @@ class Arena:
     def __init__(self, trace: Trace, device: str = "cpu", limit: int | None = None) -> None:
         if device not in ("cpu", "cuda"):
             raise OptionError(f"memory.Arena: device must be 'cpu' or 'cuda', got {device!r}")
+        self.on_gpu = device == "cuda"
         self._plan = [b for b in trace.buffers if not b.given]
         alignment = 64 if device == "cpu" else 512
         self._offsets, self.nbytes = place(self._plan, alignment)

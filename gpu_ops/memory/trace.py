@@ -69,6 +69,7 @@ class Trace:
     device: str | None = None
     buffers: list[Buffer] = field(default_factory=list)
     runs: bool = field(default=False, init=False)
+    on_gpu: bool = field(default=False, init=False)
     _now: int = field(default=0, init=False)
     _live: int = field(default=0, init=False)
     _peak: int = field(default=0, init=False)
@@ -76,6 +77,7 @@ class Trace:
     _scratch: int = field(default=0, init=False)
 
     def __enter__(self) -> Trace:
+        self.on_gpu = self.device not in (None, "cpu")
         with contextlib.ExitStack() as stack:
             stack.enter_context(_running_on(self.device))
             stack.enter_context(use_allocator(self))

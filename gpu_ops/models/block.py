@@ -20,6 +20,7 @@ from typing import Any
 from gpu_ops.core.allocator import empty_like
 from gpu_ops.core.checks import one_of
 from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.offload import fetched, offloaded
 from gpu_ops.models.projection import project, project_backward
 from gpu_ops.models.weights import Block
 from gpu_ops.ops.attention import attention, attention_backward
@@ -51,6 +52,7 @@ POLICIES: dict[str, frozenset[str]] = {
     "norms": frozenset({"qkv", "attn", "lse", "x2"}),
     "attention": frozenset({"x2"}),
     "layer": frozenset(),
+    "offload": frozenset(),  # and its input goes to the host
 }
 
 
@@ -90,7 +92,8 @@ def block_forward(
         In x's dtype.
     policy : str
         ``none`` makes nothing again, ``mlp`` gate and up, ``norms`` the normalised inputs too, ``attention``
-        attention and its projections too, ``layer`` all.
+        attention and its projections too, ``layer`` all. ``offload`` is ``layer`` whose input waits in pinned host
+        memory, where it lies on a GPU: see :func:`gpu_ops.models.offload.release`.
 
     Returns
     -------
@@ -108,6 +111,8 @@ def block_forward(
     y = project(act, weights.down, run.saved.x2)
     if "x2" not in keep:
         run.saved.drop("x2")
+    if policy == "offload":
+        run.saved.x = offloaded(x)
     return y, run.saved
 
 
@@ -134,6 +139,7 @@ def block_backward(
     -------
     dx : array like x
     """
+    saved.x = fetched(saved.x)
     run = _Run(saved, weights, config, sequences or Sequences())
     gate_up = run.need("gate_up")
     act = swiglu(gate_up, activation=config.activation)

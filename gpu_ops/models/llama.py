@@ -8,6 +8,7 @@ from typing import Any
 from gpu_ops.errors import OptionError
 from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.offload import prefetch, release
 from gpu_ops.models.weights import Llama
 from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.linear import linear
@@ -83,6 +84,8 @@ def loss_and_grads(
     saved: list[Saved] = []
     for layer, kept in zip(weights.layers, _policies(policy, config), strict=True):
         x, one = block_forward(x, layer, config, policy=kept, sequences=sequences)
+        if saved:
+            release(saved[-1].x)  # a layer later: its copy had the time of one
         saved.append(one)
         del one
     h, rstd = rmsnorm(x, weights.norm, eps=config.eps, return_rstd=True)
@@ -93,7 +96,10 @@ def loss_and_grads(
     dx, _ = rmsnorm_backward(dh, x, weights.norm, rstd, dweight=grads.norm)
     del dh, x, rstd
     for layer, grad in zip(reversed(weights.layers), reversed(grads.layers), strict=True):
-        dx = block_backward(dx, layer, saved.pop(), config, grads=grad, sequences=sequences)
+        one = saved.pop()
+        if saved:
+            prefetch(saved[-1].x)
+        dx = block_backward(dx, layer, one, config, grads=grad, sequences=sequences)
     if grads.embed is not None:
         embedding_backward(dx, ids, config.vocab, dweight=grads.embed)
     return value
