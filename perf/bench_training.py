@@ -20,6 +20,7 @@ import numpy as np
 import gpu_ops
 from gpu_ops import models, training
 from gpu_ops.reference.precision import Precision
+from perf.build import torch_view
 from perf.case import DTYPES, Call, Case, Config, Inputs
 
 CONFIG = models.LlamaConfig(vocab=256, hidden=256, ffn=688, nlayers=4, nheads=4, nheads_kv=2)
@@ -71,10 +72,16 @@ def config_of(x: Inputs) -> models.LlamaConfig:
     return SMALL if x["weights"]["embed"].shape[0] == SMALL.vocab else CONFIG
 
 
+def device_of(x: Inputs) -> str:
+    """The weights start on the host; the tokens are where the step runs."""
+    return "cpu" if isinstance(x["ids"], np.ndarray) else "cuda"
+
+
 def ours(x: Inputs, policy: str = "none", **how: Any) -> Call:
     """A step, and the gradients in front of it: those of the first call are judged."""
     config = config_of(x)
-    flat = training.FlatParams.from_shapes(config.shapes(), dtype=x["weights"]["embed"].dtype.name)
+    dtype = x["weights"]["embed"].dtype.name
+    flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype, device=device_of(x))
     flat.assign(x["weights"])
     weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
 
@@ -107,16 +114,16 @@ def torch_step(x: Inputs) -> Call:
 
     from perf.torch_llama import torch_loss
 
-    config = config_of(x)
+    config, where = config_of(x), device_of(x)
+    kind = getattr(torch, x["weights"]["embed"].dtype.name)
     start = {name: torch.tensor(w.astype(np.float32)) for name, w in x["weights"].items()}
-    kind = torch.bfloat16 if x["weights"]["embed"].dtype.name == "bfloat16" else torch.float32
-    p = {name: w.to(kind).requires_grad_() for name, w in start.items()}
+    p = {name: w.to(where, kind).requires_grad_() for name, w in start.items()}
     groups = [
         {"params": [w for w in p.values() if w.ndim == n], "weight_decay": decay}
         for n, decay in ((2, 0.1), (1, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
-    ids, targets = (torch.tensor(x[name], dtype=torch.long) for name in ("ids", "targets"))
+    ids, targets = (torch_view(x[name]).long() for name in ("ids", "targets"))
 
     def run() -> None:
         optimizer.zero_grad()

@@ -16,8 +16,8 @@ def torch_loss(p: Any, config: LlamaConfig, ids: Any, targets: Any) -> Any:
     f, d = torch.nn.functional, config.head_dim
     x = p["embed"][ids]
     batch, seqlen = ids.shape
-    inv_freq = config.theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
-    angles = torch.arange(seqlen, dtype=torch.float64)[:, None] * inv_freq
+    inv_freq = config.theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=ids.device) / d)
+    angles = torch.arange(seqlen, dtype=torch.float64, device=ids.device)[:, None] * inv_freq
     cos, sin = (torch.cat([g(angles)] * 2, -1).to(x.dtype)[:, None] for g in (torch.cos, torch.sin))
 
     def rotated(t: Any) -> Any:
