@@ -165,6 +165,26 @@ def test_an_arena_that_does_not_fit_is_refused_before_the_first_kernel():
         memory.Arena(huge)
 
 
+def test_an_arena_is_entered_once():
+    arena = memory.Arena(traced(step, make_x()))
+    with arena:
+        with pytest.raises(OptionError, match="in use already"), arena:
+            pass
+        step(make_x())  # still in the arena
+        with pytest.raises(OptionError, match="no more"):
+            step(make_x())
+    with arena:
+        step(make_x())
+
+
+def test_scratch_at_the_peak():
+    x, weight = make_x(), np.ones((256, COLS), np.float32)
+    trace = traced(lambda: gpu_ops.linear(x, weight))
+    labels = [b.label for b in trace.at_peak()]
+    assert sorted(labels) == ["linear: y", "scratch of the CPU's kernels"]
+    assert trace.peak_bytes == sum(b.nbytes for b in trace.at_peak())
+
+
 def test_traces_and_arenas_do_not_nest():
     arena = memory.Arena(traced(step, make_x()))
     with arena, pytest.raises(OptionError, match="in use in this thread already"), memory.Trace():

@@ -151,13 +151,21 @@ def test_mistakes_are_typed_and_add_nothing():
     with pytest.raises(OptionError, match="'norm'"):
         models.Llama.of(arrays, CONFIG)
     ids = tokens((1, 4))
-    for options, error in (
-        ({"policy": "all"}, OptionError),
-        ({"policy": ["none"]}, OptionError),
-        ({"reduction": "some"}, OptionError),
+    arrays, grads = made()
+    weights = models.Llama.of(arrays, CONFIG)
+    wrong = models.Llama.of(grads | {"layers.0.down": np.zeros((32, 48))}, CONFIG)
+    wrong.layers[0].down = np.zeros((3, 3))
+    fewer = dataclasses.replace(CONFIG, nlayers=1)
+    for into, config, options, error in (
+        (wrong, CONFIG, {}, ShapeError),
+        (models.Llama.of(grads, CONFIG), fewer, {}, OptionError),
+        (models.Llama.of(grads, CONFIG), CONFIG, {"return_lse": True}, OptionError),
+        (models.Llama.of(grads, CONFIG), CONFIG, {"policy": "all"}, OptionError),
+        (models.Llama.of(grads, CONFIG), CONFIG, {"policy": ["none"]}, OptionError),
+        (models.Llama.of(grads, CONFIG), CONFIG, {"reduction": "some"}, OptionError),
     ):
         with pytest.raises(error):
-            loss_and_grads(ids, ids, **options)
+            models.loss_and_grads(ids, ids, weights, config, grads=into, **options)
     assert not any(g.any() for g in grads.values())
 
 

@@ -27,7 +27,7 @@ class Streams:
     def compute_waits_for(self, event):
         self.log.append(f"compute waits for {event}")
 
-    def copy(self, to, source, nbytes):
+    def copy(self, to, source, nbytes, arrays):
         ctypes.memmove(to, source, nbytes)
         self.log.append("copy")
         return self.log.count("copy")

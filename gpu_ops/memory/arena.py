@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,15 @@ def _meet(a: Buffer, b: Buffer) -> bool:
 class Arena:
     """Memory for a step that has been traced: one allocation, used again by every step.
 
-    The i-th allocation of a step gets the place of the i-th in the trace. No call allocates memory of its own.
+    The i-th allocation of a step gets the place of the i-th in the trace: results and workspaces. On the CPU kernels
+    still allocate scratch for the length of a call, which neither ``nbytes`` nor ``limit`` counts.
 
     Parameters
     ----------
     trace : Trace
         Of the step, left. What was made by ``trace.empty`` is not part of it.
     device : str
-        ``"cpu"`` or ``"cuda"``.
+        ``"cpu"`` or ``"cuda"``; for the latter trace with the card as ``device``.
     limit : int, optional
         In bytes.
 
@@ -93,24 +95,33 @@ class Arena:
         self._memory = _memory(self.nbytes, alignment, device)
         self._alive: list[bool] = []
         self._next = 0
+        self._entered = threading.Lock()
 
     def scratch(self, nbytes: int) -> None:
         raise AssertionError("calls run in an arena")
 
     def __enter__(self) -> Arena:
-        left = [self._plan[i].label for i, alive in enumerate(self._alive) if alive]
-        if left:
-            raise OptionError(
-                f"memory.Arena: an array of the last step is still alive ({left[0]}), and the next step would "
-                "overwrite it; copy what is kept, and delete the array"
-            )
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(use_allocator(self))
+        if not self._entered.acquire(blocking=False):
+            raise OptionError("memory.Arena: the arena is in use already; leave it first")
+        try:
+            left = [self._plan[i].label for i, alive in enumerate(self._alive) if alive]
+            if left:
+                raise OptionError(
+                    f"memory.Arena: an array of the last step is still alive ({left[0]}), and the next step would "
+                    "overwrite it; copy what is kept, and delete the array"
+                )
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(use_allocator(self))
+                self._stack = stack.pop_all()
+        except BaseException:
+            self._entered.release()
+            raise
         self._alive, self._next = [False] * len(self._plan), 0
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        self._entered.release()
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
         i, nbytes = self._next, math.prod(shape) * dtype.itemsize

@@ -149,7 +149,7 @@ def choose_policies(
     >>> memory.choose_policies(config, batch=4, seqlen=256, budget=most)
     ['none', 'none', 'none', 'none']
     """
-    ladder = _ladder(config, batch, seqlen, dtype)
+    ladder = _ladder(config, batch, seqlen, dtype, more.get("device"))
     steps = [
         [after] * n + [before] * (config.nlayers - n)
         for before, after in itertools.pairwise(ladder)
@@ -162,8 +162,8 @@ def choose_policies(
     least = peak(len(steps) - 1)
     if least > budget:
         raise OutOfMemoryError(
-            f"memory.choose_policies: a step of batch {batch}, seqlen {seqlen} takes {least} bytes if every layer is "
-            f"made again, and the budget is {budget}; take a smaller batch",
+            f"memory.choose_policies: a step of batch {batch}, seqlen {seqlen} takes {least} bytes even where "
+            f"layers keep nothing but their inputs, and the budget is {budget}; take a smaller batch",
             least,
             budget,
         )
@@ -174,12 +174,15 @@ def choose_policies(
     return steps[low]
 
 
-def _ladder(config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> list[str]:
+def _ladder(
+    config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike, device: str | None
+) -> list[str]:
     """Policies that are worth their work, from the one that keeps most: those on the convex hull of bytes kept and
     flops made again."""
     points = [
         (recomputed_flops(policy, config, seqlen), -_kept_bytes(policy, config, batch, seqlen, dtype), policy)
         for policy in POLICIES
+        if policy != "offload"
     ]
     hull: list[tuple[float, int, str]] = []
     for flops, kept, policy in sorted(points):
@@ -187,7 +190,8 @@ def _ladder(config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) 
             hull.pop()
         if not hull or kept > hull[-1][1]:
             hull.append((flops, kept, policy))
-    return [policy for _, _, policy in hull]
+    on_gpu = device not in (None, "cpu")
+    return [policy for _, _, policy in hull] + ["offload"] * on_gpu
 
 
 def _above(first: Any, second: Any, third: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_ops.core.allocator import use_allocator
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import OptionError, OutOfMemoryError
 from gpu_ops.presets import select_preset
 
 __all__ = ["Buffer", "Trace"]
@@ -47,8 +47,9 @@ class Trace:
     Parameters
     ----------
     device : str, optional
-        ``"cpu"``, or a card of the presets such as ``"H100 SXM"``: its kernels' workspaces are planned, without the
-        card. Default: ``"cpu"``. ``GPU_OPS_DEVICE`` and ``GPU_OPS_ARCH`` are set to it while the trace is entered.
+        ``"cpu"``, the default, or a card of the presets such as ``"H100 SXM"``: its kernels' workspaces are planned,
+        without the card. ``GPU_OPS_DEVICE`` and ``GPU_OPS_ARCH``, variables of the process, are set to it while the
+        trace is entered: let no other thread call ops meanwhile.
 
     Notes
     -----
@@ -67,7 +68,7 @@ class Trace:
     """
 
     device: str | None = None
-    buffers: list[Buffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list, init=False)
     runs: bool = field(default=False, init=False)
     on_gpu: bool = field(default=False, init=False)
     _now: int = field(default=0, init=False)
@@ -97,18 +98,19 @@ class Trace:
 
     def _reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, *, given: bool) -> Any:
         buffer = Buffer(label, math.prod(shape) * dtype.itemsize, self._now, given=given)
+        memory = _reserved(buffer.nbytes)
         self._now += 1
         self.buffers.append(buffer)
         self._live += buffer.nbytes
         if self._live > self._peak:
             self._peak, self._peak_at, self._scratch = self._live, buffer.came, 0
-        array = np.asarray(_Reserved(self, buffer))
+        array = np.asarray(_Reserved(self, buffer, memory))
         return array[: buffer.nbytes].view(dtype).reshape(shape)
 
     def scratch(self, nbytes: int) -> None:
         """Memory of the CPU's kernels for the length of a call."""
         if self._live + nbytes > self._peak:
-            self._peak, self._peak_at, self._scratch = self._live + nbytes, self._now, nbytes
+            self._peak, self._peak_at, self._scratch = self._live + nbytes, self._now - 1, nbytes
 
     def goes(self, buffer: Buffer) -> None:
         """The last array on a buffer is gone."""
@@ -134,13 +136,18 @@ class Trace:
         return sorted(alive, key=lambda b: -b.nbytes)
 
 
+def _reserved(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise OutOfMemoryError(f"memory.Trace: {nbytes} bytes have no addresses: {error}", nbytes) from error
+
+
 class _Reserved:
     """Addresses without memory behind them, for as long as an array lies on them."""
 
-    def __init__(self, trace: Trace, buffer: Buffer) -> None:
-        self._trace, self._buffer = trace, buffer
-        size = max(buffer.nbytes, 1)
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    def __init__(self, trace: Trace, buffer: Buffer, memory: mmap.mmap) -> None:
+        self._trace, self._buffer, self._map = trace, buffer, memory
         self.__array_interface__ = dict(np.frombuffer(self._map, np.uint8).__array_interface__)
 
     def __del__(self) -> None:
@@ -154,9 +161,10 @@ def _running_on(device: str | None) -> Iterator[None]:
     if device not in (None, "cpu"):
         select_preset(device)  # OptionError for a card that is not known
         chosen = {"GPU_OPS_DEVICE": "emulator", "GPU_OPS_BACKEND": "raw", "GPU_OPS_ARCH": str(device)}
-    elif os.environ.get("GPU_OPS_BACKEND") in ("raw",):
+    elif os.environ.get("GPU_OPS_BACKEND") == "raw":
         raise OptionError(
-            "memory.Trace: GPU_OPS_BACKEND=raw is no backend of the CPU; pass device= a card's name"
+            "memory.Trace: GPU_OPS_BACKEND=raw does not run on the CPU; unset it, or pass a card, such as "
+            "device='H100 SXM'"
         )
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)

@@ -19,6 +19,7 @@ from typing import Any
 
 from gpu_ops.core.allocator import empty_like
 from gpu_ops.core.checks import one_of
+from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.offload import fetched, offloaded
 from gpu_ops.models.projection import project, project_backward
@@ -37,15 +38,15 @@ class Sequences:
     """Where the tokens of a batch stand."""
 
     positions: Any = None
-    """int32 (batch, seqlen) or (tokens,); None: 0, 1, ... in each sequence."""
+    """int32 (batch, seqlen) or (tokens,). None: 0, 1, ... along seqlen. Packed sequences need them."""
     cu_seqlens: Any = None
     """int32 (sequences + 1,) for packed sequences: x is then (tokens, hidden)."""
     max_seqlen: int | None = None
     """The longest sequence; a CUDA graph needs it."""
 
 
-# What a policy keeps of a block's forward call, beside its input. Bytes per token, of b = hidden * itemsize, for the
-# shape of Llama-3-8B: 13.5 b, 6.5 b, 4.5 b, 2 b, 1 b.
+# What a policy keeps besides the block's input. Bytes per token, the input included, in units of hidden * itemsize,
+# for Llama-3-8B: none 13.5, mlp 6.5, norms 4.5, attention 2, layer 1.
 POLICIES: dict[str, frozenset[str]] = {
     "none": frozenset({"h1", "rstd1", "qkv", "attn", "lse", "x2", "h2", "rstd2", "gate_up"}),
     "mlp": frozenset({"h1", "rstd1", "qkv", "attn", "lse", "x2", "h2", "rstd2"}),
@@ -91,9 +92,9 @@ def block_forward(
     weights : Block
         In x's dtype.
     policy : str
-        ``none`` makes nothing again, ``mlp`` gate and up, ``norms`` the normalised inputs too, ``attention``
-        attention and its projections too, ``layer`` all. ``offload`` is ``layer`` whose input waits in pinned host
-        memory, where it lies on a GPU: see :func:`gpu_ops.models.offload.release`.
+        ``none`` recomputes nothing; ``mlp`` gate and up; ``norms`` the normalised inputs too; ``attention`` attention
+        and its projections too; ``layer`` everything. ``offload`` is ``layer`` with the block's input in pinned host
+        memory; arrays on the host stay where they are.
 
     Returns
     -------
@@ -154,7 +155,7 @@ def block_backward(
     dx2, _ = rmsnorm_backward(
         dh, run.need("x2"), weights.mlp_norm, rstd, dresidual=dy, dweight=grads.mlp_norm
     )
-    del dh, dy
+    del dh
     saved.drop("h2", "rstd2", "x2")
     dqkv = _attention_backward(run, dx2, grads)
     dh = project_backward(dqkv, run.need("h1"), weights.qkv, grads.qkv)
@@ -191,6 +192,10 @@ class _Run:
 
     def __init__(self, saved: Saved, weights: Block, config: LlamaConfig, sequences: Sequences) -> None:
         self.saved, self.weights, self.config, self.sequences = saved, weights, config, sequences
+        if sequences.cu_seqlens is not None and sequences.positions is None:
+            raise OptionError(
+                "block_forward: packed sequences need positions, which begin again in each of them"
+            )
         longest = sequences.max_seqlen
         packed = sequences.cu_seqlens is not None
         lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest} if packed else {}

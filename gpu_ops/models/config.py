@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ class LlamaConfig:
     @property
     def parameters(self) -> int:
         """How many numbers the weights are."""
-        return sum(rows * (cols[0] if cols else 1) for rows, *cols in self.shapes().values())
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     @classmethod
     def from_hf(cls, config: Any) -> LlamaConfig:
@@ -155,13 +156,14 @@ class LlamaConfig:
         if missing:
             raise OptionError(f"{_WHO}.from_hf: the config has no {', '.join(missing)}")
         scaling = RopeScaling.from_hf(dict(config))
+        plain = scaling.kind == "default" and scaling.partial_rotary_factor in (None, 1.0)
         return cls(
             **{ours: config[theirs] for ours, theirs in names.items()},
             nheads_kv=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or 0,
             eps=config["rms_norm_eps"],
             theta=scaling.theta or 10000.0,
-            scaling=None if scaling.kind == "default" else scaling,
+            scaling=None if plain else scaling,
             window=-1 if config.get("sliding_window") is None else config["sliding_window"] - 1,
             activation=_ACTIVATIONS[config.get("hidden_act", "silu")],
             tied=bool(config.get("tie_word_embeddings", False)),

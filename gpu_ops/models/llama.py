@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from gpu_ops.errors import OptionError
+from gpu_ops.core.checks import computing_dtype, one_of
+from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.models.block import Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.offload import prefetch, release
@@ -24,7 +26,7 @@ def hidden_states(
     """The normalised states before the output layer, (..., hidden). Keeps nothing of the layers."""
     x = embedding(ids, weights.embed)
     for layer in weights.layers:
-        x, _ = block_forward(x, layer, config, policy="layer", sequences=sequences)
+        x = block_forward(x, layer, config, policy="layer", sequences=sequences)[0]
     return rmsnorm(x, weights.norm, eps=config.eps)
 
 
@@ -80,6 +82,7 @@ def loss_and_grads(
     -------
     loss : 0-d array, float32 (float64 for float64)
     """
+    _check(weights, grads, config, options)
     x = embedding(ids, weights.embed)
     saved: list[Saved] = []
     for layer, kept in zip(weights.layers, _policies(policy, config), strict=True):
@@ -103,6 +106,36 @@ def loss_and_grads(
     if grads.embed is not None:
         embedding_backward(dx, ids, config.vocab, dweight=grads.embed)
     return value
+
+
+_LOSS_OPTIONS = (
+    *("ignore_index", "label_smoothing", "z_loss", "softcap", "class_weight"),
+    *("reduction", "denominator", "chunk"),
+)
+
+
+def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[str, Any]) -> None:
+    """What would otherwise be found when some gradients have been added to."""
+    for name in options:
+        one_of("loss_and_grads", "option", name, _LOSS_OPTIONS)
+    for what, model in (("weights", weights), ("grads", grads)):
+        if len(model.layers) != config.nlayers:
+            raise OptionError(
+                f"loss_and_grads: {what} have {len(model.layers)} layers, and the config has {config.nlayers}"
+            )
+    pairs = [(n, getattr(weights, n), getattr(grads, n)) for n in ("embed", "norm", "lm_head")]
+    for i, (layer, grad) in enumerate(zip(weights.layers, grads.layers, strict=True)):
+        pairs += [
+            (f"layers[{i}].{f.name}", getattr(layer, f.name), getattr(grad, f.name)) for f in fields(layer)
+        ]
+    for name, weight, grad in pairs:
+        if grad is None or not hasattr(weight, "dtype") or not hasattr(grad, "dtype"):
+            continue
+        wide = computing_dtype(str(weight.dtype))
+        if tuple(grad.shape) != tuple(weight.shape):
+            raise ShapeError(f"loss_and_grads: grads.{name} has shape {grad.shape}, expected {weight.shape}")
+        if grad.dtype != wide:
+            raise DTypeError(f"loss_and_grads: grads.{name} is {grad.dtype}, expected {wide}")
 
 
 def _policies(policy: str | Sequence[str], config: LlamaConfig) -> list[str]:

@@ -6,6 +6,7 @@ waits for nothing. Arrays in host memory stay where they are.
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -21,7 +22,9 @@ def offloaded(x: Any) -> Any:
     instead = allocator() if IN_USE else None
     if instead is not None and not instead.runs:
         return _Planned(x) if instead.on_gpu else x
-    return x if isinstance(x, np.ndarray) else OnHost(x, _cuda())
+    if isinstance(x, np.ndarray) or not x.flags.c_contiguous:  # a strided one stays on the device
+        return x
+    return OnHost(x, _cuda())
 
 
 def release(x: Any) -> None:
@@ -51,7 +54,7 @@ class OnHost:
         self._back: Any = None
         self._host = cuda.pinned(self.nbytes)
         cuda.copies_wait_for_compute()
-        self._copied = cuda.copy(self._host.ctypes.data, x.data.ptr, self.nbytes)
+        self._copied = cuda.copy(self._host.ctypes.data, x.data.ptr, self.nbytes, self._host)
 
     def release(self) -> None:
         if self._device is not None:
@@ -62,7 +65,8 @@ class OnHost:
         if self._device is None and self._back is None:
             self._back = new_array(self.shape, self.dtype, "x from the host")
             self._cuda.copies_wait_for_compute()  # whose memory it may have been
-            self._copied = self._cuda.copy(self._back.data.ptr, self._host.ctypes.data, self.nbytes)
+            arrays = self._back, self._host
+            self._copied = self._cuda.copy(self._back.data.ptr, self._host.ctypes.data, self.nbytes, arrays)
 
     def fetch(self) -> Any:
         if self._device is not None:
@@ -100,6 +104,7 @@ class _Cuda:
 
         self._cupy, self.pinned = cupy, functools.partial(_pinned, cupyx)
         self._copies = cupy.cuda.Stream(non_blocking=True)
+        self._flying: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def copies_wait_for_compute(self) -> None:
         self._copies.wait_event(self._cupy.cuda.get_current_stream().record())
@@ -107,12 +112,16 @@ class _Cuda:
     def compute_waits_for(self, event: Any) -> None:
         self._cupy.cuda.get_current_stream().wait_event(event)
 
-    def copy(self, to: int, source: int, nbytes: int) -> Any:
-        """Begin a copy; the event of its end."""
+    def copy(self, to: int, source: int, nbytes: int, arrays: Any) -> Any:
+        """Begin a copy; the event of its end. ``arrays`` live until then: pools know nothing of other streams."""
         runtime = self._cupy.cuda.runtime
         if nbytes:
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._copies.ptr)
-        return self._copies.record()
+        event = self._copies.record()
+        self._flying.append((event, arrays))
+        while self._flying[0][0].done and len(self._flying) > 1:
+            self._flying.popleft()
+        return event
 
 
 def _pinned(cupyx: Any, nbytes: int) -> Any:

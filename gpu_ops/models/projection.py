@@ -82,8 +82,8 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any) -> Any:
     """The gradient for x; that of the weight is added to ``grad``, unless it is None."""
     if isinstance(weight, Lora):
         h = linear(x, weight.a)
-        dh, _ = linear_backward(dy, h, weight.b, dweight=grad.b)
-        dx, _ = linear_backward(dh, x, weight.a, dweight=grad.a)
+        dh = project_backward(dy, h, weight.b, None if grad is None else grad.b)
+        dx = project_backward(dh, x, weight.a, None if grad is None else grad.a)
         return _added(dx, project_backward(dy, x, weight.base, None))
     if isinstance(weight, (Latent, TernaryMatrix)):
         packed, activations = _packed(weight)

@@ -112,8 +112,8 @@ def adamw_step(
     number of threads, and on every device. Moves each array once, 28 bytes per parameter in float32; a mask one more.
 
     In 8 bits a code c stands for scale * c * abs(c) / most^2, in m of m and in v of sqrt(v), with the tile's largest
-    magnitude as scale: codes are dense near 0, and need no table. In v what is not 0 becomes no code 0. Held are 2.03
-    bytes per parameter in place of 8.
+    magnitude as scale: codes are dense near 0, and need no table. A nonzero v never gets code 0. Moments take 2.03
+    bytes per parameter instead of 8.
 
     Stochastic rounding leaves alone what bfloat16 holds exactly, and what is not finite; no finite number becomes
     infinite. Without it a bfloat16 parameter forgets every update below 1/256 of itself.

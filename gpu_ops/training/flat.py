@@ -85,7 +85,7 @@ class FlatParams:
         dtype : str or dtype
             Of the parameters: float16, bfloat16, float32 or float64.
         master : bool
-            Keep 16-bit parameters in float32 as well. Without, bfloat16 is rounded by chance; float16 is refused.
+            Keep 16-bit parameters in float32 as well. Without, bfloat16 is rounded stochastically, float16 refused.
         grad_dtype : str or dtype, optional
             Default: float32 (float64 for float64).
         moment_bits : int

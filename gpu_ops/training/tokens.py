@@ -121,6 +121,10 @@ class TokenFile:
         self.vocab: int = vocab
         self._count: int = count
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as in another process, opens the file itself."""
+        return TokenFile, (str(self.path),)
+
     def __len__(self) -> int:
         return self._count
 
