@@ -35,7 +35,7 @@ class Allocator(Protocol):
 
 
 IN_USE: dict[int, Allocator] = {}
-"""By thread. Empty almost always, which is quicker to see than :func:`allocator` is to call."""
+"""By thread. Almost always empty; testing it is cheaper than calling :func:`allocator`."""
 
 
 def allocator() -> Allocator | None:

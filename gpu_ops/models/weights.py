@@ -68,7 +68,7 @@ class Llama:
 
 def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
     """float32 weights to start from, by name: norms 1, matrices normal, those that write to the residual stream
-    smaller by sqrt(2 * nlayers) (GPT-2). The same numbers for a seed on every machine."""
+    smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of NumPy."""
     found = {}
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 1:

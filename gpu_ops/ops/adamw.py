@@ -88,7 +88,7 @@ def adamw_step(
     master : float32 array (...), C-contiguous, optional
         The parameters in float32: the step is theirs, and params receive them rounded.
     rounding : str
-        Of 16-bit params. ``"nearest"``, or ``"stochastic"`` (bfloat16): up or down, with the mean of the exact value.
+        Of 16-bit params. ``"nearest"``, or ``"stochastic"`` (bfloat16): at random, exact on average.
     seed : int
         Of stochastic rounding, in [0, 2**64). Random bits depend on seed, step and the place in the array alone.
     device, backend : str, optional

@@ -111,7 +111,7 @@ def linear_backward(
     has_bias : bool
         Return dbias too.
     only : {"dx", "weights"}, optional
-        Compute dx alone, as where the weight is frozen; or dweight and dbias alone, as where they can wait.
+        Compute only dx (frozen weight), or only dweight and dbias (deferred).
     dweight : float32 array like weight (float64 for float64), optional
         The gradient is added to it, as for the next part of a batch.
     dbias : float32 array (out_features,) (float64 for float64), optional

@@ -46,8 +46,8 @@ def linear_cross_entropy(
 ) -> Bound:
     """Cross-entropy of the logits ``x @ weight.T + bias``, and its gradients in the same call.
 
-    The logits exist for ``chunk`` rows at a time, in float32 (float64 for float64): of them follow losses and, with
-    ``grads``, dlogits, dx and the chunk's part of dweight. Losses are those of :func:`cross_entropy`;
+    The logits exist for ``chunk`` rows at a time, in float32 (float64 for float64). Each chunk gives its losses and,
+    with ``grads``, dlogits, dx and its share of dweight. Losses are those of :func:`cross_entropy`;
     ``dx = dlogits @ weight``, ``dweight = dlogits.T @ x``, ``dbias = dlogits.sum(0)``.
 
     Parameters

@@ -1,4 +1,4 @@
-"""How each backend runs dropout, forward and backward alike: vector width, launch, what numbers the elements.
+"""How each backend runs dropout, forward and backward alike: vector width, launch, element numbering.
 
 Arrays are (rows, cols) with unit stride on the last axis, one long row where nothing lies between the rows.
 """
