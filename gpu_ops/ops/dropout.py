@@ -32,7 +32,7 @@ def dropout(
     backend: str | None = None,
     workspace: Any = None,
 ) -> Bound:
-    """Zero elements of x at random, scale the rest: ``y = x * kept / (1 - p)``, where each ``kept`` is 0 with probability p, else 1.
+    """Zero elements at random, scale the rest: ``y = x * kept / (1 - p)``, ``kept`` 0 with probability p, else 1.
 
     Which elements are kept follows from the seed and their numbers alone: element i of x, in C order, has number
     ``offset + i``. It is the same on every device and backend, for every dtype, layout and number of threads.
