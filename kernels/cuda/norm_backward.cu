@@ -75,7 +75,8 @@ ENTRY(backward)(const scalar* dy, const scalar* x, const scalar* weight, const f
                 int cols, int parts, int team, int block_cols, long long dy_stride, long long x_stride,
                 long long dresidual_stride, long long dx_stride, float inverse_cols, float weight_offset, int llama,
                 int has_dresidual) {
-    constexpr int kLeast = kAdvance || (kTeam && VEC > 1) ? kOneRow ? 32 : 4 : 0;  // 0: no register to spare
+    constexpr bool kSpares = kAdvance || (kTeam && VEC > 1 && !(kLayer && ACCESS < VEC));  // registers for it
+    constexpr int kLeast = kSpares ? kOneRow ? 32 : 4 : 0;
     __shared__ typename RowSums<kSums, kLeast>::Scratch scratch;
     RowSums<kSums, kLeast> block_sum(scratch);
     TeamSums<kSums, kLeast> team_sum(block_sum, exchange, team);
