@@ -110,8 +110,9 @@ def test_a_hundred_steps(dtype, decay, close, rng):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize(("dtype", "close"), [("float32", 2e-7), ("float64", 1e-14)])
-def test_a_hundred_steps_of_torch(dtype, close, rng):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_hundred_steps_of_torch(dtype, rng):
+    """float64 agrees; in float32 both round as they go, and ours is no farther from float64 than twice torch's."""
     torch = pytest.importorskip("torch")
     start = rng.uniform(0.5, 2.0, 2000).astype(dtype)
     gradients = rng.standard_normal((100, 2000)).astype(dtype)
@@ -122,7 +123,13 @@ def test_a_hundred_steps_of_torch(dtype, close, rng):
         gpu_ops.adamw_step(p, g, m, v, step=t, lr=1e-3, weight_decay=0.01)
         weights.grad = torch.from_numpy(g)
         optimizer.step()
-    assert np.max(np.abs(p - weights.numpy()) / np.abs(p)) < close
+    theirs = weights.numpy()
+    if dtype == "float64":
+        assert np.max(np.abs(p - theirs) / np.abs(p)) < 1e-14
+        return
+    want = textbook(start, gradients, 1e-3, 0.01)
+    ours, torchs = (np.max(np.abs(x - want) / np.abs(want)) for x in (p, theirs))
+    assert ours <= 2 * torchs
 
 
 def test_stochastic_rounding_has_no_bias(rng):
