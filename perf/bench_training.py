@@ -120,9 +120,9 @@ def torch_step(x: Inputs) -> Call:
     p = {name: w.to(where, kind).requires_grad_() for name, w in start.items()}
     groups = [
         {"params": [w for w in p.values() if w.ndim == n], "weight_decay": decay}
-        for n, decay in ((2, 0.1), (1, 0.0))
+        for n, decay in ((2, OPTIONS["weight_decay"]), (1, 0.0))
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["lr"], betas=OPTIONS["betas"], fused=True)
     ids, targets = (torch_view(x[name]).long() for name in ("ids", "targets"))
 
     def run() -> None:

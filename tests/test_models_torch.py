@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ CONFIG = models.LlamaConfig(vocab=64, hidden=64, ffn=176, nlayers=2, nheads=4, n
 BATCH, SEQLEN, LR, BETAS, DECAY = 8, 32, 3e-3, (0.9, 0.95), 0.1
 
 
+@functools.cache
 def data(seed):
     """Text with something to learn: each token follows from the one before, mostly."""
     rng = np.random.default_rng(seed)
@@ -34,7 +37,7 @@ def ours(dtype, seed, steps):
     losses, first = [], {}
     for step in range(steps):
         flat.zero_grad()
-        losses.append(float(models.loss_and_grads(*data_of(seed).at(step), weights, CONFIG, grads=grads)))
+        losses.append(float(models.loss_and_grads(*data(seed).at(step), weights, CONFIG, grads=grads)))
         first = first or {name: g.astype(np.float64) for name, g in flat.grads.items()}
         norm, found_inf = gpu_ops.global_norm(flat.buffers["grads"])
         scale = training.clip_coefficient(norm, 1.0)
@@ -52,7 +55,7 @@ def torchs(dtype, seed, steps):
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
     losses, first = [], {}
     for step in range(steps):
-        ids, targets = (torch.tensor(x, dtype=torch.long) for x in data_of(seed).at(step))
+        ids, targets = (torch.tensor(x, dtype=torch.long) for x in data(seed).at(step))
         optimizer.zero_grad()
         loss = torch_loss(p, CONFIG, ids, targets)
         loss.backward()
@@ -61,10 +64,6 @@ def torchs(dtype, seed, steps):
         torch.nn.utils.clip_grad_norm_(p.values(), 1.0)
         optimizer.step()
     return np.array(losses), first
-
-
-def data_of(seed, _made={}):  # noqa: B006
-    return _made.setdefault(seed, data(seed))
 
 
 def worst(found, right):

@@ -30,7 +30,7 @@ class _AnyFloat:
 
 
 ANY_NUMBER: dict[type, Any] = dict.fromkeys(INTEGERS, _AnyInteger()) | dict.fromkeys(_FLOATS, _AnyFloat())
-"""By type, what stands for a number whose value does not decide how a call is run."""
+"""Placeholders by type, for numbers that are not part of the call key."""
 _ENVIRONMENT = tuple(
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name
     for name in ("GPU_OPS_DEVICE", "GPU_OPS_BACKEND", "GPU_OPS_ARCH", "GPU_OPS_SANITIZE")

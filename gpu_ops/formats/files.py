@@ -109,7 +109,7 @@ def write_file(op: str, path: Path, parts: Iterable[Any], *, head: Callable[[], 
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove what writers that were killed have left in a folder to which nobody writes now."""
+    """Remove temporary files that killed writers left behind. Nobody may be writing to the folder."""
     for path in folder.glob(f"{_TEMPORARY}*.tmp"):
         path.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from gpu_ops.models.weights import Llama
 from gpu_ops.ops.embedding import embedding, embedding_backward
 from gpu_ops.ops.linear import linear
 from gpu_ops.ops.linear_cross_entropy import linear_cross_entropy
+from gpu_ops.ops.loss_options import LossOptions
 from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 
 __all__ = ["hidden_states", "logits", "loss", "loss_and_grads"]
@@ -108,10 +109,7 @@ def loss_and_grads(
     return value
 
 
-_LOSS_OPTIONS = (
-    *("ignore_index", "label_smoothing", "z_loss", "softcap", "class_weight"),
-    *("reduction", "denominator", "chunk"),
-)
+_LOSS_OPTIONS = (*(f.name for f in fields(LossOptions)), "chunk")
 
 
 def _check(weights: Llama, grads: Llama, config: LlamaConfig, options: Mapping[str, Any]) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.allocator import IN_USE, allocator, new_array
+from gpu_ops.core.allocator import allocator, new_array
 
 __all__ = ["OnHost", "fetched", "offloaded", "prefetch", "release"]
 
 
 def offloaded(x: Any) -> Any:
     """``x`` on its way to the host, to be taken back by :func:`fetched`."""
-    instead = allocator() if IN_USE else None
+    instead = allocator()
     if instead is not None and not instead.runs:
         return _Planned(x) if instead.on_gpu else x
     if isinstance(x, np.ndarray) or not x.flags.c_contiguous:  # a strided one stays on the device
@@ -100,11 +100,13 @@ class _Cuda:
 
     def __init__(self) -> None:
         import cupy
-        import cupyx
 
-        self._cupy, self.pinned = cupy, functools.partial(_pinned, cupyx)
+        self._cupy = cupy
         self._copies = cupy.cuda.Stream(non_blocking=True)
         self._flying: collections.deque[tuple[Any, Any]] = collections.deque()
+
+    def pinned(self, nbytes: int) -> Any:
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
 
     def copies_wait_for_compute(self) -> None:
         self._copies.wait_event(self._cupy.cuda.get_current_stream().record())
@@ -122,10 +124,6 @@ class _Cuda:
         while self._flying[0][0].done and len(self._flying) > 1:
             self._flying.popleft()
         return event
-
-
-def _pinned(cupyx: Any, nbytes: int) -> Any:
-    return cupyx.empty_pinned((nbytes,), np.uint8)
 
 
 def _cuda() -> _Cuda:

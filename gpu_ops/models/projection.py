@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.allocator import IN_USE, allocator
+from gpu_ops.core.allocator import allocator
 from gpu_ops.core.checks import integer, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
@@ -102,7 +102,7 @@ def _packed(weight: Any) -> tuple[Any, str]:
 
 def _added(y: Any, more: Any) -> Any:
     """``y + more``, in place."""
-    instead = allocator() if IN_USE else None
+    instead = allocator()
     if more is not None and (instead is None or instead.runs):
         y += more
     return y
@@ -112,11 +112,11 @@ def lora_shapes(
     config: LlamaConfig, rank: int, projections: Sequence[str] = PROJECTIONS
 ) -> dict[str, tuple[int, ...]]:
     """The adapters of a model by name: ``layers.0.qkv.a``, (rank, in), and ``layers.0.qkv.b``, (out, rank)."""
-    rank = integer("lora_shapes", "rank", rank, low=1)
+    rank, parts = integer("lora_shapes", "rank", rank, low=1), _checked(projections)
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in config.shapes().items():
         part = name.rpartition(".")[2]
-        if name.startswith("layers.") and part in _checked(projections):
+        if name.startswith("layers.") and part in parts:
             found |= {f"{name}.a": (rank, shape[1]), f"{name}.b": (shape[0], rank)}
     return found
 

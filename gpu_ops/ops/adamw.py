@@ -15,6 +15,7 @@ from gpu_ops.core.call import Bound, Call
 from gpu_ops.core.op import op
 from gpu_ops.errors import DTypeError, OptionError, ShapeError
 from gpu_ops.kernels.program import Builder, Spec, lowers
+from gpu_ops.ops import seeds
 
 __all__ = ["adamw_step"]
 
@@ -229,7 +230,7 @@ def _read_rounding(call: Call, dtype: str, rounding: Any, seed: Any) -> None:
 
 
 def _seed(op: str, seed: Any, device: Any) -> int:
-    return checks.integer(op, "seed", 0 if seed is None else seed, low=0, high=2**64 - 1)
+    return seeds.number(op, 0 if seed is None else seed)
 
 
 def _betas(op: str, betas: Any) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.call import Call
 from gpu_ops.errors import DTypeError, ShapeError
 
-__all__ = ["read_seed"]
+__all__ = ["number", "read_seed"]
 
 _LARGEST = (1 << 64) - 1
 
@@ -28,10 +28,10 @@ def read_seed(call: Call, seed: Any) -> None:
         if seed_.shape not in ((), (1,)):
             raise ShapeError(f"{op}: seed has shape {seed_.shape}, expected one number: () or (1,)")
     else:
-        _number(op, seed, None)
-        call.provide("seed", None, "seed", functools.partial(_number, op))
+        number(op, seed)
+        call.provide("seed", None, "seed", functools.partial(number, op))
 
 
-def _number(op: str, seed: Any, device: Any) -> int:
-    """A later call may pass on another one."""
+def number(op: str, seed: Any, device: Any = None) -> int:
+    """A seed that is an integer. A later call may pass on another one."""
     return checks.integer(op, "seed", seed, low=0, high=_LARGEST)

@@ -14,6 +14,7 @@ from gpu_ops.core import checks
 from gpu_ops.core.device import cuda_missing
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
 from gpu_ops.ops.adamw import adamw_step
+from gpu_ops.training.state_arrays import StateArray
 
 __all__ = ["FlatParams"]
 
@@ -55,7 +56,7 @@ class FlatParams:
         """Views of the parameters, by name."""
         self.grads = _views(segments, arrays["grads"])
         """Views of the gradients, by name; accumulate into them."""
-        self._master = _views(segments, arrays.get("master", arrays["params"]))
+        self._values = [self.params, *(_views(segments, arrays[n]) for n in ("master",) if n in arrays)]
         self._device, self._module = device, _module(device)
         decayed, size = ends
         whole = (slice(0, decayed), slice(decayed, size))
@@ -158,9 +159,8 @@ class FlatParams:
             if value.shape != shape:
                 raise ShapeError(f"{_CLASS}: {name} has shape {value.shape}, expected {shape}")
         for name, value in given.items():
-            _store(self.params[name], value)
-            if "master" in self.buffers:
-                _store(self._master[name], value)
+            for target in (views[name] for views in self._values):
+                StateArray(_CLASS, name, target).write(value.astype(target.dtype))
 
     def zero_grad(self) -> None:
         """Fill the gradients with zeros."""
@@ -268,11 +268,3 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> 
     raw = np.zeros(size + _ALIGNMENT, np.uint8)  # its pages come as they are written
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _store(target: Any, values: np.ndarray[Any, Any]) -> None:
-    if isinstance(target, np.ndarray):
-        target[...] = values
-    else:  # CuPy copies no bfloat16
-        bits = np.dtype(f"u{target.itemsize}")
-        target.view(bits).set(np.ascontiguousarray(values.astype(target.dtype)).view(bits))

@@ -56,7 +56,7 @@ _WITHIN = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper
 # code of the same loop.
 inner = njit(fastmath=set(REASSOC), **_WITHIN)
 
-# The same with the operations as they are written, none fused with another: their bits are those of other devices.
+# A loop of its own, too, whose operations are rounded as written, none fused: the bits of other devices.
 as_written = njit(**_WITHIN)
 
 
@@ -80,7 +80,7 @@ def device_function(function: Any = None, *, refcount: bool = False) -> Any:
 noinline_function = njit_once(**_device_options(False, pipeline_class=NoinlineCompiler))
 
 
-# A device function whose operations are rounded as they are written; it borrows arrays.
+# A device function rounded as written. Unlike `as_written` it borrows arrays: it must not return an argument's.
 exact = njit_once(**_device_options(False, fastmath=set()))
 
 

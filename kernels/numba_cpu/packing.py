@@ -75,7 +75,7 @@ def panel_shape(depth: int, n: int, kind: str) -> tuple[int, tuple[int, int]]:
     most, least = (BLOCK_OF_TILES, 128) if in_registers(kind) and columns > IN_PLACE else (BLOCK, 256)
     blocks = max(1, -(-steps // max(least, min(most // columns, 2048))))
     block = max(1, -(-steps // blocks))
-    if blocks > 1:  # whole sums and tiles, so that a column has the same bits whatever is beside it
+    if blocks > 1:  # whole sums and tiles: a column's bits do not depend on its neighbours
         block = -(-block // SUM_STEPS) * SUM_STEPS
         blocks = -(-steps // block)
     return blocks, (blocks * across, block * nr)
