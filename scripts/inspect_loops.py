@@ -44,10 +44,16 @@ def iterations(text: str) -> Iterator[dict[str, float]]:
         elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
             guard, opcode, operands = found.groups()
             target = re.search(r"\.L\w+", operands) if opcode.startswith("BRA") else None
-            conditional = guard is not None or re.match(r"\s+!?UP\d", operands) is not None
+            conditional = (
+                guard is not None
+                or opcode.startswith("BRA.DIV")  # taken by a warp that has diverged
+                or re.match(r"\s+!?UP\d", operands) is not None
+            )
             copied = operands.split()[0] if opcode.startswith("LDGSTS") else ""
             code.append((conditional, opcode, target[0] if target else "", copied))
-    loops = [(labels[to], i) for i, (_, _, to, _) in enumerate(code) if to and labels[to] <= i]
+    # What diverged warps do is at the end of the code and jumps back: no loops.
+    end = min((labels[to] for _, opcode, to, _ in code if opcode.startswith("BRA.DIV")), default=len(code))
+    loops = [(labels[to], i) for i, (_, _, to, _) in enumerate(code[:end]) if to and labels[to] <= i]
     loops = [
         (a, b)
         for a, b in loops

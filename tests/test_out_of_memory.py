@@ -48,8 +48,8 @@ def enlarged(name):
     return None
 
 
-# A mask is not enlarged; rows of a larger table take no more memory, and a table that is added to is there.
-SAME = ("embedding", "embedding_backward added")
+# A mask is not enlarged. A larger table of embeddings, and more rows in a weight gradient, need no more memory.
+SAME = ("embedding", "embedding_backward added", "linear_backward weights")
 LARGE = {n: one for n in NAMES if "mask" not in n and n not in SAME and (one := enlarged(n)) is not None}
 
 

@@ -240,9 +240,9 @@ struct Forward {
             const Place me = Place::mine();
             const int first = n * BLOCK_N + me.first_key() + me.lane % 4 * 2;
             // A lane's rows are 8 apart, and unpacked their diagonals. ptxas would compute the limits of all before the
-            // loop, and spill them; `kept` stays where it is.
+            // loop, and with packed heads spill them; `kept` stays where it is.
             int first_row = PACK_GQA ? row(me, 0) : diagonal(me, 0) - first;
-            if (kMask == Mask::kCausal) first_row = ptx::kept(first_row);
+            if (PACK_GQA && kMask == Mask::kCausal) first_row = ptx::kept(first_row);
             #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 float(&row_s)[kTilesS][4] = s[r / 2];
