@@ -28,12 +28,13 @@ def linear_cross_entropy(
     denominator: Any = None,
     return_lse: bool = False,
     grads: bool = False,
+    only: str | None = None,
     dloss: Any = 1.0,
     dweight: Array | None = None,
     dbias: Array | None = None,
     precision: Precision = "rounded",
 ) -> Any:
-    """The loss, with ``grads`` dx, dweight and, with a bias, dbias, and with ``return_lse`` lse.
+    """The loss, with ``grads`` dx, dweight and, with a bias, dbias (``only="dx"``: dx), with ``return_lse`` lse.
 
     Options and losses as in :func:`cross_entropy` of the logits ``x @ weight.T + bias``; sums and losses are float32
     (float64 for float64). dweight and dbias start from those given.
@@ -56,7 +57,8 @@ def linear_cross_entropy(
     if grads:
         dlogits = cross_entropy_backward(np.asarray(dloss), logits, targets, lse, **options)
         sums: dict[str, Any] = {"has_bias": bias is not None, "dweight": dweight, "dbias": dbias}
-        found += linear_backward(dlogits, x, weight, **sums, precision=precision)
+        gradients = linear_backward(dlogits, x, weight, **sums, precision=precision)
+        found += gradients[:1] if only else gradients
     if return_lse:
         found.append(p.store(lse, np.float32))
     return tuple(found) if len(found) > 1 else found[0]

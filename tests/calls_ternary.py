@@ -42,6 +42,10 @@ VARIANTS: dict[str, Any] = {
         {**new.normal(dy="rows N", x="rows K"), "w": matrix(new)},
         {},
     ),
+    "ternary_matmul_backward dx": lambda new: (
+        {**new.normal(dy="rows N", x="rows K"), "w": matrix(new, 64)},
+        {"only": "dx"},
+    ),
     "ternary_matmul_backward native": lambda new: (
         {**new.normal(dy="batch rows N", x="batch rows K"), "w": matrix(new, 64).to("base3")},
         {"activations": "native"},

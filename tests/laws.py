@@ -197,7 +197,7 @@ def takes_one(one: Call) -> bool:
 
 def _out_count(one: Call) -> int:
     """Arrays of a tuple: without those that are added to other ones."""
-    count = OUT[one.op][1] - {"dx": 2, "weights": 1}.get(one.options.get("only", ""), 0)
+    count = {"dx": 1, "weights": 2}.get(one.options.get("only", ""), OUT[one.op][1])
     return count if count == 1 else count - len(one.added)
 
 

@@ -134,6 +134,18 @@ def test_gradients_add_up(backend, dtype, rng):
     close_gradient(dbias, want[3], naive[3], dtype, "dbias")
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_only_dx(backend, with_bias, rng):
+    """The same bits as beside the other gradients."""
+    (x, weight, targets), _ = problem(rng, ((6,), 16, 20), F32)
+    options = {"grads": True, "return_lse": True, "bias": random(rng, (20,), F32) if with_bias else None}
+    loss, dx, *_, lse = gpu_ops.linear_cross_entropy(x, weight, targets, **options, **backend)
+    found = gpu_ops.linear_cross_entropy(x, weight, targets, only="dx", **options, **backend)
+    assert [y.tobytes() for y in found] == [y.tobytes() for y in (loss, dx, lse)]
+    empty = gpu_ops.linear_cross_entropy(x[:0], weight, targets[:0], only="dx", grads=True, **backend)
+    assert empty[1].shape == (0, 16)
+
+
 def test_dloss_in_every_form(backend, rng):
     """A number, an array without axes, and one for each row give the same bits."""
     arrays, _ = problem(rng, ((6,), 16, 20), F32)

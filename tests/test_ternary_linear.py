@@ -94,6 +94,18 @@ def test_gradients_are_those_of_the_product(backend, rng):
     np.testing.assert_allclose(dw, np.einsum("abn,abk->nk", dy, x), rtol=rtol, atol=999 * rtol)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 8, 64), (150, 70, 128)])
+def test_only_one_gradient(backend, m, n, k, rng):
+    """The same bits as beside the other; the CPU has another kernel for small products."""
+    w = TernaryMatrix.from_trits(rng.integers(-1, 2, (n, k)).astype(np.int8), 0.5)
+    dy, x = rng.standard_normal((m, n), np.float32), rng.standard_normal((m, k), np.float32)
+    both = ternary_matmul_backward(dy, x, w, **backend)
+    for part, want in zip(("dx", "dw"), both, strict=True):
+        assert ternary_matmul_backward(dy, x, w, only=part, **backend).tobytes() == want.tobytes()
+        place = np.empty_like(want)
+        assert ternary_matmul_backward(dy, x, w, only=part, out=place, **backend) is place
+
+
 def test_the_reference_is_the_derivative(rng):
     """``precision="float64"`` with native activations against differences of the forward."""
     w = matrix(rng, 3, 8, "group")

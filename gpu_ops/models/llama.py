@@ -93,8 +93,9 @@ def loss_and_grads(
         saved.append(one)
         del one
     h, rstd = rmsnorm(x, weights.norm, eps=config.eps, return_rstd=True)
-    value, dh, _ = linear_cross_entropy(
-        h, weights.lm_head, targets, grads=True, dloss=dloss, dweight=grads.lm_head, **options
+    to: dict[str, Any] = {"only": "dx"} if grads.lm_head is None else {"dweight": grads.lm_head}
+    value, dh, *_ = linear_cross_entropy(
+        h, weights.lm_head, targets, grads=True, dloss=dloss, **to, **options
     )
     del h
     dx, _ = rmsnorm_backward(dh, x, weights.norm, rstd, dweight=grads.norm)

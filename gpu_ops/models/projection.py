@@ -87,9 +87,10 @@ def project_backward(dy: Any, x: Any, weight: Any, grad: Any) -> Any:
         return _added(dx, project_backward(dy, x, weight.base, None))
     if isinstance(weight, (Latent, TernaryMatrix)):
         packed, activations = _packed(weight)
+        if grad is None:
+            return ternary_matmul_backward(dy, x, packed, activations=activations, only="dx")
         dx, dweight = ternary_matmul_backward(dy, x, packed, activations=activations)
-        if grad is not None:
-            _added(grad, dweight)
+        _added(grad, dweight)
         return dx
     if grad is None:
         return linear_backward(dy, x, weight, only="dx")

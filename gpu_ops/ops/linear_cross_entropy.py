@@ -36,6 +36,7 @@ def linear_cross_entropy(
     chunk: int = 0,
     return_lse: bool = False,
     grads: bool = False,
+    only: str | None = None,
     dloss: Any = 1.0,
     dweight: Any = None,
     dbias: Any = None,
@@ -68,6 +69,8 @@ def linear_cross_entropy(
         Also return lse.
     grads : bool
         Also return the gradients.
+    only : {"dx"}, optional
+        With ``grads``, compute neither dweight nor dbias (frozen weight).
     dloss : number, or float32 array like the loss (float64 for float64)
         With ``grads``, the gradient of the loss: 1, or the loss scale, which float16 needs; with ``"none"``, of each
         row. A number is for all rows.
@@ -86,8 +89,8 @@ def linear_cross_entropy(
     -------
     loss : array () or, with ``"none"``, (...), float32 (float64 for float64)
     dx : array like x, only with ``grads``
-    dweight : float32 array like weight (float64 for float64), only with ``grads``
-    dbias : float32 array (vocab,) (float64 for float64), only with ``grads`` and a bias
+    dweight : float32 array like weight (float64 for float64), only with ``grads``, not with ``only``
+    dbias : float32 array (vocab,) (float64 for float64), likewise and only with a bias
     lse : array (...), float32 (float64 for float64), only with ``return_lse``; -inf in ignored rows
 
     Raises
@@ -97,9 +100,10 @@ def linear_cross_entropy(
 
     Notes
     -----
-    2 * rows * hidden * vocab flops, with ``grads`` three times as many. Scratch on the CPU: the logits of a chunk, by
-    default at most 16 MiB or 64 rows, 4 * chunk * hidden bytes and 1 MiB (twice that for float64). On a GPU the
-    logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among blocks.
+    2 * rows * hidden * vocab flops, with ``grads`` three times as many, with ``only`` twice. Scratch on the CPU: the
+    logits of a chunk, by default at most 16 MiB or 64 rows, 4 * chunk * hidden bytes and 1 MiB (twice that for
+    float64). On a GPU the logits of a chunk, and the parts of dx where its sum over the vocabulary is divided among
+    blocks.
 
     For 16-bit dtypes dlogits are rounded to x's dtype for the two products, after the factor dloss / denominator.
     dweight and dbias add up in float32, in a fixed order: the same bits for any number of threads. On the CPU losses
@@ -136,10 +140,15 @@ def linear_cross_entropy(
     added = {name: given for name, given in (("dweight", dweight), ("dbias", dbias)) if given is not None}
     if differentiates:
         _read_dloss(call, dloss, like_loss)
-        results |= {"dx": (x_.shape, x_.dtype), "dweight": (weight_.shape, wide)}
-        results |= {"dbias": ((vocab,), wide)} if bias_ is not None else {}
-    elif added or not is_number(dloss) or dloss != 1.0:
-        raise OptionError(f"{call.op}: {next(iter(added), 'dloss')}= needs grads=True")
+        results["dx"] = (x_.shape, x_.dtype)
+        if only is None:
+            results["dweight"] = (weight_.shape, wide)
+            results |= {"dbias": ((vocab,), wide)} if bias_ is not None else {}
+        elif checks.one_of(call.op, "only", only, ("dx",)) and added:
+            raise OptionError(f"{call.op}: only='dx' computes neither dweight nor dbias; omit them")
+    elif added or only is not None or not is_number(dloss) or dloss != 1.0:
+        missing = next(iter(added), "dloss" if only is None else "only")
+        raise OptionError(f"{call.op}: {missing}= needs grads=True")
     if "dbias" in added and bias_ is None:
         raise OptionError(f"{call.op}: dbias= needs bias=")
     if checks.flag(call.op, "return_lse", return_lse):
@@ -159,12 +168,12 @@ def linear_cross_entropy(
     return call.bind(
         problem=lambda: (
             f"{tokens} rows, hidden {x_.shape[-1]}, vocab {vocab}, {dtype}, reduction {reduction}"
-            + (", with gradients" if differentiates else "")
+            + (", with gradients" if "dweight" in results else ", with dx" if differentiates else "")
         ),
         unsupported=checks.unsupported(dtype),
         finish=named_results(*results) if added else None,
         look=options.look(call, vocab),
-        flops=(6.0 if differentiates else 2.0) * x_.size * vocab,
+        flops=(2.0 + 2.0 * ("dx" in results) + 2.0 * ("dweight" in results)) * x_.size * vocab,
     )
 
 
@@ -187,6 +196,7 @@ def _reference(spec: Spec, on: Builder) -> None:
         more = of_reference(spec, views) | {"bias": views.get("bias"), "return_lse": "lse" in names}
         if "dx" in names:
             more |= {"grads": True, "dloss": views.get("dloss", spec["dloss"])}
+            more["only"] = None if "dweight" in names else "dx"
             more |= {name: views[name] for name in spec["added"]}
         arrays = (views[name] for name in ("x", "weight", "targets"))
         store(views, names, linear_cross_entropy(*arrays, **more))

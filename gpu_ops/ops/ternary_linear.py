@@ -31,6 +31,7 @@ def ternary_matmul_backward(
     w: TernaryMatrix,
     *,
     activations: str = "int8",
+    only: str | None = None,
     out: Any = None,
     device: str | None = None,
     backend: str | None = None,
@@ -48,8 +49,10 @@ def ternary_matmul_backward(
         Gradient of y, in x's dtype.
     x, w, activations
         As in the forward call.
-    out : (dx, dw), optional
-        Arrays that receive the gradients; none may share memory with an input.
+    only : {"dx", "dw"}, optional
+        Compute only dx (frozen weights), or only dw (deferred).
+    out : (dx, dw), or the one array asked for, optional
+        Receives the gradients; none may share memory with an input.
     device, backend : str, optional
         Where, and by which kernels; by default where the arrays are: see :func:`explain`.
     workspace : uint8 array, optional
@@ -57,9 +60,9 @@ def ternary_matmul_backward(
 
     Returns
     -------
-    dx : array (..., K)
+    dx : array (..., K), not with ``only="dw"``
         x's dtype.
-    dw : array (N, K)
+    dw : array (N, K), not with ``only="dx"``
         float32, float64 for float64: what an optimiser keeps.
 
     Raises
@@ -69,9 +72,9 @@ def ternary_matmul_backward(
 
     Notes
     -----
-    4 * tokens * N * K flops, sums in float32 (float64 for float64). On the CPU W exists dense in tiles only; on a GPU
-    it stays packed until it is in registers. There, and where a CPU multiplies bfloat16, W times its scales (on the
-    CPU: if there is one per row or group) and xq are rounded to x's dtype.
+    4 * tokens * N * K flops, half of them with ``only``; sums in float32 (float64 for float64). On the CPU W exists
+    dense in tiles only; on a GPU it stays packed until it is in registers. There, and where a CPU multiplies
+    bfloat16, W times its scales (on the CPU: if there is one per row or group) and xq are rounded to x's dtype.
     Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013; Ma et al., 2024.
 
     Examples
@@ -97,14 +100,19 @@ def ternary_matmul_backward(
     mode = checks.one_of(call.op, "activations", activations, get_args(Activations))
     take_matrix(call, "w", w)
     like = {"dx": (x_.shape, x_.dtype), "dw": ((n, k), checks.computing_dtype(dtype))}
-    call.write_each(like, out, rows=True)
+    if only is None:
+        call.write_each(like, out, rows=True)
+    else:
+        part = checks.one_of(call.op, "only", only, ("dx", "dw"))
+        call.write(part, *like[part], out, rows=True)
     tokens, groups = math.prod(x_.shape[:-1]), w.scale.shape[1] if w.scale.ndim == 2 else 1
     call.option(activations=mode)
     return call.bind(
-        problem=f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}",
+        problem=f"{tokens} tokens x ({n} x {k}), {dtype}, activations {mode}"
+        + (f", only {only}" if only else ""),
         unsupported=_unsupported(dtype, k, groups),
         look=_unit if dtype == "float16" else None,
-        flops=4.0 * tokens * n * k,
+        flops=(4.0 if only is None else 2.0) * tokens * n * k,
     )
 
 
@@ -120,7 +128,8 @@ def _reference(spec: Spec, on: Builder) -> None:
     def run(views: Mapping[str, Any]) -> None:
         w2, mode = views["w"].to("w2"), spec["activations"]
         found = ternary_matmul_backward(views["dy"], views["x"], w2.trits(), w2.scale, activations=mode)
-        store(views, ("dx", "dw"), found)
+        names = [name for name in ("dx", "dw") if name in views]
+        store(views, names, [dict(zip(("dx", "dw"), found, strict=True))[name] for name in names])
 
     on.call(run, "NumPy, float64")
 

@@ -85,7 +85,8 @@ def _cpu(spec: Spec, on: Builder) -> None:
                 continue
             dlogits = of.forward_backward(dloss[c], x[c], targets[c], loss[c], lse[c])
             of.backward_input(dlogits, as_rows(views["dx"])[c])
-            sums.backward_weight(dlogits, x[c], views["dweight"], add=c.start > 0 or "dweight" in added)
+            if "dweight" in views:
+                sums.backward_weight(dlogits, x[c], views["dweight"], add=c.start > 0 or "dweight" in added)
             if "dbias" in views:
                 sums.sum_rows(dlogits, views["dbias"], add=c.start > 0 or "dbias" in added)
         if reduction != "none":
@@ -147,10 +148,11 @@ def _launch_chunks(spec: Spec, on: Builder, by: _Backend, rows: Rows, parts: lis
             continue
         dz = z if z.dtype == x.dtype else z.view(x.dtype)[:, : len(weight)]
         by.losses.backward(spec, on, part, dz, dloss if dloss is shared else dloss[c], shared)
-        dweight, later = spec.tensor("dweight"), c.start > 0
-        total = dweight if later or "dweight" in added else None
+        dweight, later = spec.get("dweight"), c.start > 0
         by.multiply(on, product(Operand(dz), Operand(weight, True), rows_of(spec, "dx")[c]))
-        by.multiply(on, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
+        if dweight is not None:
+            total = dweight if later or "dweight" in added else None
+            by.multiply(on, product(Operand(dz, True), Operand(x[c], True), dweight, total=total))
         if dbias is not None:
             by.sum_rows(on, dz, dbias[None], later or "dbias" in added)
 

@@ -29,24 +29,26 @@ __all__ = ["variants"]
 
 @dataclass(frozen=True)
 class _Gradients:
-    """``dx = dy @ W`` and ``dw = dy.T @ xq``."""
+    """``dx = dy @ W`` and ``dw = dy.T @ xq``, or the one that is asked for."""
 
     dy: Tensor
     x: Tensor
     codes: Tensor
     scale: Tensor
-    dx: Tensor
-    dw: Tensor
+    dx: Tensor | None
+    dw: Tensor | None
 
     @classmethod
     def of(cls, spec: Spec, on: Builder) -> _Gradients | None:
-        """None where an axis is empty: then both are zeros, if they have elements."""
-        dx, dw = rows_of(spec, "dx"), spec.tensor("dw")
-        if 0 in (*dx.shape, dw.shape[0]):
-            on.zero(dx)
-            on.zero(dw)
-            return None
+        """None where an axis is empty: then the results are zeros, if they have elements."""
+        dx, dw = spec.get("dx"), spec.get("dw")
         dy, x = rows_of(spec, "dy"), rows_of(spec, "x")
+        if 0 in (*x.shape, dy.shape[1]):
+            for result in (dx, dw):
+                if result is not None:
+                    on.zero(result)
+            return None
+        dx = None if dx is None else rows_of(spec, "dx")
         return cls(dy, x, spec.tensor("w.codes"), spec.tensor("w.scale"), dx, dw)
 
 
@@ -57,11 +59,12 @@ def _cpu(spec: Spec, on: Builder) -> None:
     g = _Gradients.of(spec, on)
     if g is None:
         return
-    (tokens, n), k, activations = g.dy.shape, g.dx.shape[1], spec["activations"]
+    (tokens, n), k, activations = g.dy.shape, g.x.shape[1], spec["activations"]
 
     def run(views: Mapping[str, Any]) -> None:
-        dy, x, dx = as_rows(views["dy"]), as_rows(views["x"]), as_rows(views["dx"])
-        codes, scale, dw = views["w.codes"], views["w.scale"], views["dw"]
+        dy, x = as_rows(views["dy"]), as_rows(views["x"])
+        dx = as_rows(views["dx"]) if "dx" in views else None
+        codes, scale, dw = views["w.codes"], views["w.scale"], views.get("dw")
         ternary_backward.backward(dy, x, codes, scale, dx, dw, activations=activations)
 
     on.call(run, ternary_backward.config(tokens, n, k, g.dy.dtype.name))
@@ -72,9 +75,11 @@ def _raw(spec: Spec, on: Builder) -> None:
     g = _Gradients.of(spec, on)
     if g is None:
         return
-    _dx(on, g.dy, g.codes, g.scale, g.dx)
-    used = g.x if spec["activations"] == "native" else _rounded(on, g.x)
-    gemm.launch_raw(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
+    if g.dx is not None:
+        _dx(on, g.dy, g.codes, g.scale, g.dx)
+    if g.dw is not None:
+        used = g.x if spec["activations"] == "native" else _rounded(on, g.x)
+        gemm.launch_raw(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
 
 
 @lowers("ternary_matmul_backward", "numba")
@@ -82,9 +87,11 @@ def _numba(spec: Spec, on: Builder) -> None:
     g = _Gradients.of(spec, on)
     if g is None:
         return
-    _twin_dx(on, g.dy, g.codes, g.scale, g.dx)
-    used = g.x if spec["activations"] == "native" else _rounded_twin(on, g.x)
-    gemm.launch_numba(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
+    if g.dx is not None:
+        _twin_dx(on, g.dy, g.codes, g.scale, g.dx)
+    if g.dw is not None:
+        used = g.x if spec["activations"] == "native" else _rounded_twin(on, g.x)
+        gemm.launch_numba(on, product(Operand(g.dy, True), Operand(used, True), g.dw))
 
 
 def _dx(on: Builder, dy: Tensor, codes: Tensor, scale: Tensor, dx: Tensor) -> None:

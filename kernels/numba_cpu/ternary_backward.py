@@ -62,24 +62,30 @@ def tile_shape(tokens: int, k: int) -> tuple[int, int]:
 
 
 def backward(
-    dy: Array, x: Array, codes: Array, scale: Array, dx: Array, dw: Array, *, activations: str
+    dy: Array, x: Array, codes: Array, scale: Array, dx: Array | None, dw: Array | None, *, activations: str
 ) -> None:
-    """dy (tokens, N), x and dx (tokens, K), dw (N, K); w2 codes (N, bytes), scale (1 or N, groups)."""
+    """dy (tokens, N), x and dx (tokens, K), dw (N, K); w2 codes (N, bytes), scale (1 or N, groups). A result that is
+    None is not wanted."""
     (tokens, n), k = dy.shape, x.shape[1]
     rounding = activations == "int8"
-    if tokens * n * k <= SMALL:
+    if tokens * n * k <= SMALL:  # both in one call, wanted or not
+        dx = np.empty(x.shape, x.dtype) if dx is None else dx
+        wide = np.float64 if x.dtype == np.float64 else np.float32
+        dw = np.empty((n, k), wide) if dw is None else dw
         arrays = bits(dy), bits(x), codes, scale, bits(dx), dw
         launch_inline(ternary_small_backward[x.dtype], 1, rounding, *arrays)
         return
-    used, word = x, packed(x.dtype.name, x.dtype.name)
-    if rounding:
-        used, chunk = aligned_empty(x.shape, _used(x.dtype.name)), items_per_task(tokens, k)
-        launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), bits(used))
-    matmul(dy, used, dw, trans_a=True)
-    rows, columns = tile_shape(tokens, k)
-    n_tasks = -(-tokens // rows) * -(-k // columns)
-    words = np.empty((0, 0), word)
-    launch(ternary_dx[x.dtype], n_tasks, (rows, columns), bits(dy), codes, scale, bits(dx), words)
+    if dw is not None:
+        used = x
+        if rounding:
+            used, chunk = aligned_empty(x.shape, _used(x.dtype.name)), items_per_task(tokens, k)
+            launch(ternary_used_tokens[x.dtype], -(-tokens // chunk), chunk, bits(x), bits(used))
+        matmul(dy, used, dw, trans_a=True)
+    if dx is not None:
+        rows, columns = tile_shape(tokens, k)
+        n_tasks = -(-tokens // rows) * -(-k // columns)
+        words = np.empty((0, 0), packed(x.dtype.name, x.dtype.name))
+        launch(ternary_dx[x.dtype], n_tasks, (rows, columns), bits(dy), codes, scale, bits(dx), words)
 
 
 def _used(dtype: str) -> str:

@@ -105,10 +105,12 @@ def linear_cross_entropy(draw: Draw) -> Trial:
     arguments = {"x": x, "weight": weight, **of.arguments(draw), "chunk": draw.pick(0, 1, 7, 64)}
     if draw.chance(0.4):
         bias = arguments["bias"] = draw.array((vocab,), dtype)
-    before, added = draw.values((vocab, hidden), wide), False
+    before, added, only = draw.values((vocab, hidden), wide), False, False
     if grads := draw.chance(0.7):
         arguments |= {"grads": True, "dloss": draw.place(dloss)}
-        if added := draw.chance(0.4):
+        if only := draw.chance(0.2):
+            arguments["only"] = "dx"
+        elif added := draw.chance(0.4):
             arguments["dweight"] = draw.place(before, written=True)
 
     def formula(m: Maths) -> tuple[Array, ...]:
@@ -120,10 +122,12 @@ def linear_cross_entropy(draw: Draw) -> Trial:
             return (loss,)
         dlogits = of.gradient(m, u, of.lse(m, u), dloss)
         dweight = m.matmul(dlogits.T, wide_x)
+        if only:
+            return (loss, m.matmul(dlogits, w))
         found = (loss, m.matmul(dlogits, w), dweight + m.load(before) if added else dweight)
         return found if bias is None else (*found, m.sum(dlogits, axis=0)[0])
 
-    results = (wide, dtype, wide, wide)[: 1 if not grads else 3 if bias is None else 4]
+    results = (wide, dtype, wide, wide)[: 1 if not grads else 2 if only else 3 if bias is None else 4]
     linked = (("x", 0), ("x", 1))
     return Trial("linear_cross_entropy", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
 

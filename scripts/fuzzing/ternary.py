@@ -196,13 +196,16 @@ def matmul_backward(draw: Draw) -> Trial:
     t, scale, w = scaled(draw)
     dy, x = draw.array((tokens, t.shape[0]), dtype), draw.array((tokens, t.shape[1]), dtype)
     arguments = {"dy": dy, "x": x, "w": w, "activations": "native"}
+    if only := draw.pick(None, None, "dx", "dw"):
+        arguments["only"] = only
+    part = {"dx": slice(1), "dw": slice(1, 2)}.get(only or "", slice(2))
 
     def formula(m: Maths) -> tuple[Array, ...]:
         weights = m.r((t * scale.astype(np.float64)).astype(m.wide))
         g = m.load(dy)
-        return m.matmul(g, weights), m.matmul(g.T, m.load(x))
+        return (m.matmul(g, weights), m.matmul(g.T, m.load(x)))[part]
 
-    results = (dtype, computing(dtype))
+    results = (dtype, computing(dtype))[part]
     linked = (("x", 1), ("dy", 1))
     return Trial("ternary_matmul_backward", arguments, draw, dtype, results, formula, BACKWARD, linked=linked)
 
