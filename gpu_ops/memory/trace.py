@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,7 @@ class Trace:
     buffers: list[Buffer] = field(default_factory=list, init=False)
     runs: bool = field(default=False, init=False)
     on_gpu: bool = field(default=False, init=False)
+    from_device: bool = field(default=False, init=False)
     _now: int = field(default=0, init=False)
     _live: int = field(default=0, init=False)
     _peak: int = field(default=0, init=False)
@@ -92,7 +94,7 @@ class Trace:
         """An array without memory, for arguments: weights, tokens. It reads as zeros, and is not to be written."""
         return self._reserve(shape, np.dtype(dtype), label, given=True)
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
         """An op's result or workspace."""
         return self._reserve(shape, dtype, label, given=False)
 
@@ -107,10 +109,11 @@ class Trace:
         array = np.asarray(_Reserved(self, buffer, memory))
         return array[: buffer.nbytes].view(dtype).reshape(shape)
 
-    def scratch(self, nbytes: int) -> None:
+    def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
         """Memory of the CPU's kernels for the length of a call."""
         if self._live + nbytes > self._peak:
             self._peak, self._peak_at, self._scratch = self._live + nbytes, self._now - 1, nbytes
+        return contextlib.nullcontext()
 
     def goes(self, buffer: Buffer) -> None:
         """The last array on a buffer is gone."""
