@@ -2,7 +2,22 @@
 
 from gpu_ops.memory.arena import Arena
 from gpu_ops.memory.estimate import Estimate, choose_policies, estimate
+from gpu_ops.memory.estimate_call import estimate_call
+from gpu_ops.memory.inference import estimate_inference, fit, kv_cache_bytes
 from gpu_ops.memory.pool import Pool, limit
 from gpu_ops.memory.trace import Buffer, Trace
 
-__all__ = ["Arena", "Buffer", "Estimate", "Pool", "Trace", "choose_policies", "estimate", "limit"]
+__all__ = [
+    "Arena",
+    "Buffer",
+    "Estimate",
+    "Pool",
+    "Trace",
+    "choose_policies",
+    "estimate",
+    "estimate_call",
+    "estimate_inference",
+    "fit",
+    "kv_cache_bytes",
+    "limit",
+]
