@@ -1,4 +1,5 @@
-"""``python -m gpu_ops`` shows what this machine offers; ``warmup`` compiles ahead, ``presets`` shows the cards."""
+"""``python -m gpu_ops`` shows what this machine offers; ``warmup`` compiles ahead, ``presets`` shows the cards, and
+``memory`` what a model takes of theirs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
         choices=("all", "old"),
         help="remove it: all, or what was made of sources that have changed since",
     )
+    _add_memory(commands.add_parser("memory", help="what a model takes, by term, and which cards have room"))
     options = parser.parse_args(argv)
+    if options.command == "memory":
+        return memory(options)
     if options.command == "presets":
         return presets(options.card)
     if options.command == "cache":
@@ -51,6 +55,31 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show(found, make_console())
     return 0
+
+
+def _add_memory(of_model: argparse.ArgumentParser) -> None:
+    of_model.add_argument("--model", help="a folder, a config.json, or a name such as llama-3-8b")
+    of_model.add_argument("--batch", default="1", help="sequences (default 1)")
+    of_model.add_argument("--seqlen", default="4096", help="tokens of each (default 4096)")
+    of_model.add_argument("--dtype", default="bf16", help="bf16 (the default), fp16, fp32 or fp64")
+    of_model.add_argument("--train", action="store_true", help="a training step with AdamW, not inference")
+    of_model.add_argument("--policy", default="none", help="what layers keep in training: none, ..., layer")
+    of_model.add_argument("--card", help='only this one, such as H200 or "RTX 4090"')
+
+
+def memory(options: argparse.Namespace) -> int:
+    """Print what a model takes; 1 where no card has room, 2 with a line on stderr for what makes no sense."""
+    from dataclasses import fields
+
+    from gpu_ops.errors import GpuOpsError
+    from gpu_ops.memory_report import Question, show_memory
+
+    try:
+        asked = Question(**{f.name: getattr(options, f.name) for f in fields(Question)})
+        return show_memory(asked, make_console())
+    except GpuOpsError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
 
 
 def presets(card: str | None) -> int:

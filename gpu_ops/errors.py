@@ -70,12 +70,20 @@ class MissingPackageError(GpuOpsError, ImportError):
 
 
 class OutOfMemoryError(GpuOpsError, MemoryError):
-    """A buffer did not fit. ``required`` and ``available`` are bytes."""
+    """A buffer did not fit. ``required`` and ``available`` are bytes. ``holders``: the largest of what fills a
+    :class:`gpu_ops.memory.Pool`, labels and bytes; empty where none is in use."""
 
-    def __init__(self, message: str, required: int = 0, available: int = 0) -> None:
+    def __init__(
+        self,
+        message: str,
+        required: int = 0,
+        available: int = 0,
+        holders: tuple[tuple[str, int], ...] = (),
+    ) -> None:
         super().__init__(message)
         self.required = required
         self.available = available
+        self.holders = holders
 
 
 class KernelCompileError(GpuOpsError, RuntimeError):

@@ -102,6 +102,10 @@ class Driverless:
 
             record = through(cupy.cuda.Event.record, lambda *_: None)
 
+        class MemoryPool(cupy.cuda.MemoryPool):
+            set_limit = through(cupy.cuda.MemoryPool.set_limit, lambda self, size: None)
+            malloc = through(cupy.cuda.MemoryPool.malloc, lambda self, nbytes: allocate(nbytes))
+
         def set_(name, stand_in):
             owner, _, last = name.rpartition(".")
             where = cupy
@@ -121,7 +125,7 @@ class Driverless:
         set_("zeros", cupy.empty)
         set_("cuda.device.get_cublas_handle", lambda: 7)
         set_("cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2)
-        for kind in (Device, Event, Stream):
+        for kind in (Device, Event, MemoryPool, Stream):
             monkeypatch.setattr(cupy.cuda, kind.__name__, kind)
         monkeypatch.setattr(cupy, "RawModule", self._module)
         monkeypatch.setattr(base, "__exit__", lambda *_: state._streams.pop())

@@ -6,10 +6,12 @@ and stream. It proves nothing about CuPy itself; the tests marked ``gpu`` do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.machinery
 import math
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
@@ -26,6 +28,31 @@ class FakePointer:
 
     def __add__(self, offset):
         return FakePointer(self.ptr + offset, self.owner)
+
+    device_id = property(lambda self: self.owner.device.id)
+
+
+class FakeMemoryPool:
+    """``cupy.cuda.MemoryPool``: multiples of 512 bytes, and a limit; 0 is none."""
+
+    def __init__(self, cupy):
+        self.cupy, self.limit, self.used = cupy, 0, 0
+
+    def set_limit(self, *, size):
+        self.limit = size
+
+    def malloc(self, nbytes):
+        size = -(-nbytes // 512) * 512
+        if self.limit and self.used + size > self.limit:
+            raise MemoryError
+        self.used += size
+        memory = np.empty(size + 1, np.uint8)
+        weakref.finalize(memory, self._back, size)
+        owner = SimpleNamespace(memory=memory, device=SimpleNamespace(id=self.cupy.current_device()))
+        return FakePointer(memory.ctypes.data, owner)
+
+    def _back(self, size):
+        self.used -= size
 
 
 class FakeArray:
@@ -158,6 +185,7 @@ class FakeCupy(ModuleType, FakeDriver):
         FakeDriver.__init__(self)
         self.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
         self.ndarray, self.RawModule = FakeArray, self.module
+        self._allocator = None
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
             getDevice=self.current_device,
@@ -171,6 +199,12 @@ class FakeCupy(ModuleType, FakeDriver):
             Event=lambda **kind: FakeEvent(self, **kind),
             Stream=_Streams(self),
             get_current_stream=lambda: FakeStream(self, self.current_stream()),
+            MemoryPool=lambda: FakeMemoryPool(self),
+            UnownedMemory=lambda ptr, size, owner, device_id: SimpleNamespace(
+                ptr=ptr, owner=owner, device=SimpleNamespace(id=device_id)
+            ),
+            MemoryPointer=lambda memory, offset: FakePointer(memory.ptr + offset, memory),
+            using_allocator=self._using_allocator,
             driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=self.occupancy),
             runtime=runtime,
         )
@@ -209,7 +243,18 @@ class FakeCupy(ModuleType, FakeDriver):
 
     def empty(self, shape, dtype):
         self.refuse_in_capture("memory is allocated")
+        if self._allocator is not None:
+            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+            return FakeArray(shape, dtype, self._allocator(nbytes))
         return FakeArray(np.empty(shape, dtype), self.current_device())
+
+    @contextlib.contextmanager
+    def _using_allocator(self, allocator):
+        before, self._allocator = self._allocator, allocator
+        try:
+            yield
+        finally:
+            self._allocator = before
 
     def zeros(self, shape, dtype):
         array = self.empty(shape, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 
 import ml_dtypes
@@ -10,7 +11,8 @@ import pytest
 
 import gpu_ops
 from gpu_ops import memory, models
-from gpu_ops.errors import OptionError, OutOfMemoryError
+from gpu_ops.errors import DTypeError, OptionError, OutOfMemoryError, ShapeError, UnknownOptionError
+from gpu_ops.kernels.numba_cpu.parallel import thread_count
 
 CONFIG = models.LlamaConfig(vocab=512, hidden=128, ffn=344, nlayers=8, nheads=4, nheads_kv=2)
 # So large that the private memory of threads, up to 0.3 MiB each, does not count.
@@ -44,18 +46,23 @@ def step(batch, seqlen, dtype, policy, config=CONFIG):
     return run
 
 
-@pytest.mark.parametrize(("shape", "dtype", "policy"), CASES)
-def test_an_estimate_is_what_a_step_takes(shape, dtype, policy, monkeypatch):
+def measured(run, monkeypatch):
+    """The most bytes that a second run holds."""
     monkeypatch.setattr(
         gpu_ops.memory_pool.POOL, "limit", 0
     )  # so that NumPy allocates, which tracemalloc sees
-    batch, seqlen = SHAPES[shape]
-    run = step(batch, seqlen, dtype, policy, MEASURED)
     run()
     tracemalloc.start()
     run()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize(("shape", "dtype", "policy"), CASES)
+def test_an_estimate_is_what_a_step_takes(shape, dtype, policy, monkeypatch):
+    batch, seqlen = SHAPES[shape]
+    peak = measured(step(batch, seqlen, dtype, policy, MEASURED), monkeypatch)
     found = memory.estimate(MEASURED, batch=batch, seqlen=seqlen, dtype=dtype, policy=policy)
     assert abs(peak - found.parts["activations"]) <= 0.02 * peak
     assert found.peak == found.state + found.parts["activations"]
@@ -117,3 +124,175 @@ def test_a_budget_is_kept():
 def test_mistakes_are_typed(change):
     with pytest.raises(OptionError):
         memory.estimate(CONFIG, **({"batch": 1, "seqlen": 8} | change))
+
+
+# So large that the private memory of threads does not count: up to 0.7 MiB each for matrix products.
+HEADS, ROWS, TALL, SQUARE = (1, 8192, 8, 64), (65536, 256), (131072, 256), (256, 256)
+CALLS = {
+    "cross_entropy_backward": ((((), "float32"), ROWS, ((65536,), "int32"), ((65536,), "float32")), {}),
+    "embedding": ((((1, 65536), "int64"), SQUARE), {}),
+    "layernorm": ((ROWS, (256,), (256,)), {"return_stats": True}),
+    "linear": ((ROWS, SQUARE), {"bias": ((256,), "float32")}),
+    "linear_backward": ((ROWS, ROWS, SQUARE), {}),
+    "linear_cross_entropy": (((16384, 1024), (256, 1024), ((16384,), "int32")), {"grads": True}),
+    "rmsnorm": ((ROWS, (256,)), {"residual": (ROWS, "float32")}),
+    "rope": ((HEADS, HEADS), {}),
+    "softmax": ((ROWS,), {"mask": (ROWS, "bool")}),
+    "swiglu_mlp": ((TALL, SQUARE, SQUARE, SQUARE), {}),
+    "swiglu_mlp_backward": ((TALL, TALL, SQUARE, SQUARE, SQUARE), {}),
+}
+
+
+def arrays_of(shapes):
+    """What stands for shapes in an estimate."""
+    pairs = [s if isinstance(s[0], tuple) else (s, "float32") for s in shapes]
+    return [np.zeros(shape, dtype) for shape, dtype in pairs]
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_an_estimate_is_what_a_call_takes(op, monkeypatch):
+    shapes, options = CALLS[op]
+    found = memory.estimate_call(op, *shapes, **options)
+    arrays = {n: arrays_of([x])[0] if isinstance(x, tuple) else x for n, x in options.items()}
+    given = arrays_of(shapes)
+    peak = measured(lambda: getattr(gpu_ops, op)(*given, **arrays), monkeypatch)
+    assert abs(peak - (found.peak - found.state)) <= 0.02 * peak
+    assert found.workspaces <= found.parts["workspaces"]
+    assert found.parts["arguments"] == sum(
+        x.nbytes for x in [*given, *arrays.values()] if isinstance(x, np.ndarray)
+    )
+
+
+@pytest.mark.parametrize(("nheads", "nheads_kv"), [(8, 8), (4, 1)])
+def test_attention_takes_a_bounded_memory_of_each_thread_more(nheads, nheads_kv, monkeypatch):
+    q, kv = ((1, 1024, n, 64) for n in (nheads, nheads_kv))
+    for op, shapes in (
+        ("attention", (q, kv, kv)),
+        ("attention_backward", (q, q, kv, kv, q, ((1, nheads, 1024), "float32"))),
+    ):
+        found, given = memory.estimate_call(op, *shapes, causal=True), arrays_of(shapes)
+        peak = measured(lambda op=op, given=given: getattr(gpu_ops, op)(*given, causal=True), monkeypatch)
+        beside = peak - (found.peak - found.state)
+        assert 0 <= beside <= thread_count() * 4 * 2**20
+    assert found.workspaces > 0
+
+
+@pytest.mark.parametrize("device", [None, "sm_80", "H100 SXM", "T4"])
+def test_a_call_is_planned_for_a_card(device):
+    shape = (2, 64, 4, 64)
+    lse = ((2, 4, 64), "float32")
+    found = memory.estimate_call(
+        gpu_ops.attention_backward, shape, shape, shape, shape, shape, lse=lse, device=device
+    )
+    nbytes = 4 * math.prod(shape)
+    assert found.parts["arguments"] == 5 * nbytes + 4 * 2 * 4 * 64
+    assert found.parts["results"] == 3 * nbytes
+    assert found.parts["workspaces"] > 0
+    assert found.peak == sum(found.parts.values())
+    assert memory.estimate_call("global_norm", [shape, (shape, "float16")]).parts["arguments"] == 1.5 * nbytes
+    if device is not None:
+        half = memory.estimate_call("softmax", shape, dtype="float16", device=device)
+        assert half.parts == {"arguments": nbytes / 2, "results": nbytes / 2, "workspaces": 0}
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error"),
+    [
+        (("attentoin", (1, 2)), {}, OptionError),
+        (("softmax", (1, 2)), {"dtype": "float17"}, DTypeError),
+        (("softmax", (1, 2)), {"dtype": object}, DTypeError),
+        (("softmax", (1, -2)), {}, OptionError),
+        (("softmax", (1, 2.5)), {}, OptionError),
+        (("softmax", (1, 2)), {"device": "RTX 1"}, OptionError),
+        (("softmax", (1, 2)), {"sclae": 1.0}, UnknownOptionError),
+        (("softmax", (1, 2), (3,), (4,)), {}, TypeError),
+        (("rmsnorm", (1, 2), (3,)), {}, ShapeError),
+    ],
+)
+def test_mistakes_in_a_call_are_those_of_the_op(args, options, error):
+    with pytest.raises(error):
+        memory.estimate_call(*args, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_estimate_is_what_inference_takes(shape, dtype, monkeypatch):
+    """The prompt through the model, and the logits of its last tokens."""
+    batch, seqlen = SHAPES[shape]
+    arrays = {n: x.astype(dtype) for n, x in models.initial_weights(MEASURED).items()}
+    weights = models.Llama.of(arrays, MEASURED)
+    ids = np.zeros((batch, seqlen), np.int32)
+
+    def run():
+        states = models.hidden_states(ids, weights, MEASURED)
+        gpu_ops.linear(states[:, -1], weights.lm_head)
+
+    peak = measured(run, monkeypatch)
+    found = memory.estimate_inference(MEASURED, batch=batch, seqlen=seqlen, dtype=dtype)
+    assert abs(peak - found.parts["activations"]) <= 0.02 * peak
+    assert found.parts["weights"] == sum(x.nbytes for x in arrays.values())
+    cache = [np.zeros((batch, seqlen, 2, 64), dtype) for _ in range(2 * 8)]
+    assert found.parts["KV cache"] == sum(x.nbytes for x in cache)
+
+
+def test_a_shorter_prompt_and_a_smaller_cache():
+    sizes = {"batch": 2, "seqlen": 512, "dtype": "float16"}
+    whole = memory.estimate_inference(MEASURED, **sizes)
+    part = memory.estimate_inference(MEASURED, **sizes, prompt=64, cache_dtype=np.int8)
+    assert part.parts["KV cache"] == whole.parts["KV cache"] // 2
+    assert part.parts["activations"] < 0.2 * whole.parts["activations"]
+    assert memory.kv_cache_bytes(models.PRESETS["llama-3-8b"], batch=2, seqlen=3) == 6 << 17
+
+
+@pytest.mark.parametrize("sought", ["batch", "seqlen"])
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "H100 SXM"])
+def test_one_more_would_not_fit(sought, train, device):
+    given = {"seqlen": 64} if sought == "batch" else {"batch": 3}
+    run = memory.estimate if train else memory.estimate_inference
+
+    def takes(n):
+        return run(CONFIG, **given, **{sought: n}, dtype="float16", device=device).peak
+
+    for most in (1, 37):
+        for budget in (takes(most), takes(most + 1) - 1):
+            found = memory.fit(CONFIG, budget, **given, train=train, dtype="float16", device=device)
+            assert takes(found) <= budget < takes(found + 1)
+            assert found >= most
+    with pytest.raises(OutOfMemoryError, match=f"{sought} 1 takes") as refused:
+        memory.fit(CONFIG, takes(1) - 1, **given, train=train, dtype="float16", device=device)
+    assert (refused.value.required, refused.value.available) == (takes(1), takes(1) - 1)
+
+
+def test_budgets():
+    llama = models.PRESETS["llama-3-8b"]
+    card = memory.fit(llama, "RTX 4090", seqlen=4096)
+    assert card == memory.fit(llama, 24 * 10**9, seqlen=4096, device="RTX 4090")
+    assert memory.fit(llama, "24 GB", seqlen=4096) == memory.fit(llama, 24 * 10**9, seqlen=4096)
+    assert memory.fit(CONFIG, 1 << 60, seqlen=1 << 14, prompt=1) == 1 << 10  # where the search ends
+    with pytest.raises(OutOfMemoryError, match="takes"):
+        memory.fit(llama, "RTX 4090", seqlen=4096, train=True)
+    for budget in ("RTX 1", "24 XB", -1, 1.5, None):
+        with pytest.raises(OptionError, match=r"^memory\.fit: budget"):
+            memory.fit(llama, budget, batch=1)
+    for sizes in ({}, {"batch": 1, "seqlen": 1}):
+        with pytest.raises(OptionError, match="one of batch= and seqlen="):
+            memory.fit(llama, "24 GB", **sizes)
+    for change in ({"batch": 0}, {"seqlen": 2.5}, {"dtype": "half!"}, {"prompt": 9}):
+        with pytest.raises((OptionError, DTypeError)):
+            memory.estimate_inference(CONFIG, **({"batch": 1, "seqlen": 8} | change))
+
+
+def test_presets_have_the_published_numbers_of_parameters():
+    published = {
+        "smollm2-135m": 134_515_008,
+        "tinyllama-1.1b": 1_100_048_384,
+        "llama-2-7b": 6_738_415_616,
+        "llama-2-13b": 13_015_864_320,
+        "llama-3-8b": 8_030_261_248,
+        "llama-3-70b": 70_553_706_496,
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.2-3b": 3_212_749_824,
+        "mistral-7b": 7_241_732_096,
+    }
+    assert {name: config.parameters for name, config in models.PRESETS.items()} == published

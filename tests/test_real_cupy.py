@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 import gpu_ops
+from gpu_ops import memory
 from gpu_ops.core import device as devices
 from gpu_ops.core import dispatch
 from gpu_ops.core.op import forget_calls
+from gpu_ops.errors import OutOfMemoryError
 from gpu_ops.kernels.compiler import jit
 from gpu_ops.kernels.compiler.kernel import NumbaKernel
 from tests import fake_cupy
@@ -205,3 +207,20 @@ def test_the_stand_in_has_nothing_that_cupy_has_not():
     ]
     missing = [n for where, names in pairs for n in names if not n.startswith("_") and not hasattr(where, n)]
     assert not missing
+
+
+def test_a_pool_counts_what_cupy_allocates(driverless):
+    x = on_device(np.ones((64, 512), np.float32))
+    with memory.Pool(2 * x.nbytes, device="cuda") as pool:
+        y = gpu_ops.softmax(x)
+        own = cupy.empty(10, np.float32)
+        assert pool.holders == {"softmax: y": x.nbytes, "array": 512}
+        with pytest.raises(OutOfMemoryError) as refused:
+            gpu_ops.softmax(x)
+        assert (refused.value.required, refused.value.available) == (x.nbytes, x.nbytes - 512)
+    part = y[3:5]
+    del y, own
+    assert pool.current == x.nbytes
+    del part
+    assert pool.current == 0
+    assert isinstance(gpu_ops.softmax(x), cupy.ndarray)

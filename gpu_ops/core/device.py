@@ -47,6 +47,8 @@ class Device(Protocol):
 
     limits: Limits
     is_capturing: bool
+    on_host: bool
+    """Whether its arrays are NumPy's."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> Any:
         """A result or a workspace, uninitialised. ``name`` is for the emulator's messages."""
@@ -69,6 +71,7 @@ class HostDevice:
 
     limits = Limits()
     is_capturing = False
+    on_host = True
 
     def carve(self, workspace: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         raise AssertionError("programs of the CPU take no workspace of the caller's")
@@ -109,6 +112,8 @@ def _placeholder(a: Any) -> Any:
 
 class CudaDevice:
     """A CUDA device, used through CuPy on its current stream."""
+
+    on_host = False
 
     def __init__(self, ordinal: int) -> None:
         import cupy

@@ -33,6 +33,7 @@ class EmulatorDevice:
     """
 
     is_capturing = False
+    on_host = True
 
     def __init__(self) -> None:
         wanted = os.environ.get("GPU_OPS_ARCH")

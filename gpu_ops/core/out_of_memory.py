@@ -12,7 +12,7 @@ import numpy as np
 
 from gpu_ops.errors import OutOfMemoryError
 
-__all__ = ["available_bytes", "out_of_memory", "required_bytes", "typed_memory_errors"]
+__all__ = ["available_bytes", "out_of_memory", "required_bytes", "size_text", "typed_memory_errors"]
 
 
 class typed_memory_errors(contextlib.ContextDecorator):
@@ -35,9 +35,9 @@ def out_of_memory(who: str, error: BaseException, what: str = "", required: int 
     required, available = required or required_bytes(error), available_bytes(on_gpu)
     text = f"{who}: no memory for {what or 'scratch or a copy of an argument'}"
     if required:
-        text += f", {_size(required)}"
+        text += f", {size_text(required)}"
     if available:
-        text += f"; {_size(available)} {'on the device' if on_gpu else 'of memory'} are available"
+        text += f"; {size_text(available)} {'on the device' if on_gpu else 'of memory'} are available"
     return OutOfMemoryError(f"{text}. Free some, or split the arrays into several calls", required, available)
 
 
@@ -71,9 +71,9 @@ def available_bytes(on_gpu: bool = False) -> int:
     return min(free, max(limit - used, 0))
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     """
-    >>> _size(3 << 30), _size(1536)
+    >>> size_text(3 << 30), size_text(1536)
     ('3.0 GiB', '1536 bytes')
     """
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 26 else f"{nbytes} bytes"

@@ -50,7 +50,7 @@ class Allocation:
         try:
             instead = allocator() if IN_USE else None
             if instead is not None:
-                array = instead.allocate(self.shape, self.dtype, f"{op}: {self.name}")
+                array = instead.allocate(self.shape, self.dtype, f"{op}: {self.name}", device)
             elif self._small:
                 array = np.empty(self.shape, self.dtype)
             else:

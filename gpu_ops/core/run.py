@@ -44,10 +44,10 @@ def forget() -> None:
 
 
 class Linked:
-    """A program whose steps are functions of one device."""
+    """A program whose steps are functions of one device. ``op``: whose, for the labels of its workspaces."""
 
-    def __init__(self, program: Program, device: Any) -> None:
-        self.program, self.device = program, device
+    def __init__(self, program: Program, device: Any, op: str = "") -> None:
+        self.program, self.device, self.op = program, device, op
         self._steps = [device.link(step) for step in program.steps]
 
     def __call__(self, views: Views, workspace: Any = None) -> None:
@@ -57,27 +57,30 @@ class Linked:
             views[constant.name] = self.device.constant(constant)
         if program.workspaces:
             self._add_workspaces(views, workspace, instead)
-        if instead is not None and not instead.runs:
-            instead.scratch(program.scratch_bytes)
+        if instead is None:
+            for step in self._steps:
+                step(views)
             return
-        for step in self._steps:
-            step(views)
+        with instead.scratch(program.scratch_bytes, self.op):
+            for step in self._steps if instead.runs else ():
+                step(views)
 
     def _add_workspaces(self, views: Views, workspace: Any, instead: Allocator | None) -> None:
         device, offset = self.device, 0
-        allocate = device.empty if instead is None else instead.allocate
-        if workspace is None and instead is None and device.is_capturing:
+        if workspace is None and (instead is None or instead.from_device) and device.is_capturing:
             raise DeviceError(
                 f"this call needs {self.program.workspace_bytes} bytes of workspace, and the stream is captured: "
                 "pass workspace=, a uint8 array of gpu_ops.workspace_size(op, ...) bytes on the device that lives "
                 "as long as the graph"
             )
         for w in self.program.workspaces:
-            if workspace is None:
-                views[w.name] = allocate(w.shape, w.dtype, w.name)
-            else:
+            if workspace is not None:
                 views[w.name] = device.carve(workspace, offset, w.shape, w.dtype)
                 offset += -(-w.nbytes // ALIGNMENT) * ALIGNMENT
+            elif instead is not None:
+                views[w.name] = instead.allocate(w.shape, w.dtype, f"{self.op} workspace: {w.name}", device)
+            else:
+                views[w.name] = device.empty(w.shape, w.dtype, w.name)
             if w.zeroed and (instead is None or instead.runs):
                 device.zero(w.name, views)
 
@@ -241,7 +244,7 @@ class Prepared:
 
     def link(self, program: Program) -> Linked:
         """A program of another lowering of this call, ready to run: a candidate that is measured."""
-        return Linked(self._with_hidden(program), self.device)
+        return Linked(self._with_hidden(program), self.device, self.op)
 
     def use(self, linked: Linked) -> None:
         """Take another program from now on."""
@@ -256,7 +259,7 @@ class Prepared:
         last = self._linked  # other threads may replace it
         if last is not None and (last[0] is values or last[0] == values):
             return last[1]
-        linked = Linked(self.program(values, device.limits), device)
+        linked = Linked(self.program(values, device.limits), device, self.op)
         if self.device is not None:
             self._linked = values, linked
         return linked

@@ -69,6 +69,6 @@ def _convert(
     options = {"format": fmt.name, "tile": tile_of(fmt, shape), "by_numpy": "", "need": need}
     spec = Spec(op, layouts, tuple(options.items()))
     views = dict(arrays)
-    Linked(program_of(spec, backend, device.limits), device)(views)
+    Linked(program_of(spec, backend, device.limits), device, op)(views)
     flags: Array = views["flags"]
     return flags

@@ -1,7 +1,23 @@
-"""Memory of a step, known before it runs: what it takes, and one buffer that holds all of it."""
+"""Memory of calls: known before they run, held to a limit, or one buffer for all of it."""
 
 from gpu_ops.memory.arena import Arena
 from gpu_ops.memory.estimate import Estimate, choose_policies, estimate
+from gpu_ops.memory.estimate_call import estimate_call
+from gpu_ops.memory.inference import estimate_inference, fit, kv_cache_bytes
+from gpu_ops.memory.pool import Pool, limit
 from gpu_ops.memory.trace import Buffer, Trace
 
-__all__ = ["Arena", "Buffer", "Estimate", "Trace", "choose_policies", "estimate"]
+__all__ = [
+    "Arena",
+    "Buffer",
+    "Estimate",
+    "Pool",
+    "Trace",
+    "choose_policies",
+    "estimate",
+    "estimate_call",
+    "estimate_inference",
+    "fit",
+    "kv_cache_bytes",
+    "limit",
+]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.allocator import use_allocator
+from gpu_ops.core.allocator import new_array, use_allocator
 from gpu_ops.core.out_of_memory import out_of_memory
 from gpu_ops.errors import OptionError, OutOfMemoryError
 from gpu_ops.memory.trace import Buffer, Trace
@@ -77,6 +78,7 @@ class Arena:
     """
 
     runs = True
+    from_device = False
 
     def __init__(self, trace: Trace, device: str = "cpu", limit: int | None = None) -> None:
         if device not in ("cpu", "cuda"):
@@ -97,8 +99,8 @@ class Arena:
         self._next = 0
         self._entered = threading.Lock()
 
-    def scratch(self, nbytes: int) -> None:
-        raise AssertionError("calls run in an arena")
+    def scratch(self, nbytes: int, op: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def __enter__(self) -> Arena:
         if not self._entered.acquire(blocking=False):
@@ -123,7 +125,7 @@ class Arena:
         self._stack.close()
         self._entered.release()
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str) -> Any:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], label: str, device: Any) -> Any:
         i, nbytes = self._next, math.prod(shape) * dtype.itemsize
         if i == len(self._plan) or (self._plan[i].label, self._plan[i].nbytes) != (label, nbytes):
             expected = (
@@ -155,6 +157,8 @@ def _earlier(plan: list[Buffer], offsets: list[int]) -> list[list[int]]:
 def _memory(nbytes: int, alignment: int, device: str) -> _HostMemory | _CudaMemory:
     try:
         return _HostMemory(nbytes, alignment) if device == "cpu" else _CudaMemory(nbytes)
+    except OutOfMemoryError:  # of a pool
+        raise
     except MemoryError as error:  # CuPy's is one, too
         raise out_of_memory("memory.Arena", error, f"a step of {nbytes} bytes", nbytes) from error
 
@@ -171,7 +175,7 @@ class _Alive:
 
 class _HostMemory:
     def __init__(self, nbytes: int, alignment: int) -> None:
-        self._bytes = np.empty(nbytes + alignment, np.uint8)
+        self._bytes = new_array((nbytes + alignment,), np.dtype(np.uint8), "memory.Arena", on_host=True)
         self._start = -(-self._bytes.ctypes.data // alignment) * alignment
 
     def array(self, alive: _Alive, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -187,7 +191,8 @@ class _CudaMemory:
     def __init__(self, nbytes: int) -> None:
         import cupy
 
-        self._cupy, self._memory = cupy, cupy.cuda.alloc(max(nbytes, 1))
+        self._cupy = cupy
+        self._memory = new_array((max(nbytes, 1),), np.dtype(np.uint8), "memory.Arena").data
 
     def array(self, alive: _Alive, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         alive.memory = self._memory  # type: ignore[attr-defined]

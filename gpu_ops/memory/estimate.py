@@ -24,12 +24,22 @@ _WHO = "memory.estimate"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of a training step."""
+    """Bytes of a training step, of inference, or of one call."""
 
     parts: dict[str, int]
-    """weights, gradients, optimizer: alive throughout; activations: the most beside them, workspaces included."""
+    """Alive throughout: weights, gradients, optimizer, KV cache; arguments of a call. activations: the most beside
+    them, workspaces included. Of a call: results, workspaces."""
     largest: tuple[tuple[str, int], ...]
-    """What is alive at the peak beside the first three: labels and bytes, the largest first."""
+    """What is alive at the peak beside what is alive throughout: labels and bytes, the largest first."""
+    workspaces: int = 0
+    """Workspaces and scratch at the peak, among the activations."""
+
+    @classmethod
+    def of(cls, trace: Trace, parts: dict[str, int]) -> Estimate:
+        """``parts``, and what a trace has at its peak."""
+        at = [b for b in trace.at_peak() if not b.given]
+        workspaces = sum(b.nbytes for b in at if b.is_workspace)
+        return cls(parts, tuple((b.label, b.nbytes) for b in at), workspaces)
 
     @property
     def peak(self) -> int:
@@ -37,7 +47,8 @@ class Estimate:
 
     @property
     def state(self) -> int:
-        return self.peak - self.parts["activations"]
+        """What is alive throughout."""
+        return self.peak - sum(self.parts.get(name, 0) for name in ("activations", "results", "workspaces"))
 
     def __str__(self) -> str:
         lines = [f"{name:12} {n / 2**20:>10.1f} MiB" for name, n in {**self.parts, "peak": self.peak}.items()]
@@ -114,8 +125,7 @@ def estimate(
         "optimizer": masters + states,
         "activations": trace.peak_bytes - state,
     }
-    largest = tuple((b.label, b.nbytes) for b in trace.at_peak() if not b.given)
-    return Estimate(parts, largest)
+    return Estimate.of(trace, parts)
 
 
 def choose_policies(

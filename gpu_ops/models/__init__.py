@@ -3,6 +3,7 @@
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
+from gpu_ops.models.presets import PRESETS
 from gpu_ops.models.projection import (
     Latent,
     Lora,
@@ -17,6 +18,7 @@ from gpu_ops.models.weights import Block, Llama, initial_weights
 
 __all__ = [
     "POLICIES",
+    "PRESETS",
     "Block",
     "Latent",
     "Llama",

@@ -155,7 +155,7 @@ class LlamaConfig:
         missing = [name for name in (*names.values(), "rms_norm_eps") if config.get(name) is None]
         if missing:
             raise OptionError(f"{_WHO}.from_hf: the config has no {', '.join(missing)}")
-        scaling = RopeScaling.from_hf(dict(config))
+        scaling, window = RopeScaling.from_hf(dict(config)), config.get("sliding_window")
         plain = scaling.kind == "default" and scaling.partial_rotary_factor in (None, 1.0)
         return cls(
             **{ours: config[theirs] for ours, theirs in names.items()},
@@ -164,7 +164,7 @@ class LlamaConfig:
             eps=config["rms_norm_eps"],
             theta=scaling.theta or 10000.0,
             scaling=None if plain else scaling,
-            window=-1 if config.get("sliding_window") is None else config["sliding_window"] - 1,
+            window=-1 if window is None else checks.integer(_WHO, "sliding_window", window, low=1) - 1,
             activation=_ACTIVATIONS[config.get("hidden_act", "silu")],
             tied=bool(config.get("tie_word_embeddings", False)),
         )

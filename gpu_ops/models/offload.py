@@ -88,7 +88,8 @@ class _Planned:
 
     def prefetch(self) -> None:
         if self._device is None:
-            self._device = new_array(self.shape, self.dtype, "x from the host")
+            # a trace's arrays are NumPy's
+            self._device = new_array(self.shape, self.dtype, "x from the host", on_host=True)
 
     def fetch(self) -> Any:
         self.prefetch()

@@ -61,7 +61,12 @@ def backward(spec: Spec, on: Builder) -> None:
         if "dsinks" in views:
             views["dsinks"][...] = sinks_gradient(given["sinks"], lse, delta, computing)
 
-    on.call(run, str(kernels.config_of(*inputs, a.batch, a.seqlen_q, a.seqlen_k)))
+    shape = *inputs, a.batch, a.seqlen_q, a.seqlen_k
+    dbias, delta, rows = spec.get("dbias"), spec.get("delta"), spec.tensor("lse").size
+    scratch = kernels.scratch_bytes(*shape) + (0 if dbias is None else dbias.size * computing.itemsize)
+    for x in (spec.tensor("lse"), delta):  # in float64 for the kernels
+        scratch += 8 * rows if x is None or x.dtype != np.float64 else 0
+    on.call(run, str(kernels.config_of(*shape)), scratch)
 
 
 def variants(arch: str) -> Iterator[Variant]:

@@ -72,7 +72,9 @@ def _forward_cpu(spec: Spec, on: Builder) -> None:
             gate_up=None if gate_up is None else as_rows(gate_up),
         )
 
-    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype))
+    sizes = hidden, ffn, spec.tensor("w_down").shape[0]
+    scratch = swiglu_mlp.scratch_bytes(len(x), sizes, x.dtype, gradients=False, kept=False)
+    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype), scratch)
 
 
 @lowers("swiglu_mlp_backward", "cpu")
@@ -96,7 +98,9 @@ def _backward_cpu(spec: Spec, on: Builder) -> None:
             gate_up=None if gate_up is None else as_rows(gate_up),
         )
 
-    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype, gradients=True))
+    sizes, kept = (hidden, ffn, spec.tensor("w_down").shape[0]), spec.get("gate_up") is not None
+    scratch = swiglu_mlp.scratch_bytes(len(x), sizes, x.dtype, gradients=True, kept=kept)
+    on.call(run, swiglu_mlp.config(len(x), hidden, ffn, x.dtype, gradients=True), scratch)
 
 
 def _forward(spec: Spec, on: Builder, multiply: Multiply) -> None:

@@ -84,6 +84,19 @@ def config_of(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_s
     return select_config(batch, q.shape[2], k.shape[2], max_seqlen_q, max_seqlen_k, part_bytes, block_m)
 
 
+def scratch_bytes(q: Array, k: Array, v: Array, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """dK and dV of the parts: what :func:`prepare`'s ``run`` takes for arrays like these, at most."""
+    parts, wide = config_of(q, k, v, batch, max_seqlen_q, max_seqlen_k).n_splits, _sums_of(q).itemsize
+    keys = k.shape[0] * k.shape[1] + batch * KEY_GROUP
+    return 0 if parts == 1 else parts * k.shape[2] * keys * sum(_widths(q, v, wide)) * wide
+
+
+def _widths(q: Array, v: Array, wide: int) -> list[int]:
+    """Of dK and dV of a part: whole vectors."""
+    lanes = VECTOR_BYTES // wide
+    return [-(-x.shape[3] // lanes) * lanes for x in (q, v)]
+
+
 def _sums_of(q: Array) -> np.dtype[Any]:
     return np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
 
@@ -113,8 +126,7 @@ def prepare(
     call = make_call(q, v, batch, config, page_size=0, given=given, **sizes, **options)
     fill, parts, variant = optional_arrays(dtype), config.n_splits, (dtype, given.get("bias", q).dtype)
     limits = SPLIT_LSE[wide.name, lse_dtype.name]
-    lanes = VECTOR_BYTES // wide.itemsize
-    widths = [-(-dim // lanes) * lanes for dim in (call.head_dim, call.head_dim_v)]
+    widths = _widths(q, v, wide.itemsize)
     sums, launch, by_head = -(-max_seqlen_k // KEYS_PER_SUM), launcher_of(call, 2.5), call._replace(heads=1)
 
     def sums_of_parts(keys: int) -> list[Array]:

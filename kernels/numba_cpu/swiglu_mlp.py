@@ -26,7 +26,7 @@ import numpy as np
 from . import swiglu_mlp_few
 from .dtype import aligned_empty, bits
 from .gemm import matmul, tile_shape
-from .packing import Panels, pack, packed
+from .packing import Panels, pack, packed, panel_bytes
 from .parallel import launch
 from .swiglu_mlp_tile import ACTIVATIONS, Plan, mlp_hidden, mlp_hidden_backward
 
@@ -68,6 +68,29 @@ def _wide(dtype: DType) -> DType:
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
+def scratch_bytes(
+    tokens: int, sizes: tuple[int, int, int], dtype: DType, *, gradients: bool, kept: bool
+) -> int:
+    """What a call takes while it runs. ``sizes``: hidden, ffn, hidden_out. ``kept``: gate and up are given."""
+    (hidden, ffn, out), wide, kind = sizes, _wide(dtype).itemsize, packed(dtype.name)
+    few = _few(tokens, hidden, ffn)
+    if few and not gradients:
+        return tokens * ffn * wide
+    step, block = _steps(tokens, ffn, gradients)
+    rounds = wide != dtype.itemsize
+    x, h = panel_bytes(hidden, step, kind), panel_bytes(block, step, kind)
+    if not gradients:
+        return x + h + (step * out * wide if block < ffn and rounds else 0)
+    made_again = 2 * tokens * ffn * dtype.itemsize if few and not kept else 0
+    lasting = 3 * block * step * (dtype.itemsize if kind == "uint32" else wide) + 2 * h
+    lasting += tokens * hidden * wide if rounds else 0
+    packed_at_once = panel_bytes(out, step, kind) + (0 if few or kept else x)
+    return made_again + max(
+        lasting + max(packed_at_once, panel_bytes(step, hidden, kind), h),
+        tokens * ffn * wide if made_again else 0,
+    )
+
+
 def forward(
     x: Array, weights: Sequence[Array], y: Array, *, activation: str, gate_up: Array | None = None
 ) -> None:
@@ -98,6 +121,8 @@ def forward(
             launch(mlp_hidden[x.dtype], tasks, plan, xt.array, bits(wg), bits(wu), h.array, *stored)
             ends = {"first": f.start == 0, "last": f.stop == ffn}
             matmul(w_down[:, f], h, yt, trans_out=True, total=None if total is None else total[: h.n], **ends)
+            del h  # before the next is made
+        del xt
 
 
 def _halves(gate_up: Array | None, dtype: DType) -> tuple[Array, Array]:
@@ -158,11 +183,15 @@ def backward(
             tasks = -(-len(h) // rows) * -(-n // columns)
             run = mlp_hidden_backward[x.dtype]
             launch(run, tasks, plan, *arrays, dgate_panels.array, dup_panels.array)
+            del xt, dyt, arrays  # before the next are made
             xt = pack(x[t], kind, trans=False)
             gradients.add(0, f, dgate, xt, first=first)
             gradients.add(1, f, dup, xt, first=first)
+            del xt
             ht = pack(h, kind, trans=True)
             gradients.add(2, (slice(None), f), dy[t], ht, first=first, trans_a=True)
+            del ht
             add_dx = partial(matmul, trans_a=True, trans_out=True, total=dx_total[t])
             add_dx(wg, dgate_panels, dx[t], first=f.start == 0, last=False)
             add_dx(wu, dup_panels, dx[t], first=False, last=f.stop == ffn)
+            del dgate_panels, dup_panels

@@ -1,0 +1,193 @@
+"""What inference with a Llama takes, before it runs, and how much of it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.core.checks import flag, integer
+from gpu_ops.errors import DeviceError, OptionError, OutOfMemoryError
+from gpu_ops.memory.estimate import Estimate, estimate
+from gpu_ops.memory.estimate_call import read_dtype
+from gpu_ops.memory.sizes import read_size
+from gpu_ops.memory.trace import Trace
+from gpu_ops.models import Llama, LlamaConfig, hidden_states
+from gpu_ops.ops.linear import linear
+from gpu_ops.presets import select_preset
+
+__all__ = ["estimate_inference", "fit", "kv_cache_bytes"]
+
+# Where the search ends: the plan's own tables take 280 bytes per position, its indices 4 per token.
+_MOST_POSITIONS, _MOST_TOKENS = 1 << 20, 1 << 24
+
+
+def kv_cache_bytes(config: LlamaConfig, *, batch: int, seqlen: int, dtype: npt.DTypeLike = np.float16) -> int:
+    """Keys and values of all layers: ``2 nlayers nheads_kv head_dim itemsize`` bytes for each token.
+
+    Examples
+    --------
+    >>> from gpu_ops import memory, models
+    >>> memory.kv_cache_bytes(models.PRESETS["llama-3-8b"], batch=1, seqlen=1, dtype="bfloat16") // 1024
+    128
+    """
+    who = "memory.kv_cache_bytes"
+    numbers = 2 * config.nlayers * config.nheads_kv * config.head_dim
+    tokens = integer(who, "batch", batch, low=1) * integer(who, "seqlen", seqlen, low=0)
+    return numbers * read_dtype(who, dtype).itemsize * tokens
+
+
+def estimate_inference(
+    config: LlamaConfig,
+    *,
+    batch: int,
+    seqlen: int,
+    dtype: npt.DTypeLike = np.float16,
+    cache_dtype: npt.DTypeLike | None = None,
+    prompt: int | None = None,
+    device: str | None = None,
+) -> Estimate:
+    """The memory of inference: weights, a KV cache for ``seqlen`` tokens, and the activations of the prompt.
+
+    The activations are those of :func:`gpu_ops.models.hidden_states` over the prompt, and the logits of its last
+    tokens; steps of one token take less.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+    batch, seqlen : int
+        Sequences, and tokens of each, the prompt included.
+    dtype : dtype
+        Of weights and activations. ``cache_dtype``: of the cache, default the same; scales of 8-bit caches are not
+        counted.
+    prompt : int, optional
+        Tokens of each sequence that go through the model at one time, default ``seqlen``.
+    device : str, optional
+        ``"cpu"`` or a card of the presets, such as ``"H100 SXM"``.
+
+    Examples
+    --------
+    >>> from gpu_ops import memory, models
+    >>> found = memory.estimate_inference(models.PRESETS["llama-3-8b"], batch=8, seqlen=4096, dtype="bfloat16")
+    >>> {name: f"{n / 2**30:.1f} GiB" for name, n in found.parts.items()}
+    {'weights': '15.0 GiB', 'KV cache': '4.0 GiB', 'activations': '3.1 GiB'}
+    """
+    who = "memory.estimate_inference"
+    integer(who, "batch", batch, low=1)
+    length = integer(who, "seqlen", seqlen, low=1)
+    tokens = length if prompt is None else integer(who, "prompt", prompt, low=1, high=length)
+    kind = read_dtype(who, dtype)
+    with Trace(device) as trace:
+        shapes = config.shapes()
+        weights = Llama.of({n: trace.empty(shape, kind, "weights") for n, shape in shapes.items()}, config)
+        state = trace.live_bytes
+        states = hidden_states(np.zeros((batch, tokens), np.int32), weights, config)
+        found = linear(trace.empty((batch, config.hidden), kind, "last states"), weights.lm_head)
+        del states, found
+        parts = {
+            "weights": config.parameters * kind.itemsize,
+            "KV cache": kv_cache_bytes(config, batch=batch, seqlen=seqlen, dtype=cache_dtype or kind),
+            "activations": trace.peak_bytes - state,
+        }
+        return Estimate.of(trace, parts)
+
+
+def fit(
+    config: LlamaConfig,
+    budget: int | str,
+    *,
+    batch: int | None = None,
+    seqlen: int | None = None,
+    train: bool = False,
+    **options: Any,
+) -> int:
+    """The largest batch for a seqlen, or the largest seqlen for a batch, that fits.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+    budget : int or str
+        Bytes; ``"80 GB"``; or a card of the presets such as ``"H100 SXM"``, whose kernels are planned for unless
+        ``device=`` is given. A card's memory counts as GB of 1e9 bytes. Most have 3 to 7 % more, for the context of
+        CUDA and the allocator's remainders.
+    batch, seqlen : int
+        One of them; the other one is found, up to 2^20 tokens in a sequence and 2^24 in a batch.
+    train : bool
+        A training step, see :func:`estimate`, in place of inference, see :func:`estimate_inference`. ``options``:
+        theirs.
+
+    Raises
+    ------
+    OutOfMemoryError
+        Not even 1 fits; ``required`` is what that takes.
+
+    Examples
+    --------
+    >>> from gpu_ops import memory, models
+    >>> memory.fit(models.PRESETS["llama-3-8b"], "24 GB", seqlen=8192, dtype="bfloat16")
+    4
+    """
+    who = "memory.fit"
+    if (batch is None) == (seqlen is None):
+        raise OptionError(f"{who}: pass one of batch= and seqlen=; the other one is found")
+    available, card = _budget(who, budget)
+    options = {"device": card} | options
+    sought, given = ("batch", {"seqlen": seqlen}) if batch is None else ("seqlen", {"batch": batch})
+    run: Callable[..., Estimate] = estimate if flag(who, "train", train) else estimate_inference
+
+    def takes(n: int) -> float:
+        try:
+            return run(config, **{sought: n}, **given, **options).peak
+        except (DeviceError, OutOfMemoryError):  # more than a launch or addresses take
+            if n == 1:
+                raise
+            return math.inf
+
+    least = takes(1)
+    if least > available:
+        raise OutOfMemoryError(
+            f"{who}: {sought} 1 takes {int(least)} bytes, and there are {available}; "
+            + ("keep less between forward and backward (policy='layer'), or " if train else "")
+            + "take a smaller dtype or model",
+            int(least),
+            available,
+        )
+    most = min(_MOST_TOKENS // int(batch or seqlen or 1), _MOST_POSITIONS if seqlen is None else _MOST_TOKENS)
+    return _largest(takes, least, available, most)
+
+
+def _budget(who: str, budget: int | str) -> tuple[int, str | None]:
+    """Bytes, and the card that has them."""
+    if isinstance(budget, str):
+        try:
+            preset = select_preset(budget)
+        except OptionError as error:
+            try:
+                return read_size(who, "budget", budget), None
+            except OptionError:
+                raise OptionError(
+                    f"{who}: budget={budget!r} is no size such as '80 GB', and {error}"
+                ) from None
+        return int(preset.memory_gb * 1e9), preset.name
+    return read_size(who, "budget", budget), None
+
+
+def _largest(takes: Callable[[int], float], at_low: float, available: int, most: int) -> int:
+    """The largest n up to ``most`` that takes no more than is available, which 1 does: bisection. Most of what is
+    taken grows in proportion, so that a line through two points says where to look next."""
+    low, high, guess = 1, most + 1, 2
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        found = takes(guess)
+        if found <= available:
+            slope = (found - at_low) / (guess - low)
+            low, at_low = guess, found
+            guess = low + 1 + int((available - found) / slope) if slope > 0 else 2 * low
+        else:
+            high = guess
+            share = (available - at_low) / (found - at_low) if found < math.inf else 0.5
+            guess = low + int((high - low) * share)
+    return low

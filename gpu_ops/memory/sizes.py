@@ -1,0 +1,37 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from gpu_ops.core.checks import integer
+from gpu_ops.errors import OptionError
+
+__all__ = ["read_size"]
+
+_UNITS = {"B": 1} | {
+    f"{letter}{middle}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for middle, base in (("", 1000), ("i", 1024))
+}
+_BY_NAME = {unit.upper(): nbytes for unit, nbytes in _UNITS.items()}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", re.ASCII)
+
+
+def read_size(op: str, name: str, value: Any) -> int:
+    """Bytes: an integer, or a number and a unit. GB is 1e9 bytes, GiB 2^30.
+
+    >>> read_size("memory", "limit", "8 GB"), read_size("memory", "limit", "1.5KiB"), read_size("memory", "limit", 7)
+    (8000000000, 1536, 7)
+    """
+    if not isinstance(value, str):
+        return integer(op, name, value, low=0)
+    found = _SIZE.fullmatch(value)
+    unit = _BY_NAME.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise OptionError(
+            f"{op}: {name}={value!r} is no size; pass bytes as an integer, or a number and a unit such as '8 GB' or "
+            f"'512 MiB'; units: {', '.join(_UNITS)}"
+        )
+    return int(float(found[1]) * unit)

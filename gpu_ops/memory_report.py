@@ -1,0 +1,138 @@
+"""``python -m gpu_ops memory``: what a model takes, and which cards have room for it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gpu_ops.core.checks import FLOAT_DTYPES, one_of
+from gpu_ops.core.dispatch import unavailable
+from gpu_ops.errors import DeviceError, DTypeError, OptionError
+from gpu_ops.memory import Estimate, estimate, estimate_inference
+from gpu_ops.models import PRESETS as MODELS
+from gpu_ops.models import LlamaConfig
+from gpu_ops.presets import PRESETS, DevicePreset, select_preset
+from gpu_ops.terminal import print_table, waiting
+
+__all__ = ["Question", "show_memory"]
+
+_WHO = "memory"
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_TERMS = ("weights", "gradients", "optimizer", "KV cache", "activations", "workspaces")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the command was given, as text."""
+
+    model: str | None
+    batch: str = "1"
+    seqlen: str = "4096"
+    dtype: str = "bf16"
+    train: bool = False
+    policy: str = "none"
+    card: str | None = None
+
+
+def show_memory(asked: Question, console: Console) -> int:
+    """Print the terms and the cards; 1 where no card has room. Typed errors for what makes no sense."""
+    config = _model(asked.model)
+    batch, seqlen = _count("batch", asked.batch), _count("seqlen", asked.seqlen)
+    names = [p.name for p in PRESETS.values() if not p.generic]
+    cards = [select_preset(asked.card)] if asked.card else [PRESETS[name] for name in names]
+    dtype = FLOAT_DTYPES[
+        one_of(_WHO, "dtype", _SHORT.get(asked.dtype, asked.dtype), (*FLOAT_DTYPES, *_SHORT))
+    ]
+
+    def plan(device: str) -> Estimate:
+        if asked.train:
+            return estimate(
+                config, batch=batch, seqlen=seqlen, dtype=dtype, policy=asked.policy, device=device
+            )
+        return estimate_inference(config, batch=batch, seqlen=seqlen, dtype=dtype, device=device)
+
+    planned = unavailable("emulator", "raw") is None
+    home = cards[0].name if asked.card and planned else "cpu"
+    terms = _terms(plan(home))
+    task = f"training step, policy {asked.policy}" if asked.train else "inference"
+    title = f"{asked.model}, {task}: {dtype}, batch {batch} x {seqlen} tokens, planned for {home}"
+    console.print(title, style="bold", markup=False, highlight=False)
+    print_table(console, _of_terms(terms))
+    with waiting(console, f"planning for {len(cards)} {'card' if len(cards) == 1 else 'cards'}"):
+        table, room = _of_cards(cards, plan if planned else lambda _: plan("cpu"))
+    print_table(console, table)
+    if not planned:
+        console.print(
+            "planned with the CPU's workspaces; pip install 'gpu-ops[emulator]' plans with a card's",
+            markup=False,
+        )
+    return 0 if room else 1
+
+
+def _of_terms(terms: dict[str, int]) -> Table:
+    table = Table("term", "bytes", "", "share", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    total = sum(terms.values())
+    for name, n in terms.items():
+        table.add_row(name, f"{n:,}", _size(n), f"{n / total:.1%}")
+    table.add_row("peak", f"{total:,}", _size(total), "", style="bold")
+    return table
+
+
+def _of_cards(cards: list[DevicePreset], plan: Callable[[str], Estimate]) -> tuple[Table, bool]:
+    """The table, and whether one of them has room."""
+    table, room = Table("card", "memory", "takes", "fits", box=None), False
+    for card in cards:
+        memory = int(card.memory_gb * 1e9)
+        try:
+            takes = plan(card.name).peak
+        except (DeviceError, DTypeError) as error:
+            table.add_row(
+                escape(card.name), f"{card.memory_gb:g} GB", "", f"[yellow]no[/]: {escape(str(error))}"
+            )
+            continue
+        fits, rest = takes <= memory, _size(abs(memory - takes))
+        room = room or fits
+        said = f"[green]yes[/], {rest} left" if fits else f"[red]no[/], {rest} short"
+        table.add_row(escape(card.name), f"{card.memory_gb:g} GB", _size(takes), said)
+    return table, room
+
+
+def _terms(found: Estimate) -> dict[str, int]:
+    """By term, workspaces apart from the activations."""
+    parts = {**found.parts, "workspaces": found.workspaces}
+    parts["activations"] -= found.workspaces
+    return {name: parts[name] for name in _TERMS if name in parts}
+
+
+def _model(name: str | None) -> LlamaConfig:
+    if not name:
+        raise OptionError(f"{_WHO}: pass --model: a folder, a config.json, or one of {', '.join(MODELS)}")
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    if not Path(name).exists():
+        near = difflib.get_close_matches(name.lower(), MODELS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise OptionError(f"{_WHO}: no model and no file {name!r}; {hint}models: {', '.join(MODELS)}")
+    return LlamaConfig.from_hf(name)
+
+
+def _count(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not int(text):
+        raise OptionError(f"{_WHO}: --{name} must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _size(nbytes: int) -> str:
+    """
+    >>> _size(3 << 30), _size(5 << 20)
+    ('3.00 GiB', '5.0 MiB')
+    """
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,40 @@
+"""Published models by name: sizes alone, for estimates; weights are read elsewhere."""
+
+from __future__ import annotations
+
+from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.models.config import LlamaConfig
+
+__all__ = ["PRESETS"]
+
+
+def _llama_3_2(hidden: int, ffn: int, nlayers: int, nheads: int, head_dim: int) -> LlamaConfig:
+    scaling = RopeScaling.from_hf(
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        }
+    )
+    sizes = (128256, hidden, ffn, nlayers, nheads, 8, head_dim)
+    return LlamaConfig(*sizes, theta=500000.0, scaling=scaling, tied=True)
+
+
+#: From the config.json of each model.
+PRESETS: dict[str, LlamaConfig] = {
+    #                          vocab  hidden ffn layers heads kv
+    "smollm2-135m": LlamaConfig(49152, 576, 1536, 30, 9, 3, theta=100000.0, tied=True),
+    "tinyllama-1.1b": LlamaConfig(32000, 2048, 5632, 22, 32, 4),
+    "llama-2-7b": LlamaConfig(32000, 4096, 11008, 32, 32),
+    "llama-2-13b": LlamaConfig(32000, 5120, 13824, 40, 40),
+    "llama-3-8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, theta=500000.0),
+    "llama-3-70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, theta=500000.0),
+    "llama-3.2-1b": _llama_3_2(2048, 8192, 16, 32, 64),
+    "llama-3.2-3b": _llama_3_2(3072, 8192, 28, 24, 128),
+    "mistral-7b": LlamaConfig(32000, 4096, 14336, 32, 32, 8, window=4095),
+}
