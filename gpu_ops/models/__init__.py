@@ -1,7 +1,7 @@
 """Models as plain functions on arrays: a transformer block, a Llama, forward and backward."""
 
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
-from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.config import Layer, LlamaConfig
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
 from gpu_ops.models.projection import (
     Latent,
@@ -19,6 +19,7 @@ __all__ = [
     "POLICIES",
     "Block",
     "Latent",
+    "Layer",
     "Llama",
     "LlamaConfig",
     "Lora",
