@@ -115,6 +115,15 @@ def test_smollm_3_rotates_where_no_rope_layers_is_1():
     assert (one.theta, one.scaling, one.layers) == (None, None, ())
 
 
+def test_equal_models_are_equal_configs():
+    sizes = {"vocab": 8, "hidden": 32, "ffn": 8, "nlayers": 2, "nheads": 4}
+    assert LlamaConfig(**sizes, layers=(Layer(5e5, None, 3),) * 2) == LlamaConfig(
+        **sizes, theta=5e5, window=3
+    )
+    layers = Layer(window=1), Layer(None)
+    assert LlamaConfig(**sizes, theta=None, layers=layers) == LlamaConfig(**sizes, window=7, layers=layers)
+
+
 def test_a_family_is_chosen_by_options():
     config = LlamaConfig.from_hf(LLAMA_3)
     assert config.to_hf()["model_type"] == "llama"

@@ -63,7 +63,7 @@ class LlamaConfig:
     qk_norm : bool
         An RMS norm over each head of queries and keys, before they are rotated.
     layers : tuple of Layer
-        One per layer, where they differ; empty: all have this config's ``theta``, ``scaling`` and ``window``.
+        One per layer, in place of ``theta``, ``scaling`` and ``window``, where they differ.
 
     Examples
     --------
@@ -109,14 +109,18 @@ class LlamaConfig:
         checks.flag(_WHO, "qk_norm", self.qk_norm)
         given = [checks.one_of(_WHO, "biases", part, PROJECTIONS) for part in self.biases]
         object.__setattr__(self, "biases", tuple(part for part in PROJECTIONS if part in given))
-        everywhere = Layer(self.theta, self.scaling, self.window)
-        object.__setattr__(self, "scaling", everywhere.scaling)
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if len(self.layers) not in (0, self.nlayers) or not all(isinstance(x, Layer) for x in self.layers):
+        layers = tuple(self.layers)
+        if len(layers) not in (0, self.nlayers) or not all(isinstance(x, Layer) for x in layers):
             raise OptionError(
                 f"{_WHO}: layers= must hold a models.Layer for each of nlayers={self.nlayers}, or nothing; "
-                f"got {len(self.layers)}"
+                f"got {len(layers)}"
             )
+        everywhere = Layer(self.theta, self.scaling, self.window)
+        if layers:  # equal models are equal configs
+            everywhere = layers[0] if len(set(layers)) == 1 else Layer()
+        for name, value in vars(everywhere).items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "layers", layers if len(set(layers)) > 1 else ())
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -180,10 +184,7 @@ class LlamaConfig:
             An entry is missing, out of range, or asks for what the family does not have.
         """
         options, own = options_from_hf(config)
-        layers = [Layer(*each) for each in own]
-        if len(set(layers)) > 1:
-            return cls(**options, layers=tuple(layers))
-        return cls(**options, **(vars(layers[0]) if layers else {}))
+        return cls(**options, layers=tuple(Layer(*each) for each in own))
 
     def to_hf(self, model_type: str | None = None) -> dict[str, Any]:
         """The entries of a Hugging Face config that say the same, in the spelling that every version reads.
