@@ -13,15 +13,28 @@ import gpu_ops
 from gpu_ops import models
 from gpu_ops.errors import OptionError, ShapeError
 from gpu_ops.kernels.numba_cpu import parallel
-from gpu_ops.models import LlamaConfig
+from gpu_ops.models import Layer, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=29, hidden=32, ffn=48, nlayers=2, nheads=4, nheads_kv=2)
+BIASES = dataclasses.replace(CONFIG, biases=("qkv", "o", "gate_up", "down"))
+FAMILIES = {
+    "llama": CONFIG,
+    "biases": BIASES,
+    "qwen2": dataclasses.replace(CONFIG, biases=("qkv",)),
+    "qwen3": dataclasses.replace(CONFIG, qk_norm=True, head_dim=16),
+    "mixed": dataclasses.replace(BIASES, qk_norm=True, layers=(Layer(None, None, 3), Layer(500.0))),
+}
 DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.float16]
 
 
 def made(config=CONFIG, dtype=np.float64, seed=0):
     """Weights by name, and zeros for their gradients."""
-    arrays = {n: x.astype(dtype) for n, x in models.initial_weights(config, seed=seed, std=0.15).items()}
+    start = models.initial_weights(config, seed=seed, std=0.15)
+    rng = np.random.default_rng((seed, 99))
+    start |= {
+        n: x + 0.2 * rng.standard_normal(x.shape) for n, x in start.items() if n.endswith(("_bias", "_norm"))
+    }
+    arrays = {n: x.astype(dtype) for n, x in start.items()}
     wide = np.float64 if dtype == np.float64 else np.float32
     return arrays, {n: np.zeros(x.shape, wide) for n, x in arrays.items()}
 
@@ -43,10 +56,13 @@ def loss_and_grads(ids, targets, config=CONFIG, dtype=np.float64, **options):
     return loss, grads
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("window", [-1, 2])
-def test_gradients_by_finite_differences(tied, window):
-    config = dataclasses.replace(CONFIG, tied=tied, window=window)
+SHAPES = [(dataclasses.replace(CONFIG, tied=t, window=w), f"{t}-{w}") for t in (False, True) for w in (-1, 2)]
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, id=i) for c, i in (*SHAPES, *((c, n) for n, c in FAMILIES.items()))]
+)
+def test_gradients_by_finite_differences(config):
     ids, targets = tokens((2, 7)), tokens((2, 7), 2)
     targets[0, 3] = -100
     loss, grads = loss_and_grads(ids, targets, config)
@@ -65,13 +81,14 @@ def test_gradients_by_finite_differences(tied, window):
     assert abs(float(loss) - sum(values) / 2) < 1e-6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_policies_give_the_same_bits(dtype):
+def test_policies_give_the_same_bits(dtype, family):
     ids, targets = tokens((2, 33)), tokens((2, 33), 2)
-    loss, grads = loss_and_grads(ids, targets, dtype=dtype)
+    loss, grads = loss_and_grads(ids, targets, FAMILIES[family], dtype)
     assert all(g.any() for g in grads.values())
     for policy in (*models.POLICIES, ["mlp", "layer"]):
-        other, again = loss_and_grads(ids, targets, dtype=dtype, policy=policy)
+        other, again = loss_and_grads(ids, targets, FAMILIES[family], dtype, policy=policy)
         assert other == loss
         assert all(np.array_equal(again[name], g) for name, g in grads.items()), policy
 
@@ -88,15 +105,18 @@ def test_the_same_bits_for_any_number_of_threads(monkeypatch):
         assert all(np.array_equal(grads[name], g) for name, g in found[0][1].items())
 
 
-def test_a_policy_keeps_what_it_says():
-    arrays, _ = made(dtype=np.float32)
-    layer = models.Llama.of(arrays, CONFIG).layers[0]
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_policy_keeps_what_it_says(family):
+    config = FAMILIES[family]
+    arrays, _ = made(config, np.float32)
+    layer = models.Llama.of(arrays, config).layers[0]
+    apart = set() if config.qk_norm else {"q", "k", "rstd_q", "rstd_k"}
     x = np.random.default_rng(0).standard_normal((1, 8, 32)).astype(np.float32)
     kept = {}
     for policy, names in models.POLICIES.items():
-        _, saved = models.block_forward(x, layer, CONFIG, policy=policy)
+        _, saved = models.block_forward(x, layer, config, policy=policy)
         held = {f.name for f in dataclasses.fields(saved) if getattr(saved, f.name) is not None}
-        assert held == names | {"x"}
+        assert held == (names | {"x"}) - apart
         kept[policy] = saved.nbytes
     assert list(kept.values()) == sorted(kept.values(), reverse=True)
     assert kept["layer"] == x.nbytes
@@ -114,20 +134,22 @@ def test_gradients_add_up():
         np.testing.assert_allclose(sums[name], g, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("family", ["llama", "mixed"])
 @pytest.mark.parametrize("policy", ["none", "layer"])
-def test_packed_sequences_do_not_see_each_other(policy):
+def test_packed_sequences_do_not_see_each_other(policy, family):
+    config = FAMILIES[family]
     lengths = [3, 7, 1]
     ids, targets = tokens((11,)), tokens((11,), 2)
     cu = np.cumsum([0, *lengths]).astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
     packed = models.Sequences(positions=positions, cu_seqlens=cu)
-    loss, grads = loss_and_grads(ids, targets, sequences=packed, policy=policy)
-    arrays, sums = made()
-    weights, into = models.Llama.of(arrays, CONFIG), models.Llama.of(sums, CONFIG)
+    loss, grads = loss_and_grads(ids, targets, config, sequences=packed, policy=policy)
+    arrays, sums = made(config)
+    weights, into = models.Llama.of(arrays, config), models.Llama.of(sums, config)
     total = 0.0
     for start, end in itertools.pairwise(cu):
         one = ids[None, start:end], targets[None, start:end]
-        total += float(models.loss_and_grads(*one, weights, CONFIG, grads=into, denominator=11))
+        total += float(models.loss_and_grads(*one, weights, config, grads=into, denominator=11))
     assert abs(float(loss) - total) < 1e-12
     for name, g in grads.items():
         np.testing.assert_allclose(sums[name], g, rtol=1e-10, atol=1e-13)
@@ -167,6 +189,16 @@ def test_mistakes_are_typed_and_add_nothing():
         with pytest.raises(error):
             models.loss_and_grads(ids, ids, weights, config, grads=into, **options)
     assert not any(g.any() for g in grads.values())
+
+
+@pytest.mark.parametrize(("family", "part"), [("qwen2", "qkv_bias"), ("qwen3", "k_norm, q_norm")])
+def test_weights_of_another_family_are_refused(family, part):
+    other = FAMILIES[family]
+    for a, b in ((CONFIG, other), (other, CONFIG)):
+        a = dataclasses.replace(a, head_dim=other.head_dim)
+        weights = models.Llama.of(made(a)[0], a)
+        with pytest.raises(OptionError, match=part):
+            models.logits(tokens((1, 4)), weights, dataclasses.replace(b, head_dim=other.head_dim))
 
 
 def test_a_batch_without_targets():

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpu_ops.errors import FileError, OptionError
-from gpu_ops.models import LlamaConfig
+from gpu_ops.models import Layer, LlamaConfig
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -57,7 +57,10 @@ def test_from_a_file(tmp_path):
     ("change", "words"),
     [
         ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
-        ({"attention_bias": True}, "attention_bias=True"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"sliding_window": 5}, "sliding_window=5"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
+        ({"model_type": ["llama"]}, "model_type is"),
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"hidden_size": None}, "no hidden_size"),
         ({"num_key_value_heads": 5}, "no multiple of nheads_kv=5"),
@@ -70,8 +73,62 @@ def test_what_a_llama_does_not_have_is_refused(change, words):
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden": 0}, {"nheads": 3}, {"head_dim": 7}, {"window": -2}, {"activation": "relu"}]
+    "change",
+    [
+        {"hidden": 0},
+        {"nheads": 3},
+        {"head_dim": 7},
+        {"window": -2},
+        {"activation": "relu"},
+        {"theta": 0},
+        {"biases": ("q",)},
+        {"qk_norm": 1},
+        {"layers": ("full_attention",)},
+        {"layers": (Layer(),) * 2},
+    ],
 )
 def test_impossible_sizes(change):
     with pytest.raises(OptionError):
         LlamaConfig(**({"vocab": 8, "hidden": 32, "ffn": 8, "nlayers": 1, "nheads": 4} | change))
+
+
+QWEN_3 = LLAMA_3 | {"model_type": "qwen3", "rope_scaling": None, "sliding_window": 9}
+
+
+def test_qwen_3():
+    config = LlamaConfig.from_hf(QWEN_3 | {"hidden_size": 2560})
+    assert (config.head_dim, config.qk_norm, config.biases, config.window) == (128, True, (), -1)
+    config = LlamaConfig.from_hf(QWEN_3 | {"use_sliding_window": True})
+    assert [layer.window for layer in config.layers] == [-1] * 28 + [8] * 4
+
+
+def test_qwen_2_has_biases():
+    config = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "qwen2"})
+    assert config.biases == ("qkv",)
+    assert config.block_shapes()["qkv_bias"] == (6144,)
+
+
+def test_smollm_3_rotates_where_no_rope_layers_is_1():
+    config = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "smollm3", "tie_word_embeddings": None})
+    assert [layer.theta for layer in config.layers[:5]] == [5e5, 5e5, 5e5, None, 5e5]
+    one = LlamaConfig.from_hf(LLAMA_3 | {"model_type": "smollm3", "no_rope_layers": [0] * 32})
+    assert (one.theta, one.scaling, one.layers) == (None, None, ())
+
+
+def test_equal_models_are_equal_configs():
+    sizes = {"vocab": 8, "hidden": 32, "ffn": 8, "nlayers": 2, "nheads": 4}
+    assert LlamaConfig(**sizes, layers=(Layer(5e5, None, 3),) * 2) == LlamaConfig(
+        **sizes, theta=5e5, window=3
+    )
+    layers = Layer(window=1), Layer(None)
+    assert LlamaConfig(**sizes, theta=None, layers=layers) == LlamaConfig(**sizes, window=7, layers=layers)
+
+
+def test_a_family_is_chosen_by_options():
+    config = LlamaConfig.from_hf(LLAMA_3)
+    assert config.to_hf()["model_type"] == "llama"
+    assert config.to_hf("mistral")["sliding_window"] is None
+    with pytest.raises(OptionError, match="qwen3 cannot have"):
+        config.to_hf("qwen3")
+    with pytest.raises(OptionError, match="model_type"):
+        config.to_hf("gemma")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from compilers import needs_nvrtc
@@ -11,22 +13,38 @@ from gpu_ops import models, training
 
 pytestmark = needs_nvrtc
 CONFIG = models.LlamaConfig(vocab=32, hidden=64, ffn=96, nlayers=2, nheads=4, nheads_kv=2)
+FAMILIES = {
+    "llama": CONFIG,
+    "qwen2": dataclasses.replace(CONFIG, biases=("qkv",), nlayers=1),
+    "qwen3": dataclasses.replace(CONFIG, qk_norm=True, head_dim=32, nlayers=1),
+    "smollm3": dataclasses.replace(CONFIG, layers=(models.Layer(), models.Layer(None, None, 5))),
+}
 SLOW = [
-    pytest.param(kernels, dtype, policy, marks=pytest.mark.slow)
+    pytest.param(kernels, "llama", dtype, policy, marks=pytest.mark.slow)
     for kernels in ("raw", "numba")
     for dtype, policy in (("float32", "none"), ("bfloat16", "none"), ("float16", "layer"))
 ]
+BRIEF = [
+    ("raw", "llama", "bfloat16", "mlp"),
+    ("raw", "qwen2", "float16", "none"),
+    ("raw", "qwen3", "bfloat16", "norms"),
+]
+SLOW += [
+    pytest.param(kernels, family, dtype, "layer", marks=pytest.mark.slow)
+    for kernels, dtype in (("raw", "float32"), ("numba", "bfloat16"))
+    for family in ("qwen2", "qwen3", "smollm3")
+]
 
 
-def step(dtype, policy):
+def step(config, dtype, policy):
     """Loss, gradients, and weights after an update."""
-    flat = training.FlatParams.from_shapes(CONFIG.shapes(), dtype=dtype)
-    flat.assign(models.initial_weights(CONFIG, std=0.1))
-    weights, grads = models.Llama.of(flat.params, CONFIG), models.Llama.of(flat.grads, CONFIG)
-    ids = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 16)).astype(np.int32)
+    flat = training.FlatParams.from_shapes(config.shapes(), dtype=dtype)
+    flat.assign(models.initial_weights(config, std=0.1))
+    weights, grads = models.Llama.of(flat.params, config), models.Llama.of(flat.grads, config)
+    ids = np.random.default_rng(0).integers(0, config.vocab, (2, 16)).astype(np.int32)
     targets = np.roll(ids, -1, 1)
     targets[:, -1] = -100
-    loss = models.loss_and_grads(ids, targets, weights, CONFIG, grads=grads, policy=policy)
+    loss = models.loss_and_grads(ids, targets, weights, config, grads=grads, policy=policy)
     norm, found_inf = gpu_ops.global_norm(flat.buffers["grads"])
     scale = training.clip_coefficient(norm, 1.0)
     found = {name: x.copy() for name, x in flat.grads.items()}
@@ -34,14 +52,13 @@ def step(dtype, policy):
     return float(loss), found, {name: x.astype(np.float64) for name, x in flat.params.items()}
 
 
-@pytest.mark.parametrize(
-    ("kernels", "dtype", "policy"), [("raw", "bfloat16", "mlp"), *SLOW], ids=lambda x: str(x)
-)
-def test_a_step_is_the_cpus(kernels, dtype, policy, monkeypatch):
-    loss, grads, weights = step(dtype, policy)
+@pytest.mark.parametrize(("kernels", "family", "dtype", "policy"), [*BRIEF, *SLOW], ids=str)
+def test_a_step_is_the_cpus(kernels, family, dtype, policy, monkeypatch):
+    config = FAMILIES[family]
+    loss, grads, weights = step(config, dtype, policy)
     monkeypatch.setenv("GPU_OPS_DEVICE", "emulator")
     monkeypatch.setenv("GPU_OPS_BACKEND", kernels)
-    other, found, updated = step(dtype, policy)
+    other, found, updated = step(config, dtype, policy)
     ulp = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     assert abs(other - loss) < 4 * ulp * loss
     for name, g in grads.items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
+import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import FakeArray
 
 from gpu_ops import memory, models
 from gpu_ops.models import offload
+from gpu_ops.models.projection import copied
 
 
 class Streams:
@@ -69,6 +71,17 @@ def test_a_prefetched_array_is_copied_once(cupy):
     offload.prefetch(kept)
     assert offload.fetched(kept) is offload.fetched(kept)
     assert streams.log.count("copy") == 2
+
+
+def test_heads_of_a_gpu_are_copied_as_bits(cupy):
+    """CuPy does not know bfloat16."""
+    heads = FakeArray(np.arange(24).astype(ml_dtypes.bfloat16).reshape(2, 4, 3))
+    part = heads[:, 1:3]
+    made = copied(part)
+    assert made.flags.c_contiguous
+    assert np.array_equal(made.host, part.host)
+    copied(made, to=heads[:, :2])
+    assert np.array_equal(heads.host[:, :2], made.host)
 
 
 def test_arrays_of_the_host_stay(monkeypatch):

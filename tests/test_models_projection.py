@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,9 @@ from gpu_ops.models.projection import project, project_backward
 from tests.test_models_block import CONFIG, made, tokens
 
 RANK = 3
+
+
+BIASED = dataclasses.replace(CONFIG, biases=("qkv", "o", "gate_up", "down"))
 
 
 def adapters(seed=0):
@@ -117,3 +122,53 @@ def test_mistakes_are_typed():
         models.lora_shapes(CONFIG, RANK, ["gateup"])
     with pytest.raises(OptionError, match="rank"):
         models.lora_shapes(CONFIG, 0)
+
+
+@pytest.mark.parametrize("kind", ["array", "frozen", "lora", "ternary"])
+def test_gradients_of_biases(kind):
+    """The same whatever the weight is, and whether it is trained."""
+    rng = np.random.default_rng(0)
+    weight, bias = rng.standard_normal((6, 8)), rng.standard_normal(6)
+    x, dy = rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5, 6))
+    base = weight
+    if kind == "lora":
+        weight = models.Lora(weight, rng.standard_normal((RANK, 8)), rng.standard_normal((6, RANK)))
+    if kind == "ternary":
+        weight = models.Latent(weight, "native")
+    residual = rng.standard_normal((2, 5, 6))
+    plain = project(x, weight)
+    np.testing.assert_allclose(
+        project(x, weight, bias, residual), plain + bias + residual, rtol=1e-12, atol=1e-12
+    )
+    dbias = np.ones(6)
+    grad = None if kind in ("frozen", "lora") else np.zeros_like(base)
+    dx = project_backward(dy, x, weight, grad, dbias)
+    np.testing.assert_allclose(dbias, 1 + dy.sum((0, 1)), rtol=1e-12)
+    np.testing.assert_array_equal(dx, project_backward(dy, x, weight, None))
+
+
+def test_adapters_on_a_model_with_biases():
+    """The biases are the base's, frozen or not."""
+    arrays, zeros = made(BIASED)
+    base, pairs = models.Llama.of(arrays, BIASED), adapters()
+    tuned = models.with_lora(base, pairs)
+    ids, targets = tokens((2, 5)), tokens((2, 5), 2)
+    whole = models.Llama.of(zeros, BIASED)
+    grads = {name: np.zeros_like(x) for name, x in pairs.items()}
+    into = models.lora_grads(base, grads)
+    for layer, biases in zip(into.layers, whole.layers, strict=True):
+        layer.qkv_bias, layer.down_bias = biases.qkv_bias, biases.down_bias
+    models.loss_and_grads(ids, targets, tuned, BIASED, grads=into)
+    merged = models.Llama.of(arrays, BIASED)
+    merged.layers = [
+        dataclasses.replace(
+            plain, **{part: models.merged(getattr(layer, part)) for part in ("qkv", "o", "gate_up", "down")}
+        )
+        for plain, layer in zip(base.layers, tuned.layers, strict=True)
+    ]
+    found = {name: x.copy() for name, x in zeros.items() if name.endswith(("qkv_bias", "down_bias"))}
+    for x in zeros.values():
+        x[...] = 0
+    models.loss_and_grads(ids, targets, merged, BIASED, grads=whole)
+    for name, x in found.items():
+        np.testing.assert_allclose(x, zeros[name], rtol=1e-10, atol=1e-13)

@@ -12,7 +12,7 @@ from gpu_ops.errors import OptionError
 if TYPE_CHECKING:
     from gpu_ops.formats.rope_scaling import RopeScaling
 
-__all__ = ["KINDS", "scaling_from_hf"]
+__all__ = ["KINDS", "scaling_from_hf", "scaling_to_hf"]
 
 KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 
@@ -42,6 +42,40 @@ def scaling_from_hf(new: type[RopeScaling], config: Any, layer_type: str | None 
     theta = read.first("rope_theta", "rotary_emb_base")
     partial = read.first("partial_rotary_factor", "rotary_pct")
     return dataclasses.replace(scaling, theta=theta, partial_rotary_factor=partial)
+
+
+# The fields of each kind, and their names in the rope part of a config.
+_ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
+_WRITTEN: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": _ORIGINAL
+    | {name: name for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")},
+    "longrope": _ORIGINAL | {name: name for name in ("short_factor", "long_factor", "attention_factor")},
+    "llama3": _ORIGINAL | {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
+}
+
+
+def scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    """Entries of a whole config that :func:`scaling_from_hf` reads, in the spelling that every version knows."""
+    if scaling.kind not in _WRITTEN:
+        raise OptionError(f"RopeScaling: transformers has no {scaling.kind!r}; it has {', '.join(_WRITTEN)}")
+    names = dict(_WRITTEN[scaling.kind])
+    if scaling.long_attention_factor is not None:
+        del names["attention_factor"]
+        names |= {"attention_factor": "short_mscale", "long_attention_factor": "long_mscale"}
+    elif scaling.kind == "longrope" and scaling.factor != 1.0:  # it gave the attention factor
+        del names["attention_factor"]
+        names["factor"] = "factor"
+    part = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    part = {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
+    found: dict[str, Any] = {"rope_scaling": {"rope_type": scaling.kind, **part} if part else None}
+    if scaling.kind == "dynamic":  # it stretches from there
+        found["max_position_embeddings"] = scaling.original_max_position
+    if scaling.partial_rotary_factor is not None:
+        found["partial_rotary_factor"] = scaling.partial_rotary_factor
+    return found
 
 
 class _Reader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,6 +49,7 @@ MOST_HEADER = (
     1 << 24
 )  # of 120 bytes per tensor in published files: 140,000 tensors; as objects, up to 25 times that
 _MOST_AXES = 64
+_PIECE = 1 << 24  # bytes, whole elements of every dtype
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,26 @@ class SafetensorsFile:
     """The tensors and metadata of an open file; FormatError where it is damaged."""
 
     def __init__(self, op: str, path: Path, file: BinaryIO) -> None:
-        self._file, self._what = file, f"{op}: {path}"
+        self._file, self.path, self.what = file, path, f"{op}: {path}"
         try:
             self.metadata, self.tensors = _read_header(file)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{self._what} cannot be read as a safetensors file: {error}") from error
+            raise FormatError(f"{self.what} cannot be read as a safetensors file: {error}") from error
 
     def read(self, name: str) -> Array:
         """A tensor of one of ``NUMPY_DTYPES``, as a new array."""
         stored = self.tensors[name]
-        data = read_part(f"{self._what}: {name}", self._file, stored.start, stored.size)
-        return data.view(NUMPY_DTYPES[stored.dtype]).reshape(stored.shape)
+        return self._read(name, stored, 0, stored.size).reshape(stored.shape)
+
+    def pieces(self, name: str) -> Iterator[Array]:
+        """Its elements in order, a few at a time."""
+        stored = self.tensors[name]
+        for start in range(0, stored.size, _PIECE):
+            yield self._read(name, stored, start, min(_PIECE, stored.size - start))
+
+    def _read(self, name: str, stored: StoredTensor, start: int, size: int) -> Array:
+        data = read_part(f"{self.what}: {name}", self._file, stored.start + start, size)
+        return data.view(NUMPY_DTYPES[stored.dtype])
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

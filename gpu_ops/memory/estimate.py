@@ -213,7 +213,7 @@ def _above(first: Any, second: Any, third: Any) -> bool:
 
 def _kept_bytes(policy: str, config: LlamaConfig, batch: int, seqlen: int, dtype: npt.DTypeLike) -> int:
     """Of a layer, between forward and backward."""
-    one = replace(config, nlayers=1)
+    one = replace(config, nlayers=1, layers=config.layers[:1])
     with Trace() as trace:
         arrays = {name: trace.empty(shape, dtype) for name, shape in one.shapes().items()}
         x = trace.empty((batch, seqlen, config.hidden), dtype)

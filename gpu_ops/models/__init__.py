@@ -1,7 +1,8 @@
 """Models as plain functions on arrays: a transformer block, a Llama, forward and backward."""
 
 from gpu_ops.models.block import POLICIES, Saved, Sequences, block_backward, block_forward
-from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.checkpoint import load, save
+from gpu_ops.models.config import Layer, LlamaConfig
 from gpu_ops.models.llama import hidden_states, logits, loss, loss_and_grads
 from gpu_ops.models.presets import PRESETS
 from gpu_ops.models.projection import (
@@ -21,6 +22,7 @@ __all__ = [
     "PRESETS",
     "Block",
     "Latent",
+    "Layer",
     "Llama",
     "LlamaConfig",
     "Lora",
@@ -31,12 +33,14 @@ __all__ = [
     "hidden_states",
     "initial_lora",
     "initial_weights",
+    "load",
     "logits",
     "lora_grads",
     "lora_shapes",
     "loss",
     "loss_and_grads",
     "merged",
+    "save",
     "with_latent",
     "with_lora",
 ]

@@ -2,7 +2,7 @@
 
 ::
 
-    h1 = rmsnorm(x)                 qkv = h1 @ w_qkv^T, q and k rotated in place
+    h1 = rmsnorm(x)                 qkv = h1 @ w_qkv^T, q and k rotated in place (qk_norm: normalised first, apart)
     x2 = x + attention(q, k, v) @ w_o^T
     h2 = rmsnorm(x2)                gate_up = h2 @ w_gate_up^T
     y = x2 + (act(gate) * up) @ w_down^T
@@ -22,7 +22,7 @@ from gpu_ops.core.checks import one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.models.config import LlamaConfig
 from gpu_ops.models.offload import fetched, offloaded
-from gpu_ops.models.projection import project, project_backward
+from gpu_ops.models.projection import copied, project, project_backward
 from gpu_ops.models.weights import Block
 from gpu_ops.ops.attention import attention, attention_backward
 from gpu_ops.ops.attention_varlen import attention_varlen, attention_varlen_backward
@@ -45,11 +45,14 @@ class Sequences:
     """The longest sequence; a CUDA graph needs it."""
 
 
+_ALL = frozenset(
+    {"h1", "rstd1", "qkv", "q", "k", "rstd_q", "rstd_k", "attn", "lse", "x2", "h2", "rstd2", "gate_up"}
+)
 # What a policy keeps besides the block's input. Bytes per token, the input included, in units of hidden * itemsize,
-# for Llama-3-8B: none 13.5, mlp 6.5, norms 4.5, attention 2, layer 1.
+# for Llama-3-8B: none 13.5, mlp 6.5, norms 4.5, attention 2, layer 1. q and k are fields of their own with qk_norm.
 POLICIES: dict[str, frozenset[str]] = {
-    "none": frozenset({"h1", "rstd1", "qkv", "attn", "lse", "x2", "h2", "rstd2", "gate_up"}),
-    "mlp": frozenset({"h1", "rstd1", "qkv", "attn", "lse", "x2", "h2", "rstd2"}),
+    "none": _ALL,
+    "mlp": _ALL - {"gate_up"},
     "norms": frozenset({"qkv", "attn", "lse", "x2"}),
     "attention": frozenset({"x2"}),
     "layer": frozenset(),
@@ -65,6 +68,10 @@ class Saved:
     h1: Any = None
     rstd1: Any = None
     qkv: Any = None
+    q: Any = None
+    k: Any = None
+    rstd_q: Any = None
+    rstd_k: Any = None
     attn: Any = None
     lse: Any = None
     x2: Any = None
@@ -109,7 +116,7 @@ def block_forward(
     act = swiglu(run.saved.gate_up, activation=config.activation)
     if "gate_up" not in keep:
         run.saved.drop("gate_up")
-    y = project(act, weights.down, run.saved.x2)
+    y = project(act, weights.down, weights.down_bias, run.saved.x2)
     if "x2" not in keep:
         run.saved.drop("x2")
     if policy == "offload":
@@ -144,12 +151,12 @@ def block_backward(
     run = _Run(saved, weights, config, sequences or Sequences())
     gate_up = run.need("gate_up")
     act = swiglu(gate_up, activation=config.activation)
-    dact = project_backward(dy, act, weights.down, grads.down)
+    dact = project_backward(dy, act, weights.down, grads.down, grads.down_bias)
     del act
     dgate_up = swiglu_backward(dact, gate_up, activation=config.activation, out=gate_up)
     del dact, gate_up
     saved.drop("gate_up")
-    dh = project_backward(dgate_up, run.need("h2"), weights.gate_up, grads.gate_up)
+    dh = project_backward(dgate_up, run.need("h2"), weights.gate_up, grads.gate_up, grads.gate_up_bias)
     del dgate_up
     rstd = run.need("rstd2")
     dx2, _ = rmsnorm_backward(
@@ -158,7 +165,7 @@ def block_backward(
     del dh
     saved.drop("h2", "rstd2", "x2")
     dqkv = _attention_backward(run, dx2, grads)
-    dh = project_backward(dqkv, run.need("h1"), weights.qkv, grads.qkv)
+    dh = project_backward(dqkv, run.need("h1"), weights.qkv, grads.qkv, grads.qkv_bias)
     del dqkv
     dx, _ = rmsnorm_backward(
         dh, saved.x, weights.attn_norm, run.need("rstd1"), dresidual=dx2, dweight=grads.attn_norm
@@ -179,6 +186,7 @@ def recomputed_flops(policy: str, config: LlamaConfig, seqlen: int) -> float:
     flops = {
         "h1": 80.0 * c.hidden,
         "qkv": 2.0 * c.hidden * (c.nheads + 2 * c.nheads_kv) * c.head_dim,
+        "q": 80.0 * (c.nheads + c.nheads_kv) * c.head_dim * c.qk_norm,
         "attn": 2.0 * heads * (seqlen if c.window < 0 else min(seqlen, 2 * c.window)),
         "x2": 2.0 * c.hidden * heads,
         "h2": 80.0 * c.hidden,
@@ -191,6 +199,7 @@ class _Run:
     """One call over a block: makes the fields of :class:`Saved` that it needs."""
 
     def __init__(self, saved: Saved, weights: Block, config: LlamaConfig, sequences: Sequences) -> None:
+        weights.check(config)
         self.saved, self.weights, self.config, self.sequences = saved, weights, config, sequences
         if sequences.cu_seqlens is not None and sequences.positions is None:
             raise OptionError(
@@ -225,6 +234,8 @@ class _Run:
 
     def rope(self, function: Callable[..., Any], q: Any, k: Any) -> None:
         """Rotate in place. Packed sequences are one long sequence with positions of their own."""
+        if self.config.theta is None:
+            return
         q, k = (x[None] if x.ndim == 3 else x for x in (q, k))
         function(q, k, **self.rope_options, out=(q, k))
 
@@ -233,12 +244,31 @@ class _Run:
         s.h1, s.rstd1 = rmsnorm(s.x, w, eps=self.config.eps, return_rstd=True)
 
     def project(self) -> None:
-        qkv = project(self.need("h1"), self.weights.qkv)
-        self.rope(rope, *self.split(qkv)[:2])
+        qkv = project(self.need("h1"), self.weights.qkv, self.weights.qkv_bias)
+        if not self.config.qk_norm:
+            self.rope(rope, *self.split(qkv)[:2])
         self.saved.qkv = qkv
 
-    def attend(self) -> None:
+    def norm_qk(self) -> None:
+        s, w = self.saved, self.weights
+        q, k, _ = self.split(self.need("qkv"))
+        s.q, s.rstd_q = self.norm_heads(q, w.q_norm)
+        s.k, s.rstd_k = self.norm_heads(k, w.k_norm)
+        self.rope(rope, s.q, s.k)
+
+    def norm_heads(self, x: Any, weight: Any) -> tuple[Any, Any]:
+        """Of heads among those of ``qkv``."""
+        y = copied(x)
+        y, rstd = rmsnorm(y, weight, eps=self.config.eps, return_rstd=True, out=y)
+        return y, rstd
+
+    def heads(self) -> tuple[Any, Any, Any]:
+        """q, k and v as attention takes them."""
         q, k, v = self.split(self.need("qkv"))
+        return (self.need("q"), self.need("k"), v) if self.config.qk_norm else (q, k, v)
+
+    def attend(self) -> None:
+        q, k, v = self.heads()
         starts = self.sequences.cu_seqlens
         options = {**self.attention_options, "return_lse": True}
         if starts is None:
@@ -248,20 +278,21 @@ class _Run:
         self.saved.attn, self.saved.lse = out.reshape(*out.shape[:-2], -1), lse
 
     def add_attention(self) -> None:
-        self.saved.x2 = project(self.need("attn"), self.weights.o, self.saved.x)
+        self.saved.x2 = project(self.need("attn"), self.weights.o, self.weights.o_bias, self.saved.x)
 
     def norm2(self) -> None:
         s, w = self.saved, self.weights.mlp_norm
         s.h2, s.rstd2 = rmsnorm(self.need("x2"), w, eps=self.config.eps, return_rstd=True)
 
     def gate_up(self) -> None:
-        self.saved.gate_up = project(self.need("h2"), self.weights.gate_up)
+        self.saved.gate_up = project(self.need("h2"), self.weights.gate_up, self.weights.gate_up_bias)
 
 
 _MAKERS: dict[str, Callable[[_Run], None]] = {
     "h1": _Run.norm1,
     "rstd1": _Run.norm1,
     "qkv": _Run.project,
+    **dict.fromkeys(("q", "k", "rstd_q", "rstd_k"), _Run.norm_qk),
     "attn": _Run.attend,
     "lse": _Run.attend,
     "x2": _Run.add_attention,
@@ -273,7 +304,7 @@ _MAKERS: dict[str, Callable[[_Run], None]] = {
 _FORWARD: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("h1", ("rstd1",)),
     ("qkv", ("h1",)),
-    ("attn", ("qkv", "lse")),
+    ("attn", ("qkv", "q", "k", "rstd_q", "rstd_k", "lse")),
     ("x2", ("attn",)),
     ("h2", ("rstd2",)),
     ("gate_up", ("h2",)),
@@ -281,13 +312,12 @@ _FORWARD: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _attention_backward(run: _Run, dx2: Any, grads: Block) -> Any:
-    """Through the output projection, attention and rotation: the gradient of the packed q, k and v."""
+    """Through the output projection, attention, rotation and norms: the gradient of the packed q, k and v."""
     saved, options = run.saved, run.attention_options
     attn = run.need("attn")
-    dattn = project_backward(dx2, attn, run.weights.o, grads.o)
-    qkv, lse = run.need("qkv"), run.need("lse")
-    q, k, v = run.split(qkv)
-    dqkv = empty_like(qkv, "dqkv")
+    dattn = project_backward(dx2, attn, run.weights.o, grads.o, grads.o_bias)
+    (q, k, v), lse = run.heads(), run.need("lse")
+    dqkv = empty_like(saved.qkv, "dqkv")
     parts = run.split(dqkv)
     heads = q.shape
     if run.sequences.cu_seqlens is None:
@@ -297,7 +327,20 @@ def _attention_backward(run: _Run, dx2: Any, grads: Block) -> Any:
         attention_varlen_backward(
             dattn.reshape(heads), q, k, v, attn.reshape(heads), lse, *starts, **options, grads=parts
         )
-    del q, k, v, qkv, attn, dattn, lse
-    saved.drop("qkv", "attn", "lse")
+    del q, k, v, attn, dattn, lse
+    saved.drop("q", "k", "attn", "lse")
     run.rope(rope_backward, *parts[:2])
+    if run.config.qk_norm:
+        x = run.split(saved.qkv)
+        _norm_heads_backward(parts[0], x[0], run.weights.q_norm, saved.rstd_q, grads.q_norm)
+        _norm_heads_backward(parts[1], x[1], run.weights.k_norm, saved.rstd_k, grads.k_norm)
+        del x
+    saved.drop("qkv", "rstd_q", "rstd_k")
     return dqkv
+
+
+def _norm_heads_backward(dy: Any, x: Any, weight: Any, rstd: Any, dweight: Any) -> None:
+    """In place of ``dy``, a part of ``dqkv``."""
+    dx = copied(dy)
+    rmsnorm_backward(dx, copied(x), weight, rstd, dweight=dweight, out=dx)
+    copied(dx, to=dy)

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from gpu_ops.core import checks
 from gpu_ops.errors import OptionError
-from gpu_ops.formats.files import opened, path_of
 from gpu_ops.formats.rope_scaling import RopeScaling
+from gpu_ops.models.config_hf import config_to_hf, options_from_hf
 from gpu_ops.reference.swiglu import Activation
 
-__all__ = ["LlamaConfig"]
+__all__ = ["PROJECTIONS", "Layer", "LlamaConfig"]
 
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
 _WHO = "LlamaConfig"
-_MOST_BYTES = 1 << 22  # of a config.json
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-# What other architectures add to these; a model that ignored them would run and be wrong.
-_REFUSED = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "no_rope_layers": None,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-_TYPES = ("llama", "mistral")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the layers of one model may differ in; as in :class:`LlamaConfig`."""
+
+    theta: float | None = 10000.0
+    scaling: RopeScaling | None = None
+    window: int = -1
+
+    def __post_init__(self) -> None:
+        if self.theta is not None:
+            checks.number(_WHO, "theta", self.theta, above=0.0)
+        if self.scaling is not None:  # which is to have no theta of its own
+            object.__setattr__(self, "scaling", replace(self.scaling, theta=None))
+        checks.integer(_WHO, "window", self.window, low=-1)
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and options of a Llama-shaped decoder: Llama 1 to 3, Mistral, and models of their architecture.
+    """Sizes and options of a Llama-shaped decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM, and models of their
+    architecture.
 
     Parameters
     ----------
@@ -47,14 +49,21 @@ class LlamaConfig:
         Default: hidden / nheads.
     eps : float
         Of the RMS norms.
-    theta : float
-        Base of the rotary frequencies. ``scaling``: a :class:`gpu_ops.RopeScaling`, or None.
+    theta : float or None
+        Base of the rotary frequencies; None: queries and keys are not rotated. ``scaling``: a
+        :class:`gpu_ops.RopeScaling`, or None.
     window : int
         A query sees so many keys before its own; -1: all of them.
     activation : str
         As :func:`gpu_ops.swiglu` takes it.
     tied : bool
         The output layer's weight is the embedding table.
+    biases : tuple of str
+        The projections that have one, of ``qkv``, ``o``, ``gate_up`` and ``down``.
+    qk_norm : bool
+        An RMS norm over each head of queries and keys, before they are rotated.
+    layers : tuple of Layer
+        One per layer, in place of ``theta``, ``scaling`` and ``window``, where they differ.
 
     Examples
     --------
@@ -72,18 +81,20 @@ class LlamaConfig:
     nheads_kv: int = 0
     head_dim: int = 0
     eps: float = 1e-5
-    theta: float = 10000.0
+    theta: float | None = 10000.0
     scaling: RopeScaling | None = None
     window: int = -1
     activation: str = "silu"
     tied: bool = False
+    biases: tuple[str, ...] = ()
+    qk_norm: bool = False
+    layers: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "ffn", "nheads"):
             checks.integer(_WHO, name, getattr(self, name), low=1)
         checks.integer(_WHO, "nlayers", self.nlayers, low=0)
         checks.number(_WHO, "eps", self.eps, low=0.0)
-        checks.integer(_WHO, "window", self.window, low=-1)
         checks.one_of(_WHO, "activation", self.activation, get_args(Activation))
         object.__setattr__(self, "nheads_kv", self.nheads_kv or self.nheads)
         if self.nheads % checks.integer(_WHO, "nheads_kv", self.nheads_kv, low=1):
@@ -95,6 +106,21 @@ class LlamaConfig:
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.nheads)
         if checks.integer(_WHO, "head_dim", self.head_dim, low=2) % 2:
             raise OptionError(f"{_WHO}: head_dim={self.head_dim} is odd; rotary embedding turns pairs")
+        checks.flag(_WHO, "qk_norm", self.qk_norm)
+        given = [checks.one_of(_WHO, "biases", part, PROJECTIONS) for part in self.biases]
+        object.__setattr__(self, "biases", tuple(part for part in PROJECTIONS if part in given))
+        layers = tuple(self.layers)
+        if len(layers) not in (0, self.nlayers) or not all(isinstance(x, Layer) for x in layers):
+            raise OptionError(
+                f"{_WHO}: layers= must hold a models.Layer for each of nlayers={self.nlayers}, or nothing; "
+                f"got {len(layers)}"
+            )
+        everywhere = Layer(self.theta, self.scaling, self.window)
+        if layers:  # equal models are equal configs
+            everywhere = layers[0] if len(set(layers)) == 1 else Layer()
+        for name, value in vars(everywhere).items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "layers", layers if len(set(layers)) > 1 else ())
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -107,19 +133,36 @@ class LlamaConfig:
         q, kv = self.nheads, self.nheads_kv
         return slice(0, q), slice(q, q + kv), slice(q + kv, q + 2 * kv)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by name. ``qkv`` and ``gate_up`` hold the rows of several projections of one input."""
+    @functools.cached_property
+    def by_layer(self) -> tuple[LlamaConfig, ...]:
+        """The config of each layer: this one, with what is the layer's own."""
+        if not self.layers:
+            return (self,) * self.nlayers
+        own = [{f.name: getattr(layer, f.name) for f in fields(Layer)} for layer in self.layers]
+        return tuple(replace(self, layers=(), **options) for options in own)
+
+    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The weights of a block. ``qkv`` and ``gate_up`` hold the rows of several projections of one input."""
         h, d = self.hidden, self.head_dim
+        one: dict[str, tuple[int, ...]] = {
+            "attn_norm": (h,),
+            "qkv": ((self.nheads + 2 * self.nheads_kv) * d, h),
+            "o": (h, self.nheads * d),
+            "mlp_norm": (h,),
+            "gate_up": (2 * self.ffn, h),
+            "down": (h, self.ffn),
+        }
+        one |= {f"{part}_bias": one[part][:1] for part in self.biases}
+        if self.qk_norm:
+            one |= {"q_norm": (d,), "k_norm": (d,)}
+        return one
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight by name; those of layers are called ``layers.<i>.<part>``."""
+        h, one = self.hidden, self.block_shapes()
         found: dict[str, tuple[int, ...]] = {"embed": (self.vocab, h)}
         for i in range(self.nlayers):
-            found |= {
-                f"layers.{i}.attn_norm": (h,),
-                f"layers.{i}.qkv": ((self.nheads + 2 * self.nheads_kv) * d, h),
-                f"layers.{i}.o": (h, self.nheads * d),
-                f"layers.{i}.mlp_norm": (h,),
-                f"layers.{i}.gate_up": (2 * self.ffn, h),
-                f"layers.{i}.down": (h, self.ffn),
-            }
+            found |= {f"layers.{i}.{part}": shape for part, shape in one.items()}
         found["norm"] = (h,)
         return found if self.tied else found | {"lm_head": (self.vocab, h)}
 
@@ -132,64 +175,32 @@ class LlamaConfig:
     def from_hf(cls, config: Any) -> LlamaConfig:
         """From a Hugging Face config: a dict, or the path of ``config.json`` or its folder.
 
+        ``model_type`` is one of llama, mistral, qwen2, qwen3 and smollm3, or missing: then it is a Llama's. Entries
+        that the family does not have are refused where they would change the model.
+
         Raises
         ------
         OptionError
-            An entry is missing, or asks for what a Llama does not have.
+            An entry is missing, out of range, or asks for what the family does not have.
         """
-        if isinstance(config, (str, Path)):
-            path = path_of(f"{_WHO}.from_hf", config)
-            path = path / "config.json" if path.is_dir() else path
-            with opened(f"{_WHO}.from_hf", path) as file:
-                config = _parsed(path, file.read(_MOST_BYTES))
-        if not isinstance(config, Mapping):
-            raise OptionError(f"{_WHO}.from_hf: expected a dict or a path, got {type(config).__name__}")
-        _refuse(config)
-        names = {
-            "vocab": "vocab_size",
-            "hidden": "hidden_size",
-            "ffn": "intermediate_size",
-            "nlayers": "num_hidden_layers",
-            "nheads": "num_attention_heads",
-        }
-        missing = [name for name in (*names.values(), "rms_norm_eps") if config.get(name) is None]
-        if missing:
-            raise OptionError(f"{_WHO}.from_hf: the config has no {', '.join(missing)}")
-        scaling, window = RopeScaling.from_hf(dict(config)), config.get("sliding_window")
-        plain = scaling.kind == "default" and scaling.partial_rotary_factor in (None, 1.0)
-        return cls(
-            **{ours: config[theirs] for ours, theirs in names.items()},
-            nheads_kv=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or 0,
-            eps=config["rms_norm_eps"],
-            theta=scaling.theta or 10000.0,
-            scaling=None if plain else scaling,
-            window=-1 if window is None else checks.integer(_WHO, "sliding_window", window, low=1) - 1,
-            activation=_ACTIVATIONS[config.get("hidden_act", "silu")],
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
+        options, own = options_from_hf(config)
+        return cls(**options, layers=tuple(Layer(*each) for each in own))
 
+    def to_hf(self, model_type: str | None = None) -> dict[str, Any]:
+        """The entries of a Hugging Face config that say the same, in the spelling that every version reads.
 
-def _parsed(path: Path, text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise OptionError(f"{_WHO}.from_hf: {path} is no JSON: {error}") from error
+        ``model_type``: which family to write; default: the first that has these options.
 
+        Raises
+        ------
+        OptionError
+            The family, or every one, lacks one of these options.
 
-def _refuse(config: Mapping[str, Any]) -> None:
-    kind = config.get("model_type")
-    if kind is not None and kind not in _TYPES:
-        raise OptionError(
-            f"{_WHO}.from_hf: model_type is {kind!r}; {' and '.join(_TYPES)} are known. If the model is a Llama in "
-            "all but name, change the entry"
-        )
-    for name, expected in _REFUSED.items():
-        if config.get(name) not in (None, expected):
-            raise OptionError(
-                f"{_WHO}.from_hf: {name}={config[name]!r} is not supported; a Llama has {expected!r}"
-            )
-    if config.get("hidden_act", "silu") not in _ACTIVATIONS:
-        raise OptionError(
-            f"{_WHO}.from_hf: hidden_act={config['hidden_act']!r}; known: {', '.join(_ACTIVATIONS)}"
-        )
+        Examples
+        --------
+        >>> from gpu_ops.models import LlamaConfig
+        >>> config = LlamaConfig(vocab=256, hidden=64, ffn=176, nlayers=2, nheads=4, qk_norm=True)
+        >>> config.to_hf()["model_type"], LlamaConfig.from_hf(config.to_hf()) == config
+        ('qwen3', True)
+        """
+        return config_to_hf(self, model_type)

@@ -26,8 +26,8 @@ def hidden_states(
 ) -> Any:
     """The normalised states before the output layer, (..., hidden). Keeps nothing of the layers."""
     x = embedding(ids, weights.embed)
-    for layer in weights.layers:
-        x = block_forward(x, layer, config, policy="layer", sequences=sequences)[0]
+    for layer, own in zip(weights.layers, config.by_layer, strict=True):
+        x = block_forward(x, layer, own, policy="layer", sequences=sequences)[0]
     return rmsnorm(x, weights.norm, eps=config.eps)
 
 
@@ -86,8 +86,8 @@ def loss_and_grads(
     _check(weights, grads, config, options)
     x = embedding(ids, weights.embed)
     saved: list[Saved] = []
-    for layer, kept in zip(weights.layers, _policies(policy, config), strict=True):
-        x, one = block_forward(x, layer, config, policy=kept, sequences=sequences)
+    for layer, own, kept in zip(weights.layers, config.by_layer, _policies(policy, config), strict=True):
+        x, one = block_forward(x, layer, own, policy=kept, sequences=sequences)
         if saved:
             release(saved[-1].x)  # a layer later: its copy had the time of one
         saved.append(one)
@@ -100,11 +100,13 @@ def loss_and_grads(
     del h
     dx, _ = rmsnorm_backward(dh, x, weights.norm, rstd, dweight=grads.norm)
     del dh, x, rstd
-    for layer, grad in zip(reversed(weights.layers), reversed(grads.layers), strict=True):
+    for layer, grad, own in zip(
+        reversed(weights.layers), reversed(grads.layers), reversed(config.by_layer), strict=True
+    ):
         one = saved.pop()
         if saved:
             prefetch(saved[-1].x)
-        dx = block_backward(dx, layer, one, config, grads=grad, sequences=sequences)
+        dx = block_backward(dx, layer, one, own, grads=grad, sequences=sequences)
     if grads.embed is not None:
         embedding_backward(dx, ids, config.vocab, dweight=grads.embed)
     return value

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.core.allocator import allocator
+from gpu_ops.core.allocator import allocator, empty_like, new_array
 from gpu_ops.core.checks import integer, one_of
 from gpu_ops.errors import OptionError
 from gpu_ops.formats.ternary_matrix import TernaryMatrix
-from gpu_ops.models.config import LlamaConfig
+from gpu_ops.models.config import PROJECTIONS, LlamaConfig
 from gpu_ops.models.weights import Block, Llama
 from gpu_ops.ops.linear import linear, linear_backward
 from gpu_ops.ops.ternary import ternary_quantize
@@ -25,6 +25,7 @@ __all__ = [
     "PROJECTIONS",
     "Latent",
     "Lora",
+    "copied",
     "initial_lora",
     "lora_grads",
     "lora_shapes",
@@ -34,8 +35,6 @@ __all__ = [
     "with_latent",
     "with_lora",
 ]
-
-PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass
@@ -67,38 +66,57 @@ class Latent:
         return ternary_quantize(self.weight)
 
 
-def project(x: Any, weight: Any, residual: Any = None) -> Any:
-    """``x @ weight.T + residual``."""
+def project(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
+    """``x @ weight.T + bias + residual``."""
     if isinstance(weight, Lora):
-        y = project(x, weight.base, residual)
+        y = project(x, weight.base, bias, residual)
         return linear(linear(x, weight.a), weight.b, residual=y, out=y)
     if isinstance(weight, (Latent, TernaryMatrix)):
         packed, activations = _packed(weight)
-        return _added(ternary_matmul(x, packed, activations=activations), residual)
-    return linear(x, weight, residual=residual)
+        y = ternary_matmul(x, packed, activations=activations)
+        return _added(_added(y, bias), residual)
+    return linear(x, weight, bias, residual=residual)
 
 
-def project_backward(dy: Any, x: Any, weight: Any, grad: Any) -> Any:
-    """The gradient for x; that of the weight is added to ``grad``, unless it is None."""
+def project_backward(dy: Any, x: Any, weight: Any, grad: Any, dbias: Any = None) -> Any:
+    """The gradient for x; those of weight and bias are added to ``grad`` and ``dbias``, unless they are None."""
     if isinstance(weight, Lora):
         h = linear(x, weight.a)
         dh = project_backward(dy, h, weight.b, None if grad is None else grad.b)
         dx = project_backward(dh, x, weight.a, None if grad is None else grad.a)
-        return _added(dx, project_backward(dy, x, weight.base, None))
+        return _added(dx, project_backward(dy, x, weight.base, None, dbias))
     if isinstance(weight, (Latent, TernaryMatrix)):
         packed, activations = _packed(weight)
         if grad is None:
-            return ternary_matmul_backward(dy, x, packed, activations=activations, only="dx")
-        dx, dweight = ternary_matmul_backward(dy, x, packed, activations=activations)
-        _added(grad, dweight)
-        return dx
-    if grad is None:
-        return linear_backward(dy, x, weight, only="dx")
-    return linear_backward(dy, x, weight, dweight=grad)[0]
+            dx = ternary_matmul_backward(dy, x, packed, activations=activations, only="dx")
+        else:
+            dx, dweight = ternary_matmul_backward(dy, x, packed, activations=activations)
+            _added(grad, dweight)
+    elif grad is None:
+        dx = linear_backward(dy, x, weight, only="dx")
+    elif dbias is not None:
+        return linear_backward(dy, x, weight, has_bias=True, dweight=grad, dbias=dbias)[0]
+    else:
+        return linear_backward(dy, x, weight, dweight=grad)[0]
+    if dbias is not None:  # that of a layer of one input
+        unread = new_array((dy.shape[-1], 1), dy.dtype, "unread", on_host=isinstance(dy, np.ndarray))
+        linear_backward(dy, x[..., :1], unread, only="weights", has_bias=True, dbias=dbias)
+    return dx
 
 
 def _packed(weight: Any) -> tuple[Any, str]:
     return (weight.quantized(), weight.activations) if isinstance(weight, Latent) else (weight, "int8")
+
+
+def copied(x: Any, to: Any = None) -> Any:
+    """``x`` in ``to``, or in a new contiguous array."""
+    if to is None:
+        to = empty_like(x, "copy")
+    instead = allocator()
+    if instead is None or instead.runs:
+        bits = np.dtype(f"u{x.dtype.itemsize}")  # CuPy does not know bfloat16
+        to.view(bits)[...] = x.view(bits)
+    return to
 
 
 def _added(y: Any, more: Any) -> Any:

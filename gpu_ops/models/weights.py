@@ -30,6 +30,21 @@ class Block:
     """(2 * ffn, hidden): the rows of gate, of up"""
     down: Any
     """(hidden, ffn)"""
+    qkv_bias: Any = None
+    o_bias: Any = None
+    gate_up_bias: Any = None
+    down_bias: Any = None
+    q_norm: Any = None
+    """(head_dim,)"""
+    k_norm: Any = None
+    """(head_dim,)"""
+
+    def check(self, config: LlamaConfig) -> None:
+        """An error where the weights, not gradients, have other parts than the config."""
+        given = {f.name for f in fields(Block) if getattr(self, f.name) is not None}
+        if given != config.block_shapes().keys():
+            differ = ", ".join(sorted(given ^ config.block_shapes().keys()))
+            raise OptionError(f"block_forward: weights or config lack {differ}, which the other has")
 
 
 @dataclass
@@ -58,21 +73,30 @@ class Llama:
                 raise OptionError(f"Llama.of: there is no array {name!r}, of shape {shape}")
             if tuple(arrays[name].shape) != shape:
                 raise ShapeError(f"Llama.of: {name} has shape {tuple(arrays[name].shape)}, expected {shape}")
-        parts = [f.name for f in fields(Block)]
         layers = [
-            Block(**{part: arrays[f"layers.{i}.{part}"] for part in parts}) for i in range(config.nlayers)
+            Block(**{part: arrays[f"layers.{i}.{part}"] for part in config.block_shapes()})
+            for i in range(config.nlayers)
         ]
         head = arrays["embed"] if config.tied else arrays["lm_head"]
         return cls(arrays["embed"], layers, arrays["norm"], head)
 
+    def arrays(self) -> dict[str, Any]:
+        """By the names of :meth:`LlamaConfig.shapes`, as :meth:`of` takes them."""
+        found = {"embed": self.embed}
+        for i, layer in enumerate(self.layers):
+            parts = ((f.name, getattr(layer, f.name)) for f in fields(Block))
+            found |= {f"layers.{i}.{name}": x for name, x in parts if x is not None}
+        found["norm"] = self.norm
+        return found if self.lm_head is self.embed else found | {"lm_head": self.lm_head}
+
 
 def initial_weights(config: LlamaConfig, *, seed: int = 0, std: float = 0.02) -> dict[str, Any]:
-    """float32 weights to start from, by name: norms 1, matrices normal, those that write to the residual stream
-    smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of NumPy."""
+    """float32 weights to start from, by name: norms 1, biases 0, matrices normal, those that write to the residual
+    stream smaller by sqrt(2 * nlayers) (GPT-2). Reproducible for a seed and a version of NumPy."""
     found = {}
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 1:
-            found[name] = np.ones(shape, np.float32)
+            found[name] = np.full(shape, 0.0 if name.endswith("_bias") else 1.0, np.float32)
             continue
         size = std / np.sqrt(2 * config.nlayers) if name.endswith((".o", ".down")) else std
         rng = np.random.default_rng((seed, i))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import gpu_ops
-from gpu_ops import training
+from gpu_ops import models, training
 from gpu_ops.errors import GpuOpsError
 from gpu_ops.formats.safetensors import NUMPY_DTYPES
 from scripts.fuzzing.draw import Draw
@@ -45,7 +45,7 @@ Look = Callable[[bool], str | None]
 def judge_files(draw: Draw) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        look = draw.pick(gguf, saved, state, tokens, merges)(draw, path)
+        look = draw.pick(gguf, saved, state, tokens, merges, model)(draw, path)
         if (wrong := attempt(look, exact=True)) is not None:
             return f"as written: {wrong}"
         whole = path.read_bytes()
@@ -151,6 +151,27 @@ def merges(draw: Draw, path: Path) -> Look:
         return (
             "read other merges than were saved" if exact and (found.merges != written.merges).any() else None
         )
+
+    return look
+
+
+def model(draw: Draw, path: Path) -> Look:
+    """A folder with a config and weights; one of the two is damaged."""
+    kind: dict[str, Any] = draw.pick(
+        {}, {"tied": True}, {"biases": ("qkv",)}, {"qk_norm": True}, {"layers": (models.Layer(window=2),)}
+    )
+    config = models.LlamaConfig(vocab=5, hidden=8, ffn=6, nlayers=1, nheads=2, **kind)
+    written = models.Llama.of(models.initial_weights(config), config)
+    models.save(path.parent, written, config)
+    file = path.parent / draw.pick("model.safetensors", "config.json")
+    file.rename(path)
+    file.symlink_to(path)
+
+    def look(exact: bool) -> str | None:
+        weights, read = models.load(path.parent)
+        found = models.Llama.of(weights.arrays(), read).arrays()
+        same = read == config and all(found[n].tobytes() == x.tobytes() for n, x in written.arrays().items())
+        return "loaded another model than was saved" if exact and not same else None
 
     return look
 

@@ -1,0 +1,150 @@
+"""Families of models beside Hugging Face transformers: its folders read and written, logits, and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpu_ops import models
+from perf.torch_llama import torch_loss
+
+pytestmark = pytest.mark.peers
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+CASES = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "smollm2": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2-sliding": ("Qwen2", SLIDING),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, **SLIDING}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3-sliding": (
+        "SmolLM3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 7},
+    ),
+}
+EVERY = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(monkeypatch):
+    """transformers would import our folder ``kernels``, taking it for another package of this name."""
+    monkeypatch.setitem(sys.modules, "kernels", None)
+
+
+def made(case, dtype=torch.float32):
+    """A model of transformers with random weights, norms and biases included."""
+    name, options = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.ndim == 1:
+                p.copy_(0.3 * torch.randn_like(p) + (0.0 if key.endswith("bias") else 1.0))
+            else:
+                p.copy_(0.1 * torch.randn_like(p))
+            p.data = p.data.to(dtype)  # model.to() would round the rotary frequencies
+    return model
+
+
+def ids(batch=2, seqlen=40):
+    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (batch, seqlen)).astype(np.int64)
+
+
+def theirs(model):
+    with torch.no_grad():
+        return model(torch.tensor(ids())).logits.double().numpy()
+
+
+def ours(folder, dtype):
+    weights, config = models.load(folder, dtype=dtype)
+    return models.logits(ids(), weights, config).astype(np.float64)
+
+
+@EVERY
+def test_logits_are_those_of_transformers(case, tmp_path):
+    model = made(case)
+    model.save_pretrained(tmp_path)
+    right = theirs(model)
+    assert np.abs(ours(tmp_path, "float32") - right).max() < 2e-5 * max(1.0, np.abs(right).max())
+
+
+@EVERY
+def test_bfloat16_is_as_near_to_float64_as_transformers(case, tmp_path):
+    model = made(case, torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    exact = ours(tmp_path, "float64")
+    off, allowed = (np.abs(x - exact) for x in (ours(tmp_path, None), theirs(model)))
+    assert off.max() <= 2 * allowed.max()
+    assert off.mean() <= 1.1 * allowed.mean()
+
+
+@EVERY
+def test_transformers_reads_what_is_saved(case, tmp_path):
+    model = made(case, torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    weights, config = models.load(tmp_path / "theirs")
+    assert weights.embed.dtype == ml_dtypes.bfloat16
+    entries = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    models.save(tmp_path / "ours", weights, config, entries=entries)
+    auto = transformers.AutoModelForCausalLM
+    again, report = auto.from_pretrained(
+        tmp_path / "ours", dtype="auto", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(again) is type(model)
+    parts = again.state_dict()
+    assert all(torch.equal(parts[name], x) for name, x in model.state_dict().items())
+    np.testing.assert_array_equal(theirs(again), theirs(model))
+    assert models.load(tmp_path / "ours")[1] == config
+
+
+@EVERY
+def test_gradients_in_float64_are_torchs(case, tmp_path):
+    made(case).save_pretrained(tmp_path)
+    weights, config = models.load(tmp_path, dtype="float64")
+    if config.scaling is not None:  # the peer rotates by plain frequencies
+        config = dataclasses.replace(config, scaling=None)
+    tokens, targets = ids(), np.roll(ids(), -1, 1)
+    p = {name: torch.tensor(x, requires_grad=True) for name, x in weights.arrays().items()}
+    loss = torch_loss(p, config, torch.tensor(tokens), torch.tensor(targets))
+    loss.backward()
+    grads = {name: np.zeros(x.shape) for name, x in weights.arrays().items()}
+    found = models.loss_and_grads(tokens, targets, weights, config, grads=models.Llama.of(grads, config))
+    assert abs(float(found) - loss.item()) < 1e-12 * loss.item()
+    for name, x in p.items():
+        right = x.grad.numpy()
+        assert np.abs(grads[name] - right).max() < 1e-12 * np.abs(right).max(), name
