@@ -3,6 +3,8 @@
 A message says what was given, what is allowed and what to do next.
 """
 
+from collections.abc import Mapping
+
 __all__ = [
     "DTypeError",
     "DeviceError",
@@ -15,6 +17,7 @@ __all__ = [
     "MissingPackageError",
     "OptionError",
     "OutOfMemoryError",
+    "OutOfPages",
     "ShapeError",
     "StateError",
     "UnknownOptionError",
@@ -76,6 +79,18 @@ class OutOfMemoryError(GpuOpsError, MemoryError):
         super().__init__(message)
         self.required = required
         self.available = available
+
+
+class OutOfPages(GpuOpsError, MemoryError):
+    """A cache has too few pages for a step. ``needed`` and ``free`` are pages, ``held`` those of each sequence."""
+
+    def __init__(
+        self, message: str, needed: int = 0, free: int = 0, held: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+        self.held = dict(held or {})
 
 
 class KernelCompileError(GpuOpsError, RuntimeError):
