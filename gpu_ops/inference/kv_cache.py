@@ -231,7 +231,8 @@ class PagedKVCache:
             Sequences. Padding needs rows of its own: where a step may have fewer tokens, but as many sequences, with
             more than one token each, add one.
         width : int, optional
-            Pages of a sequence; default: ``num_pages``.
+            Pages of a sequence; default: ``num_pages``. With a window a sequence may become longer than that: its
+            table goes on from its first page.
         max_seqlen_q : int, optional
             New tokens of a sequence; default: ``tokens``. 1 for a graph of single tokens.
         """

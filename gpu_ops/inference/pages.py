@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 __all__ = ["Node", "PagePool"]
 
 
 class Node:
-    """The tokens of a full page, after those of its parent: a node of the tree in which prefixes are looked up.
+    """The tokens of a full page after those of its parent, in the tree in which prefixes are looked up.
 
-    Children are found by the tokens themselves: equal hashes alone match nothing.
+    A node lives as long as a page, a sequence or a child has it: its parent's link to it is weak.
     """
 
-    __slots__ = ("children", "pages", "parent", "tokens")
+    __slots__ = ("__weakref__", "children", "pages", "parent")
 
-    def __init__(self, parent: Node | None, tokens: tuple[int, ...]) -> None:
-        self.parent, self.tokens = parent, tokens
-        self.children: dict[tuple[int, ...], Node] = {}
+    def __init__(self, parent: Node | None) -> None:
+        self.parent = parent
+        self.children: WeakValueDictionary[tuple[int, ...], Node] = WeakValueDictionary()
+        """By their tokens themselves: equal hashes alone match nothing."""
         self.pages: dict[int, None] = {}
-        """Pages that hold these tokens after the parent's, oldest first; often one."""
+        """Pages that hold the tokens, oldest first; often one."""
 
 
 class PagePool:
@@ -33,7 +35,7 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int, first: int = 0) -> None:
         self.page_size, self.first, self.total = page_size, first, num_pages - first
         self.refs = [0] * num_pages
-        self.root = Node(None, ())
+        self.root = Node(None)
         self._nodes: dict[int, Node] = {}  # of the pages that can be found
         self._free = list(range(num_pages - 1, first - 1, -1))  # the next one last
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -89,21 +91,16 @@ class PagePool:
         """A page in use is full and written: it can be found from now on."""
         node = parent.children.get(tokens)
         if node is None:
-            node = parent.children[tokens] = Node(parent, tokens)
+            node = parent.children[tokens] = Node(parent)
         node.pages[page] = None
         self._nodes[page] = node
         return node
 
     def forget(self, page: int) -> None:
         """The page is about to be written: it can be found no more."""
-        node: Node | None = self._nodes.pop(page, None)
-        if node is None:
-            return
-        del node.pages[page]
-        while node.parent is not None and not node.pages and not node.children:
-            if node.parent.children.get(node.tokens) is node:
-                del node.parent.children[node.tokens]
-            node = node.parent
+        node = self._nodes.pop(page, None)
+        if node is not None:
+            del node.pages[page]
 
     def places(self) -> dict[int, int]:
         """For each page with tokens its place when they are at the front: its own, or one that is free."""

@@ -96,12 +96,12 @@ class Sequences:
         self._cut(self.alive.pop(handle), 0)
 
     def trim(self, sequence: Sequence, length: int) -> None:
-        gone, size = sequence.gone, self.pool.page_size
-        if gone > self.keep_pages and self.keep_pages * size < length < gone * size + self.window:
+        size, keep = self.pool.page_size, self.keep_pages
+        first, end = max(length - self.window, 0) // size, -(-length // size)
+        if max(first, keep) < min(sequence.gone, end):
             raise OptionError(
                 f"trim: the next token after {length} would see keys that have left the window; the length has to be "
-                f"at least {gone * size + self.window}"
-                + (f", or at most {self.keep_pages * size}" if self.keep_pages else ", or 0")
+                f"at least {sequence.gone * size + self.window}, or at most {keep * size}"
             )
         self._cut(sequence, length)
 
@@ -194,8 +194,7 @@ class Sequences:
             if i < self.keep_pages or i >= s.gone:
                 self.pool.drop(s.pages[i])
         del s.tokens[length:], s.pages[end:], s.nodes[length // size :]
-        if end <= self.keep_pages:
-            s.gone = self.keep_pages
+        s.gone = max(self.keep_pages, min(s.gone, end))
 
     def _out_of_pages(self, needed: int, free: int) -> None:
         held = {handle: len(self._resident(s)) for handle, s in self.alive.items()}
