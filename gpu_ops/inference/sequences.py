@@ -152,7 +152,7 @@ class Sequences:
     def commit(self) -> None:
         """The tokens of the open step are written: their full pages can be found."""
         size = self.pool.page_size
-        for handle in self.open or {}:
+        for handle in self._opened("commit"):
             s = self.alive[handle]
             for i in range(len(s.nodes), len(s.tokens) // size):
                 parent = s.nodes[-1] if s.nodes else self.pool.root
@@ -162,7 +162,8 @@ class Sequences:
         self.open = None
 
     def rollback(self) -> None:
-        for handle, length in (self.open or {}).items():
+        """Take back the tokens of the open step."""
+        for handle, length in self._opened("rollback").items():
             self._cut(self.alive[handle], length)
         self.open = None
 
@@ -171,6 +172,11 @@ class Sequences:
         self.pool.renumber(places)
         for s in self.alive.values():
             s.pages = array("i", (places.get(page, page) for page in s.pages))  # the null page stays
+
+    def _opened(self, op: str) -> dict[int, int]:
+        if self.open is None:
+            raise StateError(f"{op}: no step is open; reserve() begins one")
+        return self.open
 
     def _insert(self, sequence: Sequence) -> int:
         handle, self._next = self._next, self._next + 1

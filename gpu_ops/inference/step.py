@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gpu_ops.errors import OptionError
+from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.inference.sequences import Plan, Sequences
 from gpu_ops.training.state_arrays import to_device, zeros
 
-__all__ = ["Step", "empty_step", "filled", "written"]
+__all__ = ["Step", "check_room", "empty_step", "filled", "written"]
 
 _ALIGNMENT = 64  # bytes: kernels of 16-byte loads apart from each other
 
@@ -50,7 +50,7 @@ class Step:
 
 def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: str) -> Step:
     """A step of padding alone, for ``tokens`` new tokens of ``batch`` sequences of up to ``width`` pages."""
-    _check_padding(tokens, batch, max_seqlen_q)
+    _check_padding("empty_step", tokens, batch, max_seqlen_q)
     step = _step(
         zeros((_layout(tokens, batch, width)[1],), np.dtype(np.uint8), "cpu"),
         tokens,
@@ -95,26 +95,26 @@ def written(step: Step, out: Step | None, device: str) -> Step:
     return out
 
 
-def check_room(out: Any, plan: Plan, step_device: str) -> None:
+def check_room(out: Any, plan: Plan, device: str) -> None:
     """``out`` is a step that this plan fits into."""
     if not isinstance(out, Step):
         raise OptionError(f"reserve: out must be a Step made by empty_step(), got {type(out).__name__}")
-    if isinstance(out.buffer, np.ndarray) != (step_device != "cuda"):
-        raise OptionError("reserve: out is a step of a cache on another device")
+    if isinstance(out.buffer, np.ndarray) != (device != "cuda"):
+        raise DeviceError("reserve: out was made by a cache on another device; use empty_step() of this one")
     total, batch = sum(map(len, plan.tokens.values())), len(plan.tokens)
     longest = max(map(len, plan.tokens.values()))
     names = ("tokens", "batch", "width", "max_seqlen_q")
     for name, room, need in zip(names, _shape(out), (total, batch, plan.width, longest), strict=True):
         if need > room:
             raise OptionError(f"reserve: out was made with {name}={room}, and this step needs {need}")
-    _check_padding(_shape(out)[0] - total, _shape(out)[1] - batch, out.max_seqlen_q)
+    _check_padding("reserve", _shape(out)[0] - total, _shape(out)[1] - batch, out.max_seqlen_q)
 
 
-def _check_padding(tokens: int, rows: int, max_seqlen_q: int) -> None:
+def _check_padding(op: str, tokens: int, rows: int, max_seqlen_q: int) -> None:
     """Padding belongs to rows of no sequence, which are no longer than others may be."""
     if tokens > rows * max_seqlen_q:
         raise OptionError(
-            f"a step of fixed shapes has {tokens} tokens of padding, which {rows} rows of no sequence with up to "
+            f"{op}: the step has {tokens} tokens of padding, which {rows} rows of no sequence with up to "
             f"{max_seqlen_q} tokens each cannot take; make it with a larger batch"
         )
 
