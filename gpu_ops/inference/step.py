@@ -10,11 +10,11 @@ import numpy as np
 
 from gpu_ops.errors import DeviceError, OptionError
 from gpu_ops.inference.sequences import Plan, Sequences
-from gpu_ops.training.state_arrays import to_device, zeros
+from gpu_ops.training.state_arrays import to_device
 
 __all__ = ["Step", "check_room", "empty_step", "filled", "written"]
 
-_ALIGNMENT = 64  # bytes: kernels of 16-byte loads apart from each other
+_ALIGNMENT = 64  # bytes: kernels load up to 16 at a time, from multiples of 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +51,7 @@ class Step:
 def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: str) -> Step:
     """A step of padding alone, for ``tokens`` new tokens of ``batch`` sequences of up to ``width`` pages."""
     _check_padding("empty_step", tokens, batch, max_seqlen_q)
-    step = _step(
-        zeros((_layout(tokens, batch, width)[1],), np.dtype(np.uint8), "cpu"),
-        tokens,
-        batch,
-        width,
-        max_seqlen_q,
-    )
+    step = _step(np.empty(_layout(tokens, batch, width)[1], np.uint8), tokens, batch, width, max_seqlen_q)
     _pad(step, 0, 0)
     return written(step, None, device)
 
@@ -87,11 +81,10 @@ def filled(sequences: Sequences, plan: Plan, out: Step | None) -> Step:
 
 def written(step: Step, out: Step | None, device: str) -> Step:
     """A step in host memory, on the device: in the arrays of ``out``, if given."""
+    on_device = to_device(step.buffer, device, blocking=False)
     if out is None:
-        return (
-            step if device != "cuda" else _step(to_device(step.buffer, device, blocking=False), *_shape(step))
-        )
-    out.buffer[...] = to_device(step.buffer, device, blocking=False)
+        return _step(on_device, *_shape(step))
+    out.buffer[...] = on_device
     return out
 
 
