@@ -3,6 +3,8 @@
 A message says what was given, what is allowed and what to do next.
 """
 
+from collections.abc import Mapping
+
 __all__ = [
     "DTypeError",
     "DeviceError",
@@ -15,6 +17,7 @@ __all__ = [
     "MissingPackageError",
     "OptionError",
     "OutOfMemoryError",
+    "OutOfPages",
     "ShapeError",
     "StateError",
     "UnknownOptionError",
@@ -84,6 +87,18 @@ class OutOfMemoryError(GpuOpsError, MemoryError):
         self.required = required
         self.available = available
         self.holders = holders
+
+
+class OutOfPages(GpuOpsError, MemoryError):
+    """A cache has too few pages for a step. ``needed`` and ``free`` are pages, ``held`` those of each sequence."""
+
+    def __init__(
+        self, message: str, needed: int = 0, free: int = 0, held: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+        self.held = dict(held or {})
 
 
 class KernelCompileError(GpuOpsError, RuntimeError):

@@ -14,14 +14,11 @@ from gpu_ops.core import checks
 from gpu_ops.core.device import cuda_missing
 from gpu_ops.errors import DeviceError, OptionError, ShapeError
 from gpu_ops.ops.adamw import adamw_step
-from gpu_ops.training.state_arrays import StateArray
+from gpu_ops.training.state_arrays import StateArray, named_dtype, zeros
 
 __all__ = ["FlatParams"]
 
-_ALIGNMENT = 512  # bytes: what cudaMalloc gives, so that a segment is as well aligned as an array of its own
-_SEGMENT = (
-    256  # elements, the same of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale for each
-)
+_SEGMENT = 256  # elements of every buffer: 512 bytes in 16-bit ones; 8-bit moments have a scale for each
 _CLASS = "FlatParams"
 
 
@@ -62,8 +59,8 @@ class FlatParams:
         whole = (slice(0, decayed), slice(decayed, size))
         # made once: a later call finds its program by its arrays
         self._parts = [_part(arrays, part) for part in whole]
-        self._next = _zeros((), np.dtype(np.int64), device)
-        self._taken = _zeros((), np.dtype(np.bool_), device)
+        self._next = zeros((), np.dtype(np.int64), device)
+        self._taken = zeros((), np.dtype(np.bool_), device)
         self._next.fill(1)
 
     @classmethod
@@ -113,7 +110,7 @@ class FlatParams:
             checks.one_of(_CLASS, "device", device, ("cpu", "cuda", "emulator"), meant={"gpu": "cuda"})
         if device == "cuda" and (missing := cuda_missing()):
             raise DeviceError(f"{_CLASS}: device='cuda', but there is no usable CUDA device: {missing}")
-        kind = _dtype("dtype", dtype)
+        kind = named_dtype(_CLASS, "dtype", dtype)
         wide = checks.computing_dtype(kind.name)
         has_master = checks.flag(_CLASS, "master", master) and kind != wide
         if kind == np.float16 and not has_master:
@@ -121,7 +118,10 @@ class FlatParams:
                 f"{_CLASS}: float16 parameters need master=True: in float16 small updates vanish"
             )
         segments, ends = _layout(shapes, decay)
-        dtypes = {"params": kind, "grads": wide if grad_dtype is None else _dtype("grad_dtype", grad_dtype)}
+        dtypes = {
+            "params": kind,
+            "grads": wide if grad_dtype is None else named_dtype(_CLASS, "grad_dtype", grad_dtype),
+        }
         dtypes |= {"m": wide, "v": wide} | ({"master": wide} if has_master else {})
         lengths = dict.fromkeys(dtypes, ends[1])
         if checks.integer(_CLASS, "moment_bits", moment_bits) not in (8, 32):
@@ -133,7 +133,7 @@ class FlatParams:
                 )
             dtypes |= {"m": np.dtype(np.int8), "v": np.dtype(np.uint8), "m_scale": wide, "v_scale": wide}
             lengths |= dict.fromkeys(("m_scale", "v_scale"), ends[1] // _SEGMENT)
-        arrays = {name: _zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
+        arrays = {name: zeros((lengths[name],), dt, device) for name, dt in dtypes.items()}
         return cls(segments, ends, arrays, device)
 
     @property
@@ -210,16 +210,6 @@ class FlatParams:
         self._module.add(self._next, self._taken, out=self._next)
 
 
-def _dtype(name: str, value: Any) -> np.dtype[Any]:
-    known = checks.FLOAT_DTYPES
-    if isinstance(value, str):
-        return known[checks.one_of(_CLASS, name, value, known)]
-    found = next((dtype for dtype in known.values() if dtype == value), None)
-    if found is None:
-        raise OptionError(f"{_CLASS}: {name} must be one of {', '.join(known)}; got {value!r}")
-    return found
-
-
 def _layout(
     shapes: Mapping[str, Any], decay: Collection[str] | None
 ) -> tuple[dict[str, _Segment], tuple[int, int]]:
@@ -259,12 +249,3 @@ def _module(device: str | None) -> Any:
     import cupy
 
     return cupy
-
-
-def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> Any:
-    size = math.prod(shape) * dtype.itemsize
-    if device == "cuda":
-        return _module(device).zeros((size,), np.uint8).view(dtype).reshape(shape)
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # its pages come as they are written
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)

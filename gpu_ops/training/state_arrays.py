@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from gpu_ops.core import checks
 from gpu_ops.core.aliasing import overlaps_itself
 from gpu_ops.core.arrays import Array, host_view, is_read_only, on_cuda
 from gpu_ops.core.device import cuda_missing
-from gpu_ops.errors import DeviceError, ShapeError
+from gpu_ops.errors import DeviceError, OptionError, ShapeError
 
-__all__ = ["StateArray", "check_device", "to_device"]
+__all__ = ["StateArray", "check_device", "named_dtype", "to_device", "zeros"]
+
+_ALIGNMENT = (
+    512  # bytes: what cudaMalloc gives, so that parts of an array are as well aligned as arrays of their own
+)
 
 
 class StateArray:
@@ -65,13 +71,36 @@ def check_device(op: str, device: str) -> None:
         raise DeviceError(f"{op}: device='cuda', and there is no usable one: {missing}")
 
 
-def to_device(values: Array, device: str) -> Any:
-    """As a new array on a device: NumPy's for "cpu" and "emulator"."""
+def to_device(values: Array, device: str, *, blocking: bool = True) -> Any:
+    """As a new array on a device: NumPy's for "cpu" and "emulator". Not blocking: the host waits for no copy."""
     if device != "cuda":
         return values
     import cupy
 
-    return cupy.asarray(_bits(values), blocking=True).view(values.dtype)
+    return cupy.asarray(_bits(values), blocking=blocking).view(values.dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: str | None) -> Any:
+    """An array of zeros on a device: NumPy's unless that is "cuda"."""
+    size = math.prod(shape) * dtype.itemsize
+    if device == "cuda":
+        import cupy
+
+        return cupy.zeros((size,), np.uint8).view(dtype).reshape(shape)
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # its pages come as they are written
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def named_dtype(op: str, name: str, value: Any) -> np.dtype[Any]:
+    """A float dtype by its name, or itself."""
+    known = checks.FLOAT_DTYPES
+    if isinstance(value, str):
+        return known[checks.one_of(op, name, value, known)]
+    found = next((dtype for dtype in known.values() if dtype == value), None)
+    if found is None:
+        raise OptionError(f"{op}: {name} must be one of {', '.join(known)}; got {value!r}")
+    return found
 
 
 def _bits(x: Any) -> Any:

@@ -1,0 +1,155 @@
+"""What one forward over a ragged batch needs beside the cache: a few integer arrays, sent to the device as one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpu_ops.errors import DeviceError, OptionError
+from gpu_ops.inference.sequences import Plan, Sequences
+from gpu_ops.training.state_arrays import to_device
+
+__all__ = ["Step", "check_room", "empty_step", "filled", "written"]
+
+_ALIGNMENT = 64  # bytes: kernels load up to 16 at a time, from multiples of 16
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """New tokens of a few sequences, and where their keys and values go: arrays on the cache's device.
+
+    Row b of the tables is the b-th sequence that was passed to ``reserve``. One forward per layer::
+
+        rope_append_kv(q, k, v, keys, values, slot_mapping=step.slot_mapping, positions=step.positions, ...)
+        attention_varlen(q, keys, values, step.cu_seqlens_q, block_table=step.block_table,
+                         seqused_k=step.seqused_k, max_seqlen_q=step.max_seqlen_q, causal=True, ...)
+
+    Where every sequence has one token, ``attention_decode`` with ``q[:, None]`` does the same.
+    """
+
+    tokens: Any
+    """int32 (total,): token ids, the sequences end to end. Padding: 0."""
+    positions: Any
+    """int32 (total,): the place of each token in its sequence. Padding: 0."""
+    cu_seqlens_q: Any
+    """int32 (batch + 1,): where the tokens of each sequence start, and the total."""
+    seqused_k: Any
+    """int32 (batch,): keys of each sequence, the new ones included. Padding: 0."""
+    block_table: Any
+    """int32 (batch, width): the pages of each sequence. Entries past the need: -1."""
+    slot_mapping: Any
+    """int64 (total,): page * page_size + row of each token. Padding: -1, stored nowhere."""
+    max_seqlen_q: int
+    """New tokens of the longest sequence, or the bound that ``empty_step`` was given."""
+    buffer: Any = field(repr=False)
+    """uint8: the memory of all of them."""
+
+
+def empty_step(tokens: int, batch: int, width: int, max_seqlen_q: int, device: str) -> Step:
+    """A step of padding alone, for ``tokens`` new tokens of ``batch`` sequences of up to ``width`` pages."""
+    _check_padding("empty_step", tokens, batch, max_seqlen_q)
+    step = _step(np.empty(_layout(tokens, batch, width)[1], np.uint8), tokens, batch, width, max_seqlen_q)
+    _pad(step, 0, 0)
+    return written(step, None, device)
+
+
+def filled(sequences: Sequences, plan: Plan, out: Step | None) -> Step:
+    """The step of a plan that has been carried out, in host memory: of the shapes of ``out``, if given."""
+    counts = np.array([len(new) for new in plan.tokens.values()])
+    starts, total, batch = np.array(plan.starts), int(counts.sum()), len(counts)
+    shape = (total, batch, plan.width, int(counts.max())) if out is None else _shape(out)
+    step = _step(np.empty(_layout(*shape[:3])[1], np.uint8), *shape)
+    step.tokens[:total] = [token for new in plan.tokens.values() for token in new]
+    step.cu_seqlens_q[0] = 0
+    np.cumsum(counts, out=step.cu_seqlens_q[1 : batch + 1])
+    step.seqused_k[:batch] = starts + counts
+    step.block_table.fill(-1)
+    for table, handle in zip(step.block_table, plan.tokens, strict=False):
+        pages = sequences.alive[handle].pages
+        table[: len(pages)] = pages
+    row = np.repeat(np.arange(batch), counts)
+    positions = np.arange(total) + (starts - step.cu_seqlens_q[:batch])[row]
+    step.positions[:total] = positions
+    page, at = np.divmod(positions, sequences.pool.page_size)
+    step.slot_mapping[:total] = step.block_table[row, page].astype(np.int64) * sequences.pool.page_size + at
+    _pad(step, total, batch)
+    return step
+
+
+def written(step: Step, out: Step | None, device: str) -> Step:
+    """A step in host memory, on the device: in the arrays of ``out``, if given."""
+    on_device = to_device(step.buffer, device, blocking=False)
+    if out is None:
+        return _step(on_device, *_shape(step))
+    out.buffer[...] = on_device
+    return out
+
+
+def check_room(out: Any, plan: Plan, device: str) -> None:
+    """``out`` is a step that this plan fits into."""
+    if not isinstance(out, Step):
+        raise OptionError(f"reserve: out must be a Step made by empty_step(), got {type(out).__name__}")
+    if isinstance(out.buffer, np.ndarray) != (device != "cuda"):
+        raise DeviceError("reserve: out was made by a cache on another device; use empty_step() of this one")
+    total, batch = sum(map(len, plan.tokens.values())), len(plan.tokens)
+    longest = max(map(len, plan.tokens.values()))
+    names = ("tokens", "batch", "width", "max_seqlen_q")
+    for name, room, need in zip(names, _shape(out), (total, batch, plan.width, longest), strict=True):
+        if need > room:
+            raise OptionError(f"reserve: out was made with {name}={room}, and this step needs {need}")
+    _check_padding("reserve", _shape(out)[0] - total, _shape(out)[1] - batch, out.max_seqlen_q)
+
+
+def _check_padding(op: str, tokens: int, rows: int, max_seqlen_q: int) -> None:
+    """Padding belongs to rows of no sequence, which are no longer than others may be."""
+    if tokens > rows * max_seqlen_q:
+        raise OptionError(
+            f"{op}: the step has {tokens} tokens of padding, which {rows} rows of no sequence with up to "
+            f"{max_seqlen_q} tokens each cannot take; make it with a larger batch"
+        )
+
+
+def _shape(step: Step) -> tuple[int, int, int, int]:
+    batch, width = step.block_table.shape
+    return step.tokens.shape[0], batch, width, step.max_seqlen_q
+
+
+def _layout(tokens: int, batch: int, width: int) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
+    """Offset, shape and dtype of each array in the buffer, and the buffer's size."""
+    shapes = {
+        "tokens": (tokens,),
+        "positions": (tokens,),
+        "cu_seqlens_q": (batch + 1,),
+        "seqused_k": (batch,),
+        "block_table": (batch, width),
+        "slot_mapping": (tokens,),
+    }
+    found, at = {}, 0
+    for name, shape in shapes.items():
+        dtype = np.dtype(np.int64 if name == "slot_mapping" else np.int32)
+        found[name] = at, shape, dtype.name
+        at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return found, at
+
+
+def _step(buffer: Any, tokens: int, batch: int, width: int, max_seqlen_q: int) -> Step:
+    views = {}
+    for name, (start, shape, dtype) in _layout(tokens, batch, width)[0].items():
+        end = start + math.prod(shape) * np.dtype(dtype).itemsize
+        views[name] = buffer[start:end].view(dtype).reshape(shape)
+    return Step(**views, max_seqlen_q=max_seqlen_q, buffer=buffer)
+
+
+def _pad(step: Step, total: int, batch: int) -> None:
+    """What follows the tokens and sequences is padding, spread over the rows of no sequence."""
+    padding, rows = step.tokens.shape[0] - total, step.seqused_k.shape[0] - batch
+    step.tokens[total:] = 0
+    step.positions[total:] = 0
+    step.slot_mapping[total:] = -1
+    step.seqused_k[batch:] = 0
+    step.block_table[batch:] = -1
+    if rows:
+        step.cu_seqlens_q[batch:] = total + np.arange(rows + 1) * padding // rows
