@@ -29,6 +29,7 @@ from gpu_ops.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from gpu_ops.ops.rmsnorm_quant import rmsnorm_quant_int8
 from gpu_ops.ops.rope import rope, rope_backward
 from gpu_ops.ops.rope_append_kv import rope_append_kv
+from gpu_ops.ops.sample import sample
 from gpu_ops.ops.softmax import softmax, softmax_backward
 from gpu_ops.ops.swiglu import swiglu, swiglu_backward
 from gpu_ops.ops.swiglu_mlp import swiglu_mlp, swiglu_mlp_backward
@@ -94,6 +95,7 @@ __all__ = [
     "rope",
     "rope_append_kv",
     "rope_backward",
+    "sample",
     "softmax",
     "softmax_backward",
     "swiglu",

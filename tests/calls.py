@@ -78,6 +78,7 @@ OUT = {
     "rope": ("out", 2),
     "rope_append_kv": ("out", 1),
     "rope_backward": ("out", 2),
+    "sample": ("out", 1),
     "softmax": ("out", 1),
     "softmax_backward": ("out", 1),
     "swiglu": ("out", 1),

@@ -1,4 +1,4 @@
-"""Rows of the table of calls (calls.py): norms, softmax, dropout, SwiGLU, linear, the gated MLP."""
+"""Rows of the table of calls (calls.py): norms, softmax, sampling, dropout, SwiGLU, linear, the gated MLP."""
 
 from __future__ import annotations
 
@@ -88,6 +88,22 @@ def only(make: Any, *arguments: Any, **options: Any) -> Any:
     return lambda new: (make(new, *arguments), options)
 
 
+def sampled(new: Maker) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With every option in an array."""
+    arrays, each = new.normal(logits="rows width"), "rows"
+    numbers = {
+        **new.normal(np.float32, temperature=each, repetition_penalty=each),
+        **new.normal(np.float32, frequency_penalty=each, presence_penalty=each),
+    }
+    numbers |= {name: abs(numbers[name]) + np.float32(0.1) for name in ("temperature", "repetition_penalty")}
+    numbers |= {n: np.exp(-abs(x)) for n, x in new.normal(np.float32, top_p=each, min_p=each).items()}
+    numbers["min_p"] *= np.float32(0.1)
+    by_token = {**new.normal(new.wide, bias="width"), **new.integers(0, 3, np.int32, counts="rows width")}
+    counters = new.integers(0, 2**62, np.int64, seed=each, step=each)
+    numbers |= new.integers(0, 9, np.int32, top_k=each)
+    return arrays, {**numbers, **by_token, **counters, "return_logprob": True}
+
+
 VARIANTS: dict[str, Any] = {
     "rmsnorm": only(rmsnorm),
     "rmsnorm sum": lambda new: (rmsnorm(new, ROWS), residual(new, return_rstd=True)),
@@ -110,6 +126,11 @@ VARIANTS: dict[str, Any] = {
     "softmax mask": lambda new: (split(new, "x", axes=ROWS), {"scale": 0.5, **mask(new)}),
     "softmax bias": lambda new: (split(new, "x", axes=ROWS), new.normal(mask="rows width")),
     "softmax_backward": only(split, "dy", "y"),
+    "sample": lambda new: (
+        new.normal(logits="rows cols"),
+        {"seed": 5, "top_k": 40, "top_p": 0.9, "return_logprob": True},
+    ),
+    "sample arrays": sampled,
     "dropout": lambda new: ({**split(new, "x"), "p": 0.3}, {"seed": 5}),
     "dropout array": lambda new: (
         {**split(new, "x", axes=ROWS), "p": 0.5},

@@ -97,6 +97,8 @@ def assert_same(found: Any, want: Any, what: str = "", ulps: int = 0) -> None:
 
 def apart(x: np.ndarray[Any, Any], before: int = 1, after: int = 3) -> np.ndarray[Any, Any]:
     """The middle columns of an array of other numbers: rows lie apart, and start off 16-byte boundaries."""
+    if not x.ndim:
+        return x
     wide = np.full((*x.shape[:-1], before + x.shape[-1] + after), SENTINEL, x.dtype)
     wide[..., before : before + x.shape[-1]] = x
     return wide[..., before : before + x.shape[-1]]

@@ -50,6 +50,7 @@ MOST = {
     "rope": (24, 23),
     "rope_append_kv": (22, 37),
     "rope_backward": (24, 28),  # dynamic scaling: looks at positions
+    "sample": (56, 65),  # checks seven options, seed and step each time,
     "softmax": (17, 18),
     "softmax_backward": (18, 20),
     "swiglu": (17, 20),

@@ -164,6 +164,7 @@ FROM_VALUES = (
     "ternary_matmul both",
     "attention mask",
     "attention_backward mask",
+    "sample arrays",
     "softmax mask",
 )
 WITH_KERNELS = [n for n in NAMES if has_cuda_kernels(n.split()[0]) and n not in FROM_VALUES]

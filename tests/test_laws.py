@@ -157,6 +157,7 @@ EMPTY = {
     "rope": ("batch", "seqlen", "nheads"),
     "rope_append_kv": ("batch", "seqlen_new"),
     "rope_backward": ("batch", "seqlen", "nheads"),
+    "sample": ("batch", "rows"),  # no token of no vocabulary
     "softmax": GATED,
     "softmax_backward": GATED,
     "swiglu": GATED,

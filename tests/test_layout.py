@@ -23,7 +23,7 @@ from tests.processes import ROOT, python
 STEMS = (
     *("adamw", "attention", "cross_entropy", "dropout", "embedding", "global_norm", "layernorm"),
     *("linear_cross_entropy", "linear"),
-    *("rmsnorm", "rope", "softmax", "swiglu", "ternary"),
+    *("rmsnorm", "rope", "sample", "softmax", "swiglu", "ternary"),
 )
 PUBLIC = [name for name in gpu_ops.__all__ if name not in ("__version__", "errors")]
 CODE = ("gpu_ops", "kernels", "reference", "tests", "perf", "scripts")

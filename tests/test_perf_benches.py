@@ -24,6 +24,7 @@ TINY = {
     "rmsnorm": 8,
     "rope": 16,
     "rope_append_kv": 16,
+    "sample": 2,
     "linear": 6,
     "linear_cross_entropy": 6,
     "softmax": 8,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import gpu_ops.core.dispatch
 from gpu_ops.core.device import compiler_missing
 from gpu_ops.core.op import forget_calls
-from scripts.fuzzing import attention, gated, linear, loss, rotary, rows, ternary, training
+from scripts.fuzzing import attention, gated, linear, loss, rotary, rows, sampling, ternary, training
 from scripts.fuzzing.draw import Draw
 from scripts.fuzzing.files import judge_files
 from scripts.fuzzing.mistakes import change, judge_mistake, outcome
@@ -25,6 +25,7 @@ MAKERS = (
     *linear.TRIALS,
     *loss.TRIALS,
     *rotary.TRIALS,
+    *sampling.TRIALS,
     *ternary.TRIALS,
     *training.TRIALS,
 )
